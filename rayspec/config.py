@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import pydantic
 from pydantic import Field, field_validator, model_validator
@@ -236,10 +236,11 @@ class SpeculationOptions(Options):
     sublayers in `skip` and runs the others by `static_choice`), "ar" (no drafts).
     Strategies published by others: "clasp", "del", "asd", "swift", "self-sd", "knn-ssd", "layerskip"; self-sd and
     knn-ssd use saved plans (`warm_start`). Their other numbers are the published ones.
+    "module:name" is a strategy of your own: see docs/adding_a_strategy.md.
     verification: "coupled" (text depends on the seed only) or "rejection" (higher acceptance when sampling).
     """
 
-    strategy: Strategy = "auto"
+    strategy: Strategy | str = "auto"
     verification: Verification = "coupled"
     max_draft_tokens: int = Field(16, ge=1, le=127)
     max_tree_tokens: int = Field(64, ge=1, le=512, description="tokens of a draft that has branches, over all of them")
@@ -287,6 +288,18 @@ class SpeculationOptions(Options):
         """The most tokens that a draft of the strategy may have in branches; 0 if its drafts are chains."""
         branches = self.strategy == "lookahead" or (self.strategy == "swift" and self.swift.tree_widths)
         return self.max_tree_tokens if branches else 0
+
+    @field_validator("strategy")
+    @classmethod
+    def _known(cls, strategy: str) -> str:
+        known = get_args(Strategy)
+        if strategy in known or re.fullmatch(r"[\w.]+:\w+", strategy):
+            return strategy
+        near = difflib.get_close_matches(strategy, known, n=1)
+        raise ValueError(
+            f"choose one of {', '.join(known)}, or give 'module:name' of your own"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
 
     @model_validator(mode="after")
     def _window_fits(self) -> Self:

@@ -30,7 +30,6 @@ from rayspec.decode.num_threads import chosen_threads
 from rayspec.decode.profile import load_or_measure, user_folder
 from rayspec.decode.requests import Vocabulary
 from rayspec.decode.runner import Runner, ways_of
-from rayspec.decode.selection.base import FixedPlan
 from rayspec.decode.stages import LocalStages
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.machine import num_cores
@@ -42,7 +41,8 @@ from rayspec.model.kv_arena import CacheSize, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.threads import Threads, asked_threads, in_thread_of_its_own, on_device
 from rayspec.model.weights import load_tokenizer, resolve_device, vocab_size
-from rayspec.strategies.by_name import make_selector, needs_latency
+from rayspec.strategies.by_name import make_strategy, needs_latency
+from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import ConfigError, UnsupportedModelError, no_draft
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def _local_engine(
         ),
         stages=stages,
         scheduler=make_scheduler(config, size, window=window),
-        selector=make_selector(config, runner.end_sublayer, latency, ways=ways_of(parts, choices)),
+        strategy=make_strategy(config, runner.end_sublayer, latency, ways=ways_of(parts, choices)),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
         tokenizer=tokenizer,
@@ -187,7 +187,7 @@ def _plain_engine(
         config.replace(max_model_len=max_model_len, kv_cache_tokens=num_slots),
         stages=stages,
         scheduler=make_scheduler(config, CacheSize(num_slots), window=None),
-        selector=FixedPlan(no_draft(stages.num_sublayers, reason)),
+        strategy=FixedPlan(no_draft(stages.num_sublayers, reason)),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
         tokenizer=tokenizer,

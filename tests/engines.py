@@ -26,9 +26,9 @@ from rayspec.decode.requests import Vocabulary
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.search import Knapsack
-from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selector
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.stopwatch import Stopwatch
+from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
 from rayspec.decode.work import KeepDrafting, Pass, Result, Round, RoundEntry, RoundResult, Work
 from rayspec.generation import GenerationDefaults
 from rayspec.model.architecture import Decomposition
@@ -38,6 +38,7 @@ from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.row_counts import FIXED
 from rayspec.model.static_rows import StepBuffers
 from rayspec.model.static_step import StaticStep
+from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import Plan, PlanRecord, Request, RequestOutput, no_draft
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
@@ -98,10 +99,10 @@ def branching(rng: random.Random, plan: Plan) -> Plan:
 
 
 class RandomPlans:
-    """Another random plan in every round; drafts end at random, and taps come and go. ways: of each sublayer, by which
-    choices it can run; by default in full or not at all."""
+    """Another random plan in every round; drafts end at random, and hidden states are captured now and then. ways: of
+    each sublayer, by which choices it can run; by default in full or not at all."""
 
-    gate_reason = "random"
+    status = "random"
 
     def __init__(
         self,
@@ -120,26 +121,24 @@ class RandomPlans:
         self.plans: list[Plan] = []
         self.num_searches = 0
 
-    @property
-    def wants_taps(self) -> bool:
-        return self._rng.random() < 0.25
-
-    def plan(self, state: BatchState) -> Plan:
+    def choose(self, state: BatchState) -> RoundPlan:
         plan = random_plan(self._rng, self._num_sublayers, self._max_draft_tokens)
         if self._ways is not None:
             plan = varied(self._choice_rng, plan, self._ways)
         self.plans.append(branching(self._branch_rng, plan))
-        return self.plans[-1]
+        return RoundPlan(plan=self.plans[-1], keep_drafting=self.rule(), capture=self._rng.random() < 0.25)
 
-    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
+    def rule(self) -> KeepDrafting | None:
         if self._rng.random() < 0.5:
             return None
         return lambda confidences: [self._rng.random() < 0.7 for _ in confidences]
 
-    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(
+        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
+    ) -> None:
         assert num_tokens > 0 or not any(one.finite for one in result.committed)
 
-    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
+    def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
         """Searches now and then, as in the middle of everything one would, which must leave no trace."""
         if self._rng.random() < 0.1:
             savings: list[dict[Choice, int]] = [{SKIP: 2 - index % 2} for index in range(self._num_sublayers)]
@@ -149,7 +148,7 @@ class RandomPlans:
             question = Knapsack(
                 num_tokens=4, savings=savings, max_saved=5, min_similarity=-1.0, max_states=4, also=also
             )
-            under_way = search(question)
+            under_way = ask(question)
             self.num_searches += under_way is not None
         return None
 
@@ -192,7 +191,7 @@ def windowed_pages(
 
 def engine_with(
     parts: Decomposition,
-    selector: Selector | Plan | None = None,
+    strategy: Strategy | Plan | None = None,
     *,
     wrap: Callable[[LocalStages], Stages] = lambda stages: stages,
     eos: Sequence[int] = (),
@@ -209,7 +208,7 @@ def engine_with(
     has_windowed_store: bool = False,
     **options: Any,
 ) -> Engine:
-    """An engine like `load_engine`'s over parts that are loaded already. No selector: plain decoding. choices: by which
+    """An engine like `load_engine`'s over parts that are loaded already. No strategy: plain decoding. choices: by which
     drafts may run sublayers; those that read few keys have tiny budgets. is_static: passes run in static buffers, and
     the host looks at drafts every few steps, as on a GPU. capture: makes graphs of these passes. has_windowed_store:
     layers with a sliding window have a store of their own, even if it is larger than the other."""
@@ -217,10 +216,10 @@ def engine_with(
         model="test", device="cpu", max_model_len=max_model_len, **({"kv_cache_tokens": 4096} | options)
     )
     num_sublayers = len(parts.sublayers)
-    if selector is None:
-        selector = FixedPlan(no_draft(num_sublayers, "ar"))
-    elif isinstance(selector, Plan):
-        selector = FixedPlan(selector)
+    if strategy is None:
+        strategy = FixedPlan(no_draft(num_sublayers, "ar"))
+    elif isinstance(strategy, Plan):
+        strategy = FixedPlan(strategy)
     assert config.kv_cache_tokens is not None
     counts = FIXED if config.deterministic else None
     device, weight = torch.device("cpu"), parts.final_norm.weight
@@ -267,7 +266,7 @@ def engine_with(
             chunk_grid=config.max_num_batched_tokens if config.deterministic else None,
             shares_pages=config.enable_prefix_caching,
         ),
-        selector=selector,
+        strategy=strategy,
         vocabulary=Vocabulary(size=vocab_size, eos_token_ids=tuple(eos), defaults=defaults or GenerationDefaults()),
         max_model_len=max_model_len,
         tokenizer=tokenizer,

@@ -10,36 +10,40 @@ from typing import Any
 from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.search import Answer, Question
-from rayspec.decode.selection.base import BatchState, Search, Selector
+from rayspec.decode.strategy import Ask, BatchState, Strategy
 from rayspec.decode.work import Committed, Draft, RoundResult
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.strategies.saved_plans import Provenance, SavedPlan
-from rayspec.types import EngineStats
+from rayspec.types import EngineStats, Plan, PlanRecord
 from tests.engines import complete, engine_with, tokens_of
 from tests.families import cases, checkpoint, parts_of
 from tests.pipeline.loop import loop_engine
 
-NUM_SUBLAYERS = 8
 LENGTHS = (37, 3, 120, 12, 70)
 
 
-def latency(num_sublayers: int = NUM_SUBLAYERS) -> LatencyModel:
-    """Sublayers that take all the time, so that every draft that is accepted pays."""
-    curves = {
-        "attention": Curve(rows=(1, 16), base_s=(1e-3, 1.1e-3)),
-        "mlp": Curve(rows=(1, 16), base_s=(2e-3, 2.1e-3)),
-        "head": Curve(rows=(1, 16), base_s=(1e-4, 1e-4)),
-    }
+def latency_model(
+    num_layers: int, *, sublayer_s: float = 1.0, row_s: float = 0.0, round_s: float = 0.0
+) -> LatencyModel:
+    """Every sublayer takes `sublayer_s` for one row and `row_s` for each other, the head nothing."""
+    base_s = (sublayer_s, sublayer_s + 4095 * row_s)
+    curves = {kind: Curve(rows=(1, 4096), base_s=base_s) for kind in ("attention", "mlp")}
     return LatencyModel(
-        sublayers=("attention", "mlp") * (num_sublayers // 2),
-        curves=curves,
+        sublayers=("attention", "mlp") * num_layers,
+        curves=curves | {"head": Curve(rows=(1, 4096), base_s=(0.0, 0.0))},
         head="head",
-        stages=(0,) * num_sublayers,
-        transfer_s=(0.0,) * num_sublayers,
+        round_s=round_s,
+        stages=(0,) * (2 * num_layers),
+        transfer_s=(0.0,) * (2 * num_layers),
     )
 
 
-def state(*, batch: int = 1, context: int = 100, sequence_ids: Sequence[str] = ()) -> BatchState:
+def latency(num_sublayers: int = 8) -> LatencyModel:
+    """Sublayers take all the time, so that every draft that is accepted pays."""
+    return latency_model(num_sublayers // 2, sublayer_s=1e-3, row_s=1e-5)
+
+
+def state(batch: int = 1, *, context: int = 100, sequence_ids: Sequence[str] = ()) -> BatchState:
     return BatchState(
         context=context, batch=batch, elapsed_s=1.0, num_outstanding_tokens=1000, sequence_ids=sequence_ids
     )
@@ -57,18 +61,48 @@ def result(lengths: Sequence[int], accepted: Sequence[int]) -> RoundResult:
     )
 
 
-def answered(answer: Callable[[Question], Answer]) -> Search:
-    """A search that knows at once."""
+def round_of(plan: Plan, num_accepted: int = 0, *, batch: int = 1) -> RoundResult:
+    """Drafts of the plan's full length, of which so many tokens were accepted."""
+    return result([plan.num_draft_tokens] * batch, [num_accepted] * batch)
 
-    def search(question: Question, sequence_id: str | None = None) -> Future[Answer]:
+
+class Asker:
+    """Answers every question by `reply`, at once, and remembers them."""
+
+    def __init__(self, reply: Callable[[Question], Answer]) -> None:
+        self._reply = reply
+        self.asked: list[Question] = []
+
+    def __call__(self, question: Question, sequence_id: str | None = None) -> Future[Answer] | None:
+        self.asked.append(question)
         future: Future[Answer] = Future()
-        future.set_result(answer(question))
+        future.set_result(self._reply(question))
         return future
 
-    return search
+
+def turn(
+    strategy: Strategy,
+    ask: Ask,
+    *,
+    batch: int = 1,
+    num_accepted: int = 0,
+    seconds: Callable[[Plan], float] = lambda plan: 1.0,
+) -> PlanRecord | None:
+    """One round, as the engine goes about it."""
+    here = state(batch)
+    chosen = strategy.choose(here)
+    accepted = min(num_accepted, chosen.plan.num_draft_tokens)
+    outcome = round_of(chosen.plan, accepted, batch=batch)
+    strategy.observe(here, chosen, outcome, batch * (accepted + 1), seconds(chosen.plan))
+    return strategy.search(here, ask)
 
 
-def require_lossless(make: Callable[[], Selector], *, max_tokens: int = 16, **options: Any) -> list[EngineStats]:
+def turns(strategy: Strategy, ask: Ask, count: int, *, batch: int = 1) -> Sequence[PlanRecord]:
+    records = [turn(strategy, ask, batch=batch) for _ in range(count)]
+    return [record for record in records if record is not None]
+
+
+def require_lossless(make: Callable[[], Strategy], *, max_tokens: int = 16, **options: Any) -> list[EngineStats]:
     """A batch of five, in one process and over two stages, makes the tokens of transformers' generate. What the two
     engines did."""
     path, stats = checkpoint("llama"), []

@@ -110,7 +110,7 @@ def test_every_family_decodes_with_default_options(family: str) -> None:
 @pytest.mark.parametrize("family", few_of(FAMILIES, ["phi3", "mixtral", "smollm3"]))
 def test_static_drafts_run_by_the_nearest_choice_that_there_is(family: str) -> None:
     engine = load_engine(config(family, **(INT4 | {"static_choice": "int4+pages"})), with_tokenizer=False)
-    plan = engine._planner.selector.plan(None)  # type: ignore[arg-type]
+    plan = engine._planner.strategy.choose(None).plan  # type: ignore[arg-type]
     sublayers = engine.stages.runner.parts.sublayers  # type: ignore[attr-defined]
     for sublayer, choice in zip(sublayers, plan.choices, strict=True):
         is_attention, has_copy = sublayer.kind == "attention", "int4" in sublayer.quantised
@@ -147,9 +147,9 @@ def test_saved_plans_go_by_the_choices_that_there_are(
     engine = load_engine(config(folder=tmp_path, choices=("skip", "pages"), **options), with_tokenizer=False)
     require_tokens(engine)
     assert engine.stats.num_draft_tokens > 0
-    selector = engine._planner.selector
+    strategy = engine._planner.strategy
     if strategy == "self-sd":
-        plan = selector._plan  # type: ignore[attr-defined]
+        plan = strategy.chosen.plan  # type: ignore[attr-defined]
         assert plan.choices == ("pages", FULL, SKIP, FULL, FULL, FULL, "pages", FULL)
 
 

@@ -1,4 +1,4 @@
-"""Run several selectors alternately in one engine, so that a disturbance of the machine affects all of them."""
+"""Run several strategies alternately in one engine, so that a disturbance of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from statistics import median
 import rayspec
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.decode.selection.base import BatchState, Search, Selector
-from rayspec.decode.work import KeepDrafting, RoundResult
+from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
+from rayspec.decode.work import RoundResult
 from rayspec.planning.latency import LatencyModel
-from rayspec.strategies.tested_tokens import Tested
+from rayspec.strategies.periodic import Tested
 from rayspec.strategies.tuning import selecting
-from rayspec.types import ConfigError, EngineStats, Plan, PlanRecord
+from rayspec.types import ConfigError, EngineStats, PlanRecord
 
 Prompt = Sequence[int]
 
@@ -57,16 +57,16 @@ class Spread:
         return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
 
 
-class TimedSelector:
-    """A selector that alternates with others in one engine, counts tested draft tokens, and keeps its plan records.
+class TimedStrategy:
+    """A strategy that alternates with others in one engine, counts tested draft tokens, and keeps its plan records.
 
-    Its clock stops while other selectors run, so that its search budget is a share of its own time.
+    Its clock stops while other strategies run, so that its search budget is a share of its own time.
     """
 
-    def __init__(self, selector: Selector) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self.records: list[PlanRecord] = []
         self.num_tested = 0
-        self._selector = selector
+        self._strategy = strategy
         self._left_at_s = 0.0
         self._away_s = 0.0
 
@@ -77,25 +77,20 @@ class TimedSelector:
         self._left_at_s = stats.total_s
 
     @property
-    def wants_taps(self) -> bool:
-        return self._selector.wants_taps
+    def status(self) -> str:
+        return self._strategy.status
 
-    @property
-    def gate_reason(self) -> str:
-        return self._selector.gate_reason
+    def choose(self, state: BatchState) -> RoundPlan:
+        return self._strategy.choose(self._own(state))
 
-    def plan(self, state: BatchState) -> Plan:
-        return self._selector.plan(self._own(state))
+    def observe(
+        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
+    ) -> None:
+        self.num_tested += Tested.of(chosen.plan, result).num_tested
+        self._strategy.observe(self._own(state), chosen, result, num_tokens, seconds)
 
-    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
-        return self._selector.keep_drafting(self._own(state))
-
-    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        self.num_tested += Tested.of(plan, result).num_tested
-        self._selector.observe(self._own(state), plan, result, num_tokens, seconds)
-
-    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
-        record = self._selector.improve(self._own(state), search)
+    def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
+        record = self._strategy.search(self._own(state), ask)
         if record is not None:
             self.records.append(record)
         return record
@@ -106,14 +101,14 @@ class TimedSelector:
 
 def take_turns(
     llm: rayspec.LLM,
-    contenders: Mapping[str, TimedSelector],
+    contenders: Mapping[str, TimedStrategy],
     prompts: Sequence[Prompt],
     *,
     max_tokens: int,
     seed: int = 0,
 ) -> dict[str, list[Passage]]:
     """Return a passage for each prompt, by contender. All contenders complete a prompt, in random order, before the
-    next prompt. Selectors keep their state between prompts. Raises ConfigError, and the error of a failed prompt."""
+    next prompt. Strategies keep their state between prompts. Raises ConfigError, and the error of a failed prompt."""
     rng = random.Random(seed)
     passages: dict[str, list[Passage]] = {name: [] for name in contenders}
     for prompt in prompts:
@@ -124,7 +119,7 @@ def take_turns(
     return passages
 
 
-def write(llm: rayspec.LLM, contender: TimedSelector, prompt: Prompt, *, max_tokens: int) -> Passage:
+def write(llm: rayspec.LLM, contender: TimedStrategy, prompt: Prompt, *, max_tokens: int) -> Passage:
     """Complete the prompt greedily, to the end of the text or `max_tokens`. Raises the error of a failed prompt."""
     engine = local_engine(llm)
     before, num_tested = copy.copy(engine.stats), contender.num_tested

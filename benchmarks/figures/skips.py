@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rayspec
-from benchmarks.figures.runs import Prompt, TimedSelector, latency_of, take_turns
+from benchmarks.figures.runs import Prompt, TimedStrategy, latency_of, take_turns
 from rayspec.choices import SKIP, Choices
-from rayspec.decode.selection.auto import Auto
 from rayspec.planning.budget import Trigger
 from rayspec.planning.latency import LatencyModel
+from rayspec.strategies.auto import Auto
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def run_skips(
     by_context = []
     for context in contexts:
         prompts = prompts_of(context)
-        contender = TimedSelector(free_knapspec(llm, interval))
+        contender = TimedStrategy(free_knapspec(llm, interval))
         written = take_turns(llm, {"knapspec": contender}, prompts, max_tokens=max_tokens)["knapspec"]
         plans = [
             PlanUse(choices=record.plan.choices, num_tokens=record.num_tokens)

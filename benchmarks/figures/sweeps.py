@@ -12,7 +12,7 @@ from benchmarks.figures.runs import (
     Passage,
     Prompt,
     Spread,
-    TimedSelector,
+    TimedStrategy,
     gain_of,
     latency_of,
     take_turns,
@@ -21,8 +21,9 @@ from benchmarks.figures.runs import (
 from benchmarks.figures.skips import every
 from benchmarks.figures.tpt import Estimates, context_of, predict
 from rayspec.choices import Choices
-from rayspec.decode.selection.auto import Auto
-from rayspec.decode.selection.base import FixedPlan, Selector
+from rayspec.decode.strategy import Strategy
+from rayspec.strategies.auto import Auto
+from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.self_sd import DraftThreshold, SelfSD
 from rayspec.types import Plan, no_draft
 
@@ -111,7 +112,7 @@ def run_intervals(
 @dataclass(frozen=True, slots=True)
 class _Case:
     value: float | None
-    selector: Selector
+    strategy: Strategy
 
 
 def _ending_below(plan: Plan, threshold: float) -> SelfSD:
@@ -123,9 +124,9 @@ def _measure(
     llm: rayspec.LLM, cases: Sequence[_Case], prompts: Sequence[Prompt], max_tokens: int
 ) -> tuple[list[Setting], Spread]:
     """Return a setting for each case, in the same order, and tokens per second of plain decoding."""
-    plain = TimedSelector(FixedPlan(no_draft(len(latency_of(llm).sublayers), "plain")))
+    plain = TimedStrategy(FixedPlan(no_draft(len(latency_of(llm).sublayers), "plain")))
     write(llm, plain, prompts[0], max_tokens=max_tokens)  # warm-up
-    contenders = {str(index): TimedSelector(case.selector) for index, case in enumerate(cases)}
+    contenders = {str(index): TimedStrategy(case.strategy) for index, case in enumerate(cases)}
     passages = take_turns(llm, contenders | {"plain": plain}, prompts, max_tokens=max_tokens)
     settings = [
         _setting(case.value, contender, passages[name], passages["plain"])
@@ -135,7 +136,7 @@ def _measure(
 
 
 def _setting(
-    value: float | None, contender: TimedSelector, written: Sequence[Passage], plain: Sequence[Passage]
+    value: float | None, contender: TimedStrategy, written: Sequence[Passage], plain: Sequence[Passage]
 ) -> Setting:
     num_drafted = sum(one.num_drafted for one in written)
     return Setting(

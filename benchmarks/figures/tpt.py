@@ -19,18 +19,19 @@ from benchmarks.figures.runs import (
     Passage,
     Prompt,
     Spread,
-    TimedSelector,
+    TimedStrategy,
     latency_of,
     take_turns,
     write,
 )
 from rayspec.choices import Choices, choices_of, num_leading_full
 from rayspec.decode.search import Answer, Found, Question, Trial
-from rayspec.decode.selection.base import BatchState, FixedPlan, Search
-from rayspec.decode.selection.knapspec import Candidate, KnapSpec
-from rayspec.decode.work import KeepDrafting, RoundResult
+from rayspec.decode.strategy import Ask, BatchState, RoundPlan
+from rayspec.decode.work import RoundResult
 from rayspec.planning.acceptance import tokens_per_time
 from rayspec.planning.latency import LatencyModel
+from rayspec.strategies.fixed import FixedPlan
+from rayspec.strategies.knapspec import Candidate, KnapSpec
 from rayspec.types import ConfigError, Plan, PlanRecord, no_draft
 
 Keep = tuple[bool, ...]
@@ -153,44 +154,37 @@ def estimate_plans(
     strategy = KnapSpec(llm.config.speculation, latency)
     survey = _Survey(strategy, len(latency.sublayers), num_plans=num_plans, seed=seed)
     for prompt in prompts:
-        write(llm, TimedSelector(survey), prompt, max_tokens=max_tokens)
+        write(llm, TimedStrategy(survey), prompt, max_tokens=max_tokens)
     if not survey.trials:
         raise ConfigError(f"option 'max_tokens' is {max_tokens}: the text ends before plans can be tried, raise it")
     return Estimates(candidates=survey.candidates(), origins=survey.origins)
 
 
-class _Survey:
-    """A selector that decodes plainly. It uses the first tapped tokens to search for KnapSpec's plans, and all later
-    tapped tokens to estimate the acceptance of all plans."""
-
-    gate_reason = "plain decoding"
-    wants_taps = True
+class _Survey(FixedPlan):
+    """Plain decoding. The first captured tokens serve to search for KnapSpec's plans, and all later captured tokens to
+    estimate the acceptance of all plans."""
 
     def __init__(self, strategy: KnapSpec, num_sublayers: int, *, num_plans: int, seed: int) -> None:
+        super().__init__(no_draft(num_sublayers, "survey"), capture=True)
         self.origins: dict[Choices, str] = {}
         self.trials: list[Found] = []
-        self._plan = no_draft(num_sublayers, "survey")
         self._strategy = strategy
         self._num_plans = num_plans
         self._rng = random.Random(seed)
         self._under_way: Future[Answer] | None = None
         self._num_new_tokens = 0
 
-    def plan(self, state: BatchState) -> Plan:
-        return self._plan
-
-    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
-        return None
-
-    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(
+        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
+    ) -> None:
         self._num_new_tokens += num_tokens
 
-    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
+    def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
         if self._under_way is not None and self._under_way.done():
             self._take(self._under_way)
         question = self._question(state)
         if self._under_way is None and self._num_new_tokens >= question.num_tokens:
-            self._under_way = search(question)
+            self._under_way = ask(question)
             self._num_new_tokens = 0
         return None
 
@@ -219,7 +213,7 @@ class _Survey:
             self.trials.append(found)
         else:
             patterns = [draft.choices for draft in found.drafts if num_leading_full(draft.choices) < len(draft.choices)]
-            self.origins = plan_spread(patterns, len(self._plan.choices), self._num_plans, self._rng)
+            self.origins = plan_spread(patterns, len(self.chosen.plan.choices), self._num_plans, self._rng)
 
 
 def plan_spread(found: Sequence[Choices], num_sublayers: int, num_plans: int, rng: random.Random) -> dict[Choices, str]:
@@ -278,7 +272,7 @@ def run_tpt(
         f"{index}, {length} tokens": Plan(choices=candidates[index].choices, num_draft_tokens=length, source="figures")
         for index, length in kinds
     }
-    contenders = {name: TimedSelector(FixedPlan(plan)) for name, plan in (plans | controls).items()}
+    contenders = {name: TimedStrategy(FixedPlan(plan)) for name, plan in (plans | controls).items()}
     write(llm, contenders["plain 0"], prompts[0], max_tokens=max_tokens)  # warm-up
     passages = take_turns(llm, contenders, prompts, max_tokens=max_tokens, seed=seed)
     points = [

@@ -15,7 +15,7 @@ from typing_extensions import Self
 from rayspec.bench.result import Run
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.strategies.by_name import make_selector
+from rayspec.strategies.by_name import make_strategy
 from rayspec.types import EngineStats, PlanRecord, Request, RequestOutput
 
 # A run under way: the generator yields the number of tokens so far after each increment, and returns the run.
@@ -59,10 +59,10 @@ class Ours:
         return torch.device(config.device) if config.parallel is None else None
 
     def forget(self) -> None:
-        """Replace the selector by a new one. Only strategies with a latency model learn; the others stay unchanged."""
+        """Replace the strategy by a new one. Only strategies with a latency model learn; the others stay unchanged."""
         engine = self.engine
         if engine.latency is not None:
-            engine.replace_selector(make_selector(engine.config, engine.stages.num_sublayers, engine.latency))
+            engine.replace_strategy(make_strategy(engine.config, engine.stages.num_sublayers, engine.latency))
 
     def warm_up(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
         finish(self.write(prompts[:1], max_tokens))

@@ -22,10 +22,10 @@ from rayspec.decode.progress import Progress
 from rayspec.decode.requests import Requests, Vocabulary
 from rayspec.decode.round_planner import PlannedRound, RoundPlanner
 from rayspec.decode.scheduler import Scheduler, moves_to_path
-from rayspec.decode.selection.base import Selector
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError
 from rayspec.decode.stopwatch import TimeShares
+from rayspec.decode.strategy import Strategy
 from rayspec.decode.work import (
     Committed,
     Move,
@@ -77,7 +77,7 @@ class Engine:
         *,
         stages: Stages,
         scheduler: Scheduler,
-        selector: Selector,
+        strategy: Strategy,
         vocabulary: Vocabulary,
         max_model_len: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -101,7 +101,7 @@ class Engine:
             clock=clock,
         )
         self._planner = RoundPlanner(
-            selector,
+            strategy,
             options=config.speculation,
             num_tap_tokens=config.num_tap_tokens,
             stages=stages,
@@ -120,11 +120,11 @@ class Engine:
         """The checkpoint's defaults of sampling parameters."""
         return self.vocabulary.defaults
 
-    def replace_selector(self, selector: Selector) -> Selector:
-        """Set the selector that chooses plans from now on, and return the previous selector. Only allowed while no
+    def replace_strategy(self, strategy: Strategy) -> Strategy:
+        """Set the strategy that chooses plans from now on, and return the previous strategy. Only allowed while no
         request is unfinished."""
         assert not self.has_unfinished, "plans are chosen for what is under way"
-        previous, self._planner.selector = self._planner.selector, selector
+        previous, self._planner.strategy = self._planner.strategy, strategy
         return previous
 
     @property
@@ -249,7 +249,7 @@ class Engine:
 
     def _num_beside(self, cohort: int, most: int, streams: bool) -> int:
         """Return how many prompt tokens to run together with a round of the cohort. After a few such rounds return 0:
-        selectors learn only from the time of a round without chunks."""
+        strategies learn only from the time of a round without chunks."""
         if self._num_mixed[cohort] >= _MOST_MIXED:
             return 0
         return self._pace.num_rows(most) if streams else most

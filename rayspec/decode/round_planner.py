@@ -1,4 +1,4 @@
-"""Plan the rounds of an engine by asking the selector, and report their outcome to it."""
+"""Plan the rounds of an engine by asking the strategy, and report their outcome to it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rayspec.decode.drafting.lookahead import Guess
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal, lookup_index
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.search import Answer, Question
-from rayspec.decode.selection.base import BatchState, Selector
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import Stages
+from rayspec.decode.strategy import BatchState, RoundPlan, Strategy
 from rayspec.decode.work import Chunk, Round, RoundEntry, RoundResult, TappedToken
 from rayspec.planning.answer_length import AnswerLength
 from rayspec.types import EngineStats, Plan
@@ -52,21 +52,22 @@ class TapLog:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRound:
-    """A round and the batch state that its plan was chosen for. started: when planning began, in seconds of the
+    """A round, and the strategy's choice for it in this batch state. started: when planning began, in seconds of the
     planner's clock."""
 
     work: Round
     sequences: Sequence[SequenceState]
     state: BatchState
+    chosen: RoundPlan
     started: float
 
 
 class RoundPlanner:
-    """Connects the selector to the engine. Keeps the log of tapped tokens and the plan search under way over them."""
+    """Connects the strategy to the engine. Keeps the log of tapped tokens and the plan search under way over them."""
 
     def __init__(
         self,
-        selector: Selector,
+        strategy: Strategy,
         *,
         options: SpeculationOptions,
         num_tap_tokens: int,
@@ -75,7 +76,7 @@ class RoundPlanner:
         stats: EngineStats,
         clock: Callable[[], float],
     ) -> None:
-        self.selector = selector
+        self.strategy = strategy
         self.taps = TapLog(num_tap_tokens)
         self._options = options
         self._stages = stages
@@ -90,22 +91,23 @@ class RoundPlanner:
         """Plan a round for the sequences. chunks: prompt chunks to prefill in the round."""
         started = self._clock()
         state = self._batch_state(sequences)
-        plan = self.selector.plan(state)
+        chosen = self.strategy.choose(state)
+        plan = chosen.plan
         proposals = state.proposals() if plan.num_lookup_tokens else [NOTHING] * len(sequences)
         lengths = plan.lookup_lengths or [plan.num_lookup_tokens] * len(sequences)
         work = Round(
             id=work_id,
             entries=[self._entry(*each, plan) for each in zip(sequences, proposals, lengths, strict=True)],
             plan=plan,
-            keep_drafting=self.selector.keep_drafting(state),
-            num_taps=self.taps.capacity if self.selector.wants_taps else 0,
+            keep_drafting=chosen.keep_drafting,
+            num_taps=self.taps.capacity if chosen.capture else 0,
             chunks=chunks,
         )
-        return PlannedRound(work, sequences, state, started)
+        return PlannedRound(work, sequences, state, chosen, started)
 
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
-        """Log the taps of a finished round, tell the selector its result, and let the selector improve its plan.
-        num_tokens: number of committed tokens. The selector learns nothing from a round with chunks, because the
+        """Log the taps of a finished round, tell the strategy its result, and let the strategy search.
+        num_tokens: number of committed tokens. The strategy learns nothing from a round with chunks, because the
         round's own time is then unknown."""
         self.taps.add(planned.work.taps)
         num_ends = sum(sequence.finish_reason == "stop" for sequence in planned.sequences)
@@ -118,18 +120,18 @@ class RoundPlanner:
         committed_any = num_tokens or not all(committed.finite for committed in result.committed)
         if committed_any and not planned.work.chunks:
             seconds = self._clock() - planned.started - result.queued_s
-            self.selector.observe(planned.state, planned.work.plan, result, num_tokens, seconds)
+            self.strategy.observe(planned.state, planned.chosen, result, num_tokens, seconds)
         self._improve(planned.state)
 
     def _improve(self, state: BatchState) -> None:
         started = self._clock()
-        record = self.selector.improve(state, self._search)
+        record = self.strategy.search(state, self._search)
         if record is not None:
             self._stats.plans = [*self._stats.plans[-_MAX_PLAN_RECORDS + 1 :], record]
         if record is not None or self._searched_s:
             self._stats.optimise_s += max(self._searched_s, self._clock() - started)
             self._searched_s = 0.0
-        self._stats.gate_reason = self.selector.gate_reason
+        self._stats.gate_reason = self.strategy.status
 
     def lookup_index(self) -> LookupIndex | None:
         """Return an index for a new sequence; None if nothing is looked up."""

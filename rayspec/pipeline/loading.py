@@ -24,7 +24,7 @@ from rayspec.pipeline.replica import Blueprint, Replica
 from rayspec.pipeline.shard import Shard
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.partition import Device, LayerCost, ModelCosts, partition, stage_costs
-from rayspec.strategies.by_name import make_selector, needs_latency
+from rayspec.strategies.by_name import make_strategy, needs_latency
 from rayspec.types import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
         scheduler=make_scheduler(
             config, stages.replica.cache_size, window=sizes.window, num_cohorts=stages.num_cohorts
         ),
-        selector=make_selector(config, stages.num_sublayers, latency, ways=stages.ways),
+        strategy=make_strategy(config, stages.num_sublayers, latency, ways=stages.ways),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
         tokenizer=tokenizer,

@@ -1,4 +1,4 @@
-"""Constants of KnapSpec and `auto`, chosen by trial; the arbiter's constants are in `arbiter.ArbiterOptions`.
+"""Constants of KnapSpec and `auto`, chosen by trial; the gate's constants are in `strategies.gate`.
 
 docs/internals.md has one table of both. Constants that only bound memory or rounding are next to their use.
 """

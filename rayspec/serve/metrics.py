@@ -254,8 +254,8 @@ class _GateReasons:
     def readings(self, reason: str) -> Iterator[Reading]:
         if not reason:
             return
-        if reason.startswith(("drafting", "not drafting")):
-            yield Reading("rayspec_gate_open", float(reason.startswith("drafting")))
+        if switch := re.match(r"(self-)?drafting is (on|off)", reason):
+            yield Reading("rayspec_gate_open", float(switch[2] == "on"))
         label, before = self._label(reason), self._now
         self._now = label
         if before not in {None, label}:

@@ -1,7 +1,6 @@
-"""The papers' other methods, one file each: CLaSp, SWIFT, Self-SD, DEL, KNN-SSD, LayerSkip, ASD, Lookahead.
+"""The strategies, one file for each method: how rounds draft.
 
-Each implements `decode.selection.base.Selector`; `by_name` makes any strategy, KnapSpec and `auto` too.
-
-Belongs here: how another method chooses its plan, and how it tunes one in advance (tuning.py). Does not: KnapSpec,
-lookup and `auto`, which the engine is built around (decode/), and any forward pass.
+Each implements `decode.strategy.Strategy`; `by_name` makes them, and `gate.Gated` switches drafting off where it is
+slower. Belongs here: how a method chooses its plan, and how it tunes one in advance (tuning.py). Does not: any forward
+pass, and decisions that are functions of numbers (planning/).
 """

@@ -3,8 +3,7 @@
 As published: only attention sublayers are skipped. A sublayer is skipped if the cosine of the hidden states before and
 after it exceeds a threshold. Drafts end below a confidence that follows the acceptance, as in Self-SD, and the draft is
 derived from the text being generated. The authors name two further rules without details; they are not implemented.
-Ours: the threshold; the cosine is the mean over the newest tapped tokens and is measured again at an interval. (A token
-is tapped if the target keeps its hidden states before and after each sublayer.)
+Ours: the threshold; the cosine is the mean over the newest captured tokens and is measured again at an interval.
 """
 
 from __future__ import annotations
@@ -14,21 +13,20 @@ from collections.abc import Sequence
 from rayspec.choices import SKIP, Choices, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Cosine, Cosines
-from rayspec.decode.selection.base import BatchState
+from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
-from rayspec.strategies.inquiring import Inquiring
+from rayspec.strategies.periodic import PeriodicStrategy, Tested
 from rayspec.strategies.self_sd import TARGET_ACCEPTANCE, DraftThreshold
-from rayspec.strategies.tested_tokens import Tested
-from rayspec.types import Plan, PlanRecord
+from rayspec.types import PlanRecord
 
 _INTERVAL = 64  # tokens of a sequence between two searches: our value
 _THRESHOLD = 0.6
 
 
-class ASD(Inquiring):
-    """Selector of ASD. It does not draft before the first cosines are known, and while none exceeds the threshold."""
+class ASD(PeriodicStrategy):
+    """It does not draft while no attention exceeds the threshold."""
 
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
         super().__init__("asd", latency, interval=options.search_interval or _INTERVAL)
@@ -38,15 +36,14 @@ class ASD(Inquiring):
         first = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
         self._draft_threshold = DraftThreshold(first, target=TARGET_ACCEPTANCE)
 
-    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
+    def _rule(self) -> KeepDrafting:
         return DraftWhileSure(threshold=self._draft_threshold.value)
 
-    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        super().observe(state, plan, result, num_tokens, seconds)
-        tested = Tested.of(plan, result)
-        self._draft_threshold.observe(
-            num_accepted=tested.num_accepted, num_drafted=tested.num_drafted, reached_length=tested.reached_length
-        )
+    def observe(
+        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
+    ) -> None:
+        super().observe(state, chosen, result, num_tokens, seconds)
+        self._draft_threshold.observe(Tested.of(chosen.plan, result))
 
     def _question(self, state: BatchState) -> Cosine:
         return Cosine(num_tokens=self._options.num_tap_tokens)

@@ -1,80 +1,42 @@
-"""Makes the selector of each strategy from the strategy's name."""
+"""Makes each strategy from its name, behind the gate."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from rayspec.choices import Choice
 from rayspec.config import EngineConfig, SpeculationOptions
-from rayspec.decode.selection.auto import Auto
-from rayspec.decode.selection.base import FixedPlan, Selector, lookup_plan, static_plan
-from rayspec.decode.selection.knapspec import Candidate
+from rayspec.decode.strategy import Strategy
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.asd import ASD
+from rayspec.strategies.auto import Auto
 from rayspec.strategies.clasp import CLaSp
 from rayspec.strategies.dynamic_exit import DEL
+from rayspec.strategies.fixed import FixedPlan, early_exit_plan, lookahead_plan, lookup_plan, static_plan
+from rayspec.strategies.gate import Gated
 from rayspec.strategies.knn_ssd import KnnSSD
-from rayspec.strategies.layerskip import early_exit_plan
-from rayspec.strategies.lookahead import lookahead_plan
-from rayspec.strategies.only_if_faster import OnlyIfFaster
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans, known_candidates
 from rayspec.strategies.self_sd import SelfSD
 from rayspec.strategies.swift import Swift
-from rayspec.types import ConfigError, Plan, no_draft
+from rayspec.types import ConfigError, no_draft
 
 logger = logging.getLogger(__name__)
 
 _LOOKUP_TOKENS = 10  # of prompt lookup as published
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
-    """The inputs from which strategies are made."""
-
-    config: EngineConfig
-    latency: LatencyModel
-
-    @property
-    def options(self) -> SpeculationOptions:
-        return self.config.speculation
-
-    @property
-    def num_sublayers(self) -> int:
-        return len(self.latency.sublayers)
-
-    @property
-    def num_lookup_tokens(self) -> int:
-        return min(_LOOKUP_TOKENS, self.options.max_draft_tokens)
-
-    @property
-    def saved_plans(self) -> SavedPlans:
-        assert self.options.warm_start is not None
-        saved = SavedPlans.load(self.options.warm_start, ModelIdentity.of(self.config, self.num_sublayers))
-        return saved.within([self.latency.choices_of(index) for index in range(self.num_sublayers)])
-
-    @property
-    def known(self) -> Sequence[Candidate]:
-        return known_candidates(self.saved_plans) if self.options.warm_start is not None else ()
-
-
-_Make = Callable[[_Given], Selector]
-
-_WITH_THEIR_OWN_GATE: Mapping[str, _Make] = {
-    "knapspec": lambda given: Auto(given.options, given.latency, known=given.known, looks_up=False),
-    "auto": lambda given: Auto(given.options, given.latency, known=given.known),
-    "knn-ssd": lambda given: KnnSSD(given.saved_plans, given.options, given.latency),
-}
-_BEHIND_THE_GATE: Mapping[str, _Make] = {
-    "clasp": lambda given: CLaSp(given.options, given.latency),
-    "swift": lambda given: Swift(given.options, given.latency),
-    "self-sd": lambda given: SelfSD.of(given.saved_plans.only(), given.options, given.num_sublayers),
-    "del": lambda given: DEL(given.options, given.latency),
-    "layerskip": lambda given: FixedPlan(early_exit_plan(given.options.layerskip, given.num_sublayers)),
-    "asd": lambda given: ASD(given.options, given.latency),
-    "lookup": lambda given: FixedPlan(lookup_plan(given.num_sublayers, given.num_lookup_tokens)),
-    "lookahead": lambda given: FixedPlan(lookahead_plan(given.num_sublayers)),
+# Strategies that need nothing but the options and the latency model. All stand behind the gate.
+BY_NAME: Mapping[str, Callable[[SpeculationOptions, LatencyModel], Strategy]] = {
+    "clasp": CLaSp,
+    "swift": Swift,
+    "del": DEL,
+    "asd": ASD,
+    "layerskip": lambda options, latency: FixedPlan(early_exit_plan(options.layerskip, len(latency.sublayers))),
+    "lookup": lambda options, latency: FixedPlan(
+        lookup_plan(len(latency.sublayers), min(_LOOKUP_TOKENS, options.max_draft_tokens))
+    ),
+    "lookahead": lambda options, latency: FixedPlan(lookahead_plan(len(latency.sublayers))),
 }
 
 
@@ -83,38 +45,58 @@ def needs_latency(config: EngineConfig) -> bool:
     return config.speculation.strategy not in ("static", "ar")
 
 
-def make_selector(
+def make_strategy(
     config: EngineConfig,
     num_sublayers: int,
     latency: LatencyModel | None,
     *,
     ways: Sequence[Collection[Choice]] | None = None,
-) -> Selector:
-    """Return the selector of the configured strategy, behind the gate of `OnlyIfFaster` if the options ask for it.
+) -> Strategy:
+    """Return the configured strategy. All but "static" and "ar" stand behind the gate, if the options ask for it.
 
     latency: None for a strategy that does not need it. ways: for static drafts, the possible choices of each sublayer;
-    None: all choices. Raises ConfigError for options that the model cannot serve, and for saved plans that cannot be
-    read or belong to another model.
+    None: all choices. Raises ConfigError for options that the model cannot serve, for saved plans that cannot be read
+    or belong to another model, and for a strategy "module:name" that cannot be imported.
     """
-    options = config.speculation
-    if latency is not None and options.strategy in _WITH_THEIR_OWN_GATE:
-        return _WITH_THEIR_OWN_GATE[options.strategy](_Given(config=config, latency=latency))
-    if latency is not None and options.strategy in _BEHIND_THE_GATE:
-        strategy = _BEHIND_THE_GATE[options.strategy](_Given(config=config, latency=latency))
-        return OnlyIfFaster(strategy, latency) if options.gate else strategy
-    if options.strategy == "static":
-        return FixedPlan(_static_plan(options, num_sublayers, ways))
-    assert options.strategy == "ar", f"strategy {options.strategy!r} needs a latency model"
-    return FixedPlan(no_draft(num_sublayers, "ar"))
-
-
-def _static_plan(options: SpeculationOptions, num_sublayers: int, ways: Sequence[Collection[Choice]] | None) -> Plan:
-    choice = options.static_choice
-    try:
+    options, name = config.speculation, config.speculation.strategy
+    if name == "static":
+        choice = options.static_choice
         plan = static_plan(options.skip, num_sublayers, options.max_draft_tokens, choice=choice, ways=ways)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if plan.prefix < num_sublayers:
-        return plan
-    logger.warning("there are no drafts: no sublayer can run by option 'static_choice' %r", choice)
-    return no_draft(num_sublayers, f"static: no sublayer can run by {choice!r}")
+        if plan.prefix == num_sublayers:
+            logger.warning("there are no drafts: no sublayer can run by option 'static_choice' %r", choice)
+            plan = no_draft(num_sublayers, f"static: no sublayer can run by {choice!r}")
+        return FixedPlan(plan)
+    if name == "ar":
+        return FixedPlan(no_draft(num_sublayers, "ar"))
+    assert latency is not None, f"strategy {name!r} needs a latency model"
+    saved = None
+    if options.warm_start is not None:
+        saved = SavedPlans.load(options.warm_start, ModelIdentity.of(config, num_sublayers))
+        saved = saved.within([latency.choices_of(index) for index in range(num_sublayers)])
+    if name in ("auto", "knapspec"):  # with a gate of their own
+        known = known_candidates(saved) if saved is not None else ()
+        return Auto(options, latency, known=known, looks_up=name == "auto")
+    if name == "knn-ssd":  # with a gate for each domain
+        assert saved is not None
+        return KnnSSD(saved, options, latency)
+    if name == "self-sd":
+        assert saved is not None
+        strategy: Strategy = SelfSD.of(saved.only(), options)
+    else:
+        strategy = (BY_NAME.get(name) or _imported(name))(options, latency)
+    return Gated(strategy, latency) if options.gate else strategy
+
+
+def _imported(name: str) -> Callable[[SpeculationOptions, LatencyModel], Strategy]:
+    """Return what "module:name" names: a class or function that makes a strategy, as those of `BY_NAME` do."""
+    module, _, attribute = name.partition(":")
+    try:
+        make: Callable[[SpeculationOptions, LatencyModel], Strategy] = getattr(
+            importlib.import_module(module), attribute
+        )
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"option 'strategy' is {name!r}, which cannot be imported ({error}): give 'module:name' of a class or "
+            "function that takes the options and the latency model, with the module on PYTHONPATH of every process"
+        ) from error
+    return make

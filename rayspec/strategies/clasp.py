@@ -10,12 +10,11 @@ from __future__ import annotations
 from rayspec.choices import FULL
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, LayerKnapsack
-from rayspec.decode.selection.base import BatchState
+from rayspec.decode.strategy import BatchState
 from rayspec.decode.work import KeepDrafting
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
-from rayspec.strategies.current_plan import estimated_acceptance
-from rayspec.strategies.inquiring import Inquiring
+from rayspec.strategies.periodic import PeriodicStrategy, estimated_acceptance
 from rayspec.types import ConfigError, PlanRecord
 
 # Published values.
@@ -23,11 +22,8 @@ _INTERVAL = 128  # tokens of a sequence between two searches
 _THRESHOLD = 0.7
 
 
-class CLaSp(Inquiring):
-    """Selector of CLaSp. It does not draft before the first search has ended.
-
-    Raises ConfigError if more layers are to be skipped than the model has.
-    """
+class CLaSp(PeriodicStrategy):
+    """Raises ConfigError if more layers are to be skipped than the model has."""
 
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
         super().__init__("clasp", latency, interval=options.search_interval or _INTERVAL)
@@ -40,7 +36,7 @@ class CLaSp(Inquiring):
         self._threshold = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
         self._max_draft_tokens = options.max_draft_tokens
 
-    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
+    def _rule(self) -> KeepDrafting:
         return DraftWhileSure(threshold=self._threshold)
 
     def _question(self, state: BatchState) -> LayerKnapsack:

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from rayspec.choices import Choices, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, FoundDraft, Trial
-from rayspec.decode.selection.base import BatchState
+from rayspec.decode.strategy import BatchState
 from rayspec.decode.work import KeepDrafting
 from rayspec.planning.acceptance import best_choice
 from rayspec.planning.discounted import Discounted
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
-from rayspec.strategies.inquiring import Inquiring
+from rayspec.strategies.periodic import PeriodicStrategy
 from rayspec.types import ConfigError, PlanRecord
 
 _MEMORY = 0.95  # weight of what was known before, at each comparison; the published value
@@ -64,11 +64,9 @@ class ExitRecord:
         return (matched.value + missed.value) / 2 if matched.is_known and missed.is_known else None
 
 
-class DEL(Inquiring):
-    """Selector of DEL. It does not draft before the first comparison, and while no exit is predicted to be faster.
-
-    Raises ConfigError for a model of one layer, which has no exits.
-    """
+class DEL(PeriodicStrategy):
+    """It does not draft while no exit is predicted to be faster. Raises ConfigError for a model of one layer, which has
+    no exits."""
 
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
         interval = options.search_interval or 1  # every round, as published
@@ -79,13 +77,13 @@ class DEL(Inquiring):
             raise ConfigError("strategy 'del' needs a model of 2 layers or more: choose another strategy")
         self._num_first_tokens = options.num_tap_tokens
         self._max_draft_tokens = options.max_draft_tokens
-        self._reuse_prefix = interval > 1  # rounds with taps run all rows through all sublayers
+        self._reuse_prefix = interval > 1  # rounds that capture run all rows through all sublayers
         self._latency = latency
         self._record = ExitRecord(len(self._exits), memory=_MEMORY)
         self._num_looks = 0
         self._threshold: float | None = None
 
-    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
+    def _rule(self) -> KeepDrafting | None:
         return None if self._threshold is None else DraftWhileSure(threshold=self._threshold)
 
     def _question(self, state: BatchState) -> Trial:
@@ -99,15 +97,12 @@ class DEL(Inquiring):
         self._record.observe(answer.drafts, answer.num_tokens)
         index, length = self._best(state)
         self._threshold = self._record.threshold(index) if length else None
-        plan = self._current.plan
-        if (length, self._exits[index]) == (
-            plan.num_draft_tokens,
-            plan.choices,
-        ) or length == plan.num_draft_tokens == 0:
+        choices, current = self._exits[index], self._current.plan
+        if length == current.num_draft_tokens and (length == 0 or choices == current.choices):
             return None
         return self._current.take(
             state,
-            self._exits[index],
+            choices,
             length,
             acceptance=float(self._record.acceptance[index]),
             reason=f"{length} tokens from layer {index + 1} promise most" if length else "no exit promises to pay",

@@ -9,26 +9,100 @@ of the domain "", or no plan. Each domain has a gate of its own. A batch uses th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Feature, Features
-from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selector
-from rayspec.decode.work import KeepDrafting, RoundResult
+from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
+from rayspec.decode.work import RoundResult
 from rayspec.planning.latency import LatencyModel
-from rayspec.strategies.anchors import Nearest, nearest
-from rayspec.strategies.only_if_faster import OnlyIfFaster
+from rayspec.strategies.fixed import FixedPlan
+from rayspec.strategies.gate import Gated
 from rayspec.strategies.saved_plans import SavedPlan, SavedPlans
 from rayspec.strategies.self_sd import TARGET_ACCEPTANCE, DraftThreshold, SelfSD
-from rayspec.types import ConfigError, Plan, PlanRecord, no_draft
+from rayspec.types import ConfigError, PlanRecord, no_draft
+
+Floats: TypeAlias = NDArray[np.float64]
 
 ANY_DOMAIN = ""
 _THRESHOLD = 0.8  # the published value
 
-# Number of sequences whose domain is remembered; the oldest is forgotten. The selector does not learn when sequences
+# Of the clusters whose centres the anchors of a domain are near to.
+_SEED, _NUM_STARTS = 42, 10
+# Smallest radius of a domain, as a multiple of the largest distance of its samples.
+_SLACK = 2.0
+# Number of sequences whose domain is remembered; the oldest is forgotten. The strategy does not learn when sequences
 # end, and there are never this many at a time.
 _MAX_SEQUENCES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nearest:
+    """The domain of the nearest anchor, and the cosine distance to it: 0 (same direction) to 2."""
+
+    domain: str
+    distance: float
+
+
+def unit_rows(vectors: ArrayLike) -> Floats:
+    """Return [count, size], each row scaled to length 1. Raises ValueError for a row of zeros."""
+    rows = np.atleast_2d(np.asarray(vectors, float))
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    if not (lengths > 0).all():
+        raise ValueError("a feature of zeros has no direction")
+    return np.asarray(rows / lengths)
+
+
+def nearest(anchors: Mapping[str, Sequence[Sequence[float]]], feature: Sequence[float]) -> Nearest | None:
+    """Return the domain of the nearest anchor; None without anchors. anchors: unit vectors, by domain.
+
+    Raises ValueError for a feature of zeros, or of another size than the anchors.
+    """
+    (direction,) = unit_rows(feature)
+    found = None
+    for domain, vectors in anchors.items():
+        if not vectors:
+            continue
+        distance = float(1 - (np.asarray(vectors) @ direction).max())
+        if found is None or distance < found.distance:
+            found = Nearest(domain=domain, distance=distance)
+    return found
+
+
+def representatives(features: ArrayLike, count: int) -> Floats:
+    """Return [up to count, size]: unit vectors of the samples nearest to the centres of `count` clusters (KNN-SSD,
+    eq. 2); all distinct samples if there are at most `count`. features: [num_samples, size]."""
+    rows = np.unique(unit_rows(features), axis=0)
+    if len(rows) <= count:
+        return rows
+    # Imported here: the import takes a second, which only users of anchors should wait for.
+    from sklearn.cluster import KMeans  # noqa: PLC0415
+
+    distances = KMeans(count, n_init=_NUM_STARTS, random_state=_SEED).fit_transform(rows)  # to each centre
+    return np.asarray(rows[np.unique(distances.argmin(axis=0))])
+
+
+def radius(features: ArrayLike, anchors: Floats, others: Sequence[Floats] = ()) -> float:
+    """Return the cosine distance from the anchors within which text belongs to the domain.
+
+    It is half of the distance to the nearest anchor of the `others`, but at least twice the largest distance of a
+    sample to its nearest anchor other than itself. A few samples lie closer together than other text of their domain,
+    hence twice. Distances for the demo model's four domains: 12 samples each within 0.05, 12 other texts within 0.04,
+    text of another domain beyond 0.42, and text of no domain beyond 0.26.
+    """
+    rows = unit_rows(features)
+    distances = 1 - rows @ anchors.T
+    distances[np.isclose(distances, 0.0, atol=1e-9)] = np.inf
+    nearest_anchor = distances.min(axis=1)
+    spread = float(nearest_anchor[np.isfinite(nearest_anchor)].max(initial=0.0))
+    gap = min((float((1 - anchors @ other.T).min()) for other in others), default=0.0)
+    return max(_SLACK * spread, gap / 2)
 
 
 class Domains:
@@ -61,96 +135,90 @@ class Domains:
         return plan if found.distance <= plan.radius else self._saved.of_domain(ANY_DOMAIN)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Voted(RoundPlan):
+    """The choice of the drafter that the batch voted for. own: as the drafter made it."""
+
+    drafter: Strategy
+    own: RoundPlan
+
+
 class KnnSSD:
-    """Selector by `Domains`: the first round of each sequence is tapped, to classify the sequence by its feature.
+    """The first round of each sequence captures hidden states, to classify the sequence by its feature (`Domains`).
 
     Each domain has a drafter: Self-SD with the domain's plan and a fixed threshold. The sequences of a batch vote for
     their drafters. Sequences not yet classified do not vote; sequences of no domain vote against drafting.
     """
 
     def __init__(self, saved: SavedPlans, options: SpeculationOptions, latency: LatencyModel) -> None:
-        num_sublayers = len(latency.sublayers)
         self._domains = Domains(saved)
-        self._strangers: Selector = FixedPlan(no_draft(num_sublayers, "knn-ssd: of no domain"))
-        self._drafters: dict[str, Selector] = {}
+        self._no_domain: Strategy = FixedPlan(no_draft(len(latency.sublayers), "knn-ssd: of no domain"))
+        self._drafters: dict[str, Strategy] = {}
+        threshold = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
         for plan in self._domains.plans:
-            drafter = _drafter(plan, options, num_sublayers)
-            self._drafters[plan.domain] = OnlyIfFaster(drafter, latency) if options.gate else drafter
-        self._told: dict[str, Selector] = {}  # the drafter of each classified sequence
-        self._looks: dict[str, Future[Answer]] = {}  # questions under way, by sequence
-        self._begins = False  # whether the round planned last has a sequence to classify
-        self._last_look = "nothing was looked at"
-        self._last_drafter: Selector = self._strangers
+            drafter = SelfSD(
+                plan.plan(max_draft_tokens=options.max_draft_tokens, source="knn-ssd"),
+                DraftThreshold(threshold, target=TARGET_ACCEPTANCE, adaptive=False),
+                acceptance=plan.acceptance,
+                expected_tpt=plan.tokens_per_s,
+                plain_tpt=plan.plain_tokens_per_s,
+                reason=f"the plan for {plan.domain!r}" if plan.domain else "the plan for any text",
+            )
+            self._drafters[plan.domain] = Gated(drafter, latency) if options.gate else drafter
+        self._drafter_by_sequence: dict[str, Strategy] = {}  # of each classified sequence
+        self._asked: dict[str, Future[Answer]] = {}  # questions under way, by sequence
+        self._last: tuple[str, Strategy] = ("no text was classified yet", self._no_domain)
 
     @property
-    def wants_taps(self) -> bool:
-        return self._begins
+    def status(self) -> str:
+        """The gate's status for the sequence that was classified last, and the distance of its text."""
+        found, drafter = self._last
+        is_far = drafter is self._no_domain
+        return f"{'drafting is off (text of no domain)' if is_far else drafter.status}; {found}"
 
-    @property
-    def gate_reason(self) -> str:
-        """The gate's reason for the sequence that was classified last."""
-        drafter = self._last_drafter
-        return f"{self._last_look}; {'not drafting' if drafter is self._strangers else drafter.gate_reason}"
+    def choose(self, state: BatchState) -> RoundPlan:
+        is_new = any(name not in self._drafter_by_sequence and name not in self._asked for name in state.sequence_ids)
+        drafter = self._drafter_of(state)
+        own = drafter.choose(state)
+        return _Voted(plan=own.plan, keep_drafting=own.keep_drafting, capture=is_new, drafter=drafter, own=own)
 
-    def plan(self, state: BatchState) -> Plan:
-        self._begins = any(name not in self._told and name not in self._looks for name in state.sequence_ids)
-        return self._drafter_of(state).plan(state)
+    def observe(
+        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
+    ) -> None:
+        assert isinstance(chosen, _Voted)
+        chosen.drafter.observe(state, chosen.own, result, num_tokens, seconds)
 
-    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
-        return self._drafter_of(state).keep_drafting(state)
-
-    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        self._drafter_of(state).observe(state, plan, result, num_tokens, seconds)
-
-    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
-        """Classify new sequences. Return a record when a domain's plan is used for the first time.
-
-        Only sequences with no round under way are classified; so the drafter that planned a round also observes it.
-        """
-        record = self._drafter_of(state).improve(state, search)
+    def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
+        """Classify new sequences. Return a record when a domain's plan is used for the first time."""
+        record = self._drafter_of(state).search(state, ask)
         for name in state.sequence_ids:
-            if name not in self._told:
-                self._look(name, search)
+            if name not in self._drafter_by_sequence:
+                self._classify(name, ask)
         return record
 
-    def _drafter_of(self, state: BatchState) -> Selector:
-        votes = Counter(self._told[name] for name in state.sequence_ids if name in self._told)
-        return votes.most_common(1)[0][0] if votes else self._strangers
+    def _drafter_of(self, state: BatchState) -> Strategy:
+        known = self._drafter_by_sequence
+        votes = Counter(known[name] for name in state.sequence_ids if name in known)
+        return votes.most_common(1)[0][0] if votes else self._no_domain
 
-    def _look(self, name: str, search: Search) -> None:
-        """Ask for the feature of a sequence, or classify the sequence by the answer. If the tapped token is gone or the
-        question failed, the sequence has no domain. If the question was cancelled, it is asked again later."""
-        look = self._looks.pop(name, None) or search(Feature(num_tokens=1), name)
-        if look is None or (look.done() and not look.cancelled() and look.exception() is not None):
-            self._tell(name, self._strangers)
-        elif not look.done():
-            self._looks[name] = look
-        elif not look.cancelled():
-            features = look.result()
+    def _classify(self, name: str, ask: Ask) -> None:
+        """Ask for the feature of a sequence, or classify the sequence by the answer. If the captured token is gone or
+        the question failed, the sequence has no domain. If the question was cancelled, it is asked again later."""
+        asked = self._asked.pop(name, None) or ask(Feature(num_tokens=1), name)
+        if asked is not None and not asked.done():
+            self._asked[name] = asked
+            return
+        if asked is not None and asked.cancelled():
+            return
+        drafter = self._no_domain
+        if asked is not None and asked.exception() is None:
+            features = asked.result()
             assert isinstance(features, Features)
-            self._tell(name, self._drafter_for(self._domains.nearest(features.vector)))
-
-    def _drafter_for(self, found: Nearest) -> Selector:
-        plan = self._domains.plan_for(found)
-        drafter = self._strangers if plan is None else self._drafters[plan.domain]
-        far = "" if plan is not None and plan.domain == found.domain else ", too far"
-        self._last_look = f"the last text began {found.distance:.3f} from {found.domain!r}{far}"
-        self._last_drafter = drafter
-        return drafter
-
-    def _tell(self, name: str, drafter: Selector) -> None:
-        self._told[name] = drafter
-        if len(self._told) > _MAX_SEQUENCES:
-            del self._told[next(iter(self._told))]
-
-
-def _drafter(plan: SavedPlan, options: SpeculationOptions, num_sublayers: int) -> Selector:
-    threshold = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
-    return SelfSD(
-        plan.plan(max_draft_tokens=options.max_draft_tokens, source="knn-ssd"),
-        DraftThreshold(threshold, target=TARGET_ACCEPTANCE, adaptive=False),
-        acceptance=plan.acceptance,
-        expected_tpt=plan.tokens_per_s,
-        plain_tpt=plan.plain_tokens_per_s,
-        reason=f"the plan for {plan.domain!r}" if plan.domain else "the plan for any text",
-    )
+            found = self._domains.nearest(features.vector)
+            plan = self._domains.plan_for(found)
+            drafter = self._no_domain if plan is None else self._drafters[plan.domain]
+            far = "" if plan is not None and plan.domain == found.domain else ", too far"
+            self._last = (f"the last text began {found.distance:.3f} from {found.domain!r}{far}", drafter)
+        self._drafter_by_sequence[name] = drafter
+        if len(self._drafter_by_sequence) > _MAX_SEQUENCES:
+            del self._drafter_by_sequence[next(iter(self._drafter_by_sequence))]

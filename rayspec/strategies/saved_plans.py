@@ -16,9 +16,9 @@ from typing_extensions import Self
 
 from rayspec.choices import Choice, Choices, nearest
 from rayspec.config import EngineConfig
-from rayspec.decode.selection.knapspec import Candidate
 from rayspec.model.fingerprint import weights_fingerprint
 from rayspec.model.weights import load_config
+from rayspec.strategies.knapspec import Candidate
 from rayspec.types import ConfigError, Plan, PlanRecord
 
 logger = logging.getLogger(__name__)

@@ -4,14 +4,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from typing_extensions import Self
 
 from rayspec.config import SpeculationOptions
-from rayspec.decode.selection.base import BatchState, Search
-from rayspec.decode.work import KeepDrafting, RoundResult
+from rayspec.decode.strategy import Ask, BatchState, RoundPlan
+from rayspec.decode.work import RoundResult
 from rayspec.planning.stopping import DraftWhileSure
+from rayspec.strategies.periodic import ALWAYS_DRAFTS, Tested
 from rayspec.strategies.saved_plans import SavedPlan
-from rayspec.strategies.tested_tokens import Tested
 from rayspec.types import Plan, PlanRecord
 
 # Values of the published code and runs.
@@ -33,28 +35,27 @@ class DraftThreshold:
         self._adaptive = adaptive
         self._matched = 0.0  # accepted share of the drafted tokens, moving average over verifies
 
-    def observe(self, *, num_accepted: int, num_drafted: int, reached_length: bool) -> None:
-        """Adapt the threshold after a verify. num_accepted, num_drafted: tokens over the batch. reached_length: all
-        drafts had the length of the plan."""
-        if not self._adaptive or num_drafted == 0:
+    def observe(self, tested: Tested) -> None:
+        """Adapt the threshold after a verify."""
+        if not self._adaptive or tested.num_drafted == 0:
             return
-        self._matched = _MATCHED_MEMORY * self._matched + (1 - _MATCHED_MEMORY) * num_accepted / num_drafted
+        share = tested.num_accepted / tested.num_drafted
+        self._matched = _MATCHED_MEMORY * self._matched + (1 - _MATCHED_MEMORY) * share
         if self._matched < self._target:
             wanted = self.value + _STEP
         else:
-            wanted = self.value if reached_length else self.value - _STEP
+            wanted = self.value if tested.reached_length else self.value - _STEP
         self.value = min(max(_THRESHOLD_MEMORY * self.value + (1 - _THRESHOLD_MEMORY) * wanted, 0.0), 1.0)
 
 
 class SelfSD:
-    """Selector of one plan. The threshold of its drafts is kept for the engine's lifetime, across requests.
+    """One plan in all rounds. The threshold of its drafts is kept for the engine's lifetime, across requests.
 
     expected_tpt, plain_tpt: tokens per second of one sequence with the plan and without it, when the plan was chosen.
     reason: why the plan was chosen, for the record.
     """
 
-    wants_taps = False
-    gate_reason = "the strategy has no gate"
+    status = ALWAYS_DRAFTS
 
     def __init__(
         self,
@@ -67,17 +68,23 @@ class SelfSD:
         reason: str = "a saved plan",
     ) -> None:
         self.threshold = threshold
-        self.record: PlanRecord | None = None
-        self._plan = plan
-        self._acceptance = acceptance
-        self._expected_tpt = expected_tpt
-        self._plain_tpt = plain_tpt
-        self._reason = reason
-        self._told = False
+        self.record: PlanRecord | None = None  # from the first observed round on
+        self._new_record = PlanRecord(
+            elapsed_s=0.0,
+            context=0,
+            batch=0,
+            plan=plan,
+            reason=reason,
+            estimated_acceptance=acceptance,
+            predicted_tpt=expected_tpt,
+            plain_tpt=plain_tpt,
+            optimise_s=0.0,
+        )
+        self._reported = False
 
     @classmethod
-    def of(cls, saved: SavedPlan, options: SpeculationOptions, num_sublayers: int) -> Self:
-        """Return the selector of a saved plan. It starts from the option's threshold, or else from the plan's."""
+    def of(cls, saved: SavedPlan, options: SpeculationOptions) -> Self:
+        """Draft by a saved plan. The threshold starts from the option's, or else from the plan's own."""
         first = saved.threshold if options.draft_threshold is None else options.draft_threshold
         return cls(
             saved.plan(max_draft_tokens=options.max_draft_tokens, source="self-sd"),
@@ -87,38 +94,27 @@ class SelfSD:
             plain_tpt=saved.plain_tokens_per_s,
         )
 
-    def plan(self, state: BatchState) -> Plan:
-        return self._plan
+    def choose(self, state: BatchState) -> RoundPlan:
+        return RoundPlan(plan=self._new_record.plan, keep_drafting=DraftWhileSure(threshold=self.threshold.value))
 
-    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
-        return DraftWhileSure(threshold=self.threshold.value)
-
-    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(
+        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
+    ) -> None:
         if self.record is None:
-            self.record = self._new_record(state)
-        if plan is self._plan:
-            tested = Tested.of(plan, result)
-            tested.add_to(self.record, num_tokens, seconds * state.batch)
-            self.threshold.observe(
-                num_accepted=tested.num_accepted, num_drafted=tested.num_drafted, reached_length=tested.reached_length
+            self.record = replace(self._new_record, elapsed_s=state.elapsed_s, context=state.context, batch=state.batch)
+        if chosen.plan is self.record.plan:
+            tested = Tested.of(chosen.plan, result)
+            self.record.add_round(
+                num_tokens=num_tokens,
+                sequence_s=seconds * state.batch,
+                num_accepted=tested.num_accepted,
+                num_tested=tested.num_tested,
             )
+            self.threshold.observe(tested)
 
-    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
+    def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
         """Return the plan's record once, after the first observed round; otherwise None."""
-        if self._told:
+        if self._reported:
             return None
-        self._told = self.record is not None
+        self._reported = self.record is not None
         return self.record
-
-    def _new_record(self, state: BatchState) -> PlanRecord:
-        return PlanRecord(
-            elapsed_s=state.elapsed_s,
-            context=state.context,
-            batch=state.batch,
-            plan=self._plan,
-            reason=self._reason,
-            estimated_acceptance=self._acceptance,
-            predicted_tpt=self._expected_tpt,
-            plain_tpt=self._plain_tpt,
-            optimise_s=0.0,
-        )

@@ -14,13 +14,13 @@ from concurrent.futures import Future
 from rayspec.choices import SKIP, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, Trial
-from rayspec.decode.selection.base import BatchState, Search
-from rayspec.decode.work import KeepDrafting, RoundResult
+from rayspec.decode.strategy import Ask, BatchState, RoundPlan
+from rayspec.decode.work import RoundResult
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.stopping import DraftWhileSure
-from rayspec.strategies.current_plan import CurrentPlan
 from rayspec.strategies.mask_search import Keep, MaskSearch
-from rayspec.types import ConfigError, Plan, PlanRecord
+from rayspec.strategies.periodic import ALWAYS_DRAFTS, CurrentPlan, Tested
+from rayspec.types import ConfigError, PlanRecord
 
 logger = logging.getLogger(__name__)
 
@@ -95,56 +95,49 @@ def odd_layers_skipped(num_sublayers: int) -> Keep:
 
 
 class Swift:
-    """Selector by `SwiftSearch`: until the search ends, each round tries one set, and each new best set becomes the
-    plan. The seconds of tries without a gain are reported with the next gain, or with the end of the search.
+    """Until the search ends, each round tries one set, and each new best set becomes the plan. The seconds of tries
+    without a gain are reported with the next gain, or with the end of the search.
     """
 
-    gate_reason = "the gate is off"
+    status = ALWAYS_DRAFTS
 
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
-        self._threshold = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
+        threshold = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
+        self._rule = DraftWhileSure(threshold=threshold)
         self._num_search_tokens = options.num_search_tokens or _NUM_SEARCH_TOKENS
         self._tree_widths = options.swift.tree_widths
         self._max_draft_tokens = options.max_draft_tokens
         self._search = SwiftSearch(len(latency.sublayers), skip_ratio=options.swift.skip_ratio)
         self._current = CurrentPlan("swift", latency)
         self._trying: Keep | None = None
-        self._under_way: Future[Answer] | None = None
+        self._asked: Future[Answer] | None = None
         self._spent_s = 0.0
 
-    @property
-    def wants_taps(self) -> bool:
-        return self._search.end is None
+    def choose(self, state: BatchState) -> RoundPlan:
+        return RoundPlan(plan=self._current.plan, keep_drafting=self._rule, capture=self._search.end is None)
 
-    def plan(self, state: BatchState) -> Plan:
-        return self._current.plan
+    def observe(
+        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
+    ) -> None:
+        self._current.observe(state, chosen.plan, Tested.of(chosen.plan, result), num_tokens, seconds)
 
-    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
-        return DraftWhileSure(threshold=self._threshold)
-
-    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        self._current.observe(state, plan, result, num_tokens, seconds)
-
-    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
+    def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
         """Begin a trial, or conclude the one under way."""
         if self._search.end is not None:
             return None
         self._trying = self._trying or self._search.propose()
-        if self._under_way is None:
-            self._under_way = search(Trial(num_tokens=self._num_search_tokens, patterns=(choices_of(self._trying),)))
-        if self._under_way is None or not self._under_way.done():
+        if self._asked is None:
+            self._asked = ask(Trial(num_tokens=self._num_search_tokens, patterns=(choices_of(self._trying),)))
+        if self._asked is None or not self._asked.done():
             return None
-        under_way, self._under_way = self._under_way, None
-        if under_way.cancelled():  # the tokens are gone: the same set is tried on other tokens
+        asked, self._asked = self._asked, None
+        if asked.cancelled():  # the tokens are gone: the same set is tried on other tokens
             return None
-        if (error := under_way.exception()) is not None:
+        if (error := asked.exception()) is not None:
             logger.warning("trying a set of sublayers failed, the plan stays: %s", error)
             return None
-        found = under_way.result()
+        found = asked.result()
         assert isinstance(found, Found)
-        return self._learn(state, found)
-
-    def _learn(self, state: BatchState, found: Found) -> PlanRecord | None:
         (draft,), self._trying = found.drafts, None
         self._spent_s += found.seconds
         gained = self._search.observe(

@@ -20,9 +20,10 @@ from rayspec.choices import choices_of
 from rayspec.config import SamplingParams, TuningOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.search import Answer, Feature, Features
-from rayspec.decode.selection.auto import Auto
-from rayspec.decode.selection.base import BatchState, FixedPlan, Search, Selector
-from rayspec.strategies.anchors import radius, representatives
+from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
+from rayspec.strategies.auto import Auto
+from rayspec.strategies.fixed import FixedPlan
+from rayspec.strategies.knn_ssd import radius, representatives
 from rayspec.strategies.mask_search import Keep, MaskSearch
 from rayspec.strategies.saved_plans import ModelIdentity, Provenance, SavedPlan, SavedPlans, best_record
 from rayspec.strategies.self_sd import FIRST_THRESHOLD, TARGET_ACCEPTANCE, DraftThreshold, SelfSD
@@ -159,12 +160,12 @@ def features_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Sequence[floa
 
 
 def _feature_of(engine: Engine, prompt: Prompt) -> Sequence[float]:
-    look = _Look(engine.stages.num_sublayers)
-    with selecting(engine, look):
-        _generate(engine, [prompt], _TOKENS_TO_LOOK, until=lambda: look.vector is not None)
-    if look.vector is None:
+    classifier = _Classifier(engine.stages.num_sublayers)
+    with selecting(engine, classifier):
+        _generate(engine, [prompt], _TOKENS_TO_LOOK, until=lambda: classifier.vector is not None)
+    if classifier.vector is None:
         raise ConfigError("a calibration prompt leaves no room for an answer: shorten it, or raise max_model_len")
-    return look.vector
+    return classifier.vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +201,11 @@ class _Bench:
         given = self._engine.config.speculation.draft_threshold
         threshold = DraftThreshold(FIRST_THRESHOLD if given is None else given, target=TARGET_ACCEPTANCE)
         plain_tpt = plain.measured_tpt if plain is not None and plain.measured_tpt is not None else 0.0
-        selector = SelfSD(plan, threshold, acceptance=0.0, expected_tpt=0.0, plain_tpt=plain_tpt)
-        with selecting(self._engine, selector):
+        strategy = SelfSD(plan, threshold, acceptance=0.0, expected_tpt=0.0, plain_tpt=plain_tpt)
+        with selecting(self._engine, strategy):
             _generate(self._engine, self._prompts, self._options.max_tokens)
-        assert selector.record is not None
-        return _Measured(selector.record, threshold)
+        assert strategy.record is not None
+        return _Measured(strategy.record, threshold)
 
     def confirmed(self, plan: Plan, plain: PlanRecord, *, domain: str, method: str) -> SavedPlan:
         """Return the plan in its saved form, with the speed of one more run. Log a warning if plain decoding is as
@@ -219,10 +220,10 @@ class _Bench:
             provenance=Provenance.now(self._engine.config, method=method, calibration=self._calibration),
         )
 
-    def records(self, selector: Selector) -> list[PlanRecord]:
-        """Return the records of the plans that a selector makes over the prompts."""
+    def records(self, strategy: Strategy) -> list[PlanRecord]:
+        """Return the records of the plans that a strategy makes over the prompts."""
         earlier = self._engine.stats.plans
-        with selecting(self._engine, selector):
+        with selecting(self._engine, strategy):
             _generate(self._engine, self._prompts, self._options.max_tokens)
         return [record for record in self._engine.stats.plans if all(record is not one for one in earlier)]
 
@@ -232,20 +233,18 @@ def _require_prompts(prompts: Sequence[Prompt]) -> None:
         raise ConfigError("there are no calibration prompts: give some that are like the text to come")
 
 
-class _Look(FixedPlan):
-    """Selector of plain decoding that asks, after the first round, for the feature of the first answer token."""
-
-    gate_reason = "plain decoding"
+class _Classifier(FixedPlan):
+    """Plain decoding that asks, after the first round, for the feature of the first answer token."""
 
     def __init__(self, num_sublayers: int) -> None:
         super().__init__(no_draft(num_sublayers, "features"))
-        self.wants_taps = True
         self._asked: Future[Answer] | None = None
 
-    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
-        if self._asked is None:
-            self._asked = search(Feature(num_tokens=1))
-            self.wants_taps = self._asked is None
+    def choose(self, state: BatchState) -> RoundPlan:
+        return RoundPlan(plan=self.chosen.plan, capture=self._asked is None)
+
+    def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
+        self._asked = self._asked or ask(Feature(num_tokens=1))
         return None
 
     @property
@@ -259,16 +258,16 @@ class _Look(FixedPlan):
 
 
 @contextmanager
-def selecting(engine: Engine, selector: Selector) -> Iterator[None]:
-    """Let the engine use another selector within the context. At its end, abort all unfinished requests."""
-    previous = engine.replace_selector(selector)
+def selecting(engine: Engine, strategy: Strategy) -> Iterator[None]:
+    """Let the engine use another strategy within the context. At its end, abort all unfinished requests."""
+    previous = engine.replace_strategy(strategy)
     try:
         yield
     finally:
         engine.abort_all()
         while engine.has_unfinished:
             engine.step()
-        engine.replace_selector(previous)
+        engine.replace_strategy(previous)
 
 
 def _generate(

@@ -162,17 +162,17 @@ def test_plans_count_from_when_it_was_warm(plain: Engine) -> None:
     assert all(record.sequence_s > 0 for record in contender.used.plans)
 
 
-def test_to_forget_is_to_begin_with_a_new_selector(plain: Engine) -> None:
+def test_to_forget_is_to_begin_with_a_new_strategy(plain: Engine) -> None:
     contender = Ours(like(plain, "clasp"))
-    before = contender.engine._planner.selector
+    before = contender.engine._planner.strategy
     contender.forget()
-    after = contender.engine._planner.selector
+    after = contender.engine._planner.strategy
     assert type(after) is type(before)
     assert after is not before
     fixed = Ours(plain)
-    selector = plain._planner.selector
+    strategy = plain._planner.strategy
     fixed.forget()
-    assert plain._planner.selector is selector
+    assert plain._planner.strategy is strategy
 
 
 def test_a_prompt_that_fails_is_raised(plain: Engine) -> None:

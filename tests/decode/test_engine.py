@@ -10,10 +10,10 @@ import torch
 
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.decode.selection.base import BatchState
 from rayspec.decode.stages import LocalStages, StageLostError, StagesReplacedError, done
+from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.decode.work import Result, RoundResult, Work
-from rayspec.types import EngineLoad, OutOfMemoryError, Plan, RayspecError, RequestOutput
+from rayspec.types import EngineLoad, OutOfMemoryError, RayspecError, RequestOutput
 from tests.engines import (
     GREEDY,
     Pieces,
@@ -69,7 +69,9 @@ class _Seconds(RandomPlans):
 
     seconds = seconds_by_result = 0.0
 
-    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+    def observe(
+        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
+    ) -> None:
         assert not result.prefilled
         self.seconds += seconds
         self.seconds_by_result += result.draft_s + result.verify_s
@@ -79,8 +81,8 @@ class _Seconds(RandomPlans):
 def test_every_second_counts_once(behind: bool) -> None:
     """Long and short prompts in chunks, so that steps have a prefill and a round, and on a device that works behind
     the host rounds begin while the device is still busy with a chunk."""
-    clock, selector = RowClock(behind=behind), _Seconds(1, len(PARTS.sublayers))
-    engine = engine_with(PARTS, selector, wrap=clock.count, clock=clock, max_num_seqs=3, max_num_batched_tokens=16)
+    clock, strategy = RowClock(behind=behind), _Seconds(1, len(PARTS.sublayers))
+    engine = engine_with(PARTS, strategy, wrap=clock.count, clock=clock, max_num_seqs=3, max_num_batched_tokens=16)
     both, outputs, known = 0, [], cases(checkpoint("llama"), LENGTHS, 24)
     for request in requests_for(known.prompts, GREEDY.replace(max_tokens=24)):
         engine.add(request)
@@ -92,8 +94,8 @@ def test_every_second_counts_once(behind: bool) -> None:
     assert both > 2
     assert stats.prefill_s == pytest.approx(sum(LENGTHS))
     assert stats.total_s == pytest.approx(stats.prefill_s + stats.draft_s + stats.verify_s)
-    assert selector.seconds == pytest.approx(selector.seconds_by_result)
-    assert selector.seconds > 0.8 * (stats.draft_s + stats.verify_s)
+    assert strategy.seconds == pytest.approx(strategy.seconds_by_result)
+    assert strategy.seconds > 0.8 * (stats.draft_s + stats.verify_s)
     assert tokens_of(sorted(outputs, key=lambda output: output.request_id)) == known.expected
 
 
@@ -337,27 +339,27 @@ class _Outstanding(RandomPlans):
         super().__init__(0, len(PARTS.sublayers), max_draft_tokens=0)
         self.outstanding: list[float] = []
 
-    def plan(self, state: BatchState) -> Plan:
+    def choose(self, state: BatchState) -> RoundPlan:
         self.outstanding.append(state.num_outstanding_tokens)
-        return super().plan(state)
+        return super().choose(state)
 
 
 def test_answers_that_end_early_make_the_outstanding_work_less() -> None:
-    selector = _Outstanding()
-    engine = engine_with(PARTS, selector, max_num_seqs=1)
+    strategy = _Outstanding()
+    engine = engine_with(PARTS, strategy, max_num_seqs=1)
     prompt, expected = KNOWN.prompts[0], KNOWN.expected[0]
     stop = GREEDY.model_copy(update={"max_tokens": 100, "stop_token_ids": (expected[5],)})
     first, second = complete(engine, [prompt] * 2, stop)
     assert len(first.outputs[0].token_ids) == len(second.outputs[0].token_ids) <= 6
-    assert selector.outstanding[0] == 99 + 100
-    assert selector.outstanding[-1] < 10
+    assert strategy.outstanding[0] == 99 + 100
+    assert strategy.outstanding[-1] < 10
 
 
 def test_answers_that_reach_their_limit_leave_the_outstanding_work_exact() -> None:
-    selector = _Outstanding()
+    strategy = _Outstanding()
     complete(
-        engine_with(PARTS, selector, max_num_seqs=1),
+        engine_with(PARTS, strategy, max_num_seqs=1),
         [KNOWN.prompts[0]] * 2,
         GREEDY.model_copy(update={"max_tokens": 4}),
     )
-    assert selector.outstanding == [3 + 4, 2 + 4, 1 + 4, 3, 2, 1]
+    assert strategy.outstanding == [3 + 4, 2 + 4, 1 + 4, 3, 2, 1]

@@ -20,9 +20,8 @@ from rayspec.choices import choices_of
 from rayspec.config import LookaheadOptions, SamplingParams, SpeculationOptions
 from rayspec.decode import verify
 from rayspec.decode.sampling import Rows
-from rayspec.decode.selection.base import lookup_plan
 from rayspec.decode.verify import Verdict
-from rayspec.strategies.lookahead import lookahead_plan
+from rayspec.strategies.fixed import lookahead_plan, lookup_plan
 from rayspec.types import EngineStats, Plan
 from tests.decode.test_distribution import excess
 from tests.engines import complete, engine_with, tokens_of

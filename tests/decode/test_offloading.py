@@ -16,12 +16,12 @@ from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import least_needed, load_weights, offload_weights
 from rayspec.decode.runner import Runner
-from rayspec.decode.selection.auto import Auto
 from rayspec.local_engine import load_engine
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.planning.latency import LatencyModel
+from rayspec.strategies.auto import Auto
 from rayspec.types import ConfigError
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of

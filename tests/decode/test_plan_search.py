@@ -14,21 +14,15 @@ from torch.nn.functional import cosine_similarity
 from rayspec.choices import FULL, SKIP, Choice, choices_of, keys_of
 from rayspec.config import SamplingParams
 from rayspec.decode.search import PlanSearch
-from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, slots_between
 from rayspec.planning.knapsack import Solution, follow, solve
+from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import Plan
 from tests.demo_model import demo_parts, demo_prompts
 from tests.engines import ALL_CHOICES, engine_with, random_plan, requests_for, varied, ways_of
 from tests.families import MATRIX, cases, checkpoint, parts_of
-
-
-class _Taps(FixedPlan):
-    """One plan, taps always."""
-
-    wants_taps = True
 
 
 def _search(
@@ -39,7 +33,8 @@ def _search(
     choices: Sequence[Choice] = (FULL, SKIP),
 ) -> tuple[PlanSearch, Any]:
     """A search in the middle of generation, and the runner it looks at."""
-    engine = engine_with(parts, _Taps(plan), max_num_seqs=len(prompts), max_model_len=1024, choices=choices)
+    strategy = FixedPlan(plan, capture=True)
+    engine = engine_with(parts, strategy, max_num_seqs=len(prompts), max_model_len=1024, choices=choices)
     for request in requests_for(prompts, SamplingParams(temperature=0, max_tokens=64)):
         engine.add(request)
     for _ in range(num_steps):

@@ -30,19 +30,15 @@ from rayspec.decode.search import (
     Trial,
     answer,
 )
-from rayspec.decode.selection.base import FixedPlan
 from rayspec.decode.work import TappedToken
 from rayspec.model.rows import RowSpan
+from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import Plan
 from tests.engines import engine_with, random_plan, requests_for
 from tests.families import cases, checkpoint, parts_of, reference
 
 NUM_TOKENS = 6
 NUM_SUBLAYERS = 8
-
-
-class _Taps(FixedPlan):
-    wants_taps = True
 
 
 @dataclass
@@ -86,7 +82,7 @@ def path(request: Any) -> str:
 def asked(path: str) -> _Asked:
     prompts = cases(path, (37, 3, 150), 16).prompts
     plan = Plan(choices=(FULL,) * NUM_SUBLAYERS, num_draft_tokens=2, source="all")
-    engine = engine_with(parts_of(path), _Taps(plan), max_num_seqs=3)
+    engine = engine_with(parts_of(path), FixedPlan(plan, capture=True), max_num_seqs=3)
     for request in requests_for(prompts, SamplingParams(temperature=0, max_tokens=64)):
         engine.add(request)
     for _ in range(4):

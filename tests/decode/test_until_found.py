@@ -9,11 +9,11 @@ import pytest
 
 from rayspec import demo
 from rayspec.config import SamplingParams
-from rayspec.decode.selection.base import BatchState
 from rayspec.decode.stages import LocalStages
+from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.decode.work import Draft, RoundResult
 from rayspec.planning.lookup import DraftUntilFound, LookupRecord
-from rayspec.types import Plan, Request
+from rayspec.types import Request
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
 from tests.exhaustive import few_of
@@ -32,7 +32,7 @@ class LookingUp(TravellingPlans):
         self.continued: list[Draft] = []
         self.num_right = 0
 
-    def keep_drafting(self, state: BatchState) -> Any:
+    def rule(self) -> Any:
         draft_while = msgspec.structs.replace(WORTH, rate=self._rng.random(), step_s=0.1)
         if self._rng.random() < 0.2:
             return draft_while
@@ -43,8 +43,10 @@ class LookingUp(TravellingPlans):
             drafting_gain=1.0,
         )
 
-    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        super().observe(state, plan, result, num_tokens, seconds)
+    def observe(
+        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
+    ) -> None:
+        super().observe(state, chosen, result, num_tokens, seconds)
         for one, num_accepted in zip(result.drafts, result.num_accepted, strict=True):
             if one.match_classes:
                 self.continued.append(one)

@@ -26,7 +26,7 @@ from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.requests import Vocabulary
 from rayspec.decode.scheduler import Scheduler
-from rayspec.decode.selection.base import BatchState, FixedPlan, Selector
+from rayspec.decode.strategy import Strategy
 from rayspec.decode.work import Pass, Result, Round, Work
 from rayspec.generation import GenerationDefaults
 from rayspec.model.architecture import Decomposition, decompose
@@ -45,6 +45,7 @@ from rayspec.pipeline.stage_worker import stage_name
 from rayspec.pipeline.transport import Envelope, Secret
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
+from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import no_draft
 from tests.engines import RandomPlans, windowed_pages
 from tests.families import VOCAB_SIZE
@@ -72,7 +73,7 @@ def cut(num_stages: int, num_layers: int = NUM_LAYERS) -> tuple[tuple[int, int],
 class TravellingPlans(RandomPlans):
     """`RandomPlans` whose rule of drafting can be sent to another process."""
 
-    def keep_drafting(self, state: BatchState) -> DraftWhileWorth | None:
+    def rule(self) -> DraftWhileWorth | None:
         if self._rng.random() < 0.5:
             return None
         curve = CalibrationCurve(confidence=(0.0, 1.0), excess=(0.0, 0.0))
@@ -391,7 +392,7 @@ class Chaos:
 def loop_engine(
     path: str,
     num_stages: int,
-    selector: Selector | None = None,
+    strategy: Strategy | None = None,
     *,
     seed: int = 0,
     eos: Sequence[int] = (),
@@ -406,7 +407,7 @@ def loop_engine(
     data_plane: str = "auto",
     **options: Any,
 ) -> Iterator[LoopEngine]:
-    """No selector: plain decoding. quantised: the copies that drafts have. Dead shards are noticed at once; silence
+    """No strategy: plain decoding. quantised: the copies that drafts have. Dead shards are noticed at once; silence
     never is. An engine without patience looks after the dead only where nothing is to be delivered, or the pings would
     fill the links."""
     loop = Loop(random.Random(seed), patience=patience)
@@ -454,7 +455,7 @@ def loop_engine(
                 num_beside=num_beside,
                 num_cohorts=config.parallel.num_cohorts,
             ),
-            selector=selector or FixedPlan(no_draft(2 * NUM_LAYERS, "ar")),
+            strategy=strategy or FixedPlan(no_draft(2 * NUM_LAYERS, "ar")),
             vocabulary=Vocabulary(size=VOCAB_SIZE, eos_token_ids=tuple(eos), defaults=defaults or GenerationDefaults()),
             max_model_len=1024,
         )

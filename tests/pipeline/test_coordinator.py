@@ -27,7 +27,6 @@ from rayspec.decode.search import (
     Trial,
     answer,
 )
-from rayspec.decode.selection.base import FixedPlan
 from rayspec.decode.work import TappedToken
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan
@@ -35,6 +34,7 @@ from rayspec.pipeline.coordinator import RemoteBatch, RemoteSearch, measured_sta
 from rayspec.pipeline.messages import Measure, Measured, Searched, Seek, Ship, VarySublayer, encode
 from rayspec.pipeline.post import COORDINATOR, Letter
 from rayspec.pipeline.stage_worker import stage_name
+from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import Plan, RayspecError
 from tests.engines import TINY_BUDGETS, complete, requests_for, tiny_budgets
 from tests.exhaustive import few_of
@@ -49,12 +49,11 @@ CPU = torch.device("cpu")
 
 
 class Tapping(FixedPlan):
-    """One plan, taps always."""
-
-    wants_taps = True
+    """One plan, hidden states always captured."""
 
     def __init__(self) -> None:
-        super().__init__(Plan(choices=(FULL, FULL, SKIP) + (FULL,) * 5, num_draft_tokens=2, source="test"))
+        plan = Plan(choices=(FULL, FULL, SKIP) + (FULL,) * 5, num_draft_tokens=2, source="test")
+        super().__init__(plan, capture=True)
 
 
 def knapsack(num_tokens: int = 6) -> Knapsack:

@@ -17,7 +17,6 @@ from rayspec.choices import SKIP, Choice
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.runner import Batch, Runner
-from rayspec.decode.selection.auto import Auto
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.sublayers import Tap
@@ -25,6 +24,7 @@ from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.shard import Shard
 from rayspec.planning.latency import LatencyModel
+from rayspec.strategies.auto import Auto
 from rayspec.types import Plan
 from tests.demo_model import demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of

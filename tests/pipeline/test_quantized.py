@@ -95,6 +95,6 @@ def test_ranks_draft_by_copies_that_each_makes_for_itself(ray_cluster: None) -> 
         {"full", "int4", "window", "int4+window", "skip"},
         {"full", "int4", "skip"},
     ] * 4
-    choices = engine._planner.selector.plan(None).choices  # type: ignore[arg-type]
+    choices = engine._planner.strategy.choose(None).plan.choices  # type: ignore[arg-type]
     assert choices == ("int4+window", "int4", "int4+window", "skip", *("int4+window", "int4") * 2)
     assert tokens(engine) == greedy(checkpoint("llama"), PROMPTS, 16)

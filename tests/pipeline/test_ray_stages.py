@@ -25,14 +25,14 @@ from rayspec import demo
 from rayspec.config import KV_CACHE_SHARE, EngineConfig, SamplingParams
 from rayspec.decode import loading
 from rayspec.decode.engine import Engine
-from rayspec.decode.selection.base import Selector
 from rayspec.decode.stages import StageLostError
+from rayspec.decode.strategy import Strategy
 from rayspec.model.kv_arena import bytes_per_slot
 from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.post import COORDINATOR
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.shard import Shard
-from rayspec.strategies.by_name import make_selector
+from rayspec.strategies.by_name import make_strategy
 from tests.demo_model import EOS, demo_prompts
 from tests.engines import complete, finish, requests_for, tokens_of
 from tests.exhaustive import few_of
@@ -86,14 +86,14 @@ def stages_of(engine: Engine) -> RayStages:
 
 
 @contextmanager
-def plans_of(engine: Engine, selector: Selector) -> Iterator[None]:
+def plans_of(engine: Engine, strategy: Strategy) -> Iterator[None]:
     """Other plans for a while. The scheduler must know how far drafts may reach."""
-    before, lookahead = engine._planner.selector, engine._scheduler._lookahead
-    engine._planner.selector, engine._scheduler._lookahead = selector, 6
+    before, lookahead = engine._planner.strategy, engine._scheduler._lookahead
+    engine._planner.strategy, engine._scheduler._lookahead = strategy, 6
     try:
         yield
     finally:
-        engine._planner.selector, engine._scheduler._lookahead = before, lookahead
+        engine._planner.strategy, engine._scheduler._lookahead = before, lookahead
 
 
 def process_ids(engine: Engine) -> dict[str, int]:
@@ -221,7 +221,7 @@ def test_knapspec_drafts_with_plans_of_the_coordinator_and_a_lost_stage_is_an_er
         assert tokens_of(complete(engine, prompts, params)) == expected
         # What a busy machine measures may leave no gain to any plan.
         num_sublayers = stages_of(engine).num_sublayers
-        with plans_of(engine, make_selector(engine.config, num_sublayers, latency(num_sublayers))):
+        with plans_of(engine, make_strategy(engine.config, num_sublayers, latency(num_sublayers))):
             assert tokens_of(complete(engine, prompts, params)) == expected
         assert engine.stats.plans[0].optimise_s > 0
         assert engine.latency is not None
@@ -329,7 +329,7 @@ def test_shards_draft_by_copies_that_each_makes_for_itself(engine: Engine) -> No
     """Those that were replaced, too."""
     attention, mlp = {"full", "int4", "window", "int4+window", "skip"}, {"full", "int4", "skip"}
     assert [set(ways) for ways in stages_of(engine).ways] == [attention, mlp] * NUM_LAYERS
-    choices = engine._planner.selector.plan(None).choices  # type: ignore[arg-type]
+    choices = engine._planner.strategy.choose(None).plan.choices  # type: ignore[arg-type]
     assert choices == ("int4+window", "int4", "int4+window", "skip", *("int4+window", "int4") * 2)
     num_drafted = engine.stats.num_draft_tokens
     known = known_cases()
@@ -378,10 +378,10 @@ def test_without_coordinator_generation_goes_on(engine: Engine, expected: Any, d
         assert time.monotonic() < deadline
     require_gone([before[COORDINATOR]])
     assert engine.stats.num_replays == num_replays
-    selector = TravellingPlans(1, 2 * NUM_LAYERS)
-    with plans_of(engine, selector):
+    strategy = TravellingPlans(1, 2 * NUM_LAYERS)
+    with plans_of(engine, strategy):
         complete(engine, prompts)
-    assert selector.num_searches > 0
+    assert strategy.num_searches > 0
 
 
 @pytest.mark.exhaustive

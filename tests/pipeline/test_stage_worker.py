@@ -53,13 +53,13 @@ def plans(seed: int) -> TravellingPlans:
     ),
 )
 def test_greedy_equals_generate(family: str, num_stages: int, verification: str) -> None:
-    known, selector = known_cases(family), plans(num_stages)
-    with loop_engine(checkpoint(family), num_stages, selector, verification=verification, seed=num_stages) as run:
+    known, strategy = known_cases(family), plans(num_stages)
+    with loop_engine(checkpoint(family), num_stages, strategy, verification=verification, seed=num_stages) as run:
         for _ in range(2):
             assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
         run.require_clean()
         assert 0 < run.engine.stats.num_accepted_tokens < run.engine.stats.num_draft_tokens
-        assert selector.num_searches > 0
+        assert strategy.num_searches > 0
 
 
 @pytest.mark.parametrize(

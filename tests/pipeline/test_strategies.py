@@ -11,13 +11,13 @@ from rayspec.planning.stopping import DraftWhileSure
 from tests.engines import complete, tokens_of
 from tests.families import cases, checkpoint
 from tests.pipeline.loop import loop_engine
-from tests.strategies.test_by_name import LENGTHS, NUM_TOKENS, STRATEGIES, selector
+from tests.strategies.test_by_name import LENGTHS, NUM_TOKENS, STRATEGIES, make
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_stages_have_the_tokens_of_plain_decoding(strategy: str) -> None:
     known = cases(checkpoint("granite"), LENGTHS, NUM_TOKENS)
-    with loop_engine(checkpoint("granite"), 2, selector(strategy), max_num_seqs=5) as run:
+    with loop_engine(checkpoint("granite"), 2, make(strategy), max_num_seqs=5) as run:
         outputs = complete(run.engine, known.prompts, SamplingParams(temperature=0, max_tokens=NUM_TOKENS))
         assert tokens_of(outputs) == known.expected
         assert run.engine.stats.num_draft_tokens > 20

@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from rayspec.planning import constants
-from rayspec.planning.arbiter import ArbiterOptions
+from rayspec.strategies import gate
 
 TABLE = Path(__file__).parent.parent.parent / "docs" / "internals.md"
 
 
 def test_constants_are_few_and_all_are_in_the_table() -> None:
-    known = {name: value for name, value in vars(constants).items() if name.isupper()}
-    known |= dataclasses.asdict(ArbiterOptions())
+    numbers = {**vars(constants), **vars(gate)}
+    known = {name: value for name, value in numbers.items() if name.isupper() and isinstance(value, (int, float))}
     assert len(known) < 25
     rows = [line.split("|") for line in TABLE.read_text().splitlines() if line.startswith("| `")]
     listed = {row[1].strip(" `"): row[2].strip() for row in rows}

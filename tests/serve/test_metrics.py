@@ -18,13 +18,13 @@ from rayspec import SamplingParams
 from rayspec.choices import FULL, SKIP, Choices, choices_of
 from rayspec.command.loading import load_llm
 from rayspec.command.settings import make_settings
-from rayspec.decode.selection.base import FixedPlan
 from rayspec.decode.stages import StageUse
 from rayspec.serve.metered import MeteredEngine
 from rayspec.serve.metric_table import METRICS, UNREACHABLE_NODES
 from rayspec.serve.metrics import EngineMetrics, keep_updated
 from rayspec.serve.scrape import scrape
-from rayspec.strategies.only_if_faster import OnlyIfFaster
+from rayspec.strategies.fixed import FixedPlan
+from rayspec.strategies.gate import Gated
 from rayspec.types import (
     CompletionOutput,
     EngineLoad,
@@ -37,7 +37,7 @@ from rayspec.types import (
     RequestMetrics,
     RequestOutput,
 )
-from tests.decode.selecting import latency_model, round_of, state
+from tests.strategy_cases import latency_model, round_of, state
 
 PLAN = Plan(choices=choices_of([True, False, True, True]), num_draft_tokens=4, source="test")
 IDLE = EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=64)
@@ -337,20 +337,20 @@ def gate_gauges(recording: Recording) -> dict[tuple[str, str], float]:
 
 def test_what_a_strategy_says_of_drafting_becomes_few_labels() -> None:
     recording, seen = Recording(), set()
-    metrics, selector = EngineMetrics(recording), OnlyIfFaster(FixedPlan(PLAN), latency_model(2))
+    metrics, strategy = EngineMetrics(recording), Gated(FixedPlan(PLAN), latency_model(2))
     for accepted in (4, 0, 4):
         for number in range(300):
             here = state()
-            plan = selector.plan(here)
+            chosen = strategy.choose(here)
+            plan = chosen.plan
             count = min(accepted, plan.num_draft_tokens)
-            selector.observe(
-                here, plan, round_of(plan, count), 1 + count, 1.5 if plan.drafts else 1 + 0.01 * (number % 7)
-            )
-            reason = selector.gate_reason
+            seconds = 1.5 if plan.drafts else 1 + 0.01 * (number % 7)
+            strategy.observe(here, chosen, round_of(plan, count), 1 + count, seconds)
+            reason = strategy.status
             metrics.update(EngineStats(gate_reason=reason), IDLE)
             seen.add(reason)
             gauges = gate_gauges(recording)
-            assert gauges.pop(("gate_open", "")) == reason.startswith("drafting")
+            assert gauges.pop(("gate_open", "")) == reason.startswith("drafting is on")
             assert list(gauges.values()).count(1.0) == 1
     labels = {label for name, label in gate_gauges(recording) if name == "gate_info"}
     assert len(seen) > 3
@@ -363,7 +363,7 @@ def test_the_number_of_reasons_is_bounded() -> None:
     metrics = EngineMetrics(recording)
     for number in range(100):
         word = "".join(chr(ord("a") + int(digit)) for digit in str(number))
-        metrics.update(EngineStats(gate_reason=f"drafting because of {word}"), IDLE)
+        metrics.update(EngineStats(gate_reason=f"drafting is on ({word})"), IDLE)
     gauges = gate_gauges(recording)
     assert len(gauges) == 18  # the gate, sixteen reasons, and the others
     assert gauges["gate_info", "other"] == 1.0
@@ -374,8 +374,8 @@ def test_where_there_is_no_gate_it_is_neither_open_nor_closed() -> None:
     metrics = EngineMetrics(recording)
     metrics.update(EngineStats(), IDLE)
     assert not gate_gauges(recording)
-    metrics.update(EngineStats(gate_reason="the strategy has no gate"), IDLE)
-    assert gate_gauges(recording) == {("gate_info", "the strategy has no gate"): 1.0}
+    metrics.update(EngineStats(gate_reason="the plan is fixed"), IDLE)
+    assert gate_gauges(recording) == {("gate_info", "the plan is fixed"): 1.0}
 
 
 # --- the table ---

@@ -9,7 +9,7 @@ from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Cosine, Cosines
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.asd import ASD, without_similar_attention
-from tests.decode.selecting import Asker, latency_model, round_of, state, turns
+from tests.strategy_cases import Asker, latency_model, round_of, state, turns
 
 COSINES = [0.99, 0.99, 0.97, 0.2, 0.90, 0.96, 0.951, 0.1]
 
@@ -29,24 +29,24 @@ def test_only_attention_above_the_threshold_is_left_out() -> None:
 def test_it_drafts_by_the_newest_cosines_and_looks_again() -> None:
     cosines = list(COSINES)
     asker, asd = Asker(lambda question: Cosines(list(cosines), 0.5)), _asd(search_interval=20, num_search_tokens=3)
-    assert not asd.plan(state()).drafts
+    assert not asd.choose(state()).plan.drafts
     (record,) = turns(asd, asker, 6)
     assert asker.asked == [Cosine(num_tokens=3)]
-    plan = asd.plan(state())
+    plan = asd.choose(state()).plan
     assert [index for index, choice in enumerate(plan.choices) if choice == SKIP] == [0, 2, 6]
     assert (plan.num_draft_tokens, plan.source) == (10, "asd")
     assert (record.plan, record.optimise_s) == (plan, 0.5)
     assert turns(asd, asker, 20) == [], "the same again is no news"
-    assert asd.plan(state()) is plan
+    assert asd.choose(state()).plan is plan
     cosines[4] = 0.99
     assert len(turns(asd, asker, 25)) == 1
-    assert [index for index, choice in enumerate(asd.plan(state()).choices) if choice == SKIP] == [0, 2, 4, 6]
+    assert [index for index, choice in enumerate(asd.choose(state()).plan.choices) if choice == SKIP] == [0, 2, 4, 6]
 
 
 def test_where_all_attention_matters_it_does_not_draft() -> None:
     asd = _asd(attention_cosine=0.995)
     assert turns(asd, Asker(lambda question: Cosines(COSINES, 0.5)), 30) == []
-    assert not asd.plan(state()).drafts
+    assert not asd.choose(state()).plan.drafts
 
 
 def test_it_gives_a_plan_up_when_attention_has_come_to_matter() -> None:
@@ -56,18 +56,19 @@ def test_it_gives_a_plan_up_when_attention_has_come_to_matter() -> None:
     cosines[:] = [0.0] * 8
     (record,) = turns(asd, asker, 5)
     assert not record.plan.drafts
-    assert not asd.plan(state()).drafts
+    assert not asd.choose(state()).plan.drafts
 
 
 def test_the_confidence_at_which_drafts_end_follows_the_acceptance() -> None:
     asd = _asd(draft_threshold=0.6)
     asker = Asker(lambda question: Cosines(COSINES, 0.5))
     turns(asd, asker, 12)
-    plan, before = asd.plan(state()), asd.keep_drafting(state())
+    chosen = asd.choose(state())
+    before = chosen.keep_drafting
     assert isinstance(before, DraftWhileSure)
     for _ in range(30):
-        asd.observe(state(), plan, round_of(plan, 0), 1, 1.0)
-    after = asd.keep_drafting(state())
+        asd.observe(state(), chosen, round_of(chosen.plan, 0), 1, 1.0)
+    after = asd.choose(state()).keep_drafting
     assert isinstance(after, DraftWhileSure)
     assert after.threshold > before.threshold
     assert before.threshold == pytest.approx(0.6, abs=0.02)

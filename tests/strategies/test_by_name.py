@@ -11,16 +11,16 @@ import pytest
 from rayspec import demo
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.search import Answer
-from rayspec.decode.selection.base import Selector
 from rayspec.decode.stages import LocalStages, Stages
+from rayspec.decode.strategy import Strategy
 from rayspec.local_engine import load_engine
-from rayspec.strategies.by_name import make_selector
-from rayspec.strategies.only_if_faster import OnlyIfFaster
-from tests.decode.selecting import latency_model
+from rayspec.strategies.by_name import make_strategy
+from rayspec.strategies.gate import Gated
 from tests.demo_model import EOS, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
 from tests.exhaustive import few_of
 from tests.families import cases, checkpoint, greedy, parts_of
+from tests.strategy_cases import latency_model
 
 LENGTHS = (37, 3, 150, 12, 70)
 NUM_TOKENS = 60
@@ -33,9 +33,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def selector(strategy: str, *, gate: bool = False) -> Selector:
+def make(strategy: str, *, gate: bool = False) -> Strategy:
     speculation = SpeculationOptions(strategy=strategy, gate=gate, max_draft_tokens=6, **STRATEGIES[strategy])
-    return make_selector(EngineConfig(model="test", speculation=speculation), 8, LATENCY)
+    return make_strategy(EngineConfig(model="test", speculation=speculation), 8, LATENCY)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -55,7 +55,7 @@ def test_a_batch_has_the_tokens_of_plain_decoding(strategy: str, family: str) ->
         stages.search = search_timed  # type: ignore[method-assign]
         return stages
 
-    engine = engine_with(parts_of(checkpoint(family)), selector(strategy), wrap=timed, max_num_seqs=5)
+    engine = engine_with(parts_of(checkpoint(family)), make(strategy), wrap=timed, max_num_seqs=5)
     outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=NUM_TOKENS))
     assert tokens_of(outputs) == known.expected
     stats = engine.stats
@@ -69,12 +69,12 @@ def test_a_batch_has_the_tokens_of_plain_decoding(strategy: str, family: str) ->
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_so_has_one_behind_the_gate(strategy: str) -> None:
     known = cases(checkpoint("granite"), LENGTHS, NUM_TOKENS)
-    chosen = selector(strategy, gate=True)
-    assert isinstance(chosen, OnlyIfFaster)
+    chosen = make(strategy, gate=True)
+    assert isinstance(chosen, Gated)
     engine = engine_with(parts_of(checkpoint("granite")), chosen, max_num_seqs=5)
     outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=NUM_TOKENS))
     assert tokens_of(outputs) == known.expected
-    assert engine.stats.gate_reason == chosen.gate_reason
+    assert engine.stats.gate_reason == chosen.status
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -82,7 +82,7 @@ def test_sampled_text_is_that_of_plain_decoding(strategy: str) -> None:
     prompts = cases(checkpoint("granite"), LENGTHS, NUM_TOKENS).prompts[:3]
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=40)
     plain = tokens_of(complete(engine_with(parts_of(checkpoint("granite")), max_num_seqs=3), prompts, params))
-    engine = engine_with(parts_of(checkpoint("granite")), selector(strategy), max_num_seqs=3)
+    engine = engine_with(parts_of(checkpoint("granite")), make(strategy), max_num_seqs=3)
     assert tokens_of(complete(engine, prompts, params)) == plain
     assert engine.stats.num_draft_tokens > 0
 

@@ -11,7 +11,7 @@ from rayspec.decode.search import Answer, Found, FoundDraft, LayerKnapsack, Ques
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.clasp import CLaSp
 from rayspec.types import ConfigError
-from tests.decode.selecting import Asker, latency_model, state, turn, turns
+from tests.strategy_cases import Asker, latency_model, state, turn, turns
 
 
 def _clasp(num_layers: int = 6, **options: Any) -> CLaSp:
@@ -33,10 +33,10 @@ def _found(question: Question) -> Answer:
 
 def test_the_newest_token_is_asked_and_the_draft_that_skips_most_is_taken() -> None:
     asker, clasp = Asker(_found), _clasp(num_skipped_layers=4)
-    assert not clasp.plan(state()).drafts
+    assert not clasp.choose(state()).plan.drafts
     (record,) = turns(clasp, asker, 5)
     assert asker.asked == [LayerKnapsack(num_tokens=1, num_skipped=4)]
-    plan = clasp.plan(state())
+    plan = clasp.choose(state()).plan
     assert plan.choices == (SKIP,) * 8 + (FULL,) * 4
     assert (plan.num_draft_tokens, plan.source) == (10, "clasp")
     assert record.plan is plan
@@ -62,8 +62,8 @@ def test_it_searches_again_at_its_interval_of_tokens_of_one_sequence() -> None:
 
 
 def test_drafts_end_at_the_confidence_of_the_options() -> None:
-    assert _clasp().keep_drafting(state()) == DraftWhileSure(threshold=0.7)
-    rule = _clasp(draft_threshold=0.4).keep_drafting(state())
+    assert _clasp().choose(state()).keep_drafting == DraftWhileSure(threshold=0.7)
+    rule = _clasp(draft_threshold=0.4).choose(state()).keep_drafting
     assert rule is not None
     assert rule([[0.1, 0.5], [0.9, 0.3], [0.4]]) == [True, False, True]
 

@@ -10,7 +10,7 @@ from rayspec.decode.search import Answer, Found, FoundDraft, Question, Trial
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies.dynamic_exit import DEL, ExitRecord, early_exits
 from rayspec.types import ConfigError
-from tests.decode.selecting import Asker, latency_model, state, turns
+from tests.strategy_cases import Asker, latency_model, state, turns
 
 NUM_LAYERS = 6
 
@@ -64,7 +64,7 @@ def test_looking_every_round_costs_the_rows_that_the_verify_could_have_reused() 
         options = SpeculationOptions(strategy="del", max_draft_tokens=4, search_interval=interval)
         chooser = DEL(options, latency_model(NUM_LAYERS, row_s=0.5))
         records = turns(chooser, Asker(_replies(shares)), 9)
-        assert chooser.plan(state()).drafts == drafts
+        assert chooser.choose(state()).plan.drafts == drafts
         if drafts:
             assert records[0].predicted_tpt == pytest.approx(5 / 56)
 
@@ -72,8 +72,8 @@ def test_looking_every_round_costs_the_rows_that_the_verify_could_have_reused() 
 def test_where_no_exit_pays_it_does_not_draft() -> None:
     chooser = _del()
     assert turns(chooser, Asker(_replies([0.0, 0.125, 0.25, 0.25, 0.375])), 12) == []
-    assert not chooser.plan(state()).drafts
-    assert chooser.keep_drafting(state()) is None
+    assert not chooser.choose(state()).plan.drafts
+    assert chooser.choose(state()).keep_drafting is None
 
 
 def test_it_first_looks_at_some_tokens_and_then_at_the_newest_of_each_sequence() -> None:
@@ -108,8 +108,8 @@ def test_the_record_fades_look_by_look() -> None:
 def test_drafts_end_between_the_confidence_of_matches_and_misses() -> None:
     chooser = _del(num_search_tokens=8)
     turns(chooser, Asker(_replies([0.0, 0.875, 0.875, 0.875, 0.875], confidence=0.9, missed=0.3)), 9)
-    assert chooser.plan(state()).drafts
-    rule = chooser.keep_drafting(state())
+    assert chooser.choose(state()).plan.drafts
+    rule = chooser.choose(state()).keep_drafting
     assert isinstance(rule, DraftWhileSure)
     assert rule.threshold == pytest.approx(0.6)
 
@@ -117,7 +117,7 @@ def test_drafts_end_between_the_confidence_of_matches_and_misses() -> None:
 def test_the_same_choice_again_is_the_same_plan() -> None:
     chooser, asker = _del(num_search_tokens=1), Asker(_replies([0.0, 1.0, 1.0, 1.0, 1.0]))
     (record,) = turns(chooser, asker, 20)
-    assert record.plan is chooser.plan(state())
+    assert record.plan is chooser.choose(state()).plan
     assert record.num_tokens > 10
     assert record.plan.choices.count(FULL) == 4
 

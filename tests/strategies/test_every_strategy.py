@@ -15,17 +15,17 @@ import pytest
 
 from rayspec.choices import choices_of
 from rayspec.config import EngineConfig, LayerSkipOptions, SamplingParams, SpeculationOptions, Strategy
-from rayspec.decode.selection.base import BatchState, Selector, lookup_plan, static_plan
+from rayspec.decode import strategy as protocol
+from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.decode.work import RoundResult
-from rayspec.strategies.by_name import make_selector
-from rayspec.strategies.layerskip import early_exit_plan
-from rayspec.strategies.lookahead import lookahead_plan
+from rayspec.strategies.by_name import make_strategy
+from rayspec.strategies.fixed import early_exit_plan, lookahead_plan, lookup_plan, static_plan
 from rayspec.types import EngineStats, Plan, no_draft
-from tests.decode.selecting import latency_model
 from tests.engines import complete, engine_with, tokens_of
 from tests.exhaustive import few_of
 from tests.families import Cases, cases, checkpoint, parts_of
 from tests.pipeline.loop import TravellingPlans, loop_engine
+from tests.strategy_cases import latency_model
 
 NUM_LAYERS, NUM_SUBLAYERS = 4, 8
 MAX_DRAFT_TOKENS = 6
@@ -105,24 +105,24 @@ class PlansOfAKind(TravellingPlans):
         super().__init__(seed, NUM_SUBLAYERS, MAX_DRAFT_TOKENS)
         self._draw = draw
 
-    def plan(self, state: BatchState) -> Plan:
+    def choose(self, state: BatchState) -> RoundPlan:
         self.plans.append(self._draw(self._rng))
-        return self.plans[-1]
+        return RoundPlan(plan=self.plans[-1], keep_drafting=self.rule(), capture=self._rng.random() < 0.25)
 
 
 def known_cases() -> Cases:
     return cases(checkpoint("qwen3"), LENGTHS, NUM_TOKENS)
 
 
-def require_known_tokens(selector: Selector, num_stages: int) -> EngineStats:
+def require_known_tokens(strategy: protocol.Strategy, num_stages: int) -> EngineStats:
     """A batch of five in float32 makes the tokens of transformers' generate; what the engine did."""
     options: dict[str, Any] = {"max_num_seqs": 5, "num_beside": 64, "max_draft_tokens": MAX_DRAFT_TOKENS}
     path, known = checkpoint("qwen3"), known_cases()
     if num_stages == 1:
-        engine = engine_with(parts_of(path), selector, **options)
+        engine = engine_with(parts_of(path), strategy, **options)
         assert tokens_of(complete(engine, known.prompts, GREEDY)) == known.expected
         return engine.stats
-    with loop_engine(path, num_stages, selector, **options) as run:
+    with loop_engine(path, num_stages, strategy, **options) as run:
         assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
         run.require_clean()
         return run.engine.stats
@@ -141,10 +141,10 @@ def test_no_strategy_is_left_out() -> None:
     ),
 )
 def test_random_plans_of_its_kind_change_no_token(strategy: str, num_stages: int) -> None:
-    selector = PlansOfAKind(KINDS[strategy], num_stages)
-    stats = require_known_tokens(selector, num_stages)
+    drawn = PlansOfAKind(KINDS[strategy], num_stages)
+    stats = require_known_tokens(drawn, num_stages)
     assert (stats.num_accepted_tokens > 0) == (strategy != "ar")
-    assert (len(set(selector.plans)) > 2) == (strategy not in ONE_PLAN)
+    assert (len(set(drawn.plans)) > 2) == (strategy not in ONE_PLAN)
 
 
 # Those that are not run like this in `test_strategies.py` or in files of their own.
@@ -158,30 +158,30 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def selector_of(strategy: str) -> Selector:
+def made(strategy: str) -> protocol.Strategy:
     speculation = SpeculationOptions(
         strategy=strategy, gate=False, max_draft_tokens=MAX_DRAFT_TOKENS, **OPTIONS[strategy]
     )
     latency = latency_model(NUM_LAYERS, sublayer_s=1e-3, round_s=1.0)  # any draft pays
-    return make_selector(EngineConfig(model="test", speculation=speculation), NUM_SUBLAYERS, latency)
+    return make_strategy(EngineConfig(model="test", speculation=speculation), NUM_SUBLAYERS, latency)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("strategy", OPTIONS)
 def test_the_strategy_itself_changes_no_token(strategy: str, num_stages: int) -> None:
-    stats = require_known_tokens(selector_of(strategy), num_stages)
+    stats = require_known_tokens(made(strategy), num_stages)
     assert (stats.num_draft_tokens > 0) == (strategy != "ar")
 
 
 def rounds_of(strategy: str) -> list[tuple[Plan, RoundResult]]:
     """The plan of each round and what came of it."""
-    selector, rounds = selector_of(strategy), []
+    one, rounds = made(strategy), []
 
-    def observe(state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        rounds.append((plan, result))
+    def observe(state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float) -> None:
+        rounds.append((chosen.plan, result))
 
-    selector.observe = observe  # type: ignore[method-assign]
-    require_known_tokens(selector, 1)
+    one.observe = observe  # type: ignore[method-assign]
+    require_known_tokens(one, 1)
     return rounds
 
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rayspec.choices import SKIP
@@ -11,15 +13,14 @@ from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.search import Answer, Feature, Features, Question
 from rayspec.planning.stopping import DraftWhileSure
 from rayspec.strategies import knn_ssd
-from rayspec.strategies.anchors import Nearest, unit_rows
-from rayspec.strategies.knn_ssd import Domains, KnnSSD
+from rayspec.strategies.knn_ssd import Domains, KnnSSD, Nearest, nearest, radius, representatives, unit_rows
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlan, SavedPlans
 from rayspec.strategies.tuning import features_of
 from rayspec.types import ConfigError, Plan, PlanRecord, RayspecError
 from tests.engines import complete, engine_with, requests_for, tokens_of
 from tests.families import cases, checkpoint, parts_of
 from tests.pipeline.loop import loop_engine
-from tests.strategy_cases import LENGTHS, latency, result, saved_plan, state
+from tests.strategy_cases import LENGTHS, latency, round_of, saved_plan, state
 
 LAW = saved_plan("law", [2, 3, 4, 5], anchors=((1.0, 0.0), (0.8, 0.6)), radius=0.1)
 CODE = saved_plan("code", [5], anchors=((0.0, 1.0),), radius=0.02)
@@ -67,16 +68,15 @@ class _Texts:
 def _round(
     knn: KnnSSD, texts: _Texts, *names: str, seconds: Callable[[Plan], float] = lambda plan: 0.1
 ) -> tuple[list[int], bool, PlanRecord | None]:
-    """A round of these sequences, as the engine goes about it: sublayers that its draft skips, whether it was tapped,
-    what was told afterwards."""
+    """A round of these sequences, as the engine goes about it: sublayers that its draft skips, whether it captured
+    states, what was reported afterwards."""
     here = state(batch=len(names), sequence_ids=names)
-    plan = knn.plan(here)
-    knn.keep_drafting(here)
-    tapped, length = knn.wants_taps, plan.num_draft_tokens
-    drafts = result([length] * len(names), [length] * len(names))
-    knn.observe(here, plan, drafts, (1 + length) * len(names), seconds(plan))
-    record = knn.improve(here, texts)
-    return _skipped(plan), tapped, record
+    chosen = knn.choose(here)
+    length = chosen.plan.num_draft_tokens
+    drafts = round_of(chosen.plan, length, batch=len(names))
+    knn.observe(here, chosen, drafts, (1 + length) * len(names), seconds(chosen.plan))
+    record = knn.search(here, texts)
+    return _skipped(chosen.plan), chosen.capture, record
 
 
 def _skipped(plan: Plan) -> list[int]:
@@ -85,7 +85,7 @@ def _skipped(plan: Plan) -> list[int]:
 
 def _skipped_for(knn: KnnSSD, name: str) -> list[int]:
     """Sublayers that a draft of this sequence alone skips; none before its domain is known, and without a domain."""
-    return _skipped(knn.plan(state(sequence_ids=(name,))))
+    return _skipped(knn.choose(state(sequence_ids=(name,))).plan)
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,13 @@ def test_a_texts_first_round_is_looked_at_and_its_second_drafts_by_the_plan_of_i
     assert _round(knn, texts, "a") == ([], True, None)
     skipped, tapped, record = _round(knn, texts, "a")
     assert (skipped, tapped) == ([2, 3, 4, 5], False)
-    here = state(sequence_ids=("a",))
-    assert knn.plan(here).num_draft_tokens == 5
-    assert knn.keep_drafting(here) == DraftWhileSure(threshold=0.8)
+    chosen = knn.choose(state(sequence_ids=("a",)))
+    assert chosen.plan.num_draft_tokens == 5
+    assert chosen.keep_drafting == DraftWhileSure(threshold=0.8)
     assert record is not None
     assert (record.reason, record.estimated_acceptance) == ("the plan for 'law'", 0.75)
     assert (record.predicted_tpt, record.plain_tpt, record.num_tokens) == (30.0, 20.0, 6)
-    assert knn.gate_reason.startswith("the last text began 0.000 from 'law'; ")
+    assert knn.status.endswith("; the last text began 0.000 from 'law'")
     for _ in range(20):
         assert _round(knn, texts, "a") == ([2, 3, 4, 5], False, None), "it is looked at once"
     assert texts.asked == ["a"]
@@ -128,7 +128,7 @@ def test_the_confidence_at_which_drafts_end_is_fixed() -> None:
     knn, texts = _knn(LAW, draft_threshold=0.3), _Texts({"a": NEAR_LAW})
     for _ in range(30):
         _round(knn, texts, "a")
-    assert knn.keep_drafting(state(sequence_ids=("a",))) == DraftWhileSure(threshold=0.3)
+    assert knn.choose(state(sequence_ids=("a",))).keep_drafting == DraftWhileSure(threshold=0.3)
 
 
 def test_the_next_text_is_looked_at_at_once() -> None:
@@ -143,7 +143,7 @@ def test_the_next_text_is_looked_at_at_once() -> None:
         records += [record for _, _, record in rounds if record is not None]
     assert texts.asked == names
     assert [record.reason for record in records] == ["the plan for 'law'", "the plan for 'code'"]
-    assert knn.gate_reason == "the last text began 0.900 from 'code', too far; not drafting"
+    assert knn.status == "drafting is off (text of no domain); the last text began 0.900 from 'code', too far"
 
 
 def test_far_text_gets_the_plan_for_any() -> None:
@@ -225,7 +225,7 @@ def test_old_texts_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> 
     for name in names:
         _round(knn, texts, name)
     assert [name for name in names if _skipped_for(knn, name)] == names[-3:]
-    assert not knn._looks
+    assert not knn._asked
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -259,3 +259,65 @@ def test_real_texts_are_told_apart_and_their_tokens_stay_the_same(num_stages: in
 def test_there_is_room_for_the_taps_of_every_sequence() -> None:
     assert EngineConfig(model="m", max_num_seqs=5, speculation=_options()).num_tap_tokens == 5
     assert EngineConfig(model="m", max_num_seqs=5, speculation=SpeculationOptions(strategy="clasp")).num_tap_tokens == 1
+
+
+def test_the_nearest_anchor_is_the_one_of_the_highest_cosine() -> None:
+    rng = np.random.default_rng(0)
+    anchors = {name: unit_rows(rng.normal(size=(5, 8))) for name in ("news", "code", "law")}
+    for feature in rng.normal(size=(50, 8)) * rng.uniform(0.1, 50, size=(50, 1)):
+        cosines = {
+            name: max(float(row @ feature) / float(np.linalg.norm(feature)) for row in rows)
+            for name, rows in anchors.items()
+        }
+        found = nearest({name: rows.tolist() for name, rows in anchors.items()}, feature.tolist())
+        assert found is not None
+        assert found.domain == max(cosines, key=lambda name: cosines[name])
+        assert found.distance == pytest.approx(1 - max(cosines.values()))
+
+
+def test_without_anchors_nothing_is_near() -> None:
+    assert nearest({"news": []}, [1.0, 0.0]) is None
+
+
+def test_zeros_have_no_direction() -> None:
+    with pytest.raises(ValueError, match="direction"):
+        nearest({"news": [[1.0, 0.0]]}, [0.0, 0.0])
+
+
+def test_representatives_are_the_samples_nearest_to_the_centres() -> None:
+    """Three tight clusters: the sample nearest to each cluster's mean, found by trying."""
+    rng = np.random.default_rng(1)
+    clusters = [unit_rows(centre + 0.05 * rng.normal(size=(7, 3))) for centre in np.eye(3)]
+    expected = {
+        tuple(cluster[np.linalg.norm(cluster - cluster.mean(axis=0), axis=1).argmin()].round(9).tolist())
+        for cluster in clusters
+    }
+    rows = representatives(np.concatenate(clusters) * 3.0, 3)
+    assert {tuple(row.round(9).tolist()) for row in rows} == expected
+
+
+def test_few_samples_all_represent_themselves() -> None:
+    rows = representatives([[2.0, 0.0], [0.0, 3.0], [4.0, 0.0]], 5)
+    assert rows.tolist() == [[0.0, 1.0], [1.0, 0.0]]
+
+
+def test_the_radius_is_twice_the_farthest_that_a_sample_lies_from_an_anchor_not_itself() -> None:
+    rng = np.random.default_rng(2)
+    samples = unit_rows(rng.normal(size=(6, 4)))
+    farthest = max(
+        min(1 - float(one @ other) for j, other in enumerate(samples[:3]) if i != j) for i, one in enumerate(samples)
+    )
+    assert radius(samples * 2.0, samples[:3]) == pytest.approx(2 * farthest)
+    assert radius(samples[:1], samples[:1]) == 0.0
+    assert all(radius(samples, samples[list(some)]) > 0 for some in itertools.combinations(range(6), 2))
+
+
+def test_where_other_domains_are_known_it_is_half_way_to_the_nearest_of_their_anchors() -> None:
+    rng = np.random.default_rng(3)
+    centres = np.eye(5)[:3]
+    domains = [unit_rows(centre + 0.02 * rng.normal(size=(6, 5))) for centre in centres]
+    own, others = domains[0], [rows[:4] for rows in domains[1:]]
+    gap = min(1 - float(one @ other) for one in own[:3] for rows in others for other in rows)
+    assert radius(own * 3.0, own[:3], others) == pytest.approx(gap / 2)
+    near = unit_rows(centres[0] + 0.02 * rng.normal(size=(6, 5)))
+    assert radius(own, own[:3], [near]) == radius(own, own[:3]), "never less than the samples need"

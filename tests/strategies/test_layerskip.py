@@ -4,8 +4,7 @@ import pytest
 
 from rayspec.choices import FULL, SKIP
 from rayspec.config import LayerSkipOptions, SpeculationOptions
-from rayspec.decode.selection.base import FixedPlan
-from rayspec.strategies.layerskip import early_exit_plan
+from rayspec.strategies.fixed import FixedPlan, early_exit_plan
 from rayspec.types import ConfigError
 from tests.engines import complete, engine_with
 from tests.families import checkpoint, parts_of, ragged_prompts
@@ -37,7 +36,7 @@ def test_drafts_longer_than_there_is_room_for_are_refused() -> None:
 
 def test_every_draft_has_the_same_length_however_unsure() -> None:
     plan = early_exit_plan(LayerSkipOptions(exit_layer=1, num_draft_tokens=4), 8)
-    assert FixedPlan(plan).keep_drafting(state()) is None
+    assert FixedPlan(plan).choose(state()).keep_drafting is None
     engine = engine_with(parts_of(checkpoint("llama")), FixedPlan(plan))
     output = complete(engine, ragged_prompts([20]))[0]
     at_the_end = 4 + 3 + 2 + 1  # fewer can be drafted where fewer are wanted

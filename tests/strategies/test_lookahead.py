@@ -7,17 +7,16 @@ from rayspec.choices import FULL
 from rayspec.config import EngineConfig, LookaheadOptions, SamplingParams, SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess, Lookahead, NgramPool
 from rayspec.decode.loading import make_scheduler
-from rayspec.decode.selection.base import FixedPlan
 from rayspec.model.kv_arena import CacheSize
-from rayspec.strategies.by_name import make_selector
-from rayspec.strategies.lookahead import lookahead_plan
+from rayspec.strategies.by_name import make_strategy
+from rayspec.strategies.fixed import FixedPlan, lookahead_plan
 from rayspec.types import ConfigError
-from tests.decode.selecting import latency_model, state
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
 from tests.exhaustive import few_of
 from tests.families import cases, checkpoint, parts_of
 from tests.pipeline.loop import loop_engine
+from tests.strategy_cases import latency_model, state
 
 OPTIONS = LookaheadOptions(level=3, window=2, guesses=2)
 PLAN = lookahead_plan(8)
@@ -111,7 +110,7 @@ def test_text_that_repeats_itself_takes_fewer_rounds() -> None:
 def test_the_strategy_makes_room_for_its_tree() -> None:
     config = EngineConfig(model=demo.model_path(), speculation=SpeculationOptions(strategy="lookahead", gate=False))
     assert make_scheduler(config, CacheSize(1000), window=None)._num_beside == 64
-    plan = make_selector(config, 8, latency_model(4)).plan(state())
+    plan = make_strategy(config, 8, latency_model(4)).choose(state()).plan
     assert plan == PLAN
     assert plan.drafts
     assert set(plan.choices) == {FULL}

@@ -8,8 +8,8 @@ import pytest
 
 from rayspec.choices import FULL, SKIP
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
-from rayspec.decode.selection.knapspec import KnapSpec
 from rayspec.local_engine import load_engine
+from rayspec.strategies.knapspec import KnapSpec
 from rayspec.strategies.saved_plans import (
     ModelIdentity,
     Provenance,
@@ -188,21 +188,21 @@ def test_knapspec_drafts_by_a_saved_plan_after_the_first_round_and_learns_from_t
     knapspec, here = KnapSpec(options, latency(), known=known), state()
     assert not knapspec.plan.drafts
     knapspec.observe(here, knapspec.plan, result([0], [0]), 1, 0.01)
-    record = knapspec.improve(here, lambda question: None)
+    record = knapspec.search(here, lambda question: None)
     assert record is not None
     assert record.plan.choices == (FULL, FULL, SKIP, SKIP, SKIP, SKIP, SKIP, FULL)
     assert 0.6 < record.estimated_acceptance < 0.8
     assert knapspec.plan is record.plan
     for _ in range(48):
         knapspec.observe(here, record.plan, result([4], [0]), 1, 0.01)
-        knapspec.improve(here, lambda question: None)
+        knapspec.search(here, lambda question: None)
     assert not knapspec.plan.drafts, "use has shown otherwise"
 
 
 def test_without_saved_plans_knapspec_has_none() -> None:
     knapspec, here = KnapSpec(SpeculationOptions(optimise_share=0.0, gate=False), latency()), state()
     knapspec.observe(here, knapspec.plan, result([0], [0]), 1, 0.01)
-    assert knapspec.improve(here, lambda question: None) is None
+    assert knapspec.search(here, lambda question: None) is None
 
 
 @pytest.mark.parametrize("strategy", ["knapspec", "auto", "self-sd"])

@@ -5,12 +5,19 @@ import pytest
 from rayspec.choices import FULL, SKIP
 from rayspec.config import SpeculationOptions
 from rayspec.planning.stopping import DraftWhileSure
+from rayspec.strategies.periodic import Tested
 from rayspec.strategies.self_sd import DraftThreshold, SelfSD
 from tests.strategy_cases import require_lossless, result, saved_plan, state
 
 
 def _options(**options: object) -> SpeculationOptions:
     return SpeculationOptions(strategy="self-sd", warm_start="plans.json", **options)  # type: ignore[arg-type]
+
+
+def _tested(num_accepted: int, num_drafted: int, reached_length: bool) -> Tested:
+    return Tested(
+        num_accepted=num_accepted, num_tested=num_drafted, num_drafted=num_drafted, reached_length=reached_length
+    )
 
 
 def test_the_threshold_step_by_step() -> None:
@@ -25,7 +32,7 @@ def test_the_threshold_step_by_step() -> None:
     ]
     threshold, value = DraftThreshold(0.6, target=0.9), 0.6
     for num_accepted, num_drafted, reached_length, matched, wanted in steps:
-        threshold.observe(num_accepted=num_accepted, num_drafted=num_drafted, reached_length=reached_length)
+        threshold.observe(_tested(num_accepted, num_drafted, reached_length))
         value = 0.9 * value + 0.1 * (value + wanted)
         assert threshold._matched == pytest.approx(matched)
         assert threshold.value == pytest.approx(value)
@@ -36,46 +43,47 @@ def test_it_moves_by_a_thousandth_a_verify_at_most_and_stays_a_probability() -> 
         threshold = DraftThreshold(0.5, target=0.9)
         for _ in range(1200):
             before = threshold.value
-            threshold.observe(num_accepted=num_accepted, num_drafted=5, reached_length=False)
+            threshold.observe(_tested(num_accepted, 5, False))
             assert abs(threshold.value - before) < 0.001 + 1e-9
         assert threshold.value == last
 
 
 def test_a_fixed_one_stays_and_rounds_without_drafts_teach_nothing() -> None:
     fixed, adaptive = DraftThreshold(0.5, target=0.9, adaptive=False), DraftThreshold(0.5, target=0.9)
-    fixed.observe(num_accepted=0, num_drafted=4, reached_length=False)
-    adaptive.observe(num_accepted=0, num_drafted=0, reached_length=True)
+    fixed.observe(_tested(0, 4, False))
+    adaptive.observe(_tested(0, 0, True))
     assert (fixed.value, adaptive.value, adaptive._matched) == (0.5, 0.5, 0.0)
 
 
 def test_a_batch_is_one_verify() -> None:
-    selector = SelfSD.of(saved_plan(), _options(), 8)
+    strategy = SelfSD.of(saved_plan(), _options())
     here = state(batch=3)
-    plan = selector.plan(here)
+    chosen = strategy.choose(here)
     alone = DraftThreshold(0.7, target=0.9)
-    selector.observe(here, plan, result([5, 2, 0], [5, 1, 0]), 9, 0.1)
-    alone.observe(num_accepted=6, num_drafted=7, reached_length=False)
-    assert (selector.threshold.value, selector.threshold._matched) == (alone.value, alone._matched)
+    strategy.observe(here, chosen, result([5, 2, 0], [5, 1, 0]), 9, 0.1)
+    alone.observe(_tested(6, 7, False))
+    assert (strategy.threshold.value, strategy.threshold._matched) == (alone.value, alone._matched)
     for _ in range(8):
-        selector.observe(here, plan, result([5, 5, 0], [5, 5, 0]), 12, 0.1)
-        alone.observe(num_accepted=10, num_drafted=10, reached_length=True)
-    assert selector.threshold.value == alone.value
+        strategy.observe(here, chosen, result([5, 5, 0], [5, 5, 0]), 12, 0.1)
+        alone.observe(_tested(10, 10, True))
+    assert strategy.threshold.value == alone.value
 
 
 def test_the_saved_plan_is_what_drafts() -> None:
-    selector = SelfSD.of(saved_plan(skip=[1, 6], num_draft_tokens=40), _options(), 8)
+    strategy = SelfSD.of(saved_plan(skip=[1, 6], num_draft_tokens=40), _options())
     here = state()
-    plan = selector.plan(here)
+    chosen = strategy.choose(here)
+    plan = chosen.plan
     assert plan.choices == (FULL, SKIP, FULL, FULL, FULL, FULL, SKIP, FULL)
     assert plan.num_draft_tokens == 16, "no more than max_draft_tokens"
-    assert selector.keep_drafting(here) == DraftWhileSure(threshold=0.7)
-    assert selector.improve(here, lambda question: None) is None, "nothing has happened yet"
-    selector.observe(here, plan, result([4], [2]), 3, 0.5)
-    record = selector.improve(here, lambda question: None)
+    assert chosen.keep_drafting == DraftWhileSure(threshold=0.7)
+    assert strategy.search(here, lambda question: None) is None, "nothing has happened yet"
+    strategy.observe(here, chosen, result([4], [2]), 3, 0.5)
+    record = strategy.search(here, lambda question: None)
     assert record is not None
     assert (record.plan, record.predicted_tpt, record.plain_tpt) == (plan, 30.0, 20.0)
     assert (record.measured_tpt, record.num_accepted_tokens, record.num_tested_tokens) == (6.0, 2, 3)
-    assert selector.improve(here, lambda question: None) is None, "it is told once"
+    assert strategy.search(here, lambda question: None) is None, "it is told once"
 
 
 @pytest.mark.parametrize(
@@ -84,19 +92,19 @@ def test_the_saved_plan_is_what_drafts() -> None:
 def test_the_first_threshold_is_the_options_or_the_saved_or_the_published(
     saved: float | None, option: float | None, first: float
 ) -> None:
-    selector = SelfSD.of(saved_plan(threshold=saved), _options(draft_threshold=option), 8)
-    assert selector.threshold.value == first
+    strategy = SelfSD.of(saved_plan(threshold=saved), _options(draft_threshold=option))
+    assert strategy.threshold.value == first
 
 
 def test_greedy_tokens_stay_the_same_and_the_threshold_outlives_requests() -> None:
     made: list[SelfSD] = []
 
     def make() -> SelfSD:
-        made.append(SelfSD.of(saved_plan(skip=[3], threshold=0.05), _options(), 8))
+        made.append(SelfSD.of(saved_plan(skip=[3], threshold=0.05), _options()))
         return made[-1]
 
-    for one, selector in zip(require_lossless(make), made, strict=True):
+    for one, strategy in zip(require_lossless(make), made, strict=True):
         assert one.num_draft_tokens > 0
         assert one.num_accepted_tokens > 0
-        assert [record.plan.choices for record in one.plans] == [selector.plan(state()).choices]
-        assert selector.threshold.value != 0.05
+        assert [record.plan.choices for record in one.plans] == [strategy.choose(state()).plan.choices]
+        assert strategy.threshold.value != 0.05

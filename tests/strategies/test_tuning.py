@@ -15,9 +15,10 @@ import torch
 from rayspec.choices import FULL, SKIP
 from rayspec.config import EngineConfig, SamplingParams, TuningOptions
 from rayspec.decode.engine import Engine
-from rayspec.decode.selection.base import BatchState, FixedPlan
+from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.decode.work import RoundResult
 from rayspec.local_engine import load_engine
+from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.strategies.self_sd import SelfSD
 from rayspec.strategies.tuning import features_of, knapspec_plan, tune_domains, tune_plan
@@ -41,9 +42,11 @@ def _priced(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Plan], float]) -
     """A token of a sequence takes what the plan is said to cost; which plans were measured, round by round."""
     plans, real = [], SelfSD.observe
 
-    def observe(self: SelfSD, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, _: float) -> None:
-        plans.append(plan)
-        real(self, state, plan, result, num_tokens, num_tokens * seconds(plan) / state.batch)
+    def observe(
+        self: SelfSD, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, _: float
+    ) -> None:
+        plans.append(chosen.plan)
+        real(self, state, chosen, result, num_tokens, num_tokens * seconds(chosen.plan) / state.batch)
 
     monkeypatch.setattr(SelfSD, "observe", observe)
     return plans
@@ -53,7 +56,7 @@ def test_it_finds_the_fastest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = (FULL, SKIP, FULL, FULL, SKIP, SKIP, FULL, FULL)
     seen = _priced(monkeypatch, lambda plan: 1.0 + sum(map(ne, plan.choices, wanted)) if plan.drafts else 1.5)
     engine = _engine()
-    before = engine._planner.selector
+    before = engine._planner.strategy
     plan = tune_plan(engine, PROMPTS, TuningOptions(num_tries=40, max_tokens=4), domain="law")
     assert plan.choices == wanted
     assert plan.domain == "law"
@@ -63,7 +66,7 @@ def test_it_finds_the_fastest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.provenance.method == "the fastest of 40 plans by trials"
     assert plan.provenance.calibration == "3 prompts, 4 tokens generated from each"
     assert len({one.choices for one in seen if one.drafts}) == 40
-    assert engine._planner.selector is before
+    assert engine._planner.strategy is before
     require_idle(engine)
 
 
@@ -109,17 +112,17 @@ def test_an_engine_that_never_drafts_has_no_room_for_drafts() -> None:
 
 def test_what_fails_in_the_middle_leaves_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, real = _engine(), SelfSD.observe
-    before = engine._planner.selector
+    before = engine._planner.strategy
 
-    def observe(self: SelfSD, state: BatchState, plan: Plan, *others: Any) -> None:
-        if plan.drafts:
+    def observe(self: SelfSD, state: BatchState, chosen: RoundPlan, *others: Any) -> None:
+        if chosen.plan.drafts:
             raise KeyboardInterrupt
-        real(self, state, plan, *others)
+        real(self, state, chosen, *others)
 
     monkeypatch.setattr(SelfSD, "observe", observe)
     with pytest.raises(KeyboardInterrupt):
         tune_plan(engine, PROMPTS, FAST)
-    assert engine._planner.selector is before
+    assert engine._planner.strategy is before
     require_idle(engine)
 
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import rayspec
-from benchmarks.figures.runs import Gain, Spread, TimedSelector, gain_of, latency_of, local_engine, take_turns, write
+from benchmarks.figures.runs import Gain, Spread, TimedStrategy, gain_of, latency_of, local_engine, take_turns, write
 from benchmarks.figures.skips import every, run_skips
 from benchmarks.figures.sweeps import run_intervals, run_thresholds
 from benchmarks.figures.tpt import Estimates, context_of, estimate_plans, predict, run_tpt
 from rayspec.choices import FULL, SKIP, Choices, choices_of
-from rayspec.decode.selection.base import BatchState, FixedPlan
-from rayspec.decode.selection.knapspec import Candidate, KnapSpec
+from rayspec.decode.strategy import BatchState, RoundPlan
+from rayspec.strategies.fixed import FixedPlan
+from rayspec.strategies.knapspec import Candidate, KnapSpec
 from rayspec.types import ConfigError, EngineStats, Plan, PromptTooLongError, no_draft
 from tests.demo_model import demo_prompts
 from tests.engines import require_idle
@@ -39,8 +40,8 @@ def prompts() -> list[list[int]]:
     return demo_prompts(2, 5)
 
 
-def fixed(choices: Choices, length: int = 4) -> TimedSelector:
-    return TimedSelector(FixedPlan(Plan(choices=choices, num_draft_tokens=length, source="test")))
+def fixed(choices: Choices, length: int = 4) -> TimedStrategy:
+    return TimedStrategy(FixedPlan(Plan(choices=choices, num_draft_tokens=length, source="test")))
 
 
 def given(*patterns: Choices, num_agreed: int = 12) -> Estimates:
@@ -50,21 +51,21 @@ def given(*patterns: Choices, num_agreed: int = 12) -> Estimates:
 
 def test_contenders_take_turns_and_write_the_same(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
     engine, seen = local_engine(llm), []
-    before = engine._planner.selector
+    before = engine._planner.strategy
     contenders = {"plain": fixed(ALL, 0), "all": fixed(ALL), "early": fixed(EARLY), "most": fixed(MOST)}
     for name, contender in contenders.items():
-        real = contender.plan
+        real = contender.choose
 
-        def plan(at: BatchState, name: str = name, real: Any = real) -> Plan:
+        def choose(at: BatchState, name: str = name, real: Any = real) -> RoundPlan:
             seen.append((name, at.context))
             return real(at)  # type: ignore[no-any-return]
 
-        contender.plan = plan  # type: ignore[method-assign]
+        contender.choose = choose  # type: ignore[method-assign]
     found = take_turns(llm, contenders, prompts, max_tokens=10, seed=1)
     runs = [name for index, (name, _) in enumerate(seen) if index == 0 or seen[index - 1][0] != name]
     assert sorted(runs[:4]) == sorted(contenders), "all write after the first prompt before any goes on"
     assert len(runs) in (7, 8)
-    assert engine._planner.selector is before
+    assert engine._planner.strategy is before
     require_idle(engine)
     for name, (first, second) in found.items():
         assert first.num_tokens == second.num_tokens == 9
@@ -90,18 +91,18 @@ def test_a_contender_knows_its_own_time_only() -> None:
     class Spy(FixedPlan):
         elapsed: list[float]
 
-        def plan(self, state: BatchState) -> Plan:
+        def choose(self, state: BatchState) -> RoundPlan:
             self.elapsed.append(state.elapsed_s)
-            return super().plan(state)
+            return super().choose(state)
 
     spy = Spy(no_draft(2, "test"))
     spy.elapsed = []
-    contender, stats = TimedSelector(spy), EngineStats(total_s=100.0)
+    contender, stats = TimedStrategy(spy), EngineStats(total_s=100.0)
     for start, end in ((100.0, 103.0), (150.0, 151.0), (151.0, 152.0)):
         stats.total_s = start
         with contender.taking_its_turn(stats):
             for now in (start, end):
-                contender.plan(BatchState(context=1, batch=1, elapsed_s=now, num_outstanding_tokens=1))
+                contender.choose(BatchState(context=1, batch=1, elapsed_s=now, num_outstanding_tokens=1))
             stats.total_s = end
     assert spy.elapsed == pytest.approx([0.0, 3.0, 3.0, 4.0, 4.0, 5.0])
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rayspec.choices import FULL, SKIP, Choice, Choices, combined, keys_of, nearest, num_leading_full, weights_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, Knapsack
-from rayspec.decode.selection.base import BatchState, Search
+from rayspec.decode.strategy import Ask, BatchState
 from rayspec.decode.work import RoundResult
 from rayspec.planning.acceptance import Decision, DraftWhileWorth, best_choice, shrink, tokens_per_time
 from rayspec.planning.budget import Budget, Trigger
@@ -63,7 +63,7 @@ class Candidate:
 
 
 class KnapSpec:
-    """Finds plans by the knapsack. `selection.auto` decides whether rounds use them.
+    """Finds plans by the knapsack. `Auto` decides whether rounds use them.
 
     Between searches, the known candidates are compared again at an interval, with the observed acceptance of the plan
     in use; that takes almost no time. While a search is under way, the last plan stays.
@@ -102,7 +102,8 @@ class KnapSpec:
         self._rates: dict[tuple[Choices, int, int], NDArray[np.float64]] = {}
 
     @property
-    def wants_taps(self) -> bool:
+    def wants_captures(self) -> bool:
+        """Whether the next round should capture hidden states."""
         return self._question is not None and self._under_way is None
 
     def rate(self, state: BatchState, longest: int | None = None) -> float:
@@ -142,7 +143,7 @@ class KnapSpec:
         )
 
     def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        """Learn from a round by a plan of this selector, or without a draft."""
+        """Learn from a round by a plan of KnapSpec, or without a draft."""
         num_accepted, num_tested = self._learn(plan, result)
         self._trigger.observe(num_tokens=num_tokens / state.batch, num_accepted=num_accepted, num_tested=num_tested)
         if self._record is not None and plan is self._record.plan:
@@ -154,7 +155,7 @@ class KnapSpec:
             )
         self._rounds_to_review -= 1
 
-    def improve(self, state: BatchState, search: Search, *, share: float = 1.0) -> PlanRecord | None:
+    def search(self, state: BatchState, ask: Ask, *, share: float = 1.0) -> PlanRecord | None:
         """Search when there is a reason and the budget allows; otherwise, at an interval, review the known candidates.
 
         share: share of the time in rounds that a plan could make faster; the budget counts only this time.
@@ -163,7 +164,7 @@ class KnapSpec:
             known = self._question is not None
             self._consider_search(state, share)
             if known and self._question is not None:
-                self._under_way = search(self._question)
+                self._under_way = ask(self._question)
         if self._under_way is not None and self._under_way.done():
             return self._conclude(state, self._under_way)
         if self._rounds_to_review <= 0 and self._candidates:

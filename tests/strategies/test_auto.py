@@ -11,22 +11,22 @@ from rayspec.choices import SKIP
 from rayspec.config import SamplingParams, SpeculationOptions
 from rayspec.decode.drafting.lookup import NOTHING, Proposal
 from rayspec.decode.search import Answer, Question
-from rayspec.decode.selection.auto import Auto
-from rayspec.decode.selection.base import BatchState, Search
-from rayspec.decode.selection.knapspec import KnapSpec, smaller
+from rayspec.decode.strategy import Ask, BatchState
 from rayspec.decode.work import Committed, Draft, RoundResult
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.calibration import CalibrationCurve
 from rayspec.planning.constants import FIRST_SEARCH_SHARE
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.lookup import SINGLE, DraftUntilFound, match_class
+from rayspec.strategies.auto import Auto
+from rayspec.strategies.knapspec import KnapSpec, smaller
 from rayspec.types import Plan
-from tests.decode.selecting import latency_model
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
 from tests.exhaustive import few_of
 from tests.families import greedy
 from tests.planning.test_latency import model
+from tests.strategy_cases import latency_model
 
 FOUND = Proposal((1,) * 16, (match_class(8, SINGLE),) * 16)
 
@@ -49,7 +49,8 @@ class World:
         state = BatchState(
             context=1024, batch=batch, elapsed_s=1.0, num_outstanding_tokens=1000, proposals=lambda: proposals
         )
-        plan = self.auto.plan(state)
+        chosen = self.auto.choose(state)
+        plan = chosen.plan
         self.plans.append(plan)
         drafts, committed, accepted = [], [], []
         for proposal in proposals:
@@ -62,7 +63,7 @@ class World:
         verify_s *= self.row_factor if rows > batch else 1.0
         result = RoundResult(committed, drafts, accepted, 0, 0.0, verify_s)
         num_tokens = sum(len(one.token_ids) for one in committed)
-        self.auto.observe(state, plan, result, num_tokens, verify_s + 50e-6)
+        self.auto.observe(state, chosen, result, num_tokens, verify_s + 50e-6)
         return num_tokens / verify_s
 
     def _is_right(self) -> bool:
@@ -80,7 +81,7 @@ def world(right: float, row_factor: float = 1.0) -> World:
     return World(Auto(SpeculationOptions(strategy="auto"), latency), latency, right, row_factor)
 
 
-def _noting(asked: list[Question]) -> Search:
+def _noting(asked: list[Question]) -> Ask:
     """Searches that are noted and never end."""
 
     def search(question: Question, sequence_id: str | None = None) -> Future[Answer]:
@@ -95,7 +96,7 @@ def test_text_that_repeats_itself_is_looked_up() -> None:
     for _ in range(60):
         there.play([FOUND])
     assert all(plan.num_lookup_tokens >= 4 for plan in there.plans[-20:])
-    assert int(there.auto.gate_reason.split("; ")[1].split("%")[0]) >= 90, "but for trials of plain decoding"
+    assert int(there.auto.status.split(". ")[-1].split("%")[0]) >= 90, "but for trials of plain decoding"
 
 
 def test_what_is_never_right_is_soon_left_alone_and_taken_up_again_when_it_is() -> None:
@@ -131,7 +132,7 @@ def test_a_search_must_pay_in_the_rounds_that_lookup_leaves(proposal: Proposal, 
 
     for _ in range(40):
         there.play([proposal])
-        there.auto.improve(replace(_batch_state(), num_outstanding_tokens=20_000), _noting(asked))
+        there.auto.search(replace(_batch_state(), num_outstanding_tokens=20_000), _noting(asked))
     assert bool(asked) == searches
 
 
@@ -142,7 +143,7 @@ def test_without_lookup_the_first_search_may_count_on_all_the_work() -> None:
 
     for _ in range(2):
         there.play([NOTHING])
-        there.auto.improve(state, _noting(asked))
+        there.auto.search(state, _noting(asked))
     assert asked
 
 
@@ -156,7 +157,7 @@ def test_it_is_tokens_that_lookup_leaves_and_not_rounds(between: Proposal, searc
     for _ in range(20):
         there.play([between])
         there.play([NOTHING])
-        there.auto.improve(state, _noting(asked))
+        there.auto.search(state, _noting(asked))
     assert bool(asked) == searches
 
 
@@ -165,8 +166,8 @@ def test_a_search_that_waits_for_tokens_is_given_up_when_copying_leaves_it_none(
     for proposal, is_wanted in ((NOTHING, True), (FOUND, False), (NOTHING, True)):
         for _ in range(30):
             there.play([proposal])
-            there.auto.improve(state, lambda question, sequence_id=None: None)  # too few are tapped
-        assert there.auto.wants_taps == is_wanted
+            there.auto.search(state, lambda question, sequence_id=None: None)  # too few are tapped
+        assert there.auto.choose(state).capture == is_wanted
 
 
 def _continued(num_accepted: int) -> RoundResult:
@@ -186,8 +187,9 @@ def test_what_went_on_a_draft_teaches_lookup_and_the_plan_hears_of_its_own(num_a
     auto._knapspec.rate = lambda state, longest=None: 1e9  # type: ignore[method-assign]
     before = auto._lookup.by_class
     state = replace(_batch_state(), proposals=lambda: [NOTHING])
-    assert auto.plan(state).num_draft_tokens > 0
-    auto.observe(state, plan, _continued(num_accepted), num_accepted + 1, 0.04)
+    chosen = auto.choose(state)
+    assert 0 < chosen.plan.num_draft_tokens < 8
+    auto.observe(state, chosen, _continued(num_accepted), num_accepted + 1, 0.04)
     [(_, own_plan, own, _, _)] = heard
     assert own_plan is plan, "also where its drafts were made shorter"
     assert own.num_accepted == [min(2, num_accepted)]
@@ -198,7 +200,7 @@ def test_what_went_on_a_draft_teaches_lookup_and_the_plan_hears_of_its_own(num_a
 
 def test_drafts_go_on_by_what_lookup_has_learned() -> None:
     there = world(right=1.0)
-    assert there.auto.keep_drafting(_batch_state()) is None, "the plan does not draft"
+    assert there.auto.choose(_batch_state()).keep_drafting is None, "the plan does not draft"
     for _ in range(20):
         there.play([FOUND])
     worth = DraftWhileWorth(
@@ -209,8 +211,7 @@ def test_drafts_go_on_by_what_lookup_has_learned() -> None:
     knapspec.rate = lambda state, longest=None: 1e9  # type: ignore[method-assign]
     knapspec.plan = Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x")
     state = replace(_batch_state(), proposals=lambda: [NOTHING])
-    there.auto.plan(state)
-    rule = there.auto.keep_drafting(state)
+    rule = there.auto.choose(state).keep_drafting
     assert isinstance(rule, DraftUntilFound)
     assert (rule.worth, rule.by_class) == (worth, there.auto._lookup.by_class)
     assert rule.drafting_gain > 1
@@ -219,14 +220,13 @@ def test_drafts_go_on_by_what_lookup_has_learned() -> None:
 def test_rounds_of_several_cohorts_may_be_under_way() -> None:
     there = world(right=1.0)
     states = [replace(_batch_state(), proposals=lambda: [FOUND], sequence_ids=(name,)) for name in "abc"]
-    plans = [there.auto.plan(state) for state in states]
-    for state, plan in reversed(list(zip(states, plans, strict=True))):
-        draft = Draft(list(FOUND.token_ids[: plan.num_lookup_tokens]))
+    choices = [there.auto.choose(state) for state in states]
+    for state, chosen in reversed(list(zip(states, choices, strict=True))):
+        draft = Draft(list(FOUND.token_ids[: chosen.plan.num_lookup_tokens]))
         tokens = [1] * (len(draft.token_ids) + 1)
         result = RoundResult([Committed(tokens, (), True)], [draft], [len(draft.token_ids)], 0, 0.0, 0.01)
-        there.auto.observe(state, plan, result, len(tokens), 0.01)
-    assert there.auto._trials.taken(states[0]) is None
-    there.auto.observe(states[0], plans[0], result, 1, 0.01)
+        there.auto.observe(state, chosen, result, len(tokens), 0.01)
+    assert there.auto.status.endswith("100% of decoding rounds used prompt lookup")
 
 
 def _tokens_for_a_search(there: World) -> float:
@@ -250,7 +250,7 @@ def test_on_the_demo_model_it_drafts_both_ways_and_changes_no_token(batch: int) 
     prompts = demo_prompts(4, 12)
     outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=60))
     assert tokens_of(outputs) == greedy(demo.model_path(), prompts, 60, eos=(EOS,))
-    assert "; 0% of the rounds" not in engine.stats.gate_reason
+    assert ". 0% of decoding rounds" not in engine.stats.gate_reason
     assert engine.stats.num_accepted_tokens > 100
 
 

@@ -10,17 +10,17 @@ from rayspec import demo
 from rayspec.choices import FULL, SKIP
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.search import Found, FoundDraft
-from rayspec.decode.selection.auto import Auto
-from rayspec.decode.selection.knapspec import KnapSpec, fastest_draft
 from rayspec.local_engine import load_engine
 from rayspec.planning.constants import FIRST_SEARCH_SHARE, ROUNDS_TO_REVIEW
 from rayspec.planning.latency import LatencyModel
-from tests.decode.selecting import Asker, latency_model
-from tests.decode.selecting import state as batch_state
+from rayspec.strategies.auto import Auto
+from rayspec.strategies.knapspec import KnapSpec, fastest_draft
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import RowClock, complete, engine_with, tokens_of
 from tests.exhaustive import few_of
 from tests.families import checkpoint, greedy, parts_of, ragged_prompts
+from tests.strategy_cases import Asker, latency_model
+from tests.strategy_cases import state as batch_state
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
@@ -41,9 +41,9 @@ def test_on_the_demo_model_it_finds_plans_that_draft_and_changes_no_token(
     demo_latency: LatencyModel, verification: str
 ) -> None:
     prompts = demo_prompts(2, 12)
-    selector = _knapspec(demo_latency, gate=False)
+    strategy = _knapspec(demo_latency, gate=False)
     engine = engine_with(
-        demo_parts(), selector, verification=verification, max_draft_tokens=16, eos=(EOS,), max_num_seqs=2
+        demo_parts(), strategy, verification=verification, max_draft_tokens=16, eos=(EOS,), max_num_seqs=2
     )
     outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=120))
     expected = greedy(demo.model_path(), prompts, 120, eos=(EOS,))
@@ -65,8 +65,8 @@ def test_on_the_demo_model_it_finds_plans_that_draft_and_changes_no_token(
 
 def test_on_random_weights_it_ends_up_not_drafting_and_says_so() -> None:
     parts = parts_of(checkpoint("qwen2"))
-    selector, clock = _knapspec(latency_model(4, sublayer_s=1e-3, row_s=1e-5, round_s=1e-3)), RowClock()
-    engine = engine_with(parts, selector, max_draft_tokens=16, max_num_seqs=2, wrap=clock.count, clock=clock)
+    strategy, clock = _knapspec(latency_model(4, sublayer_s=1e-3, row_s=1e-5, round_s=1e-3)), RowClock()
+    engine = engine_with(parts, strategy, max_draft_tokens=16, max_num_seqs=2, wrap=clock.count, clock=clock)
     prompts = ragged_prompts([40, 60], seed=1)
     outputs = complete(engine, prompts, LONG)
     assert tokens_of(outputs) == tokens_of(complete(engine_with(parts), prompts, LONG))
@@ -142,7 +142,7 @@ def test_a_whole_search_follows_a_smaller_one_once_the_budget_allows_it(more: st
     later = {"time": replace(early, elapsed_s=1000.0), "work": replace(early, num_outstanding_tokens=1000)}[more]
     for state, num_tokens_asked in ((early, [4]), (later, [4, 8])):
         for _ in range(3 * ROUNDS_TO_REVIEW):
-            strategy.improve(state, asker)
+            strategy.search(state, asker)
         assert [question.num_tokens for question in asker.asked] == num_tokens_asked
 
 

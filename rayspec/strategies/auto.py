@@ -1,4 +1,7 @@
-"""Each round uses the expected fastest of four ways: no draft, KnapSpec's plan, lookup, or plan and lookup."""
+"""Each round uses the expected fastest of four ways: no draft, KnapSpec's plan, lookup, or plan and lookup.
+
+"knapspec" is the same without lookup.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,18 @@ from dataclasses import replace
 import msgspec
 
 from rayspec.config import SpeculationOptions
-from rayspec.decode.selection.base import BatchState, Search
-from rayspec.decode.selection.knapspec import Candidate, KnapSpec
-from rayspec.decode.selection.trials import Proposed, Trials
+from rayspec.decode.strategy import Ask, BatchState, RoundPlan
 from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.budget import Trigger
 from rayspec.planning.constants import MAX_PLAN_GAIN, PRIOR_TOKENS, TEXT_HALF_LIFE
 from rayspec.planning.discounted import Discounted
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.lookup import DraftUntilFound, LookupRecord, best_lookup, survival
+from rayspec.strategies.gate import PLAIN, Gate, Proposed, Taken
+from rayspec.strategies.knapspec import Candidate, KnapSpec
 from rayspec.types import Plan, PlanRecord, no_draft
 
-PLAIN, PLAN, LOOKUP, BOTH = "plain decoding", "the plan", "lookup", "the plan and lookup"
+PLAN, LOOKUP, BOTH = "plan", "prompt lookup", "plan and prompt lookup"
 
 
 class _PlanRounds:
@@ -40,7 +43,7 @@ class _PlanRounds:
 
 
 class Auto:
-    """Selector of "auto". KnapSpec finds plans; the arbiter decides which rounds use them.
+    """KnapSpec finds plans; the gate decides which rounds use them.
 
     Every round compares the tokens that lookup would have proposed with the committed tokens; so the acceptance of
     lookup is learned without trials. looks_up: False for drafts by plans alone, the strategy "knapspec". known,
@@ -61,7 +64,7 @@ class Auto:
         self._no_draft = no_draft(len(latency.sublayers), "no draft")
         self._has_gate = options.gate
         self._latency = latency
-        self._trials = Trials(latency, PLAIN, trusted=(LOOKUP, BOTH))
+        self._gate = Gate(latency, trusted=(LOOKUP, BOTH))
         self._lookup = LookupRecord()
         self._plan_rounds = _PlanRounds()
         # Of the text that no lookup copies faster than any plan could generate it. Without lookup, that is all of it.
@@ -69,62 +72,62 @@ class Auto:
         self._num_rounds = self._num_looked_up = 0
 
     @property
-    def wants_taps(self) -> bool:
-        return self._knapspec.wants_taps
-
-    @property
-    def gate_reason(self) -> str:
+    def status(self) -> str:
         share = self._num_looked_up / max(1, self._num_rounds)
-        looked_up = f"; {share:.0%} of the rounds verified looked-up tokens" if self._looks_up else ""
-        return self._trials.reason(PLAN if self._knapspec.plan.drafts else None) + looked_up
+        looked_up = f". {share:.0%} of decoding rounds used prompt lookup" if self._looks_up else ""
+        return f"self-{self._gate.status(PLAN if self._knapspec.plan.drafts else None)}{looked_up}"
 
-    def plan(self, state: BatchState) -> Plan:
-        return self._trials.take(state, self._ways(state))
+    def choose(self, state: BatchState) -> RoundPlan:
+        taken = self._gate.choose(state, self._ways(state))
+        return replace(taken, keep_drafting=self._rule(state, taken), capture=self._knapspec.wants_captures)
 
-    def keep_drafting(self, state: BatchState) -> KeepDrafting | None:
-        """Return KnapSpec's rule. With lookup, return a rule by which looked-up tokens may also complete the draft:
-        those that followed the drafted tokens earlier in the text."""
-        taken = self._trials.taken(state)
-        if taken is None or not taken.plan.num_draft_tokens:
+    def observe(
+        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
+    ) -> None:
+        assert isinstance(chosen, Taken)
+        plan = chosen.plan
+        if self._looks_up:
+            self._learn_lookup(state, result)
+        drafted = any(one.token_ids for one in result.drafts)
+        self._gate.observe(state, chosen, num_tokens, seconds, tells=drafted or not plan.drafts)
+        self._num_rounds += 1
+        self._num_looked_up += any(len(one.token_ids) > one.num_drafted for one in result.drafts)
+        # A round copies if lookup is expected to be faster than any plan.
+        rate, plain_rate = (self._gate.rate(chosen, way) for way in (chosen.way, PLAIN))
+        copies = plan.num_lookup_tokens > 0 and rate > MAX_PLAN_GAIN * plain_rate
+        self._new_text_share.observe(0.0 if copies else num_tokens / state.batch, num_tokens / state.batch)
+        if plan.num_lookup_tokens and not result.num_draft_steps:
+            return
+        # KnapSpec learns from the tokens that the model drafted.
+        accepted = zip(result.num_accepted, result.drafts, strict=True)
+        own = msgspec.structs.replace(result, num_accepted=[min(count, one.num_drafted) for count, one in accepted])
+        if result.num_draft_steps:
+            self._plan_rounds.observe(own)
+        self._knapspec.observe(state, chosen.proposed, own, num_tokens, seconds)
+
+    def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
+        """Let KnapSpec search, with a budget from the time of those rounds only that a plan could make faster."""
+        record = self._knapspec.search(state, ask, share=self._new_text_share.value)
+        if record is not None:
+            self._gate.renew(PLAN)
+        return record
+
+    def _rule(self, state: BatchState, taken: Taken) -> KeepDrafting | None:
+        """Return KnapSpec's rule for the end of drafts. With lookup, return a rule by which looked-up tokens may also
+        complete the draft: those that followed the drafted tokens earlier in the text."""
+        if not taken.plan.num_draft_tokens:
             return None
-        rate, plain_rate = (self._trials.rate(taken, way) for way in (taken.way, PLAIN))
+        rate, plain_rate = (self._gate.rate(taken, way) for way in (taken.way, PLAIN))
         worth = self._knapspec.keep_drafting(state, max(rate, plain_rate))
         if worth is None or not self._looks_up:
             return worth
-        best = max(self._trials.rate(taken, way) for way in taken.rates)
+        best = max(self._gate.rate(taken, way) for way in taken.rates)
         return DraftUntilFound(
             worth=worth,
             by_class=self._lookup.by_class,
             min_survival=best * worth.row_s,
             drafting_gain=rate / plain_rate,
         )
-
-    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        if self._looks_up:
-            self._learn_lookup(state, result)
-        drafted = any(one.token_ids for one in result.drafts)
-        taken = self._trials.observe(state, num_tokens, seconds, tells=drafted or not plan.drafts)
-        self._num_rounds += 1
-        self._num_looked_up += any(len(one.token_ids) > one.num_drafted for one in result.drafts)
-        if taken is None:
-            return
-        # A round copies if lookup is expected to be faster than any plan.
-        rate, plain_rate = (self._trials.rate(taken, way) for way in (taken.way, PLAIN))
-        copies = plan.num_lookup_tokens > 0 and rate > MAX_PLAN_GAIN * plain_rate
-        self._new_text_share.observe(0.0 if copies else num_tokens / state.batch, num_tokens / state.batch)
-        if plan.num_lookup_tokens and not result.num_draft_steps:
-            return
-        own = _of_the_model(result)
-        if result.num_draft_steps:
-            self._plan_rounds.observe(own)
-        self._knapspec.observe(state, taken.plan, own, num_tokens, seconds)
-
-    def improve(self, state: BatchState, search: Search) -> PlanRecord | None:
-        """Let KnapSpec search, with a budget from the time of those rounds only that a plan could make faster."""
-        record = self._knapspec.improve(state, search, share=self._new_text_share.value)
-        if record is not None:
-            self._trials.arbiter.renew(PLAN)
-        return record
 
     def _ways(self, state: BatchState) -> dict[str, Proposed]:
         """Return the ways available to the round, each with its plan and predicted rate."""
@@ -141,7 +144,7 @@ class Auto:
             return {PLAIN: ways[PLAN]}
         if self._looks_up and any(proposal.token_ids for proposal in state.proposals()):
             ways[LOOKUP] = self._looked_up(state, self._no_draft)
-            if own.drafts and self._trials.arbiter.is_known(PLAN):
+            if own.drafts and self._gate.is_known(PLAN):
                 ways[BOTH] = self._looked_up(state, own)
         return ways
 
@@ -170,9 +173,3 @@ class Auto:
         found = best_lookup(survivals, seconds, committed_without=like.committed.value if base.drafts else 1.0)
         plan = replace(base, num_lookup_tokens=max(found.lengths), lookup_lengths=found.lengths)
         return Proposed(plan, found.rate)
-
-
-def _of_the_model(result: RoundResult) -> RoundResult:
-    """Return the round's result, counting only accepted tokens that the model drafted."""
-    accepted = zip(result.num_accepted, result.drafts, strict=True)
-    return msgspec.structs.replace(result, num_accepted=[min(count, one.num_drafted) for count, one in accepted])

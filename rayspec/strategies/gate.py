@@ -1,0 +1,355 @@
+"""The gate switches drafting off where it is measured to be slower: it picks each round's *way* of decoding.
+
+A way is plain decoding, drafting by a plan, or verifying looked-up tokens, for example. Each round brings a predicted
+rate, in tokens per second, for every way that is available to it. A way's *factor* is the seconds that its tokens
+should have taken, divided by the seconds that they took. The factor is learned from rounds, and old rounds fade. A
+predicted rate times the factor is the expected rate; so predictions serve as priors, and may differ from round to
+round.
+
+The round takes the way with the highest expected rate among the known ways. Another way gets a *trial* where it has a
+fair chance to be faster. In a trial, its rounds alternate with those of the best way, so that a slowdown of the machine
+affects both. The record of a way that is not taken fades too, so every way gets another trial eventually. The time lost
+in trials is bounded by a share of the total time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
+from rayspec.decode.work import RoundResult
+from rayspec.planning.latency import LatencyModel
+from rayspec.types import Plan, PlanRecord, no_draft
+
+Way: TypeAlias = str
+
+PLAIN, STRATEGY = "plain decoding", "strategy"
+
+# Rounds, of any way, after which a round counts half; also the most rounds of a trial.
+HALF_LIFE = 32.0
+# Standard deviation of a way's factor, measured in one round.
+DEVIATION = 0.35
+# Rounds of a trial before it is judged.
+MIN_ROUNDS = 4
+# A round counts as at most this many times its way's mean round; longer times are pauses of the machine.
+MAX_CLIP = 3.0
+# Share of the time that trials may lose.
+LOSS_SHARE = 0.0075
+# What trials may lose in addition, from the start: the time of FIRST_ROUNDS rounds, but at most a share of all known
+# work. This share is FIRST_SHARE, or SAVING_SHARE times the share of the time that the way is predicted to save.
+FIRST_ROUNDS, FIRST_SHARE, SAVING_SHARE = 12.0, 0.005, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """A way's plan for the round, and its predicted tokens per second over the batch. shorter: gives the rate with
+    drafts of at most so many tokens; None: it is not known."""
+
+    plan: Plan
+    rate: float
+    shorter: Callable[[int], float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken(RoundPlan):
+    """The way of a round. proposed: its plan; the round's own plan may have shorter drafts. rates: predicted tokens per
+    second of all ways that were available. rate: the same of this round; a trial with shorter drafts makes fewer."""
+
+    way: Way
+    proposed: Plan
+    rates: Mapping[Way, float]
+    rate: float
+
+
+@dataclass(slots=True)
+class _Record:
+    """Faded sums over a way's rounds: their number, their seconds, and the seconds that were expected."""
+
+    num_rounds: float = 0.0
+    seconds: float = 0.0
+    expected_s: float = 0.0
+
+    @property
+    def round_s(self) -> float:
+        """Mean seconds of a round; 0 before the first round."""
+        return self.seconds / self.num_rounds if self.num_rounds else 0.0
+
+    def factor(self, prior_rounds: int = 0) -> float:
+        """Return expected over measured seconds; 1 without rounds. prior_rounds: rounds exactly as expected to add."""
+        prior_s = prior_rounds * self.round_s
+        seconds = self.seconds + prior_s
+        return (self.expected_s + prior_s) / seconds if seconds else 1.0
+
+    def fade(self, num_rounds: float) -> None:
+        share = 0.5 ** (num_rounds / HALF_LIFE)
+        self.num_rounds, self.seconds = self.num_rounds * share, self.seconds * share
+        self.expected_s *= share
+
+
+@dataclass(slots=True)
+class _Trial:
+    way: Way
+    num_rounds: int = 0
+    lost_s: float = 0.0
+    was_last: bool = False
+
+
+class Gate:
+    """Picks the way of each round. `choose` gets what is available to the round, and `observe` its outcome. The gate
+    reads no clock.
+
+    home: the way to which all rounds fall back; it needs no trial. trusted: other ways that need no trial, because
+    their predictions are learned from rounds of all ways.
+    """
+
+    def __init__(self, latency: LatencyModel, *, home: Way = PLAIN, trusted: Collection[Way] = ()) -> None:
+        self.taken = home  # the way in use, trusted ways aside
+        self._latency = latency
+        self._home = home
+        self._trusted = frozenset(trusted)
+        self._records: dict[Way, _Record] = {}
+        self._trial: _Trial | None = None
+        self._last: Taken | None = None
+        self._elapsed_s = self._lost_s = 0.0
+        self._num_outstanding: float | None = None
+
+    @property
+    def trial(self) -> Way | None:
+        """The way that a trial is testing; None without a trial."""
+        return self._trial.way if self._trial is not None else None
+
+    def choose(self, state: BatchState, ways: Mapping[Way, Proposed]) -> Taken:
+        """Return the way of the next round. ways: those available to the round, the home way included.
+
+        In a trial, drafts are no longer than the trial may cost: one long draft without an accepted token would cost a
+        short answer several per cent of its time.
+        """
+        predicted = {way: one.rate for way, one in ways.items()}
+        best = self._best(predicted)
+        if self._trial is None:
+            self.taken = best if best not in self._trusted else self.taken
+            challenger = self._challenger(predicted, best)
+            self._trial = _Trial(challenger) if challenger is not None else None
+        trial, way = self._trial, best
+        if trial is not None and trial.way in predicted and not trial.was_last:
+            is_hopeful = self._optimistic_rate(trial.way, predicted) > self._rate(best, predicted)
+            way = trial.way if is_hopeful else best
+        proposed = ways[way]
+        plan, rate = proposed.plan, proposed.rate
+        if way == self.trial:
+            step_s = self._latency.draft_step_s(plan.choices, context=state.context, batch=state.batch)
+            row_s = self._latency.row_s(context=state.context, batch=state.batch)
+            row_s *= state.batch * max(plan.tree_widths, default=1)
+            longest = max(1, int(self.remaining_loss_s(predicted) / (step_s + row_s)))
+            if plan.num_draft_tokens > longest:
+                plan = replace(plan, num_draft_tokens=longest)
+                rate = rate if proposed.shorter is None else proposed.shorter(longest)
+        self._last = Taken(plan=plan, way=way, proposed=proposed.plan, rates=predicted, rate=rate)
+        return self._last
+
+    def observe(
+        self, state: BatchState, taken: Taken, num_tokens: float, seconds: float, *, tells: bool = True
+    ) -> None:
+        """Record a finished round: tokens committed over the batch, and wall seconds. tells: whether the round says
+        anything about the speed of its way. Raises ValueError for a negative number of tokens, and for times or rates
+        that are not above 0."""
+        way, predicted = taken.way, taken.rates
+        if num_tokens < 0 or seconds <= 0 or min(taken.rate, *predicted.values()) <= 0:
+            raise ValueError(f"{num_tokens} tokens in {seconds} s with {predicted} tokens/s predicted cannot be")
+        self._elapsed_s += seconds
+        self._num_outstanding = max(state.num_outstanding_tokens - num_tokens, 0)
+        for each in self._records.values():
+            each.fade(1)
+        if not tells:
+            return
+        record, expected_s = self._record(way), num_tokens / (taken.rate * self._pace(way))
+        if record.num_rounds > 0:
+            seconds = min(seconds, MAX_CLIP * record.round_s)
+        record.num_rounds += 1
+        record.seconds += seconds
+        record.expected_s += expected_s
+        if self._trial is not None:
+            self._observe_trial(self._trial, way, num_tokens, seconds, predicted)
+
+    def renew(self, way: Way) -> None:
+        """Forget what was learned about a way whose plan has changed, and end its trial. A way in use stays in use; its
+        record fades by one half-life only."""
+        if self.trial == way:
+            self._end_trial()
+        if self.taken == way:
+            self._record(way).fade(HALF_LIFE)
+        else:
+            self._records.pop(way, None)
+
+    def factor(self, way: Way) -> float:
+        """Return the measured over the predicted rate of a way. For a trusted way the prediction counts as one more
+        round, so that a way that seemed slow is not abandoned forever."""
+        return self._record(way).factor(prior_rounds=way in self._trusted) * self._pace(way)
+
+    def rate(self, taken: Taken, way: Way) -> float:
+        """Return the expected tokens per second of a way that was available to a round."""
+        return self._rate(way, taken.rates)
+
+    def is_known(self, way: Way) -> bool:
+        """Whether the way needs no trial: it is home, in use, or trusted."""
+        return way in {self._home, self.taken} or way in self._trusted
+
+    def remaining_loss_s(self, predicted: Mapping[Way, float]) -> float:
+        """Return the seconds that the current trial may still lose."""
+        return max(self._allowance_s(self.trial or self._home, predicted) - self._all_lost_s, 0.0)
+
+    def status(self, way: Way | None) -> str:
+        """Return why rounds draft, or not. way: the way that drafts; None without a plan."""
+        if way is None:
+            return "drafting is off (no plan is predicted to be faster)"
+        switch = "off" if self.taken == self._home else "on"
+        if self.trial is not None:
+            return f"drafting is {switch} (trying the {self.trial})"
+        if not self._record(way).num_rounds or self._last is None or way not in self._last.rates:
+            return f"drafting is off ({way} not tried yet)"
+        gain = self.rate(self._last, way) / self.rate(self._last, self._home)
+        predicted = self._last.rates[way] / self._last.rates[self._home]
+        return f"drafting is {switch} (measured {gain:.2f}x plain decoding, predicted {predicted:.2f}x)"
+
+    @property
+    def _all_lost_s(self) -> float:
+        return self._lost_s + (max(self._trial.lost_s, 0.0) if self._trial is not None else 0.0)
+
+    def _pace(self, way: Way) -> float:
+        """Return the recent factor of the home way, which scales the other ways; 1 for the home way itself. A machine
+        that is slower than predicted is slower for all ways."""
+        return 1.0 if way == self._home else self._record(self._home).factor()
+
+    def _rate(self, way: Way, predicted: Mapping[Way, float]) -> float:
+        return predicted[way] * self.factor(way)
+
+    def _error(self, way: Way, predicted: Mapping[Way, float]) -> float:
+        """Return the standard error of the expected rate."""
+        return predicted[way] * self._pace(way) * DEVIATION / math.sqrt(self._record(way).num_rounds + 1)
+
+    def _optimistic_rate(self, way: Way, predicted: Mapping[Way, float]) -> float:
+        """Return the expected rate plus one standard error. The prediction counts as one more round."""
+        factor = self._record(way).factor(prior_rounds=1) * self._pace(way)
+        return predicted[way] * factor + self._error(way, predicted)
+
+    def _best(self, predicted: Mapping[Way, float]) -> Way:
+        """Return the way with the highest expected rate among the known ways that no trial is testing; else home."""
+        known = [way for way in predicted if way != self.trial and self.is_known(way)]
+        return max(known, key=lambda way: self._rate(way, predicted), default=self._home)
+
+    def _challenger(self, predicted: Mapping[Way, float], best: Way) -> Way | None:
+        """Return the way with the highest optimistic rate, if that beats `best` and trials may lose more time."""
+        rates = {way: self._optimistic_rate(way, predicted) for way in predicted if not self.is_known(way)}
+        way = max(rates, key=rates.__getitem__, default=best)
+        if way == best or rates[way] <= self._rate(best, predicted):
+            return None
+        return way if self._lost_s < self._allowance_s(way, predicted) else None
+
+    def _observe_trial(
+        self, trial: _Trial, way: Way, num_tokens: float, seconds: float, predicted: Mapping[Way, float]
+    ) -> None:
+        """Judge the trial after a round of it. It ends when its loss, its clear result or its length is enough."""
+        trial.was_last = way == trial.way
+        if not trial.was_last:
+            return
+        best = self._best(predicted)
+        trial.num_rounds += 1
+        trial.lost_s += seconds - num_tokens / self._rate(best, predicted)
+        difference = self._rate(way, predicted) - self._rate(best, predicted)
+        error = math.hypot(self._error(way, predicted), self._error(best, predicted))
+        is_judged = trial.num_rounds >= MIN_ROUNDS
+        next_loss_s = max(trial.lost_s, 0.0) / trial.num_rounds
+        if (
+            self._all_lost_s + next_loss_s > self._allowance_s(way, predicted)
+            or (is_judged and abs(difference) > error)
+            or trial.num_rounds >= HALF_LIFE
+        ):
+            if is_judged and difference > 0:
+                self.taken = way
+            self._end_trial()
+
+    def _end_trial(self) -> None:
+        self._lost_s, self._trial = self._all_lost_s, None
+
+    def _allowance_s(self, way: Way, predicted: Mapping[Way, float]) -> float:
+        """Return the seconds that all trials so far may have lost before the way is tried: LOSS_SHARE of the elapsed
+        time plus an initial amount."""
+        first_s = FIRST_ROUNDS * self._record(self._home).round_s
+        if self._num_outstanding is not None:
+            saved = 1 - predicted[self._home] / predicted[way]
+            share = max(FIRST_SHARE, SAVING_SHARE * saved)
+            known_s = self._elapsed_s + self._num_outstanding / self._rate(self._home, predicted)
+            first_s = min(first_s, share * known_s)
+        return LOSS_SHARE * self._elapsed_s + first_s
+
+    def _record(self, way: Way) -> _Record:
+        return self._records.setdefault(way, _Record())
+
+
+class Gated:
+    """A strategy behind a gate of its own: its plans are used where they are measured to be faster than plain decoding.
+
+    The gate judges the strategy as a whole, because its plan may change every round, and may be not to draft. The
+    strategy gets its trial regardless of its predicted gain. The time to choose plans counts as time of its rounds.
+    While plain decoding is faster, the strategy may search only after the rounds that try it again.
+
+    clock: seconds, any origin.
+    """
+
+    def __init__(
+        self, strategy: Strategy, latency: LatencyModel, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._strategy = strategy
+        self._clock = clock
+        self._latency = latency
+        self._no_draft = no_draft(len(latency.sublayers), "not faster: no draft")
+        self._gate = Gate(latency)
+        self._has_drafted = False
+        self._is_taken = True  # whether the last round took the strategy
+        self._gain = 1.0  # the last gain that the strategy predicted
+        self._searching_s = 0.0  # seconds of searches that no round was charged with yet
+
+    @property
+    def status(self) -> str:
+        return self._gate.status(STRATEGY if self._has_drafted else None)
+
+    def choose(self, state: BatchState) -> RoundPlan:
+        plain_rate = state.batch / self._latency.decode_step_s(context=state.context, batch=state.batch)
+        ways = {PLAIN: Proposed(self._no_draft, plain_rate)}
+        own = self._strategy.choose(state)
+        self._has_drafted = self._has_drafted or own.plan.drafts
+        if self._has_drafted:
+            ways[STRATEGY] = Proposed(own.plan, plain_rate * max(self._gain, 1.0))
+        taken = self._gate.choose(state, ways)
+        return replace(taken, keep_drafting=own.keep_drafting, capture=own.capture and self._may_search)
+
+    def observe(
+        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
+    ) -> None:
+        assert isinstance(chosen, Taken)
+        self._strategy.observe(state, RoundPlan(plan=chosen.proposed), result, num_tokens, seconds)
+        self._is_taken = chosen.way == STRATEGY
+        # A round may draft nothing though its plan drafts: sequences have one token left. It says nothing of drafting.
+        tells = not chosen.plan.drafts or any(one.token_ids for one in result.drafts) or any(result.probed)
+        if self._is_taken and tells:
+            seconds, self._searching_s = seconds + self._searching_s, 0.0
+        self._gate.observe(state, chosen, num_tokens, seconds, tells=tells)
+
+    def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
+        if not self._may_search:
+            return None
+        started = self._clock()
+        record = self._strategy.search(state, ask)
+        if record is not None and record.plain_tpt > 0:
+            self._gain = record.predicted_tpt / record.plain_tpt
+        self._searching_s += self._clock() - started
+        return record
+
+    @property
+    def _may_search(self) -> bool:
+        """Whether the last round took the strategy, or it never had a plan that drafts."""
+        return self._is_taken or not self._has_drafted
