@@ -18,7 +18,7 @@ from rayspec.decode.stages import StageUse
 from rayspec.serve.metric_table import METRICS, MetricSpec
 from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestOutput
 
-_NUMBERS = re.compile(r"\bx?(\d+(\.\d+)?|inf)\b")
+_NUMBERS = re.compile(r"\b(\d+(\.\d+)?|inf)x?\b")
 _MAX_GATE_REASONS = 16
 
 
