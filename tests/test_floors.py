@@ -298,7 +298,7 @@ def test_a_module_may_import_its_package_and_be_imported_by_others() -> None:
         ("rayspec/model/sublayers.py", "from rayspec import demo"),
         ("rayspec/model/sublayers.py", "from rayspec import LLM"),
         ("rayspec/decode/engine.py", "import ray.actor"),
-        ("rayspec/decode/selection/knapspec.py", "from rayspec.batch.report import RunReport"),
+        ("rayspec/strategies/knapspec.py", "from rayspec.batch.report import RunReport"),
         ("rayspec/decode/engine.py", "from rayspec import pipeline"),
         ("rayspec/decode/engine.py", "from rayspec.demo import sample_documents"),
         ("rayspec/demo/__init__.py", "import torch"),
