@@ -511,7 +511,7 @@ def test_histograms_count_the_requests(served: Served) -> None:
 def test_gauges_are_of_the_idle_engine(served: Served) -> None:
     assert served.value("num_requests_running") == served.value("num_requests_waiting") == 0
     assert served.value("kv_cache_usage_perc") == 0
-    assert served.value("gate_info", reason="the strategy has no gate") == 1
+    assert served.value("gate_info", reason="the plan is fixed") == 1
 
 
 @pytest.mark.ray

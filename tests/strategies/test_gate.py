@@ -251,7 +251,7 @@ def test_the_status_says_why_rounds_do_not_draft() -> None:
     assert gate.status("plan") == "drafting is off (trying the plan)"
     steady(gate, 60, 2.0)
     assert gate.status("plan") == "drafting is on (measured 1.50x plain decoding, predicted 1.20x)"
-    steady(gate := Gate(LATENCY), 20, 4.0)
+    steady(gate := Gate(LATENCY), 10, 4.0)
     assert gate.status("plan") == "drafting is off (measured 0.75x plain decoding, predicted 1.20x)"
 
 
