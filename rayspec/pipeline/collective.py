@@ -1,10 +1,10 @@
 """Tensors from device to device, by torch.distributed point-to-point: NCCL between GPUs, gloo on the CPU.
 
-The mailbox (`rayspec.pipeline.transport`) sends the headers. This link carries tensors that are too large to go through
-the host, in one direction only. It knows nothing about messages.
+The transport (`rayspec.pipeline.transport`) sends the headers. This link carries tensors that are too large to go
+through the host, in one direction only. It knows nothing about messages.
 
 NCCL, gloo and the store where ranks meet neither encrypt nor authenticate. On an untrusted network, use no link: the
-mailbox then carries the tensors.
+transport then carries the tensors.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TensorLink:
 
     This order excludes deadlocks: in `receive` a rank waits for a lower rank, in `send` for a higher rank to receive,
     and a rank receives as soon as it reads the header that came before the tensor. Data that goes backwards (tokens,
-    accepted counts) is small and stays in the mailbox's frames.
+    accepted counts) is small and stays in the transport's frames.
 
     Between two ranks, tensors are received in the order they were sent: the n-th `receive` gets the n-th `send`. After
     an error this no longer holds, so the link closes itself; join a new link with the remaining peers. The link is not

@@ -23,6 +23,7 @@ from torch import Tensor
 from rayspec.choices import Choice
 from rayspec.decode.search import Agreement as Agreed
 from rayspec.decode.search import answer
+from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, Received, Stopped
 from rayspec.pipeline.messages import (
     Agreement,
     Broken,
@@ -49,7 +50,6 @@ from rayspec.pipeline.messages import (
     TimeHops,
     VarySublayer,
 )
-from rayspec.pipeline.post import COORDINATOR, ENGINE, Letter, NewEpoch, Post, Stopped
 from rayspec.pipeline.stage_worker import stage_name
 from rayspec.pipeline.transport import Secret, node_address
 from rayspec.types import RayspecError
@@ -95,101 +95,110 @@ class Coordinator:
     def serve(self) -> None:
         """Serve until the engine sends Stop. Report any error to the engine, then raise it."""
         torch.set_num_threads(1)
-        post = Post(COORDINATOR, self._spec.secret, host=node_address())
-        self._address.set_result(post.address)
+        endpoint = Endpoint(COORDINATOR, self._spec.secret, host=node_address())
+        self._address.set_result(endpoint.address)
         try:
             while True:
-                self._serve_one(post)
+                self._serve_one(endpoint)
         except Stopped:
             return
         except Exception as error:
-            if post.epoch:
-                post.send(ENGINE, Broken(epoch=post.epoch, reason=f"{type(error).__name__}: {error}"))
+            if endpoint.epoch:
+                endpoint.send(ENGINE, Broken(epoch=endpoint.epoch, reason=f"{type(error).__name__}: {error}"))
             raise
         finally:
-            post.close()
+            endpoint.close()
 
-    def _serve_one(self, post: Post) -> None:
+    def _serve_one(self, endpoint: Endpoint) -> None:
         try:
-            letter = post.take_deferred() or post.receive()
-            message = letter.message if letter is not None else None
+            received = endpoint.take_deferred() or endpoint.receive()
+            message = received.message if received is not None else None
             if isinstance(message, Search):
-                post.send(ENGINE, self._search(post, message))
+                endpoint.send(ENGINE, self._search(endpoint, message))
             elif isinstance(message, Profile):
-                post.send(ENGINE, self._profile(post))
+                endpoint.send(ENGINE, self._profile(endpoint))
             elif isinstance(message, TimeHops):
                 state = torch.zeros(message.num_bytes, dtype=torch.uint8)
-                post.send(ENGINE, TimedHops(epoch=post.epoch, hops_s=self._time_hops(post, state, message.num_samples)))
+                endpoint.send(
+                    ENGINE,
+                    TimedHops(epoch=endpoint.epoch, hops_s=self._time_hops(endpoint, state, message.num_samples)),
+                )
         except NewEpoch:
             return
 
-    def _search(self, post: Post, message: Search) -> Searched:
+    def _search(self, endpoint: Endpoint, message: Search) -> Searched:
         started = time.perf_counter()
-        search = RemoteSearch(post, message, self._spec.spans)
+        search = RemoteSearch(endpoint, message, self._spec.spans)
         try:
             search.begin()
             num_sublayers = self._spec.spans[-1][1]
             found = answer(message.question, search, num_sublayers=num_sublayers, started=started)
         except SearchFailedError as error:
             return Searched(
-                epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=None, reason=str(error)
+                epoch=endpoint.epoch,
+                search_id=message.search_id,
+                version=self._num_answers,
+                answer=None,
+                reason=str(error),
             )
         finally:
             search.end()
         self._num_answers += 1
-        return Searched(epoch=post.epoch, search_id=message.search_id, version=self._num_answers, answer=found)
+        return Searched(epoch=endpoint.epoch, search_id=message.search_id, version=self._num_answers, answer=found)
 
-    def _profile(self, post: Post) -> Profiled:
-        stages = measured_stages(post, [stage_name(stage) for stage in range(len(self._spec.spans))])
+    def _profile(self, endpoint: Endpoint) -> Profiled:
+        stages = measured_stages(endpoint, [stage_name(stage) for stage in range(len(self._spec.spans))])
         state = torch.zeros(1, 1, self._spec.hidden_size)
-        hops_s = self._time_hops(post, state, _NUM_HOPS)
-        return Profiled(epoch=post.epoch, stages=stages, link_s=[float(np.median(link)) for link in hops_s] or [0.0])
+        hops_s = self._time_hops(endpoint, state, _NUM_HOPS)
+        return Profiled(
+            epoch=endpoint.epoch, stages=stages, link_s=[float(np.median(link)) for link in hops_s] or [0.0]
+        )
 
-    def _time_hops(self, post: Post, state: Tensor, num_samples: int) -> list[list[float]]:
+    def _time_hops(self, endpoint: Endpoint, state: Tensor, num_samples: int) -> list[list[float]]:
         """Return seconds of hops with this tensor, from each stage to the next one and from the last to the first."""
         names = [stage_name(stage) for stage in range(len(self._spec.spans))]
         links = zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ()
-        return [_hops_s(post, here, there, state, num_samples) for here, there in links]
+        return [_hops_s(endpoint, here, there, state, num_samples) for here, there in links]
 
 
-def measured_stages(post: Post, names: Sequence[str]) -> list[Measured]:
+def measured_stages(endpoint: Endpoint, names: Sequence[str]) -> list[Measured]:
     """Measure machines at the same time, and the stages of a machine one after the other, so that they do not disturb
     one another. Return the measurements in the order of the names."""
     waiting: dict[str, list[str]] = defaultdict(list)
     for name in reversed(names):
-        waiting[post.host_of(name)].append(name)
+        waiting[endpoint.host_of(name)].append(name)
     for stages in waiting.values():
-        post.send(stages.pop(), Measure(epoch=post.epoch))
+        endpoint.send(stages.pop(), Measure(epoch=endpoint.epoch))
     found: dict[str, Measured] = {}
     while len(found) < len(names):
-        letter = _await(post, Measured, _MEASURE_TIMEOUT_S)
-        found[letter.sender] = letter.message
-        if stages := waiting[post.host_of(letter.sender)]:
-            post.send(stages.pop(), Measure(epoch=post.epoch))
+        received = _await(endpoint, Measured, _MEASURE_TIMEOUT_S)
+        found[received.sender] = received.message
+        if stages := waiting[endpoint.host_of(received.sender)]:
+            endpoint.send(stages.pop(), Measure(epoch=endpoint.epoch))
     return [found[name] for name in names]
 
 
-def _hops_s(post: Post, here: str, there: str, state: Tensor, num_samples: int) -> list[float]:
+def _hops_s(endpoint: Endpoint, here: str, there: str, state: Tensor, num_samples: int) -> list[float]:
     """Time hops, each as half of a round trip by the clock of `here`: clocks of two machines may differ."""
     samples: list[float] = []
     while len(samples) < num_samples:
         route = [*[here, there] * _LAP_LENGTH, here]
-        post.send(route[0], Lap(epoch=post.epoch, route=[*route[1:], COORDINATOR]), [state])
-        stamps = _await(post, Lap, _ANSWER_TIMEOUT_S).message.stamps[::2]
+        endpoint.send(route[0], Lap(epoch=endpoint.epoch, route=[*route[1:], COORDINATOR]), [state])
+        stamps = _await(endpoint, Lap, _ANSWER_TIMEOUT_S).message.stamps[::2]
         samples += [(after - before) / 2 for before, after in itertools.pairwise(stamps)]
     return samples[:num_samples]
 
 
-def _await(post: Post, kind: type[M], timeout_s: float) -> Any:
-    """Return the next letter of that kind. Letters from the engine are deferred. Other letters are dropped, because
+def _await(endpoint: Endpoint, kind: type[M], timeout_s: float) -> Any:
+    """Return the next message of that kind. Messages from the engine are deferred. Other messages are dropped, because
     they answer questions that were given up."""
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
-        letter = post.receive(left_s)
-        if letter is not None and isinstance(letter.message, kind):
-            return letter
-        if letter is not None and letter.sender == ENGINE:
-            post.defer(letter)
+        received = endpoint.receive(left_s)
+        if received is not None and isinstance(received.message, kind):
+            return received
+        if received is not None and received.sender == ENGINE:
+            endpoint.defer(received)
     raise SearchFailedError(f"no {kind.__name__} came from the shards within {timeout_s:.0f} s")
 
 
@@ -207,8 +216,8 @@ class RemoteSearch:
     answer or its states are needed elsewhere. A knapsack then takes one message and one answer per sublayer, a trial a
     few per stage."""
 
-    def __init__(self, post: Post, message: Search, spans: Sequence[tuple[int, int]]) -> None:
-        self._post = post
+    def __init__(self, endpoint: Endpoint, message: Search, spans: Sequence[tuple[int, int]]) -> None:
+        self._endpoint = endpoint
         self._message = message
         self._spans = spans
         self._pending: list[list[Operation]] = [[] for _ in spans]  # operations that a stage has not been sent yet
@@ -221,19 +230,19 @@ class RemoteSearch:
         message = self._message
         for stage in range(len(self._spans)):
             seek = Seek(
-                epoch=self._post.epoch,
+                epoch=self._endpoint.epoch,
                 search_id=message.search_id,
                 tokens=message.tokens,
                 rows=message.rows,
             )
-            self._post.send(stage_name(stage), seek)
+            self._endpoint.send(stage_name(stage), seek)
         for _ in self._spans:
             self._answer()
 
     def end(self) -> None:
         """Let the shards forget the search and its states."""
         for stage in range(len(self._spans)):
-            self._post.send(stage_name(stage), forgotten(self._post.epoch))
+            self._endpoint.send(stage_name(stage), forgotten(self._endpoint.epoch))
 
     def start(self) -> RemoteBatch:
         """Return a copy of the first state, because the search may start again."""
@@ -302,17 +311,17 @@ class RemoteSearch:
     def _flush(self, stage: int) -> Sequence[float]:
         operations, self._pending[stage] = self._pending[stage], []
         expand = Expand(
-            epoch=self._post.epoch,
+            epoch=self._endpoint.epoch,
             search_id=self._message.search_id,
             operations=operations,
         )
-        self._post.send(stage_name(stage), expand)
+        self._endpoint.send(stage_name(stage), expand)
         return self._answer().values
 
     def _answer(self) -> Sought:
         while True:
-            letter: Letter = _await(self._post, Sought, _ANSWER_TIMEOUT_S)
-            answer = letter.message
+            received: Received = _await(self._endpoint, Sought, _ANSWER_TIMEOUT_S)
+            answer = received.message
             assert isinstance(answer, Sought)
             if answer.search_id != self._message.search_id:
                 continue

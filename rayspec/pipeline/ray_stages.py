@@ -19,6 +19,7 @@ from rayspec.errors import TransportError
 from rayspec.model.rows import RowSpan
 from rayspec.pipeline.collective import Rendezvous
 from rayspec.pipeline.coordinator import forgotten
+from rayspec.pipeline.endpoint import COORDINATOR, ENGINE
 from rayspec.pipeline.messages import (
     AnyMessage,
     Beat,
@@ -45,11 +46,10 @@ from rayspec.pipeline.messages import (
     encode,
 )
 from rayspec.pipeline.placement import PlacementError
-from rayspec.pipeline.post import COORDINATOR, ENGINE
 from rayspec.pipeline.recovery import Pulse, Restarts
 from rayspec.pipeline.replica import Replica
 from rayspec.pipeline.stage_worker import stage_name
-from rayspec.pipeline.transport import Mailbox, node_address
+from rayspec.pipeline.transport import Transport, node_address
 from rayspec.planning.latency import LatencyModel, Measurement
 from rayspec.types import OutOfMemoryError, RayspecError
 
@@ -83,7 +83,7 @@ class RayStages:
         self.num_cohorts = options.num_cohorts
         self.progress = Progress()
         self.replica = replica
-        self._mailbox = Mailbox(ENGINE, replica.secret, host=node_address())
+        self._transport = Transport(ENGINE, replica.secret, host=node_address())
         self._epoch = 0
         self._work: dict[int, Future[Result]] = {}
         self._searches: dict[int, _Searching] = {}
@@ -203,14 +203,14 @@ class RayStages:
         if self._lost is None:
             self._lost = StageLostError("the engine was shut down")
         self.replica.close()
-        self._mailbox.close()
+        self._transport.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
 
     # --- messages ---
 
     def _send(self, peer: str, message: Message) -> None:
-        self._mailbox.send(peer, encode(message))
+        self._transport.send(peer, encode(message))
 
     def _take(self, timeout_s: float) -> None:
         """Handle all messages that have come in; wait up to `timeout_s` for the first."""
@@ -223,7 +223,7 @@ class RayStages:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                envelope = self._mailbox.receive(max(0.0, deadline - time.monotonic()))
+                envelope = self._transport.receive(max(0.0, deadline - time.monotonic()))
                 message = decode(envelope.header) if envelope is not None else None
             except TransportError as error:
                 self._recover((), str(error))
@@ -336,7 +336,7 @@ class RayStages:
 
     def _introduce_coordinator(self) -> None:
         peers = self._peers()
-        self._mailbox.connect(peers)
+        self._transport.connect(peers)
         self._send(COORDINATOR, Connect(epoch=self._epoch, peers=peers))
         for name in self.replica.shards:
             self._send(name, Peers(epoch=self._epoch, peers=peers))
@@ -381,14 +381,14 @@ class RayStages:
         begin another epoch without a link, and stay without."""
         self._epoch += 1
         peers = self._peers()
-        self._mailbox.connect(peers)
+        self._transport.connect(peers)
         link = self._open_rendezvous()
         for name in self.replica.processes:
             self._send(name, Connect(epoch=self._epoch, peers=peers, link=link))
         names, link_error = set(self.replica.shards), ""
         deadline = time.monotonic() + _CONNECT_TIMEOUT_S
         while names and time.monotonic() < deadline:
-            envelope = self._mailbox.receive(_POLL_S)
+            envelope = self._transport.receive(_POLL_S)
             if envelope is None:
                 continue
             message = decode(envelope.header)
@@ -423,7 +423,7 @@ class RayStages:
 
     def _peers(self) -> dict[str, str]:
         known = {name: process.address for name, process in self.replica.processes.items()}
-        return known | {ENGINE: self._mailbox.address}
+        return known | {ENGINE: self._transport.address}
 
     def _fail_searches(self, reason: str) -> None:
         for searching in self._searches.values():

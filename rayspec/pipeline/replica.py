@@ -14,8 +14,8 @@ from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.loading import cache_size
 from rayspec.model.kv_arena import CacheSize
 from rayspec.pipeline.coordinator import Coordinator, CoordinatorSpec
+from rayspec.pipeline.endpoint import COORDINATOR
 from rayspec.pipeline.placement import Bundles, Process, discard, end_of, kill, start_beside, wait_for
-from rayspec.pipeline.post import COORDINATOR
 from rayspec.pipeline.shard import Loaded, Room, Shard, ShardSpec, rank_name
 from rayspec.pipeline.stage_worker import stage_name
 from rayspec.pipeline.transport import Secret

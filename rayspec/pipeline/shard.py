@@ -42,6 +42,7 @@ from rayspec.model.kv_arena import CacheSize, KVArena
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.threads import in_thread_of_its_own
 from rayspec.model.weights import resolve_device
+from rayspec.pipeline.endpoint import ENGINE, Endpoint, NewEpoch, Ranks, Received, Stopped
 from rayspec.pipeline.messages import (
     Begin,
     Broken,
@@ -55,7 +56,6 @@ from rayspec.pipeline.messages import (
     Usage,
     Used,
 )
-from rayspec.pipeline.post import ENGINE, Letter, NewEpoch, Post, Ranks, Stopped
 from rayspec.pipeline.ranks import LeadingSpan, follow
 from rayspec.pipeline.stage_worker import Placed, StageWorker, stage_name
 from rayspec.pipeline.tensor_parallel import RankGroup, free_address, split_tensor_parallel
@@ -131,7 +131,7 @@ class Loaded:
 class _Due:
     at: float
     order: int
-    letter: Letter = field(compare=False)
+    received: Received = field(compare=False)
 
 
 class Shard:
@@ -210,67 +210,69 @@ class Shard:
 
     def serve(self, size: CacheSize) -> None:
         """Serve until the engine sends Stop. Report any error to the engine, then raise it."""
-        post = Post(self._spec.name, self._spec.secret, host=node_address(), ranks=self._spec.ranks)
+        endpoint = Endpoint(self._spec.name, self._spec.secret, host=node_address(), ranks=self._spec.ranks)
         try:
-            span = self._make_span(size, post)
+            span = self._make_span(size, endpoint)
             worker = self._make_worker(span)
-            self._address.set_result(post.address)
-            self._serve(post, worker, span)
+            self._address.set_result(endpoint.address)
+            self._serve(endpoint, worker, span)
         except Stopped:
             return
         except Exception as error:
             if not self._address.done():
                 self._address.set_exception(error)
-            _report(post, error)
+            _report(endpoint, error)
             raise
         finally:
-            post.close()
+            endpoint.close()
 
-    def _serve(self, post: Post, worker: StageWorker, span: SpanRunner) -> None:
+    def _serve(self, endpoint: Endpoint, worker: StageWorker, span: SpanRunner) -> None:
         while True:
             try:
-                self._serve_epoch(post, worker, span)
+                self._serve_epoch(endpoint, worker, span)
             except NewEpoch:  # noqa: PERF203 - once in a while
                 if self._spec.rank == 0:  # the other ranks forget when the leader announces it, which may be later
                     self._inbox.clear()
                     worker.forget()
             except TransportError as error:
                 self._inbox.clear()
-                post.send(ENGINE, Broken(epoch=post.epoch, reason=str(error), ended=False))
+                endpoint.send(ENGINE, Broken(epoch=endpoint.epoch, reason=str(error), ended=False))
 
-    def _serve_epoch(self, post: Post, worker: StageWorker, span: SpanRunner) -> None:
+    def _serve_epoch(self, endpoint: Endpoint, worker: StageWorker, span: SpanRunner) -> None:
         while True:
-            self._collect(post)
-            self._work(post, worker, span, heapq.heappop(self._inbox).letter)
+            self._collect(endpoint)
+            self._work(endpoint, worker, span, heapq.heappop(self._inbox).received)
 
-    def _collect(self, post: Post) -> None:
-        """Queue all letters that have come in; wait for one if the queue is empty."""
-        while (letter := post.receive(0.0 if self._inbox else None)) is not None:
-            heapq.heappush(self._inbox, _Due(time.monotonic() + _patience_s(letter.message), next(self._order), letter))
+    def _collect(self, endpoint: Endpoint) -> None:
+        """Queue all messages that have come in; wait for one if the queue is empty."""
+        while (received := endpoint.receive(0.0 if self._inbox else None)) is not None:
+            heapq.heappush(
+                self._inbox, _Due(time.monotonic() + _patience_s(received.message), next(self._order), received)
+            )
 
-    def _work(self, post: Post, worker: StageWorker, span: SpanRunner, letter: Letter) -> None:
+    def _work(self, endpoint: Endpoint, worker: StageWorker, span: SpanRunner, received: Received) -> None:
         started = time.monotonic()
-        with post.progress.of(type(letter.message).__name__, _size(letter.message)):
-            match letter.message:
+        with endpoint.progress.of(type(received.message).__name__, _size(received.message)):
+            match received.message:
                 case Follow():
-                    follow(span, letter.message, lambda: self._measurements(span.runner))
+                    follow(span, received.message, lambda: self._measurements(span.runner))
                 case Usage():
-                    post.send(ENGINE, self._usage(post.epoch))
+                    endpoint.send(ENGINE, self._usage(endpoint.epoch))
                 case message:
                     if isinstance(message, Measure) and isinstance(span, LeadingSpan):
-                        span.announce(Follow(epoch=post.epoch, measure=True))
-                    for outgoing in worker.handle(message, letter.tensors):
-                        self._send(post, outgoing.peer, outgoing.message, outgoing.tensors)
-        if isinstance(letter.message, Begin | Forward | Follow):
+                        span.announce(Follow(epoch=endpoint.epoch, measure=True))
+                    for outgoing in worker.handle(message, received.tensors):
+                        self._send(endpoint, outgoing.peer, outgoing.message, outgoing.tensors)
+        if isinstance(received.message, Begin | Forward | Follow):
             self._num_passes += 1
         self._busy_s += time.monotonic() - started
 
-    def _send(self, post: Post, peer: str, message: Message, tensors: Sequence[Tensor]) -> None:
+    def _send(self, endpoint: Endpoint, peer: str, message: Message, tensors: Sequence[Tensor]) -> None:
         if peer == self._spec.name:  # the only stage: its next pass is queued like any message
-            due = _Due(time.monotonic(), next(self._order), Letter(peer, message, list(tensors)))  # type: ignore[arg-type]
+            due = _Due(time.monotonic(), next(self._order), Received(peer, message, list(tensors)))  # type: ignore[arg-type]
             heapq.heappush(self._inbox, due)
         else:
-            post.send(peer, message, tensors)
+            endpoint.send(peer, message, tensors)
 
     def _usage(self, epoch: int) -> Used:
         now = time.monotonic()
@@ -278,7 +280,7 @@ class Shard:
         self._busy_s, self._num_passes, self._asked_at = 0.0, 0, now
         return used
 
-    def _make_span(self, size: CacheSize, post: Post) -> SpanRunner:
+    def _make_span(self, size: CacheSize, endpoint: Endpoint) -> SpanRunner:
         spec = self._spec
         counts = row_counts(spec.config, self._parts)
         choices = choices_here(spec.config, self._parts)
@@ -290,9 +292,11 @@ class Shard:
 
         def announce(message: Follow) -> None:
             for name in followers:
-                post.send(name, message)
+                endpoint.send(name, message)
 
-        return LeadingSpan(runner, num_taps=_num_taps(self._spec.config), epoch=lambda: post.epoch, announce=announce)
+        return LeadingSpan(
+            runner, num_taps=_num_taps(self._spec.config), epoch=lambda: endpoint.epoch, announce=announce
+        )
 
     def _make_runner(self, arena: KVArena, counts: RowCounts | None, choices: Sequence[Choice]) -> Runner:
         config = self._spec.config
@@ -370,7 +374,7 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _report(post: Post, error: Exception) -> None:
-    if post.epoch:
-        post.send(ENGINE, Broken(epoch=post.epoch, reason=f"{type(error).__name__}: {error}"))
+def _report(endpoint: Endpoint, error: Exception) -> None:
+    if endpoint.epoch:
+        endpoint.send(ENGINE, Broken(epoch=endpoint.epoch, reason=f"{type(error).__name__}: {error}"))
         time.sleep(0.2)  # for the message to leave

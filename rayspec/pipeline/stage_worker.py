@@ -16,6 +16,7 @@ from rayspec.decode.search import PlanSearch
 from rayspec.decode.stages import SpanRunner, out_of_memory
 from rayspec.decode.stopwatch import Stopwatch
 from rayspec.decode.work import Pass, Result, TapsGoneError
+from rayspec.pipeline.endpoint import COORDINATOR, ENGINE
 from rayspec.pipeline.messages import (
     Agreement,
     Begin,
@@ -42,7 +43,6 @@ from rayspec.pipeline.messages import (
     TargetFeature,
     VarySublayer,
 )
-from rayspec.pipeline.post import COORDINATOR, ENGINE
 
 
 def stage_name(stage: int) -> str:
@@ -93,7 +93,7 @@ class StageWorker:
     """Runs passes through its span and returns the messages to send. The stage with the head keeps the script of each
     work under way. It sends the script's passes to the first stage, and finally the result to the engine.
 
-    measure: times the sublayers of the span. `Post.receive` drops messages of older epochs before they come here.
+    measure: times the sublayers of the span. `Endpoint.receive` drops messages of older epochs before they come here.
     """
 
     def __init__(self, place: Placed, span: SpanRunner, head: Head | None, measure: Callable[[int], Measured]) -> None:

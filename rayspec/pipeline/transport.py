@@ -1,4 +1,4 @@
-"""Messages between the processes of a replica: a header of bytes and some tensors, from one mailbox to another.
+"""Messages between the processes of a replica: a header of bytes and some tensors, from one transport to another.
 
 ZeroMQ over TCP, encrypted and authenticated by libzmq's CURVE (RFC 26). A message is the frames [preamble, header,
 tensor, tensor, ...]. The preamble is msgpack, tensors are their raw bytes, and only the callers interpret the header.
@@ -82,7 +82,7 @@ class Secret:
 class Envelope:
     """A message that arrived.
 
-    sender: the name of the mailbox that sent it. address: where that mailbox listens; a restarted peer has another
+    sender: the name of the transport that sent it. address: where that transport listens; a restarted peer has another
     address than before. tensors: the receiver's own, contiguous and writable; on the CPU, or on the link's device if
     they came by the link.
     """
@@ -113,15 +113,15 @@ class _Preamble(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     tensors: tuple[_TensorForm, ...]
 
 
-class Mailbox:
+class Transport:
     """Receives from anybody who has the secret, and sends to named peers.
 
-    Messages between two mailboxes arrive in the order they were sent, each once, as long as both processes live. If a
+    Messages between two transports arrive in the order they were sent, each once, as long as both processes live. If a
     message is lost nevertheless (a connection broke), the receiver gets a TransportError. Only the thread that made the
-    mailbox may use it; other threads may use a `Sender`.
+    transport may use it; other threads may use a `Sender`.
 
     Args:
-        name: how peers see this mailbox.
+        name: how peers see this transport.
         secret: the replica's secret. Connections without it are refused.
         host: IP address of this node to listen on, at a port that the system chooses; see `node_address`.
         link: carries tensors sent with `to_rank`. It may be replaced at any time by assigning to `link`.
@@ -179,7 +179,7 @@ class Mailbox:
         link = self._require_link()
         link.require_ahead(to_rank)
         # First the header: the peer receives tensors only after it has read it, and `link.send` may wait for that.
-        self.sender(peer)._post(header, [_form(tensor) for tensor in tensors], [], rank=link.rank)
+        self.sender(peer)._send(header, [_form(tensor) for tensor in tensors], [], rank=link.rank)
         for tensor in tensors:
             link.send(tensor, to_rank)
 
@@ -216,7 +216,7 @@ class Mailbox:
                 return self._take()
 
     def close(self) -> None:
-        """Close the mailbox at once; messages that have not been sent yet are dropped. May be called again."""
+        """Close the transport at once; messages that have not been sent yet are dropped. May be called again."""
         for sender in self._senders.values():
             sender.close()
         self._senders.clear()
@@ -268,16 +268,16 @@ class Mailbox:
 
     def _require_link(self) -> TensorLink:
         if self.link is None:
-            raise TransportError(f"{self.name} has no link for tensors; assign one to Mailbox.link")
+            raise TransportError(f"{self.name} has no link for tensors; assign one to Transport.link")
         return self.link
 
     def _require_open(self) -> None:
         if self._context.closed:
-            raise TransportError(f"the mailbox of {self.name} is closed")
+            raise TransportError(f"the transport of {self.name} is closed")
 
 
 class Sender:
-    """Sends to one peer, from any thread. `Mailbox.connect` makes it, and ends it when the peer is replaced."""
+    """Sends to one peer, from any thread. `Transport.connect` makes it, and ends it when the peer is replaced."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, peer: str, address: str, own_name: str, own_address: str) -> None:
         self.address = address
@@ -291,15 +291,15 @@ class Sender:
         self._turn = threading.Lock()
 
     def send(self, header: bytes, tensors: Sequence[Tensor] = ()) -> None:
-        """Send as `Mailbox.send` without a link. The tensors are copied: the caller may write to them afterwards."""
-        self._post(header, [_form(tensor) for tensor in tensors], [_raw(tensor) for tensor in tensors], rank=None)
+        """Send as `Transport.send` without a link. The tensors are copied: the caller may write to them afterwards."""
+        self._send(header, [_form(tensor) for tensor in tensors], [_raw(tensor) for tensor in tensors], rank=None)
 
     def close(self) -> None:
         """Drop all waiting messages. Later sends raise TransportError."""
         with self._turn:
             self._socket.close(linger=0)
 
-    def _post(self, header: bytes, forms: list[_TensorForm], raw: list[memoryview], *, rank: int | None) -> None:
+    def _send(self, header: bytes, forms: list[_TensorForm], raw: list[memoryview], *, rank: int | None) -> None:
         with self._turn:
             preamble = _Preamble(
                 sender=self._own_name,
@@ -314,7 +314,7 @@ class Sender:
             except zmq.Again as error:
                 raise TransportError(
                     f"{MAX_WAITING_MESSAGES} messages are waiting for {self._peer}, which takes none; "
-                    f"replace it with Mailbox.connect"
+                    f"replace it with Transport.connect"
                 ) from error
             except zmq.ZMQError as error:
                 raise TransportError(f"{self._own_name} cannot send to {self._peer}: {error}") from error
@@ -324,7 +324,7 @@ class Sender:
 class _Gate:
     """Tells libzmq which peers may connect: those that have proved to own the client key. The protocol is ZAP (RFC 27).
 
-    The mailbox's own thread answers between messages. zmq.auth would need another thread, or asyncio, for the same.
+    The transport's own thread answers between messages. zmq.auth would need another thread, or asyncio, for the same.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secret: Secret) -> None:
@@ -340,9 +340,10 @@ class _Gate:
 
 
 def node_address() -> str:
-    """Return the IP address of this node for other nodes of the Ray cluster, and so for `Mailbox(host=...)`.
+    """Return the IP address of this node for other nodes of the Ray cluster, and so for `Transport(host=...)`.
 
-    It is the address that Ray itself uses: in a cluster on loopback, mailboxes use loopback too. Without Ray: loopback.
+    It is the address that Ray itself uses. In a cluster on loopback, transports use loopback
+    too, and so do those without Ray.
     """
     return str(ray.util.get_node_ip_address()) if ray.is_initialized() else LOOPBACK  # type: ignore[no-untyped-call]
 

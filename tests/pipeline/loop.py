@@ -1,6 +1,6 @@
-"""A whole replica in one thread: the real shards, coordinator and engine's end, over mailboxes that deliver at random.
+"""A whole replica in one thread: the real shards, coordinator and engine's end, over transports that deliver at random.
 
-Every message is encoded and decoded. Between two mailboxes order is kept, as it is in the real ones; of all the links
+Every message is encoded and decoded. Between two transports order is kept, as it is in the real ones; of all the links
 that have something to deliver, a seeded generator chooses. What died stays silent until the replica replaces it.
 """
 
@@ -33,11 +33,11 @@ from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse
 from rayspec.model.kv_arena import PAGE_SIZE, CacheSize
 from rayspec.model.weights import load_model
-from rayspec.pipeline import post as post_module
+from rayspec.pipeline import endpoint as endpoint_module
 from rayspec.pipeline import ray_stages as ray_stages_module
 from rayspec.pipeline.coordinator import Coordinator, CoordinatorSpec
+from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch
 from rayspec.pipeline.messages import AnyMessage, Forward, decode
-from rayspec.pipeline.post import COORDINATOR, ENGINE, NewEpoch, Post
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.replica import spans_of
 from rayspec.pipeline.shard import Shard, ShardSpec
@@ -96,13 +96,13 @@ class Clock:
 
 @dataclass
 class Loop:
-    """Links between mailboxes, and who reads them. patience: messages after which the engine waits no longer."""
+    """Links between transports, and who reads them. patience: messages after which the engine waits no longer."""
 
     rng: random.Random
     clock: Clock = field(default_factory=Clock)
     links: dict[tuple[str, str], deque[Envelope]] = field(default_factory=dict)
     readers: dict[str, Callable[[], None]] = field(default_factory=dict)
-    boxes: dict[str, LoopMailbox] = field(default_factory=dict)
+    boxes: dict[str, LoopTransport] = field(default_factory=dict)
     delivered: list[tuple[str, AnyMessage]] = field(default_factory=list)
     waiting: set[str] = field(default_factory=set)
     chaos: Callable[[], None] | None = None
@@ -141,8 +141,8 @@ class Loop:
         return name in self.readers and name not in self.waiting
 
 
-class LoopMailbox:
-    """`Mailbox` over a loop. A reader who waits makes the others go on meanwhile."""
+class LoopTransport:
+    """`Transport` over a loop. A reader who waits makes the others go on meanwhile."""
 
     def __init__(self, loop: Loop, name: str) -> None:
         self.address = f"loop://{name}"
@@ -182,7 +182,7 @@ class LoopMailbox:
         pass
 
 
-class _LoopPost(Post):
+class _LoopEndpoint(Endpoint):
     """Without heartbeats: the loop has no time."""
 
     def _beat(self) -> None:
@@ -201,8 +201,8 @@ class LoopShard(Shard):
         self._offloaded = None
         first, last = spans[spec.stage]
         self._parts = span_parts(spec.config.model, first // 2, last // 2, quantised)
-        self.post = _LoopPost(spec.name, SECRET, host="", ranks=spec.ranks)
-        self.span = self._make_span(size, self.post)
+        self.endpoint = _LoopEndpoint(spec.name, SECRET, host="", ranks=spec.ranks)
+        self.span = self._make_span(size, self.endpoint)
         self._worker = self._make_worker(self.span)
 
     @property
@@ -211,20 +211,20 @@ class LoopShard(Shard):
 
     def step(self) -> None:
         try:
-            while (letter := self.post.receive(0.0)) is not None:
-                self._work(self.post, self._worker, self.span, letter)
+            while (received := self.endpoint.receive(0.0)) is not None:
+                self._work(self.endpoint, self._worker, self.span, received)
             while self._inbox:
-                self._work(self.post, self._worker, self.span, self._inbox.pop(0).letter)
+                self._work(self.endpoint, self._worker, self.span, self._inbox.pop(0).received)
         except NewEpoch:
             self._inbox.clear()
             self._worker.forget()
 
 
-def _serve(coordinator: Coordinator, post: Post) -> None:
+def _serve(coordinator: Coordinator, endpoint: Endpoint) -> None:
     """What has come in, and what was deferred meanwhile."""
-    coordinator._serve_one(post)
-    while post._deferred:
-        coordinator._serve_one(post)
+    coordinator._serve_one(endpoint)
+    while endpoint._deferred:
+        coordinator._serve_one(endpoint)
 
 
 class LoopStages(RayStages):
@@ -275,7 +275,7 @@ class LoopReplica:
         self.coordinator: _Process | None = None
         self.dead: dict[str, str] = {}
         self.num_replaced = 0
-        self._posts: list[Post] = []
+        self._endpoints: list[Endpoint] = []
         self._coming = False
         self._start(range(self.num_stages))
         self.begin_coordinator()
@@ -316,16 +316,16 @@ class LoopReplica:
             return False
         self._coming = False
         spec = CoordinatorSpec(spans=self.spans, hidden_size=HIDDEN_SIZE, secret=SECRET)
-        coordinator, post = Coordinator(spec), _LoopPost(COORDINATOR, SECRET, host="")
-        self._posts.append(post)
-        self.coordinator = _Process(COORDINATOR, post.address)
-        self.loop.readers[COORDINATOR] = lambda: _serve(coordinator, post)
+        coordinator, endpoint = Coordinator(spec), _LoopEndpoint(COORDINATOR, SECRET, host="")
+        self._endpoints.append(endpoint)
+        self.coordinator = _Process(COORDINATOR, endpoint.address)
+        self.loop.readers[COORDINATOR] = lambda: _serve(coordinator, endpoint)
         self.dead.pop(COORDINATOR, None)
         return True
 
     def close(self) -> None:
-        for post in self._posts:
-            post.close()
+        for endpoint in self._endpoints:
+            endpoint.close()
 
     def _start(self, stages: Sequence[int]) -> None:
         for stage in stages:
@@ -340,9 +340,9 @@ class LoopReplica:
                 secret=SECRET,
             )
             shard = LoopShard(spec, self.spans, self.cache_size, self.blueprint.quantised)
-            self._posts.append(shard.post)
+            self._endpoints.append(shard.endpoint)
             self.parts[spec.name] = shard
-            self.shards[spec.name] = _Process(spec.name, shard.post.address)
+            self.shards[spec.name] = _Process(spec.name, shard.endpoint.address)
             self.loop.readers[spec.name] = shard.step
             self.dead.pop(spec.name, None)
 
@@ -427,9 +427,9 @@ def loop_engine(
         **options,
     )
     with ExitStack() as stack:
-        mailbox = lambda name, secret, host: LoopMailbox(loop, name)  # noqa: E731
-        stack.enter_context(patch.object(post_module, "Mailbox", mailbox))
-        stack.enter_context(patch.object(ray_stages_module, "Mailbox", mailbox))
+        transport = lambda name, secret, host: LoopTransport(loop, name)  # noqa: E731
+        stack.enter_context(patch.object(endpoint_module, "Transport", transport))
+        stack.enter_context(patch.object(ray_stages_module, "Transport", transport))
         if patience == math.inf:
             stack.enter_context(patch.object(ray_stages_module, "_CHECK_EVERY_S", 0.0))
         stack.enter_context(patch.object(ray_stages_module, "time", loop.clock))

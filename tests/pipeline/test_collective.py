@@ -15,7 +15,7 @@ import torch
 
 from rayspec.errors import TransportError
 from rayspec.pipeline.collective import MAX_PENDING_TENSORS, Rendezvous, TensorLink
-from rayspec.pipeline.transport import LOOPBACK, Mailbox, Secret
+from rayspec.pipeline.transport import LOOPBACK, Secret, Transport
 from rayspec.types import ConfigError
 from tests.listening import listening_hosts
 
@@ -214,15 +214,15 @@ def test_it_listens_at_its_host_only_and_leaves_nothing(joined: Joined) -> None:
     assert files_and_threads() == before
 
 
-# With mailboxes
+# With transports
 
 
 @pytest.fixture
-def mailboxes(joined: Joined) -> Iterator[tuple[Mailbox, Mailbox]]:
+def transports(joined: Joined) -> Iterator[tuple[Transport, Transport]]:
     secret, links = Secret.generate(), joined(2, SHORT_S)
     with (
-        closing(Mailbox("first", secret, host=LOOPBACK, link=links[0])) as first,
-        closing(Mailbox("second", secret, host=LOOPBACK, link=links[1])) as second,
+        closing(Transport("first", secret, host=LOOPBACK, link=links[0])) as first,
+        closing(Transport("second", secret, host=LOOPBACK, link=links[1])) as second,
     ):
         first.connect({"second": second.address})
         second.connect({"first": first.address})
@@ -230,9 +230,9 @@ def mailboxes(joined: Joined) -> Iterator[tuple[Mailbox, Mailbox]]:
 
 
 def test_headers_go_by_frames_and_tensors_by_the_link(
-    mailboxes: tuple[Mailbox, Mailbox], monkeypatch: pytest.MonkeyPatch
+    transports: tuple[Transport, Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = mailboxes
+    first, second = transports
     assert first.link is not None
     by_link: list[int] = []
     send = first.link.send
@@ -251,8 +251,8 @@ def test_headers_go_by_frames_and_tensors_by_the_link(
     assert by_link == [size for index in range(1, 50) if index % 3 for size in (2 * index, 1)]
 
 
-def test_a_message_backwards_is_refused_before_its_header_leaves(mailboxes: tuple[Mailbox, Mailbox]) -> None:
-    first, second = mailboxes
+def test_a_message_backwards_is_refused_before_its_header_leaves(transports: tuple[Transport, Transport]) -> None:
+    first, second = transports
     with pytest.raises(ConfigError, match="to_rank is 0"):
         second.send("first", b"x", [torch.zeros(1)], to_rank=0)
     second.send("first", b"tokens", [torch.zeros(1)])
@@ -261,8 +261,8 @@ def test_a_message_backwards_is_refused_before_its_header_leaves(mailboxes: tupl
     assert envelope.header == b"tokens"
 
 
-def test_tensors_that_do_not_follow_their_header(mailboxes: tuple[Mailbox, Mailbox]) -> None:
-    first, second = mailboxes
+def test_tensors_that_do_not_follow_their_header(transports: tuple[Transport, Transport]) -> None:
+    first, second = transports
     assert first.link is not None
     first.link.send = lambda tensor, to_rank: None
     first.send("second", b"x", [torch.zeros(1)], to_rank=1)
@@ -274,9 +274,9 @@ def test_tensors_that_do_not_follow_their_header(mailboxes: tuple[Mailbox, Mailb
     assert envelope.header == b"the next one"
 
 
-def test_a_lost_header_closes_the_link(mailboxes: tuple[Mailbox, Mailbox]) -> None:
+def test_a_lost_header_closes_the_link(transports: tuple[Transport, Transport]) -> None:
     """Its tensors would otherwise be taken for those of the next message."""
-    first, second = mailboxes
+    first, second = transports
     first.sender("second")._next_number = 1
     first.send("second", b"x", [torch.zeros(1)], to_rank=1)
     with pytest.raises(TransportError, match="messages are lost"):

@@ -31,8 +31,8 @@ from rayspec.decode.work import TappedToken
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan
 from rayspec.pipeline.coordinator import RemoteBatch, RemoteSearch, measured_stages
+from rayspec.pipeline.endpoint import COORDINATOR, Received
 from rayspec.pipeline.messages import Measure, Measured, Searched, Seek, Ship, VarySublayer, encode
-from rayspec.pipeline.post import COORDINATOR, Letter
 from rayspec.pipeline.stage_worker import stage_name
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import Plan, RayspecError
@@ -432,9 +432,9 @@ def test_machines_are_measured_at_the_same_time_and_the_stages_of_one_after_anot
             asked.append(name)
             log.append(tuple(asked))
 
-        def receive(self, timeout_s: float) -> Letter:
+        def receive(self, timeout_s: float) -> Received:
             name = asked.pop()
-            return Letter(name, Measured(epoch=1, names=[name], measurements=[], transfer_s=[]), [])
+            return Received(name, Measured(epoch=1, names=[name], measurements=[], transfer_s=[]), [])
 
     found = measured_stages(Machines(), list(hosts))  # type: ignore[arg-type]
     assert [measured.names for measured in found] == [[name] for name in hosts]

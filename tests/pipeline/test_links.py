@@ -9,7 +9,7 @@ import pytest
 
 from rayspec.config import SamplingParams
 from rayspec.errors import TransportError
-from rayspec.pipeline import post as post_module
+from rayspec.pipeline import endpoint as endpoint_module
 from rayspec.pipeline.collective import TensorLink
 from rayspec.pipeline.messages import Connect
 from tests.engines import complete, tokens_of
@@ -44,7 +44,7 @@ def test_a_link_that_cannot_be_joined_is_given_up(
     def join(**how: Any) -> TensorLink:
         raise TransportError(f"rank {how['rank']}: Duplicate GPU detected")
 
-    monkeypatch.setattr(post_module.TensorLink, "join", join)
+    monkeypatch.setattr(endpoint_module.TensorLink, "join", join)
     assert require_frames(caplog, "Duplicate GPU detected") == {(1, True), (2, False), (3, False)}
 
 

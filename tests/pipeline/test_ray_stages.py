@@ -28,8 +28,8 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.stages import StageLostError
 from rayspec.decode.strategy import Strategy
 from rayspec.model.kv_arena import bytes_per_slot
+from rayspec.pipeline.endpoint import COORDINATOR
 from rayspec.pipeline.loading import load_pipeline
-from rayspec.pipeline.post import COORDINATOR
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.shard import Shard
 from rayspec.strategies.by_name import make_strategy

@@ -20,6 +20,7 @@ from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sizes import quantised_bytes
 from rayspec.pipeline import ranks
 from rayspec.pipeline import shard as shard_module
+from rayspec.pipeline.endpoint import ENGINE, NewEpoch, Received
 from rayspec.pipeline.messages import (
     Begin,
     Expand,
@@ -31,7 +32,6 @@ from rayspec.pipeline.messages import (
     Shipped,
     Usage,
 )
-from rayspec.pipeline.post import ENGINE, Letter, NewEpoch
 from rayspec.pipeline.ranks import LeadingSpan, RanksOutOfStepError, follow
 from rayspec.pipeline.shard import Loaded, Shard, ShardSpec, _patience_s, rank_name
 from rayspec.pipeline.transport import Secret
@@ -71,17 +71,17 @@ def test_rounds_come_before_prefills_and_those_before_searches() -> None:
     assert 0 < of_prefills < of_searches < 1
 
 
-class _Letters:
-    """A post with some letters in it, at known times."""
+class _Endpoint:
+    """An endpoint with some messages in it, at known times."""
 
-    def __init__(self, clock: Any, letters: list[tuple[float, Message]]) -> None:
-        self._clock, self._letters = clock, letters
+    def __init__(self, clock: Any, messages: list[tuple[float, Message]]) -> None:
+        self._clock, self._messages = clock, messages
 
-    def receive(self, timeout_s: float | None) -> Letter | None:
-        if not self._letters:
+    def receive(self, timeout_s: float | None) -> Received | None:
+        if not self._messages:
             return None
-        self._clock.now, message = self._letters.pop(0)
-        return Letter(ENGINE, message, [])
+        self._clock.now, message = self._messages.pop(0)
+        return Received(ENGINE, message, [])
 
 
 class _Clock:
@@ -97,10 +97,10 @@ def test_nobody_waits_for_ever_and_equals_keep_their_order(monkeypatch: pytest.M
     later = Begin(epoch=1, work=Round(id=3, entries=[], plan=no_draft(8, "test")))
     last = Begin(epoch=1, work=Round(id=4, entries=[], plan=no_draft(8, "test")))
     seek = Seek(epoch=1, search_id=1, tokens=[], rows=[])
-    letters = [(0.0, seek), (0.0, PREFILL), (0.0, ROUND), (0.0, later), (0.05, last), (0.2, ROUND)]
+    messages = [(0.0, seek), (0.0, PREFILL), (0.0, ROUND), (0.0, later), (0.05, last), (0.2, ROUND)]
     one = Shard(spec())
-    one._collect(_Letters(clock, letters))  # type: ignore[arg-type]
-    order = [heapq.heappop(one._inbox).letter.message for _ in range(6)]
+    one._collect(_Endpoint(clock, messages))  # type: ignore[arg-type]
+    order = [heapq.heappop(one._inbox).received.message for _ in range(6)]
     assert order == [ROUND, later, PREFILL, last, seek, ROUND]
 
 
@@ -121,7 +121,7 @@ def test_in_a_new_epoch_the_leader_forgets_and_the_other_ranks_wait_for_its_word
         raise next(rounds)
 
     monkeypatch.setattr(one, "_serve_epoch", epoch)
-    one._inbox = [shard_module._Due(0.0, 0, Letter("stage-0", Follow(epoch=1), []))]
+    one._inbox = [shard_module._Due(0.0, 0, Received("stage-0", Follow(epoch=1), []))]
     with pytest.raises(KeyboardInterrupt):
         one._serve(None, worker, None)  # type: ignore[arg-type]
     assert worker.num_forgotten == num_forgotten

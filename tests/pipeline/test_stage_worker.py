@@ -13,8 +13,8 @@ from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.stages import StageLostError
 from rayspec.decode.work import Pass
+from rayspec.pipeline.endpoint import COORDINATOR, ENGINE
 from rayspec.pipeline.messages import Failed
-from rayspec.pipeline.post import COORDINATOR, ENGINE
 from rayspec.pipeline.stage_worker import Placed, stage_name
 from rayspec.types import OutOfMemoryError, Plan
 from tests.decode.test_trees import greedy_names

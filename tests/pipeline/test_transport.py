@@ -1,4 +1,4 @@
-"""Mailboxes talk to each other in this process, to a process of their own, and to strangers who speak plain bytes."""
+"""Transports talk to each other in this process, to a process of their own, and to strangers who speak plain bytes."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from zmq.utils import z85
 
 from rayspec.errors import TransportError
 from rayspec.pipeline import transport
-from rayspec.pipeline.transport import LOOPBACK, Envelope, Mailbox, Secret, node_address
+from rayspec.pipeline.transport import LOOPBACK, Envelope, Secret, Transport, node_address
 from rayspec.types import ConfigError
 from tests.freezing import freeze
 
 PATIENCE_S = 20.0
 SECRET = Secret.generate()
-NewMailbox = Callable[..., Mailbox]
+NewTransport = Callable[..., Transport]
 
 
 @pytest.fixture
-def mailbox() -> Iterator[NewMailbox]:
-    """Makes mailboxes that are closed after the test."""
+def make_transport() -> Iterator[NewTransport]:
+    """Makes transports that are closed after the test."""
     with ExitStack() as stack:
 
-        def new(name: str, secret: Secret = SECRET) -> Mailbox:
-            return stack.enter_context(closing(Mailbox(name, secret, host=LOOPBACK)))
+        def new(name: str, secret: Secret = SECRET) -> Transport:
+            return stack.enter_context(closing(Transport(name, secret, host=LOOPBACK)))
 
         yield new
 
 
-def receive(box: Mailbox) -> Envelope:
+def receive(box: Transport) -> Envelope:
     envelope = box.receive(PATIENCE_S)
     assert envelope is not None
     return envelope
@@ -56,7 +56,7 @@ def number(value: int) -> bytes:
     return value.to_bytes(4, "little")
 
 
-def host_and_port(box: Mailbox) -> tuple[str, int]:
+def host_and_port(box: Transport) -> tuple[str, int]:
     host, _, port = box.address.removeprefix("tcp://").rpartition(":")
     return host, int(port)
 
@@ -82,7 +82,7 @@ class Peer:
 def echo(pipe: Connection, secret: Secret) -> None:
     """Sends back whatever comes, to the one it is told about first."""
     torch.set_num_threads(1)
-    with closing(Mailbox("echo", secret, host=LOOPBACK)) as box:
+    with closing(Transport("echo", secret, host=LOOPBACK)) as box:
         pipe.send(box.address)
         box.connect({"here": pipe.recv()})
         while (envelope := receive(box)).header != b"stop":
@@ -90,7 +90,7 @@ def echo(pipe: Connection, secret: Secret) -> None:
 
 
 @contextmanager
-def echoing(box: Mailbox) -> Iterator[Peer]:
+def echoing(box: Transport) -> Iterator[Peer]:
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=echo, args=(there, SECRET))
     process.start()
@@ -103,8 +103,8 @@ def echoing(box: Mailbox) -> Iterator[Peer]:
         process.join()
 
 
-def test_a_peer_in_another_process_lives_freezes_dies_and_comes_back(mailbox: NewMailbox) -> None:
-    here, tensor = mailbox("here"), torch.arange(4096.0)
+def test_a_peer_in_another_process_lives_freezes_dies_and_comes_back(make_transport: NewTransport) -> None:
+    here, tensor = make_transport("here"), torch.arange(4096.0)
     with echoing(here) as peer, echoing(here) as restarted:
         here.connect({"echo": peer.address})
 
@@ -151,8 +151,8 @@ def test_a_peer_in_another_process_lives_freezes_dies_and_comes_back(mailbox: Ne
 
 @pytest.mark.parametrize("dtype", transport._DTYPES.values(), ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (3, 5), (2, 1, 7)], ids=str)
-def test_tensors_arrive_bit_by_bit(mailbox: NewMailbox, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    here = mailbox("here")
+def test_tensors_arrive_bit_by_bit(make_transport: NewTransport, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    here = make_transport("here")
     here.connect({"here": here.address})
     generator = torch.Generator().manual_seed(0)
     # Any bits at all, NaNs with a payload among them; but a bool is 0 or 1.
@@ -166,8 +166,8 @@ def test_tensors_arrive_bit_by_bit(mailbox: NewMailbox, dtype: torch.dtype, shap
         assert arrived.reshape(-1).view(torch.uint8).tolist() == sent.reshape(-1).view(torch.uint8).tolist()
 
 
-def test_what_arrived_belongs_to_the_receiver(mailbox: NewMailbox) -> None:
-    here = mailbox("here")
+def test_what_arrived_belongs_to_the_receiver(make_transport: NewTransport) -> None:
+    here = make_transport("here")
     here.connect({"here": here.address})
     sent = torch.arange(12.0).reshape(3, 4)
     here.send("here", b"x", [sent.T, sent[:, 1], sent.requires_grad_()])
@@ -184,8 +184,8 @@ def test_what_arrived_belongs_to_the_receiver(mailbox: NewMailbox) -> None:
     assert whole.tolist() == (torch.arange(12.0).reshape(3, 4) + 1).tolist()
 
 
-def test_a_tensor_that_cannot_be_sent(mailbox: NewMailbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = mailbox("here")
+def test_a_tensor_that_cannot_be_sent(make_transport: NewTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = make_transport("here")
     here.connect({"here": here.address})
     with pytest.raises(TransportError, match="complex64 cannot be sent; use one of float64, float32"):
         here.send("here", b"x", [torch.zeros(2, dtype=torch.complex64)])
@@ -201,8 +201,8 @@ def test_a_tensor_that_cannot_be_sent(mailbox: NewMailbox, monkeypatch: pytest.M
 # Peers
 
 
-def test_who_sent_it(mailbox: NewMailbox) -> None:
-    hub, one, two = mailbox("hub"), mailbox("one"), mailbox("two")
+def test_who_sent_it(make_transport: NewTransport) -> None:
+    hub, one, two = make_transport("hub"), make_transport("one"), make_transport("two")
     for box in (one, two):
         box.connect({"hub": hub.address})
         box.send("hub", b"hello")
@@ -213,16 +213,16 @@ def test_who_sent_it(mailbox: NewMailbox) -> None:
     }
 
 
-def test_nothing_comes(mailbox: NewMailbox) -> None:
-    here = mailbox("here")
+def test_nothing_comes(make_transport: NewTransport) -> None:
+    here = make_transport("here")
     started = time.monotonic()
     assert here.receive(0) is None
     assert here.receive(0.2) is None
     assert 0.2 <= time.monotonic() - started < 2
 
 
-def test_connect_replaces_what_changed_and_nothing_else(mailbox: NewMailbox) -> None:
-    here, stays, old, new = mailbox("here"), mailbox("stays"), mailbox("moves"), mailbox("moves")
+def test_connect_replaces_what_changed_and_nothing_else(make_transport: NewTransport) -> None:
+    here, stays, old, new = (make_transport(name) for name in ("here", "stays", "moves", "moves"))
     here.connect({"stays": stays.address, "moves": old.address, "goes": old.address})
     going, staying = here.sender("goes"), here.sender("stays")
     for index in range(3):
@@ -240,15 +240,15 @@ def test_connect_replaces_what_changed_and_nothing_else(mailbox: NewMailbox) -> 
         going.send(b"x")
 
 
-def test_a_peer_without_an_address(mailbox: NewMailbox) -> None:
-    here = mailbox("here")
+def test_a_peer_without_an_address(make_transport: NewTransport) -> None:
+    here = make_transport("here")
     with pytest.raises(TransportError, match=r"'127\.0\.0\.1' is no address of there"):
         here.connect({"there": "127.0.0.1"})
 
 
-def test_too_much_waits_for_a_dead_peer(mailbox: NewMailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_waits_for_a_dead_peer(make_transport: NewTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "MAX_WAITING_MESSAGES", 10)
-    here, dead = mailbox("here"), mailbox("dead")
+    here, dead = make_transport("here"), make_transport("dead")
     dead.close()
     here.connect({"dead": dead.address})
     for _ in range(10):
@@ -257,8 +257,8 @@ def test_too_much_waits_for_a_dead_peer(mailbox: NewMailbox, monkeypatch: pytest
         here.send("dead", b"x")
 
 
-def test_threads_send_side_by_side(mailbox: NewMailbox) -> None:
-    here, hub = mailbox("here"), mailbox("hub")
+def test_threads_send_side_by_side(make_transport: NewTransport) -> None:
+    here, hub = make_transport("here"), make_transport("hub")
     here.connect({"hub": hub.address})
 
     def beat(name: bytes) -> None:
@@ -282,7 +282,7 @@ def test_threads_send_side_by_side(mailbox: NewMailbox) -> None:
 
 @contextmanager
 def stranger(address: str, secret: Secret | None) -> Iterator[zmq.Socket[bytes]]:
-    """Speaks ZeroMQ, and CURVE with the keys of `secret`, but is no mailbox."""
+    """Speaks ZeroMQ, and CURVE with the keys of `secret`, but is no transport."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as outbox:
         outbox.linger = 0
         if secret is not None:
@@ -307,8 +307,8 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("secret", STRANGERS.values(), ids=STRANGERS)
-def test_who_has_not_the_secret_gets_nowhere(mailbox: NewMailbox, secret: Secret | None) -> None:
-    here, friend = mailbox("here"), mailbox("friend")
+def test_who_has_not_the_secret_gets_nowhere(make_transport: NewTransport, secret: Secret | None) -> None:
+    here, friend = make_transport("here"), make_transport("friend")
     friend.connect({"here": here.address})
     with stranger(here.address, secret) as outbox:
         for _ in range(10):
@@ -333,8 +333,8 @@ NOISE = {
 }
 
 
-def test_noise_from_strangers_neither_stops_nor_slows_anybody(mailbox: NewMailbox) -> None:
-    here, friend = mailbox("here"), mailbox("friend")
+def test_noise_from_strangers_neither_stops_nor_slows_anybody(make_transport: NewTransport) -> None:
+    here, friend = make_transport("here"), make_transport("friend")
     friend.connect({"here": here.address})
     with ExitStack() as stack:
         for noise in 10 * list(NOISE.values()):
@@ -364,8 +364,8 @@ def relay(server: socket.socket, onward: socket.socket, seen: bytearray) -> None
                 (onward if ready is caller else caller).sendall(data)
 
 
-def test_nobody_can_read_along(mailbox: NewMailbox) -> None:
-    here, friend, seen = mailbox("here"), mailbox("friend"), bytearray()
+def test_nobody_can_read_along(make_transport: NewTransport) -> None:
+    here, friend, seen = make_transport("here"), make_transport("friend"), bytearray()
     with (
         socket.create_server((LOOPBACK, 0)) as server,
         socket.create_connection(host_and_port(here)) as onward,
@@ -382,8 +382,8 @@ def test_nobody_can_read_along(mailbox: NewMailbox) -> None:
         assert secret not in seen
 
 
-def test_it_listens_at_its_host_only(mailbox: NewMailbox) -> None:
-    _, port = host_and_port(mailbox("here"))
+def test_it_listens_at_its_host_only(make_transport: NewTransport) -> None:
+    _, port = host_and_port(make_transport("here"))
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port))
 
@@ -391,7 +391,7 @@ def test_it_listens_at_its_host_only(mailbox: NewMailbox) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "", "localhost", "198.51.100.7"])
 def test_a_host_that_is_not_one_address_of_this_node(host: str) -> None:
     with pytest.raises(ConfigError, match=f"host is {re.escape(repr(host))}.*node_address"):
-        Mailbox("here", SECRET, host=host)
+        Transport("here", SECRET, host=host)
 
 
 def test_the_secret_travels_but_does_not_show() -> None:
@@ -425,9 +425,9 @@ MALFORMED = {
 
 @pytest.mark.parametrize(("frames", "message"), MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_message_is_an_error_and_the_next_is_not(
-    mailbox: NewMailbox, frames: list[bytes], message: str
+    make_transport: NewTransport, frames: list[bytes], message: str
 ) -> None:
-    here = mailbox("here")
+    here = make_transport("here")
     with stranger(here.address, SECRET) as outbox:
         outbox.send_multipart(frames)
         outbox.send_multipart([preamble(stream=8), b"the next one"])
@@ -437,8 +437,8 @@ def test_a_malformed_message_is_an_error_and_the_next_is_not(
         assert receive(here).header == b"the next one"
 
 
-def test_a_lost_message_is_noticed(mailbox: NewMailbox) -> None:
-    here = mailbox("here")
+def test_a_lost_message_is_noticed(make_transport: NewTransport) -> None:
+    here = make_transport("here")
     with stranger(here.address, SECRET) as outbox:
         for index in (0, 1, 3, 4):
             outbox.send_multipart([preamble(number=index), number(index)])
@@ -451,10 +451,10 @@ def test_a_lost_message_is_noticed(mailbox: NewMailbox) -> None:
 # The end
 
 
-def test_close_leaves_nothing(mailbox: NewMailbox) -> None:
-    mailbox("warm-up").close()
+def test_close_leaves_nothing(make_transport: NewTransport) -> None:
+    make_transport("warm-up").close()
     before = num_files(), num_threads()
-    here, there = mailbox("here"), mailbox("there")
+    here, there = make_transport("here"), make_transport("there")
     here.connect({"there": there.address, "dead": "tcp://127.0.0.1:9"})
     here.send("there", b"x")
     assert receive(there).header == b"x"
@@ -471,7 +471,7 @@ def test_close_leaves_nothing(mailbox: NewMailbox) -> None:
     with pytest.raises(TransportError, match="here cannot send to there"):
         sender.send(b"x")
     for use in (lambda: here.send("there", b"x"), lambda: here.receive(0), lambda: here.connect({})):
-        with pytest.raises(TransportError, match="the mailbox of here is closed"):
+        with pytest.raises(TransportError, match="the transport of here is closed"):
             use()
 
 

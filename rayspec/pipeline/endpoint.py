@@ -1,4 +1,4 @@
-"""Communication of a shard or the coordinator: a mailbox for messages of the present epoch, and a heartbeat."""
+"""Communication of a shard or the coordinator: a transport for messages of the present epoch, and a heartbeat."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rayspec.pipeline.messages import (
     decode,
     encode,
 )
-from rayspec.pipeline.transport import Mailbox, Secret
+from rayspec.pipeline.transport import Secret, Transport
 
 ENGINE, COORDINATOR = "engine", "coordinator"
 
@@ -45,7 +45,7 @@ class Stopped(Exception):  # noqa: N818 - an event, not an error
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class Received:
     sender: str
     message: AnyMessage
     tensors: list[Tensor]
@@ -60,8 +60,8 @@ class Ranks:
     ahead: Mapping[str, int]
 
 
-class Post:
-    """Mailbox of a shard or the coordinator, for the thread that made it only. The heartbeat has its own thread.
+class Endpoint:
+    """Transport of a shard or the coordinator, for the thread that made it only. The heartbeat has its own thread.
 
     progress: the tasks of the thread, which the heartbeat judges.
     """
@@ -72,16 +72,16 @@ class Post:
         self.progress = Progress()
         self._host = host
         self._ranks = ranks
-        self._mailbox = Mailbox(name, secret, host=host)
+        self._transport = Transport(name, secret, host=host)
         self._heard_at = time.monotonic()
         self._addresses: Mapping[str, str] = {}
-        self._deferred: deque[Letter] = deque()
+        self._deferred: deque[Received] = deque()
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name=f"{name}-heartbeat", daemon=True)
 
     @property
     def address(self) -> str:
-        return self._mailbox.address
+        return self._transport.address
 
     def host_of(self, peer: str) -> str:
         """Return the host of a peer's address."""
@@ -89,16 +89,16 @@ class Post:
 
     def send(self, peer: str, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message to a peer. Nobody may write to the tensors afterwards."""
-        to_rank = self._ranks.ahead.get(peer) if self._ranks and self._mailbox.link and tensors else None
-        self._mailbox.send(peer, encode(message), tensors, to_rank=to_rank)
+        to_rank = self._ranks.ahead.get(peer) if self._ranks and self._transport.link and tensors else None
+        self._transport.send(peer, encode(message), tensors, to_rank=to_rank)
 
-    def receive(self, timeout_s: float | None = None) -> Letter | None:
+    def receive(self, timeout_s: float | None = None) -> Received | None:
         """Return the next message of this epoch; None if none comes in time. Raises Stopped, TransportError, and
         NewEpoch, which has been answered."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            envelope = self._mailbox.receive(left_s)
+            envelope = self._transport.receive(left_s)
             if envelope is None:
                 return None
             self._heard_at = time.monotonic()
@@ -111,21 +111,21 @@ class Post:
             if isinstance(message, Peers):
                 self._connect(message.peers)
             elif self._concerns(message):
-                return Letter(envelope.sender, message, envelope.tensors)
+                return Received(envelope.sender, message, envelope.tensors)
 
-    def defer(self, letter: Letter) -> None:
-        """Keep a letter of this epoch for later."""
-        self._deferred.append(letter)
+    def defer(self, received: Received) -> None:
+        """Keep a message of this epoch for later."""
+        self._deferred.append(received)
 
-    def take_deferred(self) -> Letter | None:
-        """Remove and return the letter that was deferred first; None if there is none."""
+    def take_deferred(self) -> Received | None:
+        """Remove and return the message that was deferred first; None if there is none."""
         return self._deferred.popleft() if self._deferred else None
 
     def close(self) -> None:
         self._closed.set()
         if self._heart.is_alive():
             self._heart.join()
-        self._mailbox.close()
+        self._transport.close()
 
     def _concerns(self, message: AnyMessage) -> bool:
         """Return whether a message must be handled. A Follow is handled in any epoch and in order, because the leader
@@ -147,14 +147,14 @@ class Post:
 
     def _connect(self, peers: Mapping[str, str]) -> None:
         self._addresses = peers
-        self._mailbox.connect(peers)
+        self._transport.connect(peers)
 
     def _join(self, address: str) -> None:
-        if self._mailbox.link is not None:
-            self._mailbox.link.leave()
-            self._mailbox.link = None
+        if self._transport.link is not None:
+            self._transport.link.leave()
+            self._transport.link = None
         if address and self._ranks is not None:
-            self._mailbox.link = TensorLink.join(
+            self._transport.link = TensorLink.join(
                 rank=self._ranks.rank,
                 size=self._ranks.size,
                 address=address,
@@ -169,6 +169,6 @@ class Post:
                 continue
             beat = Beat(epoch=self.epoch, problem=problem, worked_s=self.progress.worked_s)
             try:
-                self._mailbox.sender(ENGINE).send(encode(beat))
+                self._transport.sender(ENGINE).send(encode(beat))
             except TransportError:
                 continue  # the connection is just being replaced, or the engine stopped reading long ago

@@ -1,0 +1,247 @@
+"""Endpoints and an engine's transport, in this process; each is used by one thread at a time."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from rayspec.decode.progress import Progress
+from rayspec.errors import TransportError
+from rayspec.pipeline import endpoint as endpoint_module
+from rayspec.pipeline.collective import Rendezvous
+from rayspec.pipeline.endpoint import ENGINE, Endpoint, NewEpoch, Ranks, Received, Stopped
+from rayspec.pipeline.messages import (
+    AnyMessage,
+    Beat,
+    Connect,
+    Connected,
+    Follow,
+    Lap,
+    Message,
+    Moves,
+    Peers,
+    Ping,
+    Stop,
+    Usage,
+    decode,
+    encode,
+)
+from rayspec.pipeline.transport import LOOPBACK, Secret, Transport
+
+SECRET = Secret.generate()
+PATIENCE_S = 10.0
+
+
+@dataclass
+class Network:
+    """An engine's transport and two endpoints, in epoch 1."""
+
+    engine: Transport
+    a: Endpoint
+    b: Endpoint
+
+    @property
+    def peers(self) -> dict[str, str]:
+        return {"a": self.a.address, "b": self.b.address, ENGINE: self.engine.address}
+
+    def send(self, peer: str, message: Message) -> None:
+        self.engine.send(peer, encode(message))
+
+    def connect(self, epoch: int) -> None:
+        for name, endpoint in (("a", self.a), ("b", self.b)):
+            self.send(name, Connect(epoch=epoch, peers=self.peers))
+            with pytest.raises(NewEpoch):
+                endpoint.receive(PATIENCE_S)
+
+    def heard(self, kind: type[Message], timeout_s: float = PATIENCE_S) -> tuple[str, AnyMessage] | None:
+        """The next message of a kind, and its sender."""
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            envelope = self.engine.receive(left_s)
+            if envelope is not None and isinstance(message := decode(envelope.header), kind):
+                return envelope.sender, message
+        return None
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
+    monkeypatch.setattr(endpoint_module, "BEAT_EVERY_S", 0.02)
+    monkeypatch.setattr(endpoint_module, "_QUIET_AFTER_S", 0.2)
+    with ExitStack() as stack:
+        engine, a, b = (
+            stack.enter_context(closing(make(name, SECRET, host=LOOPBACK)))
+            for make, name in ((Transport, ENGINE), (Endpoint, "a"), (Endpoint, "b"))
+        )
+        network = Network(engine, a, b)
+        engine.connect({"a": a.address, "b": b.address})
+        network.connect(1)
+        assert {network.heard(Connected)[0] for _ in range(2)} == {"a", "b"}
+        yield network
+
+
+def receive(endpoint: Endpoint) -> Received:
+    received = endpoint.receive(PATIENCE_S)
+    assert received is not None
+    return received
+
+
+def test_a_new_epoch_is_answered_and_told(network: Network) -> None:
+    network.connect(2)
+    assert network.a.epoch == network.b.epoch == 2
+    assert {network.heard(Connected) for _ in range(2)} == {("a", Connected(epoch=2)), ("b", Connected(epoch=2))}
+
+
+def test_a_link_that_cannot_be_joined_is_told_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "_LINK_TIMEOUT_S", 0.2)
+    rendezvous = Rendezvous(LOOPBACK)
+    ranks = Ranks(rank=0, size=2, ahead={"b": 1})
+    with (
+        closing(Transport(ENGINE, SECRET, host=LOOPBACK)) as engine,
+        closing(Endpoint("a", SECRET, host=LOOPBACK, ranks=ranks)) as endpoint,
+    ):
+        engine.connect({"a": endpoint.address})
+        engine.send("a", encode(Connect(epoch=1, peers={ENGINE: engine.address}, link=rendezvous.address)))
+        with pytest.raises(NewEpoch):
+            endpoint.receive(PATIENCE_S)
+        answers = []
+        while not answers or not isinstance(answers[-1], Connected):
+            envelope = engine.receive(PATIENCE_S)
+            assert envelope is not None
+            answers.append(decode(envelope.header))
+        assert "rank 0 of 2 could not join" in answers[-1].link_error
+    rendezvous.close()
+
+
+def test_messages_of_the_epoch_arrive_with_their_tensors(network: Network) -> None:
+    network.a.send("b", Lap(epoch=1, route=["x"]), [torch.arange(3.0)])
+    received = receive(network.b)
+    assert received.sender == "a"
+    assert encode(received.message) == encode(Lap(epoch=1, route=["x"]))
+    assert torch.equal(received.tensors[0], torch.arange(3.0))
+    assert network.b.receive(0.0) is None
+
+
+def test_what_is_left_of_an_older_epoch_is_dropped(network: Network) -> None:
+    network.a.send("b", Usage(epoch=1))
+    network.a.send("b", Lap(epoch=1, route=[]))
+    time.sleep(0.1)  # they are on the way before the new epoch is
+    network.send("b", Connect(epoch=2, peers=network.peers))
+    received = []
+    with pytest.raises(NewEpoch):
+        while True:
+            received.append(receive(network.b))
+    network.a.send("b", Lap(epoch=1, route=[]))  # a has not heard yet
+    network.send("b", Usage(epoch=2))
+    assert receive(network.b).message == Usage(epoch=2)
+    assert all(one.message.epoch == 1 for one in received)
+
+
+def test_what_a_leader_announced_is_followed_in_any_epoch(network: Network) -> None:
+    """The leader waits in the middle of it, and will only then look what is new."""
+    network.send("b", Connect(epoch=2, peers=network.peers))
+    with pytest.raises(NewEpoch):
+        network.b.receive(PATIENCE_S)
+    network.a.send("b", Moves(epoch=1, moves=[]))
+    network.a.send("b", Follow(epoch=1, shape=(1, 2, 3)))
+    assert isinstance(receive(network.b).message, Follow)
+
+
+def test_peers_change_within_an_epoch(network: Network) -> None:
+    with closing(Transport("c", SECRET, host=LOOPBACK)) as new:
+        with pytest.raises(TransportError, match="knows no peer 'c'"):
+            network.a.send("c", Usage(epoch=1))
+        network.send("a", Peers(epoch=1, peers=network.peers | {"c": new.address}))
+        assert network.a.receive(0.2) is None
+        network.a.send("c", Usage(epoch=1))
+        assert new.receive(PATIENCE_S) is not None
+        assert network.a.epoch == 1
+
+
+def test_it_is_told_to_stop(network: Network) -> None:
+    network.send("a", Stop(epoch=0))
+    with pytest.raises(Stopped):
+        network.a.receive(PATIENCE_S)
+
+
+def test_deferred_messages_come_in_order_and_not_in_another_epoch(network: Network) -> None:
+    for number in range(3):
+        network.send("a", Lap(epoch=1, route=[str(number)]))
+    first, second, third = (receive(network.a) for _ in range(3))
+    network.a.defer(first)
+    network.a.defer(second)
+    assert network.a.take_deferred() is first
+    network.connect(2)
+    assert network.a.take_deferred() is None
+    network.a.defer(third)
+    assert network.a.take_deferred() is third
+
+
+def test_it_beats_while_the_engine_listens(network: Network) -> None:
+    assert network.heard(Beat) is not None
+    until = time.monotonic() + 0.6  # three times the time after which it would be quiet
+    while time.monotonic() < until:
+        ping(network)
+    while network.engine.receive(0.0) is not None:
+        pass
+    deadline = time.monotonic() + PATIENCE_S
+    while network.heard(Beat, 0.02) is None:
+        assert time.monotonic() < deadline
+        ping(network)
+
+
+def ping(network: Network) -> None:
+    for name, endpoint in (("a", network.a), ("b", network.b)):
+        network.send(name, Ping(epoch=1))
+        assert endpoint.receive(0.02) is None
+
+
+def test_it_keeps_quiet_when_nobody_listens(network: Network) -> None:
+    time.sleep(0.4)
+    while network.engine.receive(0.0) is not None:
+        pass
+    assert network.heard(Beat, 0.2) is None
+    network.send("a", Ping(epoch=1))
+    assert network.a.receive(0.1) is None
+    assert network.heard(Beat)[0] == "a"
+
+
+def test_who_is_busy_beats_though_it_hears_nothing(network: Network) -> None:
+    with network.a.progress.of("Forward", 1):
+        time.sleep(0.4)
+        while network.engine.receive(0.0) is not None:
+            pass
+        sender, beat = network.heard(Beat)
+    assert (sender, beat.problem) == ("a", "")
+    assert beat.worked_s >= 0.4
+    time.sleep(0.1)
+    while network.engine.receive(0.0) is not None:
+        pass
+    assert network.heard(Beat, 0.1) is None
+
+
+def test_who_is_stuck_says_so_until_it_goes_on(network: Network) -> None:
+    network.a.progress = Progress(clock=lambda: 60 * time.monotonic())
+    with network.a.progress.of("Forward", 1):
+        pass
+    with network.a.progress.of("Forward", 1):
+        deadline = time.monotonic() + PATIENCE_S
+        while (heard := network.heard(Beat)) is None or not heard[1].problem:
+            assert time.monotonic() < deadline
+    assert re.match(r"has not finished a pass for \d+ s, and the pass was expected to take ", heard[1].problem)
+    while network.heard(Beat, 0.1) is not None:
+        pass
+    network.send("a", Ping(epoch=1))
+    assert network.a.receive(0.1) is None
+    sender, beat = network.heard(Beat)
+    assert (sender, beat.problem) == ("a", "")
+
+
+def test_closing_ends_the_heartbeat(network: Network) -> None:
+    network.a.close()
+    assert not network.a._heart.is_alive()
