@@ -15,26 +15,20 @@ from rayspec.decode.loading import (
     cache_size,
     choices_here,
     copies_for_drafts,
-    has_kernels,
     load_weights,
-    make_arena,
-    make_buffers,
-    make_graphs,
+    make_runner,
     make_scheduler,
-    offload_weights,
+    prepare_span,
     resolve_max_model_len,
-    row_counts,
-    warm_up,
 )
 from rayspec.decode.num_threads import chosen_threads
 from rayspec.decode.profile import load_or_measure, user_folder
 from rayspec.decode.requests import Vocabulary
-from rayspec.decode.runner import Runner, ways_of
+from rayspec.decode.runner import ways_of
 from rayspec.decode.stages import LocalStages
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.machine import num_cores
 from rayspec.model.architecture import Decomposition, decompose
-from rayspec.model.bodies import fuse
 from rayspec.model.fast_dtype import in_fast_dtype
 from rayspec.model.generation_config import eos_token_ids, generation_defaults
 from rayspec.model.kv_arena import CacheSize, whole_pages
@@ -74,15 +68,8 @@ def _load(config: EngineConfig, with_tokenizer: bool, lock: LoadLock) -> Engine:
         parts = decompose(model)
     except UnsupportedModelError as error:
         return _plain_engine(config, model, str(error), vocabulary, max_model_len, tokenizer)
-    offloaded = offload_weights(config, model, parts)
-    copies = copies_for_drafts(config, parts)
-    parts = fuse(
-        parts,
-        apart_from=offloaded.sublayers if offloaded else (),
-        use_operators=has_kernels(config, parts.device),
-        quantised=copies,
-    )
-    return _local_engine(config, parts, vocabulary, max_model_len, tokenizer, lock, offloaded)
+    span = prepare_span(config, model, parts)
+    return _local_engine(config, span.parts, vocabulary, max_model_len, tokenizer, lock, span.offloaded)
 
 
 def engine_like(engine: Engine, config: EngineConfig) -> Engine | None:
@@ -118,15 +105,15 @@ def _local_engine(
     )
     window = max(parts.windows.values(), default=None)
     size = cache_size(config, num_slots, window)
-    counts = row_counts(config, parts)
-    choices = choices_here(config, parts)
-    arena = make_arena(config, parts, size, counts=counts, choices=choices)
-    buffers = make_buffers(config, parts, arena, max_model_len)
-    graphs = make_graphs(config, parts, buffers)
-    warm_up(config, graphs)
-    runner = Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices)
+    runner = make_runner(config, parts, size, max_model_len)
     if device.type == "cpu":
-        runner.threads = _threads(config, runner)
+        # Whatever other engines of the process use. In deterministic mode the bits of a row may depend on the number of
+        # threads, so no measurement decides it.
+        asked = asked_threads(config.num_threads)
+        if asked is None and not config.deterministic:
+            runner.threads = chosen_threads(runner, config.profile_cache, remeasure=config.remeasure)
+        else:
+            runner.threads = Threads.of_all_passes(asked or num_cores())
     latency = None
     if needs_latency(config):
         latency = load_or_measure(
@@ -147,21 +134,12 @@ def _local_engine(
         ),
         stages=stages,
         scheduler=make_scheduler(config, size, window=window),
-        strategy=make_strategy(config, runner.end_sublayer, latency, ways=ways_of(parts, choices)),
+        strategy=make_strategy(config, runner.end_sublayer, latency, ways=ways_of(parts, choices_here(config, parts))),
         vocabulary=vocabulary,
         max_model_len=max_model_len,
         tokenizer=tokenizer,
         latency=latency,
     )
-
-
-def _threads(config: EngineConfig, runner: Runner) -> Threads:
-    """Return the numbers of threads that this engine uses, whatever other engines of the process use."""
-    asked = asked_threads(config.num_threads)
-    # In deterministic mode the bits of a row may depend on the number of threads, so no measurement decides it.
-    if asked is None and not config.deterministic:
-        return chosen_threads(runner, config.profile_cache, remeasure=config.remeasure)
-    return Threads.of_all_passes(asked or num_cores())
 
 
 def _plain_engine(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -13,16 +14,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rayspec.choices import Choice, Keys, Weights, keys_of
 from rayspec.config import KV_CACHE_SHARE, EngineConfig
 from rayspec.decode.pages import WindowedPages
+from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
 from rayspec.machine import bytes_available
 from rayspec.model.architecture import Decomposition, max_positions, why_context_ends
+from rayspec.model.bodies import fuse
 from rayspec.model.buckets import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.cuda.graphs import CudaDriver, can_switch_nodes
 from rayspec.model.cuda.trial import has_operators
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_arena import CacheSize, KVArena, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
-from rayspec.model.row_counts import FIXED, SINGLE_ROWS, RowCounts, has_experts, independent_row_counts
+from rayspec.model.row_counts import FIXED, SINGLE_ROWS, has_experts, independent_row_counts
 from rayspec.model.sizes import quantised_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
 from rayspec.model.static_step import StaticStep, require_same_attention
@@ -58,6 +61,63 @@ def offload_weights(config: EngineConfig, model: PreTrainedModel, parts: Decompo
     offloaded = offload(parts, here, to=options.to, device=device, folder=folder)
     model.to(device)  # type: ignore[arg-type]
     return offloaded
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The sublayers of one process, ready to run. weight_bytes: of the weights here, without copies for drafts."""
+
+    parts: Decomposition
+    offloaded: OffloadedWeights | None
+    weight_bytes: int
+
+
+def prepare_span(
+    config: EngineConfig,
+    model: PreTrainedModel,
+    parts: Decomposition,
+    split: Callable[[Decomposition], Decomposition] = lambda parts: parts,
+) -> Span:
+    """Offload and fuse the sublayers of a loaded model or stage, and make the copies of weights that drafts want.
+    split: keeps the share of this rank of a stage. Raises ConfigError for an offloaded sublayer that does not exist."""
+    offloaded = offload_weights(config, model, parts)
+    parts = split(parts)
+    weight_bytes = sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta")
+    parts = fuse(
+        parts,
+        apart_from=offloaded.sublayers if offloaded else (),
+        use_operators=has_kernels(config, parts.device),
+        quantised=copies_for_drafts(config, parts),
+    )
+    return Span(parts, offloaded, weight_bytes)
+
+
+def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max_model_len: int) -> Runner:
+    """Make the runner of these sublayers, with its KV cache, and with static buffers and CUDA graphs where the device
+    has the operators. The graphs that decoding and chain drafts can need are captured now. In deterministic mode the row
+    counts of decode passes are fixed: ranks of a stage use a count without testing the kernels."""
+    counts = None
+    if config.deterministic:
+        is_split = config.parallel is not None and config.parallel.tensor > 1
+        counts = SINGLE_ROWS if has_experts(parts) else FIXED if is_split else independent_row_counts(parts)
+    choices = choices_here(config, parts)
+    device = resolve_device(config.device)
+    arena = KVArena(
+        parts.shapes,
+        size.num_slots,
+        num_windowed_slots=size.num_windowed_slots,
+        windowed_layers=parts.windows,
+        dtype=parts.dtype,
+        device=device,
+        num_spare=1 if counts is None else counts.least,  # slots for padding rows, which write keys and values too
+        notes_pages=any(keys_of(choice) == "pages" for choice in choices),
+        keeps_finite=counts is not None and counts.longest_chain > 1,
+    )
+    buffers = make_buffers(config, parts, arena, max_model_len)
+    graphs = make_graphs(config, parts, buffers)
+    if graphs is not None:
+        graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, _lookahead(config)))
+    return Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices)
 
 
 def least_needed(parts: Decomposition, share: float) -> list[int]:
@@ -148,40 +208,6 @@ def _lookahead(config: EngineConfig) -> int:
     return config.speculation.max_draft_tokens if config.speculation.strategy != "ar" else 0
 
 
-def make_arena(
-    config: EngineConfig,
-    parts: Decomposition,
-    size: CacheSize,
-    *,
-    counts: RowCounts | None,
-    choices: Collection[Choice],
-) -> KVArena:
-    """Make the KV cache, with extra slots for padding rows, which write keys and values too. counts: from `row_counts`.
-    choices: from `choices_here`."""
-    return KVArena(
-        parts.shapes,
-        size.num_slots,
-        num_windowed_slots=size.num_windowed_slots,
-        windowed_layers=parts.windows,
-        dtype=parts.dtype,
-        device=resolve_device(config.device),
-        num_spare=1 if counts is None else counts.least,
-        notes_pages=any(keys_of(choice) == "pages" for choice in choices),
-        keeps_finite=counts is not None and counts.longest_chain > 1,
-    )
-
-
-def row_counts(config: EngineConfig, parts: Decomposition) -> RowCounts | None:
-    """Return the row counts of decode passes in deterministic mode; None in other modes. Ranks of a stage use a fixed
-    count without testing the kernels."""
-    if not config.deterministic:
-        return None
-    if has_experts(parts):
-        return SINGLE_ROWS
-    is_split = config.parallel is not None and config.parallel.tensor > 1
-    return FIXED if is_split else independent_row_counts(parts)
-
-
 def make_scheduler(config: EngineConfig, size: CacheSize, *, window: int | None, num_cohorts: int = 1) -> Scheduler:
     """Make the scheduler of a KV cache. window: see `cache_size`."""
     return Scheduler(
@@ -244,12 +270,6 @@ def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers
             "install cuda-bindings, of torch's CUDA version), or use sublayers"
         )
     return StepGraphs(StaticStep(parts, buffers), CudaDriver(parts.device), by_plan=way == "plans")
-
-
-def warm_up(config: EngineConfig, graphs: StepGraphs | None) -> None:
-    """Capture the graphs that decoding and chain drafts can need. Other graphs are captured when they are needed."""
-    if graphs is not None:
-        graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, _lookahead(config)))
 
 
 def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:

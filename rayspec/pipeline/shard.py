@@ -19,17 +19,11 @@ from rayspec.decode.head import Head
 from rayspec.decode.loading import (
     affordable_slots,
     choices_here,
-    copies_for_drafts,
     free_bytes,
-    has_kernels,
     load_weights,
-    make_arena,
-    make_buffers,
-    make_graphs,
-    offload_weights,
+    make_runner,
+    prepare_span,
     resolve_max_model_len,
-    row_counts,
-    warm_up,
 )
 from rayspec.decode.profile import BUDGET_S, measurements
 from rayspec.decode.runner import Runner, ways_of
@@ -37,9 +31,8 @@ from rayspec.decode.stages import SpanRunner
 from rayspec.decode.work import Prefill
 from rayspec.errors import TransportError
 from rayspec.model.architecture import Decomposition, decompose
-from rayspec.model.bodies import bytes_of_copies, fuse
-from rayspec.model.kv_arena import CacheSize, KVArena
-from rayspec.model.row_counts import RowCounts
+from rayspec.model.bodies import bytes_of_copies
+from rayspec.model.kv_arena import CacheSize
 from rayspec.model.threads import in_thread_of_its_own
 from rayspec.model.weights import resolve_device
 from rayspec.pipeline.endpoint import ENGINE, Endpoint, NewEpoch, Ranks, Received, Stopped
@@ -178,24 +171,21 @@ class Shard:
         # Ranks share a stage's files in CPU memory, and each moves its share of the weights to its device.
         loaded_to = spec.config if meeting_place is None else spec.config.replace(device="cpu")
         model = load_weights(loaded_to, layers=layers)
-        self._parts: Decomposition = decompose(model, layers=layers)
-        self._offloaded = offload_weights(spec.config, model, self._parts)
-        if meeting_place is not None:
+        parts = decompose(model, layers=layers)
+
+        def split(parts: Decomposition) -> Decomposition:
+            if meeting_place is None:
+                return parts
             group = RankGroup(rank=spec.rank, size=spec.num_ranks, address=meeting_place, device=str(self._device))
             group.join(_RANKS_TIMEOUT_S)
-            self._parts = split_tensor_parallel(model, self._parts, group)
-        weights = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")
-        apart_from = self._offloaded.sublayers if self._offloaded else ()
-        self._parts = fuse(
-            self._parts,
-            apart_from=apart_from,
-            use_operators=has_kernels(spec.config, self._parts.device),
-            quantised=copies_for_drafts(spec.config, self._parts),
-        )
+            return split_tensor_parallel(model, parts, group)
+
+        span = prepare_span(spec.config, model, parts, split)
+        self._parts, self._offloaded = span.parts, span.offloaded
         return Loaded(
             device=_device_name(self._device),
             dtype=str(self._parts.dtype).removeprefix("torch."),
-            weight_bytes=weights + sum(bytes_of_copies(self._parts).values()),
+            weight_bytes=span.weight_bytes + sum(bytes_of_copies(self._parts).values()),
             ways=ways_of(self._parts, choices_here(spec.config, self._parts)),
         )
 
@@ -282,10 +272,8 @@ class Shard:
 
     def _make_span(self, size: CacheSize, endpoint: Endpoint) -> SpanRunner:
         spec = self._spec
-        counts = row_counts(spec.config, self._parts)
-        choices = choices_here(spec.config, self._parts)
-        arena = make_arena(spec.config, self._parts, size, counts=counts, choices=choices)
-        runner = self._make_runner(arena, counts, choices)
+        max_model_len = resolve_max_model_len(spec.config, self._parts.config)
+        runner = make_runner(spec.config, self._parts, size, max_model_len)
         if spec.num_ranks == 1 or spec.rank > 0:
             return SpanRunner(runner, num_taps=_num_taps(spec.config))
         followers = [rank_name(spec.stage, rank) for rank in range(1, spec.num_ranks)]
@@ -296,21 +284,6 @@ class Shard:
 
         return LeadingSpan(
             runner, num_taps=_num_taps(self._spec.config), epoch=lambda: endpoint.epoch, announce=announce
-        )
-
-    def _make_runner(self, arena: KVArena, counts: RowCounts | None, choices: Sequence[Choice]) -> Runner:
-        config = self._spec.config
-        buffers = make_buffers(config, self._parts, arena, resolve_max_model_len(config, self._parts.config))
-        graphs = make_graphs(config, self._parts, buffers)
-        warm_up(config, graphs)
-        return Runner(
-            self._parts,
-            arena,
-            device=self._device,
-            row_counts=counts,
-            buffers=buffers,
-            graphs=graphs,
-            choices=choices,
         )
 
     def _make_worker(self, span: SpanRunner) -> StageWorker:
