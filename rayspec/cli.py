@@ -243,7 +243,7 @@ def serve(
 ) -> None:
     """Answer OpenAI requests over HTTP, with Ray Serve, until SIGTERM or Ctrl-C. Prints the URL when it is ready."""
     # Imported here, because they import ray, which takes seconds.
-    from rayspec.serve.command_line import asked_options  # noqa: PLC0415
+    from rayspec.serve.options import asked_options  # noqa: PLC0415
     from rayspec.serve.run import Address, run_endpoint  # noqa: PLC0415
 
     with clean_exit():

@@ -17,12 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, TypeVar
 
-from rayspec.command.locations import Location
 from rayspec.openai.batch import BatchError, BatchLine, BatchResult
 from rayspec.openai.batches import FINAL, Batch, BatchErrors, RequestCounts
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.calls import fetch
+from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import BUSY
 from rayspec.types import ConfigError
 
@@ -45,29 +45,20 @@ _MOST_ERRORS = 100  # reported for an input file
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSettings:
-    """Settings of batches. folder: path or URI of the store. max_lines: limit of an input file. places: most lines at
-    once, by model."""
-
-    folder: str
-    max_lines: int
-    places: Mapping[str, int]
-
-    def store(self) -> BatchStore:
-        return BatchStore(replace(Location.parse(self.folder), is_private=True))
-
-
 class BatchRunner:
-    """Runs all batches, a few at once, until its event loop ends. models: Serve's handles, by the ids that lines use.
+    """Runs all batches, a few at once, until its event loop ends. options: of the endpoint, with a folder of `batches`.
+    models: Serve's handles, by the ids that lines use.
 
     While the runner of another server has the folder's lock, this runner waits for it.
     """
 
-    def __init__(self, settings: BatchSettings, models: Mapping[str, Any]) -> None:
-        self._settings, self._models = settings, dict(models)
-        self._store = settings.store()
-        self._places = {model: asyncio.Semaphore(settings.places[model]) for model in self._models}
+    def __init__(self, options: ServeOptions, models: Mapping[str, Any]) -> None:
+        assert options.batches is not None
+        self._max_lines, self._models = options.max_batch_lines, dict(models)
+        self._store = BatchStore.at(options.batches)
+        self._places = {
+            one.model_id: asyncio.Semaphore(one.num_places * one.num_replicas) for one in options.llm_configs
+        }
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, Batch] = {}  # as they were when they began to wait, or ended
         self._lock: IO[bytes] | None = None
@@ -133,7 +124,7 @@ class BatchRunner:
 
     async def _run(self, batch: Batch) -> None:
         try:
-            run = BatchRun(batch, self._store, self._settings.max_lines, self._answer)
+            run = BatchRun(batch, self._store, self._max_lines, self._answer)
             await run.run()
             self._known[batch.id] = run.batch
             self._woken.set()

@@ -26,6 +26,7 @@ from pathlib import Path, PurePath
 from typing import IO, Any, Literal, TypeVar
 
 import msgspec
+from typing_extensions import Self
 
 from rayspec.command.locations import PARTIAL_SUFFIX, Location
 from rayspec.openai.batch import BatchLine, BatchResult, limited_lines, read_batch
@@ -57,6 +58,11 @@ class BatchStore:
     folder: Location
     clock: Callable[[], float] = time.time
     _unreadable: set[str] = field(default_factory=set, init=False, compare=False)
+
+    @classmethod
+    def at(cls, folder: str) -> Self:
+        """folder: a path or URI, whose files only the user of the server may read."""
+        return cls(replace(Location.parse(folder), is_private=True))
 
     def lock(self) -> IO[bytes] | None:
         """Lock the folder for this process, until the returned file is closed. Return None where the file system has no

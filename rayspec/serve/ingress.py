@@ -7,7 +7,6 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -33,13 +32,12 @@ from rayspec.openai.tokenizing import (
     TokenizeResponse,
     in_thread_if_large,
 )
-from rayspec.serve.access import ApiKeys
-from rayspec.serve.admission import Admission, AdmissionControl, Cors, Entry, error_response, response_of
-from rayspec.serve.batch_routes import BatchDesk, add_batch_routes
-from rayspec.serve.batch_runner import BatchSettings
+from rayspec.serve.access import Admission, AdmissionControl, ApiKeys, Cors, Entry, error_response, response_of
+from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.bodies import read_body
 from rayspec.serve.calls import Relay, call, fetch, while_connected
 from rayspec.serve.description import answers, describe, errors, generation
+from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import BUSY, INTERNAL, OVERRUN, STARTING, Refused, Reply, invalid, unable
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
 from rayspec.serve.status import EndpointStatus
@@ -54,57 +52,35 @@ _PAGE_HEADERS = {"x-content-type-options": "nosniff", "content-security-policy":
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer the stream
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
-    """Settings of a model. max_admitted: number of sequences under way from which requests are refused; None: no limit.
-    scales_to_zero: a model without replicas is not an error."""
-
-    max_admitted: int | None
-    scales_to_zero: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IngressSettings:
-    """Settings of an ingress, from ServeOptions. hosts: names by which clients may call it, see `allowed_host`.
-    max_requests: most requests under way at once, of all models. batches: None where batches are off.
-    max_batch_file_bytes: largest upload."""
-
-    keys: ApiKeys
-    models: Mapping[str, ModelSettings]
-    hosts: frozenset[str]
-    cors: tuple[str, ...]
-    max_requests: int
-    max_request_bytes: int
-    body_timeout_s: float
-    request_timeout_s: float | None
-    replica_timeout_s: float
-    batches: BatchSettings | None
-    max_batch_file_bytes: int
-
-
 class Ingress:
     """Passes requests on to models. A plain class: `app.py` makes it a deployment, `front.py` serves it without Serve.
 
-    models: Serve's handles, by the ids that requests use. runner: Serve's handle of the BatchRunner; None where batches
-    are off.
+    options: of the endpoint, without its keys. models: Serve's handles, by the ids that requests use. runner: Serve's
+    handle of the BatchRunner; None where batches are off. hosts: names by which clients may call the ingress, see
+    `allowed_host`. num_ingresses: ingresses that share what the models admit.
     """
 
-    def __init__(self, settings: IngressSettings, models: Mapping[str, Any], runner: Any = None) -> None:
-        self.settings, self._models = settings, dict(models)
+    def __init__(
+        self,
+        options: ServeOptions,
+        models: Mapping[str, Any],
+        runner: Any = None,
+        *,
+        keys: ApiKeys,
+        hosts: frozenset[str],
+        num_ingresses: int = 1,
+    ) -> None:
+        self.options, self._models, self.runner = options, dict(models), runner
         self._cards: dict[str, ModelCard] = {}
         self._admissions = {
-            model: Admission(settings.models[model].max_admitted, refusal=BUSY) for model in self._models
+            one.model_id: Admission(one.max_admitted and -(-one.max_admitted // num_ingresses), refusal=BUSY)
+            for one in options.llm_configs
         }
-        self.watch = Watch(self._models, replica_timeout_s=settings.replica_timeout_s)
-        posts, gets = (Admission(settings.max_requests, refusal=OVERRUN) for _ in range(2))
-        self._large_bodies = Admission(_LARGE_BODIES * settings.max_request_bytes, refusal=OVERRUN)
-        self.desk = BatchDesk(
-            settings.batches.store() if settings.batches is not None else None,
-            runner=runner,
-            max_file_bytes=settings.max_batch_file_bytes,
-            body_timeout_s=settings.body_timeout_s,
-        )
-        self.entry = Entry(keys=settings.keys, hosts=settings.hosts, origins=settings.cors, posts=posts, gets=gets)
+        self._may_be_absent = {one.model_id for one in options.llm_configs if one.scales_to_zero}
+        self.watch = Watch(self._models, replica_timeout_s=options.replica_timeout_s)
+        self._large_bodies = Admission(_LARGE_BODIES * options.max_request_bytes, refusal=OVERRUN)
+        posts, gets = (Admission(options.max_ongoing_requests, refusal=OVERRUN) for _ in range(2))
+        self.entry = Entry(keys=keys, hosts=hosts, origins=options.cors, posts=posts, gets=gets)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return build_app(self)
@@ -112,7 +88,7 @@ class Ingress:
     async def generate(self, request: Request, kind: type[ChatRequest | CompletionRequest]) -> Response:
         """Answer a request for text, streamed or not. Raises RequestError and Refused."""
         asked = await self.read(request, kind)
-        model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.settings.request_timeout_s
+        model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.options.request_timeout_s
         with ExitStack() as held:
             held.enter_context(self._admissions[asked.model].admit(asked.num_sequences))
             if not asked.stream:
@@ -126,13 +102,13 @@ class Ingress:
         """Answer a request to tokenize or detokenize. Raises RequestError and Refused."""
         asked = await self.read(request, kind)
         model = self._ready_model(asked.model or next(iter(self._models)))
-        work = call(model.tokenize.remote(asked, _name_of(request)), self.settings.request_timeout_s)
+        work = call(model.tokenize.remote(asked, _name_of(request)), self.options.request_timeout_s)
         return response_of(await while_connected(request, work))
 
     async def card(self, model: str) -> ModelCard | ApiError:
         """Return the card of a model. Raises RequestError for a model that is not served, and Refused."""
         if model not in self._cards:
-            found = await fetch(self._ready_model(model).card.remote(), self.settings.request_timeout_s)
+            found = await fetch(self._ready_model(model).card.remote(), self.options.request_timeout_s)
             if isinstance(found, ApiError):
                 return found
             self._cards[model] = found
@@ -145,21 +121,15 @@ class Ingress:
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """Return the body of a request. Raises RequestError, and Refused for a large body beside many others."""
-        settings = self.settings
+        max_bytes, timeout_s = self.options.max_request_bytes, self.options.body_timeout_s
         with ExitStack() as held:
-            content = await read_body(
-                request,
-                settings.max_request_bytes,
-                settings.body_timeout_s,
-                large=self._large_bodies,
-                held=held,
-            )
+            content = await read_body(request, max_bytes, timeout_s, large=self._large_bodies, held=held)
             return await in_thread_if_large(partial(kind.read, content), len(content))
 
     def _ready_model(self, name: str) -> Any:
         """Return the handle of a model. Raises RequestError, and Refused while no replica can serve."""
         check_served(name, tuple(self._models))
-        if not (self.settings.models[name].scales_to_zero or self.watch.sightings[name].can_serve):
+        if not (name in self._may_be_absent or self.watch.sightings[name].can_serve):
             raise Refused(STARTING)
         return self._models[name]
 
@@ -180,7 +150,6 @@ class _EventStream(StreamingResponse):
 
 def build_app(ingress: Ingress) -> FastAPI:
     """Return the application. /health and the web page need no key: the page asks its user for the key."""
-    settings = ingress.settings
     app = FastAPI(
         title="rayspec",
         version=rayspec.__version__,
@@ -191,7 +160,7 @@ def build_app(ingress: Ingress) -> FastAPI:
         lifespan=partial(_lifespan, ingress),
     )
     _add_openai_routes(app, ingress)
-    add_batch_routes(app, ingress.desk, ingress.read)
+    add_batch_routes(app, ingress.options, ingress.runner, ingress.read)
     _add_vllm_routes(app, ingress)
     _add_operator_routes(app, ingress)
     open_paths = frozenset({"/health"}) | _add_web(app)
@@ -201,9 +170,9 @@ def build_app(ingress: Ingress) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_failure)
     app.add_middleware(AdmissionControl, entry=ingress.entry, open_paths=open_paths)
-    if settings.cors:
-        app.add_middleware(Cors, origins=settings.cors)
-    describe(app, open_paths=open_paths, has_keys=bool(settings.keys.digests))
+    if ingress.options.cors:
+        app.add_middleware(Cors, origins=ingress.options.cors)
+    describe(app, open_paths=open_paths, has_keys=bool(ingress.entry.keys.digests))
     return app
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -34,17 +34,15 @@ from rayspec.openai.tokenizing import (
 )
 from rayspec.pool.stopped import Place
 from rayspec.ray_session import forget_reserved_threads
-from rayspec.serve.metered import MeteredEngine
-from rayspec.serve.metrics import EngineMetrics, keep_updated
+from rayspec.serve.metrics import EngineMetrics, MeteredEngine, keep_updated, ray_recorder
 from rayspec.serve.options import LLMConfig
-from rayspec.serve.precedence import Precedence
-from rayspec.serve.recent import RecentRates
 from rayspec.serve.replies import INTERNAL, Reply
-from rayspec.serve.status import EngineHealth, ModelStatus, ReplicaReport
+from rayspec.serve.status import EngineHealth, ModelStatus, RecentRates, ReplicaReport
 from rayspec.types import RayspecError, RequestError
 
 _SAMPLE_EVERY_S = 0.5
 _PING_EVERY_S = 0.5
+_MOST_SHARE_OF_LINES = 0.75  # of the places; the rest stays free for the next interactive request
 _FROM_RAY_DATA = {"request_id", "idx_in_batch"}
 
 _logger = logging.getLogger(__name__)
@@ -65,7 +63,7 @@ class ModelServer:
         forget_reserved_threads()
         llm = load_llm(config.engine)
         if config.log_engine_metrics:
-            metrics = EngineMetrics.to_ray(model=self._served[0], replica=_own_id())
+            metrics = EngineMetrics(ray_recorder(model=self._served[0], replica=_own_id()))
             self._engine: AsyncEngine = MeteredEngine(llm, metrics)
             self._keep(keep_updated(metrics, self._engine))
         else:
@@ -213,3 +211,52 @@ def _failure(error: Exception, name: str) -> ApiError:
         return ApiError.of(error)
     _logger.error("request %s failed", name, exc_info=error)
     return ApiError.of(error) if isinstance(error, RayspecError) else INTERNAL
+
+
+class Precedence:
+    """Counts the sequences of one event loop. num_places: sequences that the engine decodes at once.
+
+    Batch lines wait while requests and lines together take three quarters of the places. One line may always run, so
+    that a batch makes progress under any load. A running line is not interrupted.
+    """
+
+    def __init__(self, num_places: int) -> None:
+        self._most = max(1, int(num_places * _MOST_SHARE_OF_LINES))
+        self._num_interactive = 0
+        self._num_lines = 0
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @contextmanager
+    def interactive(self, num_sequences: int) -> Iterator[None]:
+        """Count an interactive request while the context is open."""
+        self._num_interactive += num_sequences
+        try:
+            yield
+        finally:
+            self._num_interactive -= num_sequences
+            self._let_in()
+
+    @asynccontextmanager
+    async def line(self) -> AsyncIterator[None]:
+        """Wait for room, then count a batch line while the context is open."""
+        while not self._has_room:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            await turn
+        self._num_lines += 1
+        try:
+            yield
+        finally:
+            self._num_lines -= 1
+            self._let_in()
+
+    @property
+    def _has_room(self) -> bool:
+        return self._num_lines == 0 or self._num_lines + self._num_interactive < self._most
+
+    def _let_in(self) -> None:
+        """Let waiting lines check again for room, in their order."""
+        waiting, self._waiting = self._waiting, []
+        for turn in waiting:
+            if not turn.done():
+                turn.set_result(None)

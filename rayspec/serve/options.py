@@ -3,83 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from typing_extensions import Self
 
+from rayspec.command.locations import Location
+from rayspec.command.options import Asked
 from rayspec.command.yaml_text import NotYamlError, parse_yaml
-from rayspec.config import EngineConfig, Options
+from rayspec.config import EngineConfig, Options, SamplingParams
 from rayspec.types import ConfigError
 
 
-class AutoscalingOptions(Options):
-    """How Serve changes the number of replicas; None leaves Serve's default."""
-
-    min_replicas: int | None = Field(None, ge=0)
-    initial_replicas: int | None = Field(None, ge=0)
-    max_replicas: int | None = Field(None, ge=1)
-    target_ongoing_requests: float | None = Field(None, gt=0)
-    metrics_interval_s: float | None = Field(None, gt=0)
-    look_back_period_s: float | None = Field(None, gt=0)
-    upscaling_factor: float | None = Field(None, gt=0)
-    downscaling_factor: float | None = Field(None, gt=0)
-    upscale_delay_s: float | None = Field(None, ge=0)
-    downscale_delay_s: float | None = Field(None, ge=0)
-    downscale_to_zero_delay_s: float | None = Field(None, ge=0)
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Self:
-        least, most = self.min_replicas if self.min_replicas is not None else 1, self.max_replicas or 1
-        if least > most:
-            raise ValueError(f"min_replicas ({least}) exceeds max_replicas ({most}): raise max_replicas")
-        return self
-
-
-class RayActorOptions(Options):
-    """Resources that Ray reserves for a replica. By default one CPU, and one GPU if the engine runs in the replica's
-    process and the cluster has GPUs. Shards of `parallel` have their own reservations."""
-
-    num_cpus: float | None = Field(None, ge=0)
-    num_gpus: float | None = Field(None, ge=0)
-    memory: float | None = Field(None, gt=0, description="bytes")
-    resources: dict[str, float] | None = None
-    label_selector: dict[str, str] | None = None
-    accelerator_type: str | None = None
-    runtime_env: dict[str, Any] | None = None
-
-
 class DeploymentOptions(Options):
-    """A Serve deployment, with Serve's names. Serve itself ignores unknown names; here they raise ConfigError.
+    """The options of a Serve deployment, under Serve's names. All go to Serve, which knows more than the ones that
+    rayspec reads itself. Unknown names raise ConfigError when the deployment is made.
 
     num_replicas: None: 1, or as autoscaling_config says. max_ongoing_requests: most requests of one replica; None:
     twice the sequences that its engine decodes at once, so that new sequences are always ready. max_queued_requests:
-    most requests that wait for a replica; None: the sequences that all replicas decode at once. Further requests get
-    429. health_check_timeout_s: None: replica_timeout_s. graceful_shutdown_timeout_s: time for requests under way
-    before a replica ends.
+    most requests that wait for a replica; None: the sequences that all replicas decode at once; -1: no limit. Further
+    requests get 429. health_check_timeout_s: None: replica_timeout_s. graceful_shutdown_timeout_s: time for requests
+    under way before a replica ends. ray_actor_options: by default one CPU, and one GPU if the engine runs in the
+    replica's process and the cluster has GPUs. Shards of `parallel` have their own reservations.
     """
 
-    num_replicas: int | None = Field(None, ge=1)
-    autoscaling_config: AutoscalingOptions | None = None
-    max_ongoing_requests: int | None = Field(None, ge=1)
-    max_queued_requests: int | None = Field(None, ge=-1, description="-1: no limit")
-    graceful_shutdown_timeout_s: float = Field(60.0, ge=0)
-    graceful_shutdown_wait_loop_s: float = Field(0.2, gt=0)
-    health_check_period_s: float = Field(1.0, gt=0)
-    health_check_timeout_s: float | None = Field(None, gt=0)
-    max_constructor_retry_count: int = Field(3, ge=1)
-    max_replicas_per_node: int | None = Field(None, ge=1, le=100)
-    rolling_update_percentage: float | None = Field(None, gt=0, le=1)
-    ray_actor_options: RayActorOptions = RayActorOptions()
+    model_config = ConfigDict(extra="allow")
 
-    @model_validator(mode="after")
-    def _one_way_to_scale(self) -> Self:
-        if self.autoscaling_config is not None and self.num_replicas is not None:
-            raise ValueError("options 'num_replicas' and 'autoscaling_config' exclude each other: remove one")
-        return self
+    num_replicas: int | None = Field(None, ge=1)
+    autoscaling_config: dict[str, Any] | None = None
+    max_ongoing_requests: int | None = Field(None, ge=1)
+    max_queued_requests: int | None = Field(None, ge=-1)
+    graceful_shutdown_timeout_s: float = Field(60.0, ge=0)
+    health_check_timeout_s: float | None = Field(None, gt=0)
+    ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
 
 class ModelLoadingConfig(Options):
@@ -158,7 +117,7 @@ class LLMConfig(Options):
     def num_replicas(self) -> int:
         """Largest possible number of replicas."""
         scaling = self.deployment_config.autoscaling_config
-        return (scaling.max_replicas or 1) if scaling is not None else self.deployment_config.num_replicas or 1
+        return self.deployment_config.num_replicas or 1 if scaling is None else scaling.get("max_replicas") or 1
 
     @property
     def max_admitted(self) -> int | None:
@@ -172,7 +131,7 @@ class LLMConfig(Options):
     @property
     def scales_to_zero(self) -> bool:
         scaling = self.deployment_config.autoscaling_config
-        return scaling is not None and scaling.min_replicas == 0
+        return scaling is not None and scaling.get("min_replicas") == 0
 
 
 class ServeOptions(Options):
@@ -227,13 +186,6 @@ class ServeOptions(Options):
                 raise ValueError(f"option 'cors' has {origin!r}: write an origin, as 'https://app.example', or '*'")
         return self
 
-    def health_check_timeout_s(self, config: LLMConfig) -> float:
-        return config.deployment_config.health_check_timeout_s or self.replica_timeout_s
-
-    @property
-    def deployments(self) -> tuple[DeploymentOptions, ...]:
-        return (*(config.deployment_config for config in self.llm_configs), self.ingress_deployment_config)
-
     @property
     def max_ongoing_requests(self) -> int:
         """Most requests of an ingress at once: those that all models admit, and some more that are refused."""
@@ -254,10 +206,11 @@ def _is_origin(text: str) -> bool:
 
 def serve_options(args: Mapping[str, Any], *, environment: Mapping[str, str]) -> ServeOptions:
     """Return the options in the `args` of an application. environment: RAYSPEC_API_KEYS holds more keys, separated by
-    commas. Raises ConfigError."""
+    commas. A local folder of batches becomes absolute. Raises ConfigError."""
     more = tuple(filter(None, (key.strip() for key in environment.get("RAYSPEC_API_KEYS", "").split(","))))
     options = ServeOptions(**args)
-    return options.replace(api_keys=options.api_keys + more) if more else options
+    folder = None if options.batches is None else Location.parse(options.batches).absolute().name
+    return options.replace(api_keys=options.api_keys + more, batches=folder)
 
 
 def read_options_file(path: Path) -> dict[str, Any]:
@@ -271,3 +224,43 @@ def read_options_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"the file {str(path)!r} must hold options, as 'name: value' lines")
     return content
+
+
+def asked_options(
+    file: Path | None,
+    asked: Asked,
+    *,
+    model_id: str | None,
+    api_keys: Sequence[str],
+    cors: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = (),
+    batches: str | None = None,
+    environment: Mapping[str, str],
+) -> ServeOptions:
+    """Return the options of an endpoint. Raises ConfigError.
+
+    file: options of ServeOptions, in place of the engine's options. model_id: name of the model in requests; None: its
+    name in the engine's options. api_keys, cors, allowed_hosts: added to the file's. batches: replaces the file's.
+    """
+    if file is None:
+        settings = asked.settings()
+        if settings.sampling != SamplingParams():
+            raise ConfigError("options of 'sampling' have no effect here, requests bring their own: remove them")
+        engine = settings.engine
+        loading = {"model_id": model_id or engine.model, "model_source": engine.model}
+        config = {
+            "model_loading_config": loading | {"tokenizer_source": engine.tokenizer},
+            "engine_kwargs": engine.model_dump(exclude_defaults=True, exclude={"model", "tokenizer"}),
+        }
+        args: dict[str, Any] = {"llm_configs": [config]}
+    else:
+        given = [name for name, value in asked.flags.items() if value is not None]
+        given += ["served_model_name"] * (model_id is not None) + ["set"] * bool(asked.overrides)
+        given += ["config"] * (asked.file is not None)
+        if given:
+            raise ConfigError(f"option {given[0]!r} does not go with {str(file)!r}: write it there")
+        args = read_options_file(file)
+    more = {"api_keys": api_keys, "cors": cors, "allowed_hosts": allowed_hosts}
+    lists = {name: [*(args.get(name) or ()), *values] for name, values in more.items() if values}
+    chosen = {"batches": batches} if batches is not None else {}
+    return serve_options(args | lists | chosen, environment=environment)

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,9 @@ from ray.serve.handle import DeploymentHandle
 from rayspec.command.terminal import exit_on_sigterm
 from rayspec.demo import BUNDLED
 from rayspec.ray_session import ray_session
-from rayspec.serve.access import ANY, is_loopback
-from rayspec.serve.app import batch_settings, bind_models, bind_runner, ingress_settings
+from rayspec.serve.access import ANY, ApiKeys, is_loopback
+from rayspec.serve.app import bind_models, bind_runner
+from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.front import http_server
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
@@ -104,9 +105,14 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
 
 def _serve(options: ServeOptions, address: Address, listener: socket.socket, announce: Callable[[str], None]) -> None:
     """Start the models and serve until a signal. Raises ConfigError and DeploymentError."""
-    handles = _start_models(options)
-    settings = ingress_settings(options, allowed_hosts(options, address))
-    ingress = Ingress(settings, handles, _start_runner(options, handles))
+    names = [_APP if index == 0 else f"{_APP}-{index + 1}" for index in range(len(options.llm_configs))]
+    handles = _start_models(options, names)
+    runner, batches = None, bind_runner(options, handles)
+    if batches is not None:
+        runner = serve.run(batches, name=_RUNNER_APP, route_prefix=None, logging_config=_QUIET)
+        names.insert(0, _RUNNER_APP)
+    keys, hosts = ApiKeys.of(options.api_keys), allowed_hosts(options, address)
+    ingress = Ingress(options.replace(api_keys=()), handles, runner, keys=keys, hosts=hosts)
     address.listen(listener)
     timeouts = {"header_timeout_s": options.header_timeout_s, "write_timeout_s": options.body_timeout_s}
     with http_server(build_app(ingress), listener, **timeouts) as server:
@@ -117,9 +123,10 @@ def _serve(options: ServeOptions, address: Address, listener: socket.socket, ann
             server.join()
             raise DeploymentError("the endpoint's HTTP server has ended by itself: the log says why; start it again")
         ingress.entry.draining = True
-        longest_s = max(one.graceful_shutdown_timeout_s for one in options.deployments)
+        deployments = [options.ingress_deployment_config, *(one.deployment_config for one in options.llm_configs)]
+        longest_s = max(one.graceful_shutdown_timeout_s for one in deployments)
         _wait_until(lambda: ingress.entry.num_under_way == 0, timeout_s=longest_s)
-    for name in ([_RUNNER_APP] if options.batches is not None else []) + _app_names(options):
+    for name in names:
         serve.delete(name)
 
 
@@ -148,10 +155,9 @@ def _check_batches(options: ServeOptions) -> None:
 
     A server that was killed may leave processes, which end within some seconds.
     """
-    settings = batch_settings(options)
-    if settings is None:
+    if options.batches is None:
         return
-    store = settings.store()
+    store = BatchStore.at(options.batches)
 
     def is_free() -> bool:
         with suppress(ConfigError), store.lock() or nullcontext():
@@ -163,12 +169,13 @@ def _check_batches(options: ServeOptions) -> None:
         pass
 
 
-def _start_models(options: ServeOptions) -> dict[str, DeploymentHandle[Any]]:
-    """Start the models, and return their handles by model id. Raises DeploymentError."""
+def _start_models(options: ServeOptions, names: Sequence[str]) -> dict[str, DeploymentHandle[Any]]:
+    """Start the models, each as an application of its own, and return their handles by model id. Raises ConfigError
+    and DeploymentError."""
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     targets = [
         serve.RunTarget(target=model, name=name, route_prefix=None, logging_config=_QUIET)
-        for name, model in zip(_app_names(options), bind_models(options).values(), strict=True)
+        for name, model in zip(names, bind_models(options).values(), strict=True)
     ]
     serve.start(proxy_location="Disabled", logging_config=_QUIET)
     try:
@@ -176,18 +183,6 @@ def _start_models(options: ServeOptions) -> dict[str, DeploymentHandle[Any]]:
     except RuntimeError as error:
         raise DeploymentError(f"the endpoint could not be started: {error}") from error
     return dict(zip((config.model_id for config in options.llm_configs), handles, strict=True))
-
-
-def _start_runner(options: ServeOptions, models: Mapping[str, DeploymentHandle[Any]]) -> DeploymentHandle[Any] | None:
-    runner = bind_runner(options, models)
-    if runner is None:
-        return None
-    return serve.run(runner, name=_RUNNER_APP, route_prefix=None, logging_config=_QUIET)
-
-
-def _app_names(options: ServeOptions) -> list[str]:
-    """Return the names of the models' applications."""
-    return [_APP if index == 0 else f"{_APP}-{index + 1}" for index in range(len(options.llm_configs))]
 
 
 def _wait_until(reached: Callable[[], bool], *, timeout_s: float) -> None:

@@ -6,34 +6,20 @@ import asyncio
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import ray
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from rayspec.serve.metric_table import UNREACHABLE_NODES
 
 logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_OURS = ("ray_rayspec_", "ray_serve_")
-_COMMENT = re.compile(r"# (HELP|TYPE) (\S+) ?(.*)")
-
-
-@dataclass(slots=True)
-class _Family:
-    """A metric: its series and their values. Of the same series from several agents, the first counts."""
-
-    help: str = ""
-    kind: str = "untyped"
-    samples: dict[str, str] = field(default_factory=dict)
-
-    def lines(self, name: str) -> Iterable[str]:
-        yield f"# HELP {name} {self.help}"
-        yield f"# TYPE {name} {self.kind}"
-        for series, value in self.samples.items():
-            yield f"{series} {value}"
+_OURS = re.compile(r"^(?:# \w+ )?ray_(?:rayspec|serve)_.*\n", re.MULTILINE)
 
 
 async def scrape(*, timeout_s: float = 2.0) -> str:
@@ -54,40 +40,36 @@ async def scrape_agents(addresses: Sequence[str], *, timeout_s: float) -> str:
     """Query the agents at these addresses (host:port) in parallel, and merge their metrics as `scrape` does."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
         texts = await asyncio.gather(*(_text_of(session, address) for address in addresses))
-    return merged([text for text in texts if text is not None], num_unreachable=texts.count(None))
+    found = [text for text in texts if text is not None]
+    return await asyncio.to_thread(merged, found, num_unreachable=texts.count(None))
+
+
+class _Families(Collector):
+    def __init__(self) -> None:
+        self.by_name: dict[str, Metric] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        return self.by_name.values()
 
 
 def merged(texts: Sequence[str], *, num_unreachable: int = 0) -> str:
-    """Merge the metrics of rayspec and Serve into one valid exposition: each family and each series occurs once."""
-    families: dict[str, _Family] = {}
+    """Merge the metrics of rayspec and Serve into one valid exposition: each family and each series occurs once. Of the
+    same series from several agents, the first counts."""
+    families, seen = _Families(), set()
     for text in texts:
-        for name, family in _families(text).items():
-            known = families.setdefault(name, family)
-            if known.kind == family.kind:
-                for series, value in family.samples.items():
-                    known.samples.setdefault(series, value)
-    families[UNREACHABLE_NODES] = _Family(
-        help="Nodes whose metrics are missing here.", kind="gauge", samples={UNREACHABLE_NODES: str(num_unreachable)}
-    )
-    return "".join(f"{line}\n" for name, family in families.items() for line in family.lines(name))
-
-
-def _families(text: str) -> dict[str, _Family]:
-    """Parse a text in which samples follow the comments of their family, as in all exports of Ray."""
-    families: dict[str, _Family] = {}
-    family: _Family | None = None
-    for line in text.split("\n"):  # not splitlines, which also splits at other characters that label values may contain
-        if comment := _COMMENT.fullmatch(line):
-            what, name, rest = comment.groups()
-            family = families.setdefault(name, _Family()) if name.startswith(_OURS) else None
-            if family is not None and what == "HELP":
-                family.help = rest
-            elif family is not None:
-                family.kind = rest
-        elif line and family is not None:
-            series, _, value = line.rpartition(" ")
-            family.samples.setdefault(series, value)
-    return families
+        for found in text_string_to_metric_families("".join(_OURS.findall(text))):
+            family = families.by_name.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+            for sample in found.samples if found.type == family.type else ():
+                series = (sample.name, *sorted(sample.labels.items()))
+                if series not in seen:
+                    seen.add(series)
+                    family.samples.append(sample)
+    missing = Metric(UNREACHABLE_NODES, "Nodes whose metrics are missing here.", "gauge")
+    missing.add_sample(UNREACHABLE_NODES, {}, num_unreachable)
+    families.by_name[UNREACHABLE_NODES] = missing
+    registry = CollectorRegistry()
+    registry.register(families)
+    return generate_latest(registry).decode()
 
 
 async def _text_of(session: aiohttp.ClientSession, address: str) -> str | None:

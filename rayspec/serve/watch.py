@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError
+from ray.serve.request_router import RequestRouter
 
 from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
-from rayspec.serve.reached import replicas_of
 from rayspec.serve.status import EngineHealth
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,10 @@ _STATUS_TIMEOUT_S = 2.0
 _FRESH_S = 0.5
 _SILENT_S = 6.0  # with 15 busy processes on two cores, an answer took up to 4.3 s
 _NAMESPACE = "serve"
+
+# Serve makes the routers itself, by the name of their class, and gives no access to them. So they register here.
+_routers: weakref.WeakSet[RequestRouter] = weakref.WeakSet()
+_routers_lock = threading.Lock()
 
 Health = Literal["unknown", "starting", "no answer"] | EngineHealth
 
@@ -240,3 +246,20 @@ def _actor(name: str) -> Any:
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
+
+
+def add_router(router: RequestRouter) -> None:
+    """Register a router of this process, see `replicas_of`. Any thread may call it."""
+    with _routers_lock:
+        _routers.add(router)
+
+
+def replicas_of(app: str, deployment: str) -> set[str]:
+    """Return the actor names of a deployment's replicas to which this process sends requests now."""
+    with _routers_lock:
+        known = [replica for router in _routers for replica in list(router.curr_replicas)]
+    return {
+        replica.to_full_id_str()
+        for replica in known
+        if (replica.deployment_id.app_name, replica.deployment_id.name) == (app, deployment)
+    }

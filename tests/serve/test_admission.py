@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from rayspec.serve.admission import Admission
+from rayspec.serve.access import Admission
 from rayspec.serve.replies import BUSY, Refused
 
 

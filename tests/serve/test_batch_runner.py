@@ -20,8 +20,9 @@ from rayspec.command.locations import Location
 from rayspec.openai.batch import BatchLine, BatchResult
 from rayspec.openai.batches import Batch, BatchRequest
 from rayspec.openai.errors import ApiError, InvalidRequestError
-from rayspec.serve.batch_runner import BatchRun, BatchRunner, BatchSettings
+from rayspec.serve.batch_runner import BatchRun, BatchRunner
 from rayspec.serve.batch_store import BatchStore
+from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import GONE
 from rayspec.types import ConfigError
 
@@ -252,8 +253,9 @@ def test_results_that_are_written_slowly_are_not_lost_when_the_lines_end(
     assert rows_of(store, batch.error_file_id) == NAMES[:1]
 
 
-def settings_of(tmp_path: Path, **options: Any) -> BatchSettings:
-    return BatchSettings(folder=str(tmp_path / "kept"), max_lines=1000, places={"demo": 4}, **options)
+def options_of(tmp_path: Path) -> ServeOptions:
+    model = {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": {"max_num_seqs": 4}}
+    return ServeOptions(llm_configs=(model,), batches=str(tmp_path / "kept"), max_batch_lines=1000)
 
 
 class Model:
@@ -283,12 +285,12 @@ def statuses(store: BatchStore) -> Counter[str]:
 
 
 def test_few_batches_run_at_once_and_a_cancelled_one_need_not_wait(tmp_path: Path) -> None:
-    store = settings_of(tmp_path).store()
+    store = BatchStore.at(str(tmp_path / "kept"))
     batches = [new_batch(store, NAMES[:3]) for _ in range(12)]
 
     async def work() -> None:
         model = Model()
-        runner = BatchRunner(settings_of(tmp_path), {"demo": model})
+        runner = BatchRunner(options_of(tmp_path), {"demo": model})
         await until(lambda: statuses(store)["in_progress"] == 4)
         for _ in range(20):
             await runner.wake()
@@ -305,7 +307,7 @@ def test_few_batches_run_at_once_and_a_cancelled_one_need_not_wait(tmp_path: Pat
 
 
 def test_a_second_runner_waits_for_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = settings_of(tmp_path).store()
+    store = BatchStore.at(str(tmp_path / "kept"))
     batch = new_batch(store, NAMES[:3])
 
     async def work() -> None:
@@ -315,7 +317,7 @@ def test_a_second_runner_waits_for_the_first(tmp_path: Path, caplog: pytest.LogC
             store.lock()
         model = Model()
         model.go.set()
-        runner = BatchRunner(settings_of(tmp_path), {"demo": model})
+        runner = BatchRunner(options_of(tmp_path), {"demo": model})
         for _ in range(5):
             await runner.wake()
             await asyncio.sleep(0.05)
@@ -451,7 +453,7 @@ def test_refused_and_interrupted_uploads_leave_nothing(store: BatchStore, tmp_pa
 def test_what_is_kept_is_for_its_owner_only(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        store = settings_of(tmp_path).store()
+        store = BatchStore.at(str(tmp_path / "kept"))
         batch = new_batch(store, NAMES[:3])
         asyncio.run(run_of(store, batch).run())
         store.cancel(new_batch(store, NAMES[:3]).id)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from rayspec.command.options import Asked
-from rayspec.serve.command_line import asked_options
-from rayspec.serve.options import ServeOptions
+from rayspec.serve.options import ServeOptions, asked_options
 from rayspec.types import ConfigError
 
 FLAGS = {"model": "org/model", "tokenizer": "org/tok", "dtype": "float32", "stages": 2, "strategy": None}

@@ -18,10 +18,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from rayspec.openai.errors import ApiError, InvalidRequestError
-from rayspec.serve.admission import Admission, error_response
-from rayspec.serve.bodies import read_body
+from rayspec.serve.access import Admission, error_response
+from rayspec.serve.bodies import read_body, read_form
 from rayspec.serve.front import http_server
-from rayspec.serve.uploads import read_form
+from rayspec.serve.replies import Refused
 
 MAX_BYTES = 3 * 2**20
 BODY = json.dumps({"prompt": "é " * 1000}).encode()
@@ -33,15 +33,15 @@ async def echo(request: Request) -> Response:
         with ExitStack() as held:
             body = await read_body(request, MAX_BYTES, 5.0, large=large, held=held)
             return Response(body, headers={"x-large": str(large.under_way)})
-    except InvalidRequestError as error:
-        return error_response(ApiError.of(error))
+    except (InvalidRequestError, Refused) as error:
+        return error_response(error.error if isinstance(error, Refused) else ApiError.of(error))
 
 
 async def upload(request: Request) -> Response:
     try:
         return Response(b"".join([part.name.encode() async for part in read_form(request, 5.0, MAX_BYTES)]))
-    except InvalidRequestError as error:
-        return error_response(ApiError.of(error))
+    except (InvalidRequestError, Refused) as error:
+        return error_response(error.error if isinstance(error, Refused) else ApiError.of(error))
 
 
 @pytest.fixture(scope="module")

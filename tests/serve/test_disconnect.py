@@ -16,7 +16,8 @@ import pytest
 from rayspec.openai.errors import ApiError
 from rayspec.serve.access import ApiKeys
 from rayspec.serve.front import http_server
-from rayspec.serve.ingress import Ingress, IngressSettings, ModelSettings, build_app
+from rayspec.serve.ingress import Ingress, build_app
+from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import Reply
 from tests.serve.endpoint_process import EndpointProcess, wait_until
 
@@ -72,20 +73,9 @@ class EndlessCall:
 @pytest.fixture
 def endless() -> Iterator[tuple[Ingress, EndlessModel, tuple[str, int]]]:
     model = EndlessModel()
-    settings = IngressSettings(
-        keys=ApiKeys.of(()),
-        models={"demo": ModelSettings(max_admitted=1, scales_to_zero=True)},
-        hosts=frozenset(),
-        cors=(),
-        max_requests=9,
-        max_request_bytes=9999,
-        body_timeout_s=9,
-        request_timeout_s=None,
-        replica_timeout_s=60,
-        batches=None,
-        max_batch_file_bytes=0,
-    )
-    ingress = Ingress(settings, {"demo": model})
+    deployment = {"max_ongoing_requests": 1, "max_queued_requests": 0, "autoscaling_config": {"min_replicas": 0}}
+    config = {"model_loading_config": {"model_id": "demo"}, "deployment_config": deployment}
+    ingress = Ingress(ServeOptions(llm_configs=(config,)), {"demo": model}, keys=ApiKeys.of(()), hosts=frozenset())
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -22,9 +22,9 @@ import rayspec
 from rayspec.config import SamplingParams
 from rayspec.serve import build_openai_app
 from rayspec.serve.description import ErrorBody
-from rayspec.serve.reached import replicas_of
 from rayspec.serve.run import Address
 from rayspec.serve.status import EndpointStatus
+from rayspec.serve.watch import replicas_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from prometheus_client import Metric
@@ -19,9 +20,8 @@ from rayspec.choices import FULL, SKIP, Choices, choices_of
 from rayspec.command.loading import load_llm
 from rayspec.command.settings import make_settings
 from rayspec.decode.stages import StageUse
-from rayspec.serve.metered import MeteredEngine
 from rayspec.serve.metric_table import METRICS, UNREACHABLE_NODES
-from rayspec.serve.metrics import EngineMetrics, keep_updated
+from rayspec.serve.metrics import EngineMetrics, MeteredEngine, keep_updated, ray_recorder
 from rayspec.serve.scrape import scrape
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.gate import Gated
@@ -42,7 +42,7 @@ from tests.strategy_cases import latency_model, round_of, state
 PLAN = Plan(choices=choices_of([True, False, True, True]), num_draft_tokens=4, source="test")
 IDLE = EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=64)
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
-KINDS = {spec.name: spec.kind for spec in METRICS}
+KINDS = {spec.name.removeprefix("rayspec_"): spec.kind for spec in METRICS}
 
 
 @dataclass(slots=True)
@@ -53,9 +53,8 @@ class Recording:
     gauges: dict[tuple[str, str], float] = field(default_factory=dict)
     histograms: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def record(self, name: str, value: float, label: str = "") -> None:
-        short = name.removeprefix("rayspec_")
-        match KINDS[name]:
+    def record(self, short: str, value: float, label: str) -> None:
+        match KINDS[short]:
             case "counter":
                 assert value > 0, "Ray refuses to increase a counter by nothing"
                 self.counters[short, label] += value
@@ -118,7 +117,7 @@ def observe(metrics: EngineMetrics, whole: RequestOutput) -> None:
 
 def test_a_whole_output_gives_its_latencies_and_lengths() -> None:
     recording = Recording()
-    observe(EngineMetrics(recording), output(completion(5, "length"), first_token_s=10.5, finished_s=12.5))
+    observe(EngineMetrics(recording.record), output(completion(5, "length"), first_token_s=10.5, finished_s=12.5))
     assert recording.counters == {("request_success", "length"): 1}
     assert recording.histograms == {
         "time_to_first_token_seconds": [0.5],
@@ -131,7 +130,7 @@ def test_a_whole_output_gives_its_latencies_and_lengths() -> None:
 
 def test_the_pieces_of_a_stream_give_the_same_and_the_time_between_them() -> None:
     recording, clock = Recording(), Clock()
-    with EngineMetrics(recording, clock=clock).request() as request:
+    with EngineMetrics(recording.record, clock=clock).request() as request:
         for seconds, piece in (
             (20.0, output(completion(1), finished=False, first_token_s=10.5)),
             (20.5, output(completion(2), finished=False, first_token_s=10.5)),
@@ -153,7 +152,7 @@ def test_the_pieces_of_a_stream_give_the_same_and_the_time_between_them() -> Non
 
 def test_several_texts_of_a_request_are_one_request() -> None:
     recording, clock = Recording(), Clock()
-    with EngineMetrics(recording, clock=clock).request() as request:
+    with EngineMetrics(recording.record, clock=clock).request() as request:
         request.observe(output(completion(1), completion(1, index=1), finished=False, first_token_s=11.0))
         clock.now = 2.0
         request.observe(output(completion(4, "stop", index=1), finished=False, first_token_s=11.0))
@@ -169,14 +168,14 @@ def test_several_texts_of_a_request_are_one_request() -> None:
 
 def test_a_text_of_one_token_has_no_time_per_token() -> None:
     recording = Recording()
-    observe(EngineMetrics(recording), output(completion(1, "stop"), first_token_s=11.0, finished_s=11.0))
+    observe(EngineMetrics(recording.record), output(completion(1, "stop"), first_token_s=11.0, finished_s=11.0))
     assert "request_time_per_output_token_seconds" not in recording.histograms
     assert recording.histograms["e2e_request_latency_seconds"] == [1.0]
 
 
 def test_errors_are_counted_by_kind_and_have_no_latency() -> None:
     recording = Recording()
-    metrics = EngineMetrics(recording)
+    metrics = EngineMetrics(recording.record)
     observe(metrics, output(error=PromptTooLongError("too long")))
     observe(metrics, output(completion(2, "error"), error=RayspecError("broken"), first_token_s=11.0, finished_s=12.0))
     assert recording.counters == {("request_errors", "prompt_too_long"): 1, ("request_errors", "internal"): 1}
@@ -194,7 +193,7 @@ def test_errors_are_counted_by_kind_and_have_no_latency() -> None:
 )
 def test_a_request_that_is_left_before_its_end_is_counted(leaving: BaseException, counted: tuple[str, str]) -> None:
     recording = Recording()
-    with pytest.raises(type(leaving)), EngineMetrics(recording).request() as request:
+    with pytest.raises(type(leaving)), EngineMetrics(recording.record).request() as request:
         request.observe(output(completion(1), finished=False, first_token_s=11.0))
         raise leaving
     assert recording.counters == {counted: 1}
@@ -202,7 +201,7 @@ def test_a_request_that_is_left_before_its_end_is_counted(leaving: BaseException
 
 def test_what_happens_after_the_end_is_not_counted() -> None:
     recording = Recording()
-    with pytest.raises(ConnectionError), EngineMetrics(recording).request() as request:
+    with pytest.raises(ConnectionError), EngineMetrics(recording.record).request() as request:
         request.observe(output(completion(2, "stop"), first_token_s=11.0, finished_s=12.0))
         raise ConnectionError
     assert recording.counters == {("request_success", "stop"): 1}
@@ -210,7 +209,7 @@ def test_what_happens_after_the_end_is_not_counted() -> None:
 
 def test_an_output_that_the_engine_aborted_has_no_latency() -> None:
     recording = Recording()
-    observe(EngineMetrics(recording), output(completion(2, "abort"), first_token_s=11.0, finished_s=12.0))
+    observe(EngineMetrics(recording.record), output(completion(2, "abort"), first_token_s=11.0, finished_s=12.0))
     assert recording.counters == {("request_success", "abort"): 1}
     assert recording.histograms == {"time_to_first_token_seconds": [1.0]}
 
@@ -220,7 +219,7 @@ def test_an_output_that_the_engine_aborted_has_no_latency() -> None:
 
 def test_counters_grow_by_what_was_done_since() -> None:
     recording, stats = Recording(), EngineStats()
-    metrics = EngineMetrics(recording)
+    metrics = EngineMetrics(recording.record)
     metrics.update(stats, IDLE)
     assert not recording.counters
     stats.num_prompt_tokens, stats.num_generated_tokens, stats.num_preemptions, stats.num_replays = 100, 30, 2, 1
@@ -241,7 +240,7 @@ def test_counters_grow_by_what_was_done_since() -> None:
 
 def test_a_counter_of_an_engine_made_anew_goes_on() -> None:
     recording = Recording()
-    metrics = EngineMetrics(recording)
+    metrics = EngineMetrics(recording.record)
     for num_tokens in (50, 20, 25):
         metrics.update(EngineStats(num_generated_tokens=num_tokens), IDLE)
     assert recording.counters["generation_tokens", ""] == 75
@@ -249,7 +248,7 @@ def test_a_counter_of_an_engine_made_anew_goes_on() -> None:
 
 @dataclass(slots=True)
 class Busy:
-    """Something that can be watched."""
+    """The part of an engine that its metrics read."""
 
     stats: EngineStats = field(default_factory=EngineStats)
     load: EngineLoad = IDLE
@@ -259,10 +258,10 @@ class Busy:
 
 
 def test_metrics_are_kept_up_to_date_to_the_last() -> None:
-    recording, busy = Recording(), Busy()
+    recording, busy = Recording(), cast(Any, Busy())
 
     async def watch() -> None:
-        updating = asyncio.create_task(keep_updated(EngineMetrics(recording), busy, every_s=0.01))
+        updating = asyncio.create_task(keep_updated(EngineMetrics(recording.record), busy, every_s=0.01))
         for num_tokens in (5, 9):
             busy.stats.num_generated_tokens = num_tokens
             while recording.counters["generation_tokens", ""] < num_tokens:
@@ -285,7 +284,7 @@ def test_accepted_lengths_become_drafts_and_positions() -> None:
         num_accepted_tokens=11,
         accepted_lengths={0: 4, 1: 3, 2: 1, 3: 2},
     )
-    EngineMetrics(recording).update(stats, IDLE)
+    EngineMetrics(recording.record).update(stats, IDLE)
     assert recording.counters == {
         ("spec_decode_num_drafts", ""): 10,
         ("spec_decode_num_draft_tokens", ""): 40,
@@ -303,7 +302,7 @@ def test_load_plan_and_stages_are_gauges() -> None:
     stats.plans.append(record_of((SKIP, FULL, FULL, FULL, FULL, SKIP, SKIP, SKIP), num_tokens=30, sequence_s=2.0))
     load = EngineLoad(num_running=3, num_waiting=4, kv_used_tokens=16, kv_total_tokens=64)
     stages = [StageUse(name="stage-0", busy_s=1.0, elapsed_s=4.0, num_passes=9)]
-    EngineMetrics(recording).update(stats, load, stages)
+    EngineMetrics(recording.record).update(stats, load, stages)
     assert recording.gauges == {
         ("num_requests_running", ""): 3,
         ("num_requests_waiting", ""): 4,
@@ -322,7 +321,7 @@ def test_load_plan_and_stages_are_gauges() -> None:
 def test_attention_and_mlp_are_told_apart_and_a_plan_not_used_has_no_speed() -> None:
     recording = Recording()
     choices: Choices = ("skip", "int4", "skip", "full", "full", "full", "pages", "full")
-    EngineMetrics(recording).update(EngineStats(plans=[record_of(choices, num_tokens=0, sequence_s=0.0)]), IDLE)
+    EngineMetrics(recording.record).update(EngineStats(plans=[record_of(choices, num_tokens=0, sequence_s=0.0)]), IDLE)
     assert recording.gauges["plan_skipped_share", "attention"] == 0.5
     assert recording.gauges["plan_skipped_share", "mlp"] == 0.0
     assert recording.gauges["plan_measured_tokens_per_second", ""] == 0.0
@@ -337,7 +336,7 @@ def gate_gauges(recording: Recording) -> dict[tuple[str, str], float]:
 
 def test_what_a_strategy_says_of_drafting_becomes_few_labels() -> None:
     recording, seen = Recording(), set()
-    metrics, strategy = EngineMetrics(recording), Gated(FixedPlan(PLAN), latency_model(2))
+    metrics, strategy = EngineMetrics(recording.record), Gated(FixedPlan(PLAN), latency_model(2))
     for accepted in (4, 0, 4):
         for number in range(300):
             here = state()
@@ -360,7 +359,7 @@ def test_what_a_strategy_says_of_drafting_becomes_few_labels() -> None:
 
 def test_the_number_of_reasons_is_bounded() -> None:
     recording = Recording()
-    metrics = EngineMetrics(recording)
+    metrics = EngineMetrics(recording.record)
     for number in range(100):
         word = "".join(chr(ord("a") + int(digit)) for digit in str(number))
         metrics.update(EngineStats(gate_reason=f"drafting is on ({word})"), IDLE)
@@ -371,7 +370,7 @@ def test_the_number_of_reasons_is_bounded() -> None:
 
 def test_where_there_is_no_gate_it_is_neither_open_nor_closed() -> None:
     recording = Recording()
-    metrics = EngineMetrics(recording)
+    metrics = EngineMetrics(recording.record)
     metrics.update(EngineStats(), IDLE)
     assert not gate_gauges(recording)
     metrics.update(EngineStats(gate_reason="the plan is fixed"), IDLE)
@@ -464,7 +463,7 @@ async def scrape_until(total_s: float, deadline_s: float) -> dict[str, Metric]:
 
 @pytest.fixture(scope="module")
 def served(ray_cluster: None) -> Served:
-    metrics = EngineMetrics.to_ray(model='the "demo"\\', replica="r1")
+    metrics = EngineMetrics(ray_recorder(model='the "demo"\\', replica="r1"))
     outputs, num_pieces, stats = asyncio.run(serve_some(metrics))
     return Served(outputs, num_pieces, stats, asyncio.run(scrape_until(stats.total_s, 30.0)))
 

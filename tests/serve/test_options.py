@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rayspec.serve.app import model_deployment
 from rayspec.serve.options import ServeOptions, serve_options
 from rayspec.types import ConfigError
 
@@ -88,18 +89,6 @@ def test_a_model_may_be_a_file(tmp_path: Path) -> None:
         ({"llm_configs": [model(), model()]}, ["'m'", "2 of llm_configs"]),
         ({"llm_configs": [model()], "api_key": []}, ["'api_key'", "'api_keys'"]),
         ({"llm_configs": [{"model_loading_config": {"model": "x"}}]}, ["llm_configs.0", "model_loading_config"]),
-        (
-            {"llm_configs": [model(deployment_config={"max_ongoing_request": 3})]},
-            ["llm_configs.0", "deployment_config", "'max_ongoing_request'", "'max_ongoing_requests'"],
-        ),
-        (
-            {"llm_configs": [model(deployment_config={"autoscaling_config": {"max_replica": 3}})]},
-            ["autoscaling_config", "'max_replicas'"],
-        ),
-        (
-            {"llm_configs": [model(deployment_config={"ray_actor_options": {"num_gpu": 3}})]},
-            ["ray_actor_options", "'num_gpus'"],
-        ),
         ({"llm_configs": [model(engine_kwargs={"dtyp": "float32"})]}, ["llm_configs.0", "engine_kwargs", "'dtype'"]),
         ({"llm_configs": [model(engine_kwargs={"model": "x"})]}, ["engine_kwargs.model", "model_source"]),
         (
@@ -111,12 +100,8 @@ def test_a_model_may_be_a_file(tmp_path: Path) -> None:
             ["engine_kwargs.parallel.replicas", "is 3", "deployment_config.num_replicas to 3"],
         ),
         (
-            {"llm_configs": [model(deployment_config={"num_replicas": 2, "autoscaling_config": {}})]},
-            ["num_replicas", "autoscaling_config"],
-        ),
-        (
-            {"llm_configs": [model(deployment_config={"autoscaling_config": {"min_replicas": 3, "max_replicas": 2}})]},
-            ["min_replicas (3)", "max_replicas (2)"],
+            {"llm_configs": [model(deployment_config={"num_replicas": 0})]},
+            ["deployment_config", "num_replicas", "is 0", "greater than or equal to 1"],
         ),
         ({"llm_configs": ["absent.yaml"]}, ["absent.yaml", "cannot be read"]),
         ({"llm_configs": [model()], "cors": ["app.example"]}, ["'cors'", "'app.example'", "https://app.example"]),
@@ -126,6 +111,50 @@ def test_a_model_may_be_a_file(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named_with_a_remedy(args: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         serve_options(args, environment={})
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+def made(**deployment: Any) -> Any:
+    config = options(model(deployment_config=deployment)).llm_configs[0]
+    return model_deployment(config, replica_timeout_s=60.0, name="Model:m", num_gpus=0)(object)
+
+
+def test_serve_gets_the_options_of_a_deployment() -> None:
+    deployment = made(
+        rolling_update_percentage=0.5,
+        max_replicas_per_node=2,
+        health_check_period_s=3,
+        autoscaling_config={"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 9},
+        ray_actor_options={"num_cpus": 3, "resources": {"here": 1}},
+    )
+    config = deployment._deployment_config
+    assert (config.rolling_update_percentage, config.health_check_period_s, config.health_check_timeout_s) == (
+        0.5,
+        3,
+        60,
+    )
+    scaling = config.autoscaling_config
+    assert (scaling.max_replicas, scaling.target_ongoing_requests) == (4, 9)
+    assert deployment.ray_actor_options == {"num_cpus": 3, "num_gpus": 0, "resources": {"here": 1}}
+    assert made().max_ongoing_requests == 16
+
+
+@pytest.mark.parametrize(
+    ("deployment", "words"),
+    [
+        ({"max_ongoing_request": 3}, ["'deployment_config'", "'max_ongoing_request'", "'max_ongoing_requests'"]),
+        ({"name": "mine"}, ["'deployment_config'", "'name'"]),
+        ({"autoscaling_config": {"max_replica": 3}}, ["'deployment_config.autoscaling_config'", "'max_replicas'"]),
+        ({"autoscaling_config": {"min_replicas": 3, "max_replicas": 2}}, ["min_replicas (3)", "max_replicas (2)"]),
+        ({"autoscaling_config": {"max_replicas": "many"}}, ["deployment_config", "max_replicas", "valid integer"]),
+        ({"num_replicas": 2, "autoscaling_config": {"min_replicas": 1}}, ["num_replicas", "autoscaling_config"]),
+        ({"ray_actor_options": {"num_gpu": 3}}, ["deployment_config", "'num_gpu'", "num_gpus"]),
+        ({"health_check_period_s": -1}, ["deployment_config", "health_check_period_s", "greater than 0"]),
+    ],
+)
+def test_what_serve_would_ignore_or_refuse_is_named(deployment: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        made(**deployment)
     assert [word for word in words if word not in str(raised.value)] == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack, ExitStack
 
-from rayspec.serve.precedence import Precedence
+from rayspec.serve.model_server import Precedence
 
 
 def test_lines_take_what_interactive_requests_leave_and_at_least_one_runs() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rayspec.serve.recent import RecentRates
+from rayspec.serve.status import RecentRates
 from rayspec.types import EngineStats
 
 

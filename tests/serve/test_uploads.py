@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.openai.errors import InvalidRequestError
-from rayspec.serve.uploads import read_form
+from rayspec.serve.bodies import read_form
+from rayspec.serve.replies import Refused
 
 TYPE = 'multipart/form-data; boundary="b-o"'
 Parts = list[tuple[str, str | None, bytes]]
@@ -91,9 +92,9 @@ def test_what_comes_before_the_form_is_limited() -> None:
 
 @pytest.mark.parametrize("many", [("name=a", b"x" * 100_000), ("name=a", b"")])
 def test_a_form_is_limited_as_a_whole(many: tuple[str, bytes]) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
+    with pytest.raises(Refused) as caught:
         read(form(*[many] * (3 if many[1] else 3000)), 1000, max_file_bytes=1000)
-    assert caught.value.status == 413
+    assert caught.value.error.status == 413
 
 
 @pytest.mark.parametrize("pause_s", [0.02, 10])
@@ -104,9 +105,9 @@ def test_a_slow_form_has_a_limit_as_a_whole(pause_s: float) -> None:
             await asyncio.sleep(pause_s)
 
     start_s = time.monotonic()
-    with pytest.raises(InvalidRequestError) as caught:
+    with pytest.raises(Refused) as caught:
         asyncio.run(parts_of(drip, timeout_s=0.3))
-    assert caught.value.status == 408
+    assert caught.value.error.status == 408
     assert time.monotonic() - start_s < 2
 
 

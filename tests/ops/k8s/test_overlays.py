@@ -344,8 +344,7 @@ def _engine(resource: Manifest) -> tuple[Any, int]:
         return _settings(resource["spec"]["entrypoint"]), 1
     [application] = yaml.safe_load(resource["spec"]["serveConfigV2"])["applications"]
     [config] = serve_options(application["args"], environment={}).llm_configs
-    scaling = config.deployment_config.autoscaling_config
-    return config, (scaling.max_replicas or 1) if scaling is not None else config.deployment_config.num_replicas
+    return config, config.num_replicas
 
 
 def _settings(entrypoint: str) -> Settings:

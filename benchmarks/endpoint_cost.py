@@ -1,6 +1,6 @@
 """What the endpoint costs beside an engine that computes nothing: CPU seconds per token of each process.
 
-    python -m tests.serve.endpoint_cost --way front --num-streams 64 --seconds 20
+    python -m benchmarks.endpoint_cost --way front --num-streams 64 --seconds 20
 
 way: "engine" is the engine alone, its streams read in one process; "front" is `rayspec serve`; "serve" is a Serve
 application behind Serve's proxy, with `--num-ingresses` ingress replicas. Clients are a process of their own that is
@@ -24,12 +24,12 @@ from typing import Any
 from unittest.mock import patch
 
 import aiohttp
-import psutil
+import psutil  # type: ignore[import-untyped]
 
+from benchmarks.paced_engine import PacedModelServer, paced_llm
 from benchmarks.serve_client import Ask, send
 from rayspec.async_engine import AsyncEngine
 from rayspec.config import SamplingParams
-from tests.serve.paced_engine import PacedModelServer, paced_llm
 
 _WARM_S = 3.0
 _MODEL = "paced"
@@ -96,8 +96,8 @@ def through_endpoint(
 @contextmanager
 def _endpoint(way: str, options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Its URL and the session of its processes."""
-    command = [sys.executable, "-m", "tests.serve.endpoint_cost", "--server", way, "--options", json.dumps(options)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    command = [sys.executable, "-m", "benchmarks.endpoint_cost", "--server", way, "--options", json.dumps(options)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)  # noqa: S603
     try:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
@@ -178,7 +178,7 @@ def _serve(way: str, options: Mapping[str, Any]) -> None:
     from ray import serve  # noqa: PLC0415
 
     from rayspec.ray_session import ray_session  # noqa: PLC0415
-    from rayspec.serve.app import bind  # noqa: PLC0415
+    from rayspec.serve.app import build_openai_app  # noqa: PLC0415
     from rayspec.serve.options import serve_options  # noqa: PLC0415
     from rayspec.serve.run import Address, run_endpoint  # noqa: PLC0415
 
@@ -186,21 +186,25 @@ def _serve(way: str, options: Mapping[str, Any]) -> None:
         "model_loading_config": {"model_id": _MODEL, "model_source": "demo"},
         "engine_kwargs": {"max_num_seqs": 64},
     }
-    asked = serve_options({"llm_configs": [model], **options}, environment={})
+    args = {"llm_configs": [model], **options}
     with patch("rayspec.serve.app._MODEL_SERVER", PacedModelServer):
         if way == "front":
-            run_endpoint(asked, Address(port=0), lambda url: print(url, flush=True))
+            run_endpoint(serve_options(args, environment={}), Address(port=0), lambda url: print(url, flush=True))
             return
         address = Address(port=0).checked()
         with ray_session():
             serve.start(http_options={"port": address.port}, logging_config={"enable_access_log": False})
-            serve.run(bind(asked), name="rayspec", logging_config={"log_level": "ERROR", "enable_access_log": False})
+            serve.run(
+                build_openai_app(args),
+                name="rayspec",
+                logging_config={"log_level": "ERROR", "enable_access_log": False},
+            )
             print(address.url, flush=True)
             try:
                 while True:
                     time.sleep(1)
             finally:
-                serve.shutdown()
+                serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def main() -> None:
@@ -216,7 +220,7 @@ def main() -> None:
         _serve(asked.server, asked.options)
         return
     if asked.way == "engine":
-        costs = (engine_alone(asked.num_streams, asked.seconds) for _ in range(asked.repeats))
+        costs = iter([engine_alone(asked.num_streams, asked.seconds) for _ in range(asked.repeats)])
     else:
         costs = through_endpoint(asked.way, asked.num_streams, asked.seconds, asked.options, asked.repeats)
     for cost in costs:

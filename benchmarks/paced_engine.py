@@ -21,7 +21,7 @@ from rayspec.decode.output import NewOutput
 from rayspec.decode.progress import Progress
 from rayspec.decode.requests import LiveRequest, Requests, Vocabulary
 from rayspec.generation import GenerationDefaults
-from rayspec.local_engine import load_tokenizer
+from rayspec.model.weights import load_tokenizer
 from rayspec.serve.model_server import ModelServer
 from rayspec.serve.options import LLMConfig
 from rayspec.types import EngineLoad, EngineStats, Request
@@ -94,7 +94,7 @@ class PacedEngine:
                 sequence.commit([self._tokens[sequence.num_tokens % len(self._tokens)]])
                 self.stats.num_generated_tokens += 1
                 sequence.metrics.first_token_s = sequence.metrics.first_token_s or time.perf_counter()
-                if sequence.finished:
+                if live.finished:
                     sequence.metrics.finished_s = time.perf_counter()
 
 
