@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from benchmarks.roofline import SHAPES, ModelShape
 from rayspec.bench.selfcheck.options import SelfcheckOptions
 from rayspec.bench.selfcheck.outcome import Outcome, Table, measured
 from rayspec.bench.selfcheck.timing import cache_bytes, fastest_seconds
 from rayspec.model.matrices import Matrix, has_blocked_layout
-from rayspec.planning.roofline import SHAPES, ModelShape
 
 _MODELS = ("Llama-3.1-8B", "Qwen3-14B", "Llama-3.1-70B")
 _ROW_COUNTS = (1, 2, 4, 8, 16)

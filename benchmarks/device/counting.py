@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.device.launches import LaunchRecorder, num_kernels, record_forward
 from benchmarks.device.ledger import StepLedger
+from benchmarks.roofline import ModelShape
 from rayspec.bench.selfcheck.models import Prepared, prepare
 from rayspec.choices import FULL, SKIP, Choices
 from rayspec.model.architecture import Decomposition
@@ -23,7 +24,6 @@ from rayspec.model.matrices import Matrix
 from rayspec.model.norms import RmsNorm
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Sublayer
-from rayspec.planning.roofline import ModelShape
 
 _EPS = 1e-6
 _META = torch.device("meta")

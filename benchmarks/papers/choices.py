@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.papers.rows import MAX_DRAFT_TOKENS, keep_layers
+from benchmarks.roofline import ACCELERATORS, QUANTISED_BYTES, SHAPES, Accelerator, choice_latency
 from rayspec.bench.markdown import markdown_table
 from rayspec.choices import Choices, combinations, combined, weights_of
 from rayspec.planning.acceptance import best_choice
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.roofline import ACCELERATORS, QUANTISED_BYTES, SHAPES, Accelerator, choice_latency
 
 _GPU = "H100"
 _CLUSTERS = (("Llama-3.1-70B", 8), ("Llama-3.1-405B", 16))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from rayspec.choices import FULL, SKIP, Choices
 from rayspec.planning.acceptance import Decision, best_choice
 from rayspec.planning.latency import Curve, LatencyModel
-from rayspec.planning.stopping import NEVER, StopRule
+from rayspec.planning.learning import NEVER, StopRule
 
 _MANY_ROWS = 4096
 _NUM_HALVINGS = 20

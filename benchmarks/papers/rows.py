@@ -23,9 +23,9 @@ from benchmarks.papers.prediction import (
     relative_latency,
 )
 from benchmarks.papers.published import Published, published
+from benchmarks.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
 from rayspec.choices import FULL, SKIP, Choices, choices_of
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
 
 KNAPSPEC_PAPER = "KnapSpec"
 # Share of the sublayers' time that drafts skip if a row has no share: KnapSpec may skip half, CLaSp skips 40 to 60 %.

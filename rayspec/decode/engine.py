@@ -40,7 +40,7 @@ from rayspec.decode.work import (
 from rayspec.generation import GenerationDefaults
 from rayspec.model.rows import slots_between
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.prefill_pace import PrefillPace
+from rayspec.planning.learning import PrefillPace
 from rayspec.types import (
     EngineLoad,
     EngineStats,

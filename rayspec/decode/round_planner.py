@@ -18,7 +18,7 @@ from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import Stages
 from rayspec.decode.strategy import BatchState, RoundPlan, Strategy
 from rayspec.decode.work import Chunk, Round, RoundEntry, RoundResult, TappedToken
-from rayspec.planning.answer_length import AnswerLength
+from rayspec.planning.learning import AnswerLength
 from rayspec.types import EngineStats, Plan
 
 _MAX_PLAN_RECORDS = 1024

@@ -20,8 +20,8 @@ from rayspec.generation import DecodingParams
 from rayspec.model.rows import RowSpan
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.latency import Measurement
+from rayspec.planning.learning import DraftWhileSure
 from rayspec.planning.lookup import DraftUntilFound
-from rayspec.planning.stopping import DraftWhileSure
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

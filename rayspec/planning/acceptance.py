@@ -13,10 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rayspec.choices import FULL, Choices, num_leading_full
-from rayspec.planning.calibration import CalibrationCurve
-from rayspec.planning.constants import PRIOR_TOKENS
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.stopping import NEVER, StopRule, expected_draft
+from rayspec.planning.learning import NEVER, PRIOR_TOKENS, CalibrationCurve, StopRule, expected_draft
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rayspec.planning.constants import (
+from rayspec.planning.learning import (
     COOLDOWN_TOKENS,
     FIRST_SEARCH_SHARE,
     MAX_PATIENCE_TOKENS,
     MAX_RATIO,
     NUM_ERRORS,
     TOKENS_HALF_LIFE,
+    Discounted,
 )
-from rayspec.planning.discounted import Discounted
 
 
 class Budget:

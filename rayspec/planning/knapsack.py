@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayspec.choices import FULL, SKIP, Choice
-from rayspec.planning.constants import BAND
+from rayspec.planning.learning import BAND
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

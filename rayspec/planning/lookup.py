@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 
 from rayspec.planning.acceptance import DraftWhileWorth
-from rayspec.planning.constants import TEXT_HALF_LIFE
-from rayspec.planning.discounted import Discounted
+from rayspec.planning.learning import TEXT_HALF_LIFE, Discounted
 
 # Support of a looked-up token by other places in the text that follow the same tokens: some of these continue with
 # another token, there are no such places, or all continue with this token.

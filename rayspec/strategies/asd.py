@@ -16,7 +16,7 @@ from rayspec.decode.search import Answer, Cosine, Cosines
 from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.stopping import DraftWhileSure
+from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.periodic import PeriodicStrategy, Tested
 from rayspec.strategies.self_sd import TARGET_ACCEPTANCE, DraftThreshold
 from rayspec.types import PlanRecord

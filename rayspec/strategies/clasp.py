@@ -13,7 +13,7 @@ from rayspec.decode.search import Answer, Found, LayerKnapsack
 from rayspec.decode.strategy import BatchState
 from rayspec.decode.work import KeepDrafting
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.stopping import DraftWhileSure
+from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.periodic import PeriodicStrategy, estimated_acceptance
 from rayspec.types import ConfigError, PlanRecord
 

@@ -25,9 +25,8 @@ from rayspec.decode.search import Answer, Found, FoundDraft, Trial
 from rayspec.decode.strategy import BatchState
 from rayspec.decode.work import KeepDrafting
 from rayspec.planning.acceptance import best_choice
-from rayspec.planning.discounted import Discounted
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.stopping import DraftWhileSure
+from rayspec.planning.learning import Discounted, DraftWhileSure
 from rayspec.strategies.periodic import PeriodicStrategy
 from rayspec.types import ConfigError, PlanRecord
 

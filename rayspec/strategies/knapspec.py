@@ -19,17 +19,20 @@ from rayspec.decode.strategy import Ask, BatchState
 from rayspec.decode.work import RoundResult
 from rayspec.planning.acceptance import Decision, DraftWhileWorth, best_choice, shrink, tokens_per_time
 from rayspec.planning.budget import Budget, Trigger
-from rayspec.planning.calibration import Calibration, Correction
-from rayspec.planning.constants import (
-    FEW_KEYS_COST,
-    FIRST_OFFSET,
-    ROUNDS_TO_REVIEW,
-    TOKENS_HALF_LIFE,
-)
-from rayspec.planning.discounted import Discounted
 from rayspec.planning.knapsack import count_rows, quantize
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.stopping import NEVER, StopRecord, StopRule
+from rayspec.planning.learning import (
+    FEW_KEYS_COST,
+    FIRST_OFFSET,
+    NEVER,
+    ROUNDS_TO_REVIEW,
+    TOKENS_HALF_LIFE,
+    Calibration,
+    Correction,
+    Discounted,
+    StopRecord,
+    StopRule,
+)
 from rayspec.types import Plan, PlanRecord, no_draft
 
 logger = logging.getLogger(__name__)

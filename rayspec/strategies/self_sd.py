@@ -11,7 +11,7 @@ from typing_extensions import Self
 from rayspec.config import SpeculationOptions
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan
 from rayspec.decode.work import RoundResult
-from rayspec.planning.stopping import DraftWhileSure
+from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.periodic import ALWAYS_DRAFTS, Tested
 from rayspec.strategies.saved_plans import SavedPlan
 from rayspec.types import Plan, PlanRecord

@@ -17,7 +17,7 @@ from rayspec.decode.search import Answer, Found, Trial
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan
 from rayspec.decode.work import RoundResult
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.stopping import DraftWhileSure
+from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.mask_search import Keep, MaskSearch
 from rayspec.strategies.periodic import ALWAYS_DRAFTS, CurrentPlan, Tested
 from rayspec.types import ConfigError, PlanRecord

@@ -44,7 +44,7 @@ from rayspec.pipeline.shard import Shard, ShardSpec
 from rayspec.pipeline.stage_worker import stage_name
 from rayspec.pipeline.transport import Envelope, Secret
 from rayspec.planning.acceptance import DraftWhileWorth
-from rayspec.planning.calibration import CalibrationCurve
+from rayspec.planning.learning import CalibrationCurve
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import no_draft
 from tests.engines import RandomPlans, windowed_pages

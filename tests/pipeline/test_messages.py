@@ -70,10 +70,9 @@ from rayspec.pipeline.messages import (
     encode,
 )
 from rayspec.planning.acceptance import DraftWhileWorth
-from rayspec.planning.calibration import CalibrationCurve
 from rayspec.planning.latency import Measurement
+from rayspec.planning.learning import CalibrationCurve, DraftWhileSure
 from rayspec.planning.lookup import DraftUntilFound
-from rayspec.planning.stopping import DraftWhileSure
 from rayspec.types import Logprob, Plan
 
 INT64 = some.integers(-(2**63), 2**63 - 1)

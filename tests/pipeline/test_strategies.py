@@ -7,7 +7,7 @@ import pytest
 from rayspec.config import SamplingParams
 from rayspec.decode.work import Round
 from rayspec.pipeline.messages import Begin, Searched
-from rayspec.planning.stopping import DraftWhileSure
+from rayspec.planning.learning import DraftWhileSure
 from tests.engines import complete, tokens_of
 from tests.families import cases, checkpoint
 from tests.pipeline.loop import loop_engine

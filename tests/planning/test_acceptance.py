@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from rayspec.choices import FULL, SKIP, choices_of
 from rayspec.planning.acceptance import _draft_s, best_choice, expected_tokens, shrink, worth_drafting
-from rayspec.planning.calibration import Calibration, Correction
 from rayspec.planning.latency import Curve, LatencyModel
-from rayspec.planning.stopping import StopRule, expected_draft
+from rayspec.planning.learning import Calibration, Correction, StopRule, expected_draft
 from tests.exhaustive import few_of
 
 NUM_SUBLAYERS = 8

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rayspec.planning.budget import Budget, Trigger
-from rayspec.planning.constants import FIRST_SEARCH_SHARE
+from rayspec.planning.learning import FIRST_SEARCH_SHARE
 
 
 def test_budget_is_never_exceeded() -> None:

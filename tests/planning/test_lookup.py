@@ -9,7 +9,7 @@ from operator import mul
 import pytest
 
 from rayspec.planning.acceptance import DraftWhileWorth
-from rayspec.planning.calibration import CalibrationCurve
+from rayspec.planning.learning import CalibrationCurve
 from rayspec.planning.lookup import (
     AMBIGUOUS,
     SINGLE,

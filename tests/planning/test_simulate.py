@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.roofline import ACCELERATORS, SHAPES, ideal_latency
 from rayspec.choices import FULL, choices_of
 from rayspec.planning.acceptance import best_choice, expected_tokens
 from rayspec.planning.latency import Curve, LatencyModel
-from rayspec.planning.roofline import ACCELERATORS, SHAPES, ideal_latency
 from rayspec.planning.simulate import Drafting, Simulated, Workload, simulate
 
 NUM_LAYERS = 8

@@ -7,7 +7,7 @@ import pytest
 from rayspec.choices import FULL, SKIP
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Cosine, Cosines
-from rayspec.planning.stopping import DraftWhileSure
+from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.asd import ASD, without_similar_attention
 from tests.strategy_cases import Asker, latency_model, round_of, state, turns
 

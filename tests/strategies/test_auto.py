@@ -14,9 +14,8 @@ from rayspec.decode.search import Answer, Question
 from rayspec.decode.strategy import Ask, BatchState
 from rayspec.decode.work import Committed, Draft, RoundResult
 from rayspec.planning.acceptance import DraftWhileWorth
-from rayspec.planning.calibration import CalibrationCurve
-from rayspec.planning.constants import FIRST_SEARCH_SHARE
 from rayspec.planning.latency import LatencyModel
+from rayspec.planning.learning import FIRST_SEARCH_SHARE, CalibrationCurve
 from rayspec.planning.lookup import SINGLE, DraftUntilFound, match_class
 from rayspec.strategies.auto import Auto
 from rayspec.strategies.knapspec import KnapSpec, smaller

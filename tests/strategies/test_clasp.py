@@ -8,7 +8,7 @@ import pytest
 from rayspec.choices import FULL, SKIP, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, FoundDraft, LayerKnapsack, Question
-from rayspec.planning.stopping import DraftWhileSure
+from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.clasp import CLaSp
 from rayspec.types import ConfigError
 from tests.strategy_cases import Asker, latency_model, state, turn, turns

@@ -7,7 +7,7 @@ import pytest
 from rayspec.choices import FULL, SKIP
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, FoundDraft, Question, Trial
-from rayspec.planning.stopping import DraftWhileSure
+from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.dynamic_exit import DEL, ExitRecord, early_exits
 from rayspec.types import ConfigError
 from tests.strategy_cases import Asker, latency_model, state, turns

@@ -11,8 +11,8 @@ from rayspec.choices import FULL, SKIP
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.search import Found, FoundDraft
 from rayspec.local_engine import load_engine
-from rayspec.planning.constants import FIRST_SEARCH_SHARE, ROUNDS_TO_REVIEW
 from rayspec.planning.latency import LatencyModel
+from rayspec.planning.learning import FIRST_SEARCH_SHARE, ROUNDS_TO_REVIEW
 from rayspec.strategies.auto import Auto
 from rayspec.strategies.knapspec import KnapSpec, fastest_draft
 from tests.demo_model import EOS, demo_parts, demo_prompts

@@ -11,7 +11,7 @@ import pytest
 from rayspec.choices import SKIP
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.search import Answer, Feature, Features, Question
-from rayspec.planning.stopping import DraftWhileSure
+from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies import knn_ssd
 from rayspec.strategies.knn_ssd import Domains, KnnSSD, Nearest, nearest, radius, representatives, unit_rows
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlan, SavedPlans

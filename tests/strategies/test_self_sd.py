@@ -4,7 +4,7 @@ import pytest
 
 from rayspec.choices import FULL, SKIP
 from rayspec.config import SpeculationOptions
-from rayspec.planning.stopping import DraftWhileSure
+from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.periodic import Tested
 from rayspec.strategies.self_sd import DraftThreshold, SelfSD
 from tests.strategy_cases import require_lossless, result, saved_plan, state

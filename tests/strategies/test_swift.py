@@ -12,7 +12,7 @@ from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.search import Answer, Found, FoundDraft, Question, Trial
 from rayspec.decode.strategy import RoundPlan
 from rayspec.local_engine import load_engine
-from rayspec.planning.stopping import DraftWhileSure
+from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.mask_search import Keep
 from rayspec.strategies.swift import Swift, SwiftSearch, odd_layers_skipped
 from rayspec.types import ConfigError

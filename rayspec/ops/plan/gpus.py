@@ -15,6 +15,7 @@ _GB, _GIB = 10**9, 2**30
 RESERVED_SHARE, RESERVED_BYTES = 0.05, 2 * _GIB
 DEFAULT_GPUS_PER_NODE = 8
 MAX_GPUS = 4096
+REACHED = 0.65  # share of peak arithmetic that large matrix products reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,19 @@ class Gpu:
     def usable_bytes(self) -> int:
         """Bytes that are available for weights and KV cache."""
         return int(self.memory_gb * _GB * (1 - RESERVED_SHARE)) - RESERVED_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """bytes_per_s: peak memory bandwidth. flops: peak dense 16-bit operations per second."""
+
+    name: str
+    bytes_per_s: float
+    flops: float
+
+    def knee_rows(self, bytes_per_weight: float) -> int:
+        """Return the number of rows up to which reading a weight matrix takes at least as long as multiplying by it."""
+        return round(bytes_per_weight * self.flops * REACHED / (2 * self.bytes_per_s))
 
 
 # Memory and bandwidth as in the vendors' data sheets: NVIDIA A100 (SXM), H100 (SXM; PCIe), H200, HGX B200, L40S, L4,

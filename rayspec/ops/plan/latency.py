@@ -11,9 +11,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from rayspec.model.sizes import BYTES_PER_LINEAR_WEIGHT, LayerSizes, ModelSizes, Quantization
-from rayspec.ops.plan.gpus import Gpu
+from rayspec.ops.plan.gpus import REACHED, Accelerator, Gpu
 from rayspec.planning.latency import HEAD, Curve, LatencyModel, StaleProfileError
-from rayspec.planning.roofline import Accelerator
 from rayspec.types import ConfigError
 
 _GB = 10**9
@@ -34,7 +33,6 @@ _OPERATIONS_PER_BYTE = 200.0
 # Links between GPUs of a node, per direction: NVLink and the like as in the data sheets, else PCIe 4.0 x16.
 _LINK_GB_S = {"A100": 300.0, "H100": 450.0, "H200": 450.0, "GH200": 450.0, "B200": 900.0, "MI300X": 448.0}
 _PCIE_GB_S = 32.0
-_REACHED = 0.65  # share of peak arithmetic that large matrix products reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +104,7 @@ def roofline(cut: Cut, *, efficiency: float) -> Predicted:
                 base = _exchanging(cut, stage, _weights(num_bytes, cut.bytes_per_weight, accelerator))
                 decode[name] = replace(base, kv_s=seen * layer.kv_bytes_per_token / accelerator.bytes_per_s)
                 score_flops = seen * _score_flops(cut.config) / cut.tensor
-                prefill[name] = replace(base, score_s=score_flops / (accelerator.flops * _REACHED))
+                prefill[name] = replace(base, score_s=score_flops / (accelerator.flops * REACHED))
                 names.append(name)
     head = _weights(cut.sizes.head_bytes, cut.itemsize, _accelerator(cut.gpus[-1], efficiency))
     model = LatencyModel(

@@ -9,11 +9,11 @@ from benchmarks.device.counting import meta_layer, share_of, step_ledger
 from benchmarks.device.launches import Launch, num_kernels
 from benchmarks.device.predictions import predictions_page
 from benchmarks.device.static_launches import launches_of
+from benchmarks.roofline import SHAPES, ModelShape
 from rayspec.bench.selfcheck.models import random_model, split
 from rayspec.bench.selfcheck.parity import prepare_parts
 from rayspec.bench.selfcheck.sequences import PassShape
 from rayspec.choices import FULL, SKIP, choices_of
-from rayspec.planning.roofline import SHAPES, ModelShape
 
 ROOT = Path(__file__).parent.parent.parent.parent
 LLAMA = SHAPES["Llama-3.1-8B"]

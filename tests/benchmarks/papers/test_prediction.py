@@ -14,10 +14,10 @@ from benchmarks.papers.prediction import (
     relative_gain,
     relative_latency,
 )
+from benchmarks.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
 from rayspec.choices import FULL, SKIP
 from rayspec.planning.latency import Curve, LatencyModel
-from rayspec.planning.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
-from rayspec.planning.stopping import StopRule
+from rayspec.planning.learning import StopRule
 
 ACCEPTANCES = (0.80, 0.85, 0.90, 0.93, 0.95, 0.97)
 GAINS = {  # worked out apart from S = (1 - a^(g+1)) / (1 - a) / (g c + 1), c = 1 - skipped: best S, and its g

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers.published import PATH, Published, published
-from rayspec.planning.roofline import ACCELERATORS, SHAPES
+from benchmarks.roofline import ACCELERATORS, SHAPES
 
 ARXIV = {"KnapSpec": "2602.20217", "CLaSp": "2505.24196", "SWIFT": "2410.06916", "KNN-SSD": "2505.16162"}
 KNAPSPEC = {  # table 2, as it was read

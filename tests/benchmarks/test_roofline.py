@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
 from rayspec.choices import SKIP
 from rayspec.ops.plan.gpus import KNOWN_GPUS
-from rayspec.planning.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
 
 H200 = ACCELERATORS["H200"]
 

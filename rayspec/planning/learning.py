@@ -1,0 +1,298 @@
+"""What the engine learns while it runs, and the constants that it decides by.
+
+Estimates fade (`Discounted`): acceptance against its estimate, acceptance by confidence, how drafts end, how long
+answers are, and how fast prompts are read. The gate's constants are in `strategies.gate`. docs/internals.md has one
+table of both. Constants that only bound memory or rounding are next to their use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+
+# Number of tested draft tokens after which an observation counts half in estimates of acceptance.
+TOKENS_HALF_LIFE = 512.0
+# Weight of a prior expectation of acceptance, in tested tokens.
+PRIOR_TOKENS = 8.0
+# Logits added to estimates before any draft was in use: first plans on the demo model were estimated at 0.93 and
+# reached 0.75, because the search computes its drafts from the target's own keys.
+FIRST_OFFSET = -1.0
+# Prior shares: of the tokens to be rejected, and of the tokens to be accepted, how many end their draft.
+DETECTS, MISFIRES = 0.6, 0.05
+
+# Number of committed tokens after which an observation about the text counts half: the next document may differ.
+TEXT_HALF_LIFE = 16.0
+# Speed-up over plain decoding beyond which no plan is expected to beat a round that uses lookup.
+MAX_PLAN_GAIN = 2.5
+
+# The first search is an investment: it may take this share of the time that its plan is expected to save.
+FIRST_SEARCH_SHARE = 0.2
+# Number of answers that ended by themselves, after which an earlier one counts half in the expected length of answers.
+ANSWERS_HALF_LIFE = 8.0
+# Rounds between two checks whether another known candidate is better now, or a search is due.
+ROUNDS_TO_REVIEW = 16
+# A search is due when context or batch change by more than this factor, or acceptance by more standard errors.
+MAX_RATIO = 1.5
+NUM_ERRORS = 3.0
+# Minimum tokens of one sequence between two searches, and the bound for it after searches that changed nothing.
+COOLDOWN_TOKENS = 64
+MAX_PATIENCE_TOKENS = 16384
+# Attention to few keys is a choice only if it takes less than this share of the time with all keys.
+FEW_KEYS_COST = 0.9
+# Width of the band of saved times in which the search keeps states, as a share of the most time that can be saved.
+BAND = 0.2
+
+
+_NUM_BINS = 16
+_EXTREME = 1e-6  # probabilities are kept this far from 0 and 1 where logits are taken
+# A chunk takes as long as the round it shares: the gap between tokens doubles, and the prompt gets half of the time.
+_CHUNK_PER_ROUND = 1.0
+# Rows of the first chunk, and of the smallest: in smaller chunks each row costs more.
+_SMALLEST_CHUNK = 32
+_HALF_LIFE = 1.0  # rounds, or chunks
+
+
+class Discounted:
+    """An exponentially discounted mean: the sum of observed totals over the sum of observed weights. Both sums halve
+    whenever `half_life` of further weight, or of explicit age, has been added.
+
+    prior: the value before the first observation, which counts as an observation of weight `strength`. With strength 0
+    the first observation replaces it. Raises ValueError if half_life is not above 0, or strength is negative.
+    """
+
+    def __init__(self, half_life: float, *, prior: float = 0.0, strength: float = 0.0) -> None:
+        if half_life <= 0 or strength < 0:
+            raise ValueError(f"half_life ({half_life}) must be above 0, strength ({strength}) 0 or more")
+        self._half_life = half_life
+        self._prior = prior
+        self._strength = strength
+        self.total = 0.0  # of all observations, without the prior
+        self.weight = 0.0
+
+    @property
+    def value(self) -> float:
+        return self.with_prior(self._prior, self._strength)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was observed."""
+        return self.weight > 0
+
+    def with_prior(self, prior: float, strength: float) -> float:
+        """Return the value that results from another prior."""
+        weight = self.weight + strength
+        return (self.total + strength * prior) / weight if weight else prior
+
+    def observe(self, total: float, weight: float = 1.0, *, age: float | None = None) -> None:
+        """Add observations with this summed value and weight. age: by how much all earlier observations get older;
+        None: by the weight."""
+        fade = 0.5 ** ((weight if age is None else age) / self._half_life)
+        self.total = self.total * fade + total
+        self.weight = self.weight * fade + weight
+
+
+class Correction:
+    """One offset, in logits, between estimated and observed acceptance; it applies to every candidate's estimate.
+
+    A drafted token is tested only if no token before it was rejected; untested tokens do not count. Old tokens fade.
+    PRIOR_TOKENS virtual tokens keep the offset near `prior_offset` at first.
+    """
+
+    def __init__(self, *, prior_offset: float = 0.0) -> None:
+        self._prior_offset = prior_offset
+        self._accepted = Discounted(TOKENS_HALF_LIFE)
+        self._expected = Discounted(TOKENS_HALF_LIFE)
+
+    def observe(self, estimated: float, *, num_accepted: int, num_tested: int) -> None:
+        """Record tested tokens of a plan. estimated: its acceptance before correction. Raises ValueError unless
+        0 <= num_accepted <= num_tested."""
+        if not 0 <= num_accepted <= num_tested:
+            raise ValueError(f"{num_accepted} of {num_tested} tokens accepted cannot be")
+        self._accepted.observe(num_accepted, num_tested)
+        self._expected.observe(num_tested * estimated, num_tested)
+
+    @property
+    def offset(self) -> float:
+        """Logits to add to an estimate; `prior_offset` before the first observation."""
+        if not self._expected.is_known:
+            return self._prior_offset
+        expected = self._expected.value
+        believed = 1 / (1 + np.exp(-_logit(expected) - self._prior_offset))
+        observed = self._accepted.with_prior(believed, PRIOR_TOKENS)
+        return float(_logit(observed) - _logit(expected))
+
+    def apply(self, acceptance: ArrayLike) -> Floats:
+        """Return corrected estimates of the same shape. 0 and 1 do not change."""
+        a = np.asarray(acceptance, float)
+        odds = np.exp(self.offset)
+        return np.asarray(np.where(a == 1, 1.0, a * odds / (a * odds + 1 - a)))
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationCurve:
+    """Acceptance minus confidence (`excess`) at some confidences in rising order; linear between them."""
+
+    confidence: tuple[float, ...]
+    excess: tuple[float, ...]
+
+    def acceptance(self, confidence: ArrayLike) -> Floats:
+        """Return the acceptance at each confidence: same shape, between 0 and 1."""
+        values = np.asarray(confidence, float)
+        return np.asarray(np.clip(values + np.interp(values, self.confidence, self.excess), 0.0, 1.0))
+
+
+class Calibration:
+    """Acceptance of a draft token, given its confidence (the draft's top-1 probability).
+
+    The estimate is the confidence plus the observed difference, kept in bins of confidence and interpolated between
+    them. Bins are narrow near 1, where most tokens are. In each bin, PRIOR_TOKENS virtual tokens count for a difference
+    of 0. Old tokens fade.
+    """
+
+    def __init__(self) -> None:
+        self._edges = 1.0 - np.linspace(1.0, 0.0, _NUM_BINS + 1) ** 2
+        self._excess = [Discounted(TOKENS_HALF_LIFE, strength=PRIOR_TOKENS) for _ in range(_NUM_BINS)]
+
+    def observe(self, confidence: ArrayLike, accepted: ArrayLike) -> None:
+        """Record tested tokens: those of a draft up to and including its first rejected token.
+
+        confidence, accepted: [num_tested]. Raises ValueError for unequal shapes and for confidences outside 0 to 1.
+        """
+        values, hits = np.atleast_1d(np.asarray(confidence, float)), np.atleast_1d(np.asarray(accepted, bool))
+        if values.shape != hits.shape or not ((values >= 0) & (values <= 1)).all():
+            raise ValueError("need as many confidences, between 0 and 1, as outcomes")
+        bins = np.searchsorted(self._edges[1:-1], values, side="right")
+        counts, sums = np.bincount(bins, minlength=_NUM_BINS), np.bincount(bins, hits - values, _NUM_BINS)
+        for excess, total, count in zip(self._excess, sums.tolist(), counts.tolist(), strict=True):
+            excess.observe(total, count)
+
+    @property
+    def curve(self) -> CalibrationCurve:
+        """The correction learned so far; at first, acceptance equals confidence."""
+        middles = (self._edges[1:] + self._edges[:-1]) / 2
+        return CalibrationCurve(tuple(middles.tolist()), tuple(excess.value for excess in self._excess))
+
+
+def _logit(probability: float) -> float:
+    inside = min(max(probability, _EXTREME), 1 - _EXTREME)
+    return float(np.log(inside) - np.log1p(-inside))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRule:
+    """A rule that ends drafts early, by its two probabilities. detects: the draft ends after a token that will be
+    rejected. misfires: the draft ends after a token that will be accepted. (0, 0): drafts always reach their length."""
+
+    detects: float = 0.0
+    misfires: float = 0.0
+
+
+NEVER = StopRule()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedDraft:
+    """Expected drafted and accepted tokens: [num_candidates, max_length] each, by the maximum draft length (1, 2, ...).
+
+    With StopRule(), drafts of maximum length g and acceptance a have num_drafted = g and num_accepted = a + a^2 + ...
+    + a^g (Leviathan et al., eq. 1, without the bonus token).
+    """
+
+    num_drafted: Floats
+    num_accepted: Floats
+
+
+def expected_draft(acceptance: ArrayLike, max_length: int, rule: StopRule) -> ExpectedDraft:
+    """Return the expected drafts. acceptance: [num_candidates], of a token whose predecessors were accepted.
+
+    The computation tracks two probabilities: that a draft is sound (all tokens so far are accepted), and that it is
+    lost (a token was rejected, but the rule did not end the draft). Otherwise the draft has ended.
+    """
+    accepted = np.asarray(acceptance, float)
+    sound, lost = np.ones_like(accepted), np.zeros_like(accepted)
+    drafted, kept = [], []
+    for _ in range(max_length):
+        drafted.append(sound + lost)
+        kept.append(sound * accepted)
+        lost = (1 - rule.detects) * (lost + sound * (1 - accepted))
+        sound = (1 - rule.misfires) * sound * accepted
+    return ExpectedDraft(np.cumsum(drafted, 0).T, np.cumsum(kept, 0).T)
+
+
+class DraftWhileSure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Continue a draft until its last token's probability is below `threshold`: the rule of other self-speculative
+    decoders. The rule is serializable, and can be sent to the process that drafts."""
+
+    threshold: float
+
+    def __call__(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
+        """Return for each sequence whether it drafts one more token. confidences: of its drafted tokens so far."""
+        return [one[-1] >= self.threshold for one in confidences]
+
+
+class StopRecord:
+    """Estimates the stop rule's probabilities from use. Old tokens fade; the priors are DETECTS and MISFIRES."""
+
+    def __init__(self) -> None:
+        self._detects = Discounted(TOKENS_HALF_LIFE, prior=DETECTS, strength=PRIOR_TOKENS)
+        self._misfires = Discounted(TOKENS_HALF_LIFE, prior=MISFIRES, strength=PRIOR_TOKENS)
+
+    def observe(self, *, num_accepted: int, num_tested: int, ended: bool) -> None:
+        """Record one draft.
+
+        num_tested: its tokens up to and including the first rejected token. ended: whether the rule ended the draft at
+        the last of these (False: the draft continued, or reached its length).
+        """
+        num_rejected = num_tested - num_accepted
+        self._detects.observe(ended and num_rejected > 0, num_rejected, age=num_tested)
+        self._misfires.observe(ended and num_rejected == 0, num_accepted, age=num_tested)
+
+    @property
+    def rule(self) -> StopRule:
+        return StopRule(detects=self._detects.value, misfires=self._misfires.value)
+
+
+class AnswerLength:
+    """Learns how likely a token is the last of an answer that ends by itself, from the tokens of all requests. Tokens
+    of answers that go on, or that reach their limit, count too; so short answers, which end first, do not bias it."""
+
+    def __init__(self) -> None:
+        self._ends = Discounted(ANSWERS_HALF_LIFE)  # ends per token
+
+    def observe(self, *, num_tokens: int, num_ends: int) -> None:
+        """Record tokens that were generated, and how many of them ended an answer before its limit."""
+        self._ends.observe(num_ends, num_tokens, age=num_ends)
+
+    def expected(self, limit: int) -> float:
+        """Return how many tokens a request is expected to generate, if `limit` is the most; `limit` until an answer has
+        ended by itself."""
+        chance = self._ends.value
+        return (1 - (1 - chance) ** limit) / chance if chance else float(limit)
+
+
+class PrefillPace:
+    """Learns the seconds of a round without a chunk, and of a row of a chunk, from the rounds and chunks that ran."""
+
+    def __init__(self) -> None:
+        self._round_s = Discounted(_HALF_LIFE)
+        self._row_s = Discounted(_HALF_LIFE)
+
+    def observe(self, seconds: float, *, num_chunk_rows: int, has_round: bool) -> None:
+        """Record the seconds of a round, of chunks, or of both together. num_chunk_rows: 0 without chunks."""
+        if num_chunk_rows == 0:
+            self._round_s.observe(seconds)
+        else:
+            chunk_s = max(seconds - self._round_s.value * has_round, 0.0)
+            self._row_s.observe(chunk_s / num_chunk_rows)
+
+    def num_rows(self, most: int) -> int:
+        """Return the number of rows of the next chunk, `most` at most."""
+        if not self._round_s.value or not self._row_s.value:
+            return min(_SMALLEST_CHUNK, most)
+        return min(max(int(_CHUNK_PER_ROUND * self._round_s.value / self._row_s.value), _SMALLEST_CHUNK), most)

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayspec.planning import learning
+from rayspec.planning.acceptance import expected_tokens
+from rayspec.planning.learning import (
+    ANSWERS_HALF_LIFE,
+    NEVER,
+    AnswerLength,
+    Discounted,
+    DraftWhileSure,
+    PrefillPace,
+    StopRecord,
+    StopRule,
+    expected_draft,
+)
+from rayspec.strategies import gate
+
+Seen = tuple[float, float, float]  # total, weight, age
+weights = st.floats(0.01, 100)
+
+
+@given(
+    seen=st.lists(st.tuples(st.floats(-10, 10), weights, weights), max_size=20),
+    half_life=st.floats(0.5, 50),
+    prior=st.floats(-5, 5),
+    strength=st.floats(0, 20),
+)
+def test_it_is_the_ratio_of_sums_in_which_each_has_halved_by_all_that_came_later(
+    seen: list[Seen], half_life: float, prior: float, strength: float
+) -> None:
+    record = Discounted(half_life, prior=prior, strength=strength)
+    for total, weight, age in seen:
+        record.observe(total, weight, age=age)
+    factors = [0.5 ** (sum(age for *_, age in seen[index + 1 :]) / half_life) for index in range(len(seen))]
+    total = sum(factor * total for factor, (total, *_) in zip(factors, seen, strict=True))
+    weight = sum(factor * weight for factor, (_, weight, _) in zip(factors, seen, strict=True))
+    assert record.total == pytest.approx(total, abs=1e-9)
+    assert record.weight == pytest.approx(weight)
+    assert record.is_known == bool(seen)
+    if weight + strength:
+        assert record.value == pytest.approx((total + prior * strength) / (weight + strength), abs=1e-9)
+
+
+@given(weight=weights, half_life=st.floats(0.5, 50))
+def test_it_ages_by_weight_unless_told_otherwise(weight: float, half_life: float) -> None:
+    by_weight, by_age = Discounted(half_life), Discounted(half_life)
+    for _ in range(3):
+        by_weight.observe(1.0, weight)
+        by_age.observe(1.0, weight, age=weight)
+    assert by_weight.value == by_age.value
+
+
+def test_the_prior_is_the_value_until_something_was_seen() -> None:
+    mean = Discounted(16, prior=7.0)
+    assert (mean.value, mean.is_known) == (7.0, False)
+    mean.observe(3.0)
+    assert (mean.value, mean.is_known) == (3.0, True)
+    drawn = Discounted(16, prior=7.0, strength=1.0)
+    drawn.observe(3.0)
+    assert drawn.value == 5.0
+    assert drawn.with_prior(0.0, 2.0) == 1.0
+    assert Discounted(16).with_prior(0.5, 0.0) == 0.5
+
+
+def test_of_two_kinds_in_turn_the_value_is_the_middle_and_it_follows_a_change() -> None:
+    mean = Discounted(16)
+    for _ in range(500):
+        mean.observe(0.0)
+        mean.observe(1.0)
+    assert mean.value == pytest.approx(0.5, abs=0.03)
+    for _ in range(64):
+        mean.observe(1.0)
+    assert mean.value > 0.95
+
+
+def test_an_infinite_age_forgets_all_before() -> None:
+    record = Discounted(1.0)
+    record.observe(5.0, 1.0, age=math.inf)
+    record.observe(2.0, 1.0, age=math.inf)
+    assert record.value == 2.0
+
+
+@pytest.mark.parametrize(("half_life", "strength"), [(0.0, 1.0), (-1.0, 1.0), (1.0, -1.0)])
+def test_what_cannot_be(half_life: float, strength: float) -> None:
+    with pytest.raises(ValueError, match="half_life"):
+        Discounted(half_life, strength=strength)
+
+
+def simulate(acceptance: float, length: int, rule: StopRule, rng: random.Random) -> tuple[int, int]:
+    """One draft: tokens drafted, and accepted."""
+    num_accepted, sound = 0, True
+    for step in range(1, length + 1):
+        sound = sound and rng.random() < acceptance
+        num_accepted += sound
+        if rng.random() < (rule.misfires if sound else rule.detects):
+            return step, num_accepted
+    return length, num_accepted
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.9, 1.0])
+def test_without_a_rule_drafts_reach_their_length(acceptance: float) -> None:
+    expected = expected_draft([acceptance], 7, NEVER)
+    assert expected.num_drafted[0] == pytest.approx(np.arange(1, 8))
+    assert 1 + expected.num_accepted[0] == pytest.approx(expected_tokens(acceptance, np.arange(1, 8)))
+
+
+@pytest.mark.parametrize("acceptance", [0.2, 0.8, 0.97])
+@pytest.mark.parametrize("rule", [StopRule(detects=0.6, misfires=0.05), StopRule(detects=1.0), StopRule(misfires=0.3)])
+def test_expected_drafts_are_the_mean_of_simulated_ones(acceptance: float, rule: StopRule) -> None:
+    rng = random.Random(0)
+    drafts = np.array([simulate(acceptance, 9, rule, rng) for _ in range(20_000)])
+    expected = expected_draft([acceptance, 0.5], 9, rule)
+    assert expected.num_drafted.shape == expected.num_accepted.shape == (2, 9)
+    assert drafts.mean(0) == pytest.approx([expected.num_drafted[0, -1], expected.num_accepted[0, -1]], rel=0.03)
+
+
+def test_the_rule_is_learned_from_drafts() -> None:
+    record, true_rule, rng = StopRecord(), StopRule(detects=0.9, misfires=0.15), random.Random(1)
+    assert record.rule == StopRule(detects=0.6, misfires=0.05)
+    for _ in range(2000):
+        num_accepted, ended = 0, False
+        for _step in range(16):
+            accepted = rng.random() < 0.8
+            num_accepted += accepted
+            ended = rng.random() < (true_rule.misfires if accepted else true_rule.detects)
+            if not accepted or ended:
+                break
+        record.observe(num_accepted=num_accepted, num_tested=num_accepted + (not accepted), ended=ended)
+    assert record.rule.detects == pytest.approx(true_rule.detects, abs=0.08)
+    assert record.rule.misfires == pytest.approx(true_rule.misfires, abs=0.05)
+
+
+def test_a_threshold_ends_drafts_whose_last_token_was_below_it() -> None:
+    rule = DraftWhileSure(threshold=0.5)
+    assert rule([[0.4, 0.6], [0.9, 0.4], [0.5], [0.1]]) == [True, False, True, False]
+
+
+def test_without_an_end_the_limit_is_expected() -> None:
+    length = AnswerLength()
+    assert length.expected(256) == 256.0
+    length.observe(num_tokens=1000, num_ends=0)
+    assert length.expected(256) == 256.0
+    assert length.expected(0) == 0.0
+
+
+def test_short_answers_are_expected_after_short_answers() -> None:
+    length = AnswerLength()
+    for _ in range(20):
+        length.observe(num_tokens=50, num_ends=1)
+    assert length.expected(10_000) == pytest.approx(50)
+    assert length.expected(50) == pytest.approx(50 * (1 - 0.98**50))
+    assert length.expected(1) == pytest.approx(1)
+
+
+def test_answers_under_way_count_so_those_that_end_first_do_not_bias() -> None:
+    """Eight answers at a time, of 20 or 400 tokens. After some steps mostly short ones have ended."""
+    length, rng = AnswerLength(), random.Random(0)
+    left = [rng.choice([20, 400]) for _ in range(8)]
+    for _ in range(200):
+        left = [each - 1 for each in left]
+        num_ends = left.count(0)
+        length.observe(num_tokens=8, num_ends=num_ends)
+        left = [each or rng.choice([20, 400]) for each in left]
+    assert length.expected(100_000) > 100
+
+
+def test_other_work_is_learned_in_a_few_half_lives() -> None:
+    length = AnswerLength()
+    for num_tokens in (10, 1000):
+        for _ in range(round(6 * ANSWERS_HALF_LIFE)):
+            length.observe(num_tokens=num_tokens, num_ends=1)
+    assert 900 < length.expected(1_000_000) < 1000
+
+
+def test_rounds_that_commit_nothing_say_nothing() -> None:
+    length = AnswerLength()
+    length.observe(num_tokens=0, num_ends=0)
+    assert length.expected(7) == 7.0
+
+
+def test_an_end_at_every_token() -> None:
+    length = AnswerLength()
+    length.observe(num_tokens=3, num_ends=3)
+    assert length.expected(512) == 1.0
+
+
+def _pace(round_s: float, row_s: float, *, mixed: bool) -> PrefillPace:
+    pace = PrefillPace()
+    for _ in range(8):
+        pace.observe(round_s, num_chunk_rows=0, has_round=True)
+        pace.observe(100 * row_s + round_s * mixed, num_chunk_rows=100, has_round=mixed)
+    return pace
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_chunk_takes_as_long_as_a_round(mixed: bool) -> None:
+    assert _pace(0.5, 0.001, mixed=mixed).num_rows(1024) == pytest.approx(500, abs=1)
+
+
+def test_it_is_never_tiny_nor_more_than_allowed() -> None:
+    assert _pace(0.01, 0.001, mixed=False).num_rows(1024) == 32
+    assert _pace(0.01, 0.001, mixed=False).num_rows(8) == 8
+    assert _pace(5.0, 0.001, mixed=False).num_rows(1024) == 1024
+
+
+def test_the_first_chunk_is_small() -> None:
+    pace = PrefillPace()
+    assert pace.num_rows(1024) == 32
+    pace.observe(0.1, num_chunk_rows=0, has_round=True)
+    assert pace.num_rows(1024) == 32
+
+
+def test_it_follows_a_machine_that_gets_slower() -> None:
+    pace = _pace(0.5, 0.001, mixed=False)
+    for _ in range(8):
+        pace.observe(0.4, num_chunk_rows=100, has_round=False)
+    assert pace.num_rows(1024) == pytest.approx(125, abs=2)
+
+
+def test_a_chunk_that_cost_nothing_is_no_division_by_zero() -> None:
+    pace = PrefillPace()
+    pace.observe(0.5, num_chunk_rows=0, has_round=True)
+    pace.observe(0.4, num_chunk_rows=50, has_round=True)
+    assert pace.num_rows(1024) == 32
+
+
+TABLE = Path(__file__).parent.parent.parent / "docs" / "internals.md"
+
+
+def test_constants_are_few_and_all_are_in_the_table() -> None:
+    numbers = {**vars(learning), **vars(gate)}
+    public = {name: value for name, value in numbers.items() if name.isupper() and name[0] != "_"}
+    known = {name: value for name, value in public.items() if isinstance(value, (int, float))}
+    assert len(known) < 25
+    rows = [line.split("|") for line in TABLE.read_text().splitlines() if line.startswith("| `")]
+    listed = {row[1].strip(" `"): row[2].strip() for row in rows}
+    assert {name: float(listed[name]) for name in known} == known
