@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.device.ledger import Assumptions, StepLedger, eager_seconds, host_seconds, replayed_seconds
-from benchmarks.roofline import Accelerator
+from rayspec.ops.plan.gpus import Accelerator
 
 GPU = Accelerator(name="test", bytes_per_s=1e12, flops=1e15)
 LEDGER = StepLedger(batch=4, num_kernels=100, num_bytes=10**10, kv_bytes_per_place=10**5, resident_bytes=10**10)
