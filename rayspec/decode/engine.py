@@ -205,6 +205,10 @@ class Engine:
         self.stats.total_s += self._clock() - started
         return self._requests.outputs()
 
+    def wake(self) -> None:
+        """Let a call of `advance` that waits for work return. Any thread may call this."""
+        self.stages.wake()
+
     def ping(self) -> Future[None]:
         """Return a future that is done when the stages have answered. While work is under way it is done at once,
         because the work itself detects a lost stage. It fails with StageLostError if a stage is lost for good."""

@@ -238,7 +238,7 @@ class EngineLoop:
             if thread is None:
                 self._death = self._death or EngineDeadError("the engine has ended: it was stopped")
                 return
-        self._inbox.put(_Stop())
+        self._put_and_wake(_Stop())
         for one in (thread, self._deliverer):
             if one is threading.current_thread():  # a garbage collection may run on any thread
                 return
@@ -257,7 +257,7 @@ class EngineLoop:
 
     def _on_cancelled(self, request_id: str, future: Future[RequestOutput]) -> None:
         if future.cancelled():
-            self._inbox.put(_Cancelled(request_id))
+            self._put_and_wake(_Cancelled(request_id))
 
     def _put(self, item: _Item) -> None:
         with self._lock:
@@ -271,7 +271,11 @@ class EngineLoop:
                 raise EngineDeadError(
                     "the engine's thread stayed in the process that this one was forked from: load the model here"
                 )
-            self._inbox.put(item)
+            self._put_and_wake(item)
+
+    def _put_and_wake(self, item: _Item) -> None:
+        self._inbox.put(item)
+        self.engine.wake()
 
     def _supervise(self) -> None:
         try:

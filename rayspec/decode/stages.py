@@ -186,7 +186,10 @@ class Stages(Protocol):
     def start(self, work: Work) -> Future[Result]: ...
 
     def wait(self) -> None:
-        """Wait until another future is done, or a short time has passed."""
+        """Wait until another future is done, `wake` is called, or a short time has passed."""
+
+    def wake(self) -> None:
+        """Let `wait` return at once. Any thread may call it."""
 
     def check(self) -> None:
         """Return when all processes of the model have answered. Only allowed while no work is under way."""
@@ -267,6 +270,9 @@ class LocalStages:
     def start(self, work: Work) -> Future[Result]:
         with self.progress.of(type(work).__name__, work.num_rows), on_device(self.runner.device):
             return done(lambda: self._run(work))
+
+    def wake(self) -> None:
+        """Do nothing: `wait` does not wait."""
 
     def wait(self) -> None:
         """Return at once: `start` has already done the work."""

@@ -238,6 +238,9 @@ class WholeModelStages:
         with self.progress.of(type(work).__name__, size):
             return done(lambda: self._prefill(work) if isinstance(work, Prefill) else self._round(work))
 
+    def wake(self) -> None:
+        """Do nothing: `wait` does not wait."""
+
     def wait(self) -> None:
         """Return at once: `start` has already done the work."""
 

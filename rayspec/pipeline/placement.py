@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -26,6 +25,9 @@ from rayspec.types import ConfigError, RayspecError
 _GROUP_PREFIX = "rayspec:"
 # One thread runs `serve` until the process ends; the others answer calls meanwhile.
 _MAX_CONCURRENCY = 4
+_KILL_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
 
 
 class PlacementError(RayspecError):
@@ -34,14 +36,48 @@ class PlacementError(RayspecError):
     kind = "placement"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """An actor that serves. sentinel: reference of the call of `serve`, which is done when the process has ended."""
+    """An actor of a replica, which is called and then serves until it ends.
 
-    name: str
-    actor: Any
-    sentinel: Any
-    address: str
+    Calls return futures: ray.get would make Ray warn where the engine's own process is an async actor.
+    """
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name, self._actor = name, actor
+        self._served: Future[None] = Future()
+        self.listening: Future[str] = Future()
+
+    def ask(self, method: str, *arguments: object) -> Future[Any]:
+        """Call a method of the actor."""
+        future: Future[Any] = getattr(self._actor, method).remote(*arguments).future()
+        return future
+
+    def serve(self, *arguments: object) -> None:
+        """Let the actor serve. `listening` is done when it listens."""
+        self._served, self.listening = self.ask("serve", *arguments), self.ask("address")
+
+    @property
+    def address(self) -> str:
+        return self.listening.result(0.0)
+
+    def end(self) -> str | None:
+        """Return why the process has ended; None while it serves."""
+        if not self._served.done():
+            return None
+        error = self._served.exception()
+        if error is None:
+            return f"{self.name} has ended"
+        return f"{self.name} has ended: {_first_line(error.cause if isinstance(error, RayTaskError) else error)}"
+
+    def discard(self) -> None:
+        """Kill the actor at once, even if it is frozen."""
+        with contextlib.suppress(RayError):
+            ray.kill(self._actor, no_restart=True)
+
+    def kill(self) -> None:
+        """Kill the actor and wait until the process is gone, for 5 seconds at most."""
+        self.discard()
+        wait([self._served], _KILL_TIMEOUT_S)
 
 
 class Bundles:
@@ -73,8 +109,8 @@ class Bundles:
                 "lower tensor, cpus_per_shard or gpus_per_shard, or choose another placement or other labels"
             )
 
-    def start(self, kind: type, spec: object, *, stage: int) -> Any:
-        """Start the actor `kind(spec)` in the bundle of a stage and return its handle. Ray does not restart it."""
+    def start(self, kind: type, spec: object, *, name: str, stage: int) -> Process:
+        """Start the actor `kind(spec)` in the bundle of a stage. Ray does not restart it."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=stage)
         options = {
             "num_cpus": self._cpus,
@@ -83,7 +119,7 @@ class Bundles:
             "max_concurrency": _MAX_CONCURRENCY,
             "max_restarts": 0,
         }
-        return ray.remote(kind).options(**options).remote(spec)
+        return Process(name, ray.remote(kind).options(**options).remote(spec))
 
     def close(self) -> None:
         """Remove the placement group, which ends all its actors."""
@@ -124,51 +160,28 @@ def _lives(name: str) -> bool:
     return True
 
 
-def start_beside(kind: type, spec: object) -> Any:
-    """Start the actor `kind(spec)` outside the bundles; it may compute next to nothing. Return its handle."""
-    return ray.remote(kind).options(num_cpus=0, max_concurrency=_MAX_CONCURRENCY, max_restarts=0).remote(spec)
+def start_beside(kind: type, spec: object, *, name: str) -> Process:
+    """Start the actor `kind(spec)` outside the bundles; it may compute next to nothing."""
+    options = {"num_cpus": 0, "max_concurrency": _MAX_CONCURRENCY, "max_restarts": 0}
+    return Process(name, ray.remote(kind).options(**options).remote(spec))
 
 
-def wait_for(references: Sequence[Any], timeout_s: float) -> list[Any]:
-    """Do `ray.get`, but raise a RayspecError of an actor as it was raised. Raises PlacementError after a timeout, the
-    death of an actor or any other error in an actor."""
+def wait_for(calls: Sequence[Future[T]], timeout_s: float) -> list[T]:
+    """Return the results of calls of actors. Raises a RayspecError of an actor as it was raised, and PlacementError
+    after a timeout, the death of an actor or any other error in an actor."""
+    done, left = wait(calls, timeout_s, FIRST_EXCEPTION)
     try:
-        return ray.get(list(references), timeout=timeout_s)
+        for call in done:
+            call.result()
     except RayTaskError as error:
         if isinstance(error.cause, RayspecError):
             raise error.cause from None
         raise PlacementError(f"a shard failed while it was started: {_first_line(error.cause)}") from error
-    except GetTimeoutError as error:
-        raise PlacementError(f"the shards were not ready within {timeout_s:.0f} s: raise start_timeout_s") from error
     except RayError as error:
         raise PlacementError(f"a shard ended while it was started: {_first_line(error)}") from error
-
-
-def end_of(process: Process) -> str | None:
-    """Return why the process has ended; None while it serves."""
-    ready, _ = ray.wait([process.sentinel], timeout=0)
-    if not ready:
-        return None
-    try:
-        ray.get(process.sentinel)
-    except RayError as error:
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        return f"{process.name} has ended: {_first_line(cause)}"
-    return f"{process.name} has ended"
-
-
-def discard(actor: Any) -> None:
-    """Kill an actor at once, even if it is frozen."""
-    with contextlib.suppress(RayError):
-        ray.kill(actor, no_restart=True)
-
-
-def kill(process: Process) -> None:
-    """Kill the actor of a process and wait until the process is gone, for 5 seconds at most."""
-    discard(process.actor)
-    deadline = time.monotonic() + 5.0
-    while end_of(process) is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    if left:
+        raise PlacementError(f"the shards were not ready within {timeout_s:.0f} s: raise start_timeout_s")
+    return [call.result() for call in calls]
 
 
 def _first_line(error: BaseException) -> str:

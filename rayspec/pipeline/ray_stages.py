@@ -141,6 +141,9 @@ class RayStages:
         self._take(_POLL_S if self._work else 0.0)
         self._check()
 
+    def wake(self) -> None:
+        self._transport.wake()
+
     def check(self) -> None:
         self.move(())
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any
-
-import ray
 
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.loading import cache_size
 from rayspec.model.kv_arena import CacheSize
 from rayspec.pipeline.coordinator import Coordinator, CoordinatorSpec
 from rayspec.pipeline.endpoint import COORDINATOR
-from rayspec.pipeline.placement import Bundles, Process, discard, end_of, kill, start_beside, wait_for
+from rayspec.pipeline.placement import Bundles, Process, start_beside, wait_for
 from rayspec.pipeline.shard import Loaded, Room, Shard, ShardSpec, rank_name
 from rayspec.pipeline.stage_worker import stage_name
 from rayspec.pipeline.transport import Secret
@@ -61,19 +59,6 @@ class Blueprint:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Starting:
-    """A shard that does not serve yet."""
-
-    stage: int
-    rank: int
-    actor: Any
-
-    @property
-    def name(self) -> str:
-        return rank_name(self.stage, self.rank)
-
-
 class Replica:
     """Shards by name, and a coordinator. Methods raise PlacementError and the errors of shards that fail to load."""
 
@@ -87,7 +72,7 @@ class Replica:
         self.spans: tuple[tuple[int, int], ...] = ()
         self.devices: tuple[Device, ...] = ()
         self._places: dict[str, str] = {}
-        self._coming: _ComingCoordinator | None = None
+        self._coming: Process | None = None
         options = blueprint.options
         self._bundles = Bundles(options, num_gpus=blueprint.num_gpus, timeout_s=options.start_timeout_s)
 
@@ -115,76 +100,97 @@ class Replica:
 
     def replace(self, names: Collection[str]) -> None:
         """End these shards and start all missing ones. All ranks of a stage are replaced together."""
-        stages = sorted({_stage_of(name) for name in names})
-        for stage in stages:
-            for rank in range(self.blueprint.options.tensor):
-                process = self.shards.pop(rank_name(stage, rank), None)
-                if process is not None:
-                    kill(process)
-        missing = [stage for stage in range(self.num_stages) if rank_name(stage, 0) not in self.shards]
-        self._start_stages(missing)
+        for stage in range(self.num_stages):
+            ranks = [rank_name(stage, rank) for rank in range(self.blueprint.options.tensor)]
+            if not set(ranks).isdisjoint(names):
+                for process in [self.shards.pop(name) for name in ranks if name in self.shards]:
+                    process.kill()
+        self._start_stages([stage for stage in range(self.num_stages) if rank_name(stage, 0) not in self.shards])
 
     def ends(self) -> Mapping[str, str]:
         """Return the processes that have ended, each with the reason."""
-        found = {name: end_of(process) for name, process in self.processes.items()}
+        found = {name: process.end() for name, process in self.processes.items()}
         return {name: reason for name, reason in found.items() if reason is not None}
 
     def begin_coordinator(self) -> None:
         """Start a coordinator, which replaces the present one. Do not wait for it."""
         self.end_coordinator()
-        blueprint = self.blueprint
-        spec = CoordinatorSpec(spans=self.spans, hidden_size=blueprint.hidden_size, secret=self.secret)
-        actor = start_beside(Coordinator, spec)
-        self._coming = _ComingCoordinator(actor, actor.serve.remote(), actor.address.remote())
+        spec = CoordinatorSpec(spans=self.spans, hidden_size=self.blueprint.hidden_size, secret=self.secret)
+        self._coming = start_beside(Coordinator, spec, name=COORDINATOR)
+        self._coming.serve()
 
     def coordinator_ready(self, timeout_s: float = 0.0) -> bool:
-        """Return whether the coordinator that was being started has become ready. From then on it is in use."""
-        if self._coming is None or not self._coming.ready(timeout_s):
+        """Return whether the coordinator that was being started has become ready. From then on it is in use. Raises
+        PlacementError if it failed."""
+        coming = self._coming
+        if coming is None or not wait([coming.listening], timeout_s).done:
             return False
-        coming, self._coming = self._coming, None
-        self.coordinator = coming.process()
+        self._coming = None
+        wait_for([coming.listening], 0.0)
+        self.coordinator = coming
         return True
 
     def end_coordinator(self) -> None:
         """End the present coordinator, and a coordinator that is being started."""
         if self.coordinator is not None:
-            kill(self.coordinator)
+            self.coordinator.kill()
         if self._coming is not None:
-            discard(self._coming.actor)
+            self._coming.discard()
         self.coordinator = self._coming = None
 
     def close(self) -> None:
         for process in self.shards.values():
-            kill(process)
+            process.kill()
         self.shards.clear()
         self.end_coordinator()
         self._bundles.close()
 
     def _start_stages(self, stages: Sequence[int]) -> None:
-        """Start all shards of these stages. The first time, divide the layers between the stages by free memory."""
-        timeout_s = self.blueprint.options.start_timeout_s
-        starting = [self._begin(stage, rank) for stage in stages for rank in range(self.blueprint.options.tensor)]
+        """Start all shards of these stages. The first time, divide the layers between the stages by free memory, and
+        fit the KV cache to the smallest shard. Shards in one place share its memory evenly."""
+        blueprint, options = self.blueprint, self.blueprint.options
+        timeout_s = options.start_timeout_s
+        of_stages = [
+            [
+                self._bundles.start(
+                    blueprint.shard_type,
+                    blueprint.shard(stage, rank, self.secret),
+                    name=rank_name(stage, rank),
+                    stage=stage,
+                )
+                for rank in range(options.tensor)
+            ]
+            for stage in stages
+        ]
+        starting = [process for ranks in of_stages for process in ranks]
         try:
-            rooms = wait_for([one.actor.room.remote() for one in starting], timeout_s)
-            self._places |= {one.name: room.place for one, room in zip(starting, rooms, strict=True)}
+            rooms = wait_for([process.ask("room") for process in starting], timeout_s)
+            self._places |= {process.name: room.place for process, room in zip(starting, rooms, strict=True)}
             if not self.spans:
                 self.spans = self._cut(rooms)
-            self._load(starting, timeout_s)
+            meeting_places: list[str | None] = [None] * len(of_stages)
+            if options.tensor > 1:
+                meeting_places = wait_for([leader.ask("meeting_place") for leader, *_ in of_stages], timeout_s)
+            loading = [
+                process.ask("load", self.spans, meeting_place)
+                for ranks, meeting_place in zip(of_stages, meeting_places, strict=True)
+                for process in ranks
+            ]
+            for process, loaded in zip(starting, wait_for(loading, timeout_s), strict=True):
+                self.loaded[process.name] = loaded
             if not self.cache_size.num_slots:
-                self.cache_size = self._fitting_cache(starting, timeout_s)
-            sentinels = [one.actor.serve.remote(self.cache_size) for one in starting]
-            addresses = wait_for([one.actor.address.remote() for one in starting], timeout_s)
+                sharing = Counter(self._places.values())
+                fitting = [process.ask("num_slots", sharing[self._places[process.name]]) for process in starting]
+                num_slots = min(blueprint.num_slots, *wait_for(fitting, timeout_s))
+                self.cache_size = cache_size(blueprint.config, num_slots, blueprint.window)
+            for process in starting:
+                process.serve(self.cache_size)
+            wait_for([process.listening for process in starting], timeout_s)
         except RayspecError:
-            for one in starting:
-                discard(one.actor)
+            for process in starting:
+                process.discard()
             raise
-        for one, sentinel, address in zip(starting, sentinels, addresses, strict=True):
-            self.shards[one.name] = Process(name=one.name, actor=one.actor, sentinel=sentinel, address=address)
-
-    def _begin(self, stage: int, rank: int) -> _Starting:
-        blueprint = self.blueprint
-        actor = self._bundles.start(blueprint.shard_type, blueprint.shard(stage, rank, self.secret), stage=stage)
-        return _Starting(stage, rank, actor)
+        self.shards |= {process.name: process for process in starting}
 
     def _cut(self, rooms: Sequence[Room]) -> tuple[tuple[int, int], ...]:
         """Divide the sublayers. A stage has the memory of its smallest rank; shards in one place share it evenly."""
@@ -197,44 +203,7 @@ class Replica:
         )
         return spans_of(partition(self.blueprint.costs, self.devices, self.blueprint.options.layers))
 
-    def _load(self, starting: Sequence[_Starting], timeout_s: float) -> None:
-        places: list[str | None] = [None] * len(starting)
-        if self.blueprint.options.tensor > 1:
-            leaders = {one.stage: one.actor.meeting_place.remote() for one in starting if one.rank == 0}
-            met = dict(zip(leaders, wait_for(list(leaders.values()), timeout_s), strict=True))
-            places = [met[one.stage] for one in starting]
-        references = [one.actor.load.remote(self.spans, place) for one, place in zip(starting, places, strict=True)]
-        for one, loaded in zip(starting, wait_for(references, timeout_s), strict=True):
-            self.loaded[one.name] = loaded
-
-    def _fitting_cache(self, loaded: Sequence[_Starting], timeout_s: float) -> CacheSize:
-        """Return the size of the KV cache, which is that of the smallest shard. All shards have been loaded, so each
-        measures the memory that is left; shards in one place share it evenly."""
-        sharing = Counter(self._places.values())
-        references = [one.actor.num_slots.remote(sharing[self._places[one.name]]) for one in loaded]
-        num_slots = min(self.blueprint.num_slots, *wait_for(references, timeout_s))
-        return cache_size(self.blueprint.config, num_slots, self.blueprint.window)
-
 
 def spans_of(layers: Sequence[range]) -> tuple[tuple[int, int], ...]:
     """Return the sublayers [first, last) of stages that hold these decoder layers."""
     return tuple((2 * span.start, 2 * span.stop) for span in layers)
-
-
-@dataclass(frozen=True, slots=True)
-class _ComingCoordinator:
-    actor: Any
-    sentinel: Any
-    address: Any
-
-    def ready(self, timeout_s: float) -> bool:
-        done, _ = ray.wait([self.address], timeout=timeout_s)
-        return bool(done)
-
-    def process(self) -> Process:
-        (address,) = wait_for([self.address], 1.0)
-        return Process(name=COORDINATOR, actor=self.actor, sentinel=self.sentinel, address=address)
-
-
-def _stage_of(name: str) -> int:
-    return int(name.removeprefix("stage-").split(".")[0])

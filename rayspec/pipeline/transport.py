@@ -12,6 +12,7 @@ import hmac
 import ipaddress
 import math
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -149,6 +150,9 @@ class Transport:
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._gate.socket, zmq.POLLIN)
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._poller.register(self._woken.fileno(), zmq.POLLIN)
 
     def connect(self, peers: Mapping[str, str]) -> None:
         """Replace all peers by `peers` (name -> address).
@@ -195,7 +199,8 @@ class Transport:
         return sender
 
     def receive(self, timeout_s: float | None = None) -> Envelope | None:
-        """Return the next message; None if none comes within `timeout_s` seconds (None: wait for ever).
+        """Return the next message; None if none comes within `timeout_s` seconds (None: wait for ever), or if `wake` is
+        called.
 
         New peers can connect only during this call, so call it regularly.
 
@@ -212,8 +217,17 @@ class Transport:
                 return None
             if self._gate.socket in ready:
                 self._gate.answer()
+            if self._woken.fileno() in ready:
+                self._woken.recv(4096)
             if self._inbox in ready:
                 return self._take()
+            if self._woken.fileno() in ready:
+                return None
+
+    def wake(self) -> None:
+        """Let `receive` return, now or at its next call. Any thread may call this."""
+        with contextlib.suppress(OSError):  # it is closed, or was woken very often
+            self._waker.send(b"\0")
 
     def close(self) -> None:
         """Close the transport at once; messages that have not been sent yet are dropped. May be called again."""
@@ -221,6 +235,8 @@ class Transport:
             sender.close()
         self._senders.clear()
         self._context.destroy(linger=0)
+        self._waker.close()
+        self._woken.close()
 
     def _new_sender(self, name: str, address: str) -> Sender:
         socket = self._context.socket(zmq.PUSH)

@@ -33,6 +33,7 @@ class CountingEngine:
         self.prompts: dict[str, str | None] = {}
         self.aborted: list[str] = []
         self.num_idle_steps = 0
+        self.num_wakes = 0
         self.num_pings = 0
         self.lost = self.broken = False
         self.streams: set[str] = set()
@@ -73,6 +74,9 @@ class CountingEngine:
         else:
             answered.set_result(None)
         return answered
+
+    def wake(self) -> None:
+        self.num_wakes += 1
 
     def advance(self) -> list[NewOutput]:
         self.may_step.wait(WAIT_S)
@@ -115,6 +119,19 @@ def loop_of(engine: CountingEngine) -> EngineLoop:
 
 def names_of(futures: list[Future[RequestOutput]]) -> list[str]:
     return [future.result(WAIT_S).request_id for future in futures]
+
+
+def test_an_engine_that_waits_is_woken_by_what_comes_in() -> None:
+    engine = CountingEngine()
+    engine.may_step.clear()
+    loop = loop_of(engine)
+    future = loop.submit(request("a"))
+    assert engine.num_wakes == 1
+    future.cancel()
+    assert engine.num_wakes == 2
+    engine.may_step.set()
+    loop.stop()
+    assert engine.num_wakes == 3
 
 
 def test_requests_from_many_threads_run_together() -> None:

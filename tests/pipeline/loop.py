@@ -178,6 +178,9 @@ class LoopTransport:
             self._loop.clock.sleep(timeout_s or 0.0)
         return None
 
+    def wake(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -73,8 +73,8 @@ def test_the_ranks_of_a_stage_share_a_bundle_which_is_on_one_node() -> None:
     try:
         found = placement_group_table()[bundles._group.id.hex()]["bundles"]
         assert found == {0: {"CPU": 0.06}, 1: {"CPU": 0.06}}
-        shards = [bundles.start(Stand, (stage, rank), stage=stage) for stage in range(2) for rank in range(3)]
-        specs = [ray.get(shard.spec.remote()) for shard in shards]
+        shards = [bundles.start(Stand, (stage, rank), name="", stage=stage) for stage in range(2) for rank in range(3)]
+        specs = [shard.ask("spec").result(60) for shard in shards]
         assert specs == [(stage, rank) for stage in range(2) for rank in range(3)]
     finally:
         bundles.close()

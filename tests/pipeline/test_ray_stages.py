@@ -99,7 +99,7 @@ def plans_of(engine: Engine, strategy: Strategy) -> Iterator[None]:
 def process_ids(engine: Engine) -> dict[str, int]:
     """Of the shards and the coordinator, by name."""
     processes = stages_of(engine).replica.processes
-    return {name: ray.get(process.actor.process_id.remote(), timeout=PATIENCE_S) for name, process in processes.items()}
+    return {name: process.ask("process_id").result(PATIENCE_S) for name, process in processes.items()}
 
 
 def is_alive(pid: int) -> bool:

@@ -221,6 +221,25 @@ def test_nothing_comes(make_transport: NewTransport) -> None:
     assert 0.2 <= time.monotonic() - started < 2
 
 
+def test_another_thread_wakes_whoever_waits(make_transport: NewTransport) -> None:
+    here, there = make_transport("here"), make_transport("there")
+    there.connect({"here": here.address})
+    waker = threading.Timer(0.1, here.wake)
+    waker.start()
+    started = time.monotonic()
+    assert here.receive(30.0) is None
+    assert time.monotonic() - started < 20
+    waker.join()
+    for _ in range(100_000):  # more than are kept
+        here.wake()
+    there.send("here", number(7))
+    while (envelope := here.receive(30.0)) is None:
+        pass
+    assert envelope.header == number(7)
+    here.close()
+    here.wake()
+
+
 def test_connect_replaces_what_changed_and_nothing_else(make_transport: NewTransport) -> None:
     here, stays, old, new = (make_transport(name) for name in ("here", "stays", "moves", "moves"))
     here.connect({"stays": stays.address, "moves": old.address, "goes": old.address})

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -39,7 +39,6 @@ from rayspec.ops.doctor.machine import (
     installed_version,
 )
 from rayspec.ops.doctor.model_files import ModelFiles, check_model, look_at_model
-from rayspec.pipeline.placement import discard
 
 _NODE_TIMEOUT_S = 120.0
 _ALL_REDUCE_TIMEOUT_S = 60.0
@@ -255,7 +254,8 @@ def check_reach(nodes: Sequence[Node]) -> Finding:
         took = _answers(calls)
     finally:
         for peer in peers.values():
-            discard(peer)
+            with suppress(RayError):
+                ray.kill(peer)
     failed = [f"{node}: {silent.reason}" for node, silent in places.items() if isinstance(silent, NoAnswer)]
     failed += [
         f"{here} to {there}: {answer.reason if isinstance(answer, NoAnswer) else answer}"
