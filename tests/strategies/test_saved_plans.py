@@ -21,7 +21,7 @@ from rayspec.strategies.saved_plans import (
 from rayspec.types import ConfigError, Plan, PlanRecord
 from tests.engines import complete, tokens_of
 from tests.families import cases, checkpoint
-from tests.strategy_cases import latency, result, saved_plan, state
+from tests.strategy_cases import latency, latency_model, result, saved_plan, state
 
 MODEL = ModelIdentity(name="llama-a", weights="00ff", family="llama", num_sublayers=8)
 
@@ -185,7 +185,7 @@ def test_knapspec_drafts_by_a_saved_plan_after_the_first_round_and_learns_from_t
     known = known_candidates(_plans(saved_plan("slow", [0], acceptance=0.1), saved_plan("fast", [2, 3, 4, 5, 6])))
     assert [candidate.used.weight for candidate in known] == [60.0, 60.0]
     options = SpeculationOptions(optimise_share=0.0, gate=False)
-    knapspec, here = KnapSpec(options, latency(), known=known), state()
+    knapspec, here = KnapSpec(options, latency_model(4, sublayer_s=1e-3, row_s=1e-4), known=known), state()
     assert not knapspec.plan.drafts
     knapspec.observe(here, knapspec.plan, result([0], [0]), 1, 0.01)
     record = knapspec.search(here, lambda question: None)
