@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from rayspec.planning.learning import (
     COOLDOWN_TOKENS,
@@ -23,11 +22,7 @@ class Budget:
         if not 0 <= share <= 1:
             raise ValueError(f"share is {share}; it must lie between 0 and 1")
         self._share = share
-        self._spent_s = 0.0
-
-    @property
-    def spent_s(self) -> float:
-        return self._spent_s
+        self.spent_s = 0.0
 
     def allows(self, predicted_cost_s: float, *, elapsed_s: float, expected_remaining_s: float = 0.0) -> bool:
         """Whether a search of that cost fits into the share of the elapsed time plus the expected remaining time.
@@ -35,26 +30,17 @@ class Budget:
         Without `expected_remaining_s`, enough time must elapse before the first search. With it, the first search can
         come early, while a better plan still pays back.
         """
-        return self._spent_s + predicted_cost_s <= self._share * (elapsed_s + expected_remaining_s)
+        return self.spent_s + predicted_cost_s <= self._share * (elapsed_s + expected_remaining_s)
 
     def may_invest(self, predicted_cost_s: float, *, saving_s: float) -> bool:
         """Whether the first searches may cost so much together, beyond their share: up to FIRST_SEARCH_SHARE of the
         time that their plan is expected to save. With a share of 0 there are no searches."""
-        return self._share > 0 and self._spent_s + predicted_cost_s <= FIRST_SEARCH_SHARE * saving_s
+        return self._share > 0 and self.spent_s + predicted_cost_s <= FIRST_SEARCH_SHARE * saving_s
 
     def spend(self, seconds: float) -> None:
         if seconds < 0:
             raise ValueError(f"cannot spend {seconds} s")
-        self._spent_s += seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
-    """The conditions under which the last decision (a plan, or no draft) was made."""
-
-    context: float
-    batch: float
-    expected_acceptance: float | None
+        self.spent_s += seconds
 
 
 class Trigger:
@@ -78,7 +64,8 @@ class Trigger:
         self._cooldown_tokens = cooldown_tokens
         self._patience_tokens = patience_tokens
         self._max_patience_tokens = max_patience_tokens
-        self._made: _Made | None = None
+        # Context and batch of the last decision (a plan, or no draft), and the acceptance that was expected then.
+        self._decided: tuple[float, float, float | None] | None = None
         self._num_unchanged = 0
         self._num_tokens = 0.0
         self._acceptance = Discounted(TOKENS_HALF_LIFE)
@@ -92,32 +79,29 @@ class Trigger:
     def planned(self, *, changed: bool, context: float, batch: float, expected_acceptance: float | None = None) -> None:
         """Record the end of a search. changed: the decision differs from the one before. expected_acceptance: of the
         plan; None for no draft."""
-        self._made = _Made(context=context, batch=batch, expected_acceptance=expected_acceptance)
+        self._decided = (context, batch, expected_acceptance)
         self._num_unchanged = 0 if changed else self._num_unchanged + 1
         self._num_tokens = 0.0
         self._acceptance = Discounted(TOKENS_HALF_LIFE)
 
     def reason(self, *, context: float, batch: float) -> str | None:
         """Return why a search is due now; None if no search is due."""
-        if self._made is None:
+        if self._decided is None:
             return "no plan yet"
         if self._num_tokens < self._backed_off(self._cooldown_tokens):
             return None
-        for name, now, then in (("context", context, self._made.context), ("batch", batch, self._made.batch)):
+        context_then, batch_then, expected = self._decided
+        for name, now, then in (("context", context, context_then), ("batch", batch, batch_then)):
             if max(now, then) > MAX_RATIO * max(min(now, then), 1.0):
                 return f"{name} has gone from {then:g} to {now:g}"
-        if self._drifted(self._made.expected_acceptance):
-            return f"acceptance is {self._acceptance.value:.2f}, not {self._made.expected_acceptance:.2f} as expected"
+        if expected is not None and self._acceptance.is_known:
+            inside = self._acceptance.with_prior(0.5, 2.0)
+            error = math.sqrt(inside * (1 - inside) / self._acceptance.weight)
+            if abs(self._acceptance.value - expected) > NUM_ERRORS * error:
+                return f"acceptance is {self._acceptance.value:.2f}, not {expected:.2f} as expected"
         if self._num_tokens >= self._backed_off(self._patience_tokens):
             return f"{self._num_tokens:.0f} tokens since the last search"
         return None
-
-    def _drifted(self, expected: float | None) -> bool:
-        if expected is None or not self._acceptance.is_known:
-            return False
-        inside = self._acceptance.with_prior(0.5, 2.0)
-        error = math.sqrt(inside * (1 - inside) / self._acceptance.weight)
-        return abs(self._acceptance.value - expected) > NUM_ERRORS * error
 
     def _backed_off(self, num_tokens: int) -> float:
         return min(num_tokens * 2.0 ** min(self._num_unchanged, 30), self._max_patience_tokens)

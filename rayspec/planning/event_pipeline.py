@@ -8,7 +8,67 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from rayspec.planning.pass_costs import PassCost
+import numpy as np
+from numpy.typing import NDArray
+
+from rayspec.choices import SKIP, Choices
+from rayspec.planning.latency import LatencyModel
+
+# Seconds are linear in the context; the slope is taken over this many tokens.
+_FAR = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassCost:
+    """The stages that a pass visits, in order, and the seconds on each: base_s + slope_s * context."""
+
+    stages: tuple[int, ...]
+    base_s: tuple[float, ...]
+    slope_s: tuple[float, ...]
+
+
+class PassCosts:
+    """Costs of passes, cached by shape; each shape is computed once, for all contexts.
+
+    Every stage that a pass visits takes the model's `overhead_s`, because each stage builds its own batch. So a pass
+    over several stages takes longer than `LatencyModel` predicts, by `overhead_s` for each stage but one.
+    """
+
+    def __init__(self, latency: LatencyModel) -> None:
+        """Use the costs of a latency model. Raises ValueError unless its stages are numbered 0, 1, ... without gaps."""
+        if sorted(set(latency.stages)) != list(range(max(latency.stages) + 1)):
+            raise ValueError(f"stages are {sorted(set(latency.stages))}; they must be numbered 0, 1, ...")
+        self._latency = latency
+        self._known: dict[tuple[object, ...], PassCost] = {}
+        self.num_stages = max(latency.stages) + 1
+
+    def of(
+        self, *, rows: int, batch: int, choices: Choices | None = None, prefix: int = 0, head_rows: int | None = None
+    ) -> PassCost:
+        """Return the cost of a pass of `rows` rows of `batch` sequences through all sublayers and the head.
+
+        choices: of a draft step; None: all in full. prefix: leading sublayers that run only one row per sequence, as in
+        a verify. head_rows: rows of the head, if they are others, as in a prompt.
+        """
+        shape = (rows, batch, choices, prefix, head_rows)
+        if shape not in self._known:
+            latency, stages = self._latency, np.asarray(self._latency.stages)
+
+            def seconds(context: float) -> NDArray[np.float64]:
+                found = latency.sublayers_s(rows=rows, context=context, batch=batch, choices=choices)
+                if prefix:
+                    found[:prefix] = latency.sublayers_s(rows=batch, context=context, batch=batch)[:prefix]
+                return np.bincount(stages, weights=found, minlength=self.num_stages).astype(np.float64)
+
+            near, far = seconds(0), seconds(_FAR)
+            base_s = near + latency.overhead_s
+            base_s[-1] += latency.head_s(rows if head_rows is None else head_rows)
+            visited = stages if choices is None else stages[[choice != SKIP for choice in choices]]
+            at = sorted({0, self.num_stages - 1, *visited.tolist()})
+            self._known[shape] = PassCost(
+                stages=tuple(at), base_s=tuple(base_s[at].tolist()), slope_s=tuple(((far - near) / _FAR)[at].tolist())
+            )
+        return self._known[shape]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

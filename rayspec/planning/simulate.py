@@ -17,9 +17,8 @@ from functools import partial
 import numpy as np
 
 from rayspec.choices import Choices, num_leading_full
-from rayspec.planning.event_pipeline import EventPipeline, Work
+from rayspec.planning.event_pipeline import EventPipeline, PassCosts, Work
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.pass_costs import PassCosts
 
 # How long a stage of the pipeline lets a prefill wait for rounds that arrive later.
 _PREFILL_PATIENCE_S = 0.03
@@ -216,7 +215,7 @@ class _Replica:
     def _start_prefill(self, cohort: _Cohort, chunks: Sequence[tuple[_Sequence, int]]) -> None:
         num_sampled = sum(sequence.num_missing == count for sequence, count in chunks)
         rows = sum(count for _, count in chunks)
-        cost = self._prefill_costs.prefill(rows=rows, batch=len(chunks), num_sampled=num_sampled)
+        cost = self._prefill_costs.of(rows=rows, batch=len(chunks), head_rows=num_sampled)
         work = Work(
             passes=[cost],
             context=_mean_context([sequence for sequence, _ in chunks]),
@@ -243,9 +242,9 @@ class _Replica:
             lengths = [min(drafting.num_draft_tokens, sequence.num_left - 1) for sequence in sequences]
             for step in range(max(lengths)):
                 num_drafting = sum(length > step for length in lengths)
-                passes.append(self._costs.draft(drafting.choices, rows=num_drafting))
+                passes.append(self._costs.of(rows=num_drafting, batch=num_drafting, choices=drafting.choices))
         prefix = drafting.prefix if drafting is not None and passes else 0
-        passes.append(self._costs.verify(rows=batch + sum(lengths), batch=batch, prefix=prefix))
+        passes.append(self._costs.of(rows=batch + sum(lengths), batch=batch, prefix=prefix))
         landed = partial(self._land_round, cohort, sequences, lengths, self._pipeline.now)
         self._pipeline.submit(Work(passes=passes, context=_mean_context(sequences), landed=landed))
 

@@ -85,29 +85,31 @@ class KnapSpec:
     ) -> None:
         self._options = options
         self._latency = latency
-        self._choice: Decision | None = None
-        self._record: PlanRecord | None = None
         self._candidates = list(known)
-        self._rounds_to_review = 0 if known else ROUNDS_TO_REVIEW
-        self._budget = Budget(options.optimise_share)
-        self._trigger = trigger or Trigger()
+        self._in_use: Candidate | None = None
         self._no_draft = no_draft(len(latency.sublayers), "knapspec: no draft")
         self.plan = self._no_draft
+        self._record: PlanRecord | None = None  # of the plan
+        self._rounds_to_review = 0 if known else ROUNDS_TO_REVIEW
+        # By plan, context and batch: tokens per second by draft length, predicted since the last review.
+        self._rates: dict[tuple[Choices, int, int], NDArray[np.float64]] = {}
+        # Learned from rounds.
         self._correction = Correction(prior_offset=FIRST_OFFSET)
         self._calibration = Calibration()
         self._stops = StopRecord()
-        self._question: Knapsack | None = None  # of the search that waits for taps or is under way
-        self._reason = ""  # of this search
-        self._is_provisional = False  # the known candidates are those of a smaller search
-        self._under_way: Future[Answer] | None = None
+        # Searches.
+        self._budget = Budget(options.optimise_share)
+        self._trigger = trigger or Trigger()
         self._rounds_to_price = 0
-        # By draft length, predicted since the last review.
-        self._rates: dict[tuple[Choices, int, int], NDArray[np.float64]] = {}
+        self._question: Knapsack | None = None  # of the search that waits for captured tokens or is under way
+        self._reason = ""  # of this search
+        self._asked: Future[Answer] | None = None
+        self._is_provisional = False  # the known candidates are those of a smaller search
 
     @property
     def wants_captures(self) -> bool:
         """Whether the next round should capture hidden states."""
-        return self._question is not None and self._under_way is None
+        return self._question is not None and self._asked is None
 
     def rate(self, state: BatchState, longest: int | None = None) -> float:
         """Return the tokens per second of one sequence that are predicted for the plan in use, with drafts of at most
@@ -163,38 +165,66 @@ class KnapSpec:
 
         share: share of the time in rounds that a plan could make faster; the budget counts only this time.
         """
-        if self._under_way is None:
-            known = self._question is not None
+        if self._asked is None:
+            had_question = self._question is not None
             self._consider_search(state, share)
-            if known and self._question is not None:
-                self._under_way = ask(self._question)
-        if self._under_way is not None and self._under_way.done():
-            return self._conclude(state, self._under_way)
+            if had_question and self._question is not None:
+                self._asked = ask(self._question)
+        if self._asked is not None and self._asked.done():
+            return self._conclude(state, self._asked)
         if self._rounds_to_review <= 0 and self._candidates:
-            return self._review(state)
+            self._rounds_to_review = ROUNDS_TO_REVIEW
+            self._rates.clear()
+            best = self._best_known(state).candidate
+            if (None if best is None else self._candidates[best]) is not self._in_use:
+                return self._decide(state, "what was observed favours another candidate", 0.0)
         return None
 
-    def _consider_search(self, state: BatchState, share: float) -> None:
-        """Set the question of a search that is due and affordable. It stays for ROUNDS_TO_REVIEW rounds, because
-        predicting the cost of a search takes a good part of a small model's step."""
-        self._rounds_to_price -= 1
-        if self._rounds_to_price > 0:
-            return
-        self._question, reason = None, self._trigger.reason(context=state.context, batch=state.batch)
-        if reason is None and self._is_provisional:
-            reason = "the first search was a smaller one"
-        if reason is not None:
-            self._rounds_to_price = ROUNDS_TO_REVIEW
-            self._reason, self._question = reason, self._affordable(state, share)
+    def acceptance_of(self, candidates: Sequence[Candidate]) -> list[float]:
+        """Return the expected acceptance of each candidate: its estimate with the correction learned from all
+        candidates, which is then the prior for its own observations."""
+        corrected = self._correction.apply([candidate.estimate for candidate in candidates])
+        return [
+            shrink(one.used.total, one.used.weight, float(prior))
+            for one, prior in zip(candidates, corrected, strict=True)
+        ]
+
+    def question(self, state: BatchState) -> Knapsack:
+        """Return the question of a search. A draft may save all weight transfers and a share of the compute. Left out are choices of few keys that save almost nothing, as the context may be shorter than the keys
+        they read."""
+        latency = self._latency
+        rows, context, batch = state.batch, state.context, state.batch
+        costs = []  # seconds of each sublayer in a draft step, by choice
+        for index in range(len(latency.sublayers)):
+            seconds = {
+                choice: latency.sublayer_s(index, rows=rows, context=context, batch=batch, choice=choice)
+                for choice in latency.choices_of(index)
+                if choice in self._options.draft_choices
+            }
+            all_keys = {choice: seconds[combined(weights_of(choice), "all")] for choice in seconds}
+            costs.append(
+                {
+                    choice: cost
+                    for choice, cost in seconds.items()
+                    if keys_of(choice) == "all" or cost < FEW_KEYS_COST * all_keys[choice]
+                }
+            )
+        savings = quantize(costs, _RESOLUTION)
+        total = sum(each.get(SKIP, 0) for each in savings)
+        total_s = float(latency.sublayers_s(rows=rows, context=context, batch=batch).sum())
+        computing_share = 1 - sum(latency.transfer_s) / total_s
+        return Knapsack(
+            num_tokens=self._options.num_tap_tokens,
+            savings=savings,
+            max_saved=total - int(total * (computing_share * (1 - _MAX_SKIPPED_SHARE))),
+            min_similarity=_MIN_COSINE,
+            max_states=_MAX_STATES,
+            also=uniform_patterns(savings),
+        )
 
     @property
     def _stop_rule(self) -> StopRule:
         return self._stops.rule if self._options.confidence_stop else NEVER
-
-    @property
-    def _in_use(self) -> Candidate | None:
-        index = self._choice.candidate if self._choice else None
-        return None if index is None else self._candidates[index]
 
     def _learn(self, plan: Plan, result: RoundResult) -> tuple[int, int]:
         """Learn from the tested draft tokens and return how many were accepted, and tested. A draft's tokens are tested
@@ -217,14 +247,18 @@ class KnapSpec:
             candidate.used.observe(num_accepted, num_tested)
         return num_accepted, num_tested
 
-    def acceptance_of(self, candidates: Sequence[Candidate]) -> list[float]:
-        """Return the expected acceptance of each candidate: its estimate with the correction learned from all
-        candidates, which is then the prior for its own observations."""
-        corrected = self._correction.apply([candidate.estimate for candidate in candidates])
-        return [
-            shrink(one.used.total, one.used.weight, float(prior))
-            for one, prior in zip(candidates, corrected, strict=True)
-        ]
+    def _consider_search(self, state: BatchState, share: float) -> None:
+        """Set the question of a search that is due and affordable. It stays for ROUNDS_TO_REVIEW rounds, because
+        predicting the cost of a search takes a good part of a small model's step."""
+        self._rounds_to_price -= 1
+        if self._rounds_to_price > 0:
+            return
+        self._question, reason = None, self._trigger.reason(context=state.context, batch=state.batch)
+        if reason is None and self._is_provisional:
+            reason = "the first search was a smaller one"
+        if reason is not None:
+            self._rounds_to_price = ROUNDS_TO_REVIEW
+            self._reason, self._question = reason, self._affordable(state, share)
 
     def _affordable(self, state: BatchState, share: float) -> Knapsack | None:
         """Return the question of a search that the budget allows; None if it allows none.
@@ -254,13 +288,13 @@ class KnapSpec:
 
     def _gain_to_expect(self, state: BatchState, question: Knapsack) -> float:
         """Return the predicted gain of the fastest draft that a search may find, if it agrees with the target on all
-        tapped tokens. The prior of its acceptance is one half."""
+        captured tokens. The prior of its acceptance is one half."""
         drafts = [fastest_draft(question.savings, question.max_saved), *question.also]
         acceptance = shrink(question.num_tokens, question.num_tokens, 0.5)
         return self._best(state, drafts, [acceptance] * len(drafts)).predicted_gain
 
     def _search_cost_s(self, question: Knapsack, context: float) -> float:
-        """Return the predicted seconds of a search: the states that run in full, and the tapped tokens by every other
+        """Return the predicted seconds of a search: the states that run in full, and the captured tokens by every other
         choice and by every pattern that is always tried."""
         num_tokens = question.num_tokens
         num_states = count_rows(question.savings, max_saved=question.max_saved, max_states=question.max_states)
@@ -274,81 +308,31 @@ class KnapSpec:
         )
         return states_s + choices_s + sum(float(pass_seconds(choices=choices).sum()) for choices in question.also)
 
-    def _seconds_by_choice(self, state: BatchState) -> list[dict[Choice, float]]:
-        """Return the seconds of each sublayer in a draft step, by choice."""
-        rows, context, batch = state.batch, state.context, state.batch
-        return [
-            _worthwhile(
-                {
-                    choice: self._latency.sublayer_s(index, rows=rows, context=context, batch=batch, choice=choice)
-                    for choice in self._latency.choices_of(index)
-                    if choice in self._options.draft_choices
-                }
-            )
-            for index in range(len(self._latency.sublayers))
-        ]
-
-    def _max_saved(self, state: BatchState, savings: Sequence[Mapping[Choice, int]]) -> int:
-        """Return the most units that a draft may save: all weight transfers and a share of the compute."""
-        total = sum(each.get(SKIP, 0) for each in savings)
-        seconds = self._latency.sublayers_s(rows=state.batch, context=state.context, batch=state.batch)
-        total_s = float(seconds.sum())
-        computing_share = 1 - sum(self._latency.transfer_s) / total_s
-        least_share = computing_share * (1 - _MAX_SKIPPED_SHARE)
-        return total - int(total * least_share)
-
-    def question(self, state: BatchState) -> Knapsack:
-        """Return the question of a search."""
-        savings = quantize(self._seconds_by_choice(state), _RESOLUTION)
-        return Knapsack(
-            num_tokens=self._options.num_tap_tokens,
-            savings=savings,
-            max_saved=self._max_saved(state, savings),
-            min_similarity=_MIN_COSINE,
-            max_states=_MAX_STATES,
-            also=uniform_patterns(savings),
-        )
-
-    def _conclude(self, state: BatchState, search: Future[Answer]) -> PlanRecord | None:
-        """Use the result of a search. A cancelled search starts again later; a failed search counts as no change."""
-        self._under_way = None
-        if search.cancelled():
+    def _conclude(self, state: BatchState, asked: Future[Answer]) -> PlanRecord | None:
+        """Replace the known candidates by those of a search, keep the one in use, and choose the best. A cancelled
+        search starts again later; a failed search counts as no change."""
+        self._asked = None
+        if asked.cancelled():
             return None
         self._question = None
-        if (error := search.exception()) is not None:
+        if (error := asked.exception()) is not None:
             logger.warning("a plan search failed, the plan stays: %s", error)
-            self._planned(state, changed=False)
+            self._tell_trigger(state, changed=False)
             return None
-        found = search.result()
+        found, previous = asked.result(), self._in_use
         assert isinstance(found, Found)
-        return self._take(state, found)
-
-    def _take(self, state: BatchState, found: Found) -> PlanRecord:
-        """Replace the known candidates by those of the search, keep the one in use, and choose the best."""
-        previous = self._in_use
         self._candidates = [
             Candidate(one.choices, one.similarity, one.num_agreed, found.num_tokens) for one in found.drafts
         ]
-        for one in self._candidates:
-            if previous is not None and one.choices == previous.choices:
-                one.used = previous.used
-        if previous is not None and all(one.choices != previous.choices for one in self._candidates):
-            self._candidates.append(previous)
+        if previous is not None:
+            for one in self._candidates:
+                if one.choices == previous.choices:
+                    one.used = previous.used
+            if all(one.choices != previous.choices for one in self._candidates):
+                self._candidates.append(previous)
         self._budget.spend(found.seconds)
         self._is_provisional = found.num_tokens < self._options.num_tap_tokens
         return self._decide(state, self._reason, found.seconds)
-
-    def _review(self, state: BatchState) -> PlanRecord | None:
-        """Switch to another known candidate or draft length if it is predicted to be better now. Return a record only
-        for another candidate."""
-        self._rounds_to_review = ROUNDS_TO_REVIEW
-        self._rates.clear()
-        choice = self._best_known(state)
-        in_use = self._choice.candidate if self._choice else None
-        if choice.candidate == in_use:
-            self._choice = choice
-            return None
-        return self._decide(state, "what was observed favours another candidate", 0.0)
 
     def _best_known(self, state: BatchState) -> Decision:
         drafts = [candidate.choices for candidate in self._candidates]
@@ -366,18 +350,17 @@ class KnapSpec:
         )
 
     def _decide(self, state: BatchState, reason: str, spent_s: float) -> PlanRecord:
+        """Use the best of the known candidates, or no draft."""
         before = self.plan.choices if self.plan.drafts else None
         self._rates.clear()
-        self._choice = choice = self._best_known(state)
-        candidate = self._in_use
-        expected = self.acceptance_of([candidate])[0] if candidate else 0.0
+        best = self._best_known(state)
+        self._in_use = candidate = None if best.candidate is None else self._candidates[best.candidate]
         if candidate is None:
             self.plan = self._no_draft
         else:
-            length = self._options.max_draft_tokens if self._options.confidence_stop else choice.num_draft_tokens
+            length = self._options.max_draft_tokens if self._options.confidence_stop else best.num_draft_tokens
             self.plan = Plan(choices=candidate.choices, num_draft_tokens=length, source="knapspec")
-        after = self.plan.choices if self.plan.drafts else None
-        self._planned(state, changed=after != before)
+        self._tell_trigger(state, changed=(self.plan.choices if self.plan.drafts else None) != before)
         self._rounds_to_review = ROUNDS_TO_REVIEW
         self._record = PlanRecord(
             elapsed_s=state.elapsed_s,
@@ -385,31 +368,16 @@ class KnapSpec:
             batch=state.batch,
             plan=self.plan,
             reason=reason,
-            estimated_acceptance=expected,
-            predicted_tpt=choice.tpt,
-            plain_tpt=choice.plain_tpt,
+            estimated_acceptance=self.acceptance_of([candidate])[0] if candidate else 0.0,
+            predicted_tpt=best.tpt,
+            plain_tpt=best.plain_tpt,
             optimise_s=spent_s,
         )
         return self._record
 
-    def _planned(self, state: BatchState, *, changed: bool) -> None:
-        candidate = self._in_use
-        self._trigger.planned(
-            changed=changed,
-            context=state.context,
-            batch=state.batch,
-            expected_acceptance=self.acceptance_of([candidate])[0] if candidate else None,
-        )
-
-
-def _worthwhile(seconds: Mapping[Choice, float]) -> dict[Choice, float]:
-    """Remove choices of few keys that save almost nothing, as the context may be shorter than the keys they read."""
-    with_all_keys = {choice: seconds[combined(weights_of(choice), "all")] for choice in seconds}
-    return {
-        choice: cost
-        for choice, cost in seconds.items()
-        if keys_of(choice) == "all" or cost < FEW_KEYS_COST * with_all_keys[choice]
-    }
+    def _tell_trigger(self, state: BatchState, *, changed: bool) -> None:
+        expected = self.acceptance_of([self._in_use])[0] if self._in_use else None
+        self._trigger.planned(changed=changed, context=state.context, batch=state.batch, expected_acceptance=expected)
 
 
 def uniform_patterns(savings: Sequence[Mapping[Choice, int]]) -> list[Choices]:
