@@ -168,7 +168,9 @@ class SamplingParams(Options):
         if "" in (self.stop or ()):
             raise ValueError("option 'stop' holds an empty string: leave it out")
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens}): lower it")
+            raise ValueError(
+                f"option 'min_tokens' is {self.min_tokens}: it must not exceed max_tokens, which is {self.max_tokens}"
+            )
         if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise ValueError("option 'logit_bias' must lie between -100 and 100")
         for name, value in self:

@@ -50,6 +50,10 @@ class RequestEngine:
         )
 
     @property
+    def dtype(self) -> str:
+        return self._engine.config.dtype
+
+    @property
     def stats(self) -> EngineStats:
         return self._engine.stats
 

@@ -194,7 +194,7 @@ def test_sampling_outside_its_limits_is_refused_by_name(options: dict[str, Any])
 
 
 def test_min_tokens_beyond_max_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"min_tokens \(5\) exceeds max_tokens \(4\): lower it"):
+    with pytest.raises(ConfigError, match="option 'min_tokens' is 5: it must not exceed max_tokens, which is 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
 
 

@@ -44,7 +44,7 @@ from rayspec.command.terminal import error_console, exit_on_sigterm, say
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pool.pool import EnginePool
 from rayspec.pool.supervisor import DrainingError
-from rayspec.pool.worker import EngineFactory, num_engines
+from rayspec.pool.worker import num_engines
 from rayspec.ray_session import ray_session
 from rayspec.types import EngineStats
 
@@ -149,11 +149,6 @@ class Job:
     export: Export | None = None
     export_names: Sequence[str] = ()
 
-    @property
-    def factory(self) -> EngineFactory:
-        """EngineFactory of the engines that complete the rows."""
-        return RowEngineFactory(self.task)
-
     def run(self, source: Source) -> RunReport:
         """Run until every row is in the output. Rows of an earlier run of the same job are not done again. A run that
         ends early keeps its rows, and the next run continues with the others.
@@ -228,7 +223,9 @@ class _Run:
     def _complete(self) -> None:
         """Complete the rows that are left. Raises EngineDeadError if engines die too often; SystemExit on SIGTERM."""
         self._folder.commit()
-        self._pool = EnginePool(self._job.factory, max_restarts=self._job.max_engine_restarts)
+        # `auto` may choose another data type on another machine. All rows of a folder have the same.
+        factory = RowEngineFactory(self._job.task, dtype=self._config.get("dtype"))
+        self._pool = EnginePool(factory, max_restarts=self._job.max_engine_restarts)
         if self._drain.requested:  # SIGTERM came before the pool existed
             self._pool.drain()
         failure = None
@@ -246,6 +243,7 @@ class _Run:
         with completing(pool, rows_of(left), num_wanted=self._num_wanted) as completed:
             self._config = pool.begin()
             self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
+            self._folder.note({"config": self._config})
             yield from completed
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rayspec.batch.rows import Row
 from rayspec.command.loading import load_llm
 from rayspec.command.settings import Settings
-from rayspec.config import EngineConfig
+from rayspec.config import DType, EngineConfig
 from rayspec.decode.progress import Progress
 from rayspec.pool.calls import Callback
 from rayspec.pool.dispatch import Beginning
@@ -34,13 +34,15 @@ class RowTask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowEngineFactory:
-    """Loads engines that do a task."""
+    """Loads engines that do a task. dtype: of the weights, in place of the task's; None: as the task says."""
 
     task: RowTask
+    dtype: DType | None = None
 
     @property
     def engine(self) -> EngineConfig:
-        return self.task.settings.engine
+        asked = self.task.settings.engine
+        return asked if self.dtype is None else asked.replace(dtype=self.dtype)
 
     def load(self, config: EngineConfig) -> RowEngine:
         """Load an engine for the task. Raises ConfigError, CheckpointError, and with shards PlacementError."""
@@ -71,6 +73,10 @@ class RowEngine:
         """All options in force, in the form of a config file."""
         in_force = self._engine.llm.config.replace(parallel=self._asked.parallel)
         return self._task.settings.resolved(in_force)
+
+    @property
+    def dtype(self) -> str:
+        return self._engine.llm.config.dtype
 
     @property
     def stats(self) -> EngineStats:

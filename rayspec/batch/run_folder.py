@@ -46,6 +46,7 @@ _SECONDS_PER_PART = 5.0
 _MAX_MERGED_ROWS = 1_000_000
 _MAX_SHOWN = 80
 _BLOCK_BYTES = 4096
+_LEFT_TO_THE_ENGINE = ("auto", None)
 
 Status = Literal["running", "complete", "interrupted"]
 
@@ -94,12 +95,23 @@ class Manifest:
 
     def check_equal(self, other: Manifest, location: Location) -> None:
         """Check that a run with the manifest `other` may continue this job. Raises ConfigError with the differences."""
-        differences = list(_differences(self._deciding, other._deciding))
+        differences = list(_differences(self._resolved(other), other._deciding))
         if differences:
             raise ConfigError(
                 f"option 'output' is {location.name!r}, whose rows were made with other options: "
                 f"{'; '.join(differences)}: choose another folder, or pass --overwrite to begin again"
             )
+
+    def _resolved(self, other: Manifest) -> dict[str, Any]:
+        """Return what decides the rows. Options of the engine that were left to it have the value that the engine gave
+        them, where `other` names a value."""
+        then, now, config = self._deciding, other._deciding, self.extra.get("config", {})
+        before, engine = then.get("engine"), now.get("engine")
+        if not isinstance(before, Mapping) or not isinstance(engine, Mapping):
+            return then
+        unset = {name for name, value in before.items() if value in _LEFT_TO_THE_ENGINE}
+        named = {name for name in unset & engine.keys() if engine[name] not in _LEFT_TO_THE_ENGINE}
+        return then | {"engine": {**before, **{name: config[name] for name in named & config.keys()}}}
 
     @property
     def _deciding(self) -> dict[str, Any]:
@@ -283,6 +295,12 @@ class RunFolder:
         """Yield the committed rows that count (see RowIndex). No rows may be added meanwhile: small parts are joined.
         Raises DamagedOutputError."""
         return self._parts.rows(with_text=with_text)
+
+    def note(self, extra: Mapping[str, Any]) -> None:
+        """Write further content of the manifest now, so that a run that is killed leaves it. Raises OutputError."""
+        with self._guard, self._naming_output():
+            self._manifest = replace(self._manifest, extra=extra)
+            self._manifest.write(self.location.join(MANIFEST))
 
     def finish(self, counts: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         """Commit, merge the rows into one file if they are fewer than a million, and update the manifest.

@@ -283,7 +283,7 @@ class RayStages:
                 self._handle(*received)
             self._check(listening=True)
             if COORDINATOR in senders and self.replica.coordinator is not coordinator:
-                raise RayspecError(f"the coordinator ended before its {kind.__name__} came: ask again")
+                raise RayspecError(f"the coordinator ended before its {kind.__name__} came: run the same command again")
             if time.monotonic() > deadline:
                 self._recover((), f"no {kind.__name__} came within {timeout_s:.0f} s")
         return found

@@ -8,6 +8,7 @@ import math
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,6 +38,10 @@ class LoadedEngine(Protocol):
     @property
     def info(self) -> Any:
         """Description of the loaded engine for the pool's owner. It must be picklable."""
+
+    @property
+    def dtype(self) -> str:
+        """Data type of the loaded weights."""
 
     @property
     def stats(self) -> EngineStats: ...
@@ -70,7 +75,7 @@ class EngineFactory(Protocol):
         """Options of the whole pool: `parallel.replicas` is the number of engines."""
 
     def load(self, config: EngineConfig) -> LoadedEngine:
-        """Load the engine of an actor; called once, on a thread of its own. config: options of this engine alone.
+        """Load the engine of an actor, on a thread of its own. config: options of this engine alone.
         Raises ConfigError, CheckpointError, and with shards PlacementError."""
 
     def beginning(self, item: Any) -> Beginning:
@@ -87,13 +92,24 @@ class EngineWorker:
         self._factory, self._config = factory, config
 
     async def load(self) -> Any:
-        """Load the engine and return its info. Called once, before all other methods.
+        """Load the engine and return its info. Called before all other methods.
 
         Raises ConfigError, CheckpointError, and with shards PlacementError.
         """
         self._engine = await asyncio.to_thread(self._factory.load, self._config)
         self._calls = CalledHere(self._engine.handle)
         return self._engine.info
+
+    async def load_in(self, dtype: str) -> Any:
+        """Load with weights of this data type, see `load`. An engine that is loaded already is stopped first."""
+        if hasattr(self, "_engine"):
+            await self.stop()
+            del self._engine, self._calls
+        self._config = self._config.replace(dtype=dtype)
+        return await self.load()
+
+    async def dtype(self) -> str:
+        return self._engine.dtype
 
     async def take(self, calls: Sequence[Call]) -> None:
         self._calls.take(calls)
@@ -129,10 +145,22 @@ class EngineWorker:
         await asyncio.to_thread(self._engine.stop)
 
 
-class RemoteEngine:
-    """An EngineWorker in its actor. Errors of Ray about the actor's end become EngineDeadError or NodeLostError."""
+@dataclass(slots=True)
+class CommonDType:
+    """The data type of all engines of a pool: that of the first that has loaded. With the option `auto`, each machine
+    would choose for itself, and a text depends on the data type."""
 
-    def __init__(self, factory: EngineFactory) -> None:
+    name: str | None = None
+
+
+class RemoteEngine:
+    """An EngineWorker in its actor. Errors of Ray about the actor's end become EngineDeadError or NodeLostError.
+
+    common: of the engines of the pool; None: the engine is alone.
+    """
+
+    def __init__(self, factory: EngineFactory, common: CommonDType | None = None) -> None:
+        self._common = common or CommonDType()
         self._config = config_of_one(factory.engine)
         self._actor = start_worker(factory)
         self._calls = BatchedCalls(self._actor, self._death)
@@ -150,7 +178,13 @@ class RemoteEngine:
             ) from None
         except RayActorError as error:
             raise self._death(error) from None
-        return await self._answer(self._actor.load.remote())
+        known = self._common.name
+        info = await self._answer(self._actor.load.remote() if known is None else self._actor.load_in.remote(known))
+        dtype = await self._answer(self._actor.dtype.remote())
+        self._common.name = self._common.name or dtype
+        if dtype != self._common.name:  # an engine on another kind of machine has loaded meanwhile
+            info = await self._answer(self._actor.load_in.remote(self._common.name))
+        return info
 
     async def handle(self, item: Any, callback: Callback | None = None) -> Any:
         return await self._calls(item, callback)
@@ -268,7 +302,7 @@ def start_supervisor(factory: EngineFactory, *, max_restarts: int) -> Any:
 def supervision(factory: EngineFactory, max_restarts: int) -> dict[str, Any]:
     """Return the arguments of an EngineSupervisor. They are picklable, because they are sent to its actor."""
     return {
-        "start": partial(RemoteEngine, factory),
+        "start": partial(RemoteEngine, factory, CommonDType()),
         "num_engines": num_engines(factory.engine),
         "max_restarts": max_restarts,
         "max_items": items_at_a_time(factory.engine),

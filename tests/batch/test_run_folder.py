@@ -341,6 +341,18 @@ def test_a_long_value_is_shown_by_its_beginning(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 600
 
 
+def test_a_value_that_the_engine_chose_may_be_named(tmp_path: Path) -> None:
+    def identity(**engine: Any) -> dict[str, Any]:
+        return {"engine": {"dtype": "auto", "max_model_len": None, "revision": None} | engine}
+
+    with open_folder(tmp_path, identity=identity()) as folder:
+        folder.note({"config": {"dtype": "bfloat16", "max_model_len": 64, "revision": None}})
+    open_folder(tmp_path, identity=identity(dtype="bfloat16", max_model_len=64)).close()
+    open_folder(tmp_path, identity=identity()).close()
+    with pytest.raises(ConfigError, match=r'engine\.dtype was "bfloat16" and is "float32"; engine\.revision was null'):
+        open_folder(tmp_path, identity=identity(dtype="float32", max_model_len=64, revision="other"))
+
+
 def test_an_identity_is_compared_as_json_has_it(tmp_path: Path) -> None:
     open_folder(tmp_path, identity={"skip": (1, 2)}).close()
     open_folder(tmp_path, identity={"skip": [1, 2]}).close()

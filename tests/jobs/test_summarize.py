@@ -128,6 +128,28 @@ def test_other_options_are_refused_and_other_speeds_are_not(
     assert CliRunner().invoke(app, [*arguments, "--max-tokens", "2", "--max-num-seqs", "3"]).exit_code == 0
 
 
+def test_the_saved_options_can_be_given_back_and_the_data_type_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "a.jsonl", [{"id": "a", "text": "The annual review."}])
+    chosen = ["--device", "cpu", "--num-threads", "1", "--strategy", "ar", "--max-tokens", "2"]
+    arguments = ["a.jsonl", "--output", "out", "--model", "demo", *chosen]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    config = tmp_path / "out" / "config.yaml"
+    again = CliRunner().invoke(app, ["a.jsonl", "--output", "out", "--config", str(config)])
+    assert again.exit_code == 0, again.output
+
+    manifest = tmp_path / "out" / "manifest.json"  # as if another kind of machine had begun the job
+    chose = json.loads(manifest.read_text(encoding="utf-8"))
+    (other,) = {"float32", "bfloat16"} - {chose["extra"]["config"]["dtype"]}
+    chose["extra"]["config"]["dtype"] = other
+    manifest.write_text(json.dumps(chose), encoding="utf-8")
+    write_lines(tmp_path / "a.jsonl", [{"id": "a", "text": "The annual review."}, {"id": "b", "text": "The review."}])
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert yaml.safe_load(config.read_text(encoding="utf-8"))["dtype"] == other
+
+
 @pytest.mark.exhaustive
 def test_a_job_that_is_stopped_leaves_the_rows_so_far(tmp_path: Path, own_ray_folder: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"id": str(n), "text": "The annual review."} for n in range(20_000)])

@@ -133,7 +133,7 @@ def test_the_output_must_fit_the_context() -> None:
         (CHAT, {"service_tier": "flex"}, "service_tier", "invalid_value", "'auto' or 'default'"),
         (TEXT, {"service_tier": "flex"}, "service_tier", "unsupported_parameter", "not supported"),
         (CHAT, {"prediction": {"type": "content", "content": "x"}}, "prediction", "unsupported_parameter", "leave it"),
-        (CHAT, {"min_tokens": 9, "max_tokens": 3}, "min_tokens", "invalid_value", "exceeds"),
+        (CHAT, {"min_tokens": 9, "max_tokens": 3}, "min_tokens", "invalid_value", "must not exceed"),
         (CHAT, {"logprobs": 5}, "logprobs", "invalid_value", "boolean"),
         (CHAT, {"top_logprobs": 1}, "top_logprobs", "invalid_value", "logprobs: true"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value", "20"),

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ import ray
 from rayspec import LLM, SamplingParams, demo
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.documents import input_row
-from rayspec.batch.row_engine import RowEngineFactory
+from rayspec.batch.row_engine import RowEngine, RowEngineFactory
 from rayspec.batch.rows import Row
 from rayspec.command.settings import make_settings
 from rayspec.config import EngineConfig, ParallelOptions
@@ -25,6 +27,7 @@ from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.progress import Progress
 from rayspec.pool import stopped
 from rayspec.pool.worker import (
+    CommonDType,
     EngineWorker,
     RemoteEngine,
     config_of_one,
@@ -154,6 +157,44 @@ def test_a_model_that_cannot_be_loaded_is_our_own_error() -> None:
             engine.end()
 
     asyncio.run(load())
+
+
+@dataclass(frozen=True, slots=True)
+class UnlikeFactory(RowEngineFactory):
+    """Loads as machines of several kinds do: what `auto` takes differs from one engine to the next."""
+
+    notes: Path = Path()
+
+    def load(self, config: EngineConfig) -> RowEngine:
+        if config.dtype == "auto":
+            with (self.notes / "loads").open("a+", encoding="utf-8") as loads:
+                loads.write(".")
+                loads.flush()
+                config = config.replace(dtype="bfloat16" if loads.tell() == 1 else "float32")
+        return RowEngineFactory(self.task).load(config)
+
+
+def test_engines_of_a_pool_have_the_data_type_of_the_first(tmp_path: Path) -> None:
+    """Also where another has loaded meanwhile, and in place of one that has died."""
+
+    async def dtypes() -> list[str]:
+        common, factory = CommonDType(), UnlikeFactory(task(strategy="ar", dtype="auto"), notes=tmp_path)
+        engines = [RemoteEngine(factory, common) for _ in range(2)]
+        try:
+            info = await asyncio.gather(*(engine.load() for engine in engines))
+            engines.append(RemoteEngine(factory, common))
+            info.append(await engines[-1].load())
+            document = input_row("a", source="a", text="A text.")
+            texts = [(await engine.handle(document)).text for engine in engines]
+            assert texts == [texts[0]] * 3
+        finally:
+            for engine in engines:
+                engine.end()
+        return [one["dtype"] for one in info]
+
+    found = asyncio.run(dtypes())
+    assert found == [found[0]] * 3
+    assert (tmp_path / "loads").read_text(encoding="utf-8") == "..", "the third did not choose"
 
 
 def test_an_engine_leaves_ray_data_a_cpu() -> None:
