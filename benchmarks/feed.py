@@ -23,7 +23,7 @@ from rayspec.batch.rows import Row
 from rayspec.bench.markdown import markdown_table
 from rayspec.command.environment import describe_environment
 from rayspec.command.settings import Settings
-from rayspec.config import EngineConfig, ParallelOptions, SamplingParams
+from rayspec.config import DType, EngineConfig, ParallelOptions, SamplingParams
 from rayspec.decode.progress import Progress
 from rayspec.pool.calls import Callback
 from rayspec.pool.dispatch import Beginning
@@ -103,6 +103,7 @@ class WaitingEngine:
     """An engine in an actor. It waits `row_s` seconds for each row and returns a fixed text."""
 
     info: Mapping[str, Any] = {}
+    dtype = "float32"
     stats = EngineStats()
     load = EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=0)
     death = None
@@ -124,8 +125,7 @@ class WaitingEngine:
 
 
 class _WaitingJob(Job):
-    @property
-    def factory(self) -> WaitingEngineFactory:
+    def factory(self, dtype: DType | None) -> WaitingEngineFactory:
         assert isinstance(self.task, WaitingTask)
         return WaitingEngineFactory(self.task)
 

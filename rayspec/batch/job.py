@@ -41,10 +41,11 @@ from rayspec.batch.survey import Changed, Seen, survey
 from rayspec.command.exit_codes import EXIT_TERMINATED
 from rayspec.command.locations import Location
 from rayspec.command.terminal import error_console, exit_on_sigterm, say
+from rayspec.config import DType
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pool.pool import EnginePool
 from rayspec.pool.supervisor import DrainingError
-from rayspec.pool.worker import num_engines
+from rayspec.pool.worker import EngineFactory, num_engines
 from rayspec.ray_session import ray_session
 from rayspec.types import EngineStats
 
@@ -149,6 +150,10 @@ class Job:
     export: Export | None = None
     export_names: Sequence[str] = ()
 
+    def factory(self, dtype: DType | None) -> EngineFactory:
+        """Return the factory of the engines. dtype: of the weights; None: as the task says."""
+        return RowEngineFactory(self.task, dtype=dtype)
+
     def run(self, source: Source) -> RunReport:
         """Run until every row is in the output. Rows of an earlier run of the same job are not done again. A run that
         ends early keeps its rows, and the next run continues with the others.
@@ -224,7 +229,7 @@ class _Run:
         """Complete the rows that are left. Raises EngineDeadError if engines die too often; SystemExit on SIGTERM."""
         self._folder.commit()
         # `auto` may choose another data type on another machine. All rows of a folder have the same.
-        factory = RowEngineFactory(self._job.task, dtype=self._config.get("dtype"))
+        factory = self._job.factory(self._config.get("dtype"))
         self._pool = EnginePool(factory, max_restarts=self._job.max_engine_restarts)
         if self._drain.requested:  # SIGTERM came before the pool existed
             self._pool.drain()
