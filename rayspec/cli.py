@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,29 +11,24 @@ import typer
 from typer.core import TyperGroup
 
 import rayspec
-from rayspec.batch.columns import Columns
-from rayspec.batch.document_task import SUMMARY_SAMPLING, PromptBuilder, fitting_prompt_tokens, summary_prompt
-from rayspec.batch.documents import read_documents
-from rayspec.batch.in_process import complete
-from rayspec.batch.input_files import KNOWN_TYPES, found_inputs
-from rayspec.batch.progress import showing_progress
-from rayspec.batch.report import RunReport
-from rayspec.batch.results import OutputError, check_output, open_writer, save_config
-from rayspec.batch.rows import Row
+from rayspec.batch.commands import add_commands
 from rayspec.bench.commands import app as bench_app
 from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings
-from rayspec.command.settings import Settings
-from rayspec.command.terminal import clean_exit, error_console, exit_on_sigterm, output_console, say
-from rayspec.config import REPLACED, ParallelOptions, SamplingParams, TuningOptions
+from rayspec.command.terminal import clean_exit, output_console, say
+from rayspec.config import REPLACED, ParallelOptions, TuningOptions
 from rayspec.ops.commands import app as plan_app
 from rayspec.ops.k8s.command import app as k8s_app
 from rayspec.ops.latency_table import latency_table, stage_table
-from rayspec.types import ConfigError, EngineStats
+from rayspec.types import ConfigError
 
 # Commands that have left the package, and what runs them in a checkout of the project.
 _MOVED = {f"bench-{name}": f"python -m benchmarks {name}" for name in ("data", "feed", "pipeline", "serve")}
 _MOVED["figures"] = "python -m benchmarks figures"
+_REPLACED_OF_ROWS = {
+    "truncate": "is now '--long truncate'",
+    "report": "is gone: the report is always there, in the output folder or in OUTPUT.run beside an output file",
+}
 
 
 class _Commands(TyperGroup):
@@ -45,6 +38,7 @@ class _Commands(TyperGroup):
         if args and args[0] in _MOVED:
             ctx.fail(f"command '{args[0]}' is not in the package any more: run `{_MOVED[args[0]]}` in a checkout")
         replaced = {**REPLACED["SpeculationOptions"], **(REPLACED["TuningOptions"] if args[:1] == ["tune"] else {})}
+        replaced |= _REPLACED_OF_ROWS if args[:1] in (["summarize"], ["generate"]) else {}
         for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
             if (remedy := replaced.get(flag.removeprefix("--").replace("-", "_"))) is not None:
                 ctx.fail(f"option {flag!r} {remedy}")
@@ -60,82 +54,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+add_commands(app)
 app.add_typer(bench_app)
 app.add_typer(plan_app)
 app.add_typer(k8s_app, name="k8s")
-
-_EPILOG = """Exit codes: 0 every row succeeded, 1 none did or the engine failed, 2 usage, 3 some rows failed,
-130 interrupted and 143 terminated, with the rows so far in the output."""
-
-Inputs = Annotated[
-    list[str],
-    typer.Argument(metavar="INPUT...", help=f"files ({KNOWN_TYPES}), folders or patterns"),
-]
-Output = Annotated[Path, typer.Option("--output", "-o", help="file to write: .jsonl or .parquet")]
-IdColumn = Annotated[
-    str | None,
-    typer.Option(
-        help="column of the row's id; without it: 'id' where there is one, else the file and row number; none: always "
-        "the latter"
-    ),
-]
-Limit = Annotated[int | None, typer.Option(min=1, help="stop after so many rows")]
-Truncate = Annotated[bool, typer.Option(help="cut what is longer than the context at its end, instead of failing it")]
-Overwrite = Annotated[bool, typer.Option(help="replace an output that exists")]
-Report = Annotated[Path | None, typer.Option(help="folder for a report and a picture of the plans")]
-
-
-@app.command(epilog=_EPILOG)
-@with_settings(sampling=SUMMARY_SAMPLING)
-def summarize(
-    *,
-    asked: Asked,
-    inputs: Inputs,
-    output: Output,
-    text_column: Annotated[str, typer.Option(help="column of the document's text")] = "text",
-    id_column: IdColumn = None,
-    prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="what to ask; {text} stands for the document")
-    ] = None,
-    truncate: Truncate = False,
-    limit: Limit = None,
-    overwrite: Overwrite = False,
-    report: Report = None,
-) -> None:
-    """Summarize documents: a row each, in a .jsonl or .parquet file. A .txt file is one document."""
-    with clean_exit():
-        settings = asked.settings()
-        job = _Job(settings, inputs, output, overwrite=overwrite, report=report, text_column="summary")
-        job.run(
-            Columns(text=text_column, id=id_column),
-            template=prompt or summary_prompt(settings.engine.model),
-            chat=True,
-            truncate=truncate,
-            limit=limit,
-        )
-
-
-@app.command(epilog=_EPILOG)
-@with_settings(sampling=SamplingParams())
-def generate(
-    *,
-    asked: Asked,
-    inputs: Inputs,
-    output: Output,
-    prompt_column: Annotated[str, typer.Option(help="column of the prompt")] = "prompt",
-    messages_column: Annotated[str, typer.Option(help="column of chat messages, used where present")] = "messages",
-    id_column: IdColumn = None,
-    chat: Annotated[bool, typer.Option(help="put prompts through the chat template as a user's message")] = False,
-    truncate: Truncate = False,
-    limit: Limit = None,
-    overwrite: Overwrite = False,
-    report: Report = None,
-) -> None:
-    """Complete prompts and answer chats: a row each, in a .jsonl or .parquet file. A .txt file is one prompt."""
-    with clean_exit():
-        job = _Job(asked.settings(), inputs, output, overwrite=overwrite, report=report, text_column="text")
-        columns = Columns(text=prompt_column, id=id_column, messages=messages_column)
-        job.run(columns, template="{text}", chat=chat, truncate=truncate, limit=limit)
 
 
 @app.command()
@@ -186,7 +108,7 @@ def tune(
     num_prompts: Annotated[int, typer.Option(min=1, help="of each domain, at most")] = 8,
     batch: Annotated[int, typer.Option(min=1, help="sequences decoded at once")] = 1,
     widen: Annotated[int, typer.Option(min=1, help="make the model so many times as wide, as in bench")] = 1,
-    overwrite: Overwrite = False,
+    overwrite: Annotated[bool, typer.Option(help="replace an output that exists")] = False,
 ) -> None:
     """Find the draft plan that is fastest on calibration prompts, or one for each of their domains, and save them.
 
@@ -270,65 +192,6 @@ def version() -> None:
         except metadata.PackageNotFoundError:
             found = "is not installed"
         print(f"{name} {found}")  # noqa: T201 - a command's output
-
-
-class _Job:
-    """Completes documents of files with one engine and writes rows to a file."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        inputs: list[str],
-        output: Path,
-        *,
-        overwrite: bool,
-        report: Path | None,
-        text_column: str,
-    ) -> None:
-        check_output(output, overwrite=overwrite)
-        files = found_inputs(inputs)
-        if output.exists() and any(Path(name).exists() and Path(name).samefile(output) for name in files):
-            raise ConfigError(f"option 'output' is {str(output)!r}, which is an input too: choose another name")
-        self._settings, self._inputs, self._output = settings, files, output
-        self._report_folder, self._text_column = report, text_column
-
-    def run(self, columns: Columns, *, template: str, chat: bool, truncate: bool, limit: int | None) -> None:
-        """Complete all rows, and end the process with the exit code of the rows."""
-        sampling = self._settings.sampling
-        with load_llm(self._settings.engine) as llm:
-            exit_on_sigterm()
-            room = fitting_prompt_tokens(llm.client.max_model_len, sampling) if truncate else None
-            prompts = PromptBuilder(llm=llm, params=sampling, template=template, chat=chat, max_prompt_tokens=room)
-            rows = itertools.islice(read_documents(self._inputs, columns), limit)
-            config, report, is_written = self._settings.resolved(llm.config), RunReport(), True
-            try:
-                save_config(self._output.with_suffix(".config.yaml"), config)
-                self._write_rows(llm, rows, prompts, report)
-            except OutputError:
-                is_written = False  # the error says where the rows are
-                raise
-            finally:
-                if is_written:
-                    self._conclude(report, llm.stats, config)
-        raise typer.Exit(report.tally.exit_code)
-
-    def _write_rows(self, llm: rayspec.LLM, rows: Iterable[Row], prompts: PromptBuilder, report: RunReport) -> None:
-        with (
-            open_writer(self._output, text_column=self._text_column) as writer,
-            showing_progress(report.tally, error_console()) as show,
-        ):
-            for row in complete(llm, rows, prompts):
-                writer.write(row)
-                report.add(row)
-                show()
-
-    def _conclude(self, report: RunReport, stats: EngineStats, config: dict[str, Any]) -> None:
-        """Say what is in the output, and write the report if it is asked for."""
-        line = f"{report.tally}: {self._output}"
-        error_console().print(line, markup=False, highlight=False, soft_wrap=True)
-        if self._report_folder is not None:
-            self._report_folder.mkdir(parents=True, exist_ok=True)
-            report.write(self._report_folder, stats=stats, config=config, title="rayspec run")
 
 
 def main() -> None:

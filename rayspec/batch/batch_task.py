@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rayspec.async_engine import AsyncEngine
 from rayspec.batch.documents import input_row
 from rayspec.batch.row_engine import Handler
 from rayspec.batch.rows import Row
 from rayspec.command.locations import FILE_ERRORS, Location
 from rayspec.command.settings import Settings
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.decode.stages import StageLostError
 from rayspec.openai.batch import BatchError, BatchLine, BatchResult, answer, limited_lines, read_batch
-from rayspec.types import ConfigError
+from rayspec.types import ConfigError, RayspecError
+
+if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
+    from rayspec.async_engine import AsyncEngine
 
 OUTPUT_NAME, ERRORS_NAME = "output.jsonl", "errors.jsonl"
 
@@ -46,7 +47,9 @@ class BatchTask:
             line = BatchLine(**json.loads(row.document or ""))
             try:
                 done = answered(row, await answer(line, engine, served))
-            except StageLostError as error:
+            except RayspecError as error:
+                if error.kind != "stage_lost":
+                    raise
                 raise EngineDeadError(f"the engine has failed a row and cannot go on: {error}") from error
             if not done.is_final:
                 raise EngineDeadError(f"the engine has failed a row and cannot go on: {done.error}")

@@ -36,6 +36,11 @@ def fitting_prompt_tokens(max_model_len: int, params: SamplingParams) -> int:
     return max(1, max_model_len - (params.max_tokens or 1))
 
 
+def _check_template(template: str) -> None:
+    if _PLACE not in template:
+        raise ConfigError(f"option 'prompt' is {template!r}: it must hold {_PLACE}, where the document goes")
+
+
 class Tokenizes(Protocol):
     """The interface of LLM and AsyncEngine that makes prompts. `tokenizer` is a transformers tokenizer."""
 
@@ -61,8 +66,7 @@ class PromptBuilder:
     max_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if _PLACE not in self.template:
-            raise ConfigError(f"option 'prompt' is {self.template!r}: it must hold {_PLACE}, where the document goes")
+        _check_template(self.template)
 
     def request(self, request_id: str, row: Row) -> Request:
         """Make the request for a row. Raises RequestError."""
@@ -106,6 +110,9 @@ class DocumentTask:
     chat: bool = True
     long: LongDocumentOptions = field(default_factory=LongDocumentOptions)
     instruct: bool = True
+
+    def __post_init__(self) -> None:
+        _check_template(self.template)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from rayspec.batch.rows import Row
 from rayspec.command.locations import FILE_ERRORS, Location, UnreadableFileError, error_detail
 from rayspec.types import InputFileError
 
+_BYTES_PER_PIECE, _NUM_FILES_TO_SPLIT = 2**26, 64
 _MIN_ROWS_PER_READ, _MAX_ROWS_PER_READ, _BYTES_PER_READ = 16, 1024, 2**20
 
 # UTF-32 comes first, because its little-endian mark begins with that of UTF-16.
@@ -339,6 +340,14 @@ def pieces(file: InputFile, num_bytes: int) -> Iterator[Piece]:
             first, num_before, size = group, num_rows, 0
     if first == 0:
         yield whole
+
+
+def pieces_of(inputs: Sequence[str]) -> list[Piece]:
+    """Split files, folders and patterns into pieces for read tasks. Of few files, Parquet files are split too."""
+    files = expand(inputs).files
+    if len(files) < _NUM_FILES_TO_SPLIT:
+        return [piece for file in files for piece in pieces(file, _BYTES_PER_PIECE)]
+    return [Piece(path=file.path, name=file.name) for file in files]
 
 
 def num_rows_of(piece: Piece) -> int:

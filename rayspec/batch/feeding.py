@@ -13,7 +13,6 @@ from typing import Protocol
 from rayspec.batch.documents import DuplicateCheck
 from rayspec.batch.rows import Row
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pool.supervisor import DrainingError
 from rayspec.types import RayspecError, RequestError
 
 _JOIN_S = 10.0
@@ -114,7 +113,7 @@ def _outcome(row: Row, done: Future[Row]) -> Row:
     a row nor an engine caused."""
     try:
         return done.result()
-    except (RequestError, DrainingError) as error:
+    except RequestError as error:
         return row.failed(error)
     except (RayspecError, CancelledError) as error:
         return row.failed(EngineDeadError(str(error)))

@@ -1,49 +1,114 @@
-"""Completes the rows of a command with one engine in this process."""
+"""Runs a job in this process: it reads the rows and completes them with one engine. Needs no Ray."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Protocol
+import asyncio
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
-from rayspec.batch.document_task import PromptBuilder
+import pyarrow as pa
+
+from rayspec.batch.documents import Piece, read_piece
+from rayspec.batch.job import Order, Pool, Source, sort_key
 from rayspec.batch.rows import Row
-from rayspec.types import Request, RequestError, RequestOutput
+from rayspec.batch.survey import Seen, scan_pieces, seen_in
+from rayspec.types import EngineStats
+
+if TYPE_CHECKING:
+    from rayspec.pool.worker import EngineFactory, LoadedEngine
+
+_JOIN_S = 10.0
 
 
-class Streams(Protocol):
-    """The interface of LLM that is used here. It takes requests when it has room, and yields outputs as they finish."""
+class LocalBackend:
+    """Reads the rows of a job in this process, one after another, and completes them with an engine of this process."""
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[RequestOutput]: ...
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
+    def scan(self, source: Source) -> Seen:
+        tables = scan_pieces(source.pieces, 0, source.columns, source.share, source.limit)
+        return seen_in(tables, source.pieces, limit=source.limit)
 
-def complete(llm: Streams, rows: Iterable[Row], prompts: PromptBuilder) -> Iterator[Row]:
-    """Yield the completed rows as they finish. Rows are read when the engine has room for them. The results have no
-    `source` and no `input_hash`."""
-    under_way: dict[str, Row] = {}
-    failed: deque[Row] = deque()
+    def counting(self, pieces: Sequence[Piece]) -> Callable[[], int | None]:
+        return lambda: None
 
-    def requests() -> Iterator[Request]:
-        for number, row in enumerate(rows):
-            placeless = replace(row.without_input(), source=None, input_hash=None)
-            if row.error_kind is not None:
-                failed.append(placeless)
-                continue
-            try:
-                request = prompts.request(str(number), row)
-            except RequestError as error:
-                failed.append(placeless.failed(error))
-                continue
-            under_way[request.request_id] = placeless
-            yield request
+    def rows(self, source: Source, left: pa.Table | None, order: Order) -> Generator[Row]:
+        """Yield the rows. An order other than that of the input needs memory for all of them."""
+        rows = _read(source, left) if source.inputs else iter(source.given(left))
+        yield from rows if order == "input" else sorted(rows, key=lambda row: sort_key(row, order))
 
-    for output in llm.stream(requests()):
-        yield from _drain(failed)
-        yield under_way.pop(output.request_id).completed(output)
-    yield from _drain(failed)
+    def pool(self, factory: EngineFactory, *, max_restarts: int) -> Pool:
+        """Return the engine. An engine of this process that dies is not started again."""
+        return LocalPool(factory)
 
 
-def _drain(rows: deque[Row]) -> Iterator[Row]:
-    while rows:
-        yield rows.popleft()
+def _read(source: Source, left: pa.Table | None) -> Iterator[Row]:
+    wanted = source.wanted(left)
+    for index, piece in enumerate(source.pieces):
+        if wanted is None or index in wanted:
+            numbers = None if wanted is None else frozenset(wanted[index])
+            yield from (row for _, row in read_piece(piece, source.columns, numbers) if source.share(row.id))
+
+
+class LocalPool:
+    """One engine in this process, with the interface of a pool. Rows that come before it is loaded wait for it."""
+
+    def __init__(self, factory: EngineFactory) -> None:
+        self._factory = factory
+        self._engine: LoadedEngine | None = None
+        self._is_draining = False
+        self._loop = asyncio.new_event_loop()
+        self._is_loaded = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="rayspec-rows", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> Any:
+        """Load the engine and return all options in force. Raises ConfigError and CheckpointError."""
+        self._engine = self._factory.load(self._factory.engine)
+        self._loop.call_soon_threadsafe(self._is_loaded.set)
+        return self._engine.info
+
+    def submit(self, item: Row) -> Future[Row]:
+        """Return a future of the completed row. It is cancelled if the engine takes no more rows."""
+        return asyncio.run_coroutine_threadsafe(self._complete(item), self._loop)
+
+    async def _complete(self, row: Row) -> Row:
+        await self._is_loaded.wait()
+        if self._engine is None or self._is_draining:
+            raise asyncio.CancelledError
+        completed: Row = await self._engine.handle(row, lambda _: None)
+        return completed
+
+    def drain(self) -> None:
+        """Take no more rows. Rows that the engine has go on."""
+        self._is_draining = True
+
+    def stats(self) -> EngineStats:
+        return EngineStats() if self._engine is None else self._engine.stats
+
+    def stop(self) -> None:
+        """End the engine and the thread. Later calls do nothing."""
+        if self._loop.is_closed():
+            return
+        if self._engine is not None:
+            self._engine.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_JOIN_S)
+
+    def kill(self) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        finally:
+            self._loop.close()

@@ -88,24 +88,24 @@ class InputFiles(Sequence[str]):
         return f"{files} skipped: {_counts(self.skipped)}; known are {KNOWN_TYPES}"
 
 
-def find_files(inputs: Iterable[str], *, output: str | None = None) -> InputFiles:
+def find_files(inputs: Iterable[str], *, outputs: Iterable[str] = ()) -> InputFiles:
     """Find the files that paths and URIs name. A folder stands for all files of known types below it.
 
     Hidden files and folders below a folder are left out. A name that cannot be read stays in the list: reading yields
     an error row for it, and the other inputs are not affected. Raises ConfigError for a pattern without a match, for a
     URI of an unknown kind, and if no input can be read. A store that does not answer raises no error here.
 
-    output: the folder of the command's results. Folders and patterns leave out its files, which an earlier run wrote.
+    outputs: files and folders of the command's results. Folders and patterns leave them out.
     """
-    search = _Search(output)
+    search = _Search(outputs)
     for name in inputs:
         search.add(name)
     return search.found()
 
 
 class _Search:
-    def __init__(self, output: str | None) -> None:
-        self._output = _canonical_parts(output) if output is not None else None
+    def __init__(self, outputs: Iterable[str]) -> None:
+        self._outputs = [parts for output in outputs if (parts := _canonical_parts(output)) is not None]
         self._base = Location.parse(".")  # base folder of the input that is being added
         self._bases: list[tuple[str, ...]] = []
         self._found: dict[tuple[str, ...], Location | str] = {}  # by canonical path: each once
@@ -181,7 +181,8 @@ class _Search:
         return place
 
     def _is_output(self, file: Location) -> bool:
-        return self._output is not None and self._canonical(file)[: len(self._output)] == self._output
+        place = self._canonical(file)
+        return any(place[: len(output)] == output for output in self._outputs)
 
     def _add_useless(self, location: Location, reason: str) -> None:
         self._useless[self._keep(location)] = reason
@@ -225,9 +226,9 @@ def _counts(by_suffix: Mapping[str, int]) -> str:
     return ", ".join(f"{suffix} ({number})" for suffix, number in shown)
 
 
-def found_inputs(inputs: Iterable[str], *, output: str | None = None) -> InputFiles:
+def found_inputs(inputs: Iterable[str], *, outputs: Iterable[str] = ()) -> InputFiles:
     """Find the files that the inputs name, see `find_files`. Print how many are left out. Raises ConfigError."""
-    files = find_files(inputs, output=output)
+    files = find_files(inputs, outputs=outputs)
     if files.warning is not None:
         error_console().print(files.warning, markup=False, highlight=False, soft_wrap=True)
     return files

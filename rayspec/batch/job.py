@@ -6,28 +6,19 @@ import contextlib
 import hashlib
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
-import ray.data
 import yaml
 
 from rayspec.batch.columns import Columns
-from rayspec.batch.data import (
-    Order,
-    dataset_of,
-    ordered,
-    pieces_of,
-    quieten,
-    read_dataset,
-    reading,
-    rows_of,
-)
-from rayspec.batch.documents import Piece
+from rayspec.batch.documents import Piece, pieces_of
 from rayspec.batch.drain import Drain
 from rayspec.batch.feeding import completing
 from rayspec.batch.progress import TimeLeft, showing_progress
@@ -35,21 +26,20 @@ from rayspec.batch.report import PLOT_NAME, RunReport
 from rayspec.batch.results import FileFormat
 from rayspec.batch.row_engine import RowEngineFactory, RowTask
 from rayspec.batch.rows import Row
-from rayspec.batch.run_folder import RunFolder
-from rayspec.batch.scan import CountedRows, seen_of, seen_rows
-from rayspec.batch.survey import Changed, Seen, survey
+from rayspec.batch.run_folder import RunFolder, output_places
+from rayspec.batch.survey import Changed, Seen, seen_of, survey
 from rayspec.command.exit_codes import EXIT_TERMINATED
 from rayspec.command.locations import Location
 from rayspec.command.terminal import error_console, exit_on_sigterm, say
 from rayspec.config import DType
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pool.pool import EnginePool
-from rayspec.pool.supervisor import DrainingError
-from rayspec.pool.worker import EngineFactory, num_engines
-from rayspec.ray_session import ray_session
-from rayspec.types import EngineStats
+from rayspec.types import EngineStats, RayspecError
+
+if TYPE_CHECKING:
+    from rayspec.pool.worker import EngineFactory
 
 CONFIG_NAME = "config.yaml"
+_PREFIX_CHARS = 4096
 _REPORT_FILES = (CONFIG_NAME, "report.md", "report.html", PLOT_NAME)
 
 
@@ -94,25 +84,64 @@ class Source:
     def share(self) -> Share:
         return Share(self.sample)
 
-    def seen(self) -> Seen:
-        """Return the wanted rows in order, without their documents and messages."""
-        if not self.inputs:
-            return seen_of(self.rows[: self.limit], self.share)
-        return seen_rows(self.pieces, self.columns, takes=self.share, limit=self.limit)
+    def given(self, left: pa.Table | None) -> list[Row]:
+        """Return those of `rows` that are wanted. left: a table of SEEN_SCHEMA; None: all."""
+        if left is None:
+            return [row for row in self.rows[: self.limit] if self.share(row.id)]
+        return [self.rows[index] for index in left["piece"].to_pylist()]
 
-    def dataset(self, order: Order) -> ray.data.Dataset:
-        """Return a dataset of all wanted rows. Files are read whole: `limit` must be None."""
-        if not self.inputs:
-            return ordered(dataset_of([row for row in self.rows[: self.limit] if self.share(row.id)]), order)
-        return read_dataset(self.pieces, self.columns, takes=self.share, order=order)
+    def wanted(self, left: pa.Table | None) -> dict[int, list[int]] | None:
+        """Return the numbers of the rows in `left`, by the index of their piece; None: all rows."""
+        if left is None:
+            return None
+        grouped = left.group_by("piece").aggregate([("number", "list")])
+        return dict(zip(grouped["piece"].to_pylist(), grouped["number_list"].to_pylist(), strict=True))
 
-    def dataset_of_some(self, rows: pa.Table, order: Order) -> ray.data.Dataset:
-        """Return a dataset of some of the seen rows. rows: a table of SEEN_SCHEMA."""
-        if not self.inputs:
-            return ordered(dataset_of([self.rows[index] for index in rows["piece"].to_pylist()]), order)
-        grouped = rows.group_by("piece").aggregate([("number", "list")])
-        wanted = dict(zip(grouped["piece"].to_pylist(), grouped["number_list"].to_pylist(), strict=True))
-        return read_dataset(self.pieces, self.columns, wanted=wanted, order=order)
+
+Order = Literal["input", "longest", "prefix"]
+"""The order of the rows. longest: long inputs first, so that no long row is the last. prefix: inputs that begin alike
+are neighbours and share keys and values in the KV cache. Both orders sort all rows before an engine gets the first."""
+
+
+def sort_key(row: Row, order: Order) -> int | str:
+    """Return the key by which rows are sorted for an order that is not that of the input."""
+    text = row.messages or row.document or ""
+    return -len(text) if order == "longest" else text[:_PREFIX_CHARS]
+
+
+class Pool(Protocol):
+    """Engines that complete rows. EnginePool has this interface."""
+
+    def begin(self) -> Any: ...
+
+    def submit(self, item: Row) -> Future[Row]: ...
+
+    def drain(self) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def stop(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Backend(Protocol):
+    """Where a job reads and completes its rows: on Ray (`ray_backend`), or in this process (`in_process`)."""
+
+    def session(self) -> AbstractContextManager[None]:
+        """Return the block in which all other methods are called."""
+
+    def scan(self, source: Source) -> Seen:
+        """Return the wanted rows of the files, in order, without their documents and messages."""
+
+    def counting(self, pieces: Sequence[Piece]) -> Callable[[], int | None]:
+        """Return a function that returns about how many rows there are; None while that is not known."""
+
+    def rows(self, source: Source, left: pa.Table | None, order: Order) -> Generator[Row]:
+        """Read and yield rows. left: a table of SEEN_SCHEMA; None: all, where `limit` must be None for files."""
+
+    def pool(self, factory: EngineFactory, *, max_restarts: int) -> Pool:
+        """Return the engines, which are not loaded yet. max_restarts: as `max_engine_restarts` of the job."""
 
 
 class JobTask(RowTask, Protocol):
@@ -130,18 +159,22 @@ Export = Callable[[Callable[[], Iterable[Row]], Location], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job over rows. name, text_column, file_format: of the output. changed: how rows are treated whose text has
-    changed since an earlier run, see `survey.Changed`. order: the order of the rows, see `data.ordered`.
+    """A job over rows.
+
+    output: a folder; or a .parquet or .jsonl file, beside which a folder with ".run" after its name is made. name: stem
+    of the file of all rows in a folder. text_column: of the output. file_format: None: parquet, or that of the file.
+    changed: how rows are treated whose text has changed since an earlier run, see `survey.Changed`.
     max_engine_restarts: restarts of an engine that died, without a row completed in between. drain_s: seconds that rows
     under way have to finish after SIGTERM. export: writes more files at the end, with the names `export_names`.
     """
 
+    backend: Backend
     task: JobTask
     output: str
     name: str
     title: str
     text_column: str
-    file_format: FileFormat = "parquet"
+    file_format: FileFormat | None = None
     overwrite: bool = False
     changed: Changed = "keep"
     order: Order = "input"
@@ -162,21 +195,20 @@ class Job:
         and `changed` is "fail". Raises EngineDeadError if engines died too often, OutputError if rows cannot be
         written, CheckpointError, and SystemExit on SIGTERM.
         """
+        location, merged, file_format = output_places(self.output, self.file_format)
         with (
             RunFolder.open(
-                Location.parse(self.output),
+                location,
+                merged=merged or location.join(f"{self.name}.{file_format}"),
                 identity=self.task.identity,
                 overwrite=self.overwrite,
                 text_column=self.text_column,
-                file_format=self.file_format,
-                name=self.name,
+                file_format=file_format,
                 report_files=(*_REPORT_FILES, *self.export_names),
             ) as folder,
-            ray_session(),
-            reading(),
+            self.backend.session(),
         ):
             exit_on_sigterm()  # like Ray's own handler, but with our exit code
-            quieten()
             return _Run(self, source, folder).finish()
 
 
@@ -188,7 +220,7 @@ class _Run:
         self._report = RunReport(references=source.references)
         self._drain = Drain(job.drain_s)
         self._left: pa.Table | None = None  # the seen rows that are still to be done; None: all rows
-        self._pool: EnginePool | None = None
+        self._pool: Pool | None = None
         self._config: dict[str, Any] = dict(folder.manifest.extra.get("config", {}))
 
     def finish(self) -> RunReport:
@@ -207,7 +239,8 @@ class _Run:
         if self._source.inputs and self._source.limit is None and len(self._folder.done) == 0:
             self._refuse(self._source.refused)
             return True
-        seen = self._source.seen()
+        source = self._source
+        seen = self._job.backend.scan(source) if source.inputs else seen_of(source.rows[: source.limit], source.share)
         found = survey(seen, self._folder.done, is_whole=self._source.is_whole)
         found.check(self._job.changed)
         redone = found.redoable if self._job.changed == "redo" else found.redoable[:0]
@@ -230,22 +263,25 @@ class _Run:
         self._folder.commit()
         # `auto` may choose another data type on another machine. All rows of a folder have the same.
         factory = self._job.factory(self._config.get("dtype"))
-        self._pool = EnginePool(factory, max_restarts=self._job.max_engine_restarts)
+        self._pool = self._job.backend.pool(factory, max_restarts=self._job.max_engine_restarts)
         if self._drain.requested:  # SIGTERM came before the pool existed
             self._pool.drain()
         failure = None
-        with contextlib.suppress(DrainingError), contextlib.closing(self._completed(self._pool)) as rows:
-            failure = self._take_rows(rows)
+        try:
+            with contextlib.closing(self._completed(self._pool)) as rows:
+                failure = self._take_rows(rows)
+        except RayspecError as error:
+            if not (self._drain.requested and error.kind == "aborted"):  # no engine takes rows any more
+                raise
         if self._drain.requested:
             raise SystemExit(EXIT_TERMINATED)
         if failure is not None:
             raise EngineDeadError(str(failure.error))
 
-    def _completed(self, pool: EnginePool) -> Generator[Row]:
+    def _completed(self, pool: Pool) -> Generator[Row]:
         """Yield the rows as the engines complete them. Reading begins while the engines load."""
-        source, order = self._source, self._job.order
-        left = source.dataset(order) if self._left is None else source.dataset_of_some(self._left, order)
-        with completing(pool, rows_of(left), num_wanted=self._num_wanted) as completed:
+        rows = self._job.backend.rows(self._source, self._left, self._job.order)
+        with completing(pool, rows, num_wanted=self._num_wanted) as completed:
             self._config = pool.begin()
             self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
             self._folder.note({"config": self._config})
@@ -255,18 +291,18 @@ class _Run:
     def _num_wanted(self) -> int:
         """Number of rows under way that keeps all engines busy."""
         engine = self._job.task.settings.engine
-        return 2 * engine.max_num_seqs * num_engines(engine)
+        return 2 * engine.max_num_seqs * (engine.parallel.replicas if engine.parallel is not None else 1)
 
     def _time_left(self) -> TimeLeft:
         """Make the estimate of the time left. Rows that were not surveyed are counted while the job runs."""
-        counted = CountedRows(self._source.pieces) if self._left is None else None
+        counted = self._job.backend.counting(self._source.pieces) if self._left is None else None
         return TimeLeft(
             num_left=partial(self._num_left, counted),
             num_under_way=self._num_wanted,
             is_bound=self._job.order == "longest",
         )
 
-    def _num_left(self, counted: CountedRows | None) -> int | None:
+    def _num_left(self, counted: Callable[[], int | None] | None) -> int | None:
         if counted is None:
             return len(self._left) if self._left is not None else None
         num_rows, share = counted(), self._source.sample

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from ray.exceptions import RayActorError, RayError
 from typing_extensions import Self
 
-from rayspec.batch.data import patient
+from rayspec.batch.ray_backend import patient
 from rayspec.batch.row_engine import Handler, RowEngineFactory, RowTask
 from rayspec.command.plain_values import plain_values
 from rayspec.command.settings import Settings

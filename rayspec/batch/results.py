@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
-import os
-import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator
 from typing import IO, Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import yaml
 
 from rayspec.batch.rows import OUTPUT_COLUMNS, Row
-from rayspec.command.locations import Location, error_detail
-from rayspec.types import ConfigError, RayspecError
+from rayspec.types import RayspecError
 
 FileFormat = Literal["parquet", "jsonl"]
 
@@ -161,104 +154,3 @@ def _check_count(content: pq.ParquetFile, num_rows: int) -> None:
     """Check the number of rows that were read. Checksums of pages do not cover the headers of pages."""
     if num_rows != content.metadata.num_rows:
         raise ValueError(f"{num_rows} rows instead of {content.metadata.num_rows}")
-
-
-_FORMATS: dict[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
-
-
-class RowWriter:
-    """Writes rows to a file as JSON lines. A row is in the file, or no part of it is, whatever ends the write."""
-
-    def __init__(self, file: io.FileIO, text_column: str) -> None:
-        self._file, self._text_column = file, text_column
-        self.num_rows = 0
-        self.failure: OSError | None = None
-
-    def write(self, row: Row) -> None:
-        """Write a row. Raises OSError."""
-        start, left = self._file.tell(), memoryview(_json_line(row, self._text_column))
-        try:
-            while left:
-                left = left[self._file.write(left) :]
-        except BaseException as error:
-            self._file.truncate(start)
-            self._file.seek(start)
-            self.failure = error if isinstance(error, OSError) else None
-            raise
-        self.num_rows += 1
-
-
-@contextmanager
-def open_writer(path: Path, *, text_column: str) -> Iterator[RowWriter]:
-    """Write rows to a hidden file of JSON lines next to `path`, and make it the file `path` however the `with` block
-    ends. So an interrupted run keeps its rows, and so does a run that fills the disk.
-
-    path: accepted by check_output. text_column: name of the column of the generated text. Raises OutputError, which
-    says where the rows so far are: in `path`, or as JSON lines beside it if there is no room for a Parquet file.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = partial.open("wb", buffering=0)
-    except OSError as error:
-        raise output_error(path, error, "no row is written") from error
-    with file:
-        writer = RowWriter(file, text_column)
-        try:
-            yield writer
-        finally:
-            place, failure = _concluded(partial, path, text_column)
-            failure = writer.failure or failure
-            if failure is not None:
-                raise output_error(path, failure, f"{writer.num_rows} rows are in {str(place)!r}") from failure
-
-
-def output_error(path: Path, error: Exception, state: str) -> OutputError:
-    """Return the error of an output that cannot be written. state: what is written."""
-    return OutputError(
-        f"the output {str(path)!r} cannot be written ({error_detail(error)}): make room or choose another place; "
-        f"{state}"
-    )
-
-
-def _concluded(partial: Path, path: Path, text_column: str) -> tuple[Path, Exception | None]:
-    """Make the file `path` of the JSON lines in `partial`. Return the file that has the rows, and the error because of
-    which it is not `path`."""
-    try:
-        if _FORMATS[path.suffix.lower()] == "parquet":
-            with Location.parse(str(path)).writing() as target, partial.open("rb") as file:
-                rows = read_rows(file, text_column=text_column, file_format="jsonl")
-                write_rows(target, rows, text_column=text_column, file_format="parquet")
-            partial.unlink()
-        else:
-            os.replace(partial, path)
-    except (OSError, pa.ArrowException) as error:
-        with suppress(OSError):  # where even this cannot be done, the rows stay where they are
-            return partial.replace(path.with_name(f"{path.name}.jsonl")), error
-        return partial, error
-    return path, None
-
-
-def check_output(path: Path, *, overwrite: bool) -> None:
-    """Check, before anything is loaded, that the output can and may be written. Raises ConfigError otherwise."""
-    if path.suffix.lower() not in _FORMATS:
-        raise ConfigError(f"option 'output' is {str(path)!r}: its name must end in {' or '.join(_FORMATS)}")
-    if path.exists() and not overwrite:
-        raise ConfigError(f"option 'output' is {str(path)!r}, which exists: choose another name or pass --overwrite")
-    if path.is_dir():
-        raise ConfigError(f"option 'output' is {str(path)!r}, a folder: name a file")
-    ancestor = next(parent for parent in path.absolute().parents if parent.exists())
-    try:
-        with tempfile.TemporaryFile(dir=ancestor):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"option 'output' is {str(path)!r}: {str(ancestor)!r} cannot be written to ({error.strerror}); choose "
-            "another place"
-        ) from error
-
-
-def save_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write the resolved options as YAML that `--config` reads back. Missing folders are made. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")

@@ -11,12 +11,12 @@ from rayspec.command.loading import load_llm
 from rayspec.command.settings import Settings
 from rayspec.config import DType, EngineConfig
 from rayspec.decode.progress import Progress
-from rayspec.pool.calls import Callback
-from rayspec.pool.dispatch import Beginning
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
 if TYPE_CHECKING:
     from rayspec.async_engine import AsyncEngine
+    from rayspec.pool.calls import Callback
+    from rayspec.pool.dispatch import Beginning
 
 Handler = Callable[[Any], Awaitable[Any]]
 

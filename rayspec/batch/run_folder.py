@@ -21,8 +21,9 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import PurePosixPath
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol
 
@@ -46,6 +47,7 @@ _SECONDS_PER_PART = 5.0
 _MAX_MERGED_ROWS = 1_000_000
 _MAX_SHOWN = 80
 _BLOCK_BYTES = 4096
+_FORMATS: Mapping[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
 _LEFT_TO_THE_ENGINE = ("auto", None)
 
 Status = Literal["running", "complete", "interrupted"]
@@ -182,11 +184,11 @@ class RunFolder:
     """
 
     def __init__(
-        self, location: Location, before: Manifest, lock: _FolderLock, *, name: str, start_timer: StartTimer
+        self, location: Location, before: Manifest, lock: _FolderLock, *, merged: Location, start_timer: StartTimer
     ) -> None:
         """Use `open` instead."""
         self.location = location
-        self._lock, self._name, self._start_timer = lock, name, start_timer
+        self._lock, self._merged, self._start_timer = lock, merged, start_timer
         self._manifest = replace(before, status="running", sessions=(*before.sessions, _new_session()))
         self._guard = threading.RLock()
         self._buffer: list[Row] = []
@@ -210,7 +212,7 @@ class RunFolder:
         overwrite: bool,
         text_column: str,
         file_format: FileFormat,
-        name: str = "rows",
+        merged: Location | None = None,
         report_files: Collection[str] = (),
         start_timer: StartTimer = _start_timer,
     ) -> RunFolder:
@@ -218,21 +220,25 @@ class RunFolder:
 
         identity: the options that decide the content of the rows, as JSON values; nested keys are compared one by one.
         overwrite: delete the files of an earlier job and begin again; other files stay. report_files: names of other
-        files of the job. name: stem of the merged file. start_timer: calls back after some seconds, unless cancelled.
+        files of the job. merged: the file of all rows; None: "rows" in the folder. start_timer: calls back after some
+        seconds, unless cancelled.
 
         Raises ConfigError for a folder that holds other files, has another identity, is being written by another
         process, or cannot be reached; DamagedOutputError for files in it that cannot be read.
         """
         _check_text_column(text_column)
+        merged = location.join(f"rows.{file_format}") if merged is None else merged
         fresh = Manifest(identity=json.loads(json.dumps(identity)), text_column=text_column, file_format=file_format)
         try:
             if location.exists and not location.is_folder:
                 raise ConfigError(f"option 'output' is {location.name!r}, a file: name a folder")
             lock = _FolderLock(location)
             try:
-                manifest = _begin(location, fresh, name, report_files) if overwrite else _continue(location, fresh)
-                _remove_leftovers(location, name)
-                return cls(location, manifest, lock, name=name, start_timer=start_timer)
+                manifest = (
+                    _begin(location, fresh, merged, report_files) if overwrite else _continue(location, fresh, merged)
+                )
+                _remove_leftovers(location, merged)
+                return cls(location, manifest, lock, merged=merged, start_timer=start_timer)
             except BaseException:
                 lock.release()
                 raise
@@ -310,10 +316,7 @@ class RunFolder:
         """
         with self._guard, self._naming_output():
             self.commit()
-            if not self._is_merged and len(self._index) < _MAX_MERGED_ROWS:
-                with self._merged.writing() as file:
-                    self._parts.write_counting(file)
-                self._is_merged = True
+            self._merge()
             status: Status = "complete" if self._index.is_complete else "interrupted"
             self._end_session(status, counts=counts, extra=extra)
 
@@ -325,6 +328,9 @@ class RunFolder:
             self._stop_timer()
             try:
                 if self._manifest.status == "running":
+                    if self._is_asked_for and len(self._index):  # then it has the rows so far
+                        with suppress(OSError, DamagedOutputError):
+                            self._merge()
                     self._end_session("interrupted", counts=self._manifest.counts, extra=self._manifest.extra)
             finally:
                 self._lock.release()
@@ -347,10 +353,6 @@ class RunFolder:
         return max(_MIN_ROWS_PER_PART, min(self._index.num_stored // _MIN_PARTS, _MAX_ROWS_PER_PART))
 
     @property
-    def _format(self) -> FileFormat:
-        return self._manifest.file_format
-
-    @property
     def _run_id(self) -> str:
         return self._manifest.sessions[-1].run_id
 
@@ -371,8 +373,15 @@ class RunFolder:
             ) from error
 
     @property
-    def _merged(self) -> Location:
-        return self.location.join(f"{self._name}.{self._format}")
+    def _is_asked_for(self) -> bool:
+        """Whether the merged file is the output that the user named."""
+        return not self._merged.is_in(self.location)
+
+    def _merge(self) -> None:
+        if not self._is_merged and (len(self._index) < _MAX_MERGED_ROWS or self._is_asked_for):
+            with self._merged.writing() as file:
+                self._parts.write_counting(file)
+            self._is_merged = True
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -397,18 +406,35 @@ class RunFolder:
                 raise
 
 
+def output_places(output: str, file_format: FileFormat | None) -> tuple[Location, Location | None, FileFormat]:
+    """Return the run folder of an output, the file that all rows go to, and its format. The file is None for an output
+    that is a folder. Raises ConfigError."""
+    place = Location.parse(output)
+    named: FileFormat | None = _FORMATS.get(place.suffix)
+    if named is None or place.is_folder:
+        return place, None, file_format or "parquet"
+    if file_format not in (None, named):
+        raise ConfigError(f"option 'format' is {file_format!r} and option 'output' is {output!r}: leave 'format' out")
+    return replace(place, path=f"{place.path}.run"), place, named
+
+
 def _check_text_column(text_column: str) -> None:
     if text_column in set(OUTPUT_COLUMNS) - {"text"}:
         raise ConfigError(f"text_column is {text_column!r}, which is another column of the output: choose another name")
 
 
-def _continue(location: Location, fresh: Manifest) -> Manifest:
-    """Return the manifest of the folder, or `fresh` for an empty folder. Raises ConfigError, DamagedOutputError."""
+def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest:
+    """Return the manifest of the folder, or `fresh` for a folder without rows. Raises ConfigError,
+    DamagedOutputError."""
     manifest = location.join(MANIFEST)
     if manifest.exists:
         previous = Manifest.read(manifest)
+        if not location.join(_ROWS).file_sizes():
+            return replace(fresh, sessions=previous.sessions)
         previous.check_equal(fresh, location)
         return previous
+    if merged.exists:
+        raise ConfigError(f"option 'output' is {merged.name!r}, which exists: choose another name or pass --overwrite")
     foreign = [entry.file_name for entry in location.entries() if not entry.file_name.startswith(".")]
     if foreign:
         raise ConfigError(
@@ -418,21 +444,23 @@ def _continue(location: Location, fresh: Manifest) -> Manifest:
     return fresh
 
 
-def _begin(location: Location, fresh: Manifest, name: str, report_files: Collection[str]) -> Manifest:
+def _begin(location: Location, fresh: Manifest, merged: Location, report_files: Collection[str]) -> Manifest:
     """Delete the files of an earlier job, except its manifest, so that the folder always has a manifest."""
     delete_parts(location.join(_ROWS))
-    for file_name in (f"{name}.parquet", f"{name}.jsonl", *report_files):
+    stem = PurePosixPath(merged.path).stem  # in a folder, another format may have been asked for before
+    for file_name in (f"{stem}.parquet", f"{stem}.jsonl", *report_files):
         location.join(file_name).delete()
     return fresh
 
 
-def _remove_leftovers(location: Location, name: str) -> None:
+def _remove_leftovers(location: Location, merged: Location) -> None:
     """Delete partial files of writers that were killed; not in a remote store, where they may be another driver's."""
     if location.local_path is None:
         return
-    names = "|".join((PART_NAME, *map(re.escape, (INDEX_NAME, MANIFEST)), rf"{re.escape(name)}\.\w+"))
+    stem = re.escape(PurePosixPath(merged.path).stem)
+    names = "|".join((PART_NAME, *map(re.escape, (INDEX_NAME, MANIFEST)), rf"{stem}\.(?:parquet|jsonl)"))
     ours = re.compile(rf"\.(?:{names})\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}")
-    for folder in (location, location.join(_ROWS)):
+    for folder in {location, location.join(_ROWS), merged.folder}:
         for file in folder.files((PARTIAL_SUFFIX,), recursive=False):
             if ours.fullmatch(file.file_name):
                 file.delete()

@@ -1,17 +1,21 @@
-"""Compares an input with the rows that are done, by columns of ids, places and hashes. Pure functions."""
+"""Scans an input and compares it with the rows that are done, by columns of ids, places and hashes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rayspec.batch.documents import as_duplicate
+from rayspec.batch.columns import Columns
+from rayspec.batch.documents import Piece, as_duplicate, scan_piece
 from rayspec.batch.row_index import codes_of
 from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
@@ -23,6 +27,8 @@ SEEN_SCHEMA: Final = pa.schema(
     {"id": pa.large_string(), "input_hash": pa.string(), "piece": pa.int32(), "number": pa.int64()}
 )
 
+_SCANNED_SCHEMA = pa.schema([*SEEN_SCHEMA, pa.field("is_taken", pa.bool_()), pa.field("error", pa.string())])
+_ROWS_AT_ONCE = 2**16
 _NUM_NAMED = 3
 
 Indices = npt.NDArray[np.int64]
@@ -80,12 +86,70 @@ class Survey:
         return ", and ".join(f"{len(ids)} rows {what} ({_named(ids)})" for ids, what in parts if len(ids))
 
 
-def check_changed(value: str) -> Changed:
-    """Return `value` as a Changed. Raises ConfigError for an unknown value."""
-    for known in get_args(Changed):
-        if value == known:
-            return known  # type: ignore[no-any-return]
-    raise ConfigError(f"option 'changed' is {value!r}: give {', '.join(get_args(Changed))}")
+Takes = Callable[[str], bool]
+"""Decides by a row's id whether the row is wanted."""
+
+
+def takes_all(_row_id: str) -> bool:
+    return True
+
+
+def scan_pieces(
+    found: Sequence[Piece], first: int, columns: Columns, takes: Takes, limit: int | None
+) -> Iterator[pa.Table]:
+    """Yield tables of the rows of some pieces, up to `limit` rows. first: the index of the first of these pieces."""
+    num_left = sys.maxsize if limit is None else limit
+    for index, piece in enumerate(found, start=first):
+        rows = scan_piece(piece, columns)
+        while some := list(itertools.islice(rows, min(_ROWS_AT_ONCE, num_left))):
+            num_left -= len(some)
+            yield _seen(some, index, takes)
+
+
+def _seen(rows: Sequence[tuple[int, tuple[str, str] | Row]], piece: int, takes: Takes) -> pa.Table:
+    # Not zip(*...): it holds an iterator a row, which the garbage collector visits.
+    identities = [(each.id, None) if isinstance(each, Row) else each for _, each in rows]
+    ids = [row_id for row_id, _ in identities]
+    columns = {
+        "id": ids,
+        "input_hash": [input_hash for _, input_hash in identities],
+        "piece": np.full(len(rows), piece, np.int32),
+        "number": np.fromiter((number for number, _ in rows), np.int64, len(rows)),
+        "is_taken": np.fromiter(map(takes, ids), bool, len(rows)),
+        "error": [json.dumps(asdict(each)) if isinstance(each, Row) else None for _, each in rows],
+    }
+    return pa.table(columns, schema=_SCANNED_SCHEMA)
+
+
+def seen_in(scanned: Iterable[pa.Table], found: Sequence[Piece], *, limit: int | None = None) -> Seen:
+    """Return the rows of tables of `scan_pieces`, which are in order. limit: number of rows from the beginning; `takes`
+    then selects among these."""
+    tables, num_left = [_SCANNED_SCHEMA.empty_table()], sys.maxsize if limit is None else limit
+    for table in scanned:
+        tables.append(table.slice(0, num_left))
+        num_left -= len(tables[-1])
+        if num_left == 0:
+            break
+    rows = pa.concat_tables(tables)
+    rows = rows.filter(rows["is_taken"])
+    is_error = pc.is_valid(rows["error"])
+    errors = [Row(**json.loads(error)) for error in rows["error"].filter(is_error).to_pylist()]
+    good = rows.filter(pc.invert(is_error)).select(SEEN_SCHEMA.names).combine_chunks()
+    return Seen(rows=good, names=[piece.name for piece in found], errors=errors)
+
+
+def seen_of(rows: Sequence[Row], takes: Takes = takes_all) -> Seen:
+    """Return the same as `seen_in`, for rows in memory. Each row is a piece."""
+    taken = [index for index, row in enumerate(rows) if takes(row.id) and row.error_kind is None]
+    columns = {
+        "id": [rows[index].id for index in taken],
+        "input_hash": [rows[index].input_hash for index in taken],
+        "piece": taken,
+        "number": [0] * len(taken),
+    }
+    errors = [row.without_input() for row in rows if takes(row.id) and row.error_kind is not None]
+    names = [row.source or "" for row in rows]
+    return Seen(rows=pa.table(columns, schema=SEEN_SCHEMA), names=names, errors=errors)
 
 
 def survey(seen: Seen, done: pa.Table, *, is_whole: bool = True) -> Survey:

@@ -112,6 +112,15 @@ class Location:
         """The path on this machine; None in a remote store."""
         return Path(self._address) if self.store.is_local else None
 
+    @property
+    def folder(self) -> Location:
+        """The folder that has this file or folder."""
+        return replace(self, path=posixpath.dirname(self.path))
+
+    def is_in(self, folder: Location) -> bool:
+        """Whether this place is directly in `folder`, which is named in the same way."""
+        return self.folder.path == folder.path
+
     def absolute(self) -> Location:
         """Return the same place with a path that does not depend on the working folder."""
         return self if self.store.uri else replace(self, path=str(Path(self.path).absolute()))
@@ -313,7 +322,7 @@ class Location:
     @contextmanager
     def _replacing(self) -> Iterator[IO[bytes]]:
         path, partial = Path(self._address), Path(self._partial()._address)
-        replace(self, path=posixpath.dirname(self.path)).make_folder()
+        self.folder.make_folder()
         try:
             with open(partial, "xb", opener=_opened_privately if self.is_private else None) as file:
                 yield file

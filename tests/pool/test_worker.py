@@ -177,13 +177,24 @@ class UnlikeFactory(RowEngineFactory):
 def test_engines_of_a_pool_have_the_data_type_of_the_first(tmp_path: Path) -> None:
     """Also where another has loaded meanwhile, and in place of one that has died."""
 
+    def num_choices() -> int:
+        path = tmp_path / "loads"
+        return path.stat().st_size if path.exists() else 0
+
     async def dtypes() -> list[str]:
-        common, factory = CommonDType(), UnlikeFactory(task(strategy="ar", dtype="auto"), notes=tmp_path)
-        engines = [RemoteEngine(factory, common) for _ in range(2)]
+        factory = UnlikeFactory(task(strategy="ar", dtype="auto"), notes=tmp_path)
+        common, meanwhile = CommonDType(), CommonDType()
+        engines = [RemoteEngine(factory, common)]
         try:
-            info = await asyncio.gather(*(engine.load() for engine in engines))
+            info = [await engines[0].load()]
+            engines.append(RemoteEngine(factory, meanwhile))
+            loading = asyncio.create_task(engines[1].load())
+            while num_choices() < 2:
+                await asyncio.sleep(0.01)
+            meanwhile.name = common.name  # as if the first were of its pool, and had loaded now
+            info.append(await loading)
             engines.append(RemoteEngine(factory, common))
-            info.append(await engines[-1].load())
+            info.append(await engines[2].load())
             document = input_row("a", source="a", text="A text.")
             texts = [(await engine.handle(document)).text for engine in engines]
             assert texts == [texts[0]] * 3
@@ -192,9 +203,8 @@ def test_engines_of_a_pool_have_the_data_type_of_the_first(tmp_path: Path) -> No
                 engine.end()
         return [one["dtype"] for one in info]
 
-    found = asyncio.run(dtypes())
-    assert found == [found[0]] * 3
-    assert (tmp_path / "loads").read_text(encoding="utf-8") == "..", "the third did not choose"
+    assert asyncio.run(dtypes()) == ["bfloat16"] * 3
+    assert num_choices() == 2, "the third did not choose"
 
 
 def test_an_engine_leaves_ray_data_a_cpu() -> None:

@@ -1,57 +1,97 @@
-"""Datasets of the rows of a job: Ray Data tasks read the documents, and the driver iterates over the rows."""
+"""Runs a job on Ray: Ray Data tasks read the documents, and a pool of actors completes them."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
+import pyarrow as pa
 import ray
 import ray.data
+from ray.exceptions import RayError
 
 from rayspec.batch.columns import Columns
-from rayspec.batch.documents import Piece, expand, pieces, read_piece
+from rayspec.batch.documents import Piece, num_rows_of, read_piece
+from rayspec.batch.job import Order, Source, sort_key
 from rayspec.batch.rows import Row
-from rayspec.batch.scan import Takes, takes_all
-from rayspec.types import ConfigError
+from rayspec.batch.survey import Seen, Takes, scan_pieces, seen_in, takes_all
+from rayspec.pool.pool import EnginePool
+from rayspec.pool.worker import EngineFactory
+from rayspec.ray_session import ray_session
 
 _READ_CPUS = 0.5
-_BYTES_PER_PIECE = 2**26
 _MAX_READ_TASKS = 64  # Ray Data needs 0.2 s for even the smallest task: small files share a task
 _ROWS_PER_TASK = 32
 _READER_THREADS = ("StreamingExecutor-", "ray-data-metadata-prefetch", "iter_threaded")  # name prefixes
 _READERS_END_WITHIN_S = 10.0
 
 _KEY = "order"
-_PREFIX_CHARS = 4096
-
-Order = Literal["input", "longest", "prefix"]
 
 logger = logging.getLogger(__name__)
 
 
-def check_order(value: str) -> Order:
-    """Return `value` as an Order. Raises ConfigError for an unknown order."""
-    for known in get_args(Order):
-        if value == known:
-            return known  # type: ignore[no-any-return]
-    raise ConfigError(f"option 'order' is {value!r}: give {', '.join(get_args(Order))}")
+class RayBackend:
+    """Ray Data tasks read the rows of a job, and a pool of actors completes them."""
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        with ray_session(), reading():
+            quieten()
+            yield
+
+    def scan(self, source: Source) -> Seen:
+        """Scan the files. Each task scans some of the pieces, and all tasks run at once. A task has a whole CPU: more
+        tasks would only start more processes. A task ends itself after `limit` rows: `ray.cancel` can crash the driver.
+        """
+        pieces = source.pieces
+        num_cpus: float = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
+        num_tasks = max(1, min(len(pieces), int(num_cpus)))
+        scan: Any = ray.remote(scan_pieces).options(num_returns="streaming")
+        bounds = itertools.pairwise(len(pieces) * task // num_tasks for task in range(num_tasks + 1))
+        tasks = [
+            scan.remote(pieces[start:end], start, source.columns, source.share, source.limit) for start, end in bounds
+        ]
+        return seen_in(map(ray.get, itertools.chain.from_iterable(tasks)), pieces, limit=source.limit)
+
+    def counting(self, pieces: Sequence[Piece]) -> Callable[[], int | None]:
+        return CountedRows(pieces)
+
+    def rows(self, source: Source, left: pa.Table | None, order: Order) -> Generator[Row]:
+        if source.inputs:
+            dataset = read_dataset(source.pieces, source.columns, takes=source.share, wanted=source.wanted(left))
+        else:
+            dataset = dataset_of(source.given(left))
+        return rows_of(ordered(dataset, order))
+
+    def pool(self, factory: EngineFactory, *, max_restarts: int) -> EnginePool:
+        return EnginePool(factory, max_restarts=max_restarts)
 
 
-def pieces_of(inputs: Sequence[str]) -> list[Piece]:
-    """Split files, folders and patterns into pieces for read tasks. Of few files, Parquet files are split too.
+class CountedRows:
+    """Counts the rows of pieces in a separate task, while other work goes on."""
 
-    Relative paths are resolved here, because a task runs in another working folder.
-    """
-    files = expand(inputs).files
-    if len(files) < _MAX_READ_TASKS:
-        return [piece for file in files for piece in pieces(file, _BYTES_PER_PIECE)]
-    return [Piece(path=file.path, name=file.name) for file in files]
+    def __init__(self, found: Sequence[Piece]) -> None:
+        self._counting: Any = ray.remote(_count).options(num_cpus=0).remote(found)
+        self._num_rows: int | None = None
+
+    def __call__(self) -> int | None:
+        """Return about how many rows there are; None while the task counts, and if the task failed."""
+        if self._counting is not None and ray.wait([self._counting], timeout=0)[0]:
+            with suppress(RayError):
+                self._num_rows = ray.get(self._counting)
+            self._counting = None
+        return self._num_rows
+
+
+def _count(found: Sequence[Piece]) -> int:
+    return sum(map(num_rows_of, found))
 
 
 def read_dataset(
@@ -60,25 +100,21 @@ def read_dataset(
     *,
     takes: Takes = takes_all,
     wanted: Mapping[int, Sequence[int]] | None = None,
-    order: Order = "input",
 ) -> ray.data.Dataset:
     """Return a dataset of the rows of pieces. Each row is a dict with the fields of `Row`.
 
     takes: decides by the id whether a row is kept. wanted: the numbers of the rows to read, by the index of the piece;
-    None reads all. order: the order of the rows, see `ordered`.
+    None reads all.
     """
     numbers = dict.fromkeys(range(len(found)), None) if wanted is None else wanted
     items = [{"piece": found[index], "wanted": numbers[index]} for index in sorted(numbers)]
     blocks = ray.data.from_items(items, override_num_blocks=max(1, min(len(items), _MAX_READ_TASKS)))
     how = {"columns": columns, "takes": takes}
-    return ordered(blocks.flat_map(_read, fn_kwargs=how, num_cpus=_READ_CPUS), order)  # type: ignore[arg-type]
+    return blocks.flat_map(_read, fn_kwargs=how, num_cpus=_READ_CPUS)  # type: ignore[arg-type]
 
 
 def ordered(rows: ray.data.Dataset, order: Order) -> ray.data.Dataset:
-    """Sort the rows. longest: long inputs first, so that no long row is the last. prefix: inputs that begin alike are
-    neighbours and share keys and values in the KV cache. Both orders sort all rows before an engine gets the first row.
-    Ray Data spills rows that do not fit in memory to disk.
-    """
+    """Sort the rows, see `job.Order`. Ray Data spills rows that do not fit in memory to disk."""
     if order == "input":
         return rows
     keyed = rows.map(partial(_with_key, order=order), num_cpus=_READ_CPUS)
@@ -145,5 +181,4 @@ def _read(item: dict[str, Any], columns: Columns, takes: Takes) -> Iterator[dict
 
 
 def _with_key(fields: dict[str, Any], order: Order) -> dict[str, Any]:
-    text = fields["messages"] or fields["document"] or ""
-    return fields | {_KEY: -len(text) if order == "longest" else text[:_PREFIX_CHARS]}
+    return fields | {_KEY: sort_key(Row(**fields), order)}

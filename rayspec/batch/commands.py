@@ -1,0 +1,274 @@
+"""The commands `summarize`, `generate` and `openai-batch`. `rayspec job ...` runs them on Ray, and `rayspec ...` in one
+process. The output of one way can be continued in the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import Field
+from rich.table import Table
+
+from rayspec.batch.columns import Columns
+from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
+from rayspec.batch.documents import input_row
+from rayspec.batch.in_process import LocalBackend
+from rayspec.batch.input_files import KNOWN_TYPES, InputFiles, found_inputs
+from rayspec.batch.job import Backend, Job, Order, Source
+from rayspec.batch.long_documents import LongDocumentOptions
+from rayspec.batch.report import DOCUMENT_HEADINGS, RunReport
+from rayspec.batch.results import FileFormat
+from rayspec.batch.run_folder import MANIFEST, output_places
+from rayspec.batch.survey import Changed
+from rayspec.command.options import Asked, with_settings
+from rayspec.command.terminal import clean_exit, output_console
+from rayspec.config import Options, SamplingParams
+from rayspec.demo import BUNDLED, SampleDocument, python_documents, sample_documents
+from rayspec.types import ConfigError
+
+_EPILOG = """Exit codes: 0 every row succeeded, 1 none did or the engine failed, 2 usage, 3 some rows failed,
+130 interrupted and 143 terminated. With --accept-failed-rows it is 0
+also where rows failed for good. The rows so far are in the output; the same command goes on with the others."""
+_ON_RAY = "job"
+_REPORT_SENTENCES = (12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 64, 80, 96, 112, 128, 144)
+_NUM_PYTHON_DOCUMENTS = 24
+_PYTHON_STEP = 6  # every sixth of the longest: from far too long for the context to short enough
+
+Inputs = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="INPUT...",
+        help=f"files ({KNOWN_TYPES}), folders or patterns; also s3://, gs://, abfs://, hdfs://",
+    ),
+]
+Output = Annotated[
+    str,
+    typer.Option(
+        "--output",
+        "-o",
+        help="a .parquet or .jsonl file, or a folder for rows, manifest and report; path or URI. A file has a folder "
+        "with .run after its name for the rest",
+    ),
+]
+
+
+class JobOptions(Options):
+    """Options of a job over rows, which every command has."""
+
+    overwrite: bool = Field(False, description="begin again, in place of what an earlier run has left there")
+    changed: Changed = Field("keep", description="what becomes of rows with other text than when they were done")
+    max_engine_restarts: int = Field(
+        3, ge=0, description="on Ray: engines started again in a row, without a row completed in between"
+    )
+    format: FileFormat | None = Field(None, description="of an output folder: parquet or jsonl; None: parquet")
+    drain_s: float = Field(2.0, ge=0, description="seconds for rows under way, after SIGTERM")
+    order: Order = Field(
+        "input", description="of the rows: longest (first), or prefix (rows that begin alike are neighbours)"
+    )
+    accept_failed_rows: bool = Field(
+        False, description="exit code 0 when every row has its result, also an error: the same command would do nothing"
+    )
+
+    def exit_code(self, report: RunReport) -> int:
+        return report.tally.exit_code_of(accepts_failed=self.accept_failed_rows)
+
+
+class DocumentOptions(JobOptions):
+    """Options of a job over documents or prompts."""
+
+    id_column: str | None = Field(
+        None, description="column of the row's id; None: 'id', else file and row number; none: always the latter"
+    )
+    long: Literal["fail", "truncate", "map-reduce", "refine"] = Field(
+        "fail", description="what becomes of documents beyond the context"
+    )
+    chunk_tokens: int | None = Field(None, ge=1, description="tokens of a part of a long document; None: what fits")
+    overlap_tokens: int = Field(0, ge=0, description="tokens that a part shares with the one before")
+    level_tokens: tuple[int, ...] = Field(
+        (), description="output tokens about parts, about groups of these, ...; repeatable"
+    )
+    limit: int | None = Field(None, ge=1, description="only the first so many rows")
+    sample: float | None = Field(None, ge=0, le=1, description="only this share of the rows, always the same ones")
+
+    @property
+    def long_documents(self) -> LongDocumentOptions:
+        return LongDocumentOptions(
+            mode=self.long,
+            chunk_tokens=self.chunk_tokens,
+            overlap_tokens=self.overlap_tokens,
+            level_output_tokens=self.level_tokens,
+        )
+
+
+def summarize(
+    *,
+    context: typer.Context,
+    asked: Asked,
+    inputs: Inputs = None,
+    output: Output,
+    text_column: Annotated[str, typer.Option(help="column of the document's text")] = "text",
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="what to ask; {text} stands for the document")
+    ] = None,
+) -> None:
+    """Summarize documents, one row each. A .txt file is one document. Without inputs, these are bundled documents."""
+    with clean_exit():
+        settings, options = asked.settings(), asked.own_options(DocumentOptions)
+        task = DocumentTask(
+            settings=settings,
+            template=prompt or summary_prompt(settings.engine.model),
+            long=options.long_documents,
+            instruct=settings.engine.model not in BUNDLED,
+        )
+        samples = [] if inputs else bundled_documents()
+        source = Source(
+            inputs=_found(inputs or (), output, options),
+            columns=Columns(text=text_column, id=options.id_column),
+            rows=[input_row(sample.id, source=sample.id, text=sample.text) for sample in samples],
+            limit=options.limit,
+            sample=options.sample,
+            references={sample.id: sample.summary for sample in samples if sample.summary is not None},
+        )
+        job = _job(context, task, output, options, name="summaries", title="Summaries", text_column="summary")
+        report = job.run(source)
+        _show(report, output)
+    raise typer.Exit(options.exit_code(report))
+
+
+def generate(
+    *,
+    context: typer.Context,
+    asked: Asked,
+    inputs: Inputs = None,
+    output: Output,
+    prompt_column: Annotated[str, typer.Option(help="column of the prompt")] = "prompt",
+    messages_column: Annotated[str, typer.Option(help="column of chat messages, used where present")] = "messages",
+    chat: Annotated[bool, typer.Option(help="put prompts through the chat template as a user's message")] = False,
+) -> None:
+    """Complete prompts and answer chats, one row each. A .txt file is one prompt."""
+    with clean_exit():
+        if not inputs:
+            raise ConfigError("no inputs: name files, folders or patterns")
+        settings, options = asked.settings(), asked.own_options(DocumentOptions)
+        task = DocumentTask(settings=settings, template="{text}", chat=chat, long=options.long_documents)
+        source = Source(
+            inputs=_found(inputs, output, options),
+            columns=Columns(text=prompt_column, id=options.id_column, messages=messages_column),
+            limit=options.limit,
+            sample=options.sample,
+        )
+        job = _job(context, task, output, options, name="texts", title="Texts", text_column="text")
+        report = job.run(source)
+        _show(report, output)
+    raise typer.Exit(options.exit_code(report))
+
+
+def openai_batch(
+    *,
+    context: typer.Context,
+    asked: Asked,
+    batch: Annotated[str, typer.Argument(metavar="BATCH", help="file of requests, path or URI")],
+    output: Annotated[str, typer.Option("--output", "-o", help="folder for the answers; path or URI")],
+    served_model_name: Annotated[str | None, typer.Option(help="what lines call the model; none: as --model")] = None,
+) -> None:
+    """Answer the requests of an OpenAI batch file: each line is for /v1/chat/completions or /v1/completions.
+
+    It writes output.jsonl and errors.jsonl, in OpenAI's format.
+    """
+    # Imported here, because it brings transformers.
+    from rayspec.batch.batch_task import ERRORS_NAME, OUTPUT_NAME, BatchFiles, BatchTask, read_requests  # noqa: PLC0415
+
+    with clean_exit():
+        settings, options = asked.settings(), asked.own_options(JobOptions)
+        requests, refused = read_requests(batch)
+        task = BatchTask(settings=settings, served=served_model_name or settings.engine.model)
+        job = _job(
+            context,
+            task,
+            output,
+            options,
+            name="lines",
+            title="Batch",
+            text_column="line",
+            export=BatchFiles(requests),
+            export_names=(OUTPUT_NAME, ERRORS_NAME),
+        )
+        report = job.run(Source(rows=requests, refused=refused))
+        output_console().print(f"{report.tally}\n{OUTPUT_NAME} and {ERRORS_NAME} are in {output}", soft_wrap=True)
+    raise typer.Exit(options.exit_code(report))
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add `summarize` and `generate` to the commands, and the group `job` with the same on Ray."""
+    on_ray = typer.Typer(help="Jobs on Ray: the cluster at RAY_ADDRESS, or one on this machine.", no_args_is_help=True)
+    app.add_typer(on_ray, name=_ON_RAY)
+    summaries = with_settings(sampling=SUMMARY_SAMPLING, own=(DocumentOptions, "Job"))(summarize)
+    texts = with_settings(sampling=SamplingParams(), own=(DocumentOptions, "Job"))(generate)
+    for group in (app, on_ray):
+        group.command("summarize", epilog=_EPILOG)(summaries)
+        group.command("generate", epilog=_EPILOG)(texts)
+    on_ray.command("openai-batch", epilog=_EPILOG)(with_settings(own=(JobOptions, "Job"))(openai_batch))
+
+
+def _job(context: typer.Context, task: Any, output: str, options: JobOptions, **more: Any) -> Job:
+    return Job(
+        backend=_backend(context),
+        task=task,
+        output=output,
+        file_format=options.format,
+        overwrite=options.overwrite,
+        changed=options.changed,
+        max_engine_restarts=options.max_engine_restarts,
+        drain_s=options.drain_s,
+        order=options.order,
+        **more,
+    )
+
+
+def _backend(context: typer.Context) -> Backend:
+    if context.parent is None or context.parent.info_name != _ON_RAY:
+        return LocalBackend()
+    from rayspec.batch.ray_backend import RayBackend  # noqa: PLC0415 - brings Ray
+
+    return RayBackend()
+
+
+def _found(inputs: Sequence[str], output: str, options: JobOptions) -> InputFiles:
+    """Find the inputs. An output of an earlier run is none. Raises ConfigError for an output that is another input."""
+    folder, file, _ = output_places(output, options.format)
+    leave_out = [folder.name]
+    if file is not None and folder.join(MANIFEST).exists:
+        leave_out.append(file.name)
+    found = found_inputs(inputs, outputs=leave_out)
+    if file is not None and any(os.path.realpath(name) == os.path.realpath(file.path) for name in found):
+        raise ConfigError(f"option 'output' is {file.name!r}, which is an input too: choose another name")
+    return found
+
+
+def bundled_documents() -> list[SampleDocument]:
+    """Return reports of 12 to 144 sentences, whose right summaries are known, and real texts. The longest text does not
+    fit the bundled model's context."""
+    reports = [
+        sample_documents(1, num_sentences=num_sentences, seed=index)[0]
+        for index, num_sentences in enumerate(_REPORT_SENTENCES)
+    ]
+    return [*reports, *python_documents(_NUM_PYTHON_DOCUMENTS)[::_PYTHON_STEP]]
+
+
+def _show(report: RunReport, output: str) -> None:
+    """Print the first rows, the totals of all rows, and where they are."""
+    table = Table(title=str(report.tally), title_justify="left")
+    for heading in DOCUMENT_HEADINGS:
+        text = heading in {"id", "error"}
+        table.add_column(heading, justify="left" if text else "right", no_wrap=text)
+    for cells in report.listed:
+        table.add_row(*cells)
+    console = output_console()
+    console.print(table)
+    if report.num_reference_lines:
+        console.print(f"{report.num_exact_lines} of {report.num_reference_lines} reference lines are exact")
+    folder, file, _ = output_places(output, None)
+    where = f"rows are in {file}, report and picture" if file is not None else "rows, report and picture"
+    console.print(f"{where} are in {folder}", soft_wrap=True)
