@@ -15,12 +15,12 @@ from functools import partial
 from statistics import median
 from typing import Any, TypeAlias
 
-from rayspec.batch.data import dataset_of, quieten, reading, rows_of
+import rayspec
 from rayspec.batch.document_task import DocumentTask, PromptBuilder, summary_prompt
 from rayspec.batch.documents import input_row
 from rayspec.batch.feeding import completing
-from rayspec.batch.in_process import complete
 from rayspec.batch.long_documents import LongDocumentOptions
+from rayspec.batch.ray_backend import dataset_of, quieten, reading, rows_of
 from rayspec.batch.row_engine import RowEngineFactory
 from rayspec.batch.rows import Row
 from rayspec.bench.markdown import markdown_table
@@ -105,7 +105,7 @@ def _measured(options: BenchOptions, config: EngineConfig, say: Callable[[str], 
         prompts = PromptBuilder(llm=llm, params=params, template=template, max_prompt_tokens=context)
         documents = _documents(prompts, options.workloads)
         ways: dict[str, _Way] = {
-            BARE: partial(complete, llm, prompts=prompts),
+            BARE: partial(_by_llm, llm, prompts),
             RAY_DATA: partial(_through_ray_data, pool, num_wanted=2 * config.max_num_seqs),
         }
         samples: dict[str, list[DataSample]] = {way: [] for way in ways}
@@ -141,6 +141,13 @@ def _loaded_pool(config: EngineConfig, params: SamplingParams, template: str) ->
         yield pool
     finally:
         pool.stop()
+
+
+def _by_llm(llm: rayspec.LLM, prompts: PromptBuilder, documents: Sequence[Row]) -> Iterator[Row]:
+    """Complete documents with the engine alone."""
+    by_id = {str(number): row for number, row in enumerate(documents)}
+    for output in llm.stream(prompts.request(request_id, row) for request_id, row in by_id.items()):
+        yield by_id[output.request_id].completed(output)
 
 
 def _through_ray_data(pool: EnginePool, documents: Sequence[Row], num_wanted: int) -> Iterator[Row]:

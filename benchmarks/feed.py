@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rayspec.batch.job import CONFIG_NAME, Job, Source
+from rayspec.batch.ray_backend import RayBackend
 from rayspec.batch.rows import Row
 from rayspec.bench.markdown import markdown_table
 from rayspec.command.environment import describe_environment
@@ -137,7 +138,12 @@ def run_feed_bench(options: FeedOptions, say: Callable[[str], None]) -> dict[str
         _write_rows(inputs, options)
         say(f"{options.num_rows} rows through {options.num_engines} engines that take {options.row_s:g} s a row")
         job = _WaitingJob(
-            task=WaitingTask(options), output=f"{folder}/out", name="rows", title="Rows", text_column="text"
+            backend=RayBackend(),
+            task=WaitingTask(options),
+            output=f"{folder}/out",
+            name="rows",
+            title="Rows",
+            text_column="text",
         )
         with ray_session():
             job.run(Source(inputs=[str(inputs)]))

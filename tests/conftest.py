@@ -38,11 +38,10 @@ hypothesis.settings.load_profile("few")
 _OTHER_PROCESSES = tuple(
     f"tests/{name}.py"
     for name in (
-        "batch/test_data",
         "batch/test_drain",
         "batch/test_job",
         "batch/test_processor",
-        "batch/test_scan",
+        "batch/test_ray_backend",
         "benchmarks/test_feed",
         "benchmarks/test_pipeline",
         "jobs/test_openai_batch",

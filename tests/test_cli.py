@@ -52,9 +52,7 @@ def report_rows(count: int) -> list[dict[str, Any]]:
 def test_summaries_of_good_and_bad_rows(run: Run, tmp_path: Path) -> None:
     good = report_rows(3)
     write_rows(tmp_path / "in.jsonl", *good, "no json", {"id": "long", "text": "word " * 3000})
-    result = run(
-        "summarize", "in.jsonl", "absent.txt", "-o", "out.parquet", *FAST, "--max-tokens", "60", "--report", "rep"
-    )
+    result = run("summarize", "in.jsonl", "absent.txt", "-o", "out.parquet", *FAST, "--max-tokens", "60")
     assert result.exit_code == 3, result.output
     rows = read_rows(tmp_path / "out.parquet")
     assert {name: row["error_kind"] for name, row in rows.items() if row["error_kind"]} == {
@@ -66,17 +64,18 @@ def test_summaries_of_good_and_bad_rows(run: Run, tmp_path: Path) -> None:
         assert rows[row["id"]]["summary"].startswith("Review of the ")
         assert rows[row["id"]]["num_prompt_tokens"] > 50
         assert rows[row["id"]]["num_output_tokens"] <= 60
-    assert "6 rows, 3 failed" in result.stderr
-    saved = yaml.safe_load((tmp_path / "out.config.yaml").read_text(encoding="utf-8"))
+    assert "6 rows, 3 failed" in result.stdout
+    assert "rows are in out.parquet, report and picture are in out.parquet.run" in result.stdout
+    saved = yaml.safe_load((tmp_path / "out.parquet.run" / "config.yaml").read_text(encoding="utf-8"))
     assert (saved["model"], saved["dtype"], saved["sampling"]["max_tokens"]) == ("demo", "float32", 60)
-    assert "malformed_row" in (tmp_path / "rep" / "report.md").read_text(encoding="utf-8")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.config.yaml", "out.parquet", "rep"]
+    assert "malformed_row" in (tmp_path / "out.parquet.run" / "report.md").read_text(encoding="utf-8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.parquet", "out.parquet.run"]
 
 
 def test_the_saved_config_repeats_the_run(run: Run, tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", *report_rows(2))
     assert run("summarize", "in.jsonl", "-o", "a.jsonl", *PLAIN, "--max-tokens", "20").exit_code == 0
-    assert run("summarize", "in.jsonl", "-o", "b.jsonl", "--config", "a.config.yaml").exit_code == 0
+    assert run("summarize", "in.jsonl", "-o", "b.jsonl", "--config", "a.jsonl.run/config.yaml").exit_code == 0
     texts = [{name: row["summary"] for name, row in read_rows(tmp_path / f"{name}.jsonl").items()} for name in "ab"]
     assert texts[0] == texts[1]
 
@@ -106,7 +105,7 @@ def test_a_seed_repeats_a_sampled_text(run: Run, tmp_path: Path) -> None:
 
 def test_truncation_makes_long_documents_fit(run: Run, tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", {"id": "long", "text": "word " * 3000})
-    result = run("summarize", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--truncate", "--max-tokens", "4")
+    result = run("summarize", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--long", "truncate", "--max-tokens", "4")
     assert result.exit_code == 0, result.output
     assert 1000 < read_rows(tmp_path / "out.jsonl")["long"]["num_prompt_tokens"] <= 1020
 
@@ -125,6 +124,41 @@ def test_when_every_row_fails_so_does_the_command(run: Run, tmp_path: Path) -> N
     assert run("summarize", "in.jsonl", "-o", "out.jsonl", *PLAIN).exit_code == 1
 
 
+def test_a_run_that_is_repeated_does_the_rows_that_are_left_and_its_output_is_no_input(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = report_rows(4)
+    write_rows(tmp_path / "in.jsonl", *rows[:2])
+    arguments = ("summarize", ".", "-o", "out.jsonl", *PLAIN, "--max-tokens", "3")
+    assert run(*arguments).exit_code == 0
+    write_rows(tmp_path / "in.jsonl", *rows)
+    again = run(*arguments)
+    assert again.exit_code == 0, again.output
+    assert "going on with a run that has 2 rows" in again.stderr
+    assert "4 rows (2 of an earlier run), 6 tokens" in again.stdout
+    assert read_rows(tmp_path / "out.jsonl").keys() == {row["id"] for row in rows}
+    monkeypatch.setattr("rayspec.batch.row_engine.load_llm", pytest.fail)
+    assert run(*arguments).exit_code == 0
+    other = run(*arguments, "--temperature", "0.5")
+    assert "sampling.temperature was 0.0 and is 0.5: choose another folder, or pass --overwrite" in other.stderr
+
+
+def test_a_killed_run_goes_on(run: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(300)))
+    arguments = ("generate", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--max-tokens", "4", "--ignore-eos")
+    process = started(tmp_path, *arguments)
+    try:
+        wait_until(lambda: len(list((tmp_path / "out.jsonl.run" / "rows").glob("part-*"))) > 1, process)
+    finally:
+        process.kill()
+        process.wait()
+    again = run(*arguments)
+    assert again.exit_code == 0, again.output
+    assert "going on with a run that has " in again.stderr
+    assert len((tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()) == 300
+    assert read_rows(tmp_path / "out.jsonl").keys() == {str(n) for n in range(300)}
+
+
 def test_limit_stops_early(run: Run, tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", *report_rows(4))
     assert run("summarize", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--limit", "2", "--max-tokens", "3").exit_code == 0
@@ -135,8 +169,11 @@ def test_limit_stops_early(run: Run, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["-o", "out.jsonl"], "error: option 'model' is missing: give it a value"),
-        (["-o", "out.csv", *PLAIN], "error: option 'output' is 'out.csv': its name must end in .jsonl or .parquet"),
-        (["-o", "in.jsonl", *PLAIN], "error: option 'output' is 'in.jsonl', which exists"),
+        (["-o", "out.jsonl", *PLAIN, "--truncate"], "option '--truncate' is now '--long truncate'"),
+        (["-o", "out.jsonl", *PLAIN, "--report", "r"], "option '--report' is gone: the report is always there"),
+        (["-o", "out.jsonl", *PLAIN, "--order", "longst"], "error: option 'order' is 'longst': Input should be"),
+        (["-o", "/proc/out.jsonl", *PLAIN], "error: option 'output' is '/proc/out.jsonl.run', which cannot be used"),
+        (["-o", "in.jsonl", *PLAIN], "error: option 'output' is 'in.jsonl', which is an input too"),
         (["-o", "in.jsonl", "--overwrite", *PLAIN], "error: option 'output' is 'in.jsonl', which is an input too"),
         ([".", "-o", "in.jsonl", "--overwrite", *PLAIN], "error: option 'output' is 'in.jsonl', which is an input too"),
         (["-o", "out.jsonl", *FAST, "--strategy", "knapspac"], "did you mean 'knapspec'?"),
@@ -186,23 +223,30 @@ def test_version_names_what_it_stands_on(run: Run) -> None:
     assert [line.split()[0] for line in lines] == ["rayspec", "torch", "transformers", "ray", "pyarrow"]
 
 
-def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
-    write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(100_000)))
-    command = [sys.executable, "-m", "rayspec.cli", "generate", "in.jsonl", "-o", "out.jsonl", *PLAIN]
-    process = subprocess.Popen(
-        [*command, "--max-tokens", "4", "--ignore-eos"],
-        cwd=tmp_path,
+def started(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "rayspec.cli", *arguments],
+        cwd=folder,
         stderr=subprocess.PIPE,
         env=os.environ.copy(),
         # a background job of a shell ignores SIGINT, and so would its children
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not condition():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+
+
+def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(100_000)))
+    arguments = ("generate", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--max-tokens", "4", "--ignore-eos")
+    process = started(tmp_path, *arguments)
     try:
-        partial = tmp_path / ".out.jsonl.partial"
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not (partial.exists() and partial.stat().st_size > 1000):
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.05)
+        wait_until((tmp_path / "out.jsonl.run" / "rows").exists, process)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     finally:
@@ -213,7 +257,7 @@ def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
     rows = read_rows(tmp_path / "out.jsonl")
     assert len(rows) >= 3
     assert all(row["num_output_tokens"] == 4 for row in rows.values())
-    assert not partial.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.run"]
 
 
 @pytest.mark.parametrize(
@@ -238,38 +282,41 @@ def test_a_command_that_has_left_the_package_says_where_it_is(name: str) -> None
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 KB."""
+    """A file system of 48 KB."""
     path = tmp_path / "disk"
     path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(path)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(path)]
     if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
         pytest.skip("this user may not mount a file system")
     yield path
     subprocess.run(["umount", str(path)], check=True)
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
-def test_a_full_disk_is_one_line_that_says_where_the_rows_are(
-    run: Run, tmp_path: Path, small_disk: Path, name: str
+def test_a_full_disk_is_one_line_that_says_where_the_rows_are_and_the_run_can_go_on(
+    run: Run, tmp_path: Path, small_disk: Path
 ) -> None:
-    write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(40)))
-    result = run("generate", "in.jsonl", "-o", small_disk / name, *PLAIN, "--max-tokens", "4", "--report", "rep")
+    write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(200)))
+    output = small_disk / "out.jsonl"
+    arguments = ("generate", "in.jsonl", "-o", output, *PLAIN, "--max-tokens", "4")
+    result = run(*arguments)
     assert result.exit_code == 1
     line = result.stderr.splitlines()[-1]
-    assert line.startswith(f"error: the output '{small_disk / name}' cannot be written (No space left on device)")
-    assert result.stderr.count(str(small_disk)) == line.count(str(small_disk))
-    kept = small_disk / ("out.jsonl" if name == "out.jsonl" else "out.parquet.jsonl")
-    rows = read_rows(kept)
-    assert 5 < len(rows) < 40
-    assert line.endswith(f"; {len(rows)} rows are in '{kept}'")
-    assert sorted(path.name for path in small_disk.iterdir()) == sorted([kept.name, "out.config.yaml"])
+    assert line.startswith(f"error: the output '{output}.run' cannot be written (No space left on device): make room")
+    num_rows = sum(len(read_rows(path)) for path in (small_disk / "out.jsonl.run" / "rows").glob("part-*.jsonl"))
+    assert 30 < num_rows < 200
+    assert line.endswith(f"then run the same command again; {num_rows} rows are in it")
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    again = run(*arguments)
+    assert again.exit_code == 0, again.output
+    assert f"going on with a run that has {num_rows} rows" in again.stderr
+    assert len(read_rows(output)) == 200
 
 
 def test_a_disk_that_is_full_from_the_beginning_is_one_line(run: Run, tmp_path: Path, small_disk: Path) -> None:
     write_rows(tmp_path / "in.jsonl", {"id": "a", "prompt": "The annual review of"})
     with suppress(OSError):
-        (small_disk / "other").write_bytes(bytes(10_000))
+        (small_disk / "other").write_bytes(bytes(60_000))
     result = run("generate", "in.jsonl", "-o", small_disk / "out.jsonl", *PLAIN)
-    assert result.exit_code == 1
-    assert "cannot be written (No space left on device): make room or choose another" in result.stderr.splitlines()[-1]
+    assert result.exit_code == 2
+    assert "which cannot be used (No space left on device): choose another" in result.stderr.splitlines()[-1]
     assert isinstance(result.exception, SystemExit)

@@ -329,7 +329,7 @@ class RunFolder:
             try:
                 if self._manifest.status == "running":
                     if self._is_asked_for and len(self._index):  # then it has the rows so far
-                        with suppress(OSError, DamagedOutputError):
+                        with suppress(OSError, pa.ArrowException, DamagedOutputError):
                             self._merge()
                     self._end_session("interrupted", counts=self._manifest.counts, extra=self._manifest.extra)
             finally:
@@ -429,7 +429,7 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
     manifest = location.join(MANIFEST)
     if manifest.exists:
         previous = Manifest.read(manifest)
-        if not location.join(_ROWS).file_sizes():
+        if not any(re.fullmatch(PART_NAME, name) for name in location.join(_ROWS).file_sizes()):
             return replace(fresh, sessions=previous.sessions)
         previous.check_equal(fresh, location)
         return previous

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from rayspec.batch import job as job_module
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.job import Job, Source
+from rayspec.batch.ray_backend import RayBackend
 from rayspec.batch.results import parquet_schema
 from rayspec.command.settings import make_settings
 from rayspec.config import SamplingParams
@@ -37,7 +38,15 @@ _TEXT = "The annual review of the northern region names {number} reasons for the
 def job_of(folder: Path, **options: Any) -> Job:
     settings = make_settings(flags=_ENGINE, sampling=SamplingParams(temperature=0.0, max_tokens=8))
     task = DocumentTask(settings=settings, template="{text}")
-    return Job(task=task, output=str(folder / "out"), name="texts", title="Texts", text_column="text", **options)
+    return Job(
+        backend=RayBackend(),
+        task=task,
+        output=str(folder / "out"),
+        name="texts",
+        title="Texts",
+        text_column="text",
+        **options,
+    )
 
 
 def source_of(folder: Path) -> Source:

@@ -189,6 +189,6 @@ def test_the_results_of_an_earlier_run_are_no_input(tmp_path: Path, monkeypatch:
         path.write_text("{}", encoding="utf-8")
     (tmp_path / "link").symlink_to(tmp_path / "docs" / "out")
     for output in ("docs/out", "./docs/out/", str(tmp_path / "docs" / "out"), "link", f"file://{tmp_path}/docs/out"):
-        assert find_files(["docs"], output=output).names == ("docs/a.txt", "docs/output.txt")
-        assert find_files(["docs/**"], output=output).names == ("docs/a.txt", "docs/output.txt")
-    assert len(find_files(["docs"], output="elsewhere")) == 4
+        assert find_files(["docs"], outputs=[output]).names == ("docs/a.txt", "docs/output.txt")
+        assert find_files(["docs/**"], outputs=[output]).names == ("docs/a.txt", "docs/output.txt")
+    assert len(find_files(["docs"], outputs=["elsewhere"])) == 4

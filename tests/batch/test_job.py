@@ -26,6 +26,7 @@ import ray
 from rayspec import LLM, demo
 from rayspec.batch.documents import input_row
 from rayspec.batch.job import Job, Share, Source
+from rayspec.batch.ray_backend import RayBackend
 from rayspec.batch.rows import Row
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import CheckpointError, ConfigError
@@ -44,7 +45,15 @@ def documents(num_rows: int = NUM_ROWS) -> list[Row]:
 
 
 def job(task: NotedTask, output: Path | str, **options: Any) -> Job:
-    return Job(task=task, output=str(output), name="summaries", title="Summaries", text_column="summary", **options)
+    return Job(
+        backend=RayBackend(),
+        task=task,
+        output=str(output),
+        name="summaries",
+        title="Summaries",
+        text_column="summary",
+        **options,
+    )
 
 
 def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
@@ -315,7 +324,7 @@ def test_a_limited_run_is_taken_further_and_a_share_is_the_same_every_time(tmp_p
 @on_ray
 def test_other_options_are_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job(noted(tmp_path), tmp_path / "out").run(Source(rows=documents(1)))
-    monkeypatch.setattr("rayspec.batch.job.EnginePool", pytest.fail)
+    monkeypatch.setattr("rayspec.batch.ray_backend.EnginePool", pytest.fail)
     with pytest.raises(ConfigError, match=r"engine\.max_model_len was 256 and is 128: choose another folder"):
         job(noted(tmp_path, max_model_len=128), tmp_path / "out").run(Source(rows=documents(1)))
 

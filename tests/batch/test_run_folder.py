@@ -18,7 +18,7 @@ from pyarrow import fs
 
 from rayspec.batch.results import OutputError, read_rows
 from rayspec.batch.rows import Row
-from rayspec.batch.run_folder import DamagedOutputError, RunFolder
+from rayspec.batch.run_folder import DamagedOutputError, RunFolder, output_places
 from rayspec.command.locations import Location, Store
 from rayspec.types import ConfigError
 from tests.exhaustive import few_of
@@ -51,10 +51,11 @@ def open_folder(location: Path | Location, **changes: Any) -> RunFolder:
         "overwrite": False,
         "text_column": "summary",
         "file_format": "parquet",
-        "name": "summaries",
         "start_timer": Timers(),
+        **changes,
     }
-    return RunFolder.open(place, **{**options, **changes})
+    options.setdefault("merged", place.join(f"summaries.{options['file_format']}"))
+    return RunFolder.open(place, **options)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -317,7 +318,8 @@ def test_a_manifest_fits_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest
 
 
 def test_another_identity_is_refused_by_name(tmp_path: Path) -> None:
-    open_folder(tmp_path).close()
+    with open_folder(tmp_path) as folder:
+        folder.add(done("a"))
     before = manifest_of(tmp_path)
     changed = {"model": "demo", "sampling": {"temperature": 0.5, "max_tokens": 64}, "dtype": "float32"}
     with pytest.raises(ConfigError) as caught:
@@ -335,7 +337,8 @@ def test_another_identity_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_long_value_is_shown_by_its_beginning(tmp_path: Path) -> None:
-    open_folder(tmp_path, identity={"prompt": "x" * 5000}).close()
+    with open_folder(tmp_path, identity={"prompt": "x" * 5000}) as folder:
+        folder.add(done("a"))
     with pytest.raises(ConfigError) as caught:
         open_folder(tmp_path, identity={"prompt": "y" * 5000})
     assert len(str(caught.value)) < 600
@@ -346,6 +349,7 @@ def test_a_value_that_the_engine_chose_may_be_named(tmp_path: Path) -> None:
         return {"engine": {"dtype": "auto", "max_model_len": None, "revision": None} | engine}
 
     with open_folder(tmp_path, identity=identity()) as folder:
+        folder.add(done("a"))
         folder.note({"config": {"dtype": "bfloat16", "max_model_len": 64, "revision": None}})
     open_folder(tmp_path, identity=identity(dtype="bfloat16", max_model_len=64)).close()
     open_folder(tmp_path, identity=identity()).close()
@@ -404,8 +408,61 @@ def test_a_second_driver_is_refused_until_the_first_has_ended(tmp_path: Path) ->
     open_folder(tmp_path).close()
 
 
+def test_a_folder_without_rows_may_become_another_job(tmp_path: Path) -> None:
+    open_folder(tmp_path, identity={"model": "misspelt"}).close()
+    open_folder(tmp_path, identity={"model": "demo"}).close()
+    assert (manifest_of(tmp_path)["identity"], len(manifest_of(tmp_path)["sessions"])) == ({"model": "demo"}, 2)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_an_output_that_is_a_file_has_the_rows_so_far_however_a_run_ends(tmp_path: Path, suffix: str) -> None:
+    output, file_format = tmp_path / f"out{suffix}", suffix[1:]
+    folder, merged, found = output_places(str(output), None)
+    assert (folder.name, found) == (f"{output}.run", file_format)
+
+    def rows() -> list[str]:
+        with output.open("rb") as file:
+            return [row.id for row in read_rows(file, text_column="summary", file_format=file_format)]
+
+    def interrupted() -> None:
+        with open_folder(folder, merged=merged, file_format=file_format) as run:
+            for number in range(40):
+                run.add(done(f"{number:02}"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert rows() == [f"{number:02}" for number in range(40)]
+    with open_folder(folder, merged=merged, file_format=file_format) as run:
+        run.add(done("40"))
+        run.finish({}, {})
+    assert rows() == [f"{number:02}" for number in range(41)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [output.name, f"{output.name}.run"]
+    output.unlink()
+    with open_folder(folder, merged=merged, file_format=file_format) as run:
+        assert not run.is_merged
+        run.finish({}, {})
+    assert len(rows()) == 41
+
+
+def test_a_file_of_something_else_is_not_replaced_unasked(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text("precious\n", encoding="utf-8")
+    folder, merged, _ = output_places(str(tmp_path / "out.jsonl"), None)
+    with pytest.raises(ConfigError, match=r"out\.jsonl', which exists: choose another name or pass --overwrite"):
+        open_folder(folder, merged=merged, file_format="jsonl")
+    with open_folder(folder, merged=merged, file_format="jsonl", overwrite=True) as run:
+        assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == "precious\n", "until there are rows"
+        run.finish({}, {})
+    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == ""
+    with pytest.raises(ConfigError, match=r"option 'format' is 'jsonl' and option 'output' is 'x\.parquet': leave"):
+        output_places("x.parquet", "jsonl")
+    (tmp_path / "x.parquet").mkdir()
+    assert output_places(str(tmp_path / "x.parquet"), None)[1] is None, "a folder, whatever its name"
+
+
 def test_a_refusal_gives_the_lock_back(tmp_path: Path) -> None:
-    open_folder(tmp_path).close()
+    with open_folder(tmp_path) as folder:
+        folder.add(done("a"))
     with pytest.raises(ConfigError, match="model"):
         open_folder(tmp_path, identity={})
     open_folder(tmp_path).close()

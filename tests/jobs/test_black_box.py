@@ -26,7 +26,6 @@ from rayspec import LLM, demo
 from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import DocumentTask, PromptBuilder, summary_prompt
 from rayspec.batch.documents import input_row, read_documents
-from rayspec.batch.in_process import complete
 from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import RunFolder
 from rayspec.command.locations import Location
@@ -118,7 +117,8 @@ def undisturbed() -> dict[str, str]:
         model="demo", dtype="float32", device="cpu", num_threads=1, max_model_len=256, speculation={"strategy": "ar"}
     ) as llm:
         prompts = PromptBuilder(llm=llm, params=params, template=summary_prompt("demo"))
-        return {row.id: row.text or "" for row in complete(llm, rows, prompts)}
+        outputs = llm.stream(prompts.request(row.id, row) for row in rows)
+        return {output.request_id: output.outputs[0].text for output in outputs}
 
 
 def write_parquet(path: Path, rows: list[dict[str, str]]) -> None:

@@ -11,7 +11,7 @@ import openai.types.chat as official_chat
 import pytest
 from typer.testing import CliRunner
 
-from jobs.openai_batch import app
+from rayspec.cli import app
 
 NUM_GOOD = 45
 FAST = ("--model", "demo", "--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--strategy", "ar")
@@ -47,7 +47,7 @@ def test_fifty_lines_of_which_five_are_wrong(tmp_path: Path, monkeypatch: pytest
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in (*rows, *BAD)]
     (tmp_path / "batch.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     arguments = ["batch.jsonl", "--output", "out", *FAST, "--max-model-len", "128"]
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(app, ["job", "openai-batch", *arguments])
     assert result.exit_code == 3, result.output
     assert "50 rows, 5 failed (" in result.output
 
@@ -68,7 +68,7 @@ def test_fifty_lines_of_which_five_are_wrong(tmp_path: Path, monkeypatch: pytest
             official.ErrorObject.model_validate(line["response"]["body"]["error"], strict=True)
 
     before = (tmp_path / "out" / "output.jsonl").read_bytes()
-    again = CliRunner().invoke(app, arguments)
+    again = CliRunner().invoke(app, ["job", "openai-batch", *arguments])
     assert again.exit_code == 3
     assert "50 rows (47 of an earlier run), 5 failed (" in again.output
     assert (tmp_path / "out" / "output.jsonl").read_bytes() == before

@@ -12,8 +12,8 @@ import ray
 import yaml
 from typer.testing import CliRunner
 
-from jobs.summarize import app
 from rayspec import demo
+from rayspec.cli import app
 from tests.jobs.job_process import FAST, committed, num_committed, start, wait_until, wait_until_gone, write_lines
 
 NUM_ROWS = 96
@@ -80,7 +80,7 @@ def test_a_job_that_is_killed_goes_on_with_the_rows_that_are_left(
     before = committed(tmp_path / "out")
     assert NUM_ROWS // 2 <= len(before) < NUM_ROWS
 
-    result = CliRunner().invoke(app, [*arguments, "--output", "out"])
+    result = CliRunner().invoke(app, ["job", "summarize", *arguments, "--output", "out"])
     assert result.exit_code == 0, result.output
     assert f"going on with a run that has {len(before)} rows" in result.stderr
     after = committed(tmp_path / "out")[len(before) :]
@@ -90,7 +90,7 @@ def test_a_job_that_is_killed_goes_on_with_the_rows_that_are_left(
     assert manifest["counts"]["output_tokens"] == sum(rows[row_id]["num_output_tokens"] for row_id in after)
     assert [session["finished"] is None for session in manifest["sessions"]] == [True, False]
 
-    assert CliRunner().invoke(app, [*arguments, "--output", "whole"]).exit_code == 0
+    assert CliRunner().invoke(app, ["job", "summarize", *arguments, "--output", "whole"]).exit_code == 0
     whole = pq.read_table(tmp_path / "whole" / "summaries.parquet").to_pylist()
     assert {row["id"]: row["summary"] for row in whole} == {row_id: row["summary"] for row_id, row in rows.items()}
 
@@ -104,7 +104,20 @@ def test_a_document_beyond_the_context_is_summarized_by_its_parts(
     (tmp_path / "long.txt").write_text(sample.text, encoding="utf-8")
     options = ("--max-model-len", "2048", "--max-tokens", "24")
     result = CliRunner().invoke(
-        app, ["long.txt", "--output", "out", *FAST, *options, "--long", "map-reduce", "--format", "jsonl"]
+        app,
+        [
+            "job",
+            "summarize",
+            "long.txt",
+            "--output",
+            "out",
+            *FAST,
+            *options,
+            "--long",
+            "map-reduce",
+            "--format",
+            "jsonl",
+        ],
     )
     assert result.exit_code == 0, result.output
     (row,) = map(json.loads, (tmp_path / "out" / "summaries.jsonl").read_text(encoding="utf-8").splitlines())
@@ -121,11 +134,14 @@ def test_other_options_are_refused_and_other_speeds_are_not(
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "a.jsonl", [{"id": "a", "text": "The annual review."}])
     arguments = ["a.jsonl", "--output", "out", *FAST, "--max-model-len", "64"]
-    assert CliRunner().invoke(app, [*arguments, "--max-tokens", "2"]).exit_code == 0
-    refused = CliRunner().invoke(app, [*arguments, "--max-tokens", "3"])
+    assert CliRunner().invoke(app, ["job", "summarize", *arguments, "--max-tokens", "2"]).exit_code == 0
+    refused = CliRunner().invoke(app, ["job", "summarize", *arguments, "--max-tokens", "3"])
     assert refused.exit_code == 2
     assert "sampling.max_tokens was 2 and is 3: choose another folder, or pass --overwrite" in refused.stderr
-    assert CliRunner().invoke(app, [*arguments, "--max-tokens", "2", "--max-num-seqs", "3"]).exit_code == 0
+    assert (
+        CliRunner().invoke(app, ["job", "summarize", *arguments, "--max-tokens", "2", "--max-num-seqs", "3"]).exit_code
+        == 0
+    )
 
 
 def test_the_saved_options_can_be_given_back_and_the_data_type_stays(
@@ -135,9 +151,9 @@ def test_the_saved_options_can_be_given_back_and_the_data_type_stays(
     write_lines(tmp_path / "a.jsonl", [{"id": "a", "text": "The annual review."}])
     chosen = ["--device", "cpu", "--num-threads", "1", "--strategy", "ar", "--max-tokens", "2"]
     arguments = ["a.jsonl", "--output", "out", "--model", "demo", *chosen]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert CliRunner().invoke(app, ["job", "summarize", *arguments]).exit_code == 0
     config = tmp_path / "out" / "config.yaml"
-    again = CliRunner().invoke(app, ["a.jsonl", "--output", "out", "--config", str(config)])
+    again = CliRunner().invoke(app, ["job", "summarize", "a.jsonl", "--output", "out", "--config", str(config)])
     assert again.exit_code == 0, again.output
 
     manifest = tmp_path / "out" / "manifest.json"  # as if another kind of machine had begun the job
@@ -146,7 +162,7 @@ def test_the_saved_options_can_be_given_back_and_the_data_type_stays(
     chose["extra"]["config"]["dtype"] = other
     manifest.write_text(json.dumps(chose), encoding="utf-8")
     write_lines(tmp_path / "a.jsonl", [{"id": "a", "text": "The annual review."}, {"id": "b", "text": "The review."}])
-    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert CliRunner().invoke(app, ["job", "summarize", *arguments]).exit_code == 0
     assert yaml.safe_load(config.read_text(encoding="utf-8"))["dtype"] == other
 
 
@@ -186,6 +202,6 @@ def test_wrong_usage_is_told_before_ray_starts(
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "summaries.parquet").touch()
     monkeypatch.setattr(ray, "init", pytest.fail)
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(app, ["job", "summarize", *arguments])
     assert result.exit_code == 2
     assert message in result.stderr

@@ -1,4 +1,4 @@
-"""Rows as Ray Data reads them, on a real Ray."""
+"""How jobs read their rows: on a real Ray, and in this process."""
 
 from __future__ import annotations
 
@@ -18,39 +18,22 @@ import pytest
 import ray.data
 from ray.data.exceptions import ExecutionTimeoutError
 
-from rayspec.batch import data
-from rayspec.batch.columns import Columns
-from rayspec.batch.data import (
+from rayspec.batch import documents, ray_backend
+from rayspec.batch.documents import input_row, pieces_of
+from rayspec.batch.in_process import LocalBackend
+from rayspec.batch.job import Backend, Order, Source
+from rayspec.batch.ray_backend import (
     _READER_THREADS,
-    Order,
-    check_order,
+    CountedRows,
+    RayBackend,
     dataset_of,
-    pieces_of,
-    read_dataset,
     reader_threads,
     reading,
     rows_of,
 )
-from rayspec.batch.documents import input_row
 from rayspec.batch.rows import Row
-from rayspec.batch.scan import seen_rows
-from rayspec.types import ConfigError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_only_wanted_rows_are_read(tmp_path: Path, name: str) -> None:
-    rows = [{"id": f"r{number}", "text": f"text {number}"} for number in range(1, 41)]
-    write_rows(tmp_path / name, rows)
-    (tmp_path / "b.txt").write_text("a text", encoding="utf-8")
-    found = pieces_of([str(tmp_path)])
-    read = read_dataset(found, Columns(), wanted={0: [3, 17, 40], 1: [0]}).take_all()
-    assert [(row["id"], row["source"]) for row in read] == [
-        *((f"r{number}", f"{name}:{number}") for number in (3, 17, 40)),
-        ("b.txt", "b.txt"),
-    ]
-    assert read[1]["document"] == "text 17"
 
 
 def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
@@ -61,15 +44,70 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
 
 
+both = pytest.mark.parametrize("backend", [RayBackend(), LocalBackend()], ids=["Ray", "in process"])
+
+
+@both
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_only_wanted_rows_are_read(tmp_path: Path, name: str, backend: Backend) -> None:
+    rows = [{"id": f"r{number}", "text": f"text {number}"} for number in range(1, 41)]
+    write_rows(tmp_path / name, rows)
+    (tmp_path / "b.txt").write_text("a text", encoding="utf-8")
+    source = Source(inputs=[str(tmp_path)])
+    seen = backend.scan(source).rows
+    read = list(backend.rows(source, seen.take(pa.array([2, 16, 39, 40])), "input"))
+    assert [(row.id, row.source) for row in read] == [
+        *((f"r{number}", f"{name}:{number}") for number in (3, 17, 40)),
+        ("b.txt", "b.txt"),
+    ]
+    assert read[1].document == "text 17"
+    given = Source(rows=read, sample=0.5)
+    assert [row.id for row in backend.rows(given, None, "input")] == [row.id for row in read if given.share(row.id)]
+
+
+@both
+def test_a_scan_is_in_order_and_without_texts_and_has_a_limit(tmp_path: Path, backend: Backend) -> None:
+    for name in "abc":
+        lines = [json.dumps({"id": f"{name}{number}", "text": "t"}) for number in range(50)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([*lines, "no json"]), encoding="utf-8")
+    (tmp_path / "d.txt").touch()
+    seen = backend.scan(Source(inputs=[str(tmp_path)]))
+    assert seen.rows["id"].to_pylist() == [f"{name}{n}" for name in "abc" for n in range(50)]
+    assert [row.id for row in seen.errors] == ["a.jsonl:51", "b.jsonl:51", "c.jsonl:51", "d.txt"]
+    assert seen.errors[0].error_kind == "malformed_row"
+    assert seen.row(51) == input_row("b1", source="b.jsonl:2", text="t").without_input()
+
+    source = Source(inputs=[str(tmp_path)], limit=53, sample=0.5)  # a share of the first rows, which an error is among
+    some = backend.scan(source)
+    first = [*(f"a{n}" for n in range(50)), "b0", "b1"]
+    assert some.rows["id"].to_pylist() == [row_id for row_id in first if source.share(row_id)]
+    assert len(some.errors) == int(source.share("a.jsonl:51"))
+
+
+def test_limited_scans_that_end_with_their_tasks_do_the_driver_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "t"}\n' * 30, encoding="utf-8")
+    assert {len(RayBackend().scan(Source(inputs=[str(tmp_path)], limit=5)).rows) for _ in range(200)} == {5}
+
+
+def test_rows_are_counted_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n" * 30, encoding="utf-8")
+    (tmp_path / "b.txt").write_text("a text", encoding="utf-8")
+    counted = CountedRows(pieces_of([str(tmp_path)]))
+    deadline = time.monotonic() + 60
+    while (num_rows := counted()) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert num_rows == 31
+
+
+@both
 @pytest.mark.parametrize(("order", "ids"), [("longest", "dbca"), ("prefix", "adcb")])
-def test_rows_in_an_order(tmp_path: Path, order: Order, ids: str) -> None:
+def test_rows_in_an_order(tmp_path: Path, order: Order, ids: str, backend: Backend) -> None:
     texts = {"a": "one", "b": "two, three", "c": "one, two", "d": "one, two, three"}
     if order == "prefix":
         texts["d"] = "one, t"
     write_rows(tmp_path / "a.jsonl", [{"id": row_id, "text": text} for row_id, text in texts.items()])
-    rows = read_dataset(pieces_of([str(tmp_path)]), Columns(), order=order)
-    assert "".join(row["id"] for row in rows.take_all()) == ids
-    assert sorted(Row(**row).id for row in rows.iter_rows()) == list("abcd")
+    rows = backend.rows(Source(inputs=[str(tmp_path)]), None, order)
+    assert "".join(row.id for row in rows) == ids
 
 
 def _slow(row: dict[str, Any]) -> dict[str, Any]:
@@ -104,26 +142,20 @@ def test_a_slow_consumer_gets_all_rows(tmp_path: Path) -> None:
     assert run.stdout.splitlines()[-1:] == ["120 rows"], run.stderr[-2000:]
 
 
-def test_another_order_is_refused() -> None:
-    assert check_order("prefix") == "prefix"
-    with pytest.raises(ConfigError, match="option 'order' is 'shortest': give input, longest, prefix"):
-        check_order("shortest")
-
-
-def test_large_parquet_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_BYTES_PER_PIECE", 1)
+@both
+def test_large_parquet_files_are_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Backend
+) -> None:
+    monkeypatch.setattr(documents, "_BYTES_PER_PIECE", 1)
     write_rows(tmp_path / "a.parquet", [{"id": f"r{number}", "text": "t"} for number in range(1, 31)])
-    found = pieces_of([str(tmp_path)])
-    assert [(piece.groups, piece.num_before) for piece in found] == [((n, 1), 7 * n) for n in range(5)]
-    seen = seen_rows(found, Columns())
+    source = Source(inputs=[str(tmp_path)])
+    assert [(piece.groups, piece.num_before) for piece in source.pieces] == [((n, 1), 7 * n) for n in range(5)]
+    seen = backend.scan(source)
     assert seen.rows["id"].to_pylist() == [f"r{number}" for number in range(1, 31)]
     assert [seen.row(index).source for index in (0, 7, 29)] == ["a.parquet:1", "a.parquet:8", "a.parquet:30"]
-    assert [row["id"] for row in read_dataset(found, Columns(), wanted={1: [8], 4: [29, 30]}).take_all()] == [
-        "r8",
-        "r29",
-        "r30",
-    ]
-    monkeypatch.setattr(data, "_MAX_READ_TASKS", 1)
+    some = backend.rows(source, seen.rows.take(pa.array([7, 28, 29])), "input")
+    assert [row.id for row in some] == ["r8", "r29", "r30"]
+    monkeypatch.setattr(documents, "_NUM_FILES_TO_SPLIT", 1)
     assert len(pieces_of([str(tmp_path)])) == 1
 
 
@@ -144,7 +176,7 @@ def unchanged(row: dict[str, Any]) -> dict[str, Any]:
 def test_readers_that_do_not_end_are_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(data, "_READERS_END_WITHIN_S", 0.1)
+    monkeypatch.setattr(ray_backend, "_READERS_END_WITHIN_S", 0.1)
     release = threading.Event()
     stuck = threading.Thread(target=release.wait, name="iter_threaded", daemon=True)
     stuck.start()
