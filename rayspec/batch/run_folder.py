@@ -460,7 +460,7 @@ def _remove_leftovers(location: Location, merged: Location) -> None:
     stem = re.escape(PurePosixPath(merged.path).stem)
     names = "|".join((PART_NAME, *map(re.escape, (INDEX_NAME, MANIFEST)), rf"{stem}\.(?:parquet|jsonl)"))
     ours = re.compile(rf"\.(?:{names})\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}")
-    for folder in {location, location.join(_ROWS), merged.folder}:
+    for folder in (location, location.join(_ROWS), merged.folder):
         for file in folder.files((PARTIAL_SUFFIX,), recursive=False):
             if ours.fullmatch(file.file_name):
                 file.delete()

@@ -119,7 +119,7 @@ class Location:
 
     def is_in(self, folder: Location) -> bool:
         """Whether this place is directly in `folder`, which is named in the same way."""
-        return self.folder.path == folder.path
+        return PurePosixPath(self.folder.path) == PurePosixPath(folder.path)
 
     def absolute(self) -> Location:
         """Return the same place with a path that does not depend on the working folder."""

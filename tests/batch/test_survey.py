@@ -6,8 +6,7 @@ import pyarrow as pa
 import pytest
 
 from rayspec.batch.rows import Row
-from rayspec.batch.scan import seen_of
-from rayspec.batch.survey import Seen, Survey, check_changed, survey
+from rayspec.batch.survey import Seen, Survey, check_changed, seen_of, survey
 from rayspec.types import ConfigError
 
 
