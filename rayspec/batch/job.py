@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "config.yaml"
 _PREFIX_CHARS = 4096
-_REPORT_FILES = (CONFIG_NAME, "report.md", "report.html", PLOT_NAME)
+_REPORT_FILES = (CONFIG_NAME, "report.md", PLOT_NAME)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,14 @@
-"""The report of a run, in Markdown and HTML, with the picture of its plans."""
+"""The report of a run, in Markdown, with the picture of its plans."""
 
 from __future__ import annotations
 
 import re
-from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-from markdown_it import MarkdownIt
 
 from rayspec.batch.rows import Row
 from rayspec.batch.tally import Tally
@@ -23,18 +19,11 @@ from rayspec.types import EngineStats, PlanRecord
 PLOT_NAME = "skip-map.png"
 _MAX_LISTED = 50
 _MARKUP = re.compile(r"[\\`*\[\]<>|~]|(?<![^\W_])_|_(?![^\W_])")
-_POLICY = (
-    "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
-)
-_STYLE = (
-    "body{font:15px/1.5 sans-serif;max-width:75em;margin:2em auto;padding:0 1em}table{border-collapse:collapse}"
-    "td,th{border:1px solid #ccc;padding:.2em .6em;text-align:left}img{max-width:100%}"
-)
 
 
 @dataclass(slots=True, kw_only=True)
 class RunReport:
-    """Collects rows as they come. At the end it writes `report.md`, `report.html` and the picture.
+    """Collects rows as they come. At the end it writes `report.md` and, if matplotlib is here, the picture.
 
     references: right texts by row id; the lines of the generated texts are compared with them. listed: table rows for
     the first rows, under DOCUMENT_HEADINGS. examples: one error message for every kind.
@@ -79,22 +68,23 @@ class RunReport:
 
     def write(self, folder: Path, *, stats: EngineStats, config: Mapping[str, Any], title: str) -> Path:
         """Write the report into `folder`, which must exist. Return the path of `report.md`."""
-        from rayspec.batch.plots import plot_plans  # noqa: PLC0415 - brings matplotlib
+        try:
+            from rayspec.batch.plots import plot_plans  # noqa: PLC0415 - brings matplotlib
 
-        plot_plans(stats, folder / PLOT_NAME, title=f"{title}: the drafts' plans")
+            plot_plans(stats, folder / PLOT_NAME, title=f"{title}: the drafts' plans")
+            picture = f"![the drafts' plans]({PLOT_NAME})"
+        except ModuleNotFoundError:
+            picture = "The picture of the drafts' plans needs matplotlib: `pip install 'rayspec[plots]'`."
         parts = [
             f"# {_inert(title)}",
             *self._summary(stats, config),
+            picture,
             *self._errors(),
             *self._documents(),
             *_plans(stats),
         ]
         path = folder / "report.md"
-        text = "\n\n".join(parts) + "\n"
-        path.write_text(text, encoding="utf-8")
-        picture = b64encode((folder / PLOT_NAME).read_bytes()).decode()
-        html = _html(title, text.replace(f"]({PLOT_NAME})", f"](data:image/png;base64,{picture})"))
-        path.with_suffix(".html").write_text(html, encoding="utf-8")
+        path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
         return path
 
     def _summary(self, stats: EngineStats, config: Mapping[str, Any]) -> list[str]:
@@ -128,7 +118,7 @@ class RunReport:
                 ("verification", speculation.get("verification")),
             )
         )
-        return [f"With {setting}.", _table(("what", "value"), lines), f"![the drafts' plans]({PLOT_NAME})"]
+        return [f"With {setting}.", _table(("what", "value"), lines)]
 
     def _errors(self) -> list[str]:
         if not self.tally.errors:
@@ -203,12 +193,6 @@ def _plan_cells(record: PlanRecord) -> tuple[str, ...]:
         f"{1000 * record.optimise_s:.0f}",
         record.reason,
     )
-
-
-def _html(title: str, text: str) -> str:
-    """Return a complete HTML page. It loads nothing and runs nothing, whatever its texts are."""
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-    return f"<!doctype html><meta charset=utf-8>{_POLICY}<title>{escape(title)}</title><style>{_STYLE}</style>\n{body}"
 
 
 def _share(value: float | None) -> str:

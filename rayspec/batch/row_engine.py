@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -48,9 +49,11 @@ class RowEngineFactory:
         """Load an engine for the task. Raises ConfigError, CheckpointError, and with shards PlacementError."""
         # Imported here, so that a process that only calls the actor does not load torch and transformers for seconds.
         from rayspec.async_engine import AsyncEngine  # noqa: PLC0415
-        from rayspec.ray_session import forget_reserved_threads  # noqa: PLC0415
 
-        forget_reserved_threads()
+        if "ray" in sys.modules:  # in an actor
+            from rayspec.ray_session import forget_reserved_threads  # noqa: PLC0415
+
+            forget_reserved_threads()
         return RowEngine(self.task, AsyncEngine(load_llm(config)), self.engine)
 
     def beginning(self, item: Any) -> Beginning:
