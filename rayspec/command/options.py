@@ -23,6 +23,8 @@ _PANELS = ((EngineConfig, _ENGINE_PANEL), (SpeculationOptions, _SPECULATION_PANE
 _RAY_ADDRESS = "RAY_ADDRESS"
 _NOT_FLAGS = {"n"}  # a row has one output
 
+_Command = Callable[..., None]
+GivenFlags = dict[str, Any]
 OwnOptions = TypeVar("OwnOptions", bound=Options)
 
 
@@ -54,38 +56,80 @@ class Asked:
 
 def with_settings(
     *, sampling: SamplingParams | None = None, own: tuple[type[Options], str] | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a typer command the flags of the engine; the command's parameter `asked` receives their values.
+) -> Callable[[_Command], _Command]:
+    """Give a typer command the flags of the engine; its parameter `asked` is an Asked with their values.
 
     sampling: defaults of the sampling flags; None gives no such flags. own: a group of options that the command has in
     addition to the engine's, and the title of its flags.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(command, include_extras=True)
+    def decorate(command: _Command) -> _Command:
         parameters = [
-            parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-            for name, parameter in inspect.signature(command).parameters.items()
-            if name != "asked"
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in _own_parameters(command)
+            if parameter.name != "asked"
         ]
-        generated = list(_flags(sampling))
-        names = {parameter.name for parameter in generated}
         owned = list(_group_flags(*own)) if own is not None else []
-        own_names = {parameter.name for parameter in owned}
+        generated = [flag for options, panel in _PANELS for flag in _group_flags(options, panel)]
+        if sampling is not None:
+            for name, info in SamplingParams.model_fields.items():
+                if name not in _NOT_FLAGS:
+                    generated += _flag(name, info, default=getattr(sampling, name), panel=_SAMPLING_PANEL)
 
-        @wraps(command)
-        def wrapper(**values: Any) -> None:
-            flags = {name: values.pop(name) for name in names}
+        def run(**values: Any) -> None:
+            flags = {parameter.name: values.pop(parameter.name) for parameter in generated}
+            mine = {parameter.name: values.pop(parameter.name) for parameter in owned}
             file, overrides = values.pop("config"), values.pop("set_") or ()
-            mine = {name: values.pop(name) for name in own_names}
             command(asked=Asked(file=file, overrides=overrides, flags=flags, sampling=sampling, own=mine), **values)
 
-        del wrapper.__dict__["__wrapped__"]
-        wrapper.__annotations__ = {}
-        wrapper.__signature__ = inspect.Signature([*parameters, *owned, *_FILE_FLAGS, *generated])  # type: ignore[attr-defined]
-        return wrapper
+        return _as_command(command, run, [*parameters, *owned, *_FILE_FLAGS, *generated])
 
     return decorate
+
+
+def with_flags(options: type[Options], *, from_file: bool = False) -> Callable[[_Command], _Command]:
+    """Give a typer command a flag for each option that has a description and is not a parameter of the command itself.
+
+    The command has a parameter `asked`, which receives the given flags by name. Their values are validated when
+    `options` is created. from_file: a file may give the options too, so that no flag is required.
+    """
+
+    def decorate(command: _Command) -> _Command:
+        own = {parameter.name: parameter for parameter in _own_parameters(command)}
+        parameters: list[inspect.Parameter] = []
+        for parameter in own.values():
+            if parameter.name != "asked":
+                parameters.append(parameter)
+                continue
+            for name, info in options.model_fields.items():
+                if info.description is not None and name not in own:
+                    required = info.is_required() and not from_file
+                    parameters += _flag(name, info, default=info.default, is_text=True, is_required=required)
+
+        def run(**values: Any) -> None:
+            names = [parameter.name for parameter in parameters if parameter.name not in own]
+            flags = {name: value for name in names if (value := values.pop(name)) is not None}
+            command(asked=flags, **values)
+
+        return _as_command(command, run, parameters)
+
+    return decorate
+
+
+def _own_parameters(command: _Command) -> list[inspect.Parameter]:
+    hints = get_type_hints(command, include_extras=True)
+    return [
+        parameter.replace(annotation=hints[name]) for name, parameter in inspect.signature(command).parameters.items()
+    ]
+
+
+def _as_command(command: _Command, run: _Command, parameters: Sequence[inspect.Parameter]) -> _Command:
+    """Return `run` with the name and the docstring of `command`, and with these parameters."""
+    wrapper = wraps(command)(run)
+    del wrapper.__dict__["__wrapped__"]
+    wrapper.__annotations__ = {}
+    wrapper.__signature__ = inspect.Signature(list(parameters))  # type: ignore[attr-defined]
+    return wrapper
 
 
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:
@@ -115,44 +159,50 @@ _FILE_FLAGS = (
 )
 
 
-def _flags(sampling: SamplingParams | None) -> Iterator[inspect.Parameter]:
-    for options, panel in _PANELS:
-        yield from _group_flags(options, panel)
-    if sampling is not None:
-        for name, info in SamplingParams.model_fields.items():
-            if name not in _NOT_FLAGS:
-                yield from _flag(name, info, getattr(sampling, name), _SAMPLING_PANEL)
-
-
 def _group_flags(options: type[Options], panel: str) -> Iterator[inspect.Parameter]:
     for name, info in options.model_fields.items():
-        yield from _flag(name, info, info.default, panel)
+        yield from _flag(name, info, default=info.default, panel=panel)
 
 
-def _flag(name: str, info: FieldInfo, default: Any, panel: str) -> Iterator[inspect.Parameter]:
-    kind = _flag_type(info.annotation)
+def _flag(
+    name: str,
+    info: FieldInfo,
+    *,
+    default: Any,
+    panel: str | None = None,
+    is_text: bool = False,
+    is_required: bool = False,
+) -> Iterator[inspect.Parameter]:
+    """Yield the flag of an option, if a flag can set it. is_text: the option's validator splits the text of a list, and
+    a mapping is given by repeated LABEL=VALUE."""
+    kind = _flag_type(info.annotation, is_text=is_text)
     if kind is not None:
-        yield _parameter(name, Annotated[kind, typer.Option(help=_help(info, default), rich_help_panel=panel)])
+        repeats = is_text and get_origin(info.annotation) is dict
+        help_ = _help(info, default, "LABEL=VALUE, repeatable" if repeats else "")
+        flag = _parameter(name, Annotated[kind, typer.Option(help=help_, rich_help_panel=panel)])
+        yield flag.replace(default=inspect.Parameter.empty) if is_required else flag
 
 
-def _flag_type(annotation: Any) -> Any:
+def _flag_type(annotation: Any, *, is_text: bool = False) -> Any:
     """Return the type of a flag; None for an option that a single flag cannot set. Values are validated later."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        kinds = [argument for argument in arguments if argument is not type(None)]
-        return _flag_type(kinds[0]) if len(kinds) == 1 else None
-    if origin is Literal:
+        kinds = [_flag_type(argument, is_text=is_text) for argument in arguments if argument is not type(None)]
+        return kinds[0] if is_text or len(set(kinds)) == 1 else None
+    if origin is Literal or (is_text and origin is tuple):
         return str | None
     if origin is tuple:
         element = str if get_origin(arguments[0]) is Literal else arguments[0]
         return list[element] | None  # type: ignore[valid-type]
+    if origin is dict:
+        return list[str] | None if is_text else None
     return annotation | None if annotation in (bool, int, float, str) else None
 
 
-def _help(info: FieldInfo, default: Any) -> str:
-    values = get_args(info.annotation)[0] if get_origin(info.annotation) is tuple else info.annotation
-    choices = ", ".join(get_args(values)) if get_origin(values) is Literal else ""
-    text = "; ".join(part for part in (info.description or "", choices) if part)
+def _help(info: FieldInfo, default: Any, more: str) -> str:
+    within = get_args(info.annotation)
+    choices = next((get_args(one) for one in (info.annotation, *within) if get_origin(one) is Literal), ())
+    text = "; ".join(part for part in (info.description or "", ", ".join(choices), more) if part)
     return f"{text} {_shown(default)}".strip()
 
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from rayspec.command.exit_codes import EXIT_FAILED
+from rayspec.command.options import GivenFlags, with_flags
 from rayspec.command.terminal import clean_exit, error_console
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
-from rayspec.ops.option_flags import GivenFlags, with_flags
 
 app = typer.Typer(
     help="Manifests for Kubernetes with KubeRay, computed from where a model's layers go.",
