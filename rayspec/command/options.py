@@ -196,7 +196,7 @@ def _flag_type(annotation: Any, *, is_text: bool = False) -> Any:
         return list[element] | None  # type: ignore[valid-type]
     if origin is dict:
         return list[str] | None if is_text else None
-    return annotation | None if annotation in (bool, int, float, str) else None
+    return annotation | None if annotation in (bool, int, float, str, Path) else None
 
 
 def _help(info: FieldInfo, default: Any, more: str) -> str:
@@ -207,6 +207,6 @@ def _help(info: FieldInfo, default: Any, more: str) -> str:
 
 
 def _shown(default: Any) -> str:
-    if default in (None, (), PydanticUndefined):
+    if default is False or default in (None, (), PydanticUndefined):
         return ""
     return f"[default: {', '.join(map(str, default)) if isinstance(default, tuple) else default}]"
