@@ -148,8 +148,9 @@ class _FolderLock:
                 raise
             return  # a file system without locks is treated like a remote store
         self._is_held = True
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"process {os.getpid()} of {platform.node()}, since {_now()},".encode(), 0)
+        with suppress(OSError):  # a full disk: then nobody learns who holds the lock
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()} of {platform.node()}, since {_now()},".encode(), 0)
 
     @property
     def is_held(self) -> bool:
