@@ -11,7 +11,8 @@ from torch import Tensor
 from rayspec.config import Verification
 from rayspec.decode.drafting.lookup import LookupIndex
 from rayspec.decode.noise import integers
-from rayspec.decode.sampling import Rows, TokenSampler, top_logprobs
+from rayspec.decode.processing import TokenSampler
+from rayspec.decode.sampling import Rows, top_logprobs
 from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
 from rayspec.decode.work import Committed, SamplerSpec, TappedToken, TapsGoneError
 from rayspec.types import Logprob

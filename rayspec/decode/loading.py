@@ -94,8 +94,8 @@ def prepare_span(
 
 def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max_model_len: int) -> Runner:
     """Make the runner of these sublayers, with its KV cache, and with static buffers and CUDA graphs where the device
-    has the operators. The graphs that decoding and chain drafts can need are captured now. In deterministic mode the row
-    counts of decode passes are fixed: ranks of a stage use a count without testing the kernels."""
+    has the operators. The graphs that decoding and chain drafts can need are captured now. In deterministic mode the
+    row counts of decode passes are fixed: ranks of a stage use a count without testing the kernels."""
     counts = None
     if config.deterministic:
         is_split = config.parallel is not None and config.parallel.tensor > 1

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rayspec.decode.noise import integers
+from rayspec.decode.work import SamplerSpec
 from rayspec.generation import DecodingParams
 from rayspec.types import InvalidTokenError
 
@@ -76,31 +77,35 @@ def _end(token_ids: Sequence[int], pending: Sequence[int], length: int) -> tuple
 
 
 _LARGEST = torch.finfo(torch.float32).max
-_MAX_UNCOUNTED = 16  # tokens; with more, `History.commit` adds them to the counts
+_MAX_UNCOUNTED = 16  # tokens; with more, `TokenSampler.commit` adds them to the counts
 _SHORTLISTS = (128, 2048)  # how many tokens top-p sorts first, before it sorts all
 
 
-class History:
-    """A sequence's parameters, and the data of its prompt and output that they need. Tensors are on `device`.
+class TokenSampler:
+    """The parameters and the seed of a sequence, and the data of its prompt and output that they need. It is in the LM
+    head's process; its tensors are on `device`.
 
-    token_ids: prompt and output. eos_token_ids, and tokens in the checkpoint's rules: those outside the vocabulary can
-    never be generated and are ignored. Raises InvalidTokenError when `logit_bias` or, where a penalty has to count it,
-    a token lies outside the vocabulary.
+    seed: 64-bit. output_token_ids: tokens generated before a replay. eos_token_ids, and tokens in the checkpoint's
+    rules: those outside the vocabulary can never be generated and are ignored. Raises InvalidTokenError when
+    `logit_bias` or, where a penalty has to count it, a token lies outside the vocabulary.
     """
 
     def __init__(
         self,
         params: DecodingParams,
         *,
+        seed: int,
         prompt_token_ids: Sequence[int],
         eos_token_ids: Collection[int],
+        output_token_ids: Sequence[int] = (),
         vocab_size: int,
-        device: torch.device,
+        device: torch.device | str,
     ) -> None:
         self.params = params
+        self.seed = seed
         self.vocab_size = vocab_size
         self.device = device
-        self.token_ids = list(prompt_token_ids)
+        self.token_ids = list(prompt_token_ids)  # committed tokens: prompt and output
         self.num_prompt_tokens = len(prompt_token_ids)
         check_tokens("logit_bias", params.logit_bias, vocab_size)
         self.bias_ids = integers(list(params.logit_bias), device)
@@ -126,6 +131,29 @@ class History:
             self.is_in_prompt[integers(prompt_token_ids, device)] = True
             self.counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
             self.uncounted: list[int] = []  # output tokens that are not in `counts` yet
+        self.commit(output_token_ids)
+
+    @classmethod
+    def of(cls, spec: SamplerSpec, *, vocab_size: int, device: torch.device) -> TokenSampler:
+        """Return the sampler of an opened sequence."""
+        return cls(
+            spec.params,
+            seed=spec.seed,
+            prompt_token_ids=spec.prompt_token_ids,
+            output_token_ids=spec.output_token_ids,
+            eos_token_ids=spec.eos_token_ids,
+            vocab_size=vocab_size,
+            device=device,
+        )
+
+    @property
+    def position(self) -> int:
+        """Number of committed tokens: the position of the next token."""
+        return len(self.token_ids)
+
+    @property
+    def greedy(self) -> bool:
+        return self.params.greedy
 
     @property
     def num_output_tokens(self) -> int:
@@ -145,15 +173,17 @@ class History:
             self.ngrams.extend(self.token_ids, len(token_ids))
 
     @property
-    def reads_tokens(self) -> bool:
-        """Whether the values of the tokens before a row matter, and not only their number."""
+    def reads_history(self) -> bool:
+        """Whether the values of the tokens before a row matter, and not only their number. If not, draft tokens may
+        stay on the device, with placeholders in their place."""
         return self.params.has_penalties or bool(self.biased or self.bad_words or self.ngrams)
 
     @property
-    def is_neutral(self) -> bool:
-        """Whether nothing changes the logits of the next row or of a later row, sampling apart."""
-        fixed = len(self.bias_ids) or self.forced or self.reads_tokens
-        return not fixed and not self.has_biases and not self.forbids(0)
+    def is_argmax(self) -> bool:
+        """Whether this and all later tokens are the argmax of the raw logits, without `process`. May become true once
+        `min_tokens` are generated."""
+        fixed = len(self.bias_ids) or self.forced or self.reads_history or self.has_biases
+        return self.greedy and not fixed and not self.forbids(0)
 
     @property
     def has_biases(self) -> bool:
@@ -201,12 +231,12 @@ class LogitRow:
     values matter only for penalties; otherwise only their number matters."""
 
     at: int
-    history: History
+    sampler: TokenSampler
     before: Sequence[int]
 
     @property
     def params(self) -> DecodingParams:
-        return self.history.params
+        return self.sampler.params
 
 
 def process(scores: Tensor, rows: Sequence[LogitRow]) -> Tensor:
@@ -246,21 +276,21 @@ def _apply(change: _Change, scores: Tensor, rows: Sequence[LogitRow]) -> None:
 
 
 def _add_biases(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    found = [row.history.biased.after(row.history.token_ids, row.before) for row in rows]
+    found = [row.sampler.biased.after(row.sampler.token_ids, row.before) for row in rows]
     where = _places(
-        [(at, row.history.bias_ids) for at, row in enumerate(rows)],
+        [(at, row.sampler.bias_ids) for at, row in enumerate(rows)],
         [(at, token) for at, each in enumerate(found) for token, _ in each],
         scores.device,
     )
     more = _column([bias for each in found for _, bias in each], scores).squeeze(1)
-    scores.index_put_(where, torch.cat([*(row.history.biases for row in rows), more]), accumulate=True)
+    scores.index_put_(where, torch.cat([*(row.sampler.biases for row in rows), more]), accumulate=True)
 
 
 def _forbid(scores: Tensor, rows: Sequence[LogitRow]) -> None:
     """Forbid tokens, except in rows that have no other token."""
     where = _places(
-        [(at, part) for at, row in enumerate(rows) for part in row.history.always_forbidden(len(row.before))],
-        [(at, token) for at, row in enumerate(rows) for token in row.history.forbidden_after(row.before)],
+        [(at, part) for at, row in enumerate(rows) for part in row.sampler.always_forbidden(len(row.before))],
+        [(at, token) for at, row in enumerate(rows) for token in row.sampler.forbidden_after(row.before)],
         scores.device,
     )
     masked = scores.index_put(where, scores.new_tensor(-math.inf))
@@ -273,7 +303,7 @@ def _penalise(scores: Tensor, rows: Sequence[LogitRow]) -> None:
     frequency penalties over the output. Finite scores stay finite."""
     counts = _counts(rows)
     is_in_output = counts > 0
-    is_repeated = torch.stack([row.history.is_in_prompt for row in rows]).logical_or_(is_in_output)
+    is_repeated = torch.stack([row.sampler.is_in_prompt for row in rows]).logical_or_(is_in_output)
     repetition = _column([min(max(row.params.repetition_penalty, 1e-30), 1e30) for row in rows], scores)
     scaled = torch.where(scores > 0, scores / repetition, scores * repetition).clamp_(-_LARGEST, _LARGEST)
     scores.copy_(torch.where(is_repeated & scores.isfinite(), scaled, scores))
@@ -283,8 +313,8 @@ def _penalise(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 
 def _counts(rows: Sequence[LogitRow]) -> Tensor:
     """Count each token in the output before each row: float32 [n, V]."""
-    counts = torch.stack([row.history.counts for row in rows])
-    tokens = [[*row.history.uncounted, *row.before] for row in rows]
+    counts = torch.stack([row.sampler.counts for row in rows])
+    tokens = [[*row.sampler.uncounted, *row.before] for row in rows]
     flat = [token for each in tokens for token in each]
     check_tokens("pending", flat, counts.shape[1])
     owners = [index for index, each in enumerate(tokens) for _ in each]
@@ -293,7 +323,7 @@ def _counts(rows: Sequence[LogitRow]) -> Tensor:
 
 
 def _force(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    forced = [(at, row.history.forced_after(len(row.before))) for at, row in enumerate(rows)]
+    forced = [(at, row.sampler.forced_after(len(row.before))) for at, row in enumerate(rows)]
     where = _places([(at, tokens) for at, tokens in forced if tokens is not None], (), scores.device)
     scores.fill_(-math.inf).index_put_(where, scores.new_tensor(0.0))
 
@@ -354,13 +384,13 @@ def _ranked(scores: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
 
 
 _CHANGES: Sequence[tuple[Callable[[LogitRow], bool], _Change]] = (
-    (lambda row: row.history.has_biases, _add_biases),
-    (lambda row: row.history.forbids(len(row.before)), _forbid),
+    (lambda row: row.sampler.has_biases, _add_biases),
+    (lambda row: row.sampler.forbids(len(row.before)), _forbid),
     (lambda row: row.params.has_penalties, _penalise),
-    (lambda row: row.history.forced_after(len(row.before)) is not None, _force),
+    (lambda row: row.sampler.forced_after(len(row.before)) is not None, _force),
     (lambda row: not row.params.greedy, _scale),
     (lambda row: not row.params.greedy and row.params.min_p > 0, _cut_to_min_p),
-    (lambda row: not row.params.greedy and 0 < row.params.top_k < row.history.vocab_size, _cut_to_top_k),
+    (lambda row: not row.params.greedy and 0 < row.params.top_k < row.sampler.vocab_size, _cut_to_top_k),
     (lambda row: not row.params.greedy and row.params.top_p < 1, _cut_to_top_p),
 )
 

@@ -1,4 +1,4 @@
-"""Choose tokens from logits: the sampler of a sequence, and the coupled rule for a packed batch.
+"""Choose tokens from the logits of a packed batch, by the coupled rule.
 
 The coupled rule: the token at a position is argmax(processed logits + Gumbel(seed, position)), which is a sample of
 softmax(processed logits), and a pure function of the committed tokens and the seed (Gumbel-max trick).
@@ -6,7 +6,7 @@ softmax(processed logits), and a pure function of the committed tokens and the s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,108 +14,9 @@ from torch import Tensor
 
 from rayspec.config import Verification
 from rayspec.decode.noise import Stream, integers, noisy
-from rayspec.decode.processing import History, LogitRow, check_tokens, process
-from rayspec.decode.work import SamplerSpec, depths_of
-from rayspec.generation import DecodingParams
+from rayspec.decode.processing import LogitRow, TokenSampler, check_tokens, process
+from rayspec.decode.work import depths_of
 from rayspec.types import Logprob
-
-
-class TokenSampler:
-    """Chooses the tokens of one sequence, and keeps the history that its parameters need. It is in the LM head's
-    process.
-
-    seed: 64-bit. output_token_ids: tokens generated before a replay. Raises InvalidTokenError as `History` does.
-    """
-
-    def __init__(
-        self,
-        params: DecodingParams,
-        *,
-        seed: int,
-        prompt_token_ids: Sequence[int],
-        eos_token_ids: Collection[int],
-        output_token_ids: Sequence[int] = (),
-        vocab_size: int,
-        device: torch.device | str,
-    ) -> None:
-        self.params = params
-        self.seed = seed
-        self.vocab_size = vocab_size
-        self.history = History(
-            params,
-            prompt_token_ids=prompt_token_ids,
-            eos_token_ids=eos_token_ids,
-            vocab_size=vocab_size,
-            device=torch.device(device),
-        )
-        self.commit(output_token_ids)
-
-    @classmethod
-    def of(cls, spec: SamplerSpec, *, vocab_size: int, device: torch.device) -> TokenSampler:
-        """Return the sampler of an opened sequence."""
-        return cls(
-            spec.params,
-            seed=spec.seed,
-            prompt_token_ids=spec.prompt_token_ids,
-            output_token_ids=spec.output_token_ids,
-            eos_token_ids=spec.eos_token_ids,
-            vocab_size=vocab_size,
-            device=device,
-        )
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Committed tokens: prompt and output."""
-        return self.history.token_ids
-
-    @property
-    def num_output_tokens(self) -> int:
-        return self.history.num_output_tokens
-
-    @property
-    def position(self) -> int:
-        """Number of committed tokens, prompt and output: the position of the next token."""
-        return len(self.token_ids)
-
-    @property
-    def greedy(self) -> bool:
-        return self.params.greedy
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether this and all later tokens are the argmax of the raw logits, without `process`. May become true once
-        `min_tokens` are generated."""
-        return self.greedy and self.history.is_neutral
-
-    @property
-    def reads_history(self) -> bool:
-        """Whether `process` reads the values of `pending`. If not, the right number of placeholders suffices, so draft
-        tokens may stay on the device."""
-        return self.history.reads_tokens
-
-    def commit(self, token_ids: Sequence[int]) -> None:
-        """Append tokens to the output. Raises InvalidTokenError as the constructor does."""
-        self.history.commit(token_ids)
-
-    def process(self, logits: Tensor, pending: Sequence[int], *, first: int = 0) -> Tensor:
-        """Return the logits that this sequence samples from, a new float32 [m, V]; see `processing.process`.
-
-        logits: raw, [m, V]. Row j follows the committed tokens and pending[:first + j], so pending holds at least
-        first + m - 1 tokens (their number matters even where `reads_history` is False).
-        """
-        self._check_rows(logits, pending, first)
-        rows = [LogitRow(at, self.history, pending[: first + at]) for at in range(len(logits))]
-        return process(logits.to(torch.float32, copy=True), rows)
-
-    def choose(self, logits: Tensor, pending: Sequence[int] = ()) -> Tensor:
-        """Return the token after committed + pending[:j] for each row j of [m, V] by the coupled rule: int64 [m]."""
-        return target_tokens(logits, [Rows(self, 0, pending[: logits.shape[0] - 1])])
-
-    def _check_rows(self, logits: Tensor, pending: Sequence[int], first: int) -> None:
-        if logits.shape[-1] != self.vocab_size:
-            raise ValueError(f"logits have {logits.shape[-1]} columns; the sampler was made for {self.vocab_size}")
-        if len(pending) < first + logits.shape[0] - 1:
-            raise ValueError(f"{logits.shape[0]} rows from {first} need more than {len(pending)} pending tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +64,7 @@ class Rows:
         before: list[Sequence[int]] = [self.pending[:at] for at in range(len(self.pending) + 1)]
         for at, parent in enumerate(self.parents):
             before[at + 1] = (*before[parent], self.pending[at])
-        return [LogitRow(self.start + at, self.sampler.history, each) for at, each in enumerate(before)]
+        return [LogitRow(self.start + at, self.sampler, each) for at, each in enumerate(before)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +108,7 @@ def draft_tokens(logits: Tensor, rows: Sequence[Rows], verification: Verificatio
     if all(sampler.is_argmax for sampler in samplers):
         scores = logits.to(torch.float32)
         return Drafts(scores.argmax(-1), _confidence(scores), None, _ranked(scores, num_ranked))
-    histories = [LogitRow(at, row.sampler.history, row.pending) for at, row in enumerate(rows)]
+    histories = [LogitRow(at, row.sampler, row.pending) for at, row in enumerate(rows)]
     scores = process(logits.to(torch.float32, copy=True), histories)
     sampled = [at for at, sampler in enumerate(samplers) if not sampler.greedy]
     noise = _Noise(

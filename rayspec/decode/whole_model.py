@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from rayspec.decode.processing import TokenSampler
 from rayspec.decode.progress import Progress
-from rayspec.decode.sampling import Rows, TokenSampler, finite_rows, target_tokens, top_logprobs
+from rayspec.decode.sampling import Rows, finite_rows, target_tokens, top_logprobs
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.stages import StageUse, done
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from rayspec.decode import verify
 from rayspec.decode.noise import Stream, gumbel, uniform
-from rayspec.decode.sampling import Rows, TokenSampler, draft_tokens, target_tokens
+from rayspec.decode.processing import TokenSampler
+from rayspec.decode.sampling import Rows, draft_tokens, target_tokens
 from rayspec.decode.verify import RejectionBatch, decide, verify_coupled, verify_rejection
 from rayspec.generation import DecodingParams
+from tests.decode.samplers import processed
 from tests.exhaustive import few_of
 
 EVERYTHING = DecodingParams(
@@ -118,7 +120,7 @@ def narrow(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     raw, after = random_logits(16, 1), random_logits(16, 2)
     draft = {"opposite": -raw, "close": raw + random_logits(16, 3, 0.3), "same": raw, "flat": 0 * raw}[kind]
     sampler = sampler_of(MILD, 16)
-    target, after, draft = (sampler.process(row[None], [])[0] for row in (raw, after, draft))
+    target, after, draft = (processed(sampler, row[None], [])[0] for row in (raw, after, draft))
     return target, after, draft
 
 
@@ -235,7 +237,7 @@ def test_wide(monkeypatch: pytest.MonkeyPatch, kind: str, plant: Callable[..., N
     raw, after = random_logits(1000, 5), random_logits(1000, 6)
     sampler = sampler_of(DecodingParams(temperature=0.9, top_p=0.99, min_p=1e-4), 1000)
     draft = -raw if kind == "opposite" else raw + random_logits(1000, 7, 0.5)
-    target, after, draft = (sampler.process(row[None], [])[0] for row in (raw, after, draft))
+    target, after, draft = (processed(sampler, row[None], [])[0] for row in (raw, after, draft))
     plant(monkeypatch)
     first, second = one_round(target, after, draft, 20_000, chunk=2_000)
     assert (excess(first, target.softmax(0)) < 1) == (plant is plant_nothing)
@@ -263,15 +265,15 @@ class Toy:
     def make(cls, params: DecodingParams) -> Toy:
         sampler = sampler_of(params, VOCAB)
         raw: list[tuple[Tensor, Tensor]] = []
-        processed: list[list[Tensor]] = []
+        both: list[list[Tensor]] = []
         for length in range(NUM_TOKENS + LONGEST):
             for history in product(range(VOCAB), repeat=length):
                 state = index_of(list(history[-2:]))
                 target = random_logits(VOCAB, state)
                 raw.append((target, random_logits(VOCAB, 1000 + state) - 0.3 * target))
-                processed.append([sampler.process(row[None], history, first=length)[0] for row in raw[-1]])
+                both.append([processed(sampler, row[None], history, first=length)[0] for row in raw[-1]])
         raw_target, raw_draft = (torch.stack(rows) for rows in zip(*raw, strict=True))
-        target, draft = (torch.stack(rows) for rows in zip(*processed, strict=True))
+        target, draft = (torch.stack(rows) for rows in zip(*both, strict=True))
         return cls(params, raw_target, raw_draft, target, draft)
 
     def joint(self) -> Tensor:
@@ -450,7 +452,7 @@ def test_coupled_target_tokens(vocab_size: int) -> None:
             for begin in range(0, num, 10_000)
         ]
     )
-    p = sampler.process(logits[None], [])[0].double().softmax(0)
+    p = processed(sampler, logits[None], [])[0].double().softmax(0)
     assert excess(tokens.bincount(minlength=vocab_size), p) < 1
     if vocab_size == 16:
         pairs = tokens[:-1:2] * 16 + tokens[1::2]

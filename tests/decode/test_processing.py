@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rayspec.config import Verification
 from rayspec.decode import processing
 from rayspec.decode.noise import Stream, gumbel
-from rayspec.decode.sampling import Rows, TokenSampler, draft_tokens, processed_logits, target_tokens
+from rayspec.decode.processing import TokenSampler
+from rayspec.decode.sampling import Rows, draft_tokens, processed_logits, target_tokens
 from rayspec.generation import DecodingParams
+from tests.decode.samplers import processed
 
 EOS = (0, 7, 10**6)
 
@@ -154,7 +156,7 @@ def test_top_p_with_ties_at_the_end_of_the_shortlist() -> None:
         logits[0, torch.randperm(6 * size)[:num_best]] = 4.0
         params = DecodingParams(top_p=top_p)
         sampler = TokenSampler(params, seed=1, prompt_token_ids=(), eos_token_ids=(), vocab_size=6 * size, device="cpu")
-        assert torch.equal(sampler.process(logits, [])[0], processed_alone(params, logits[0], (), ()))
+        assert torch.equal(processed(sampler, logits, [])[0], processed_alone(params, logits[0], (), ()))
 
 
 class _CountsCalls(TorchDispatchMode):

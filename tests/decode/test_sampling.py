@@ -11,9 +11,11 @@ from torch import Tensor
 
 from rayspec.config import Verification
 from rayspec.decode.noise import Stream, gumbel
-from rayspec.decode.sampling import Rows, TokenSampler, draft_tokens, finite_rows, target_tokens, top_logprobs
+from rayspec.decode.processing import TokenSampler
+from rayspec.decode.sampling import Rows, draft_tokens, finite_rows, target_tokens, top_logprobs
 from rayspec.generation import DecodingParams
 from rayspec.types import InvalidTokenError, Logprob
+from tests.decode.samplers import chosen, processed
 
 V = 40
 PROMPT = (3, 3, 5, 39)
@@ -108,7 +110,7 @@ def reference_truncated(params: DecodingParams, x: list[float]) -> list[float]:
 def test_process_equals_the_reference(params: DecodingParams, output: list[int]) -> None:
     logits = random_logits(30)
     for row in logits:
-        got = sampler_of(params, output).process(row[None], [])[0]
+        got = processed(sampler_of(params, output), row[None], [])[0]
         want = torch.tensor(reference(params, row.tolist(), output), dtype=torch.float64)
         want = want if params.greedy else want - want.max()
         assert got.dtype is torch.float32
@@ -120,15 +122,15 @@ def test_process_equals_the_reference(params: DecodingParams, output: list[int])
 def test_pending_history_equals_sequential_application(params: DecodingParams) -> None:
     output, pending, logits = [8, 1], [1, 7, 1, 3], random_logits(5)
     speculative = sampler_of(params, output)
-    packed = speculative.process(logits, pending)
+    packed = processed(speculative, logits, pending)
     sequential = sampler_of(params)
     sequential.commit(output)
     for j in range(5):
         assert sequential.position == len(PROMPT) + 2 + j
-        alone = sequential.process(logits[j : j + 1], [])
+        alone = processed(sequential, logits[j : j + 1], [])
         assert torch.equal(packed[j : j + 1], alone)
-        assert torch.equal(speculative.process(logits[j : j + 1], pending, first=j), alone)
-        assert torch.equal(speculative.process(logits[j:], pending, first=j), packed[j:])
+        assert torch.equal(processed(speculative, logits[j : j + 1], pending, first=j), alone)
+        assert torch.equal(processed(speculative, logits[j:], pending, first=j), packed[j:])
         sequential.commit(pending[j : j + 1])
     assert (speculative.num_output_tokens, speculative.position) == (2, len(PROMPT) + 2)
 
@@ -136,7 +138,7 @@ def test_pending_history_equals_sequential_application(params: DecodingParams) -
 @any_params
 def test_values_of_pending_matter_only_where_it_says_so(params: DecodingParams) -> None:
     sampler, logits = sampler_of(params), random_logits(4)
-    same = torch.equal(sampler.process(logits, [9, 9, 9]), sampler.process(logits, [1, 2, 3]))
+    same = torch.equal(processed(sampler, logits, [9, 9, 9]), processed(sampler, logits, [1, 2, 3]))
     assert same != sampler.reads_history
 
 
@@ -145,9 +147,9 @@ def test_values_of_pending_matter_only_where_it_says_so(params: DecodingParams) 
 def test_process_leaves_its_argument_alone_and_computes_in_float32(params: DecodingParams, dtype: torch.dtype) -> None:
     logits = random_logits(3).to(dtype)
     before = logits.clone()
-    got = sampler_of(params).process(logits, [1, 2])
+    got = processed(sampler_of(params), logits, [1, 2])
     assert torch.equal(logits, before)
-    assert torch.equal(got, sampler_of(params).process(logits.float(), [1, 2]))
+    assert torch.equal(got, processed(sampler_of(params), logits.float(), [1, 2]))
 
 
 @pytest.mark.parametrize(
@@ -165,15 +167,15 @@ def test_process_leaves_its_argument_alone_and_computes_in_float32(params: Decod
 def test_something_is_always_left(params: DecodingParams, scale: float) -> None:
     logits = (random_logits(4) / 12 * scale).clamp(-3e38, 3e38)
     logits[1, 1:] = -math.inf
-    got = sampler_of(params, [0, 1, 2]).process(logits, list(range(4)))
+    got = processed(sampler_of(params, [0, 1, 2]), logits, list(range(4)))
     assert got.amax(1).isfinite().all()
     assert not got.isnan().any()
 
 
 def test_ties() -> None:
     logits = torch.zeros(1, V)
-    assert sampler_of(DecodingParams(top_k=3)).process(logits, []).isfinite().sum() == V
-    kept = sampler_of(DecodingParams(top_p=0.19)).process(logits, [])[0].isfinite().nonzero().flatten()
+    assert processed(sampler_of(DecodingParams(top_k=3)), logits, []).isfinite().sum() == V
+    kept = processed(sampler_of(DecodingParams(top_p=0.19)), logits, [])[0].isfinite().nonzero().flatten()
     assert kept.tolist() == list(range(8))
 
 
@@ -203,7 +205,7 @@ def test_a_minus_infinity_from_the_model_stays_forbidden() -> None:
     logits = random_logits(1)
     logits[0, 3] = -math.inf
     for params in PARAMS.values():
-        assert sampler_of(params, [3, 3]).process(logits, [])[0, 3] == -math.inf
+        assert processed(sampler_of(params, [3, 3]), logits, [])[0, 3] == -math.inf
 
 
 def test_is_argmax() -> None:
@@ -227,8 +229,8 @@ def test_is_argmax() -> None:
 def test_the_coupled_rule_is_argmax_of_logits_and_noise(seed: int) -> None:
     sampler, logits = sampler_of(PARAMS["all"], [1, 2], seed=seed), random_logits(4)
     noise = gumbel([seed] * 4, [6, 7, 8, 9], V, Stream.TARGET, "cpu")
-    want = (sampler.process(logits, [5, 6, 7]) + noise).argmax(1)
-    assert torch.equal(sampler.choose(logits, [5, 6, 7]), want)
+    want = (processed(sampler, logits, [5, 6, 7]) + noise).argmax(1)
+    assert torch.equal(chosen(sampler, logits, [5, 6, 7]), want)
 
 
 def test_packed_rows_equal_each_sequence_alone() -> None:
@@ -243,7 +245,7 @@ def test_packed_rows_equal_each_sequence_alone() -> None:
         assert packed[0] == logits[0].argmax()
         for row in rows:
             assert torch.equal(
-                packed[row.start : row.end], row.sampler.choose(logits[row.start : row.end], row.pending)
+                packed[row.start : row.end], chosen(row.sampler, logits[row.start : row.end], row.pending)
             )
 
 
@@ -257,17 +259,17 @@ def test_draft_tokens(names: list[str]) -> None:
     assert (free.logits is None) == (names == ["greedy"] * 3)
     for index, sampler in enumerate(samplers):
         alone = logits[index : index + 1]
-        processed = sampler.process(alone, pending, first=2)[0]
+        scores = processed(sampler, alone, pending, first=2)[0]
         later = sampler_of(sampler.params, [1, 6, 6], seed=sampler.seed)
-        assert coupled.token_ids[index] == later.choose(alone)[0]  # a perfect draft always agrees
+        assert coupled.token_ids[index] == chosen(later, alone)[0]  # a perfect draft always agrees
         origin = [sampler.position]
         noise = gumbel([sampler.seed], [later.position], V, Stream.DRAFT, "cpu", origins=origin)[0]
-        want = processed.argmax() if sampler.greedy else (processed + noise).argmax()
+        want = scores.argmax() if sampler.greedy else (scores + noise).argmax()
         assert free.token_ids[index] == want
         for drafts in (coupled, free):
-            torch.testing.assert_close(drafts.confidence[index], processed.softmax(0).max())
+            torch.testing.assert_close(drafts.confidence[index], scores.softmax(0).max())
         if free.logits is not None:
-            assert torch.equal(free.logits[index], processed)
+            assert torch.equal(free.logits[index], scores)
 
 
 def test_draft_noise_is_new_in_every_round() -> None:
@@ -303,11 +305,7 @@ def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(InvalidTokenError, match="token_ids holds token -1"):
         sampler.commit([-1])
     with pytest.raises(InvalidTokenError, match="pending holds token 77"):
-        sampler.process(random_logits(2), [77])
-    with pytest.raises(ValueError, match="41 columns"):
-        sampler.process(random_logits(1, vocab_size=V + 1), [])
-    with pytest.raises(ValueError, match="need more than 1 pending"):
-        sampler.process(random_logits(3), [1])
+        processed(sampler, random_logits(2), [77])
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])

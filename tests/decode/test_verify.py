@@ -13,10 +13,12 @@ from torch import Tensor
 from rayspec.config import Verification
 from rayspec.decode import verify
 from rayspec.decode.noise import Stream, gumbel, uniform
-from rayspec.decode.sampling import Rows, TokenSampler, draft_tokens
+from rayspec.decode.processing import TokenSampler
+from rayspec.decode.sampling import Rows, draft_tokens
 from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
 from rayspec.generation import DecodingParams
 from rayspec.types import InvalidTokenError
+from tests.decode.samplers import chosen
 
 V = 12
 NUM_TOKENS = 24
@@ -67,7 +69,7 @@ def sampler_of(params: DecodingParams, seed: int = 1) -> TokenSampler:
 def plain_text(params: DecodingParams, seed: int) -> list[int]:
     sampler, history = sampler_of(params, seed), list(PROMPT)
     while sampler.num_output_tokens < NUM_TOKENS:
-        history.append(int(sampler.choose(toy(history)[None])))
+        history.append(int(chosen(sampler, toy(history)[None])))
         sampler.commit(history[-1:])
     return history[len(PROMPT) :]
 
