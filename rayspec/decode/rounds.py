@@ -38,6 +38,7 @@ from rayspec.decode.work import (
     RoundEntry,
     RoundResult,
     Work,
+    num_rows,
 )
 from rayspec.planning.lookup import DraftUntilFound
 from rayspec.types import Plan
@@ -93,7 +94,13 @@ def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Ten
     drafted = yield from draft(head, work.id, work.entries, work.plan, work.keep_drafting, work.save_at)
     drafted_at = stopwatch.mark()
     verify = _verify_pass(work, drafted.drafts, drafted.owners)
-    logits, chunk_logits = yield from _logits(head, work, verify)
+    hidden = yield verify
+    num_chunk_rows = num_rows(work.chunks)
+    num_verified = hidden.shape[1] - num_chunk_rows
+    if work.chunks:  # of a chunk, only the row before a token that is to be chosen
+        wanted = integers([*range(num_verified), *_last_rows(work.chunks, num_verified)], hidden.device)
+        hidden = hidden[:, wanted]
+    logits, chunk_logits = head.logits(hidden).split([num_verified, hidden.shape[1] - num_verified])
     rows, start = [], 0
     for entry, one in zip(work.entries, drafted.drafts, strict=True):
         rows.append(Rows(head.sampler(entry.sequence_id), start, one.token_ids, one.parents))
@@ -108,7 +115,7 @@ def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Ten
     committed = head.commit(logits, rows, verdicts)
     ended = stopwatch.mark()
     verify_s = seconds(drafted_at, ended)
-    prefill_s = verify_s * sum(chunk.rows.num_rows for chunk in work.chunks) / len(verify.token_ids)
+    prefill_s = verify_s * num_chunk_rows / len(verify.token_ids)
     return RoundResult(
         committed=committed,
         drafts=drafted.drafts,
@@ -122,18 +129,6 @@ def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Ten
         probed=_probed(logits, rows, work.entries),
         prefilled=_chosen(head, work.chunks, chunk_logits),
     )
-
-
-def _logits(head: Head, work: Round, verify: Pass) -> Generator[Pass, Tensor, tuple[Tensor, Tensor]]:
-    """Run the verify pass. Return the logits of all verify rows, and of the last rows of the chunks that sample."""
-    hidden = yield verify
-    if not work.chunks:
-        logits = head.logits(hidden)
-        return logits, logits[:0]
-    num_verified = hidden.shape[1] - sum(chunk.rows.num_rows for chunk in work.chunks)
-    wanted = integers([*range(num_verified), *_last_rows(work.chunks, num_verified)], hidden.device)
-    logits = head.logits(hidden[:, wanted])
-    return logits[:num_verified], logits[num_verified:]
 
 
 def _probed(logits: Tensor, rows: Sequence[Rows], entries: Sequence[RoundEntry]) -> list[list[int]]:
@@ -160,12 +155,13 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
     """Return the pass that runs all sublayers over every entry's newest token, draft and probes, then over the chunks.
     The i-th saved row of an entry is the entry's i-th row here; saved rows join the others at `work.save_at`."""
     pairs = list(zip(work.entries, drafts, strict=True))
-    tokens = [[entry.last_token, *one.token_ids, *_probes(entry)] for entry, one in pairs]
-    parents = [_parents(entry, one) for entry, one in pairs]
-    rows = [
-        entry.rows(entry.length - 1, len(each), tree)
-        for entry, each, tree in zip(work.entries, tokens, parents, strict=True)
-    ]
+    tokens, rows = [], []
+    for entry, drafted in pairs:
+        first_probe = len(entry.looked_up) - entry.num_probes
+        tokens.append([entry.last_token, *drafted.token_ids, *entry.looked_up[first_probe:]])
+        probes = entry.parents[first_probe:]
+        parents = (-1, *drafted.parents, *probes) if drafted.parents or probes else ()
+        rows.append(entry.rows(entry.length - 1, len(tokens[-1]), parents))
     chunk_tokens = [token for chunk in work.chunks for token in chunk.token_ids]
     chunk_rows = [chunk.rows for chunk in work.chunks]
     scores_pages = work.plan.uses_page_scores or work.num_taps > 0
@@ -194,16 +190,6 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
         taps=taps,
         scores_pages=scores_pages,
     )
-
-
-def _probes(entry: RoundEntry) -> Sequence[int]:
-    return entry.looked_up[len(entry.looked_up) - entry.num_probes :]
-
-
-def _parents(entry: RoundEntry, drafted: Draft) -> tuple[int, ...]:
-    """Return the parent of each verify row of the entry; empty for a chain."""
-    probes = entry.parents[len(entry.looked_up) - entry.num_probes :]
-    return (-1, *drafted.parents, *probes) if drafted.parents or probes else ()
 
 
 def _merged_order(owners: Sequence[int], num_left: Sequence[int]) -> list[int]:
@@ -284,27 +270,34 @@ def draft(
     the rules step by step, and drops tokens that were drawn after the end of a draft.
     """
     result = DraftRound([entry.draft() for entry in entries], [[] for _ in entries])
-    siblings: list[list[list[int]]] = [[] for _ in entries]  # by entry and drafted token
+    ranked: list[list[list[float]]] = [[] for _ in entries]  # by entry and drafted token: the tokens that rank best
     active = drafting_entries(entries)
     while active:
         drawing = list(active)
         steps = yield from _drawn(head, round_id, entries, result.drafts, drawing, plan, save_at)
-        for step, table in zip(steps, _tables(steps), strict=True):
+        # One copy to the host. By step and entry: the token, its confidence, and ranked tokens, if any.
+        columns = [
+            [step.token_ids.double()[:, None], step.confidence.double()[:, None]]
+            + ([] if step.ranked is None else [step.ranked.double()])
+            for step in steps
+        ]
+        tables: list[list[list[float]]] = torch.stack([torch.cat(each, 1) for each in columns]).tolist()
+        for step, table in zip(steps, tables, strict=True):
             result.num_steps += 1
             result.owners.extend(index if index in active else DROPPED for index in drawing)
             for at, index in enumerate(drawing):
                 if index in active:
-                    siblings[index].append(_append(result.drafts[index], table[at]))
+                    token, confidence, *best = table[at]
+                    result.drafts[index].token_ids.append(int(token))
+                    result.drafts[index].confidences.append(confidence)
+                    ranked[index].append(best)
                     if step.logits is not None:
                         result.logits[index].append(step.logits[at])
-            active = _unfinished(active, entries, result.drafts)
-            if isinstance(keep_drafting, DraftUntilFound):
-                active = _look_up(head, active, entries, result.drafts, keep_drafting)
-            active = _worth_drafting(active, result.drafts, keep_drafting)
+            active = _still_drafting(head, active, entries, result.drafts, keep_drafting)
     if plan.tree_widths:
-        for entry, one, others in zip(entries, result.drafts, siblings, strict=True):
-            if others and (head.verification == "coupled" or head.sampler(entry.sequence_id).greedy):
-                one.branch(_siblings(one, others, plan.tree_widths, entry.max_tree_tokens))
+        for entry, one, best_of in zip(entries, result.drafts, ranked, strict=True):
+            if best_of and (head.verification == "coupled" or head.sampler(entry.sequence_id).greedy):
+                one.branch(_siblings(one, best_of, plan.tree_widths, entry.max_tree_tokens))
     return result
 
 
@@ -318,9 +311,15 @@ def _drawn(
     save_at: int,
 ) -> Generator[Pass, Tensor, list[Drafts]]:
     """Draw the next tokens of the active entries, for as many steps as need no host synchronisation. The results stay
-    on the device."""
+    on the device. The host must synchronise at the latest when a draft reaches its length."""
     steps: list[Drafts] = []
-    for ahead in range(_num_unseen(head, entries, drafts, active)):
+    num_steps = min(
+        head.draft_look_interval,
+        *(entries[index].max_draft_tokens - len(drafts[index].token_ids) for index in active),
+    )
+    if any(head.sampler(entries[index].sequence_id).reads_history for index in active):
+        num_steps = 1
+    for ahead in range(num_steps):
         logits = head.logits((yield draft_pass(round_id, entries, drafts, active, plan, save_at, ahead=ahead)))
         rows = [
             # Placeholders for tokens that the host does not know yet: only their number is used.
@@ -332,36 +331,9 @@ def _drawn(
     return steps
 
 
-def _num_unseen(head: Head, entries: Sequence[RoundEntry], drafts: Sequence[Draft], active: Sequence[int]) -> int:
-    """Return the number of steps until the host must synchronise: at the latest when a draft reaches its length."""
-    if any(head.sampler(entries[index].sequence_id).reads_history for index in active):
-        return 1
-    return min(
-        head.draft_look_interval,
-        *(entries[index].max_draft_tokens - len(drafts[index].token_ids) for index in active),
-    )
-
-
-def _tables(steps: Sequence[Drafts]) -> list[list[list[float]]]:
-    """Copy the steps to the host, at once. By step and entry: the token, its confidence, and ranked tokens, if any."""
-    columns = [
-        [step.token_ids.double()[:, None], step.confidence.double()[:, None]]
-        + ([] if step.ranked is None else [step.ranked.double()])
-        for step in steps
-    ]
-    tables: list[list[list[float]]] = torch.stack([torch.cat(each, 1) for each in columns]).tolist()
-    return tables
-
-
-def _append(draft: Draft, row: Sequence[float]) -> list[int]:
-    """Append the token of a table's row to the draft, and return the row's ranked tokens, if any."""
-    token, sure, *ranked = row
-    draft.token_ids.append(int(token))
-    draft.confidences.append(sure)
-    return [int(other) for other in ranked]
-
-
-def _siblings(chain: Draft, ranked: Sequence[Sequence[int]], widths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def _siblings(
+    chain: Draft, ranked: Sequence[Sequence[float]], widths: Sequence[int], max_tokens: int
+) -> list[list[int]]:
     """Return alternatives to each token that the model drafted: the best-ranked other tokens, and more of them at lower
     confidence. Together with the chain there are at most `max_tokens` tokens. Earlier positions come first, because
     they are more likely to be reached."""
@@ -369,20 +341,33 @@ def _siblings(chain: Draft, ranked: Sequence[Sequence[int]], widths: Sequence[in
     siblings = []
     for token, confidence, best in zip(chain.token_ids, chain.confidences, ranked, strict=False):
         width = widths[sum(confidence <= bound for bound in SURENESS)]
-        others = [other for other in best if other != token][: min(width - 1, num_left)]
+        others = [int(other) for other in best if other != token][: min(width - 1, num_left)]
         num_left -= len(others)
         siblings.append(others)
     return siblings
 
 
-def _unfinished(active: Sequence[int], entries: Sequence[RoundEntry], drafts: Sequence[Draft]) -> list[int]:
-    """Return the entries whose drafts are below their length and have not reached an end token."""
-    return [
+def _still_drafting(
+    head: Head,
+    active: Sequence[int],
+    entries: Sequence[RoundEntry],
+    drafts: Sequence[Draft],
+    keep_drafting: KeepDrafting | None,
+) -> list[int]:
+    """Return the entries whose drafts are below their length, have not reached an end token, and are worth another
+    token."""
+    left = [
         index
         for index in active
         if len(drafts[index].token_ids) < entries[index].max_draft_tokens
         and drafts[index].token_ids[-1] not in entries[index].end_tokens
     ]
+    if isinstance(keep_drafting, DraftUntilFound):
+        left = _look_up(head, left, entries, drafts, keep_drafting)
+    if keep_drafting is None or not left:
+        return left
+    worth = keep_drafting([drafts[index].confidences for index in left])
+    return [index for index, keep in zip(left, worth, strict=True) if keep]
 
 
 def _look_up(
@@ -402,10 +387,3 @@ def _look_up(
         else:
             drafting.append(index)
     return drafting
-
-
-def _worth_drafting(active: list[int], drafts: Sequence[Draft], keep_drafting: KeepDrafting | None) -> list[int]:
-    if keep_drafting is None or not active:
-        return active
-    worth = keep_drafting([drafts[index].confidences for index in active])
-    return [index for index, keep in zip(active, worth, strict=True) if keep]

@@ -118,29 +118,22 @@ def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequenc
 def decide(batch: RejectionBatch) -> tuple[Tensor, Tensor]:
     """Apply the rejection rule on tensors. Return how many draft tokens of each sequence are accepted and the token
     after them, int64 [S] each, without host synchronisation."""
-    target = batch.scores.softmax(-1)
-    draft = batch.draft_scores.softmax(-1)
+    target, draft = batch.scores.softmax(-1), batch.draft_scores.softmax(-1)
     ahead = torch.arange(batch.longest, device=target.device)
     drafted = ahead < batch.lengths.unsqueeze(1)
-    at = torch.where(drafted, batch.first_rows.unsqueeze(1) + ahead, 0)  # [S, longest]: row of each draft token
+    at = torch.where(drafted, batch.first_rows.unsqueeze(1) + ahead, 0).flatten()  # [S * longest]: rows of draft tokens
     noise = uniform(
         batch.seeds.repeat_interleave(batch.longest),
         (batch.positions.unsqueeze(1) + ahead).flatten(),
         Stream.ACCEPT,
         target.device,
     )
-    accepts = _accepts(*_at_drafts(target, draft, batch, at.flatten()), noise).view_as(drafted) & drafted
-    num_accepted = accepts.long().cumprod(1).sum(1)
-    return num_accepted, _last_tokens(batch, target, draft, num_accepted)
-
-
-def _at_drafts(target: Tensor, draft: Tensor, batch: RejectionBatch, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Return p and q of the draft tokens in rows `at`: float64, each with the shape of `at`."""
     tokens, rows = batch.drafts[at], batch.draft_rows[at]
     p = target[at, tokens].double()
-    if not len(draft):
-        return p, torch.ones_like(p)
-    return p, torch.where(rows < 0, 1.0, draft[rows.clamp_min(0), tokens].double())
+    q = torch.where(rows < 0, 1.0, draft[rows.clamp_min(0), tokens].double()) if len(draft) else torch.ones_like(p)
+    accepts = _accepts(p, q, noise).view_as(drafted) & drafted
+    num_accepted = accepts.long().cumprod(1).sum(1)
+    return num_accepted, _last_tokens(batch, target, draft, num_accepted)
 
 
 def _accepts(p: Tensor, q: Tensor, noise: Tensor) -> Tensor:
@@ -152,22 +145,15 @@ def _accepts(p: Tensor, q: Tensor, noise: Tensor) -> Tensor:
 def _last_tokens(batch: RejectionBatch, target: Tensor, draft: Tensor, num_accepted: Tensor) -> Tensor:
     """Return the recovered or bonus token of each sequence, int64 [S]."""
     at = batch.first_rows + num_accepted
-    bonus = num_accepted == batch.lengths
-    stream = torch.where(bonus, int(Stream.TARGET), int(Stream.RECOVER))
-    positions = batch.positions + num_accepted
-    noise = gumbel(batch.seeds, positions, target.shape[1], stream, target.device)
-    residual = _residual(target[at], _draft_distribution(batch, draft, at))
-    scores = torch.where(bonus.unsqueeze(1), batch.scores[at], residual.log())
-    return (scores + noise).argmax(-1)
-
-
-def _draft_distribution(batch: RejectionBatch, draft: Tensor, at: Tensor) -> Tensor:
-    """Return q in rows `at`, float32 [len(at), V]."""
-    one_hot = torch.zeros_like(batch.scores[at]).scatter_(1, batch.drafts[at].unsqueeze(1), 1.0)
-    if not len(draft):
-        return one_hot
     rows = batch.draft_rows[at]
-    return torch.where(rows.unsqueeze(1) < 0, one_hot, draft[rows.clamp_min(0)])
+    q = torch.zeros_like(batch.scores[at]).scatter_(1, batch.drafts[at].unsqueeze(1), 1.0)  # if it was not sampled
+    if len(draft):
+        q = torch.where(rows.unsqueeze(1) < 0, q, draft[rows.clamp_min(0)])
+    is_bonus = num_accepted == batch.lengths
+    stream = torch.where(is_bonus, int(Stream.TARGET), int(Stream.RECOVER))
+    noise = gumbel(batch.seeds, batch.positions + num_accepted, target.shape[1], stream, target.device)
+    scores = torch.where(is_bonus.unsqueeze(1), batch.scores[at], _residual(target[at], q).log())
+    return (scores + noise).argmax(-1)
 
 
 def _residual(target: Tensor, draft: Tensor) -> Tensor:
@@ -188,7 +174,12 @@ def _packed(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor 
             draft_rows[row.start : row.start + len(given)] = range(num_dense, num_dense + len(given))
             num_dense += len(given)
     check_tokens("pending", drafts, logits.shape[1])
-    scores = _certain_if_greedy(processed_logits(logits, rows), rows)
+    scores = processed_logits(logits, rows)
+    if greedy := [index for row in rows if row.sampler.greedy for index in range(row.start, row.end)]:
+        # The argmax of a greedy row gets probability 1, which makes the rule an exact comparison.
+        where = integers(greedy, scores.device)
+        best = scores[where].argmax(1, keepdim=True)
+        scores[where] = torch.full_like(scores[where], -torch.inf).scatter_(1, best, 0.0)
     dense = [given for given in sampled_from if given is not None]
     lengths = [len(row.pending) for row in rows]
     samplers = [row.sampler for row in rows]
@@ -210,17 +201,6 @@ def _packed(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor 
     )
 
 
-def _certain_if_greedy(scores: Tensor, rows: Sequence[Rows]) -> Tensor:
-    """Give the argmax of greedy rows probability 1, which makes the rule an exact comparison. Changes `scores` in
-    place."""
-    greedy = [index for row in rows if row.sampler.greedy for index in range(row.start, row.end)]
-    if greedy:
-        where = integers(greedy, scores.device)
-        best = scores[where].argmax(1, keepdim=True)
-        scores[where] = torch.full_like(scores[where], -torch.inf).scatter_(1, best, 0.0)
-    return scores
-
-
 def _agreement(row: Rows, targets: Sequence[int]) -> Verdict:
     """Accept draft tokens until the first mismatch, or a tree's longest matching path, then the target's next token."""
     if row.parents:
@@ -231,11 +211,10 @@ def _agreement(row: Rows, targets: Sequence[int]) -> Verdict:
 
 
 def _longest_agreement(row: Rows, targets: Sequence[int]) -> Verdict:
-    depths = row.depths()
-    stands = [True]
+    agrees = [True]
     for token, parent in zip(row.pending, row.parents, strict=True):
-        stands.append(stands[parent] and token == targets[parent])
-    deepest = max((at for at, standing in enumerate(stands) if standing), key=depths.__getitem__)
+        agrees.append(agrees[parent] and token == targets[parent])
+    deepest = max(itertools.compress(range(len(agrees)), agrees), key=row.depths().__getitem__)
     path = row.path(deepest)
     token_ids = [targets[at] for at in (0, *path)]
     return Verdict(token_ids, len(path), () if deepest == len(path) else tuple(path))
