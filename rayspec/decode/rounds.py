@@ -100,7 +100,8 @@ def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Ten
     if work.chunks:  # of a chunk, only the row before a token that is to be chosen
         wanted = integers([*range(num_verified), *_last_rows(work.chunks, num_verified)], hidden.device)
         hidden = hidden[:, wanted]
-    logits, chunk_logits = head.logits(hidden).split([num_verified, hidden.shape[1] - num_verified])
+    both = head.logits(hidden)
+    logits, chunk_logits = both[:num_verified], both[num_verified:]
     rows, start = [], 0
     for entry, one in zip(work.entries, drafted.drafts, strict=True):
         rows.append(Rows(head.sampler(entry.sequence_id), start, one.token_ids, one.parents))

@@ -12,6 +12,7 @@ from torch import Tensor
 from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.stages import StageLostError
+from rayspec.decode.strategy import RoundPlan
 from rayspec.decode.work import Pass
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE
 from rayspec.pipeline.messages import Failed
@@ -171,8 +172,8 @@ def test_a_stage_with_nothing_to_do_in_a_draft_is_passed_by(skipped: int) -> Non
     plan = Plan(choices=choices, num_draft_tokens=4, source="test")
 
     class One(TravellingPlans):
-        def plan(self, state: Any) -> Plan:
-            return plan
+        def choose(self, state: Any) -> RoundPlan:
+            return RoundPlan(plan=plan)
 
     with loop_engine(checkpoint("llama"), 4, One(0, NUM_SUBLAYERS)) as run:
         assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
