@@ -30,6 +30,7 @@ from rayspec.serve.replies import MALFORMED, Reply, slow_headers
 _ID = "x-request-id"
 _LENGTHS = {"content-length", "transfer-encoding"}
 _VERSIONS = ("1.0", "1.1")
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _IDLE_CONNECTION_S = 30
 _POLL_S = 0.02
 _ERRORS = "serve_num_http_error_requests"  # the name in Serve's proxy, so that dashboards and alerts find it
@@ -59,7 +60,9 @@ class Named:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[_ID] = name
                 if message["status"] >= 400:
-                    self._errors.inc(tags={"error_code": str(message["status"]), "method": scope["method"]})
+                    # A client may invent methods, and each series of a metric stays in memory.
+                    method = scope["method"] if scope["method"] in _METHODS else "other"
+                    self._errors.inc(tags={"error_code": str(message["status"]), "method": method})
             await send(message)
 
         app = self._app
@@ -87,9 +90,11 @@ class _Parser(h11.Connection):
 
 
 class _Connection(H11Protocol):
-    """Ends when the headers of a request are late, or when its client does not read.
+    """Ends when the headers of a request are late, when its client does not read, or when the rest of a body that was
+    not needed for the response does not end.
 
-    header_timeout_s: limit from the connection, or from the first byte of a later request, to the end of the headers.
+    header_timeout_s: limit from the connection, or from the first byte of a later request, to the end of the headers;
+    also from the end of a response to the end of a body that was not needed.
     write_timeout_s: limit for the client to make room in a full buffer, and to read the rest after the end.
     The parser is h11, which reads the body of a request for an upgrade and answers with HTTP/1.1. uvicorn's faster
     parser loses such a body.
@@ -132,6 +137,8 @@ class _Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._expect_end()
+        if self._has_rest_of_body:
+            self._set_deadline()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -142,10 +149,15 @@ class _Connection(H11Protocol):
 
     def _set_deadline(self) -> None:
         """Start or end the deadline. While a connection is idle between requests, uvicorn's own deadline applies."""
-        if self.conn.their_state is not h11.IDLE:
+        if self.conn.their_state is not h11.IDLE and not self._has_rest_of_body:
             self._end_deadline()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(self.header_timeout_s, self._give_up)
+
+    @property
+    def _has_rest_of_body(self) -> bool:
+        """Whether the response is complete and the body of its request is not."""
+        return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
 
     def _expect_end(self) -> None:
         """A transport that closes waits until its client has read the rest."""
@@ -168,7 +180,7 @@ class _Connection(H11Protocol):
 
     def _give_up(self) -> None:
         self._deadline = None
-        if self.transport.is_closing() or self.conn.their_state is not h11.IDLE:
+        if self.transport.is_closing() or not (self.conn.their_state is h11.IDLE or self._has_rest_of_body):
             return
         has_begun, _ = self.conn.trailing_data
         if has_begun:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 
 import pytest
+from ray.util.metrics import Counter
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -188,9 +189,40 @@ class TestSlowHeaders:
         for connection in idle:
             connection.close()
 
+    @pytest.mark.parametrize("rest", [b"", b"x"])
+    def test_the_rest_of_a_body_that_nobody_needs_has_the_same_time(
+        self, address: tuple[str, int], rest: bytes
+    ) -> None:
+        with socket.create_connection(address, timeout=10) as connection:
+            connection.sendall(b"GET /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n")
+            assert answer(connection)[0] == b"HTTP/1.1 404 Not Found"
+            start_s, is_open = time.monotonic(), True
+            connection.settimeout(TIMEOUT_S / 4)
+            while is_open and time.monotonic() - start_s < 20:
+                with suppress(ConnectionError):
+                    connection.sendall(rest)
+                try:
+                    is_open = connection.recv(1) != b""
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    is_open = False
+            assert not is_open
+
     def test_a_slow_body_is_not_their_business(self, address: tuple[str, int]) -> None:
         status, _, body = exchange(address, POST + b"content-length: 4\r\n\r\nbo", b"d", b"y", pause_s=TIMEOUT_S)
         assert (status, json.loads(body)["body"]) == (b"HTTP/1.1 200 OK", "body")
+
+
+def test_methods_that_a_client_invents_make_no_series(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = set()
+    monkeypatch.setattr(Counter, "inc", lambda *_, tags: methods.add(tags["method"]))
+    for method in (b"DELETE", *(b"M%d" % number for number in range(20))):
+        status, _, _ = exchange(address, method + b" /echo HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert status == b"HTTP/1.1 405 Method Not Allowed"
+    assert methods == {"DELETE", "other"}
 
 
 def test_each_request_has_an_id(address: tuple[str, int]) -> None:
