@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,27 +22,22 @@ from benchmarks.serve import (
     succeeded,
 )
 from benchmarks.serve_mix import Mix
-from rayspec.bench.commands import run_checks
-from rayspec.bench.options import (
+from benchmarks.shared import Context, Input, Json, Seed, Strategies, conclude
+from rayspec.bench.commands import (
     Batch,
-    Context,
+    ComparedType,
     Device,
-    Input,
-    Json,
     MaxTokens,
     NumThreads,
     OutFolder,
     Quick,
     Repeats,
-    Seed,
-    Strategies,
     Threads,
-    TimedType,
     Widen,
-    bench_options,
-    numbers,
+    run_checks,
 )
-from rayspec.bench.result import save_bench
+from rayspec.bench.options import bench_options, numbers
+from rayspec.bench.result import save_json
 from rayspec.bench.workloads import WorkloadOptions
 from rayspec.command.exit_codes import EXIT_FAILED
 from rayspec.command.loading import load_llm
@@ -57,7 +52,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 def device(
     *,
     device: Device = "auto",
-    dtype: TimedType = "bfloat16",
+    dtype: ComparedType = "bfloat16",
     num_threads: NumThreads = None,
     quick: Quick = False,
     out: OutFolder = None,
@@ -109,7 +104,7 @@ def pipeline(
             widen=widen,
         )
         result = run_pipeline_bench(options, parsed, say)
-        _tell(result, pipeline_markdown(result), json)
+        conclude(result, pipeline_markdown(result), json)
 
 
 @app.command()
@@ -144,7 +139,7 @@ def data(
             widen=widen,
         )
         result = run_data_bench(options, say)
-        _tell(result, data_markdown(result), json)
+        conclude(result, data_markdown(result), json)
 
 
 @app.command()
@@ -173,7 +168,7 @@ def feed(
         result = run_feed_bench(options, say)
         output_console().print(feed_markdown(result), markup=False, highlight=False, soft_wrap=True)
         if json is not None:
-            save_bench(result, json)
+            save_json(result, json)
 
 
 @app.command()
@@ -205,7 +200,7 @@ def serve(
         result = run_serve_bench(options, offline, say)
         output_console().print(serve_bench_table(result), highlight=False)
         if json is not None:
-            save_bench(result, json)
+            save_json(result, json)
     if not succeeded(result):
         raise typer.Exit(EXIT_FAILED)
 
@@ -262,15 +257,6 @@ def figures(
             seed=seed,
         )
         output_console().print(run_figures(options, say), highlight=False, soft_wrap=True)
-
-
-def _tell(result: dict[str, Any], text: str, file: Path | None) -> None:
-    """Print `text` and write `result` to `file`. Raises typer.Exit with the code of failure if outputs differ."""
-    output_console().print(text, markup=False, highlight=False, soft_wrap=True)
-    if file is not None:
-        save_bench(result, file)
-    if any(row["identical"] < row["total"] for row in result["results"]):
-        raise typer.Exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

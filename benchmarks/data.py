@@ -23,8 +23,8 @@ from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.ray_backend import dataset_of, quieten, reading, rows_of
 from rayspec.batch.row_engine import RowEngineFactory
 from rayspec.batch.rows import Row
-from rayspec.bench.markdown import markdown_table
 from rayspec.bench.options import BenchOptions
+from rayspec.bench.result import markdown_table
 from rayspec.bench.run import engine_config, model_folder
 from rayspec.bench.workloads import WorkloadOptions, file_documents, fitting_tasks
 from rayspec.command.environment import describe_environment

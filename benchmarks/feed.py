@@ -21,7 +21,7 @@ from typing import Any
 from rayspec.batch.job import CONFIG_NAME, Job, Source
 from rayspec.batch.ray_backend import RayBackend
 from rayspec.batch.rows import Row
-from rayspec.bench.markdown import markdown_table
+from rayspec.bench.result import markdown_table
 from rayspec.command.environment import describe_environment
 from rayspec.command.settings import Settings
 from rayspec.config import DType, EngineConfig, ParallelOptions, SamplingParams

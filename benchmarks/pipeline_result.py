@@ -8,7 +8,7 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from rayspec.bench.markdown import markdown_table
+from rayspec.bench.result import markdown_table
 
 ONE_PROCESS = "one process"
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.roofline import SHAPES, ModelShape
-from rayspec.bench.selfcheck.options import SelfcheckOptions
-from rayspec.bench.selfcheck.outcome import Outcome, Table, measured
-from rayspec.bench.selfcheck.timing import cache_bytes, fastest_seconds
+from benchmarks.shared import cache_bytes, fastest_seconds, measured
+from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions, Table
 from rayspec.model.matrices import Matrix, has_blocked_layout
 
 _MODELS = ("Llama-3.1-8B", "Qwen3-14B", "Llama-3.1-70B")

@@ -60,7 +60,12 @@ def step_ledger(shape: ModelShape, batch: int, *, num_ranks: int = 1) -> StepLed
     all-reduce the outputs of the blocks. One layer is counted and multiplied by the number of layers."""
     own = share_of(shape, num_ranks)
     prepared = prepare(
-        meta_layer(own), num_slots=batch * PAGE_SIZE, max_rows=batch, max_sequences=batch, max_places=PAGE_SIZE
+        meta_layer(own),
+        is_static=True,
+        num_slots=batch * PAGE_SIZE,
+        max_rows=batch,
+        max_sequences=batch,
+        max_places=PAGE_SIZE,
     )
     ends, with_layer = (_count(prepared, batch, choices) for choices in ((SKIP, SKIP), (FULL, FULL)))
     layers = shape.num_layers

@@ -12,11 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from rayspec.bench.selfcheck.models import BUNDLED, Prepared
-from rayspec.bench.selfcheck.options import SelfcheckOptions
-from rayspec.bench.selfcheck.outcome import Outcome, Table, judged
-from rayspec.bench.selfcheck.parity import prepare_model
-from rayspec.bench.selfcheck.sequences import PassShape
+from rayspec.bench.selfcheck.models import BUNDLED, PassShape, Prepared, prepare_model
+from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions, Table, judged
 from rayspec.choices import choices_of
 from rayspec.decode.stages import LocalStages
 from rayspec.decode.work import Chunk, Prefill, PrefillResult, Round, RoundEntry, SamplerSpec, Work

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from benchmarks.device.counting import step_ledger
 from benchmarks.device.ledger import Assumptions, StepLedger, host_seconds, replayed_seconds
 from benchmarks.roofline import ACCELERATORS, SHAPES
-from rayspec.bench.markdown import markdown_table
+from rayspec.bench.result import markdown_table
 
 # Models by name, with the number of GPUs that share every matrix.
 _MODELS = {"Llama-3.1-8B": 1, "Qwen3-14B": 1, "Llama-3.1-70B": 8}

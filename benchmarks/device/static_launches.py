@@ -15,11 +15,8 @@ from benchmarks.device.launches import (
     num_kernels,
     record_forward,
 )
-from rayspec.bench.selfcheck.models import RANDOM_FAMILIES, Prepared
-from rayspec.bench.selfcheck.options import SelfcheckOptions
-from rayspec.bench.selfcheck.outcome import Outcome, Table, judged
-from rayspec.bench.selfcheck.parity import prepare_model
-from rayspec.bench.selfcheck.sequences import PassShape
+from rayspec.bench.selfcheck.models import RANDOM_FAMILIES, PassShape, Prepared, prepare_model
+from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions, Table, judged
 from rayspec.choices import FULL, SKIP, Choices, choices_of
 
 MAX_KERNELS_A_LAYER = 12

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from benchmarks.device.bandwidth import read_bytes_per_s
+from benchmarks.shared import fastest_seconds, measured
 from rayspec.bench.selfcheck.models import Prepared, bundled_model, prepare
-from rayspec.bench.selfcheck.options import SelfcheckOptions
-from rayspec.bench.selfcheck.outcome import Outcome, Table, measured
-from rayspec.bench.selfcheck.timing import fastest_seconds
+from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions, Table
 from rayspec.choices import Choice, choices_of
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse
@@ -35,7 +34,8 @@ def check_step_times(options: SelfcheckOptions) -> Outcome:
     prepared = prepare(
         parts,
         num_slots=_NUM_SLOTS,
-        max_rows=padded_rows(max(_VERIFY_ROWS)) if has_operators(device) else 0,
+        is_static=has_operators(device),
+        max_rows=padded_rows(max(_VERIFY_ROWS)),
         max_sequences=1,
         max_places=_NUM_SLOTS,
     )

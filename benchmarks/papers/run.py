@@ -36,7 +36,7 @@ from benchmarks.papers.sentences import (
     sides,
     signed,
 )
-from rayspec.bench.markdown import markdown_table
+from rayspec.bench.result import markdown_table
 
 _INTRO = f"""# Published speed-ups beside our own prediction
 

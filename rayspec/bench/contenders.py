@@ -1,28 +1,44 @@
-"""The contenders of a benchmark: programs that complete prompts, above all the strategies of our engine."""
+"""The contenders of a benchmark, which complete prompts: strategies of our engine, and transformers' generate."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
-from typing_extensions import Self
+from transformers import AutoModelForCausalLM
 
-from rayspec.bench.result import Run
-from rayspec.config import SamplingParams
+from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.strategies.by_name import make_strategy
+from rayspec.model.fast_dtype import in_fast_dtype
+from rayspec.model.weights import resolve_device
 from rayspec.types import EngineStats, PlanRecord, Request, RequestOutput
 
-# A run under way: the generator yields the number of tokens so far after each increment, and returns the run.
-Writing: TypeAlias = Generator[int, None, Run]
+T = TypeVar("T")
 
+_TASKS = Path("/proc/self/task")
 _COUNTS = ("num_rounds", "num_plain_rounds", "num_draft_tokens", "num_accepted_tokens")
 _TIMES = ("draft_s", "verify_s", "optimise_s", "prefill_s", "total_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """All prompts completed once. prefill_s, prefill_cpu_s: wall and CPU seconds of the prefill."""
+
+    seconds: float
+    prefill_s: float
+    prefill_cpu_s: float
+    token_ids: list[list[int]]
+
+
+# Work under way: the generator yields the number of tokens so far after each increment, and returns what it completed.
+Writing: TypeAlias = Generator[int, None, Completed]
 
 
 class Contender(Protocol):
@@ -45,18 +61,64 @@ class Contender(Protocol):
         """Complete the prompts in increments, with no work between them. Raises the error of a failed prompt."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Seconds of CPU time of all threads of this process. waited_s: seconds in which threads were ready to run but had
+    no core; None if unknown."""
+
+    cpu_s: float
+    waited_s: float | None
+
+
+def measured(work: Callable[[], T]) -> tuple[T, Cost]:
+    """Run `work` and return its result and its cost."""
+    waited, cpu = waited_seconds(), time.process_time()
+    given = work()
+    cpu, now = time.process_time() - cpu, waited_seconds()
+    # At least 0: the later sum lacks the threads that have ended since.
+    return given, Cost(cpu_s=cpu, waited_s=None if waited is None or now is None else max(0.0, now - waited))
+
+
+def waited_seconds() -> float | None:
+    """Return the seconds that the current threads have waited for a core (Linux schedstat); None if unknown."""
+    try:
+        return sum(int((task / "schedstat").read_text().split()[1]) for task in _TASKS.iterdir()) / 1e9
+    except (OSError, IndexError):
+        return None
+
+
 class Ours:
     """A strategy of our engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._num_requests = itertools.count()
-        self._before = _Snapshot.of(engine.stats)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Keep the statistics as they are. Plan records keep growing, so each is kept with a copy."""
+        self._before = copy.copy(self.engine.stats)
+        self._plans_before = [(record, copy.copy(record)) for record in self.engine.stats.plans]
 
     @property
     def device(self) -> torch.device | None:
         config = self.engine.config
         return torch.device(config.device) if config.parallel is None else None
+
+    @property
+    def used(self) -> EngineStats:
+        """Statistics since the warm-up, with the plans that were in use since then."""
+        now = self.engine.stats
+        changed = {name: getattr(now, name) - getattr(self._before, name) for name in (*_COUNTS, *_TIMES)}
+        plans = [self._since_warm_up(record) for record in now.plans]
+        return EngineStats(**changed, gate_reason=now.gate_reason, plans=[one for one in plans if one.num_tokens])
+
+    def _since_warm_up(self, record: PlanRecord) -> PlanRecord:
+        then = next((copied for known, copied in self._plans_before if known is record), None)
+        if then is None:
+            return record
+        counts = ("num_tokens", "sequence_s", "num_accepted_tokens", "num_tested_tokens")
+        return replace(record, **{name: getattr(record, name) - getattr(then, name) for name in counts})
 
     def forget(self) -> None:
         """Replace the strategy by a new one. Only strategies with a latency model learn; the others stay unchanged."""
@@ -65,20 +127,18 @@ class Ours:
             engine.replace_strategy(make_strategy(engine.config, engine.stages.num_sublayers, engine.latency))
 
     def warm_up(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
-        finish(self.write(prompts[:1], max_tokens))
-        self._before = _Snapshot.of(self.engine.stats)
-
-    @property
-    def used(self) -> EngineStats:
-        return self._before.until(self.engine.stats)
+        for _ in self.write(prompts[:1], max_tokens):
+            pass
+        self._remember()
 
     def write(self, prompts: Sequence[list[int]], max_tokens: int) -> Writing:
         """Yield after each step. A model in other processes runs without a pause: the whole run is one increment."""
         engine, stats = self.engine, self.engine.stats
         before = copy.copy(stats)
-        requests = [self._request(prompt, max_tokens) for prompt in prompts]
-        for request in requests:
-            engine.add(request)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        names = [f"bench-{next(self._num_requests)}" for _ in prompts]
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add(Request(request_id=name, params=params, prompt_token_ids=prompt))
         outputs: dict[str, RequestOutput] = {}
         prefill_cpu_s = left_s = 0.0
         while engine.has_unfinished:
@@ -93,11 +153,11 @@ class Ours:
                 prefill_cpu_s += share * (time.process_time() - cpu_s)
             if self.device is not None:
                 yield stats.num_generated_tokens - before.num_generated_tokens
-        return Run(
+        return Completed(
             seconds=stats.total_s - before.total_s + left_s,
             prefill_s=stats.prefill_s - before.prefill_s + left_s,
             prefill_cpu_s=prefill_cpu_s,
-            token_ids=[list(outputs[request.request_id].outputs[0].token_ids) for request in requests],
+            token_ids=[list(outputs[name].outputs[0].token_ids) for name in names],
         )
 
     def _settle(self) -> float:
@@ -110,52 +170,66 @@ class Ours:
         torch.cuda.synchronize(device)
         return time.perf_counter() - started
 
-    def _request(self, prompt: list[int], max_tokens: int) -> Request:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        return Request(request_id=f"bench-{next(self._num_requests)}", params=params, prompt_token_ids=prompt)
 
+class HfGenerate:
+    """`model.generate(do_sample=False)` with transformers' default attention; batches are padded on the left."""
 
-def next_piece(writing: Writing) -> int | Run:
-    """Run the next increment and return the number of tokens so far, or the run if it is complete."""
-    try:
-        return next(writing)
-    except StopIteration as end:
-        run: Run = end.value
-        return run
+    used = EngineStats()  # empty: `generate` counts nothing
 
-
-def finish(writing: Writing) -> Run:
-    """Run all remaining increments and return the run."""
-    while not isinstance(piece := next_piece(writing), Run):
-        pass
-    return piece
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """The statistics of an engine at one moment. Plan records keep growing, so each is stored with a copy."""
-
-    stats: EngineStats
-    plans: list[tuple[PlanRecord, PlanRecord]]
-
-    @classmethod
-    def of(cls, stats: EngineStats) -> Self:
-        return cls(copy.copy(stats), [(record, copy.copy(record)) for record in stats.plans])
-
-    def until(self, now: EngineStats) -> EngineStats:
-        """Return the statistics since the snapshot, with the plans that were in use since then."""
-        changed = {name: getattr(now, name) - getattr(self.stats, name) for name in (*_COUNTS, *_TIMES)}
-        plans = [self._since(record) for record in now.plans]
-        return EngineStats(**changed, gate_reason=now.gate_reason, plans=[one for one in plans if one.num_tokens])
-
-    def _since(self, record: PlanRecord) -> PlanRecord:
-        then = next((copied for known, copied in self.plans if known is record), None)
-        if then is None:
-            return record
-        return replace(
-            record,
-            num_tokens=record.num_tokens - then.num_tokens,
-            sequence_s=record.sequence_s - then.sequence_s,
-            num_accepted_tokens=record.num_accepted_tokens - then.num_accepted_tokens,
-            num_tested_tokens=record.num_tested_tokens - then.num_tested_tokens,
+    def __init__(self, config: EngineConfig, *, batch: int) -> None:
+        self._batch = batch
+        self.device = resolve_device(config.device)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            config.model,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            dtype=config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         )
+        self._model: Any = in_fast_dtype(model.to(self.device).eval(), config)
+        eos = self._model.generation_config.eos_token_id
+        self._eos = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        pad = self._model.generation_config.pad_token_id
+        self._pad = pad if pad is not None else min(self._eos, default=0)
+        self._prefill_s = self._prefill_cpu_s = 0.0
+
+    def forget(self) -> None:
+        """Do nothing: `generate` learns nothing from text."""
+
+    def warm_up(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
+        """Complete one batch, then measure the prefill time of all prompts."""
+        self._complete(prompts[: self._batch], max_tokens)
+        started, started_cpu = time.perf_counter(), time.process_time()
+        for first in range(0, len(prompts), self._batch):
+            self._complete(prompts[first : first + self._batch], 1)
+        self._prefill_s, self._prefill_cpu_s = time.perf_counter() - started, time.process_time() - started_cpu
+
+    def write(self, prompts: Sequence[list[int]], max_tokens: int) -> Writing:
+        """Yield after each batch of prompts."""
+        seconds, outputs = 0.0, list[list[int]]()
+        for first in range(0, len(prompts), self._batch):
+            started = time.perf_counter()
+            outputs += self._complete(prompts[first : first + self._batch], max_tokens)
+            seconds += time.perf_counter() - started
+            yield sum(map(len, outputs))
+        prefill_s, prefill_cpu_s = self._prefill_s, self._prefill_cpu_s
+        return Completed(seconds=seconds, prefill_s=prefill_s, prefill_cpu_s=prefill_cpu_s, token_ids=outputs)
+
+    @torch.inference_mode()
+    def _complete(self, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
+        width = max(map(len, prompts))
+        rows = [[self._pad] * (width - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        output = self._model.generate(
+            input_ids=torch.tensor(rows, device=self.device),
+            attention_mask=torch.tensor(mask, device=self.device),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=self._pad,
+        )
+        return [self._until_end(row) for row in output[:, width:].tolist()]
+
+    def _until_end(self, tokens: list[int]) -> list[int]:
+        end = next((index for index, token in enumerate(tokens) if token in self._eos), len(tokens) - 1)
+        return tokens[: end + 1]

@@ -1,66 +1,15 @@
-"""Command-line options of the benchmarks, in addition to those of the engine, and their parsed form."""
+"""Options of a comparison, and how they are read from the command line."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
-
-import typer
+from typing import Any, TypeVar
 
 from rayspec.bench.workloads import WorkloadOptions
 from rayspec.command.options import Asked
-from rayspec.config import DType, EngineConfig
+from rayspec.config import EngineConfig
 from rayspec.types import ConfigError
-
-Input = Annotated[str, typer.Option("--input", help="a file of documents, or 'demo' for the bundled ones")]
-BenchInputs = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--input",
-        help="a file of documents, a Spec-Bench question file, or demo:DOMAIN of summary, question, ledger, schedule, "
-        "all; repeatable  [default: demo]",
-    ),
-]
-Context = Annotated[int, typer.Option(min=2, help="prompt tokens; documents are cut to it")]
-Contexts = Annotated[
-    str, typer.Option("--context", help="prompt tokens, several with commas; documents are cut, questions left out")
-]
-Strategies = Annotated[str, typer.Option(help="what to compare, with commas; 'ar' always runs")]
-AllStrategies = Annotated[
-    str, typer.Option("--strategies", help="what to compare, with commas, or 'all'; 'ar' always runs")
-]
-MaxTokens = Annotated[int, typer.Option(min=2, help="output tokens of a prompt")]
-NumPrompts = Annotated[int, typer.Option(min=1, help="of each workload, at most")]
-Batch = Annotated[int, typer.Option(min=1, help="sequences decoded at once")]
-Repeats = Annotated[int, typer.Option(min=1, help="rounds in which everything is measured once")]
-Stream = Annotated[
-    str | None,
-    typer.Option(
-        help="a workload for each of these ratios, with commas, instead of one for each input: prompts one by one, "
-        "with that probability of another domain than the one before"
-    ),
-]
-Seed = Annotated[int, typer.Option("--workload-seed", help="of the bundled prompts and of streams")]
-Plans = Annotated[
-    list[str] | None,
-    typer.Option(metavar="STRATEGY=FILE", help="saved plans for one strategy, rather than --warm-start's; repeatable"),
-]
-Widen = Annotated[int, typer.Option(min=1, help="make the model so many times as wide, with the same text")]
-Threads = Annotated[int | None, typer.Option(min=1, help="the same as --num-threads")]
-Hf = Annotated[bool, typer.Option(help="compare with transformers generate")]
-Json = Annotated[Path | None, typer.Option(help="file to write the numbers to")]
-OutputFolder = Annotated[
-    Path | None, typer.Option("--output", "-o", help="folder for results.json and results.md, renewed as it goes")
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-TimedType = Annotated[
-    DType, typer.Option(help="of what is timed; logits are compared in float32, too", show_choices=False)
-]
-NumThreads = Annotated[int | None, typer.Option(min=1, help="torch CPU threads")]
-Quick = Annotated[bool, typer.Option("--quick", help="fewer models, sizes and repeats")]
-OutFolder = Annotated[Path | None, typer.Option(help="folder for selfcheck.md and selfcheck.json")]
 
 _Number = TypeVar("_Number", int, float)
 

@@ -1,9 +1,9 @@
-"""Results of a comparison: a row for each strategy, with the spread of its repeats."""
+"""What a benchmark found: one row of numbers for each strategy, as JSON and as a Markdown page."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,223 +14,208 @@ from rayspec.types import EngineStats, PlanRecord
 BASELINE, HF = "ar", "hf"
 
 _LEAST_S = 1e-9  # lower bound of divisors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """All prompts completed once. prefill_s, prefill_cpu_s: wall and CPU seconds of the prefill."""
-
-    seconds: float
-    prefill_s: float
-    prefill_cpu_s: float
-    token_ids: list[list[int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Cost of work in seconds. cpu_s: of all threads of this process. waited_s: time in which threads were ready to run
-    but had no core; None if unknown. gpu_s: between two events on the GPU's own clock; None without a GPU."""
-
-    wall_s: float
-    cpu_s: float
-    waited_s: float | None
-    gpu_s: float | None
-
-    @property
-    def quiet_share(self) -> float | None:
-        """CPU time over CPU time plus waiting time: 1 on a machine without other load; None if unknown."""
-        if self.waited_s is None or self.cpu_s <= 0:
-            return None
-        return self.cpu_s / (self.cpu_s + self.waited_s)
-
-
-def total_cost(costs: Sequence[Cost]) -> Cost | None:
-    """Add up the costs. None for an empty sequence."""
-    if not costs:
-        return None
-    return Cost(
-        wall_s=sum(cost.wall_s for cost in costs),
-        cpu_s=sum(cost.cpu_s for cost in costs),
-        waited_s=_sum([cost.waited_s for cost in costs]),
-        gpu_s=_sum([cost.gpu_s for cost in costs]),
-    )
+_SPEED = ("strategy", "tokens/s", "min to max", "vs ar", "vs hf", "CPU vs ar", "all/s", "vs ar", "vs hf", "identical")
+_WORK = ("strategy", "acceptance", "tokens a round", "predicted", "measured", "draft", "verify", "search", "quiet")
+_NOTE = (
+    "tokens/s: decoding; CPU vs ar: by CPU time; all/s: with prompts; predicted, measured: of one sequence; draft, "
+    "verify, search: shares of the engine's time; quiet: of the time that threads wanted a core, how much they had one"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One run over all prompts. cost: None if the contender ran in other processes."""
+    """One run over all prompts. seconds: with prefill. decode_cpu_s: CPU seconds of decoding, over all threads; None if
+    the contender ran in other processes. quiet_share: CPU time over CPU time plus the time that threads waited for a
+    core, which is 1 on a machine without other load; None if unknown."""
 
-    run: Run
-    cost: Cost | None
+    token_ids: list[list[int]]
+    seconds: float
+    prefill_s: float
+    decode_cpu_s: float | None
+    quiet_share: float | None
 
     @property
     def num_tokens(self) -> int:
-        return sum(map(len, self.run.token_ids))
+        return sum(map(len, self.token_ids))
 
     @property
     def num_decoded_tokens(self) -> int:
         """Number of tokens without the first token of each output, which prefill gives."""
-        return max(0, self.num_tokens - len(self.run.token_ids))
+        return max(0, self.num_tokens - len(self.token_ids))
 
     @property
     def end_to_end_tokens_per_s(self) -> float:
         """Tokens per second of the whole run, prefill included."""
-        return self.num_tokens / max(_LEAST_S, self.run.seconds)
+        return self.num_tokens / max(_LEAST_S, self.seconds)
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second of decoding, without the prefill time."""
-        return self.num_decoded_tokens / max(_LEAST_S, self.run.seconds - self.run.prefill_s)
+        return self.num_decoded_tokens / max(_LEAST_S, self.seconds - self.prefill_s)
 
     @property
     def tokens_per_cpu_s(self) -> float | None:
-        """Decoded tokens per CPU second of all threads of the process; None without a cost."""
-        if self.cost is None:
-            return None
-        return self.num_decoded_tokens / max(_LEAST_S, self.cost.cpu_s - self.run.prefill_cpu_s)
-
-    @property
-    def gpu_s(self) -> float | None:
-        return self.cost.gpu_s if self.cost is not None else None
-
-    @property
-    def quiet_share(self) -> float | None:
-        return self.cost.quiet_share if self.cost is not None else None
+        """Decoded tokens per CPU second of all threads of the process."""
+        return None if self.decode_cpu_s is None else self.num_decoded_tokens / max(_LEAST_S, self.decode_cpu_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchRow:
-    """One strategy. Rates are medians over the repeats; speed-ups are medians of the ratios within a repeat.
+def bench_row(name: str, samples: Mapping[str, Sequence[Sample]], stats: EngineStats) -> dict[str, Any]:
+    """Return the JSON row of a strategy. samples: by strategy, repeat by repeat. stats: of its engine in that time.
 
-    Both measure decoding, the phase that speculation accelerates; "end to end" includes prefill. `spread` has "min",
-    "median" and "max" of `tokens_per_s`, and `speedup_spread` those of `speedup_vs_ar`.
-
-    `identical` of `total` outputs have the tokens of our own plain decoding. Shares are of the engine's time. plans:
-    the plans in use, with their predicted and measured speed and acceptance.
+    Rates are medians over the repeats; speed-ups are medians of the ratios within a repeat, whose runs had the same
+    machine load. Both measure decoding, the phase that speculation accelerates; "end_to_end" includes prefill. `spread`
+    has "min", "median" and "max" of `tokens_per_s`, and `speedup_spread` those of `speedup_vs_ar`. `identical` of
+    `total` outputs have the tokens of our own plain decoding. Shares are of the engine's time. plans: the plans in use,
+    with their predicted and measured speed and acceptance. A value that is not known is None.
     """
-
-    strategy: str
-    tokens_per_s: float
-    speedup_vs_ar: float
-    speedup_vs_hf: float | None
-    tokens_per_cpu_s: float | None
-    cpu_speedup_vs_ar: float | None
-    gpu_s: float | None
-    quiet_share: float | None
-    acceptance_rate: float | None
-    mean_accepted_length: float | None
-    predicted_tpt: float | None
-    measured_tpt: float | None
-    draft_share: float | None
-    verify_share: float | None
-    optimise_share: float | None
-    identical: int
-    total: int
-    spread: dict[str, float]
-    speedup_spread: dict[str, float]
-    end_to_end_tokens_per_s: float
-    end_to_end_speedup_vs_ar: float
-    end_to_end_speedup_vs_hf: float | None
-    num_output_tokens: int
-    gate_reason: str | None
-    plans: list[dict[str, Any]]
-
-
-def bench_row(name: str, samples: Mapping[str, Sequence[Sample]], stats: EngineStats) -> BenchRow:
-    """Return the row of strategy `name`. samples: by strategy, repeat by repeat. stats: of its engine in that time."""
     own, plain, hf = samples[name], samples[BASELINE], samples.get(HF)
-    speed, whole_speed = _rate("tokens_per_s"), _rate("end_to_end_tokens_per_s")
-    reference = plain[0].run.token_ids
-    identical = sum(a == b for sample in own for a, b in zip(sample.run.token_ids, reference, strict=True))
-    ratios = _ratios(own, plain, speed)
-    return BenchRow(
-        strategy=name,
-        tokens_per_s=median(map(speed, own)),
-        speedup_vs_ar=median(ratios),
-        speedup_vs_hf=_median(_ratios(own, hf, speed)),
-        tokens_per_cpu_s=_median([sample.tokens_per_cpu_s for sample in own]),
-        cpu_speedup_vs_ar=_median(_ratios(own, plain, _rate("tokens_per_cpu_s"))) if _has_cost(own, plain) else None,
-        gpu_s=_median([sample.gpu_s for sample in own]),
-        quiet_share=_median([sample.quiet_share for sample in own]),
-        acceptance_rate=stats.acceptance_rate,
-        mean_accepted_length=stats.mean_accepted_length,
-        predicted_tpt=_predicted_tpt(stats.plans),
-        measured_tpt=_measured_tpt(stats.plans),
-        draft_share=_share(stats.draft_s, stats),
-        verify_share=_share(stats.verify_s, stats),
-        optimise_share=_share(stats.optimise_s, stats),
-        identical=identical,
-        total=len(own) * len(reference),
-        spread=_spread(list(map(speed, own))),
-        speedup_spread=_spread(ratios),
-        end_to_end_tokens_per_s=median(map(whole_speed, own)),
-        end_to_end_speedup_vs_ar=median(_ratios(own, plain, whole_speed)),
-        end_to_end_speedup_vs_hf=_median(_ratios(own, hf, whole_speed)),
-        num_output_tokens=own[0].num_tokens,
-        gate_reason=stats.gate_reason or None,
-        plans=[_plan(record) for record in stats.plans],
-    )
+
+    def ratios(other: Sequence[Sample] | None, rate: Callable[[Sample], float | None]) -> list[float]:
+        pairs = [(rate(a), rate(b)) for a, b in zip(own, other or (), strict=other is not None)]
+        return [a / max(_LEAST_S, b) for a, b in pairs if a is not None and b is not None]
+
+    def speed(sample: Sample) -> float:
+        return sample.tokens_per_s
+
+    def whole_speed(sample: Sample) -> float:
+        return sample.end_to_end_tokens_per_s
+
+    predicted = [one for one in stats.plans if one.predicted_tpt > 0]
+    predicted_s = sum(one.num_tokens / one.predicted_tpt for one in predicted)
+    measured_s = sum(one.sequence_s for one in stats.plans)
+    vs_plain, reference = ratios(plain, speed), plain[0].token_ids
+    quiet = [one.quiet_share for one in own if one.quiet_share is not None]
+    return {
+        "strategy": name,
+        "tokens_per_s": median(map(speed, own)),
+        "spread": _spread([speed(one) for one in own]),
+        "speedup_vs_ar": median(vs_plain),
+        "speedup_spread": _spread(vs_plain),
+        "speedup_vs_hf": _median(ratios(hf, speed)),
+        "cpu_speedup_vs_ar": _median(ratios(plain, lambda sample: sample.tokens_per_cpu_s)),
+        "end_to_end_tokens_per_s": median(map(whole_speed, own)),
+        "end_to_end_speedup_vs_ar": median(ratios(plain, whole_speed)),
+        "end_to_end_speedup_vs_hf": _median(ratios(hf, whole_speed)),
+        "quiet_share": _median(quiet),
+        "acceptance_rate": stats.acceptance_rate,
+        "mean_accepted_length": stats.mean_accepted_length,
+        "predicted_tpt": _divided(sum(one.num_tokens for one in predicted), predicted_s),
+        "measured_tpt": _divided(sum(one.num_tokens for one in stats.plans), measured_s),
+        "draft_share": _divided(stats.draft_s, stats.total_s),
+        "verify_share": _divided(stats.verify_s, stats.total_s),
+        "optimise_share": _divided(stats.optimise_s, stats.total_s),
+        "identical": sum(a == b for sample in own for a, b in zip(sample.token_ids, reference, strict=True)),
+        "total": len(own) * len(reference),
+        "num_output_tokens": own[0].num_tokens,
+        "gate_reason": stats.gate_reason or None,
+        "plans": [_plan(record) for record in stats.plans],
+    }
 
 
-def save_bench(result: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
 
 
-def _rate(name: str) -> Callable[[Sample], float]:
-    return lambda sample: float(getattr(sample, name))
-
-
-def _has_cost(own: Sequence[Sample], plain: Sequence[Sample]) -> bool:
-    return all(sample.cost is not None for sample in (*own, *plain))
-
-
-def _ratios(own: Sequence[Sample], other: Sequence[Sample] | None, rate: Callable[[Sample], float]) -> list[float]:
-    """Return the ratio within each repeat, whose runs had the same machine load; empty if `other` is None."""
-    return [rate(a) / max(_LEAST_S, rate(b)) for a, b in zip(own, other, strict=True)] if other is not None else []
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    """Return the median; None if there are no values or any value is None."""
-    known = [value for value in values if value is not None]
-    return median(known) if known and len(known) == len(values) else None
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    """Return the sum; None if any value is None."""
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+def _divided(value: float, divisor: float) -> float | None:
+    return value / divisor if divisor else None
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": median(values), "max": max(values)}
 
 
-def _share(seconds: float, stats: EngineStats) -> float | None:
-    return seconds / stats.total_s if stats.total_s else None
-
-
-def _predicted_tpt(records: Sequence[PlanRecord]) -> float | None:
-    """Return tokens per second of one sequence, assuming that each plan in use reaches its predicted speed."""
-    used = [record for record in records if record.num_tokens and record.predicted_tpt > 0]
-    seconds = sum(record.num_tokens / record.predicted_tpt for record in used)
-    return sum(record.num_tokens for record in used) / seconds if seconds else None
-
-
-def _measured_tpt(records: Sequence[PlanRecord]) -> float | None:
-    seconds = sum(record.sequence_s for record in records)
-    return sum(record.num_tokens for record in records) / seconds if seconds else None
-
-
 def _plan(record: PlanRecord) -> dict[str, Any]:
-    return {
-        "context": record.context,
-        "choices": list(record.plan.choices),
-        "num_draft_tokens": record.plan.num_draft_tokens,
-        "num_lookup_tokens": record.plan.num_lookup_tokens,
-        "predicted_tpt": record.predicted_tpt,
-        "measured_tpt": record.measured_tpt,
-        "estimated_acceptance": record.estimated_acceptance,
-        "observed_acceptance": record.observed_acceptance,
-        "num_tokens": record.num_tokens,
-    }
+    names = ("context", "predicted_tpt", "measured_tpt", "estimated_acceptance", "observed_acceptance", "num_tokens")
+    plan = record.plan
+    lengths = {"num_draft_tokens": plan.num_draft_tokens, "num_lookup_tokens": plan.num_lookup_tokens}
+    return {"choices": list(plan.choices)} | lengths | {name: getattr(record, name) for name in names}
+
+
+def save_json(result: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int | None = None) -> str:
+    """Return a table. num_left: number of first columns aligned left; the others are aligned right. None: all left."""
+    num_right = 0 if num_left is None else len(headings) - num_left
+    rules = ["---"] * (len(headings) - num_right) + ["---:"] * num_right
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rules, *rows))
+
+
+def bench_markdown(result: Mapping[str, Any]) -> str:
+    """Return a page with command and hardware, all speed-ups in one table, and two tables for each workload."""
+    environment, options, workloads = result["environment"], result["options"], result["workloads"]
+    width = f" made {options['widen']} times as wide" if options["widen"] > 1 else ""
+    where = (
+        f"{options['engine']['model']}{width} in {result['dtype']} on {environment['hardware']}, "
+        f"{environment['threads']} threads, batch {options['batch']}, {options['max_tokens']} output tokens, "
+        f"{options['repeats']} repeats. Commit {environment['commit'] or 'unknown'}, {environment['date']}."
+    )
+    lines = [
+        "# Strategies side by side",
+        "",
+        f"`{environment['command']}`",
+        "",
+        where,
+        "",
+        "## Speed-up over `ar`",
+        "",
+        "Median over the repeats, with least and most; the best of each workload in bold.",
+        "",
+        markdown_table(("strategy", *(one["name"] for one in workloads)), _speedup_rows(workloads), num_left=1),
+    ]
+    for workload in workloads:
+        lengths, rows = workload["prompt_tokens"], workload["results"]
+        left_out = f", {workload['num_left_out']} longer ones left out" if workload["num_left_out"] else ""
+        mixed = f" of {workload['domain']}" if workload["mix_ratio"] is not None else ""
+        prompts = f"{len(lengths)} prompts{mixed} of {min(lengths)} to {max(lengths)} tokens{left_out}."
+        lines += ["", f"## {workload['name']}", "", prompts, ""]
+        lines += [markdown_table(_SPEED, map(_speed_cells, rows), num_left=1), ""]
+        lines += [markdown_table(_WORK, map(_work_cells, rows), num_left=1)]
+    return "\n".join([*lines, "", f"{_NOTE}.", ""])
+
+
+def _speedup_rows(workloads: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    names = dict.fromkeys(row["strategy"] for workload in workloads for row in workload["results"])
+    rows = [[name] for name in names]
+    for workload in workloads:
+        found = {row["strategy"]: row for row in workload["results"]}
+        best = max(row["speedup_vs_ar"] for row in found.values())
+        for cells in rows:
+            row = found[cells[0]]
+            spread, shown = row["speedup_spread"], _times(row["speedup_vs_ar"])
+            shown = f"**{shown}**" if row["speedup_vs_ar"] == best else shown
+            cells.append(f"{shown} ({spread['min']:.2f} to {spread['max']:.2f})")
+    return rows
+
+
+def _speed_cells(row: Mapping[str, Any]) -> list[str]:
+    return [
+        row["strategy"],
+        f"{row['tokens_per_s']:.1f}",
+        f"{row['spread']['min']:.1f} to {row['spread']['max']:.1f}",
+        *(_times(row[key]) for key in ("speedup_vs_ar", "speedup_vs_hf", "cpu_speedup_vs_ar")),
+        f"{row['end_to_end_tokens_per_s']:.1f}",
+        *(_times(row[key]) for key in ("end_to_end_speedup_vs_ar", "end_to_end_speedup_vs_hf")),
+        f"{row['identical']} of {row['total']}",
+    ]
+
+
+def _work_cells(row: Mapping[str, Any]) -> list[str]:
+    numbers = [row[key] for key in ("mean_accepted_length", "predicted_tpt", "measured_tpt")]
+    shares = [row[key] for key in ("draft_share", "verify_share", "optimise_share", "quiet_share")]
+    return [
+        row["strategy"],
+        _percent(row["acceptance_rate"]),
+        *("-" if number is None else f"{number:.1f}" for number in numbers),
+        *map(_percent, shares),
+    ]
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"

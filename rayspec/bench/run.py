@@ -6,18 +6,14 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from functools import partial
 from typing import Any, get_args
 
 import rayspec
 from rayspec import demo
 from rayspec.batch.document_task import summary_prompt
-from rayspec.bench.clock import measured
-from rayspec.bench.contenders import Contender, Ours, next_piece
-from rayspec.bench.hf import HfGenerate
+from rayspec.bench.contenders import Completed, Contender, Cost, HfGenerate, Ours, measured
 from rayspec.bench.options import BenchOptions
-from rayspec.bench.result import BASELINE, HF, Cost, Run, Sample, bench_row, total_cost
+from rayspec.bench.result import BASELINE, HF, Sample, bench_row
 from rayspec.bench.workloads import Workload, make_workloads
 from rayspec.choices import FULL
 from rayspec.command.environment import describe_environment
@@ -52,13 +48,40 @@ def run_bench(
     result: dict[str, Any] = {"environment": {}, "options": options.as_json(), "workloads": found}
     with model_folder(options.engine, options.widen) as folder, ExitStack() as stack:
         say("loading")
-        first = _first_loaded(names, options)
-        llm = stack.enter_context(load_llm(engine_config(options, folder, first)))
-        result["environment"] = describe_environment()
-        workloads = _workloads(llm, options, say)
-        contenders = _contenders(names, first, _one_engine(llm), options, folder, stack)
+        configs = {name: engine_config(options, folder, BASELINE if name == HF else name) for name in names}
+        ours = {name: config for name, config in configs.items() if name != HF}
+        # The strategy with the most quantised copies of weights, so that the other engines can share them.
+        first = max(ours, key=lambda name: len(ours[name].speculation.draft_weights))
+        llm = stack.enter_context(load_llm(ours[first]))
+        loaded = _one_engine(llm)
+        result |= {"environment": describe_environment(), "dtype": loaded.config.dtype}
+        workloads = make_workloads(llm, options.workloads, template=summary_prompt(options.engine.model))
+        contenders: dict[str, Contender] = {}
+        for name, config in configs.items():
+            if name == HF:
+                contenders[name] = HfGenerate(config, batch=options.batch)
+            elif name == first:
+                contenders[name] = Ours(loaded)
+            else:
+                engine = engine_like(loaded, config)
+                contenders[name] = Ours(engine or _one_engine(stack.enter_context(load_llm(config))))
         for workload in workloads:
-            found.append(_compare(contenders, workload, options, say))
+            if not workload.prompts:
+                say(f"{workload.name}: left out, as all of its {workload.num_left_out} prompts are longer")
+                continue
+            samples = take_turns(contenders, workload, options, say)
+            found.append(
+                {
+                    "name": workload.name,
+                    "domain": workload.domain,
+                    "context": workload.context,
+                    "mix_ratio": workload.mix_ratio,
+                    "num_left_out": workload.num_left_out,
+                    "prompt_tokens": [len(prompt) for prompt in workload.prompts],
+                    "prompt_domains": workload.domains,
+                    "results": [bench_row(name, samples, one.used) for name, one in contenders.items()],
+                }
+            )
             keep(result)
     return result
 
@@ -101,65 +124,13 @@ def _check_plans_are_used(names: Sequence[str], options: BenchOptions) -> None:
         )
 
 
-def _first_loaded(names: Sequence[str], options: BenchOptions) -> str:
-    """Return the strategy with the most quantised copies of weights, so that the other engines can share them."""
-
-    def num_copies(name: str) -> int:
-        return len(engine_config(options, options.engine.model, name).speculation.draft_weights)
-
-    return max((name for name in names if name != HF), key=num_copies)
-
-
-def _contenders(
-    names: Sequence[str], first: str, loaded: Engine, options: BenchOptions, folder: str, stack: ExitStack
-) -> dict[str, Contender]:
-    """Return the contenders by name. `loaded` runs strategy `first`; other engines share its weights if possible."""
-    contenders: dict[str, Contender] = {}
-    for name in names:
-        config = engine_config(options, folder, name if name != HF else BASELINE)
-        if name == HF:
-            contenders[name] = HfGenerate(config, batch=options.batch)
-        elif name == first:
-            contenders[name] = Ours(loaded)
-        else:
-            engine = engine_like(loaded, config)
-            contenders[name] = Ours(engine or _one_engine(stack.enter_context(load_llm(config))))
-    return contenders
-
-
-def _workloads(llm: rayspec.LLM, options: BenchOptions, say: Say) -> list[Workload]:
-    """Return the workloads that have prompts, and report the others."""
-    workloads = make_workloads(llm, options.workloads, template=summary_prompt(options.engine.model))
-    for workload in workloads:
-        if not workload.prompts:
-            say(f"{workload.name}: left out, as all of its {workload.num_left_out} prompts are longer")
-    return [workload for workload in workloads if workload.prompts]
-
-
 def _one_engine(llm: rayspec.LLM) -> Engine:
     if llm.client.engine is None:
         raise ConfigError("option 'replicas' is more than 1: one replica is measured at a time, leave it out")
     return llm.client.engine
 
 
-def _compare(
-    contenders: Mapping[str, Contender], workload: Workload, options: BenchOptions, say: Say
-) -> dict[str, Any]:
-    samples = _take_turns(contenders, workload, options, say)
-    rows = [asdict(bench_row(name, samples, contender.used)) for name, contender in contenders.items()]
-    return {
-        "name": workload.name,
-        "domain": workload.domain,
-        "context": workload.context,
-        "mix_ratio": workload.mix_ratio,
-        "num_left_out": workload.num_left_out,
-        "prompt_tokens": [len(prompt) for prompt in workload.prompts],
-        "prompt_domains": workload.domains,
-        "results": rows,
-    }
-
-
-def _take_turns(
+def take_turns(
     contenders: Mapping[str, Contender], workload: Workload, options: BenchOptions, say: Say
 ) -> dict[str, list[Sample]]:
     """Return the samples of each contender, repeat by repeat. Contenders forget what they learned before each workload,
@@ -190,21 +161,38 @@ def _side_by_side(
     num_written = dict.fromkeys(contenders, 0)
     costs: dict[str, list[Cost]] = {name: [] for name in contenders}
     samples: dict[str, Sample] = {}
+
+    def increment(name: str) -> int | Completed:
+        try:
+            return next(writings[name])
+        except StopIteration as end:
+            completed: Completed = end.value
+            return completed
+
     while num_written:
         least = min(num_written.values())
         name = rng.choice([name for name, num_tokens in num_written.items() if num_tokens == least])
-        step, device = partial(next_piece, writings[name]), contenders[name].device
-        if device is None:
-            piece = step()
-        else:
-            piece, cost = measured(step, device)
-            costs[name].append(cost)
-        if isinstance(piece, Run):
-            samples[name] = Sample(run=piece, cost=total_cost(costs[name]))
+        written, cost = measured(lambda: increment(name))  # noqa: B023 - called at once
+        costs[name].append(cost)
+        if isinstance(written, Completed):
+            samples[name] = _sample(written, costs[name] if contenders[name].device is not None else [])
             del num_written[name]
         else:
-            num_written[name] = piece
+            num_written[name] = written
     return samples
+
+
+def _sample(completed: Completed, costs: Sequence[Cost]) -> Sample:
+    """Return the sample of a contender. costs: of its increments; empty if it ran in other processes."""
+    cpu_s, waits = sum(cost.cpu_s for cost in costs), [cost.waited_s for cost in costs if cost.waited_s is not None]
+    is_known = len(waits) == len(costs) > 0 and cpu_s > 0
+    return Sample(
+        token_ids=completed.token_ids,
+        seconds=completed.seconds,
+        prefill_s=completed.prefill_s,
+        decode_cpu_s=cpu_s - completed.prefill_cpu_s if costs else None,
+        quiet_share=cpu_s / (cpu_s + sum(waits)) if is_known else None,
+    )
 
 
 @contextmanager

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 import rayspec
 from rayspec import demo
@@ -15,7 +18,7 @@ from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import PromptBuilder
 from rayspec.batch.documents import read_documents
 from rayspec.batch.rows import Row
-from rayspec.bench.spec_bench import is_question_file, read_questions
+from rayspec.command.locations import Location, UnreadableFileError, error_detail
 from rayspec.config import SamplingParams
 from rayspec.demo import Task
 from rayspec.types import ConfigError, InputFileError
@@ -169,6 +172,44 @@ def file_documents(name: str, num_documents: int) -> list[Row]:
     return documents
 
 
+class Question(msgspec.Struct, frozen=True):
+    """A row of a question file in the format of Spec-Bench (Xia et al., 2024): JSON lines. Only the first turn of a
+    question is used; later turns follow an answer."""
+
+    question_id: int | str
+    category: str
+    turns: list[str]
+
+
+def is_question_file(name: str) -> bool:
+    """Return whether the first row has the fields of a question. name: any path or URI; it need not exist."""
+    try:
+        location = Location.parse(name)
+        if location.suffix not in (".jsonl", ".ndjson") or not location.exists:
+            return False
+        with location.open() as file:
+            row = json.loads(next((line for line in file if line.strip()), "{}"))
+    except (UnreadableFileError, OSError, ValueError):
+        return False  # the reader of documents reports the error
+    return isinstance(row, dict) and row.keys() >= set(Question.__struct_fields__)
+
+
+def read_questions(name: str) -> Iterator[Question]:
+    """Yield the questions in file order. Raises UnreadableFileError, and ConfigError that names an invalid row."""
+    try:
+        with Location.parse(name).open() as file:
+            for number, line in enumerate((line for line in file if line.strip()), 1):
+                question = msgspec.json.decode(line, type=Question)
+                if not question.turns or not question.turns[0].strip():
+                    raise ConfigError(f"option 'input': {name}:{number} has no first turn: give it one or leave it out")
+                yield question
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        place = f"{name}:{number}"
+        raise ConfigError(f"option 'input': {place} is not a question of a Spec-Bench file: {error}") from error
+    except OSError as error:
+        raise UnreadableFileError(f"{name}: could not be read ({error_detail(error)})") from error
+
+
 def _task_encoder(llm: rayspec.LLM) -> Callable[[Task], list[int]]:
     """Return an encoder of tasks. Bundled models have their own task tokens; other models get a user's message."""
     if _DEMO_TOKEN in llm.tokenizer.get_vocab():
@@ -183,29 +224,26 @@ def _text_encoder(llm: rayspec.LLM) -> Callable[[str], list[int]]:
 
 
 def _of_input(llm: rayspec.LLM, name: str, context: int, options: WorkloadOptions, template: str) -> Iterator[Workload]:
-    """Yield a workload for each domain of one input."""
+    """Yield a workload for each domain of one input, and for each category of a question file. Longer questions are
+    left out, as a cut question is another question."""
     kind, _, domain = name.partition(":")
     if kind == _DEMO:
         for each in demo.DOMAINS if domain == _ALL else (domain or "summary",):
             prompts = demo_prompts(llm, each, context=context, num_prompts=options.num_prompts, seed=options.seed)
             yield _of_domain(each, prompts, context)
     elif is_question_file(name):
-        yield from _question_workloads(llm, name, context, options.num_prompts)
+        encode = _text_encoder(llm)
+        by_category: dict[str, list[list[int]]] = {}
+        for question in read_questions(name):
+            by_category.setdefault(question.category, []).append(encode(question.turns[0]))
+        for category, prompts in by_category.items():
+            fitting = [prompt for prompt in prompts if len(prompt) <= context]
+            num_left_out = len(prompts) - len(fitting)
+            yield _of_domain(category, fitting[: options.num_prompts], context, num_left_out=num_left_out)
     else:
         builder = PromptBuilder(llm=llm, params=SamplingParams(), template=template, max_prompt_tokens=context)
         documents = file_documents(name, options.num_prompts)
         yield _of_domain(Path(name).stem, [builder.tokens(document) for document in documents], context)
-
-
-def _question_workloads(llm: rayspec.LLM, name: str, context: int, num_prompts: int) -> Iterator[Workload]:
-    """Yield a workload for each category. Longer questions are left out, as a cut question is another question."""
-    encode = _text_encoder(llm)
-    by_category: dict[str, list[list[int]]] = {}
-    for question in read_questions(name):
-        by_category.setdefault(question.category, []).append(encode(question.text))
-    for category, prompts in by_category.items():
-        fitting = [prompt for prompt in prompts if len(prompt) <= context]
-        yield _of_domain(category, fitting[:num_prompts], context, num_left_out=len(prompts) - len(fitting))
 
 
 def _of_domain(domain: str, prompts: list[list[int]], context: int, num_left_out: int = 0) -> Workload:

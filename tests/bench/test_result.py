@@ -1,92 +1,59 @@
-"""The arithmetic on made-up samples."""
+"""The arithmetic on made-up samples, and the page for people."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rayspec.bench.result import Cost, Run, Sample, bench_row, save_bench, total_cost
+from rayspec.bench.result import Sample, bench_markdown, bench_row
 from rayspec.choices import FULL, SKIP
-from rayspec.types import EngineStats, Plan, PlanRecord, no_draft
+from rayspec.types import EngineStats, Plan, PlanRecord
 
 
-def sample(seconds: float, *outputs: list[int], cpu_s: float | None = None) -> Sample:
-    cost = None
-    if cpu_s is not None:
-        cost = Cost(wall_s=seconds, cpu_s=cpu_s, waited_s=cpu_s / 3, gpu_s=None)
-    run = Run(seconds=seconds, prefill_s=1.0, prefill_cpu_s=0.5, token_ids=list(outputs))
-    return Sample(run=run, cost=cost)
+def sample(seconds: float, *last: int, cpu_s: float | None = None) -> Sample:
+    """Two outputs of 50 tokens; those of the second are `last`."""
+    texts = [[1] * 50, [*last, 2][:1] * 50]
+    quiet_share = None if cpu_s is None else 0.75
+    return Sample(token_ids=texts, seconds=seconds, prefill_s=1.0, decode_cpu_s=cpu_s, quiet_share=quiet_share)
 
 
 SAMPLES = {
-    "ar": [sample(10.0, [1] * 50, [2] * 50), sample(5.0, [1] * 50, [2] * 50), sample(4.0, [1] * 50, [2] * 50)],
-    "knapspec": [sample(5.0, [1] * 50, [2] * 50), sample(4.0, [1] * 50, [3] * 50), sample(2.0, [1] * 50, [2] * 50)],
-    "hf": [sample(20.0, [1] * 50, [2] * 50), sample(10.0, [1] * 50, [2] * 50), sample(8.0, [1] * 50, [2] * 50)],
+    "ar": [sample(10.0), sample(5.0), sample(4.0)],
+    "knapspec": [sample(5.0), sample(4.0, 3), sample(2.0)],
+    "hf": [sample(20.0), sample(10.0), sample(8.0)],
 }
 
 
 def test_rates_are_medians_and_speed_ups_are_of_the_same_repeat() -> None:
     row = bench_row("knapspec", SAMPLES, EngineStats())
-    assert row.tokens_per_s == pytest.approx(98 / 3.0)  # of 98 / 4, 98 / 3, 98 / 1: the prompts take 1 s
-    assert row.spread == pytest.approx({"min": 24.5, "median": 98 / 3.0, "max": 98.0})
-    assert row.speedup_vs_ar == pytest.approx(9 / 4)  # of 9 / 4, 4 / 3, 3 / 1
-    assert row.speedup_spread == pytest.approx({"min": 4 / 3, "median": 9 / 4, "max": 3.0})
-    assert row.speedup_vs_hf == pytest.approx(19 / 4)  # of 19 / 4, 9 / 3, 7 / 1
-    assert row.end_to_end_tokens_per_s == 25.0
-    assert row.end_to_end_speedup_vs_ar == 2.0  # of 2.0, 1.25, 2.0
-    assert row.end_to_end_speedup_vs_hf == 4.0  # of 4.0, 2.5, 4.0
+    assert row["tokens_per_s"] == pytest.approx(98 / 3.0)  # of 98 / 4, 98 / 3, 98 / 1: the prompts take 1 s
+    assert row["spread"] == pytest.approx({"min": 24.5, "median": 98 / 3.0, "max": 98.0})
+    assert row["speedup_vs_ar"] == pytest.approx(9 / 4)  # of 9 / 4, 4 / 3, 3 / 1
+    assert row["speedup_spread"] == pytest.approx({"min": 4 / 3, "median": 9 / 4, "max": 3.0})
+    assert row["speedup_vs_hf"] == pytest.approx(19 / 4)  # of 19 / 4, 9 / 3, 7 / 1
+    assert row["end_to_end_tokens_per_s"] == 25.0
+    assert row["end_to_end_speedup_vs_ar"] == 2.0  # of 2.0, 1.25, 2.0
+    assert row["end_to_end_speedup_vs_hf"] == 4.0  # of 4.0, 2.5, 4.0
+    assert (row["identical"], row["total"]) == (5, 6)
+    assert (row["cpu_speedup_vs_ar"], row["quiet_share"]) == (None, None), "as of other processes"
 
 
 def test_the_baseline_is_its_own_measure() -> None:
-    row = bench_row("ar", SAMPLES, EngineStats())
-    assert (row.speedup_vs_ar, row.identical, row.total) == (1.0, 6, 6)
-
-
-def test_outputs_that_differ_are_counted() -> None:
-    row = bench_row("knapspec", SAMPLES, EngineStats())
-    assert (row.identical, row.total) == (5, 6)
-
-
-def test_without_transformers_there_is_no_speed_up_over_it() -> None:
-    samples = {name: SAMPLES[name] for name in ("ar", "knapspec")}
-    row = bench_row("knapspec", samples, EngineStats())
-    assert (row.speedup_vs_hf, row.end_to_end_speedup_vs_hf) == (None, None)
-
-
-def test_costs_of_pieces_add_up() -> None:
-    known = Cost(wall_s=2.0, cpu_s=3.0, waited_s=0.5, gpu_s=1.0)
-    assert total_cost([]) is None
-    assert total_cost([known, known]) == Cost(wall_s=4.0, cpu_s=6.0, waited_s=1.0, gpu_s=2.0)
-    partly = total_cost([known, replace(known, waited_s=None, gpu_s=None)])
-    assert partly == Cost(wall_s=4.0, cpu_s=6.0, waited_s=None, gpu_s=None)
+    row = bench_row("ar", {"ar": SAMPLES["ar"]}, EngineStats())
+    assert (row["speedup_vs_ar"], row["identical"], row["total"]) == (1.0, 6, 6)
+    assert (row["speedup_vs_hf"], row["end_to_end_speedup_vs_hf"]) == (None, None)
 
 
 def test_cpu_time_is_that_of_decoding() -> None:
-    samples = {
-        "ar": [sample(10.0, [1] * 50, [2] * 50, cpu_s=4.5), sample(10.0, [1] * 50, [2] * 50, cpu_s=8.5)],
-        "clasp": [sample(10.0, [1] * 50, [2] * 50, cpu_s=2.5), sample(10.0, [1] * 50, [2] * 50, cpu_s=2.5)],
-    }
+    samples = {"ar": [sample(10.0, cpu_s=4), sample(10.0, cpu_s=8)], "clasp": [sample(10.0, cpu_s=2)] * 2}
     row = bench_row("clasp", samples, EngineStats())
-    assert row.tokens_per_cpu_s == pytest.approx(49.0)  # 98 / 2, the prompts take 0.5 s
-    assert row.cpu_speedup_vs_ar == pytest.approx(3.0)  # of 2 and 4
-    assert row.quiet_share == pytest.approx(0.75)
+    assert row["cpu_speedup_vs_ar"] == pytest.approx(3.0)  # of 2 and 4
+    assert row["quiet_share"] == pytest.approx(0.75)
 
 
-def test_what_ran_in_other_processes_has_no_cpu_time() -> None:
-    row = bench_row("knapspec", SAMPLES, EngineStats())
-    assert (row.tokens_per_cpu_s, row.cpu_speedup_vs_ar, row.quiet_share, row.gpu_s) == (None, None, None, None)
-
-
-def test_quiet_is_what_had_a_core() -> None:
-    cost = Cost(wall_s=9.0, cpu_s=3.0, waited_s=1.0, gpu_s=None)
-    assert cost.quiet_share == 0.75
-    assert replace(cost, waited_s=None).quiet_share is None
-
-
-def plan_record(plan: Plan, *, predicted_tpt: float, num_tokens: int) -> PlanRecord:
+def record(predicted_tpt: float, num_tokens: int) -> PlanRecord:
+    plan = Plan(choices=(FULL, SKIP, FULL), num_draft_tokens=5, source="t", num_lookup_tokens=2)
     return PlanRecord(
         elapsed_s=0, context=300, batch=1, plan=plan, reason="", estimated_acceptance=0.9, optimise_s=0,
         plain_tpt=1, predicted_tpt=predicted_tpt, num_tokens=num_tokens, sequence_s=2.0, num_accepted_tokens=3,
@@ -94,38 +61,48 @@ def plan_record(plan: Plan, *, predicted_tpt: float, num_tokens: int) -> PlanRec
     )  # fmt: skip
 
 
-def test_shares_and_predictions_come_from_the_engine() -> None:
-    expected = ((10.0, 100), (50.0, 100), (1000.0, 0))
-    plans = [plan_record(no_draft(2, "t"), predicted_tpt=tpt, num_tokens=tokens) for tpt, tokens in expected]
+def test_shares_predictions_and_plans_come_from_the_engine() -> None:
     stats = EngineStats(
         num_rounds=10, num_draft_tokens=40, num_accepted_tokens=30, draft_s=1, verify_s=2, optimise_s=0.5, total_s=5,
-        plans=plans,
+        plans=[record(10.0, 100), record(50.0, 100), record(1000.0, 0)],
     )  # fmt: skip
     row = bench_row("knapspec", SAMPLES, stats)
-    assert (row.acceptance_rate, row.mean_accepted_length) == (0.75, 4.0)
-    assert (row.draft_share, row.verify_share, row.optimise_share) == (0.2, 0.4, 0.1)
-    assert row.predicted_tpt == pytest.approx(200 / 12)  # 10 s and 2 s, had the plans kept their promises
-    assert row.measured_tpt == pytest.approx(200 / 6)
+    assert (row["acceptance_rate"], row["mean_accepted_length"]) == (0.75, 4.0)
+    assert (row["draft_share"], row["verify_share"], row["optimise_share"]) == (0.2, 0.4, 0.1)
+    assert row["predicted_tpt"] == pytest.approx(200 / 12)  # 10 s and 2 s, had the predictions been right
+    assert row["measured_tpt"] == pytest.approx(200 / 6)
+    assert row["plans"][0] == {
+        "context": 300,
+        "choices": ["full", "skip", "full"],
+        "num_draft_tokens": 5,
+        "num_lookup_tokens": 2,
+        "predicted_tpt": 10.0,
+        "measured_tpt": 50.0,
+        "estimated_acceptance": 0.9,
+        "observed_acceptance": 0.75,
+        "num_tokens": 100,
+    }
 
 
-def test_plans_are_told_with_what_came_of_them() -> None:
-    plan = Plan(choices=(FULL, SKIP, FULL), num_draft_tokens=5, source="t", num_lookup_tokens=2)
-    row = bench_row("ar", SAMPLES, EngineStats(plans=[plan_record(plan, predicted_tpt=70.0, num_tokens=90)]))
-    assert row.plans == [
-        {
-            "context": 300,
-            "choices": ["full", "skip", "full"],
-            "num_draft_tokens": 5,
-            "num_lookup_tokens": 2,
-            "predicted_tpt": 70.0,
-            "measured_tpt": 45.0,
-            "estimated_acceptance": 0.9,
-            "observed_acceptance": 0.75,
-            "num_tokens": 90,
-        }
-    ]
+def workload(name: str, **changes: Any) -> dict[str, Any]:
+    rows = [bench_row(strategy, SAMPLES, EngineStats()) for strategy in SAMPLES]
+    found = {"name": name, "domain": "summary", "mix_ratio": None, "num_left_out": 0, "prompt_tokens": [100, 90]}
+    return found | {"results": rows} | changes
 
 
-def test_the_result_is_saved(tmp_path: Path) -> None:
-    save_bench({"a": [1, None]}, tmp_path / "new" / "b.json")
-    assert json.loads((tmp_path / "new" / "b.json").read_text(encoding="utf-8")) == {"a": [1, None]}
+def test_the_page_has_all_speed_ups_in_one_table_and_the_best_in_bold() -> None:
+    environment = {"hardware": "a machine", "threads": 2, "commit": "abc", "command": "rayspec bench", "date": "today"}
+    options = {"engine": {"model": "m", "dtype": "auto"}, "widen": 8, "batch": 1, "max_tokens": 50, "repeats": 3}
+    mixed = workload("mix-1-100", mix_ratio=1.0, domain="summary+qa", num_left_out=3)
+    result = {"environment": environment, "dtype": "float32", "options": options}
+    lines = bench_markdown(result | {"workloads": [workload("summary-100"), mixed]}).splitlines()
+    assert "`rayspec bench`" in lines
+    where = "m made 8 times as wide in float32 on a machine, 2 threads, batch 1, 50 output tokens, 3 repeats."
+    assert f"{where} Commit abc, today." in lines, "the data type that was used, not the option's auto"
+    assert "| strategy | summary-100 | mix-1-100 |" in lines
+    assert "| ar | 1.00x (1.00 to 1.00) | 1.00x (1.00 to 1.00) |" in lines
+    assert "| knapspec | **2.25x** (1.33 to 3.00) | **2.25x** (1.33 to 3.00) |" in lines
+    assert "2 prompts of 90 to 100 tokens." in lines
+    assert "2 prompts of summary+qa of 90 to 100 tokens, 3 longer ones left out." in lines
+    tables = [line for line in lines if line.startswith("| ")]
+    assert {line.count("|") for line in tables} == {4, 11, 10}

@@ -17,6 +17,7 @@ from rayspec.bench.workloads import (
     demo_prompts,
     file_documents,
     fitting_tasks,
+    is_question_file,
     make_workloads,
     mixed,
 )
@@ -159,6 +160,35 @@ class TestInputs:
         assert found["translation"] == (40, 0)
         assert found["rag"] == (0, 40)
         assert all(len(prompt) <= 512 for workload in workloads for prompt in workload.prompts)
+
+    def test_question_files_are_known_by_their_fields(self, tmp_path: Path) -> None:
+        question = json.dumps({"question_id": 7, "category": "qa", "turns": ["Who?"]})
+        contents = {
+            "q.ndjson": question,
+            "q.txt": question,
+            "d.jsonl": '{"text": "A."}',
+            "l.jsonl": "[1]",
+            "e.jsonl": "",
+        }
+        for name, content in contents.items():
+            (tmp_path / name).write_text(content, encoding="utf-8")
+        (tmp_path / "broken.jsonl").write_bytes(b"\xff{")
+        names = [*contents, "broken.jsonl", "absent.jsonl"]
+        assert [name for name in names if is_question_file(str(tmp_path / name))] == ["q.ndjson"]
+
+    @pytest.mark.parametrize(
+        ("second", "what"),
+        [
+            ({"question_id": 1, "category": "qa", "turns": "Who?"}, "Expected `array`, got `str`"),
+            ({"question_id": 1, "category": "qa", "turns": [" "]}, "no first turn"),
+            ({"question_id": 1, "turns": ["a"]}, "missing required field `category`"),
+        ],
+    )
+    def test_a_row_that_is_no_question_is_named(self, tmp_path: Path, second: object, what: str) -> None:
+        rows = [{"question_id": 7, "category": "qa", "turns": ["Who?"]}, second]
+        (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        with pytest.raises(ConfigError, match=rf"q\.jsonl:2 .*{what}"):
+            make(str(tmp_path / "q.jsonl"))
 
     def test_two_of_one_name_are_refused(self, tmp_path: Path) -> None:
         for folder in ("a", "b"):

@@ -6,8 +6,8 @@ import torch
 from benchmarks.device import bandwidth
 from benchmarks.device.bandwidth import check_bandwidth, layer_matrices
 from benchmarks.roofline import SHAPES
-from rayspec.bench.selfcheck.options import SelfcheckOptions
-from rayspec.bench.selfcheck.timing import cache_bytes, fastest_seconds
+from benchmarks.shared import cache_bytes, fastest_seconds
+from rayspec.bench.selfcheck.report import SelfcheckOptions
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=lambda shape: shape.name)

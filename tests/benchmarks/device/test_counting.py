@@ -10,9 +10,7 @@ from benchmarks.device.launches import Launch, num_kernels
 from benchmarks.device.predictions import predictions_page
 from benchmarks.device.static_launches import launches_of
 from benchmarks.roofline import SHAPES, ModelShape
-from rayspec.bench.selfcheck.models import random_model, split
-from rayspec.bench.selfcheck.parity import prepare_parts
-from rayspec.bench.selfcheck.sequences import PassShape
+from rayspec.bench.selfcheck.models import PassShape, prepare, random_model, split
 from rayspec.choices import FULL, SKIP, choices_of
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -25,8 +23,8 @@ def test_bodies_without_numbers_launch_what_those_of_fuse_do(family: str, name: 
         name=name, num_layers=1, hidden_size=64, mlp_size=96, num_heads=4, num_kv_heads=num_kv_heads, head_dim=16,
         vocab_size=199, tied=True,
     )  # fmt: skip
-    fused = prepare_parts(split(random_model(family, torch.bfloat16, torch.device("cpu")), "operators"), is_static=True)
-    by_hand = prepare_parts(meta_layer(shape, torch.device("cpu")), is_static=True)
+    fused = prepare(split(random_model(family, torch.bfloat16, torch.device("cpu")), "operators"), is_static=True)
+    by_hand = prepare(meta_layer(shape, torch.device("cpu")), is_static=True)
     state = PassShape(name="", contexts=(5, 9), num_rows=(1, 1))
     first_layer = choices_of([index < 2 for index in range(8)])
     streams = launches_of(fused, state, first_layer), launches_of(by_hand, state)
@@ -58,7 +56,7 @@ def test_ranks_share_all_but_norms() -> None:
 
 
 def test_kernels_of_an_operator_layer() -> None:
-    fused = prepare_parts(split(random_model("llama", torch.float32, torch.device("cpu")), "operators"), is_static=True)
+    fused = prepare(split(random_model("llama", torch.float32, torch.device("cpu")), "operators"), is_static=True)
     state = PassShape(name="", contexts=(5,), num_rows=(1,))
     ends, all_four = (num_kernels(launches_of(fused, state, (choice,) * 8)) for choice in (SKIP, FULL))
     assert (all_four - ends) / 4 == 10

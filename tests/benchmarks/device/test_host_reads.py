@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.device import host_reads
 from benchmarks.device.host_reads import ReadCounter, check_host_reads
-from rayspec.bench.selfcheck.options import SelfcheckOptions
+from rayspec.bench.selfcheck.report import SelfcheckOptions
 from rayspec.decode import head
 
 CPU = torch.device("cpu")

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.device.static_launches import MAX_KERNELS_A_LAYER, PAIRS, Pair, check_static_launches, compare
-from rayspec.bench.selfcheck.models import Prepared, random_model, split
-from rayspec.bench.selfcheck.options import SelfcheckOptions
-from rayspec.bench.selfcheck.parity import prepare_parts
+from rayspec.bench.selfcheck.models import Prepared, prepare, random_model, split
+from rayspec.bench.selfcheck.report import SelfcheckOptions
 from rayspec.model.attention import Rows
 from rayspec.model.sublayers import Body
 
@@ -24,7 +23,7 @@ def prepared(wrap: object = None, *, is_static: bool = True) -> Prepared:
     if wrap is not None:
         first, *others = parts.sublayers
         parts = replace(parts, sublayers=(replace(first, body=wrap(first.body)), *others))  # type: ignore[operator]
-    return prepare_parts(parts, is_static=is_static)
+    return prepare(parts, is_static=is_static)
 
 
 def test_passes_in_static_buffers_launch_the_same() -> None:

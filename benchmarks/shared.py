@@ -1,4 +1,4 @@
-"""Measure the seconds of work on a device."""
+"""What the scripts share: options of their command lines, times of work on a device, and the end of a comparison."""
 
 from __future__ import annotations
 
@@ -6,8 +6,21 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import typer
+
+from rayspec.bench.result import save_json
+from rayspec.bench.selfcheck.report import Outcome, Table, judged
+from rayspec.command.exit_codes import EXIT_FAILED
+from rayspec.command.terminal import output_console
+
+Input = Annotated[str, typer.Option("--input", help="a file of documents, or 'demo' for the bundled ones")]
+Context = Annotated[int, typer.Option(min=2, help="prompt tokens; documents are cut to it")]
+Strategies = Annotated[str, typer.Option(help="what to compare, with commas; 'ar' always runs")]
+Seed = Annotated[int, typer.Option("--workload-seed", help="of the bundled prompts and of streams")]
+Json = Annotated[Path | None, typer.Option(help="file to write the numbers to")]
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS = {"K": 2**10, "M": 2**20}
@@ -46,6 +59,20 @@ def cache_bytes(device: torch.device) -> int:
     return max(
         (int(size[:-1]) * _UNITS[size[-1]] for size in sizes if size[-1:] in _UNITS), default=_DEFAULT_CACHE_BYTES
     )
+
+
+def measured(found: str, *, numbers: Any, tables: Sequence[Table], counted: str = "") -> Outcome:
+    """Return a passed outcome: a measurement without a bound cannot fail."""
+    return judged(is_good=True, found=found, numbers=numbers, tables=tables, counted=counted)
+
+
+def conclude(result: dict[str, Any], text: str, file: Path | None) -> None:
+    """Print `text` and write `result` to `file`. Raises typer.Exit with the code of failure if outputs differ."""
+    output_console().print(text, markup=False, highlight=False, soft_wrap=True)
+    if file is not None:
+        save_json(result, file)
+    if any(row["identical"] < row["total"] for row in result["results"]):
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _synchronise(device: torch.device) -> None:

@@ -1,0 +1,198 @@
+"""The self-check as a user runs it; and what its checks must find, on a driver that stands in for a GPU's graphs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from rayspec.bench.selfcheck import checks
+from rayspec.bench.selfcheck.checks import (
+    CHECKS,
+    Difference,
+    check_captured_against_eager,
+    check_drafted_text,
+    check_kernels,
+    kernel_differences,
+    logit_differences,
+    replay_differences,
+    run_selfcheck,
+)
+from rayspec.bench.selfcheck.models import RANDOM_FAMILIES, Way, prepare, prepare_model, random_model, split
+from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions, not_here
+from rayspec.cli import app
+from rayspec.model.attention import Rows
+from rayspec.model.cuda import operations
+from rayspec.model.graphs import CapturedGraph
+from rayspec.model.sublayers import Body
+from tests.graph_driver import RecordedGraph, RecordingDriver
+
+CPU = torch.device("cpu")
+HERE = SelfcheckOptions(device="cpu", num_threads=1)
+
+
+def passes(options: SelfcheckOptions) -> Outcome:
+    return Outcome(status="passed", found="all is well")
+
+
+def breaks(options: SelfcheckOptions) -> Outcome:
+    raise RuntimeError("no luck")
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["selfcheck", "--device", "cpu", "--num-threads", "1", *map(str, arguments)])
+
+
+def test_a_quick_check_of_this_installation(tmp_path: Path) -> None:
+    result = invoke("--quick", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    saved = json.loads((tmp_path / "out" / "selfcheck.json").read_text(encoding="utf-8"))
+    assert saved["ok"]
+    assert saved["device"] == "cpu"
+    status = {check["name"]: check["status"] for check in saved["checks"]}
+    assert list(status) == list(CHECKS)
+    absent = {"kernels against plain torch", "captured against eager"}
+    assert {name for name, each in status.items() if each == "not here"} == absent
+    assert {name for name, each in status.items() if each == "passed"} == set(CHECKS) - absent
+    page = (tmp_path / "out" / "selfcheck.md").read_text(encoding="utf-8")
+    assert page in result.stdout
+    assert all(f"## {name}: " in page for name in CHECKS)
+
+
+def test_a_check_that_breaks_fails_and_stops_no_other() -> None:
+    said: list[str] = []
+    three = {"first": breaks, "second": passes, "third": lambda options: not_here("no such thing")}
+    report = run_selfcheck(HERE, said.append, checks=three)
+    assert [outcome.status for outcome, _ in report.outcomes.values()] == ["failed", "passed", "not here"]
+    assert report.has_failed
+    assert report.summary == "1 failed, 1 passed, 1 not here"
+    assert "RuntimeError: no luck" in said[0]
+    assert 'raise RuntimeError("no luck")' in report.as_markdown()
+
+
+def test_the_exit_code_says_whether_a_check_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for check, code in ((passes, 0), (breaks, 1)):
+        monkeypatch.setattr(checks, "CHECKS", {"only": check})
+        result = invoke("--out", tmp_path)
+        assert result.exit_code == code, result.output
+        assert json.loads((tmp_path / "selfcheck.json").read_text(encoding="utf-8"))["ok"] == (code == 0)
+
+
+def test_a_device_that_there_is_not_is_a_clean_error() -> None:
+    result = CliRunner().invoke(app, ["selfcheck", "--device", "cuda:99"])
+    assert result.exit_code == 2
+    assert "option 'device' is 'cuda:99'" in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("family", RANDOM_FAMILIES)
+@pytest.mark.parametrize(("way", "is_static"), [("fused", False), ("operators", False), ("operators", True)])
+def test_fused_layers_compute_what_the_modules_do(family: str, way: Way, is_static: bool) -> None:
+    reference = prepare_model(family, "modules", torch.float32, CPU, is_static=False)
+    other = prepare_model(family, way, torch.float32, CPU, is_static=is_static)
+    found = logit_differences(reference, other, what=family)
+    assert [one.rows for one in found] == ["chunk", "later chunk", "single rows", "chain", "tree"]
+    assert all(one.largest < 1e-4 for one in found), found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("error", [0.2, float("nan")])
+def test_a_wrong_layer_is_found(dtype: torch.dtype, error: float) -> None:
+    reference = prepare_model("llama", "modules", dtype, CPU, is_static=False)
+    parts = split(random_model("llama", dtype, CPU), "operators")
+    *others, last = parts.sublayers
+    assert last.body is not None
+    wrong = replace(parts, sublayers=(*others, replace(last, body=_scaled(last.body, error))))
+    found = logit_differences(reference, prepare(wrong, is_static=True), what="llama")
+    assert not any(one.is_small for one in found), found
+
+
+def _scaled(body: Body, error: float) -> Body:
+    """Of the first half of the states, so that the final norm does not undo it."""
+
+    def run(hidden: Tensor, rows: Rows) -> Tensor:
+        out = body(hidden, rows)
+        out[..., : out.shape[-1] // 2] *= 1 + 2 * error
+        return out
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_device_agrees_with_itself(dtype: torch.dtype) -> None:
+    found = kernel_differences(dtype, CPU)
+    assert len(found) == 12
+    assert {one.largest for one in found} == {0.0}
+
+
+def test_a_kernel_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated, calls = operations.gated, []
+
+    def wrong_the_second_time(packed: Tensor, activation: str) -> Tensor:
+        calls.append(activation)
+        return gated(packed, activation) * (1.0 if len(calls) % 2 else 1.01)
+
+    monkeypatch.setattr(operations, "gated", wrong_the_second_time)
+    wrong = [one.what for one in kernel_differences(torch.float32, CPU) if not one.is_small]
+    assert wrong == ["gated, silu, float32", "gated, gelu_tanh, float32"]
+
+
+@pytest.mark.parametrize("identical", [3, 2])
+def test_one_other_text_fails(monkeypatch: pytest.MonkeyPatch, identical: int) -> None:
+    asked: list[Any] = []
+
+    def run_bench(options: Any, say: object) -> dict[str, Any]:
+        asked.append(options)
+        same = {"ar": 3, "static": 3, "hf": identical}
+        rows = [
+            {"strategy": name, "identical": count, "total": 3, "acceptance_rate": None} for name, count in same.items()
+        ]
+        return {"workloads": [{"results": rows}]}
+
+    monkeypatch.setattr(checks, "run_bench", run_bench)
+    outcome = check_drafted_text(HERE)
+    assert outcome.status == ("passed" if identical == 3 else "failed")
+    assert f"transformers generate: {identical} of 3" in outcome.found
+    assert asked[0].engine.dtype == "float32"
+    assert asked[0].engine.speculation.skip
+    assert asked[0].hf
+
+
+class _Deaf(RecordingDriver):
+    """Its graphs stay as they are, whatever is switched."""
+
+    def capture(self, groups: object) -> CapturedGraph:
+        graph = super().capture(groups)  # type: ignore[arg-type]
+        assert isinstance(graph, RecordedGraph)
+        graph.switch = lambda group, is_on: None  # type: ignore[method-assign]
+        return graph
+
+
+def replayed(by_plan: bool, driver: RecordingDriver) -> list[Difference]:
+    return list(replay_differences("llama", torch.float32, CPU, by_plan=by_plan, driver_of=lambda _: driver))
+
+
+@pytest.mark.parametrize("by_plan", [False, True], ids=["sublayers", "plans"])
+def test_replays_have_the_bits_of_eager_passes(by_plan: bool) -> None:
+    found = replayed(by_plan, RecordingDriver())
+    assert len(found) == 3 * 3, "three kinds of passes by three plans"
+    assert {one.largest for one in found} == {0.0}
+    assert all(one.is_small for one in found)
+
+
+def test_a_part_that_cannot_be_captured_and_a_switch_that_does_nothing_are_found() -> None:
+    missing = replayed(False, RecordingDriver(refuses=lambda number: number == 5))
+    assert not all(one.is_small for one in missing)
+    wrong = {one.what.rpartition(", ")[2] for one in replayed(True, _Deaf()) if not one.is_small}
+    assert wrong >= {"every third skipped", "all but the ends skipped"}
+
+
+def test_a_cpu_has_neither_kernels_nor_graphs() -> None:
+    assert check_kernels(HERE).found.startswith("cpu has no Triton kernels")
+    assert check_captured_against_eager(HERE).found == "cpu has no graphs"
