@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.strategies.by_name import make_strategy
 from rayspec.model.fast_dtype import in_fast_dtype
 from rayspec.model.weights import resolve_device
+from rayspec.strategies.by_name import make_strategy
 from rayspec.types import EngineStats, PlanRecord, Request, RequestOutput
 
 T = TypeVar("T")
