@@ -32,7 +32,7 @@ def placement(*, model: Model, asked: GivenFlags, json: Json = None) -> None:
     """
     # These imports load torch, which other commands need not wait for.
     from rayspec.model.configs import read_config  # noqa: PLC0415
-    from rayspec.ops.plan.choice import place_best  # noqa: PLC0415
+    from rayspec.ops.plan.forecast import place_best  # noqa: PLC0415
     from rayspec.ops.plan.placement import placements_table, save_placements  # noqa: PLC0415
 
     with clean_exit():

@@ -15,7 +15,7 @@ from rayspec.config import SpeculationOptions
 from rayspec.model.configs import read_config
 from rayspec.model.sizes import model_sizes
 from rayspec.ops.k8s.options import RenderOptions
-from rayspec.ops.plan.choice import place_best
+from rayspec.ops.plan.forecast import place_best
 from rayspec.ops.plan.gpus import Gpu, are_ranks_alike, parse_gpus
 from rayspec.ops.plan.options import PlacementOptions
 from rayspec.ops.plan.placement import Placement, placed_dtype

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from typing import Any
 
+import ray
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import PretrainedConfig
 
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.loading import resolve_max_model_len
 from rayspec.model.sizes import quantisation_of
 from rayspec.model.weights import load_config
-from rayspec.ops.plan.choice import rank_layouts
-from rayspec.ops.plan.found import found_gpus
-from rayspec.ops.plan.gpus import Gpu, gpus_spec
-from rayspec.ops.plan.layouts import Layout
+from rayspec.ops.plan.forecast import rank_layouts
+from rayspec.ops.plan.gpus import Gpu, gpu_called, gpus_spec
 from rayspec.ops.plan.options import PlanOptions
 from rayspec.ops.plan.placement import usual_context
+from rayspec.ray_session import ray_session
 from rayspec.types import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_LOOK = "import json; from rayspec.ops.plan.auto import gpus_of_this_machine as look; print(json.dumps(look()))"
+_LOOK_TIMEOUT_S = 120.0
+
+Seen = Sequence[tuple[str, int]]
+"""Name and memory bytes of each GPU, from the driver."""
 
 
 def with_layout(config: EngineConfig, *, keep_max_num_seqs: bool) -> EngineConfig:
@@ -47,8 +60,9 @@ def laid_out(
         best = rank_layouts(model, options).best
         if best.fits:
             logger.info("on %s: %s", options.gpus, best.title)
-            sequences = config.max_num_seqs if keep_max_num_seqs else best.groups[0].concurrency
-            return config.replace(parallel=_parallel(best), max_model_len=options.num_tokens, max_num_seqs=sequences)
+            sequences = config.max_num_seqs if keep_max_num_seqs else best.concurrency
+            parallel = ParallelOptions(**best.parallel) if best.parallel else None
+            return config.replace(parallel=parallel, max_model_len=options.num_tokens, max_num_seqs=sequences)
     raise ConfigError(
         f"option 'parallel' is 'auto': {best.missing_bytes / 2**30:.1f} GiB are missing on {options.gpus}, even with "
         f"{best.title}; use more GPUs, a shorter max_model_len, fewer max_num_seqs or quantized weights"
@@ -74,8 +88,42 @@ def plan_options(
     )
 
 
-def _parallel(layout: Layout) -> ParallelOptions | None:
-    """Return the options of a layout; None where one process holds the only copy."""
-    if layout.num_gpus == 1:
-        return None
-    return ParallelOptions(stages=layout.stages, tensor=layout.tensor, replicas=layout.replicas)
+def found_gpus() -> tuple[tuple[Gpu, ...], ...]:
+    """Return the GPUs of each node with GPUs. There is a cluster if RAY_ADDRESS is set or this process is connected.
+    Raises ConfigError for an unknown GPU."""
+    seen: Sequence[Seen]
+    if "RAY_ADDRESS" not in os.environ and not ray.is_initialized():
+        seen = [gpus_of_this_machine()]
+    else:
+        with ray_session():
+            seen = _gpus_of_cluster()
+    return tuple(tuple(gpu_called(name, num_bytes) for name, num_bytes in node) for node in seen if node)
+
+
+def gpus_of_this_machine() -> Seen:
+    """Return the GPUs that this process may use."""
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [(gpu.name, gpu.total_memory) for gpu in found]
+
+
+def _gpus_of_cluster() -> list[Seen]:
+    look = ray.remote(_gpus_of_node).options(num_cpus=0)
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    num_gpus = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]}
+    looked = {
+        node: look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+        for node, count in num_gpus.items()
+        if count
+    }
+    return [ray.get(seen)[: num_gpus[node]] for node, seen in looked.items()]
+
+
+def _gpus_of_node() -> Seen:
+    """Return all GPUs, also those in use. A new process is needed: Ray hides GPUs from tasks that reserve none."""
+    hiding = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    environment = {name: value for name, value in os.environ.items() if name not in hiding}
+    command = [sys.executable, "-c", _LOOK]
+    done = subprocess.run(  # noqa: S603 - this very Python
+        command, env=environment, capture_output=True, text=True, check=True, timeout=_LOOK_TIMEOUT_S
+    )
+    return [(name, num_bytes) for name, num_bytes in json.loads(done.stdout.splitlines()[-1])]

@@ -1,9 +1,8 @@
-"""Simulated performance of a layout, with and without drafts."""
+"""Simulated performance of layouts, with and without drafts, and the best of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -11,9 +10,11 @@ import torch
 from transformers import PretrainedConfig
 
 from rayspec.choices import choices_of
+from rayspec.ops.plan.gpus import parse_gpus
 from rayspec.ops.plan.latency import Cut, Predicted, profiled, roofline
-from rayspec.ops.plan.layouts import Layout, ReplicaGroup
-from rayspec.ops.plan.options import PlanOptions
+from rayspec.ops.plan.layouts import Layout, layouts
+from rayspec.ops.plan.options import PlacementOptions, PlanOptions
+from rayspec.ops.plan.placement import Placement, for_model, place
 from rayspec.planning.acceptance import best_choice
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.simulate import Drafting, Simulated, Workload, simulate
@@ -79,11 +80,87 @@ class Forecast:
         return min(outcome.alone_token_s for outcome in outcomes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """All layouts in order. candidates: those that fit, the best first. others: the rest, smallest shortage first.
+    options: with the context that was planned for. measured_on: the profile's device, None for rooflines."""
+
+    options: PlanOptions
+    candidates: tuple[Forecast, ...]
+    others: tuple[Layout, ...]
+    measured_on: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.candidates)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Smallest shortage of the layouts that do not fit; 0 where all layouts fit."""
+        return self.others[0].missing_bytes if self.others else 0
+
+    @property
+    def best(self) -> Layout:
+        """Best layout that fits; if no layout fits, the layout with the smallest shortage of memory."""
+        return self.candidates[0].layout if self.candidates else self.others[0]
+
+
+def rank_layouts(
+    config: PretrainedConfig,
+    options: PlanOptions,
+    *,
+    profile: LatencyModel | None = None,
+    max_replicas: int | None = None,
+) -> Ranking:
+    """Rank layouts by `options.goal`, and then by their number of GPUs. profile: of the model on one GPU; None:
+    rooflines. Raises as `layouts` and `for_model`."""
+    options = for_model(options, config)
+    forecaster = Forecaster(config, options, profile)
+    found = list(layouts(config, options, max_replicas=max_replicas))
+
+    def cost(candidate: Forecast) -> tuple[float, int]:
+        num_gpus = candidate.layout.num_gpus
+        if options.goal == "latency":
+            return candidate.alone_token_s, num_gpus
+        best = candidate.best
+        return best.dollars(num_gpus, 1.0) if options.goal == "cost" else -best.tokens_per_s.middle, num_gpus
+
+    return Ranking(
+        options=options,
+        candidates=tuple(sorted((forecaster.candidate(layout) for layout in found if layout.fits), key=cost)),
+        others=tuple(sorted((one for one in found if not one.fits), key=lambda layout: layout.missing_bytes)),
+    )
+
+
+def place_best(
+    config: PretrainedConfig,
+    options: PlacementOptions,
+    *,
+    gpus_per_node: int | None = None,
+    max_replicas: int | None = None,
+) -> tuple[Placement, ...]:
+    """Return the layout that the options name, or else the layout that `rayspec plan` recommends by its defaults.
+
+    In the second case `options.gpus` and `options.concurrency` are those of all copies together, and each placement has
+    its share. There is one placement or, if copies are on different kinds of GPUs, one for each kind of copy. Raises as
+    `place`.
+    """
+    options = for_model(options, config)
+    if options.names_layout:
+        return (place(config, options),)
+    context = max(2, options.num_tokens)
+    usual: int = PlanOptions.model_fields["output_tokens"].default
+    own = {"context": context, "output_tokens": min(usual, context - 1), "gpus_per_node": gpus_per_node}
+    layout = rank_layouts(config, PlanOptions(**options.load | own), max_replicas=max_replicas).best
+    choice = "as `rayspec plan` recommends" if layout.fits else "which lack least of all layouts"
+    return tuple(replace(group, choice=f"{layout.title}, {choice}") for group in layout.groups)
+
+
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A group of replicas with the costs of its passes. drafting: None without drafts."""
+    """Equal replicas with the costs of their passes. drafting: None without drafts."""
 
-    group: ReplicaGroup
+    group: Placement
     predicted: Predicted
     drafting: Drafting | None
 
@@ -92,14 +169,13 @@ class Forecaster:
     """Simulates layouts of one model under one load."""
 
     def __init__(self, config: PretrainedConfig, options: PlanOptions, profile: LatencyModel | None) -> None:
-        """Prepare simulations. profile: of the model on one GPU; None: rooflines."""
+        """Prepare simulations. options: with a context. profile: of the model on one GPU; None: rooflines."""
         self._config, self._options, self._profile = config, options, profile
 
     def candidate(self, layout: Layout) -> Forecast:
         """Simulate a layout with middle assumptions. Only `with_ranges` computes the range of throughput."""
-        plain = self._cases(layout, 1, drafts=False)
-        drafted = self._outcome(layout, self._cases(layout, 1, drafts=True)) if layout.sizes.splits else None
-        return Forecast(layout=layout, plain=self._outcome(layout, plain), drafted=drafted)
+        drafted = self._outcome(layout, drafts=True) if layout.sizes.splits else None
+        return Forecast(layout=layout, plain=self._outcome(layout, drafts=False), drafted=drafted)
 
     def with_ranges(self, candidate: Forecast) -> Forecast:
         """Add the range of throughput, for the ends of acceptance and of bandwidth or of the profile's error."""
@@ -111,82 +187,78 @@ class Forecaster:
 
     def _ranged(self, layout: Layout, outcome: Outcome) -> Outcome:
         drafts = outcome.num_draft_tokens > 0
-        rates = [
-            sum(case.group.count * self._loaded(case).tokens_per_s for case in self._cases(layout, end, drafts=drafts))
-            for end in (0, 2)
-        ]
+        rates = [self._rate(self._loaded(self._cases(layout, end, drafts=drafts))) for end in (0, 2)]
         if self._profile is not None:
             rates = [rates[0] / (1 + PROFILE_ERROR), rates[1] / (1 - PROFILE_ERROR)]
         middle = outcome.tokens_per_s.middle
         return replace(outcome, tokens_per_s=Range(low=min(middle, *rates), middle=middle, high=max(middle, *rates)))
 
+    def _outcome(self, layout: Layout, *, drafts: bool) -> Outcome:
+        cases = self._cases(layout, 1, drafts=drafts)
+        loaded = self._loaded(cases)
+        rate = self._rate(loaded)
+        waits = [wait for _, found in loaded for wait in found.first_token_s]
+        first = cases[0]
+        return Outcome(
+            num_draft_tokens=first.drafting.num_draft_tokens if first.drafting else 0,
+            tokens_per_s=Range(low=rate, middle=rate, high=rate),
+            first_token_s=median(waits) if waits else None,
+            # Requests with answers of one token run one after the other.
+            alone_first_token_s=self._simulated(first, 1, num_tokens=2).first_token_s[0],
+            alone_token_s=1 / self._simulated(first, None, num_tokens=_ALONE_TOKENS).tokens_per_s,
+            idle_share=fmean(share for _, found in loaded for share in found.idle_shares),
+        )
+
     def _cases(self, layout: Layout, end: int, *, drafts: bool) -> list[_Case]:
         """Return a case per group of replicas. end: position in the assumed ranges: 0 low, 1 middle, 2 high."""
-        cases = []
+        options, size, cases = self._options, layout.tensor, []
         for group in layout.groups:
-            predicted = self._predicted(layout, group, end)
-            drafting = self._drafting(group, predicted.decode, self._options.acceptances[end]) if drafts else None
+            gpus = parse_gpus(group.options.gpus)
+            ranks = [gpus[first : first + size] for first in range(0, len(gpus), size)]
+            cut = Cut(
+                config=self._config.get_text_config(decoder=True),
+                sizes=layout.sizes,
+                layers=[stage.layers for stage in group.stages],
+                gpus=[min(members, key=lambda gpu: gpu.bandwidth_gb_s) for members in ranks],
+                tensor=layout.tensor,
+                quantization=options.quantization,
+                itemsize=getattr(torch, group.dtype).itemsize,
+                context=options.num_tokens,
+                hop_s=options.hop_us / 1e6,
+                all_reduce_s=options.all_reduce_us / 1e6,
+            )
+            predicted = profiled(cut, self._profile) if self._profile else roofline(cut, EFFICIENCIES[end])
+            drafting = self._drafting(group, predicted.decode, options.acceptances[end]) if drafts else None
             cases.append(_Case(group, predicted, drafting))
         return cases
 
-    def _predicted(self, layout: Layout, group: ReplicaGroup, end: int) -> Predicted:
-        options, size = self._options, layout.tensor
-        ranks = [group.gpus[first : first + size] for first in range(0, len(group.gpus), size)]
-        cut = Cut(
-            config=self._config.get_text_config(decoder=True),
-            sizes=layout.sizes,
-            layers=[stage.layers for stage in group.placement.stages],
-            gpus=[min(members, key=lambda gpu: gpu.bandwidth_gb_s) for members in ranks],
-            tensor=layout.tensor,
-            quantization=options.quantization,
-            itemsize=getattr(torch, group.placement.dtype).itemsize,
-            context=options.num_tokens,
-            hop_s=options.hop_us / 1e6,
-            all_reduce_s=options.all_reduce_us / 1e6,
-        )
-        return profiled(cut, self._profile) if self._profile else roofline(cut, efficiency=EFFICIENCIES[end])
-
-    def _drafting(self, group: ReplicaGroup, latency: LatencyModel, acceptance: float) -> Drafting:
+    def _drafting(self, group: Placement, latency: LatencyModel, acceptance: float) -> Drafting:
         """Return drafts that skip evenly spread layers, with the best draft length for a cohort by itself."""
-        options = self._options
+        options, concurrency = self._options, group.options.concurrency
         choices = choices_of(evenly_kept(len(latency.sublayers) // 2, options.skip))
         best = best_choice(
             [choices],
             [acceptance],
             latency,
             context=options.num_tokens,
-            batch=math.ceil(group.concurrency / _num_cohorts(group, group.concurrency)),
+            batch=math.ceil(concurrency / _num_cohorts(group, concurrency)),
             max_draft_tokens=options.max_draft_tokens,
             min_gain=-1.0,
         )
         return Drafting(choices=choices, num_draft_tokens=max(1, best.num_draft_tokens), acceptance=acceptance)
 
-    def _outcome(self, layout: Layout, cases: Sequence[_Case]) -> Outcome:
-        loaded = [self._loaded(case) for case in cases]
-        rate = sum(case.group.count * found.tokens_per_s for case, found in zip(cases, loaded, strict=True))
-        waits = [wait for found in loaded for wait in found.first_token_s]
-        drafting = cases[0].drafting
-        return Outcome(
-            num_draft_tokens=drafting.num_draft_tokens if drafting else 0,
-            tokens_per_s=Range(low=rate, middle=rate, high=rate),
-            first_token_s=median(waits) if waits else None,
-            alone_first_token_s=self._alone_first_token_s(cases[0]),
-            alone_token_s=1 / self._alone(cases[0]).tokens_per_s,
-            idle_share=fmean(share for found in loaded for share in found.idle_shares),
-        )
+    def _rate(self, loaded: list[tuple[_Case, Simulated]]) -> float:
+        return sum(case.group.num_copies * found.tokens_per_s for case, found in loaded)
 
-    def _loaded(self, case: _Case) -> Simulated:
-        options, group = self._options, case.group
-        num_stages = len(group.placement.stages)
-        num_tokens = min(options.output_tokens, max(_MIN_TOKENS, _TOKENS_TIMES_STAGES // num_stages))
-        return self._simulated(case, options.output_tokens, num_tokens * group.concurrency, group.concurrency)
-
-    def _alone(self, case: _Case) -> Simulated:
-        return self._simulated(case, None, _ALONE_TOKENS)
-
-    def _alone_first_token_s(self, case: _Case) -> float:
-        """Return the seconds to the first token if requests with answers of one token run one after the other."""
-        return self._simulated(case, 1, 2).first_token_s[0]
+    def _loaded(self, cases: list[_Case]) -> list[tuple[_Case, Simulated]]:
+        """Return each case under its share of the load."""
+        found, output_tokens = [], self._options.output_tokens
+        for case in cases:
+            concurrency, num_stages = case.group.options.concurrency, len(case.group.stages)
+            num_tokens = min(output_tokens, max(_MIN_TOKENS, _TOKENS_TIMES_STAGES // num_stages))
+            simulated = self._simulated(case, output_tokens, num_tokens * concurrency, concurrency)
+            found.append((case, simulated))
+        return found
 
     def _simulated(self, case: _Case, output_tokens: int | None, num_tokens: int, concurrency: int = 1) -> Simulated:
         """Simulate a case. output_tokens: of an answer. num_tokens: tokens after which the simulation ends."""
@@ -215,7 +287,6 @@ def evenly_kept(num_layers: int, skip: float) -> tuple[bool, ...]:
     return tuple(layer in kept for layer in range(num_layers) for _ in range(2))
 
 
-def _num_cohorts(group: ReplicaGroup, concurrency: int) -> int:
+def _num_cohorts(group: Placement, concurrency: int) -> int:
     """Return the default of `ParallelOptions`, but at most the number of sequences."""
-    num_stages = len(group.placement.stages)
-    return min(concurrency, 2 * num_stages if num_stages > 1 else 1)
+    return min(concurrency, 2 * len(group.stages) if len(group.stages) > 1 else 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +19,21 @@ MAX_GPUS = 4096
 REACHED = 0.65  # share of peak arithmetic that large matrix products reach
 
 
+# Operations per byte of memory bandwidth, for GPUs that are not listed. The listed GPUs have 150 to 420.
+_OPERATIONS_PER_BYTE = 200.0
+_PCIE_GB_S = 32.0  # PCIe 4.0 x16
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU. memory_gb: at least so many gigabytes (10**9 bytes). bandwidth_gb_s: of its memory."""
+    """One GPU. memory_gb: at least so many gigabytes (10**9 bytes). bandwidth_gb_s: of its memory. tflops: peak of
+    dense 16-bit arithmetic; None: guessed from the bandwidth. link_gb_s: to other GPUs of its node, per direction."""
 
     name: str
     memory_gb: int
     bandwidth_gb_s: float
+    tflops: float | None = None
+    link_gb_s: float = _PCIE_GB_S
 
     @property
     def label(self) -> str:
@@ -35,6 +44,10 @@ class Gpu:
         """Bytes that are available for weights and KV cache."""
         return int(self.memory_gb * _GB * (1 - RESERVED_SHARE)) - RESERVED_BYTES
 
+    @property
+    def flops(self) -> float:
+        """Peak operations per second."""
+        return (self.tflops or self.bandwidth_gb_s * _OPERATIONS_PER_BYTE / 1000) * 1e12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
@@ -49,22 +62,22 @@ class Accelerator:
         return round(bytes_per_weight * self.flops * REACHED / (2 * self.bytes_per_s))
 
 
-# Memory and bandwidth as in the vendors' data sheets: NVIDIA A100 (SXM), H100 (SXM; PCIe), H200, HGX B200, L40S, L4,
-# GH200 (HBM3; HBM3e), AMD Instinct MI300X.
+# As in the vendors' data sheets: NVIDIA A100 (SXM), H100 (SXM; PCIe), H200, HGX B200, L40S, L4, GH200 (HBM3; HBM3e),
+# AMD Instinct MI300X.
 KNOWN_GPUS = tuple(
-    Gpu(name=name, memory_gb=memory_gb, bandwidth_gb_s=bandwidth_gb_s)
-    for name, memory_gb, bandwidth_gb_s in (
-        ("A100", 40, 1555),
-        ("A100", 80, 2039),
-        ("H100", 80, 3350),
-        ("H100-PCIe", 80, 2000),
-        ("H200", 141, 4800),
-        ("B200", 180, 8000),
-        ("L40S", 48, 864),
-        ("L4", 24, 300),
-        ("GH200", 96, 4000),
-        ("GH200", 144, 4900),
-        ("MI300X", 192, 5300),
+    Gpu(name=name, memory_gb=memory_gb, bandwidth_gb_s=bandwidth_gb_s, tflops=tflops, link_gb_s=link_gb_s)
+    for name, memory_gb, bandwidth_gb_s, tflops, link_gb_s in (
+        ("A100", 40, 1555, 312, 300),
+        ("A100", 80, 2039, 312, 300),
+        ("H100", 80, 3350, 989, 450),
+        ("H100-PCIe", 80, 2000, 756, _PCIE_GB_S),
+        ("H200", 141, 4800, 989, 450),
+        ("B200", 180, 8000, 2250, 900),
+        ("L40S", 48, 864, 362, _PCIE_GB_S),
+        ("L4", 24, 300, 121, _PCIE_GB_S),
+        ("GH200", 96, 4000, 989, 450),
+        ("GH200", 144, 4900, 989, 450),
+        ("MI300X", 192, 5300, 1307, 448),
     )
 )
 _PART = re.compile(
@@ -119,11 +132,9 @@ def gpu_called(product: str, num_bytes: int) -> Gpu:
 def gpus_spec(gpus: Sequence[Gpu]) -> str:
     """Return the shortest text that `parse_gpus` reads as these GPUs."""
     runs = [(gpu, len(list(alike))) for gpu, alike in itertools.groupby(gpus)]
-    return ",".join(f"{count}x{_spec(gpu)}" for gpu, count in runs)
-
-
-def _spec(gpu: Gpu) -> str:
-    return gpu.label if gpu in KNOWN_GPUS else f"{gpu.label}@{gpu.bandwidth_gb_s}"
+    return ",".join(
+        f"{count}x{gpu.label}" + ("" if gpu in KNOWN_GPUS else f"@{gpu.bandwidth_gb_s}") for gpu, count in runs
+    )
 
 
 def are_ranks_alike(gpus: Sequence[Gpu], num_ranks: int) -> bool:
@@ -133,22 +144,20 @@ def are_ranks_alike(gpus: Sequence[Gpu], num_ranks: int) -> bool:
 
 
 def _groups(spec: str) -> list[_Group]:
-    return [_group(part.strip(), spec) for part in spec.split(",")]
-
-
-def _group(part: str, spec: str) -> _Group:
-    found = _PART.fullmatch(part)
-    if found is None:
-        raise _unknown(part, part, spec)
-    # A single count matches the group `nodes`.
-    counts = [int(count) for count in found.group("nodes", "count") if count is not None]
-    if 0 in counts:
-        raise _refused(spec, f"{part!r} has a count of 0")
-    gpu = _gpu(found["model"], found["bandwidth"])
-    if gpu is None:
-        raise _unknown(found["model"], part, spec)
-    num_nodes, of_a_node = counts if len(counts) == 2 else (1, counts[0] if counts else 1)
-    return _Group(gpu, num_nodes * of_a_node, of_a_node if len(counts) == 2 else None)
+    groups = []
+    for part in map(str.strip, spec.split(",")):
+        found = _PART.fullmatch(part)
+        if found is None:
+            raise _unknown(part, part, spec)
+        # A single count matches the group `nodes`.
+        counts = [int(count) for count in found.group("nodes", "count") if count is not None]
+        if 0 in counts:
+            raise _refused(spec, f"{part!r} has a count of 0")
+        gpu = _gpu(found["model"], found["bandwidth"])
+        if gpu is None:
+            raise _unknown(found["model"], part, spec)
+        groups.append(_Group(gpu, math.prod(counts), counts[1] if len(counts) == 2 else None))
+    return groups
 
 
 def _gpu(model: str, bandwidth: str | None) -> Gpu | None:

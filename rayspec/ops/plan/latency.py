@@ -10,29 +10,12 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from rayspec.model.sizes import BYTES_PER_LINEAR_WEIGHT, LayerSizes, ModelSizes, Quantization
+from rayspec.model.sizes import BYTES_PER_LINEAR_WEIGHT, ModelSizes, Quantization
 from rayspec.ops.plan.gpus import REACHED, Accelerator, Gpu
 from rayspec.planning.latency import HEAD, Curve, LatencyModel, StaleProfileError
 from rayspec.types import ConfigError
 
 _GB = 10**9
-# Peak of dense 16-bit arithmetic in Tflop/s, as in the vendors' data sheets.
-TFLOPS = {
-    "A100": 312.0,
-    "H100": 989.0,
-    "H100-PCIe": 756.0,
-    "H200": 989.0,
-    "B200": 2250.0,
-    "L40S": 362.0,
-    "L4": 121.0,
-    "GH200": 989.0,
-    "MI300X": 1307.0,
-}
-# Operations per byte of memory bandwidth, for GPUs that are not listed. The listed GPUs have 150 to 420.
-_OPERATIONS_PER_BYTE = 200.0
-# Links between GPUs of a node, per direction: NVLink and the like as in the data sheets, else PCIe 4.0 x16.
-_LINK_GB_S = {"A100": 300.0, "H100": 450.0, "H200": 450.0, "GH200": 450.0, "B200": 900.0, "MI300X": 448.0}
-_PCIE_GB_S = 32.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +43,7 @@ class Cut:
         if self.tensor == 1:
             return 0.0
         sent = 2 * (self.tensor - 1) / self.tensor * rows * int(self.config.hidden_size) * self.itemsize
-        return self.all_reduce_s + sent / (_LINK_GB_S.get(self.gpus[stage].name, _PCIE_GB_S) * _GB)
+        return self.all_reduce_s + sent / (self.gpus[stage].link_gb_s * _GB)
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -86,25 +69,29 @@ class Predicted:
     prefill: LatencyModel
 
 
-def roofline(cut: Cut, *, efficiency: float) -> Predicted:
+def roofline(cut: Cut, efficiency: float) -> Predicted:
     """Predict by rooflines: a forward pass reads all weights and its keys and values at `efficiency` of the bandwidth.
 
     Where the arithmetic takes longer, at 65 % of its peak, its time counts instead. A prompt's attention scores always
     count in addition. Every rank reads the whole LM head. A mixture is assumed to run all its experts.
     """
+    num_heads = int(cut.config.num_attention_heads)
+    # Per prompt row and attended token, in one layer: for the scores and the weighted sum.
+    score_flops = 4 * num_heads * int(getattr(cut.config, "head_dim", None) or cut.config.hidden_size // num_heads)
     decode: dict[str, Curve] = {}
     prefill: dict[str, Curve] = {}
     names = []
     for stage, span in enumerate(cut.layers):
-        accelerator = _accelerator(cut.gpus[stage], efficiency)
+        gpu = cut.gpus[stage]
+        accelerator = _accelerator(gpu, efficiency)
         for layer in (cut.sizes.layers[number] for number in span):
             for index, num_bytes in enumerate(layer.sublayer_bytes):
-                seen = _seen_share(layer, cut.context) if index == 0 else 0.0
-                name = f"{num_bytes} bytes, {seen:g} of context, {accelerator.name}"
+                # The share of the context that the layer's attention reads.
+                seen = layer.kv_bytes_read(cut.context) / (layer.kv_bytes_per_token * cut.context) if index == 0 else 0
+                name = f"{num_bytes} bytes, {seen:g} of context, {gpu.label}"
                 base = _exchanging(cut, stage, _weights(num_bytes, cut.bytes_per_weight, accelerator))
                 decode[name] = replace(base, kv_s=seen * layer.kv_bytes_per_token / accelerator.bytes_per_s)
-                score_flops = seen * _score_flops(cut.config) / cut.tensor
-                prefill[name] = replace(base, score_s=score_flops / (accelerator.flops * REACHED))
+                prefill[name] = replace(base, score_s=seen * score_flops / cut.tensor / (gpu.flops * REACHED))
                 names.append(name)
     head = _weights(cut.sizes.head_bytes, cut.itemsize, _accelerator(cut.gpus[-1], efficiency))
     model = LatencyModel(
@@ -162,20 +149,8 @@ def load_profile(path: Path) -> tuple[LatencyModel, dict[str, Any]]:
         ) from error
 
 
-def _score_flops(config: PretrainedConfig) -> int:
-    """Return the operations per prompt row and attended token, in one layer: for the scores and the weighted sum."""
-    num_heads = int(config.num_attention_heads)
-    return 4 * num_heads * int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
-
-
-def _seen_share(layer: LayerSizes, context: int) -> float:
-    """Return the share of the context that the layer's attention reads."""
-    return layer.kv_bytes_read(context) / (layer.kv_bytes_per_token * context)
-
-
 def _accelerator(gpu: Gpu, efficiency: float) -> Accelerator:
-    flops = TFLOPS.get(gpu.name, gpu.bandwidth_gb_s * _OPERATIONS_PER_BYTE / 1000) * 1e12
-    return Accelerator(name=gpu.label, bytes_per_s=gpu.bandwidth_gb_s * _GB * efficiency, flops=flops)
+    return Accelerator(name=gpu.label, bytes_per_s=gpu.bandwidth_gb_s * _GB * efficiency, flops=gpu.flops)
 
 
 def _weights(num_bytes: int, bytes_per_weight: float, accelerator: Accelerator) -> Curve:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
@@ -18,28 +18,14 @@ from rayspec.ops.plan.placement import Placement, place_sizes, placed_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaGroup:
-    """`count` replicas on equal GPUs. gpus: of one replica, in order. concurrency: sequences of each replica."""
-
-    placement: Placement
-    gpus: tuple[Gpu, ...]
-    count: int
-    concurrency: int
-
-    @property
-    def missing_bytes(self) -> int:
-        """Shortage of one rank per stage, summed over stages; if only loading lacks memory, the largest of a GPU."""
-        return self.placement.missing_bytes or self.placement.loading_bytes_missing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Stages, ranks and replicas on given GPUs. sizes: of a tensor-parallel rank."""
+    """Stages, ranks and replicas on given GPUs. groups: placements of replicas on equal GPUs, which are `num_copies`
+    each. sizes: of a tensor-parallel rank."""
 
     stages: int
     tensor: int
     replicas: int
-    groups: tuple[ReplicaGroup, ...]
+    groups: tuple[Placement, ...]
     sizes: ModelSizes
 
     @property
@@ -55,18 +41,31 @@ class Layout:
         return self.stages * self.tensor * self.replicas
 
     @property
+    def concurrency(self) -> int:
+        """Sequences of each replica."""
+        return self.groups[0].options.concurrency
+
+    @property
+    def parallel(self) -> dict[str, int]:
+        """Options of `ParallelOptions`; empty where one process holds the only copy."""
+        if self.num_gpus == 1:
+            return {}
+        replicas = {"replicas": self.replicas} if self.replicas > 1 else {}
+        return {"stages": self.stages, "tensor": self.tensor} | replicas
+
+    @property
     def fits(self) -> bool:
         return self.missing_bytes == 0
 
     @property
     def missing_bytes(self) -> int:
         """Shortage over all GPUs, for weights and KV cache or else during loading; 0 where everything fits."""
-        return sum(group.missing_bytes * self.tensor * group.count for group in self.groups)
+        return sum(group.shortage * self.tensor * group.num_copies for group in self.groups)
 
     @property
     def bytes_left(self) -> int:
         """Free bytes on the fullest GPU."""
-        return min(stage.bytes_left for group in self.groups for stage in group.placement.stages)
+        return min(stage.bytes_left for group in self.groups for stage in group.stages)
 
 
 def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int | None = None) -> Iterator[Layout]:
@@ -80,9 +79,7 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
     """
     gpus = parse_gpus(options.gpus)
     dtype = placed_dtype(options.dtype, config)
-    # Ranks cannot split quantized weights.
-    degrees = [1] if options.quantization else _tensor_degrees(config, gpus, options.max_ranks)
-    for tensor in degrees:
+    for tensor in _tensor_degrees(config, gpus, options):
         sizes = model_sizes(
             config,
             dtype=dtype,
@@ -90,72 +87,48 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
             tensor=tensor,
             draft_weights=options.draft_weights,
         )
-        maker = _Maker(gpus, sizes, dtype, tensor, options)
-        num_groups = len(gpus) // tensor
-        if sizes.splits:
-            stages = {min(num_groups // replicas, len(sizes.layers)) for replicas in range(1, num_groups + 1)}
-        elif tensor > 1:
-            break
-        else:
-            stages = {1}
-        for count in sorted(stages):
-            most = num_groups // count if max_replicas is None else min(num_groups // count, max_replicas)
-            yield maker.layout(count, min(most, options.concurrency))
-        fewest = maker.fewest_stages
-        if fewest is not None and fewest not in stages:
-            yield maker.layout(fewest, 1)
+        if sizes.splits or tensor == 1:
+            yield from _with_ranks(tensor, gpus, sizes, dtype, options, max_replicas)
 
 
-def _tensor_degrees(config: PretrainedConfig, gpus: Sequence[Gpu], gpus_per_node: int) -> list[int]:
+def _with_ranks(
+    tensor: int,
+    gpus: Sequence[Gpu],
+    sizes: ModelSizes,
+    dtype: torch.dtype,
+    options: PlanOptions,
+    max_replicas: int | None,
+) -> Iterator[Layout]:
+    def placed(gpus: Sequence[Gpu], stages: int | None, concurrency: int) -> Placement:
+        own = {"gpus": gpus_spec(gpus), "stages": stages, "tensor": tensor, "concurrency": concurrency}
+        return place_sizes(sizes, dtype, PlacementOptions(**options.load | own))
+
+    num_groups = len(gpus) // tensor
+    stages = {min(num_groups // replicas, len(sizes.layers)) for replicas in range(1, num_groups + 1)}
+    most = min(options.concurrency, max_replicas or num_groups)
+    replicas_of = {count: min(num_groups // count, most) for count in (sorted(stages) if sizes.splits else [1])}
+    fewest = placed(gpus, None, options.concurrency)
+    if fewest.fits:
+        replicas_of.setdefault(len(fewest.stages), 1)
+    for count, replicas in replicas_of.items():
+        # Replica after replica takes GPUs in their order; sequences are divided evenly.
+        size, concurrency = count * tensor, math.ceil(options.concurrency / replicas)
+        alike = Counter(tuple(gpus[first * size : (first + 1) * size]) for first in range(replicas))
+        groups = [replace(placed(own, count, concurrency), num_copies=copies) for own, copies in alike.items()]
+        yield Layout(stages=count, tensor=tensor, replicas=replicas, groups=tuple(groups), sizes=sizes)
+
+
+def _tensor_degrees(config: PretrainedConfig, gpus: Sequence[Gpu], options: PlanOptions) -> list[int]:
     """Return powers of two that divide the attention heads and keep each stage on one node and one kind of GPU."""
+    if options.quantization:  # ranks cannot split quantized weights
+        return [1]
     num_heads = int(getattr(config.get_text_config(decoder=True), "num_attention_heads", 1))
-    most = min(len(gpus), gpus_per_node)
+    most = min(len(gpus), options.max_ranks)
     powers = itertools.takewhile(lambda degree: degree <= most, (2**power for power in itertools.count()))
     return [
         degree
         for degree in powers
         if num_heads % degree == 0
-        and (gpus_per_node % degree == 0 or len(gpus) <= gpus_per_node)
+        and (options.max_ranks % degree == 0 or len(gpus) <= options.max_ranks)
         and are_ranks_alike(gpus, degree)
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Maker:
-    gpus: Sequence[Gpu]
-    sizes: ModelSizes
-    dtype: torch.dtype
-    tensor: int
-    options: PlanOptions
-
-    @property
-    def fewest_stages(self) -> int | None:
-        """Smallest number of stages with which one replica fits; None where no number fits."""
-        placement = self._placed(self.gpus, None, self.options.concurrency)
-        return len(placement.stages) if placement.fits else None
-
-    def layout(self, stages: int, replicas: int) -> Layout:
-        """Return a layout. Replica after replica takes GPUs in their order; sequences are divided evenly."""
-        size, concurrency = stages * self.tensor, math.ceil(self.options.concurrency / replicas)
-        alike = Counter(tuple(self.gpus[first * size : (first + 1) * size]) for first in range(replicas))
-        groups = [
-            ReplicaGroup(
-                placement=self._placed(gpus, stages, concurrency), gpus=gpus, count=count, concurrency=concurrency
-            )
-            for gpus, count in alike.items()
-        ]
-        return Layout(stages=stages, tensor=self.tensor, replicas=replicas, groups=tuple(groups), sizes=self.sizes)
-
-    def _placed(self, gpus: Sequence[Gpu], stages: int | None, concurrency: int) -> Placement:
-        options = self.options
-        asked = PlacementOptions(
-            gpus=gpus_spec(gpus),
-            stages=stages,
-            tensor=self.tensor,
-            context=options.num_tokens,
-            concurrency=concurrency,
-            quantization=options.quantization,
-            draft_weights=options.draft_weights,
-            dtype=options.dtype,
-        )
-        return place_sizes(self.sizes, self.dtype, asked)

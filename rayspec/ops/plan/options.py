@@ -43,6 +43,11 @@ class LoadOptions(Options):
         return value.split(",") if isinstance(value, str) else value
 
     @property
+    def load(self) -> dict[str, Any]:
+        """The options of every `LoadOptions`, by name."""
+        return {name: getattr(self, name) for name in LoadOptions.model_fields}
+
+    @property
     def num_tokens(self) -> int:
         """`context`, once it is set."""
         assert self.context is not None, "for_model sets the context"

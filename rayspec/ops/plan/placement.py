@@ -61,7 +61,12 @@ class Placement:
 
     @property
     def fits(self) -> bool:
-        return self.missing_bytes == 0 and self.loading_bytes_missing == 0
+        return self.shortage == 0
+
+    @property
+    def shortage(self) -> int:
+        """Shortage of one rank per stage, summed over stages; if only loading lacks memory, the largest of a GPU."""
+        return self.missing_bytes or self.loading_bytes_missing
 
     @property
     def step_s(self) -> float:
@@ -86,7 +91,7 @@ def usual_context(config: PretrainedConfig) -> int:
 
 def place(config: PretrainedConfig, options: PlacementOptions) -> Placement:
     """Place a model: stage i runs on `tensor` GPUs from number i * tensor. Without `stages` and `layers`, the number of
-    stages is the smallest that fits. `tensor` is 1 by default. `rayspec.ops.plan.choice.place_best` asks the planner
+    stages is the smallest that fits. `tensor` is 1 by default. `rayspec.ops.plan.forecast.place_best` asks the planner
     for both.
 
     Where nothing fits, layers are spread by time alone, and `missing_bytes` is the shortage. Raises ConfigError for

@@ -10,9 +10,8 @@ from transformers import LlamaConfig
 from rayspec import LLM, demo
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.loading import resolve_max_model_len
-from rayspec.ops.plan.auto import laid_out
-from rayspec.ops.plan.choice import rank_layouts
-from rayspec.ops.plan.found import found_gpus
+from rayspec.ops.plan.auto import found_gpus, laid_out
+from rayspec.ops.plan.forecast import rank_layouts
 from rayspec.ops.plan.gpus import Gpu, parse_gpus
 from rayspec.ops.plan.options import PlanOptions
 from rayspec.types import ConfigError
@@ -38,7 +37,7 @@ def test_the_layout_is_the_planners(model: LlamaConfig, gpus: str, count: int) -
     spec = f"{count}x{gpus}"
     best = rank_layouts(model, PlanOptions(gpus=spec)).best
     assert chosen.parallel == ParallelOptions(stages=best.stages, tensor=best.tensor, replicas=best.replicas)
-    assert (chosen.max_num_seqs, chosen.max_model_len) == (best.groups[0].concurrency, 16384)
+    assert (chosen.max_num_seqs, chosen.max_model_len) == (best.concurrency, 16384)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.errors import ConfigError
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.k8s.sizing import ClusterPlan, plan_cluster
-from rayspec.ops.plan.choice import place_best, rank_layouts
-from rayspec.ops.plan.flags import flags_of
+from rayspec.ops.plan.forecast import place_best, rank_layouts
 from rayspec.ops.plan.layouts import Layout
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.ops.plan.placement import Placement, place
+from rayspec.ops.plan.report import flags_of
 
 MODELS = Path(__file__).parents[3] / "k8s" / "models"
 Shape = tuple[int, int, int, int]  # stages, ranks, copies, sequences of a copy
@@ -61,7 +61,7 @@ def placed(config: LlamaConfig, gpus: str, **options: Any) -> tuple[Placement, .
 
 
 def shape_of(layout: Layout) -> Shape:
-    return layout.stages, layout.tensor, layout.replicas, layout.groups[0].concurrency
+    return layout.stages, layout.tensor, layout.replicas, layout.concurrency
 
 
 def shape_placed(placement: Placement) -> Shape:
@@ -96,7 +96,7 @@ def test_all_three_choose_the_same(gpus: str, rendered: Callable[..., ClusterPla
         return
     [placement] = placed(SMALL, gpus)
     assert shape_placed(placement) == shape_of(best)
-    assert placement.stages == best.groups[0].placement.stages
+    assert placement.stages == best.groups[0].stages
     assert placement.fits
     assert shape_rendered(rendered(SMALL, gpus)) == shape_of(best)
 
@@ -145,7 +145,7 @@ def test_copies_on_unlike_gpus_are_placed_each_and_not_rendered(rendered: Callab
     best = planned(SMALL, "2xH200,2xA100-80G")
     assert len(best.groups) == 2
     placements = placed(SMALL, "2xH200,2xA100-80G")
-    assert [placement.num_copies for placement in placements] == [group.count for group in best.groups]
+    assert [placement.num_copies for placement in placements] == [group.num_copies for group in best.groups]
     assert placements[1].stages[0].device.name.endswith("A100-80G")
     with pytest.raises(ConfigError, match="--replicas 1"):
         rendered(SMALL, "2xH200,2xA100-80G")
