@@ -23,7 +23,7 @@ from rayspec.config import (
 )
 from rayspec.generation import DecodingParams
 from rayspec.ops.k8s.options import RenderOptions
-from rayspec.ops.plan.options import PlacementOptions, PlanOptions
+from rayspec.ops.plan.options import LoadOptions, PlacementOptions, PlanOptions
 from rayspec.serve.options import LLMConfig, ModelLoadingConfig, ServeOptions
 from rayspec.types import ConfigError
 
@@ -32,6 +32,7 @@ REQUIRED: dict[type[Options], dict[str, Any]] = {
     EngineConfig: {"model": "m"},
     LLMConfig: MODEL,
     ModelLoadingConfig: {"model_id": "m"},
+    LoadOptions: {"gpus": "1xH100"},
     PlacementOptions: {"gpus": "1xH100"},
     PlanOptions: {"gpus": "1xH100"},
     ProcessorConfig: {"model_source": "m"},

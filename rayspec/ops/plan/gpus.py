@@ -49,6 +49,7 @@ class Gpu:
         """Peak operations per second."""
         return (self.tflops or self.bandwidth_gb_s * _OPERATIONS_PER_BYTE / 1000) * 1e12
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
     """bytes_per_s: peak memory bandwidth. flops: peak dense 16-bit operations per second."""
