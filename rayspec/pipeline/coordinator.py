@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -48,7 +49,6 @@ from rayspec.pipeline.messages import (
     TargetFeature,
     TimedHops,
     TimeHops,
-    VarySublayer,
 )
 from rayspec.pipeline.stage_worker import stage_name
 from rayspec.pipeline.transport import Secret, node_address
@@ -82,6 +82,7 @@ class Coordinator:
 
     def __init__(self, spec: CoordinatorSpec) -> None:
         self._spec = spec
+        self._stages = [stage_name(stage) for stage in range(len(spec.spans))]
         self._address: Future[str] = Future()
         self._num_answers = 0
 
@@ -99,7 +100,7 @@ class Coordinator:
         self._address.set_result(endpoint.address)
         try:
             while True:
-                self._serve_one(endpoint)
+                self.serve_one(endpoint)
         except Stopped:
             return
         except Exception as error:
@@ -109,56 +110,55 @@ class Coordinator:
         finally:
             endpoint.close()
 
-    def _serve_one(self, endpoint: Endpoint) -> None:
-        try:
+    def serve_one(self, endpoint: Endpoint) -> None:
+        """Wait for the next question and answer it. A new epoch ends the work on it."""
+        with suppress(NewEpoch):
             received = endpoint.take_deferred() or endpoint.receive()
-            message = received.message if received is not None else None
-            if isinstance(message, Search):
-                endpoint.send(ENGINE, self._search(endpoint, message))
-            elif isinstance(message, Profile):
-                endpoint.send(ENGINE, self._profile(endpoint))
-            elif isinstance(message, TimeHops):
-                state = torch.zeros(message.num_bytes, dtype=torch.uint8)
-                endpoint.send(
-                    ENGINE,
-                    TimedHops(epoch=endpoint.epoch, hops_s=self._time_hops(endpoint, state, message.num_samples)),
-                )
-        except NewEpoch:
-            return
+            match received.message if received is not None else None:
+                case Search() as message:
+                    endpoint.send(ENGINE, self._search(endpoint, message))
+                case Profile():
+                    stages = measured_stages(endpoint, self._stages)
+                    hops_s = self._hops_s(endpoint, torch.zeros(1, 1, self._spec.hidden_size), _NUM_HOPS)
+                    link_s = [float(np.median(link)) for link in hops_s] or [0.0]
+                    endpoint.send(ENGINE, Profiled(epoch=endpoint.epoch, stages=stages, link_s=link_s))
+                case TimeHops(num_bytes=num_bytes, num_samples=num_samples):
+                    hops_s = self._hops_s(endpoint, torch.zeros(num_bytes, dtype=torch.uint8), num_samples)
+                    endpoint.send(ENGINE, TimedHops(epoch=endpoint.epoch, hops_s=hops_s))
 
     def _search(self, endpoint: Endpoint, message: Search) -> Searched:
         started = time.perf_counter()
         search = RemoteSearch(endpoint, message, self._spec.spans)
+        found, reason = None, ""
         try:
             search.begin()
-            num_sublayers = self._spec.spans[-1][1]
-            found = answer(message.question, search, num_sublayers=num_sublayers, started=started)
+            found = answer(message.question, search, num_sublayers=self._spec.spans[-1][1], started=started)
+            self._num_answers += 1
         except SearchFailedError as error:
-            return Searched(
-                epoch=endpoint.epoch,
-                search_id=message.search_id,
-                version=self._num_answers,
-                answer=None,
-                reason=str(error),
-            )
+            reason = str(error)
         finally:
             search.end()
-        self._num_answers += 1
-        return Searched(epoch=endpoint.epoch, search_id=message.search_id, version=self._num_answers, answer=found)
-
-    def _profile(self, endpoint: Endpoint) -> Profiled:
-        stages = measured_stages(endpoint, [stage_name(stage) for stage in range(len(self._spec.spans))])
-        state = torch.zeros(1, 1, self._spec.hidden_size)
-        hops_s = self._time_hops(endpoint, state, _NUM_HOPS)
-        return Profiled(
-            epoch=endpoint.epoch, stages=stages, link_s=[float(np.median(link)) for link in hops_s] or [0.0]
+        return Searched(
+            epoch=endpoint.epoch,
+            search_id=message.search_id,
+            version=self._num_answers,
+            answer=found,
+            reason=reason,
         )
 
-    def _time_hops(self, endpoint: Endpoint, state: Tensor, num_samples: int) -> list[list[float]]:
-        """Return seconds of hops with this tensor, from each stage to the next one and from the last to the first."""
-        names = [stage_name(stage) for stage in range(len(self._spec.spans))]
-        links = zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ()
-        return [_hops_s(endpoint, here, there, state, num_samples) for here, there in links]
+    def _hops_s(self, endpoint: Endpoint, state: Tensor, num_samples: int) -> list[list[float]]:
+        """Return seconds of hops with this tensor, from each stage to the next one and from the last to the first. A
+        hop is half of a round trip by the clock of one stage, because clocks of two machines may differ."""
+        names, links = self._stages, list[list[float]]()
+        for here, there in zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ():
+            samples: list[float] = []
+            while len(samples) < num_samples:
+                route = [*[here, there] * _LAP_LENGTH, here]
+                endpoint.send(route[0], Lap(epoch=endpoint.epoch, route=[*route[1:], COORDINATOR]), [state])
+                stamps = _await(endpoint, Lap, _ANSWER_TIMEOUT_S).message.stamps[::2]
+                samples += [(after - before) / 2 for before, after in itertools.pairwise(stamps)]
+            links.append(samples[:num_samples])
+        return links
 
 
 def measured_stages(endpoint: Endpoint, names: Sequence[str]) -> list[Measured]:
@@ -176,17 +176,6 @@ def measured_stages(endpoint: Endpoint, names: Sequence[str]) -> list[Measured]:
         if stages := waiting[endpoint.host_of(received.sender)]:
             endpoint.send(stages.pop(), Measure(epoch=endpoint.epoch))
     return [found[name] for name in names]
-
-
-def _hops_s(endpoint: Endpoint, here: str, there: str, state: Tensor, num_samples: int) -> list[float]:
-    """Time hops, each as half of a round trip by the clock of `here`: clocks of two machines may differ."""
-    samples: list[float] = []
-    while len(samples) < num_samples:
-        route = [*[here, there] * _LAP_LENGTH, here]
-        endpoint.send(route[0], Lap(epoch=endpoint.epoch, route=[*route[1:], COORDINATOR]), [state])
-        stamps = _await(endpoint, Lap, _ANSWER_TIMEOUT_S).message.stamps[::2]
-        samples += [(after - before) / 2 for before, after in itertools.pairwise(stamps)]
-    return samples[:num_samples]
 
 
 def _await(endpoint: Endpoint, kind: type[M], timeout_s: float) -> Any:
@@ -228,13 +217,8 @@ class RemoteSearch:
     def begin(self) -> None:
         """Let the shards prepare the tapped states. Raises SearchFailedError if a shard has dropped some of them."""
         message = self._message
+        seek = Seek(epoch=self._endpoint.epoch, search_id=message.search_id, tokens=message.tokens, rows=message.rows)
         for stage in range(len(self._spans)):
-            seek = Seek(
-                epoch=self._endpoint.epoch,
-                search_id=message.search_id,
-                tokens=message.tokens,
-                rows=message.rows,
-            )
             self._endpoint.send(stage_name(stage), seek)
         for _ in self._spans:
             self._answer()
@@ -248,19 +232,15 @@ class RemoteSearch:
         """Return a copy of the first state, because the search may start again."""
         return self.gather([RemoteBatch(0, 0, 1)], np.zeros(1, np.int64))
 
-    def run(self, sublayer: int, choice: Choice, states: Any) -> RemoteBatch:
+    def run(self, sublayer: int, choice: Choice, states: Any, *, varied: bool = False) -> RemoteBatch:
         stage = self._stage_of[sublayer]
         here = self._brought(states, stage)
         result = self._new(stage, here.num_states)
-        self._pending[stage].append(RunSublayer(sublayer, choice, here.number, result.number))
+        self._pending[stage].append(RunSublayer(sublayer, choice, here.number, result.number, varied))
         return result
 
     def vary(self, sublayer: int, choice: Choice, states: Any) -> RemoteBatch:
-        stage = self._stage_of[sublayer]
-        here = self._brought(states, stage)
-        result = self._new(stage, here.num_states)
-        self._pending[stage].append(VarySublayer(sublayer, choice, here.number, result.number))
-        return result
+        return self.run(sublayer, choice, states, varied=True)
 
     def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> RemoteBatch:
         stage = max(batch.stage for batch in batches)
@@ -310,11 +290,7 @@ class RemoteSearch:
 
     def _flush(self, stage: int) -> Sequence[float]:
         operations, self._pending[stage] = self._pending[stage], []
-        expand = Expand(
-            epoch=self._endpoint.epoch,
-            search_id=self._message.search_id,
-            operations=operations,
-        )
+        expand = Expand(epoch=self._endpoint.epoch, search_id=self._message.search_id, operations=operations)
         self._endpoint.send(stage_name(stage), expand)
         return self._answer().values
 

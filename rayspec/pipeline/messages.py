@@ -196,21 +196,14 @@ class Seek(Message, frozen=True, kw_only=True):
 
 
 class RunSublayer(msgspec.Struct, frozen=True, tag="run"):
-    """Run a sublayer on the batch `source`; the result is the batch `into`."""
+    """Run a sublayer on the batch `source`; the result is the batch `into`. varied: the sublayer has run in full on
+    `source`, and another choice is approximated, see `Expansion.vary`."""
 
     sublayer: int
     choice: Choice
     source: int
     into: int
-
-
-class VarySublayer(msgspec.Struct, frozen=True, tag="vary"):
-    """Approximate another choice of a sublayer that has run in full on `source`, see `Expansion.vary`."""
-
-    sublayer: int
-    choice: Choice
-    source: int
-    into: int
+    varied: bool = False
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
@@ -253,9 +246,7 @@ class Ship(msgspec.Struct, frozen=True, tag="ship"):
     peer: str
 
 
-Operation: TypeAlias = (
-    RunSublayer | VarySublayer | Gather | Similarity | Agreement | TargetCosines | TargetFeature | Ship | Drop
-)
+Operation: TypeAlias = RunSublayer | Gather | Similarity | Agreement | TargetCosines | TargetFeature | Ship | Drop
 
 
 class Expand(Message, frozen=True, kw_only=True):

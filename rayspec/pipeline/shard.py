@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from rayspec.choices import Choice
 from rayspec.config import EngineConfig
@@ -26,7 +25,7 @@ from rayspec.decode.loading import (
     resolve_max_model_len,
 )
 from rayspec.decode.profile import BUDGET_S, measurements
-from rayspec.decode.runner import Runner, ways_of
+from rayspec.decode.runner import ways_of
 from rayspec.decode.stages import SpanRunner
 from rayspec.decode.work import Prefill
 from rayspec.errors import TransportError
@@ -50,7 +49,7 @@ from rayspec.pipeline.messages import (
     Used,
 )
 from rayspec.pipeline.ranks import LeadingSpan, follow
-from rayspec.pipeline.stage_worker import Placed, StageWorker, stage_name
+from rayspec.pipeline.stage_worker import StageWorker, stage_name
 from rayspec.pipeline.tensor_parallel import RankGroup, free_address, split_tensor_parallel
 from rayspec.pipeline.transport import Secret, node_address
 from rayspec.planning.latency import Measurement
@@ -133,6 +132,11 @@ class Shard:
     Call `load`, then `serve`, which returns only at the end. Call `address` meanwhile, from another thread.
     """
 
+    span: SpanRunner
+    head: Head | None
+    worker: StageWorker
+    _endpoint: Endpoint
+
     def __init__(self, spec: ShardSpec) -> None:
         self._spec = spec
         self._address: Future[str] = Future()
@@ -183,7 +187,7 @@ class Shard:
         span = prepare_span(spec.config, model, parts, split)
         self._parts, self._offloaded = span.parts, span.offloaded
         return Loaded(
-            device=_device_name(self._device),
+            device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
             dtype=str(self._parts.dtype).removeprefix("torch."),
             weight_bytes=span.weight_bytes + sum(bytes_of_copies(self._parts).values()),
             ways=ways_of(self._parts, choices_here(spec.config, self._parts)),
@@ -202,119 +206,115 @@ class Shard:
         """Serve until the engine sends Stop. Report any error to the engine, then raise it."""
         endpoint = Endpoint(self._spec.name, self._spec.secret, host=node_address(), ranks=self._spec.ranks)
         try:
-            span = self._make_span(size, endpoint)
-            worker = self._make_worker(span)
+            self.prepare(endpoint, size)
             self._address.set_result(endpoint.address)
-            self._serve(endpoint, worker, span)
+            while True:
+                self._serve_epoch()
         except Stopped:
             return
         except Exception as error:
             if not self._address.done():
                 self._address.set_exception(error)
-            _report(endpoint, error)
+            if endpoint.epoch:
+                endpoint.send(ENGINE, Broken(epoch=endpoint.epoch, reason=f"{type(error).__name__}: {error}"))
+                time.sleep(0.2)  # for the message to leave
             raise
         finally:
             endpoint.close()
 
-    def _serve(self, endpoint: Endpoint, worker: StageWorker, span: SpanRunner) -> None:
-        while True:
-            try:
-                self._serve_epoch(endpoint, worker, span)
-            except NewEpoch:  # noqa: PERF203 - once in a while
-                if self._spec.rank == 0:  # the other ranks forget when the leader announces it, which may be later
-                    self._inbox.clear()
-                    worker.forget()
-            except TransportError as error:
-                self._inbox.clear()
-                endpoint.send(ENGINE, Broken(epoch=endpoint.epoch, reason=str(error), ended=False))
+    def prepare(self, endpoint: Endpoint, size: CacheSize) -> None:
+        """Make the KV cache and all else that serving needs, after the weights are loaded."""
+        spec, self._endpoint = self._spec, endpoint
+        num_cohorts = spec.config.parallel.num_cohorts if spec.config.parallel else 1
+        # Several cohorts tap at the same time, and the engine may ask about tokens of each.
+        num_taps = spec.config.num_tap_tokens * (1 + num_cohorts)
+        max_model_len = resolve_max_model_len(spec.config, self._parts.config)
+        runner = make_runner(spec.config, self._parts, size, max_model_len)
+        self.span = SpanRunner(runner, num_taps=num_taps)
+        if spec.num_ranks > 1 and spec.rank == 0:
+            followers = [rank_name(spec.stage, rank) for rank in range(1, spec.num_ranks)]
 
-    def _serve_epoch(self, endpoint: Endpoint, worker: StageWorker, span: SpanRunner) -> None:
-        while True:
-            self._collect(endpoint)
-            self._work(endpoint, worker, span, heapq.heappop(self._inbox).received)
+            def announce(message: Follow) -> None:
+                for name in followers:
+                    endpoint.send(name, message)
 
-    def _collect(self, endpoint: Endpoint) -> None:
-        """Queue all messages that have come in; wait for one if the queue is empty."""
-        while (received := endpoint.receive(0.0 if self._inbox else None)) is not None:
-            heapq.heappush(
-                self._inbox, _Due(time.monotonic() + _patience_s(received.message), next(self._order), received)
+            self.span = LeadingSpan(runner, num_taps=num_taps, epoch=lambda: endpoint.epoch, announce=announce)
+        self.head = None
+        if spec.has_head:
+            self.head = Head(
+                runner.head,
+                vocab_size=spec.vocab_size,
+                device=self._device,
+                verification=spec.config.speculation.verification,
+                num_taps=num_taps,
             )
 
-    def _work(self, endpoint: Endpoint, worker: StageWorker, span: SpanRunner, received: Received) -> None:
-        started = time.monotonic()
-        with endpoint.progress.of(type(received.message).__name__, _size(received.message)):
-            match received.message:
-                case Follow():
-                    follow(span, received.message, lambda: self._measurements(span.runner))
-                case Usage():
-                    endpoint.send(ENGINE, self._usage(endpoint.epoch))
-                case message:
-                    if isinstance(message, Measure) and isinstance(span, LeadingSpan):
-                        span.announce(Follow(epoch=endpoint.epoch, measure=True))
-                    for outgoing in worker.handle(message, received.tensors):
-                        self._send(endpoint, outgoing.peer, outgoing.message, outgoing.tensors)
-        if isinstance(received.message, Begin | Forward | Follow):
+        def measure(epoch: int) -> Measured:
+            num_sublayers = len(self._parts.sublayers)
+            return Measured(
+                epoch=epoch,
+                names=self._parts.curve_names,
+                measurements=self._measurements(),
+                transfer_s=self._offloaded.transfer_seconds() if self._offloaded else [0.0] * num_sublayers,
+            )
+
+        self.worker = StageWorker(spec.stage, self._spans, self.span, self.head, measure)
+
+    def _serve_epoch(self) -> None:
+        """Handle messages until a new epoch begins or communication fails. Raises Stopped, and errors of the model."""
+        try:
+            while True:
+                self.collect()
+                self.handle(heapq.heappop(self._inbox).received)
+        except NewEpoch:
+            if self._spec.rank == 0:  # the other ranks forget when the leader announces it, which may be later
+                self._inbox.clear()
+                self.worker.forget()
+        except TransportError as error:
+            self._inbox.clear()
+            self._endpoint.send(ENGINE, Broken(epoch=self._endpoint.epoch, reason=str(error), ended=False))
+
+    def collect(self) -> None:
+        """Queue all messages that have come in; wait for one if the queue is empty."""
+        while (received := self._endpoint.receive(0.0 if self._inbox else None)) is not None:
+            self._queue(received, _patience_s(received.message))
+
+    def _queue(self, received: Received, patience_s: float) -> None:
+        heapq.heappush(self._inbox, _Due(time.monotonic() + patience_s, next(self._order), received))
+
+    def handle(self, received: Received) -> None:
+        """Handle a message, and send the messages that follow from it."""
+        started, message, endpoint = time.monotonic(), received.message, self._endpoint
+        with endpoint.progress.of(type(message).__name__, _size(message)):
+            if isinstance(message, Follow):
+                follow(self.span, message, self._measurements)
+            elif isinstance(message, Usage):
+                endpoint.send(ENGINE, self.usage(endpoint.epoch))
+            else:
+                if isinstance(message, Measure) and isinstance(self.span, LeadingSpan):
+                    self.span.announce(Follow(epoch=endpoint.epoch, measure=True))
+                for outgoing in self.worker.handle(message, received.tensors):
+                    if outgoing.peer == self._spec.name:  # the only stage: its next pass is queued like any message
+                        again = Received(outgoing.peer, outgoing.message, list(outgoing.tensors))  # type: ignore[arg-type]
+                        self._queue(again, 0.0)
+                    else:
+                        endpoint.send(outgoing.peer, outgoing.message, outgoing.tensors)
+        if isinstance(message, Begin | Forward | Follow):
             self._num_passes += 1
         self._busy_s += time.monotonic() - started
 
-    def _send(self, endpoint: Endpoint, peer: str, message: Message, tensors: Sequence[Tensor]) -> None:
-        if peer == self._spec.name:  # the only stage: its next pass is queued like any message
-            due = _Due(time.monotonic(), next(self._order), Received(peer, message, list(tensors)))  # type: ignore[arg-type]
-            heapq.heappush(self._inbox, due)
-        else:
-            endpoint.send(peer, message, tensors)
-
-    def _usage(self, epoch: int) -> Used:
+    def usage(self, epoch: int) -> Used:
+        """Return how busy this shard was since the last call."""
         now = time.monotonic()
         used = Used(epoch=epoch, busy_s=self._busy_s, elapsed_s=now - self._asked_at, num_passes=self._num_passes)
         self._busy_s, self._num_passes, self._asked_at = 0.0, 0, now
         return used
 
-    def _make_span(self, size: CacheSize, endpoint: Endpoint) -> SpanRunner:
-        spec = self._spec
-        max_model_len = resolve_max_model_len(spec.config, self._parts.config)
-        runner = make_runner(spec.config, self._parts, size, max_model_len)
-        if spec.num_ranks == 1 or spec.rank > 0:
-            return SpanRunner(runner, num_taps=_num_taps(spec.config))
-        followers = [rank_name(spec.stage, rank) for rank in range(1, spec.num_ranks)]
-
-        def announce(message: Follow) -> None:
-            for name in followers:
-                endpoint.send(name, message)
-
-        return LeadingSpan(
-            runner, num_taps=_num_taps(self._spec.config), epoch=lambda: endpoint.epoch, announce=announce
-        )
-
-    def _make_worker(self, span: SpanRunner) -> StageWorker:
-        spec = self._spec
-        head = None
-        if spec.has_head:
-            head = Head(
-                span.runner.head,
-                vocab_size=spec.vocab_size,
-                device=self._device,
-                verification=spec.config.speculation.verification,
-                num_taps=_num_taps(spec.config),
-            )
-
-        num_sublayers = len(self._parts.sublayers)
-
-        def measure(epoch: int) -> Measured:
-            return Measured(
-                epoch=epoch,
-                names=self._parts.curve_names,
-                measurements=self._measurements(span.runner),
-                transfer_s=self._offloaded.transfer_seconds() if self._offloaded else [0.0] * num_sublayers,
-            )
-
-        return StageWorker(Placed(spec.stage, self._spans), span, head, measure)
-
-    def _measurements(self, runner: Runner) -> list[Measurement]:
+    def _measurements(self) -> list[Measurement]:
         """Measure this rank's part of the stage. All ranks of a stage must call this, because they run the same passes
         together."""
         budget_s = BUDGET_S if self._spec.num_ranks == 1 else None
-        return measurements(runner, self._offloaded, device=self._spec.name, budget_s=budget_s)
+        return measurements(self.span.runner, self._offloaded, device=self._spec.name, budget_s=budget_s)
 
 
 def _patience_s(message: Message) -> float:
@@ -332,22 +332,3 @@ def _size(message: Message) -> int | None:
         return message.work.num_rows
     work = message.work if isinstance(message, Forward | Follow) else None
     return sum(span.num_rows for span in work.rows) if work is not None else None
-
-
-def _num_taps(config: EngineConfig) -> int:
-    """Return how many taps to keep (a tap is a token's hidden states at all sublayer boundaries).
-
-    Several cohorts tap at the same time, and the engine may ask about tokens of each.
-    """
-    num_cohorts = config.parallel.num_cohorts if config.parallel else 1
-    return config.num_tap_tokens * (1 + num_cohorts)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _report(endpoint: Endpoint, error: Exception) -> None:
-    if endpoint.epoch:
-        endpoint.send(ENGINE, Broken(epoch=endpoint.epoch, reason=f"{type(error).__name__}: {error}"))
-        time.sleep(0.2)  # for the message to leave

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,7 +33,6 @@ from rayspec.pipeline.messages import (
     Message,
     Moved,
     Moves,
-    Operation,
     RunSublayer,
     Seek,
     Ship,
@@ -41,7 +41,6 @@ from rayspec.pipeline.messages import (
     Sought,
     TargetCosines,
     TargetFeature,
-    VarySublayer,
 )
 
 
@@ -59,25 +58,11 @@ class Outgoing:
     tensors: Sequence[Tensor] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Position of a stage in the pipeline: its number, and the sublayers [first, last) of every stage."""
-
-    stage: int
-    spans: Sequence[tuple[int, int]]
-
-    @property
-    def last(self) -> int:
-        return len(self.spans) - 1
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.last
-
-    def next_stage(self, work: Pass) -> int:
-        """Return the next stage with work in the pass; the last one, with the head, always has. Bypass the others."""
-        between = range(self.stage + 1, self.last)
-        return next((stage for stage in between if work.needs(*self.spans[stage])), self.last)
+def next_stage(stage: int, spans: Sequence[tuple[int, int]], work: Pass) -> int:
+    """Return the next stage with work in the pass; the last one, with the head, always has. Bypass the others. spans:
+    the sublayers [first, last) of every stage."""
+    last = len(spans) - 1
+    return next((number for number in range(stage + 1, last) if work.needs(*spans[number])), last)
 
 
 @dataclass(slots=True)
@@ -93,11 +78,20 @@ class StageWorker:
     """Runs passes through its span and returns the messages to send. The stage with the head keeps the script of each
     work under way. It sends the script's passes to the first stage, and finally the result to the engine.
 
-    measure: times the sublayers of the span. `Endpoint.receive` drops messages of older epochs before they come here.
+    stage: its number. spans: the sublayers [first, last) of every stage. measure: times the sublayers of this one.
+    `Endpoint.receive` drops messages of older epochs before they come here.
     """
 
-    def __init__(self, place: Placed, span: SpanRunner, head: Head | None, measure: Callable[[int], Measured]) -> None:
-        self._place = place
+    def __init__(
+        self,
+        stage: int,
+        spans: Sequence[tuple[int, int]],
+        span: SpanRunner,
+        head: Head | None,
+        measure: Callable[[int], Measured],
+    ) -> None:
+        self._stage, self._spans = stage, spans
+        self._is_last = stage == len(spans) - 1
         self._span = span
         self._head = head
         self._measure = measure
@@ -143,19 +137,18 @@ class StageWorker:
         raise AssertionError(f"a stage does not take {type(message).__name__}")
 
     def _pass(self, epoch: int, work: Pass, hidden: Tensor | None, begin: Begin | None) -> list[Outgoing]:
-        if self._place.is_last and begin is not None:
+        if self._is_last and begin is not None:
             self._enter(begin)
         try:
             hidden = self._span.run(work, hidden)
-            if self._place.is_last:
+            if self._is_last:
                 return [self._arrive(epoch, work, hidden)]
         except RuntimeError as error:
-            reason = str(out_of_memory(error))
-            if self._place.is_last:
-                return [self._give_up(Failed(epoch=epoch, work_id=work.round_id, reason=reason))]
-            failed = Failed(epoch=epoch, work_id=work.round_id, reason=reason, begin=begin)
-            return [Outgoing(stage_name(self._place.last), failed)]
-        onward = stage_name(self._place.next_stage(work))
+            failed = Failed(epoch=epoch, work_id=work.round_id, reason=str(out_of_memory(error)))
+            if self._is_last:
+                return [self._give_up(failed)]
+            return [Outgoing(stage_name(len(self._spans) - 1), msgspec.structs.replace(failed, begin=begin))]
+        onward = stage_name(next_stage(self._stage, self._spans, work))
         return [Outgoing(onward, Forward(epoch=epoch, work=work, begin=begin), [hidden])]
 
     def _give_up(self, failed: Failed) -> Outgoing:
@@ -202,47 +195,40 @@ class StageWorker:
             next_tokens = self._head.next_tokens(message.tokens) if self._head is not None else None
             search = self._span.search(message.tokens, message.rows, next_tokens)
         except TapsGoneError:
-            error = f"{stage_name(self._place.stage)} has no states of some tapped tokens any more"
+            error = f"{stage_name(self._stage)} has no states of some tapped tokens any more"
             return Sought(epoch=message.epoch, search_id=message.search_id, error=error)
         self._seeking = _Seeking(message.search_id, search)
-        if self._place.stage == 0:
+        if self._stage == 0:
             self._seeking.batches[0] = search.start()
         return Sought(epoch=message.epoch, search_id=message.search_id)
 
     def _expand(self, message: Expand, seeking: _Seeking) -> Iterator[Outgoing]:
+        search, batches = seeking.search, seeking.batches
         values: Sequence[float] = ()
         shipped = False
         for operation in message.operations:
-            if isinstance(operation, Ship):
-                shipped = True
-                onward = Shipped(epoch=message.epoch, search_id=message.search_id, batch=operation.source)
-                yield Outgoing(operation.peer, onward, [seeking.batches[operation.source]])
-            else:
-                values = _apply(operation, seeking) or values
+            match operation:
+                case RunSublayer(sublayer, choice, source, into, varied):
+                    run = search.vary if varied else search.run
+                    batches[into] = run(sublayer, choice, batches[source])
+                case Gather(sources, index, into):
+                    found = [batches[source] for source in sources]
+                    batches[into] = search.gather(found, np.asarray(index, np.int64))
+                case Similarity(sublayer, source):
+                    values = search.similarity(sublayer, batches[source]).tolist()
+                case Agreement(source):
+                    agreed = search.agreement(batches[source])
+                    arrays = (agreed.num_agreed, agreed.confidence, agreed.missed_confidence)
+                    values = [value for array in arrays for value in array.tolist()]
+                case TargetCosines():
+                    values = search.cosines()
+                case TargetFeature():
+                    values = search.feature()
+                case Drop(source):
+                    del batches[source]
+                case Ship(source, peer):
+                    shipped = True
+                    onward = Shipped(epoch=message.epoch, search_id=message.search_id, batch=source)
+                    yield Outgoing(peer, onward, [batches[source]])
         if not shipped:
-            answer = Sought(epoch=message.epoch, search_id=message.search_id, values=values)
-            yield Outgoing(COORDINATOR, answer)
-
-
-def _apply(operation: Operation, seeking: _Seeking) -> list[float]:
-    search, batches = seeking.search, seeking.batches
-    match operation:
-        case RunSublayer():
-            batches[operation.into] = search.run(operation.sublayer, operation.choice, batches[operation.source])
-        case VarySublayer():
-            batches[operation.into] = search.vary(operation.sublayer, operation.choice, batches[operation.source])
-        case Gather():
-            sources = [batches[source] for source in operation.sources]
-            batches[operation.into] = search.gather(sources, np.asarray(operation.index, np.int64))
-        case Similarity():
-            return search.similarity(operation.sublayer, batches[operation.source]).tolist()  # type: ignore[no-any-return]
-        case Agreement():
-            found = search.agreement(batches[operation.source])
-            return [*found.num_agreed.tolist(), *found.confidence.tolist(), *found.missed_confidence.tolist()]
-        case TargetCosines():
-            return search.cosines()
-        case TargetFeature():
-            return search.feature()
-        case Drop():
-            del batches[operation.source]
-    return []
+            yield Outgoing(COORDINATOR, Sought(epoch=message.epoch, search_id=message.search_id, values=values))

@@ -205,29 +205,24 @@ class LoopShard(Shard):
         first, last = spans[spec.stage]
         self._parts = span_parts(spec.config.model, first // 2, last // 2, quantised)
         self.endpoint = _LoopEndpoint(spec.name, SECRET, host="", ranks=spec.ranks)
-        self.span = self._make_span(size, self.endpoint)
-        self._worker = self._make_worker(self.span)
-
-    @property
-    def head(self) -> Any:
-        return self._worker._head
+        self.prepare(self.endpoint, size)
 
     def step(self) -> None:
         try:
             while (received := self.endpoint.receive(0.0)) is not None:
-                self._work(self.endpoint, self._worker, self.span, received)
+                self.handle(received)
             while self._inbox:
-                self._work(self.endpoint, self._worker, self.span, self._inbox.pop(0).received)
+                self.handle(self._inbox.pop(0).received)
         except NewEpoch:
             self._inbox.clear()
-            self._worker.forget()
+            self.worker.forget()
 
 
 def _serve(coordinator: Coordinator, endpoint: Endpoint) -> None:
     """What has come in, and what was deferred meanwhile."""
-    coordinator._serve_one(endpoint)
+    coordinator.serve_one(endpoint)
     while endpoint._deferred:
-        coordinator._serve_one(endpoint)
+        coordinator.serve_one(endpoint)
 
 
 class LoopStages(RayStages):
@@ -365,7 +360,7 @@ class LoopEngine:
         assert len(last.head._samplers) == len(unsaid)
         assert not self.engine.stages._work
         for shard in self.replica.parts.values():
-            assert not shard._worker._scripts
+            assert not shard.worker._scripts
             assert len(shard.span._saved) <= given_up
 
     def passes_seen(self, stage: int) -> list[Pass]:

@@ -32,7 +32,7 @@ from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan
 from rayspec.pipeline.coordinator import RemoteBatch, RemoteSearch, measured_stages
 from rayspec.pipeline.endpoint import COORDINATOR, Received
-from rayspec.pipeline.messages import Measure, Measured, Searched, Seek, Ship, VarySublayer, encode
+from rayspec.pipeline.messages import Measure, Measured, RunSublayer, Searched, Seek, Ship, encode
 from rayspec.pipeline.stage_worker import stage_name
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import Plan, RayspecError
@@ -152,7 +152,7 @@ def test_stages_find_what_one_process_finds(family: str, num_stages: int) -> Non
         assert len({draft.choices for draft in expected.drafts}) == len(expected.drafts)
         run.engine.stages.wait()
         for shard in run.replica.parts.values():
-            assert shard._worker._seeking is None
+            assert shard.worker._seeking is None
 
 
 CHOOSING = Knapsack(
@@ -190,7 +190,7 @@ def test_stages_vary_states_as_one_process_does(num_stages: int) -> None:
             assert there.num_agreed == here.num_agreed
         assert found[-2].choices == ("int4",) * 8
         operations = [op for _, message in run.loop.delivered for op in getattr(message, "operations", ())]
-        assert any(isinstance(op, VarySublayer) for op in operations)
+        assert any(isinstance(op, RunSublayer) and op.varied for op in operations)
 
 
 PATTERNS = [
@@ -229,7 +229,7 @@ def test_stages_answer_as_one_process_does(question: Question, num_stages: int) 
         )
         run.engine.stages.wait()
         for shard in run.replica.parts.values():
-            assert shard._worker._seeking is None
+            assert shard.worker._seeking is None
 
 
 def test_a_trial_leaves_no_states_behind_on_its_way_through_a_stage() -> None:
@@ -239,7 +239,7 @@ def test_a_trial_leaves_no_states_behind_on_its_way_through_a_stage() -> None:
         generate(run, path)
         most = 0
         for shard in run.replica.parts.values():
-            worker = shard._worker
+            worker = shard.worker
             expand = worker._expand
 
             def watched(message: Any, seeking: Any, expand: Any = expand) -> Any:
@@ -278,7 +278,7 @@ def test_states_travel_once_a_stage_and_are_dropped_when_nobody_needs_them() -> 
         generate(run, path)
         run.loop.delivered.clear()
         most = 0
-        worker = run.replica.parts["stage-1"]._worker
+        worker = run.replica.parts["stage-1"].worker
         expand = worker._expand
 
         def watched(*arguments: Any) -> Any:
@@ -296,7 +296,7 @@ def test_states_travel_once_a_stage_and_are_dropped_when_nobody_needs_them() -> 
 
 
 def seeking(run: LoopEngine) -> list[bool]:
-    return [shard._worker._seeking is not None for shard in run.replica.parts.values()]
+    return [shard.worker._seeking is not None for shard in run.replica.parts.values()]
 
 
 def test_a_search_that_fails_leaves_no_states_behind() -> None:

@@ -17,9 +17,9 @@ from rayspec.choices import SKIP, Choice
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.runner import Batch, Runner
-from rayspec.model.kv_arena import KVArena
-from rayspec.model.row_counts import RowCounts
+from rayspec.model.kv_arena import CacheSize
 from rayspec.model.sublayers import Tap
+from rayspec.pipeline.endpoint import Endpoint
 from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.shard import Shard
@@ -60,10 +60,10 @@ class SlowRunner(Runner):
 
 
 class UnevenShard(Shard):
-    def _make_runner(self, arena: KVArena, counts: RowCounts | None, choices: Sequence[Choice]) -> Runner:
-        if self._spec.stage != SLOW:
-            return super()._make_runner(arena, counts, choices)
-        return SlowRunner(self._parts, arena, device=self._device, row_counts=counts, choices=choices)
+    def prepare(self, endpoint: Endpoint, size: CacheSize) -> None:
+        super().prepare(endpoint, size)
+        if self._spec.stage == SLOW:
+            self.span.runner.__class__ = SlowRunner
 
 
 @pytest.fixture(scope="module")

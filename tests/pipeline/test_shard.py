@@ -99,7 +99,8 @@ def test_nobody_waits_for_ever_and_equals_keep_their_order(monkeypatch: pytest.M
     seek = Seek(epoch=1, search_id=1, tokens=[], rows=[])
     messages = [(0.0, seek), (0.0, PREFILL), (0.0, ROUND), (0.0, later), (0.05, last), (0.2, ROUND)]
     one = Shard(spec())
-    one._collect(_Endpoint(clock, messages))  # type: ignore[arg-type]
+    one._endpoint = _Endpoint(clock, messages)  # type: ignore[assignment]
+    one.collect()
     order = [heapq.heappop(one._inbox).received.message for _ in range(6)]
     assert order == [ROUND, later, PREFILL, last, seek, ROUND]
 
@@ -115,15 +116,14 @@ class _Worker:
 def test_in_a_new_epoch_the_leader_forgets_and_the_other_ranks_wait_for_its_word(
     rank: int, num_forgotten: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, worker, rounds = Shard(spec(rank, 2)), _Worker(), iter([NewEpoch(), KeyboardInterrupt()])
+    def new_epoch() -> None:
+        raise NewEpoch
 
-    def epoch(*_: object) -> None:
-        raise next(rounds)
-
-    monkeypatch.setattr(one, "_serve_epoch", epoch)
+    one, worker = Shard(spec(rank, 2)), _Worker()
+    one.worker = worker  # type: ignore[assignment]
+    monkeypatch.setattr(one, "collect", new_epoch)
     one._inbox = [shard_module._Due(0.0, 0, Received("stage-0", Follow(epoch=1), []))]
-    with pytest.raises(KeyboardInterrupt):
-        one._serve(None, worker, None)  # type: ignore[arg-type]
+    one._serve_epoch()
     assert worker.num_forgotten == num_forgotten
     assert len(one._inbox) == 1 - num_forgotten
 
@@ -190,10 +190,10 @@ def test_a_shard_says_how_busy_it_was_since_it_was_asked() -> None:
     one = Shard(spec())
     one._busy_s, one._num_passes = 0.5, 3
     time.sleep(0.01)
-    used = one._usage(4)
+    used = one.usage(4)
     assert (used.epoch, used.busy_s, used.num_passes) == (4, 0.5, 3)
     assert used.elapsed_s >= 0.01
-    assert one._usage(4).num_passes == 0
+    assert one.usage(4).num_passes == 0
 
 
 def loaded(**speculation: Any) -> Loaded:

@@ -16,7 +16,7 @@ from rayspec.decode.strategy import RoundPlan
 from rayspec.decode.work import Pass
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE
 from rayspec.pipeline.messages import Failed
-from rayspec.pipeline.stage_worker import Placed, stage_name
+from rayspec.pipeline.stage_worker import next_stage, stage_name
 from rayspec.types import OutOfMemoryError, Plan
 from tests.decode.test_trees import greedy_names
 from tests.engines import (
@@ -189,14 +189,13 @@ def test_the_next_stage_is_the_next_with_something_to_do() -> None:
 
     def onward(stage: int, *kept: int) -> int:
         choices = choices_of([index in kept for index in range(8)]) if kept else None
-        return Placed(stage, spans).next_stage(Pass(round_id=1, token_ids=(), rows=(), choices=choices))
+        return next_stage(stage, spans, Pass(round_id=1, token_ids=(), rows=(), choices=choices))
 
     assert [onward(0), onward(1), onward(2)] == [1, 2, 3]
     assert onward(0, 0, 4) == 2
     assert onward(0, 0, 3, 4) == 1
     assert onward(1, 0, 3) == 3
     assert onward(0, 0) == 3
-    assert [Placed(stage, spans).is_last for stage in range(4)] == [False, False, False, True]
 
 
 def _run_out_of_memory(run: LoopEngine, stage: int, wanted: Any, count: int = 1) -> list[Pass]:
