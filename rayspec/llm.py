@@ -165,7 +165,8 @@ class LLM:
         Closing the generator aborts unfinished requests. Request ids are the caller's and need not be unique. Raises
         ConfigError for an object that is no request.
         """
-        self._require_open()
+        if self._is_shut_down:
+            raise ConfigError(f"this LLM of {self.config.model!r} has been shut down: load the model again")
         if isinstance(requests, str | Mapping) or not isinstance(requests, Iterable):
             raise ConfigError(f"requests is {reprlib.repr(requests)}: give Request objects, or use generate()")
         return self._run(_checked(requests))
@@ -283,14 +284,12 @@ class LLM:
         except EngineDeadError as death:
             if not isinstance(death.__cause__, StageLostError):
                 raise
-            futures = [_failed(death) for _ in requests]
+            futures = [Future() for _ in requests]
+            for future in futures:
+                future.set_exception(death)
         for future in futures:
             future.add_done_callback(arrived.put)
         return futures
-
-    def _require_open(self) -> None:
-        if self._is_shut_down:
-            raise ConfigError(f"this LLM of {self.config.model!r} has been shut down: load the model again")
 
 
 def _shut_down(llm: weakref.ref[LLM]) -> None:
@@ -307,12 +306,6 @@ def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
 
     config = EngineConfig(model=model, **{**options, "parallel": None})
     return with_layout(config, keep_max_num_seqs="max_num_seqs" in options)
-
-
-def _failed(error: Exception) -> Future[RequestOutput]:
-    future: Future[RequestOutput] = Future()
-    future.set_exception(error)
-    return future
 
 
 def _outcome(future: Future[RequestOutput], request: Request) -> RequestOutput:

@@ -291,20 +291,18 @@ class Engine:
                 self._fail(sequence, error)
         else:
             self._pace.observe(share_s, num_chunk_rows=num_rows(done.work.chunks), has_round=has_round)
-            self._commit_chunks(done, result.committed if isinstance(result, PrefillResult) else result.prefilled)
+            chosen = result.committed if isinstance(result, PrefillResult) else result.prefilled
+            for sequence, chunk, one in zip(done.prefilled, done.work.chunks, chosen, strict=True):
+                sequence.note_computed(sequence.num_computed + chunk.rows.num_rows)
+                self.stats.num_prefilled_tokens += chunk.rows.num_rows
+                if one is not None:
+                    self._commit_tokens(sequence, one)
             if isinstance(result, RoundResult) and done.planned is not None:
                 self._commit_round(done.planned, result)
         if not self._is_busy(done.cohort):
             for sequence in self._scheduler.members(done.cohort):
                 if sequence.finished:
                     self._release(sequence)
-
-    def _commit_chunks(self, done: _WorkUnderWay, committed: Sequence[Committed | None]) -> None:
-        for sequence, chunk, one in zip(done.prefilled, done.work.chunks, committed, strict=True):
-            sequence.note_computed(sequence.num_computed + chunk.rows.num_rows)
-            self.stats.num_prefilled_tokens += chunk.rows.num_rows
-            if one is not None:
-                self._commit_tokens(sequence, one)
 
     def _commit_round(self, planned: PlannedRound, result: RoundResult) -> None:
         num_tokens = 0

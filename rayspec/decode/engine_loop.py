@@ -329,7 +329,8 @@ class EngineLoop:
         self._ping = ping
         answer = self.engine.ping()
         self._ping = None
-        self._jobs.put(partial(answer.add_done_callback, partial(_pass_on, ping.future)))
+        pass_on = lambda answered: _settle(ping.future, None, answered.exception())  # noqa: E731
+        self._jobs.put(partial(answer.add_done_callback, pass_on))
 
     def _deliver(self, outputs: Iterable[NewOutput]) -> None:
         for output in outputs:
@@ -395,7 +396,3 @@ def _settle(future: Future[Any], outcome: RequestOutput | None, error: BaseExcep
         future.set_exception(error)
     else:
         future.set_result(outcome)
-
-
-def _pass_on(future: Future[None], answered: Future[None]) -> None:
-    _settle(future, None, answered.exception())

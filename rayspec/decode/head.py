@@ -125,15 +125,12 @@ def _logprobs(
     asked = [row.sampler.params.logprobs if wanted else None for row, wanted in zip(rows, are_wanted, strict=True)]
     for count in {count for count in asked if count is not None}:
         chosen = [index for index, its_count in enumerate(asked) if its_count == count]
-        where = [at for index in chosen for at in _chosen_at(rows[index], verdicts[index])]
+        where = []  # the rows whose logits chose the tokens
+        for row, verdict in ((rows[index], verdicts[index]) for index in chosen):
+            path = verdict.path or range(1, len(verdict.token_ids))
+            where += [row.start, *(row.start + at for at in path)]
         tokens = [token for index in chosen for token in verdicts[index].token_ids]
         table = iter(top_logprobs(logits[integers(where, logits.device)], tokens, count))
         for index in chosen:
             results[index] = list(itertools.islice(table, len(verdicts[index].token_ids)))
     return results
-
-
-def _chosen_at(row: Rows, verdict: Verdict) -> list[int]:
-    """Return the rows whose logits chose the verdict's tokens."""
-    path = verdict.path or range(1, len(verdict.token_ids))
-    return [row.start, *(row.start + at for at in path)]

@@ -52,8 +52,14 @@ class LoadLock:
 
     def _locked(self, kind: int, timeout_s: float) -> bool:
         began, is_told = time.monotonic(), False
-        while not self._locks_now(kind):
-            waited_s = time.monotonic() - began
+        while self._file is not None:
+            try:
+                fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited_s = time.monotonic() - began
+            except OSError:  # a file system without locks
+                break
             if waited_s > timeout_s:
                 return False
             if waited_s > _SILENT_S and not is_told:
@@ -64,14 +70,4 @@ class LoadLock:
                     self._path,
                 )
             time.sleep(_POLL_S)
-        return True
-
-    def _locks_now(self, kind: int) -> bool:
-        try:
-            if self._file is not None:
-                fcntl.flock(self._file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # a file system without locks
-            pass
         return True

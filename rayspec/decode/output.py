@@ -182,18 +182,21 @@ class TokenTexts:
         return self._look_up(token_id)[1]
 
     def _look_up(self, token_id: int) -> tuple[str, list[int] | None]:
-        if token_id not in self._known:
-            self._known[token_id] = self._read(token_id)
-        return self._known[token_id]
-
-    def _read(self, token_id: int) -> tuple[str, list[int] | None]:
+        if token_id in self._known:
+            return self._known[token_id]
         # Decoded after itself, because sentencepiece drops a token's space at the start of a text.
         text = self._decode([token_id, token_id])[len(self._decode([token_id])) :]
-        if "\N{REPLACEMENT CHARACTER}" not in text:
-            return text, list(text.encode())
-        piece = self.tokenizer.convert_ids_to_tokens(token_id)
-        content = _bytes_of_piece(piece) if isinstance(piece, str) else None
-        return (text if content is None else _text_of_bytes(content)), content
+        content: list[int] | None = list(text.encode())
+        if "\N{REPLACEMENT CHARACTER}" in text:
+            piece = self.tokenizer.convert_ids_to_tokens(token_id)
+            content = _bytes_of_piece(piece) if isinstance(piece, str) else None
+        if content is not None:
+            try:
+                text = bytes(content).decode()
+            except UnicodeDecodeError:  # a part of a character
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+        self._known[token_id] = text, content
+        return text, content
 
     def _decode(self, token_ids: list[int]) -> str:
         try:
@@ -216,22 +219,12 @@ class TextOffsets:
 
     def of(self, token_ids: Iterable[int]) -> list[int]:
         """Return, for each of the next tokens, how many whole characters of the text precede it."""
-        return [self._pass(token_id) for token_id in token_ids]
-
-    def _pass(self, token_id: int) -> int:
-        offset = self._num_characters
-        if token_id not in self._without:
-            self._num_characters += len(self._decoder.decode(bytes(self._texts.utf8(token_id) or ())))
-        return offset
-
-
-def _text_of_bytes(content: list[int]) -> str:
-    """Decode the bytes, or write them as "bytes:..." if they are a part of a character. Bytes of U+FFFD itself
-    decode."""
-    try:
-        return bytes(content).decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._num_characters)
+            if token_id not in self._without:
+                self._num_characters += len(self._decoder.decode(bytes(self._texts.utf8(token_id) or ())))
+        return offsets
 
 
 def _byte_of(piece: str) -> int | None:

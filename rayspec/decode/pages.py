@@ -153,7 +153,11 @@ class PagePool:
         own = table.claimed
         self._claim(table, range(0))
         free = self._num_users == 0
-        if table.pages and (behind := self._may_overwrite(self._hole_at(table.pages[-1] + 1, free)[:room], own)):
+        behind = self._hole_at(table.pages[-1] + 1, free)[:room] if table.pages else range(0)
+        if self._spares_content:
+            num_allowed = itertools.takewhile(lambda page: page in own or not self._released[page], behind)
+            behind = behind[: sum(1 for _ in num_allowed)]
+        if behind:
             return behind
         while room >= num_pages:
             if (hole := self._oldest(free & ~self._claimed, room)) is not None:
@@ -167,13 +171,6 @@ class PagePool:
             return range(0)
         taken = np.flatnonzero(~free[page + 1 :] | self._claimed[page + 1 :])
         return range(page, page + 1 + int(taken[0]) if len(taken) else self.num_pages)
-
-    def _may_overwrite(self, pages: range, own: range) -> range:
-        """Return the leading pages that a table with the claim `own` may grow into."""
-        if not self._spares_content:
-            return pages
-        num_allowed = sum(1 for _ in itertools.takewhile(lambda page: page in own or not self._released[page], pages))
-        return pages[:num_allowed]
 
     def _oldest(self, allowed: NDArray[np.bool_], num_pages: int) -> range | None:
         """Return `num_pages` contiguous allowed pages that are empty, or else those whose newest content is oldest.

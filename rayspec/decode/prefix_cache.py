@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 from rayspec.decode.pages import PageHash, PagePool, WindowedPages, extend_hashes
 from rayspec.decode.sequence import SequenceState
@@ -78,18 +77,20 @@ class PrefixCache:
             del self._in_work[one]
 
     def _hashes(self, sequence: SequenceState, num_pages: int) -> list[PageHash]:
-        """Return the hashes of the first `num_pages` pages of the sequence, which must be full; [] if not enabled."""
+        """Return the hashes of the first `num_pages` pages of the sequence, which must be full; [] if not enabled.
+
+        With a grid, the bits of the prompt's last chunk and of generated tokens depend on the prompt length, so it is
+        the salt of their pages.
+        """
         if not self._enabled:
             return []
-        extend_hashes(sequence.page_hashes, sequence.token_ids, num_pages, partial(self._salt, sequence))
-        return sequence.page_hashes[:num_pages]
+        num_prompt, grid = sequence.num_prompt_tokens, self._chunk_grid
 
-    def _salt(self, sequence: SequenceState, end: int) -> bytes:
-        """Return the salt of the page that ends at `end`. With a grid, the bits of the prompt's last chunk and of
-        generated tokens depend on the prompt length, so the salt is that length."""
-        if self._chunk_grid is None or end <= sequence.num_prompt_tokens // self._chunk_grid * self._chunk_grid:
-            return b""
-        return str(sequence.num_prompt_tokens).encode()
+        def salt(end: int) -> bytes:
+            return b"" if grid is None or end <= num_prompt // grid * grid else str(num_prompt).encode()
+
+        extend_hashes(sequence.page_hashes, sequence.token_ids, num_pages, salt)
+        return sequence.page_hashes[:num_pages]
 
     def _num_usable(self, sequence: SequenceState, num_pages: int) -> int:
         """Return how many of the found pages can be shared. With a grid, the next prompt chunk must begin at a multiple

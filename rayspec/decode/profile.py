@@ -183,30 +183,23 @@ def measurements(
     a stage need that, because they run the same passes.
     """
     with torch.inference_mode(), offloaded.without_transfers() if offloaded else nullcontext():
-        return _measurements(runner, device, budget_s, clock)
-
-
-def _measurements(runner: Runner, device: str, budget_s: float | None, clock: Callable[[], float]) -> list[Measurement]:
-    """Time every work item once per pass, over several passes after a warm-up pass, and use each item's median.
-
-    If the repeats of an item followed one another, a slow second of the machine would slow them all, and the weights
-    would stay in the caches. The fastest runs of two items may come from different moments, so the median is used.
-    """
-    _fill(runner.arena)
-    sample = _everything(runner) if budget_s is None else _sample(runner, clock)
-    works = list(_works(runner, device, sample))
-    until = float("inf") if budget_s is None else clock() + budget_s
-    times = _times(works, runner.device, until, clock)
-    found = [replace(works[at][0], seconds=median(seconds) / works[at][0].seconds) for at, seconds in times.items()]
-    found += [
-        one
-        for name, ways in runner.choices_by_kind.items()
-        for one in _composed(found, name, ways, _shortest(_grid(runner.arena.num_slots)))
-    ]
-    if runner.device.type == "cpu" and device:
-        wake_s = _wake_seconds(runner, clock)
-        found.append(Measurement(kind=WAKE, rows=1, context=0, batch=1, seconds=wake_s, device=device))
-    return found
+        _fill(runner.arena)
+        sample = Counter(runner.parts.curve_names) if budget_s is None else _sample(runner, clock)
+        works = list(_works(runner, device, sample))
+        until = float("inf") if budget_s is None else clock() + budget_s
+        times = _times(works, runner.device, until, clock)
+        # If the repeats of an item followed one another, a slow second of the machine would slow them all. The fastest
+        # runs of two items may come from different moments, so the median is used.
+        found = [replace(works[at][0], seconds=median(took) / works[at][0].seconds) for at, took in times.items()]
+        found += [
+            one
+            for name, ways in runner.choices_by_kind.items()
+            for one in _composed(found, name, ways, _shortest(_grid(runner.arena.num_slots)))
+        ]
+        if runner.device.type == "cpu" and device:
+            wake_s = _wake_seconds(runner, clock)
+            found.append(Measurement(kind=WAKE, rows=1, context=0, batch=1, seconds=wake_s, device=device))
+        return found
 
 
 def _times(
@@ -227,16 +220,11 @@ def _is_coarse(one: Measurement) -> bool:
     return one.rows == one.batch or (one.batch == 1 and one.rows in _COARSE_ROWS)
 
 
-def _everything(runner: Runner) -> dict[str, int]:
-    """Return the number of sublayers of each kind."""
-    return dict(Counter(runner.parts.curve_names))
-
-
 def _sample(runner: Runner, clock: Callable[[], float]) -> dict[str, int]:
     """Return how many sublayers of each kind a timed run has: as many as take `_SAMPLE_S` for one row."""
     batch, hidden = runner.batch([span_at(runner.arena, 0, 0, 1)]), random_states(runner, 1)
     found = {}
-    for name, num_sublayers in _everything(runner).items():
+    for name, num_sublayers in Counter(runner.parts.curve_names).items():
         run = partial(runner.run, batch, hidden, choices=_only(runner, name, 1))
         seconds = _seconds(run, runner.device, clock, _nothing, num_repeats=2)
         found[name] = min(num_sublayers, max(1, math.ceil(_SAMPLE_S / max(seconds, 1e-9))))
@@ -371,21 +359,18 @@ def _grid(num_slots: int) -> list[tuple[int, int, int]]:
     short, *others = _contexts(num_slots, num_beside=max(_WIDE_ROWS))
     cells = [(rows, short, 1) for rows in ROW_COUNTS] + [(rows, far, 1) for far in others for rows in _WIDE_ROWS]
     cells = [(rows, context, 1) for rows, context, _ in cells if context + rows <= num_slots]
-    return cells + _batches(num_slots, short)
+    # With several sequences: the first number that the arena can hold.
+    holds = [count for count in BATCHES if count * whole_pages(short + max(_ROWS_EACH)) <= num_slots]
+    if not holds:
+        return cells
+    num_slots_each = num_slots // holds[0] // PAGE_SIZE * PAGE_SIZE
+    contexts = _contexts(num_slots_each, num_beside=max(_ROWS_EACH))[:2]
+    return cells + [(holds[0] * each, context, holds[0]) for context in contexts for each in _ROWS_EACH]
 
 
 def _shortest(cells: Sequence[tuple[int, int, int]]) -> dict[int, int]:
     """Return the shortest context for each number of sequences."""
     return {batch: min(context for _, context, other in cells if other == batch) for _, _, batch in cells}
-
-
-def _batches(num_slots: int, short: int) -> list[tuple[int, int, int]]:
-    """Return the cells (rows, context, sequences) with several sequences."""
-    holds = [count for count in BATCHES if count * whole_pages(short + max(_ROWS_EACH)) <= num_slots]
-    contexts = (
-        _contexts(num_slots // holds[0] // PAGE_SIZE * PAGE_SIZE, num_beside=max(_ROWS_EACH))[:2] if holds else []
-    )
-    return [(holds[0] * each, context, holds[0]) for context in contexts for each in _ROWS_EACH]
 
 
 def _contexts(num_slots: int, *, num_beside: int) -> list[int]:

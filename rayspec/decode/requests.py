@@ -59,14 +59,14 @@ def prompt_tokens(request: Request, tokenizer: PreTrainedTokenizerBase | None) -
             raise RequestError(
                 f"prompt_token_ids is {reprlib.repr(request.prompt_token_ids)}: give a list of token ids"
             )
-        return [_whole_number(token) for token in request.prompt_token_ids]
+        return [_integer(token) for token in request.prompt_token_ids]
     prompt: Any = request.prompt
     if isinstance(prompt, str) and tokenizer is None:
         raise RequestError("the prompt is a text and the engine has no tokenizer: give `prompt_token_ids`")
     return text_tokens(prompt, tokenizer)
 
 
-def _whole_number(token: Any) -> int:
+def _integer(token: Any) -> int:
     """Return an int for an integer of Python, NumPy or torch. Raises InvalidTokenError for other values."""
     try:
         number = None if isinstance(token, bool) else operator.index(token)

@@ -141,7 +141,9 @@ class Runner:
             parts.append(left[:, :num_real])
             at += num_real
         left = _joined(parts, 1)
-        return left.clone() if self._leaves_buffer(batch) else left
+        # States in a buffer may go to another stage, while other batches run here.
+        leaves_buffer = self.parts.lm_head is None and any(isinstance(rows, Filling) for _, rows in batch.buckets)
+        return left.clone() if leaves_buffer else left
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, vocab_size] of states [1, N, hidden_size]."""
@@ -202,10 +204,6 @@ class Runner:
         if hidden.data_ptr() != static.residual.data_ptr():
             static.residual[:, :num_real].copy_(hidden)
         return self._step.run(span, static, choices=choices, tap=_real_rows(tap, num_real, is_copied=True))
-
-    def _leaves_buffer(self, batch: Batch) -> bool:
-        """Return whether the states lie in a buffer but go to another stage, while other batches run here."""
-        return self.parts.lm_head is None and any(isinstance(rows, Filling) for _, rows in batch.buckets)
 
 
 def ways_of(parts: Decomposition, choices: Sequence[Choice]) -> list[tuple[Choice, ...]]:

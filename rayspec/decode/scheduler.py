@@ -155,26 +155,19 @@ class Scheduler:
             if self._prefixes.is_in_work(sequence):
                 continue
             pages = self._prefixes.find(sequence)
-            if not self._has_room(sequence, pages):
+            # While others run, a few more must be free, because the newest sequence would be preempted first.
+            num_spare = int(_SPARE_SHARE * self.pool.num_pages) if self.running else 0
+            num_new = self._num_pages_needed(sequence) - len(pages)
+            if num_new + num_spare > self.pool.num_free_without(pages):
                 return
-            self._begin(sequence, pages)
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            self._prefixes.share(sequence, pages)
+            self._grow(sequence)
+            self._prefixes.begin(sequence)
             sequence.cohort = cohort
             num_members += 1
             step.admitted.append(sequence)
-
-    def _has_room(self, sequence: SequenceState, shared: Sequence[int]) -> bool:
-        """Return whether there are pages for the sequence's next round. While others run, a few more must be free,
-        because the newest sequence would be preempted first."""
-        num_new = self._num_pages_needed(sequence) - len(shared)
-        num_spare = int(_SPARE_SHARE * self.pool.num_pages) if self.running else 0
-        return num_new + num_spare <= self.pool.num_free_without(shared)
-
-    def _begin(self, sequence: SequenceState, shared: Sequence[int]) -> None:
-        self.waiting.remove(sequence)
-        self.running.append(sequence)
-        self._prefixes.share(sequence, shared)
-        self._grow(sequence)
-        self._prefixes.begin(sequence)
 
     def _cut_chunks(self, members: Sequence[SequenceState], step: Step, budget: int) -> None:
         for sequence in members:
@@ -237,15 +230,12 @@ def moves_to_path(slots: Sequence[int], path: Sequence[int]) -> list[Move]:
     moves: list[Move] = []
     for at, row in enumerate(path, 1):
         source, destination = slots[row], slots[at]
-        if moves and _goes_on(moves[-1], source, destination):
+        last = moves[-1] if moves else None
+        if last and (last.source + last.length, last.destination + last.length) == (source, destination):
             moves[-1] = replace(moves[-1], length=moves[-1].length + 1)
         else:
             moves.append(Move(source, destination, 1))
     return [move for move in moves if move.source != move.destination]
-
-
-def _goes_on(move: Move, source: int, destination: int) -> bool:
-    return (move.source + move.length, move.destination + move.length) == (source, destination)
 
 
 def _num_pages(num_tokens: int) -> int:

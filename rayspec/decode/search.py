@@ -144,7 +144,9 @@ def answer(question: Question, tapped: TappedStates, *, num_sublayers: int, star
         case Feature():
             return Features(tapped.feature(), time.perf_counter() - started)
         case Trial():
-            drafts = _tried(question, tapped, num_sublayers)
+            if any(len(pattern) != num_sublayers for pattern in question.patterns):
+                raise ValueError(f"each of the patterns on trial needs {num_sublayers} choices, one for each sublayer")
+            drafts = _followed(question.patterns, tapped)
         case LayerKnapsack():
             drafts = _found_by_layers(question, tapped, num_sublayers)
         case Knapsack():
@@ -184,12 +186,6 @@ def _found_by_layers(question: LayerKnapsack, tapped: TappedStates, num_sublayer
     )
     patterns = [tuple(choice for choice in one.choices for _ in range(_SUBLAYERS)) for one in solution.candidates]
     return _judged(patterns, [one.similarity for one in solution.candidates], tapped.agreement(solution.states))
-
-
-def _tried(question: Trial, tapped: TappedStates, num_sublayers: int) -> list[FoundDraft]:
-    if any(len(pattern) != num_sublayers for pattern in question.patterns):
-        raise ValueError(f"each of the patterns on trial needs {num_sublayers} choices, one for each sublayer")
-    return _followed(question.patterns, tapped)
 
 
 def _judged(patterns: Sequence[Choices], similarity: Sequence[float], agreement: Agreement) -> list[FoundDraft]:

@@ -21,7 +21,7 @@ from rayspec.decode.rounds import script
 from rayspec.decode.runner import Batch, Runner
 from rayspec.decode.search import Answer, PlanSearch, Question, answer
 from rayspec.decode.stopwatch import Stopwatch
-from rayspec.decode.work import Merge, Move, Pass, Result, SamplerSpec, TappedToken, TapsGoneError, Work
+from rayspec.decode.work import Move, Pass, Result, SamplerSpec, TappedToken, TapsGoneError, Work
 from rayspec.model.load_check import lack_of_memory
 from rayspec.model.rows import RowSpan
 from rayspec.model.threads import on_device
@@ -58,9 +58,12 @@ class SpanRunner:
             return self._through(work, batch, hidden, runner.first_sublayer, runner.end_sublayer)
         hidden = self._through(work, batch, hidden, runner.first_sublayer, cut)
         if work.merge is None:
-            self._save(work.round_id, hidden)
+            self._saved.setdefault(work.round_id, []).append(hidden.clone())  # it may lie in a buffer
+            for abandoned in sorted(self._saved)[:-_MAX_ROUNDS_SAVED]:
+                del self._saved[abandoned]
         else:
-            hidden = self._merge(work.round_id, work.merge, hidden)
+            rows = torch.cat([*self._saved.pop(work.round_id), hidden], 1)
+            hidden = rows[:, integers(work.merge.order, hidden.device)]
             batch = self._batch(work, work.merge.rows, None)
         return self._through(work, batch, hidden, cut, runner.end_sublayer)
 
@@ -109,15 +112,6 @@ class SpanRunner:
             self._taps[token] = states[:, at]
         for token in list(self._taps)[: -self._num_taps]:
             del self._taps[token]
-
-    def _save(self, round_id: int, hidden: Tensor) -> None:
-        self._saved.setdefault(round_id, []).append(hidden.clone())  # it may lie in a buffer
-        for abandoned in sorted(self._saved)[:-_MAX_ROUNDS_SAVED]:
-            del self._saved[abandoned]
-
-    def _merge(self, round_id: int, merge: Merge, hidden: Tensor) -> Tensor:
-        rows = torch.cat([*self._saved.pop(round_id), hidden], 1)
-        return rows[:, integers(merge.order, hidden.device)]
 
 
 T = TypeVar("T")

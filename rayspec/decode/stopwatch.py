@@ -44,7 +44,12 @@ class Stopwatch:
 
     @classmethod
     def of(cls, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Self:
-        return cls(clock, (lambda: _recorded(device)) if device.type == "cuda" else None)
+        def record() -> Event:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            return event
+
+        return cls(clock, record if device.type == "cuda" else None)
 
     def mark(self) -> Mark:
         return Mark(self._clock(), self._record() if self._record is not None else None)
@@ -64,12 +69,6 @@ def queued_s(first: Mark, last: Mark) -> float:
     if first.event is None or last.event is None:
         return 0.0
     return max(0.0, last.host_s - first.host_s - seconds(first, last))
-
-
-def _recorded(device: torch.device) -> Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 class TimeShares:

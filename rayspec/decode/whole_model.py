@@ -236,8 +236,10 @@ class WholeModelStages:
     def start(self, work: Work) -> Future[Result]:
         self._threads.use(work.num_rows)
         size = work.num_rows if self._divides_prompts else None  # a last chunk may bring the whole prompt
-        with self.progress.of(type(work).__name__, size):
-            return done(lambda: self._prefill(work) if isinstance(work, Prefill) else self._round(work))
+        with self.progress.of(type(work).__name__, size), torch.inference_mode():
+            return done(
+                lambda: PrefillResult(self._prefilled(work.chunks)) if isinstance(work, Prefill) else self._round(work)
+            )
 
     def wake(self) -> None:
         """Do nothing: `wait` does not wait."""
@@ -256,10 +258,6 @@ class WholeModelStages:
 
     def shutdown(self) -> None:
         """Do nothing: there are no processes to end."""
-
-    @torch.inference_mode()
-    def _prefill(self, work: Prefill) -> PrefillResult:
-        return PrefillResult(self._prefilled(work.chunks))
 
     def _prefilled(self, chunks: Sequence[Chunk]) -> list[Committed | None]:
         run = [(chunk, self._run(chunk)) for chunk in chunks]
@@ -287,7 +285,6 @@ class WholeModelStages:
             logits = state.run([token])
         return logits
 
-    @torch.inference_mode()
     def _round(self, work: Round) -> RoundResult:
         started = self._stopwatch.mark()
         committed = [

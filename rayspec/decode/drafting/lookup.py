@@ -88,7 +88,8 @@ class LookupIndex:
                 num_matched, end = found.pop()
                 needed = max(ends.length, _COMPARABLE * num_matched)
                 others = [place for count, place in found if count >= needed]
-                token_ids = self._continued(end, num_tokens)
+                period = len(self._token_ids) - end  # at the end of the text, it continues from `end` again
+                token_ids = [self._token_ids[end + at % period] for at in range(num_tokens)]
                 supports = self._supports(token_ids, others)
                 match_classes = [match_class(num_matched + at, support) for at, support in enumerate(supports)]
                 return Proposal(tuple(token_ids), tuple(match_classes))
@@ -112,11 +113,6 @@ class LookupIndex:
         while num_matched < longest and text[end - 1 - num_matched] == text[-1 - num_matched]:
             num_matched += 1
         return num_matched
-
-    def _continued(self, end: int, num_tokens: int) -> list[int]:
-        """Return the tokens that follow `end`. At the end of the text, continue periodically from `end` again."""
-        text, period = self._token_ids, len(self._token_ids) - end
-        return [text[end + index % period] for index in range(num_tokens)]
 
 
 class _Ends:
