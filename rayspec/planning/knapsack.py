@@ -22,7 +22,6 @@ from rayspec.planning.learning import BAND
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
 Codes = NDArray[np.int8]
 
 ROUNDING_TOLERANCE = 0.05  # share of the total time by which quantize() may be wrong
@@ -81,17 +80,6 @@ class _Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """A row of the dynamic program: the states after one sublayer, by rising saved time. State 0 has saved nothing and
-    is never dropped."""
-
-    batch: _Batch
-    saved: Ints
-    similarity: Floats
-    codes: Codes  # [num_states, num_sublayers]: the choices made, as numbers
-
-
-@dataclass(frozen=True, slots=True)
 class _Menu:
     """The choices of a sublayer, `full` first and `skip` last; the code of each, and the units that it saves."""
 
@@ -104,50 +92,6 @@ class _Menu:
         choices = tuple(sorted({FULL, *savings}, key=lambda choice: code_of[choice]))
         codes = np.asarray([code_of[choice] for choice in choices], np.int8)
         return cls(choices, codes, np.asarray([savings.get(choice, 0) for choice in choices], np.int64))
-
-
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """The least and the most units that a state may have saved after each sublayer."""
-
-    low: Ints
-    high: Ints
-
-    @classmethod
-    def of(cls, menus: Sequence[_Menu], max_saved: int, band: float | None) -> _Limits:
-        decided = np.cumsum([menu.savings.max() for menu in menus], dtype=np.int64)
-        total = int(decided[-1]) if len(decided) else 0
-        low, high = np.zeros_like(decided), np.full_like(decided, max_saved)
-        if band is not None and total > 0:
-            reach = min(max_saved, total) / total
-            low = np.ceil(band * (reach * decided - total)).astype(np.int64)
-            high = np.minimum(np.floor(reach * decided + band * total).astype(np.int64), max_saved)
-        return cls(np.maximum(low, 0), high)
-
-    def admit(self, sublayer: int, saved: Ints) -> Flags:
-        admitted: Flags = (saved >= self.low[sublayer]) & (saved <= self.high[sublayer])
-        return admitted
-
-
-@dataclass(frozen=True, slots=True)
-class _Pruning:
-    min_similarity: float
-    max_states: int
-    drop_dominated: bool
-
-    def choose(self, saved: Ints, similarity: Floats) -> Ints:
-        """Return the indices of the states to keep, by rising saved time. State 0, all in full, is the first."""
-        alive = np.flatnonzero(similarity >= self.min_similarity)
-        alive = alive[saved[alive] > 0]  # only state 0 may save nothing
-        alive = alive[np.lexsort((-similarity[alive], saved[alive]))]
-        alive = alive[np.diff(saved[alive], prepend=0) > 0]
-        if self.drop_dominated and len(alive) > 1:
-            best_faster = np.maximum.accumulate(similarity[alive][::-1])[::-1][1:]
-            alive = alive[np.append(similarity[alive][:-1] > best_faster, True)]
-        alive = np.insert(alive, 0, 0)
-        if len(alive) > self.max_states:
-            alive = alive[_thin(saved[alive], similarity[alive], self.max_states)]
-        return alive
 
 
 def solve(
@@ -177,19 +121,36 @@ def solve(
     _check(savings, max_saved, max_states, band)
     names = _names(savings)
     menus = _menus(savings, names)
-    limits = _Limits.of(menus, max_saved, band)
-    pruning = _Pruning(min_similarity, max_states, drop_dominated)
-    start = _Batch(expansion.start(), 1)
-    row, num_rows_run = _Row(start, np.zeros(1, np.int64), np.ones(1), np.zeros((1, len(menus)), np.int8)), []
+    low, high = _limits(menus, max_saved, band)
+    # A row of the dynamic program: the states after a sublayer, by rising saved time. State 0 has saved nothing and is
+    # never dropped.
+    batch, saved = _Batch(expansion.start(), 1), np.zeros(1, np.int64)
+    similarity = np.ones(1)
+    codes: Codes = np.zeros((1, len(menus)), np.int8)  # [num_states, num_sublayers]: the choices made
+    num_rows_run = []
     for sublayer, menu in enumerate(menus):
-        row, num_rows = _advance(sublayer, menu, row, expansion, limits, pruning)
+        grown = saved + menu.savings[:, None]
+        admitted = (grown >= low[sublayer]) & (grown <= high[sublayer])
+        admitted[0, 0] = True
+        option, source = np.nonzero(admitted)  # of each new state, choice by choice
+        parents = {choice: source[option == position] for position, choice in enumerate(menu.choices)}
+        batch, num_rows = _grow_cheaply(sublayer, batch, parents, expansion)
         num_rows_run.append(num_rows)
-    found = zip(row.codes.tolist(), row.saved.tolist(), row.similarity.tolist(), strict=True)
+        saved = grown[admitted]
+        similarity = np.asarray(expansion.similarity(sublayer, batch.states), float)
+        if similarity.shape != saved.shape:
+            raise ValueError(f"similarity() returned shape {similarity.shape} for {len(saved)} states")
+        kept = _kept(saved, similarity, min_similarity, max_states, drop_dominated)
+        codes = codes[source[kept]]
+        codes[:, sublayer] = menu.codes[option[kept]]
+        batch, saved, similarity = _take([batch], kept, expansion), saved[kept], similarity[kept]
+        expansion.keep([batch.states])
+    found = zip(codes.tolist(), saved.tolist(), similarity.tolist(), strict=True)
     candidates = [
-        Pattern(choices=tuple(names[code] for code in codes), saved=saved, similarity=similarity, index=index)
-        for index, (codes, saved, similarity) in enumerate(found)
+        Pattern(choices=tuple(names[code] for code in chosen), saved=units, similarity=similar, index=index)
+        for index, (chosen, units, similar) in enumerate(found)
     ]
-    return Solution(candidates=candidates, states=row.batch.states, num_rows_run=num_rows_run)
+    return Solution(candidates=candidates, states=batch.states, num_rows_run=num_rows_run)
 
 
 def follow(choice_patterns: Sequence[Sequence[Choice]], expansion: Expansion) -> Any:
@@ -224,11 +185,10 @@ def count_rows(
     """Return the most states that `solve` can run through each sublayer, to predict the search time in advance."""
     _check(savings, max_saved, max_states, band)
     menus = _menus(savings, _names(savings))
-    limits = _Limits.of(menus, max_saved, band)
     reachable, counts = 1, []  # bit w: a state that saves w is reachable
-    for menu, low, high in zip(menus, limits.low.tolist(), limits.high.tolist(), strict=True):
+    for menu, least, most in zip(menus, *map(np.ndarray.tolist, _limits(menus, max_saved, band)), strict=True):
         counts.append(min(max_states, reachable.bit_count()))
-        admitted = ((1 << (high + 1)) - 1) >> low << low
+        admitted = ((1 << (most + 1)) - 1) >> least << least
         grown = 1
         for saved in menu.savings:
             grown |= reachable << int(saved) & admitted
@@ -278,27 +238,29 @@ def _units(shares: Sequence[Mapping[Choice, float]], resolution: int) -> float:
     return best
 
 
-def _advance(
-    sublayer: int, menu: _Menu, row: _Row, expansion: Expansion, limits: _Limits, pruning: _Pruning
-) -> tuple[_Row, int]:
-    """Return the row after `sublayer`, and how many states ran the sublayer."""
-    grown = row.saved + menu.savings[:, None]
-    admitted = limits.admit(sublayer, grown)
-    admitted[0, 0] = True
-    option, source = np.nonzero(admitted)  # of each new state, choice by choice
-    saved = grown[admitted]
-    parents = {choice: source[option == position] for position, choice in enumerate(menu.choices)}
-    merged, num_rows = _grow_cheaply(sublayer, row.batch, parents, expansion)
-    similarity = np.asarray(expansion.similarity(sublayer, merged.states), float)
-    if similarity.shape != saved.shape:
-        raise ValueError(f"similarity() returned shape {similarity.shape} for {len(saved)} states")
+def _limits(menus: Sequence[_Menu], max_saved: int, band: float | None) -> tuple[Ints, Ints]:
+    """Return the least and the most units that a state may have saved after each sublayer."""
+    decided = np.cumsum([menu.savings.max() for menu in menus], dtype=np.int64)
+    total = int(decided[-1]) if len(decided) else 0
+    low, high = np.zeros_like(decided), np.full_like(decided, max_saved)
+    if band is not None and total > 0:
+        reach = min(max_saved, total) / total
+        low = np.ceil(band * (reach * decided - total)).astype(np.int64)
+        high = np.minimum(np.floor(reach * decided + band * total).astype(np.int64), max_saved)
+    return np.maximum(low, 0), high
 
-    chosen = pruning.choose(saved, similarity)
-    codes = row.codes[source[chosen]]
-    codes[:, sublayer] = menu.codes[option[chosen]]
-    batch = _take([merged], chosen, expansion)
-    expansion.keep([batch.states])
-    return _Row(batch, saved[chosen], similarity[chosen], codes), num_rows
+
+def _kept(saved: Ints, similarity: Floats, min_similarity: float, max_states: int, drop_dominated: bool) -> Ints:
+    """Return the indices of the states to keep, by rising saved time. State 0, all in full, is the first."""
+    alive = np.flatnonzero(similarity >= min_similarity)
+    alive = alive[saved[alive] > 0]  # only state 0 may save nothing
+    alive = alive[np.lexsort((-similarity[alive], saved[alive]))]
+    alive = alive[np.diff(saved[alive], prepend=0) > 0]
+    if drop_dominated and len(alive) > 1:
+        best_faster = np.maximum.accumulate(similarity[alive][::-1])[::-1][1:]
+        alive = alive[np.append(similarity[alive][:-1] > best_faster, True)]
+    alive = np.insert(alive, 0, 0)
+    return alive[_thin(saved[alive], similarity[alive], max_states)] if len(alive) > max_states else alive
 
 
 def _grow_cheaply(

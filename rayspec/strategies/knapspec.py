@@ -190,8 +190,8 @@ class KnapSpec:
         ]
 
     def question(self, state: BatchState) -> Knapsack:
-        """Return the question of a search. A draft may save all weight transfers and a share of the compute. Left out are choices of few keys that save almost nothing, as the context may be shorter than the keys
-        they read."""
+        """Return the question of a search. A draft may save all weight transfers and a share of the compute. Left out
+        are choices of few keys that save almost nothing, as the context may be shorter than the keys they read."""
         latency = self._latency
         rows, context, batch = state.batch, state.context, state.batch
         costs = []  # seconds of each sublayer in a draft step, by choice

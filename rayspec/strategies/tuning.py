@@ -52,20 +52,13 @@ class Tried:
     plain_tokens_per_s: float
 
 
-Tell: TypeAlias = Callable[[Tried], None]
-
-
-def tell_nobody(tried: Tried) -> None:
-    """Ignore the progress of tuning."""
-
-
 def tune_plan(
     engine: Engine,
     prompts: Sequence[Prompt],
     options: TuningOptions,
     *,
     domain: str = "",
-    tell: Tell = tell_nobody,
+    tell: Callable[[Tried], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SavedPlan:
     """Return the plan with the most tokens per second over the prompts, by Bayesian search over all sets of sublayers
@@ -75,24 +68,24 @@ def tune_plan(
     Raises ConfigError without prompts and for an engine loaded with strategy "ar". Raises the error of a failed prompt.
     """
     bench = _Bench(engine, prompts, options)
-    plain = bench.measure(no_draft(bench.num_sublayers, "tuning")).record
+    plain = bench.measure(no_draft(bench.num_sublayers, "tuning"))[0]
     search = MaskSearch(bench.num_sublayers, range(bench.num_sublayers), num_skipped=None, suggest_every=1, seed=_SEED)
     started, num_tries = clock(), 0
     while num_tries < options.num_tries and clock() - started < options.max_seconds:
         keep = search.propose()
-        tokens_per_s = bench.measure(bench.plan_of(keep)).record.measured_tpt or 0.0
+        tokens_per_s = bench.measure(bench.plan_of(keep))[0].measured_tpt or 0.0
         search.observe(keep, tokens_per_s)
         num_tries += 1
         assert search.best is not None
-        tell(
-            Tried(
+        if tell is not None:
+            tried = Tried(
                 domain=domain,
                 number=num_tries,
                 tokens_per_s=tokens_per_s,
                 best_tokens_per_s=search.best[1],
                 plain_tokens_per_s=plain.measured_tpt or 0.0,
             )
-        )
+            tell(tried)
     assert search.best is not None
     return bench.confirmed(
         bench.plan_of(search.best[0]), plain, domain=domain, method=f"the fastest of {num_tries} plans by trials"
@@ -105,7 +98,7 @@ def tune_domains(
     options: TuningOptions,
     *,
     model: ModelIdentity,
-    tell: Tell = tell_nobody,
+    tell: Callable[[Tried], None] | None = None,
 ) -> SavedPlans:
     """Return a plan and anchors for each domain, from its prompts: the input of KNN-SSD.
 
@@ -140,14 +133,17 @@ def knapspec_plan(engine: Engine, prompts: Sequence[Prompt], options: TuningOpti
         raise ConfigError("option 'plans_by' is 'knapspec', for which the engine must be loaded with that strategy")
     bench = _Bench(engine, prompts, options)
     speculation = engine.config.speculation.replace(strategy="knapspec", gate=False, optimise_share=1.0)
-    records = bench.records(Auto(speculation, engine.latency, looks_up=False))
+    earlier = engine.stats.plans
+    with selecting(engine, Auto(speculation, engine.latency, looks_up=False)):
+        _generate(engine, prompts, options.max_tokens)
+    records = [record for record in engine.stats.plans if all(record is not one for one in earlier)]
     best = best_record(records, min_tested_tokens=1)
     if best is None:
         raise ConfigError(
             f"KnapSpec drafted nothing on the prompts of domain {domain!r}: give more of them, raise max_tokens, or "
             "choose 'trials' for option 'plans_by'"
         )
-    plain = bench.measure(no_draft(bench.num_sublayers, "tuning")).record
+    plain = bench.measure(no_draft(bench.num_sublayers, "tuning"))[0]
     return bench.confirmed(best.plan, plain, domain=domain, method="the fastest of KnapSpec's")
 
 
@@ -156,22 +152,15 @@ def features_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Sequence[floa
 
     Raises the error of a failed prompt, and ConfigError for a prompt that leaves no room for two tokens.
     """
-    return [_feature_of(engine, prompt) for prompt in prompts]
-
-
-def _feature_of(engine: Engine, prompt: Prompt) -> Sequence[float]:
-    classifier = _Classifier(engine.stages.num_sublayers)
-    with selecting(engine, classifier):
-        _generate(engine, [prompt], _TOKENS_TO_LOOK, until=lambda: classifier.vector is not None)
-    if classifier.vector is None:
-        raise ConfigError("a calibration prompt leaves no room for an answer: shorten it, or raise max_model_len")
-    return classifier.vector
-
-
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    record: PlanRecord
-    threshold: DraftThreshold
+    features = []
+    for prompt in prompts:
+        classifier = _Classifier(engine.stages.num_sublayers)
+        with selecting(engine, classifier):
+            _generate(engine, [prompt], _TOKENS_TO_LOOK, until=lambda one=classifier: one.vector is not None)
+        if classifier.vector is None:
+            raise ConfigError("a calibration prompt leaves no room for an answer: shorten it, or raise max_model_len")
+        features.append(classifier.vector)
+    return features
 
 
 class _Bench:
@@ -188,16 +177,13 @@ class _Bench:
         self._options = options
         self.num_sublayers = engine.stages.num_sublayers
 
-    @property
-    def _calibration(self) -> str:
-        return f"{len(self._prompts)} prompts, {self._options.max_tokens} tokens generated from each"
-
     def plan_of(self, keep: Keep) -> Plan:
         length = self._engine.config.speculation.max_draft_tokens
         return Plan(choices=choices_of(keep), num_draft_tokens=length, source="tuning")
 
-    def measure(self, plan: Plan, *, plain: PlanRecord | None = None) -> _Measured:
-        """Generate by one plan and measure it. plain: the record of plain decoding, for the plan's record."""
+    def measure(self, plan: Plan, *, plain: PlanRecord | None = None) -> tuple[PlanRecord, DraftThreshold]:
+        """Generate by one plan, and return its record and its last threshold. plain: the record of plain decoding, for
+        the plan's record."""
         given = self._engine.config.speculation.draft_threshold
         threshold = DraftThreshold(FIRST_THRESHOLD if given is None else given, target=TARGET_ACCEPTANCE)
         plain_tpt = plain.measured_tpt if plain is not None and plain.measured_tpt is not None else 0.0
@@ -205,27 +191,21 @@ class _Bench:
         with selecting(self._engine, strategy):
             _generate(self._engine, self._prompts, self._options.max_tokens)
         assert strategy.record is not None
-        return _Measured(strategy.record, threshold)
+        return strategy.record, threshold
 
     def confirmed(self, plan: Plan, plain: PlanRecord, *, domain: str, method: str) -> SavedPlan:
         """Return the plan in its saved form, with the speed of one more run. Log a warning if plain decoding is as
         fast."""
-        best = self.measure(plan, plain=plain)
-        if (best.record.measured_tpt or 0.0) <= (plain.measured_tpt or 0.0):
+        best, threshold = self.measure(plan, plain=plain)
+        if (best.measured_tpt or 0.0) <= (plain.measured_tpt or 0.0):
             logger.warning("for %r no plan is faster than plain decoding on the calibration prompts", domain)
+        calibration = f"{len(self._prompts)} prompts, {self._options.max_tokens} tokens generated from each"
         return SavedPlan.of(
-            best.record,
+            best,
             domain=domain,
-            threshold=best.threshold.value,
-            provenance=Provenance.now(self._engine.config, method=method, calibration=self._calibration),
+            threshold=threshold.value,
+            provenance=Provenance.now(self._engine.config, method=method, calibration=calibration),
         )
-
-    def records(self, strategy: Strategy) -> list[PlanRecord]:
-        """Return the records of the plans that a strategy makes over the prompts."""
-        earlier = self._engine.stats.plans
-        with selecting(self._engine, strategy):
-            _generate(self._engine, self._prompts, self._options.max_tokens)
-        return [record for record in self._engine.stats.plans if all(record is not one for one in earlier)]
 
 
 def _require_prompts(prompts: Sequence[Prompt]) -> None:
