@@ -8,16 +8,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from rayspec.choices import choices_of
-from rayspec.config import SamplingParams
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.strategy import Ask, BatchState, Strategy
 from rayspec.decode.work import Committed, Draft, RoundResult
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.strategies.saved_plans import Provenance, SavedPlan
-from rayspec.types import EngineStats, Plan, PlanRecord
-from tests.engines import complete, engine_with, tokens_of
-from tests.families import cases, checkpoint, parts_of
-from tests.pipeline.loop import loop_engine
+from rayspec.types import Plan, PlanRecord
 
 LENGTHS = (37, 3, 120, 12, 70)
 
@@ -100,22 +96,6 @@ def turn(
 def turns(strategy: Strategy, ask: Ask, count: int, *, batch: int = 1) -> Sequence[PlanRecord]:
     records = [turn(strategy, ask, batch=batch) for _ in range(count)]
     return [record for record in records if record is not None]
-
-
-def require_lossless(make: Callable[[], Strategy], *, max_tokens: int = 16, **options: Any) -> list[EngineStats]:
-    """A batch of five, in one process and over two stages, makes the tokens of transformers' generate. What the two
-    engines did."""
-    path, stats = checkpoint("llama"), []
-    known = cases(path, LENGTHS, max_tokens)
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    engine = engine_with(parts_of(path), make(), **options)
-    assert tokens_of(complete(engine, known.prompts, params)) == known.expected
-    stats.append(engine.stats)
-    with loop_engine(path, 2, make(), **options) as run:
-        assert tokens_of(complete(run.engine, known.prompts, params)) == known.expected
-        run.require_clean()
-        stats.append(run.engine.stats)
-    return stats
 
 
 def saved_plan(domain: str = "", skip: Sequence[int] = (4, 5), *, num_sublayers: int = 8, **changes: Any) -> SavedPlan:

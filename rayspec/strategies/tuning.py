@@ -156,7 +156,7 @@ def features_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Sequence[floa
     for prompt in prompts:
         classifier = _Classifier(engine.stages.num_sublayers)
         with selecting(engine, classifier):
-            _generate(engine, [prompt], _TOKENS_TO_LOOK, until=lambda one=classifier: one.vector is not None)
+            _generate(engine, [prompt], _TOKENS_TO_LOOK, until=classifier.has_answer)
         if classifier.vector is None:
             raise ConfigError("a calibration prompt leaves no room for an answer: shorten it, or raise max_model_len")
         features.append(classifier.vector)
@@ -226,6 +226,9 @@ class _Classifier(FixedPlan):
     def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
         self._asked = self._asked or ask(Feature(num_tokens=1))
         return None
+
+    def has_answer(self) -> bool:
+        return self.vector is not None
 
     @property
     def vector(self) -> Sequence[float] | None:

@@ -7,23 +7,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, get_args
 
 import pytest
 
+from rayspec import demo
 from rayspec.choices import choices_of
 from rayspec.config import EngineConfig, LayerSkipOptions, SamplingParams, SpeculationOptions, Strategy
 from rayspec.decode import strategy as protocol
+from rayspec.decode.search import Answer
+from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.strategy import BatchState, RoundPlan
-from rayspec.decode.work import RoundResult
+from rayspec.decode.work import Round, RoundResult
+from rayspec.local_engine import load_engine
+from rayspec.pipeline.messages import Begin, Searched
+from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.by_name import make_strategy
 from rayspec.strategies.fixed import early_exit_plan, lookahead_plan, lookup_plan, static_plan
+from rayspec.strategies.gate import Gated
 from rayspec.types import EngineStats, Plan, no_draft
+from tests.demo_model import EOS, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
 from tests.exhaustive import few_of
-from tests.families import Cases, cases, checkpoint, parts_of
+from tests.families import cases, checkpoint, greedy, parts_of
 from tests.pipeline.loop import TravellingPlans, loop_engine
 from tests.strategy_cases import latency_model
 
@@ -110,22 +119,27 @@ class PlansOfAKind(TravellingPlans):
         return RoundPlan(plan=self.plans[-1], keep_drafting=self.rule(), capture=self._rng.random() < 0.25)
 
 
-def known_cases() -> Cases:
-    return cases(checkpoint("qwen3"), LENGTHS, NUM_TOKENS)
+@dataclass
+class Ran:
+    """What an engine did; of two stages, also what was delivered."""
+
+    stats: EngineStats
+    delivered: list[Any] = field(default_factory=list)
 
 
-def require_known_tokens(strategy: protocol.Strategy, num_stages: int) -> EngineStats:
-    """A batch of five in float32 makes the tokens of transformers' generate; what the engine did."""
+def require_known_tokens(strategy: protocol.Strategy, num_stages: int = 1, family: str = "qwen3", **wrap: Any) -> Ran:
+    """A batch of five in float32 makes the tokens of transformers' generate."""
     options: dict[str, Any] = {"max_num_seqs": 5, "num_beside": 64, "max_draft_tokens": MAX_DRAFT_TOKENS}
-    path, known = checkpoint("qwen3"), known_cases()
+    path = checkpoint(family)
+    known = cases(path, LENGTHS, NUM_TOKENS)
     if num_stages == 1:
-        engine = engine_with(parts_of(path), strategy, **options)
+        engine = engine_with(parts_of(path), strategy, **options, **wrap)
         assert tokens_of(complete(engine, known.prompts, GREEDY)) == known.expected
-        return engine.stats
+        return Ran(engine.stats)
     with loop_engine(path, num_stages, strategy, **options) as run:
         assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
         run.require_clean()
-        return run.engine.stats
+        return Ran(run.engine.stats, [message for _, message in run.loop.delivered])
 
 
 def test_no_strategy_is_left_out() -> None:
@@ -142,25 +156,31 @@ def test_no_strategy_is_left_out() -> None:
 )
 def test_random_plans_of_its_kind_change_no_token(strategy: str, num_stages: int) -> None:
     drawn = PlansOfAKind(KINDS[strategy], num_stages)
-    stats = require_known_tokens(drawn, num_stages)
+    stats = require_known_tokens(drawn, num_stages).stats
     assert (stats.num_accepted_tokens > 0) == (strategy != "ar")
     assert (len(set(drawn.plans)) > 2) == (strategy not in ONE_PLAN)
 
 
-# Those that are not run like this in `test_strategies.py` or in files of their own.
+# All but self-sd and knn-ssd, which need saved plans: see the files of their tests.
 OPTIONS: dict[str, dict[str, Any]] = {
     "ar": {},
     "static": {"skip": (2,)},
     "lookup": {},
     "lookahead": {},
+    "layerskip": {"layerskip": {"exit_layer": 3, "num_draft_tokens": 4}},
     "knapspec": {"optimise_share": 1.0},
     "auto": {"optimise_share": 1.0},
+    "clasp": {"num_skipped_layers": 1, "search_interval": 16, "draft_threshold": 0.0},
+    "del": {"num_search_tokens": 4},
+    "asd": {"attention_cosine": 0.3, "search_interval": 8, "num_search_tokens": 4, "draft_threshold": 0.0},
+    "swift": {"num_search_tokens": 8, "draft_threshold": 0.05},
 }
+ASKING = ("clasp", "del", "asd", "swift")
 
 
-def made(strategy: str) -> protocol.Strategy:
+def made(strategy: str, *, gate: bool = False) -> protocol.Strategy:
     speculation = SpeculationOptions(
-        strategy=strategy, gate=False, max_draft_tokens=MAX_DRAFT_TOKENS, **OPTIONS[strategy]
+        strategy=strategy, gate=gate, max_draft_tokens=MAX_DRAFT_TOKENS, **OPTIONS[strategy]
     )
     latency = latency_model(NUM_LAYERS, sublayer_s=1e-3, round_s=1.0)  # any draft pays
     return make_strategy(EngineConfig(model="test", speculation=speculation), NUM_SUBLAYERS, latency)
@@ -169,8 +189,76 @@ def made(strategy: str) -> protocol.Strategy:
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("strategy", OPTIONS)
 def test_the_strategy_itself_changes_no_token(strategy: str, num_stages: int) -> None:
-    stats = require_known_tokens(made(strategy), num_stages)
-    assert (stats.num_draft_tokens > 0) == (strategy != "ar")
+    ran = require_known_tokens(made(strategy), num_stages)
+    assert (ran.stats.num_draft_tokens > 0) == (strategy != "ar")
+    if strategy in ASKING:
+        assert ran.stats.optimise_s > 0
+        assert {record.plan.source for record in ran.stats.plans if record.plan.drafts} == {strategy}
+    if strategy in ASKING and num_stages == 2:
+        assert any(message.answer is not None for message in ran.delivered if isinstance(message, Searched))
+        rounds = [message.work for message in ran.delivered if isinstance(message, Begin)]
+        assert any(isinstance(one.keep_drafting, DraftWhileSure) for one in rounds if isinstance(one, Round))
+
+
+@pytest.mark.parametrize("strategy", ASKING)
+def test_nor_where_norms_and_windows_differ_and_the_time_of_all_questions_counts(strategy: str) -> None:
+    spent_s: list[float] = []
+
+    def timed(stages: LocalStages) -> Stages:
+        search = stages.search
+
+        def search_timed(*arguments: Any) -> Future[Answer]:
+            answer = search(*arguments)
+            spent_s.append(answer.result().seconds)
+            return answer
+
+        stages.search = search_timed  # type: ignore[method-assign]
+        return stages
+
+    stats = require_known_tokens(made(strategy), family="gemma2", wrap=timed).stats
+    assert len(spent_s) > 1
+    assert stats.optimise_s >= sum(spent_s) * (1 - 1e-9), "questions that changed nothing took time too"
+
+
+@pytest.mark.parametrize("strategy", [*ASKING, "lookup", "lookahead", "layerskip"])
+def test_nor_does_one_behind_the_gate(strategy: str) -> None:
+    gated = made(strategy, gate=True)
+    assert isinstance(gated, Gated)
+    assert require_known_tokens(gated).stats.gate_reason == gated.status
+
+
+@pytest.mark.parametrize("strategy", ASKING)
+def test_sampled_text_is_that_of_plain_decoding(strategy: str) -> None:
+    parts, prompts = parts_of(checkpoint("granite")), cases(checkpoint("granite"), LENGTHS, NUM_TOKENS).prompts[:3]
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=40)
+    engine = engine_with(parts, made(strategy), max_num_seqs=3, max_draft_tokens=MAX_DRAFT_TOKENS)
+    assert tokens_of(complete(engine, prompts, params)) == tokens_of(complete(engine_with(parts), prompts, params))
+    assert engine.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("strategy", few_of(["clasp", "del", "asd"], ["asd"]))
+def test_a_loaded_engine_measures_asks_and_drafts(strategy: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    options = {
+        "clasp": {"num_skipped_layers": 4, "search_interval": 32},
+        "del": {"search_interval": 4},
+        "asd": {"attention_cosine": 0.97},
+    }[strategy]
+    config = EngineConfig(
+        model=demo.model_path(),
+        dtype="float32",
+        device="cpu",
+        max_model_len=1024,
+        kv_cache_tokens=2048,
+        profile_cache=str(tmp_path_factory.getbasetemp() / "profiles"),
+        speculation={"strategy": strategy, "gate": False} | options,  # type: ignore[arg-type]
+    )
+    prompts = demo_prompts(2, 12)
+    engine = load_engine(config)
+    outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=60))
+    assert tokens_of(outputs) == greedy(demo.model_path(), prompts, 60, eos=(EOS,))
+    assert engine.stats.optimise_s > 0
+    if strategy != "del":  # which may find that no exit pays
+        assert engine.stats.num_accepted_tokens > 0
 
 
 def rounds_of(strategy: str) -> list[tuple[Plan, RoundResult]]:
@@ -181,7 +269,7 @@ def rounds_of(strategy: str) -> list[tuple[Plan, RoundResult]]:
         rounds.append((chosen.plan, result))
 
     one.observe = observe  # type: ignore[method-assign]
-    require_known_tokens(one, 1)
+    require_known_tokens(one)
     return rounds
 
 

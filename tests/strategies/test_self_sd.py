@@ -7,7 +7,8 @@ from rayspec.config import SpeculationOptions
 from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.periodic import Tested
 from rayspec.strategies.self_sd import DraftThreshold, SelfSD
-from tests.strategy_cases import require_lossless, result, saved_plan, state
+from tests.strategies.test_every_strategy import require_known_tokens
+from tests.strategy_cases import result, saved_plan, state
 
 
 def _options(**options: object) -> SpeculationOptions:
@@ -96,15 +97,10 @@ def test_the_first_threshold_is_the_options_or_the_saved_or_the_published(
     assert strategy.threshold.value == first
 
 
-def test_greedy_tokens_stay_the_same_and_the_threshold_outlives_requests() -> None:
-    made: list[SelfSD] = []
-
-    def make() -> SelfSD:
-        made.append(SelfSD.of(saved_plan(skip=[3], threshold=0.05), _options()))
-        return made[-1]
-
-    for one, strategy in zip(require_lossless(make), made, strict=True):
-        assert one.num_draft_tokens > 0
-        assert one.num_accepted_tokens > 0
-        assert [record.plan.choices for record in one.plans] == [strategy.choose(state()).plan.choices]
-        assert strategy.threshold.value != 0.05
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_greedy_tokens_stay_the_same_and_the_threshold_outlives_requests(num_stages: int) -> None:
+    strategy = SelfSD.of(saved_plan(skip=[3], threshold=0.05), _options())
+    stats = require_known_tokens(strategy, num_stages).stats
+    assert stats.num_accepted_tokens > 0
+    assert [record.plan.choices for record in stats.plans] == [strategy.choose(state()).plan.choices]
+    assert strategy.threshold.value != 0.05
