@@ -18,8 +18,8 @@ from rayspec.batch.in_process import LocalBackend
 from rayspec.batch.input_files import KNOWN_TYPES, InputFiles, found_inputs
 from rayspec.batch.job import Backend, Job, Order, Source
 from rayspec.batch.long_documents import LongDocumentOptions
+from rayspec.batch.parts import FileFormat
 from rayspec.batch.report import DOCUMENT_HEADINGS, RunReport
-from rayspec.batch.results import FileFormat
 from rayspec.batch.run_folder import MANIFEST, output_places
 from rayspec.batch.survey import Changed
 from rayspec.command.options import Asked, with_settings

@@ -21,9 +21,9 @@ from rayspec.batch.columns import Columns
 from rayspec.batch.documents import Piece, pieces_of
 from rayspec.batch.drain import Drain
 from rayspec.batch.feeding import completing
+from rayspec.batch.parts import FileFormat
 from rayspec.batch.progress import TimeLeft, showing_progress
 from rayspec.batch.report import PLOT_NAME, RunReport
-from rayspec.batch.results import FileFormat
 from rayspec.batch.row_engine import RowEngineFactory, RowTask
 from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import RunFolder, output_places
@@ -251,10 +251,9 @@ class _Run:
         return len(self._left) > 0
 
     def _show_earlier(self, changes: str, *, num_redone: int) -> None:
-        counts = self._folder.counts
-        if counts.total:
-            self._report.add_earlier(counts.total, counts.failed, self._folder.rows)
-            say(f"going on with a run that has {counts.total} rows")
+        if kinds := self._folder.kinds:
+            self._report.add_earlier(kinds, self._folder.rows)
+            say(f"going on with a run that has {kinds.total()} rows")
         if changes:
             say(f"{changes}: {num_redone} are done again" if num_redone else f"{changes}: the earlier results are kept")
 

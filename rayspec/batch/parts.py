@@ -1,50 +1,54 @@
-"""Part files, in which rows are committed, and an index of their rows.
+"""The rows of an output folder: part files, and which of their rows count.
 
     part-000007-1f2e3d4c.parquet      rows, committed together by one session
-    .index.parquet                    the ids in most parts, so that a resume need not read them; a cache
 
-The parts are authoritative. The index names each part with its size in bytes; a part that is not in the index is read.
-Small parts are joined: the larger part is written completely before the small parts are deleted. If the driver is
-killed in between, rows are stored twice, and only one copy counts.
+A part is complete or absent, and never changes. A resume reads the ids, hashes and errors of all parts, and no text.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import logging
 import re
-import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import IO, Final
+from typing import IO, Any, Final, Literal
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rayspec.batch.results import (
-    DamagedRowsError,
-    FileFormat,
-    read_rows,
-    read_table,
-    write_rows,
-    write_tables,
-)
-from rayspec.batch.row_index import DESCRIBED_BY, INDEX_SCHEMA, Mask, RowIndex, described, described_rows
-from rayspec.batch.rows import Row
-from rayspec.command.locations import FILE_ERRORS, Location, error_detail
+from rayspec.batch.rows import OUTPUT_COLUMNS, TRANSIENT_KINDS, Row
+from rayspec.command.locations import Location, error_detail
 from rayspec.types import RayspecError
 
-PART_NAME: Final = r"part-(?P<number>\d{6,})-[0-9a-f]{8}\.(?:parquet|jsonl)"
-INDEX_NAME: Final = ".index.parquet"
-_INDEX_KEY = b"rayspec.parts"
+FileFormat = Literal["parquet", "jsonl"]
+PART_NAME: Final = r"part-(?P<number>\d{6,})-[0-9a-f]{8}\.parquet"
+_DESCRIBING = ("id", "source", "input_hash", "error_kind", "finish_reason")
 _READ_THREADS = 8  # many, because remote stores answer slowly
-_NUM_SMALL = 64  # small parts are joined when there are so many
-_ROWS_OF_LARGE, _BYTES_OF_LARGE = 2**14, 2**24
-_MIN_UNINDEXED_ROWS = 10_000
+_ROWS_PER_GROUP, _BYTES_PER_GROUP = 1024, 2**23
+_MAX_CHUNKS = 1000
 
-logger = logging.getLogger(__name__)
+Mask = npt.NDArray[np.bool_]
+
+# What is kept in memory of a stored row. source: set where a row was not read or has the id of another row; else null.
+_INDEX_SCHEMA: Final = pa.schema(
+    {
+        "id": pa.large_string(),
+        "source": pa.string(),
+        "input_hash": pa.string(),
+        "error_kind": pa.string(),
+        "is_final": pa.bool_(),
+    }
+)
+
+
+class OutputError(RayspecError):
+    """Rows cannot be written to the output."""
+
+    kind = "output"
 
 
 class DamagedOutputError(RayspecError):
@@ -53,228 +57,208 @@ class DamagedOutputError(RayspecError):
     kind = "damaged_output"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A file of rows."""
-
-    name: str
-    num_bytes: int
-    num_rows: int
-
-    @property
-    def is_small(self) -> bool:
-        return self.num_rows < _ROWS_OF_LARGE and self.num_bytes < _BYTES_OF_LARGE
+def output_schema(text_column: str) -> pa.Schema:
+    """Return the columns of the output. text_column: the name of the column of the generated text."""
+    integers = {"num_prompt_tokens", "num_output_tokens", "num_draft_tokens", "num_accepted_tokens"}
+    reals = {"acceptance_rate", "latency_s", "decode_s"}
+    return pa.schema(
+        (
+            text_column if name == "text" else name,
+            pa.int64() if name in integers else pa.float64() if name in reals else pa.string(),
+        )
+        for name in OUTPUT_COLUMNS
+    )
 
 
 class Parts:
-    """The parts in a folder, in the order of their numbers, which is the order of `index`.
+    """The parts in a folder, in the order of their numbers, and which of their rows count.
 
-    may_join: no other driver can be reading the parts, so that small ones may be replaced. Raises DamagedOutputError
-    for a part that is not as it was written.
+    Of the rows with one id, the last final row counts, or the last row where none is final. An error row for a row that
+    could not be read, or has the id of another row, counts in addition, one for each place in the input. Every session
+    finds these errors anew, so those of earlier sessions do not count.
+
+    A stored row takes the memory of its id and hash. Raises DamagedOutputError for a part that is not as written.
     """
 
-    def __init__(self, folder: Location, *, text_column: str, file_format: FileFormat, may_join: bool) -> None:
-        self._folder, self._text_column, self._format = folder, text_column, file_format
-        self._may_join = may_join
-        self._parts: list[Part] = []
-        self._indexed: frozenset[Part] = frozenset()
-        self.index = RowIndex(self._read())
-        self._tidy(0)
-
-    # --- what is there ---
-
-    def _read(self) -> pa.Table:
-        """Return INDEX_SCHEMA rows of all parts, from the index file where possible. Also sets the list of parts."""
-        sizes = {name: size for name, size in self._folder.file_sizes().items() if re.fullmatch(PART_NAME, name)}
-        names = sorted(sizes, key=lambda name: (_number(name), name))
-        known = dict(self._read_index())
-        indexed = {part.name: (part, rows) for part, rows in known.items() if part.num_bytes == sizes.get(part.name)}
-        missing = [name for name in names if name not in indexed]
+    def __init__(self, folder: Location, *, text_column: str) -> None:
+        self._folder, self._schema = folder, output_schema(text_column)
+        names = [name for name in folder.file_sizes() if re.fullmatch(PART_NAME, name)]
+        names.sort(key=lambda name: (_number(name), name))
         with ThreadPoolExecutor(_READ_THREADS) as threads:
-            for name, rows in zip(missing, threads.map(self._describe, missing), strict=True):
-                indexed[name] = Part(name=name, num_bytes=sizes[name], num_rows=len(rows)), rows
-        self._parts = [indexed[name][0] for name in names]
-        self._indexed = frozenset(known) & frozenset(self._parts)
-        return pa.concat_tables([INDEX_SCHEMA.empty_table(), *(indexed[name][1] for name in names)]).combine_chunks()
-
-    def _describe(self, name: str) -> pa.Table:
-        return described(self._table(name, DESCRIBED_BY))
-
-    def _table(self, name: str, columns: Sequence[str] | None = None) -> pa.Table:
-        with self._opened(name) as file:
-            return read_table(file, text_column=self._text_column, file_format=self._format, columns=columns)
-
-    def _opened(self, name: str) -> _NamingPart:
-        return _NamingPart(self._folder.join(name))
-
-    # --- the index ---
-
-    def _read_index(self) -> list[tuple[Part, pa.Table]]:
-        """Return the parts in the index file, with their rows. The list is empty if there is no usable index."""
-        try:
-            with self._folder.join(INDEX_NAME).open() as file:
-                table = pq.read_table(file, page_checksum_verification=True)
-            parts = [Part(**fields) for fields in json.loads(table.schema.metadata[_INDEX_KEY])]
-            return list(_split(table.replace_schema_metadata(None).cast(INDEX_SCHEMA), parts))
-        except FileNotFoundError:
-            return []
-        except (*FILE_ERRORS, ValueError, KeyError, TypeError, RecursionError) as error:
-            logger.warning("%s cannot be used and is made again: %s", self._folder.join(INDEX_NAME), error)
-            return []
-
-    def _write_index(self) -> None:
-        content = json.dumps([asdict(part) for part in self._parts])
-        table = self.index.stored.replace_schema_metadata({_INDEX_KEY: content.encode()})
-        with self._folder.join(INDEX_NAME).writing() as file:
-            pq.write_table(table, file, write_page_checksum=True)
-        self._indexed = frozenset(self._parts)
+            tables = list(threads.map(lambda name: _described(self._read(name, _DESCRIBING)), names))
+        self._parts = [(name, len(table)) for name, table in zip(names, tables, strict=True)]
+        self._index = pa.concat_tables([_INDEX_SCHEMA.empty_table(), *tables]).combine_chunks()
+        self._is_ignored = _mask(pc.is_valid(self._index["source"]))
+        self._is_reopened: Mask = np.zeros(len(self._index), dtype=bool)
+        self._counting: Mask | None = None
 
     @property
-    def _is_index_due(self) -> bool:
-        """Whether more than a quarter of the rows or parts is not in the index, and a resume would have to read
-        them."""
-        unindexed = [part for part in self._parts if part not in self._indexed]
-        num_rows = sum(part.num_rows for part in unindexed)
-        is_large = num_rows > max(_MIN_UNINDEXED_ROWS, self.index.num_stored // 4)
-        return is_large or len(unindexed) > max(_NUM_SMALL, len(self._parts) // 4)
+    def num_stored(self) -> int:
+        return len(self._index)
 
-    # --- more rows ---
+    @property
+    def ignores_some(self) -> bool:
+        """Whether earlier sessions stored rows that could not be read."""
+        return bool(self._is_ignored.any())
 
     def append(self, rows: Sequence[Row], run_id: str) -> None:
         """Write the rows as one part, whole or not at all. Raises OSError."""
-        number = _number(self._parts[-1].name) + 1 if self._parts else 1
-        name = f"part-{number:06d}-{run_id}.{self._format}"
+        number = _number(self._parts[-1][0]) + 1 if self._parts else 1
+        name = f"part-{number:06d}-{run_id}.parquet"
+        columns = list(zip(OUTPUT_COLUMNS, self._schema.names, strict=True))
+        table = pa.Table.from_pylist(
+            [{column: getattr(row, field) for field, column in columns} for row in rows], schema=self._schema
+        )
         with self._folder.join(name).writing() as file:
-            write_rows(file, rows, text_column=self._text_column, file_format=self._format)
-            part = Part(name=name, num_bytes=file.tell(), num_rows=len(rows))
+            pq.write_table(table, file, row_group_size=_ROWS_PER_GROUP, write_page_checksum=True)
         # In this order, because a signal may interrupt anywhere; the next call then repeats all steps.
-        self.index.append(described_rows(rows), start=sum(part.num_rows for part in self._parts))
-        self._parts.append(part)
+        before = self._index.slice(0, sum(size for _, size in self._parts))
+        index = pa.concat_tables([before, _described(table)])
+        self._index = index.combine_chunks() if index["id"].num_chunks > _MAX_CHUNKS else index
+        self._counting = None
+        self._parts.append((name, len(rows)))
 
-    def tidy(self) -> None:
-        """Join the last parts and update the index, if either is due. Files that cannot be read or written stay as they
-        are."""
-        num_small = sum(1 for _ in itertools.takewhile(lambda part: part.is_small, reversed(self._parts)))
-        if num_small >= _NUM_SMALL:
-            self._tidy(len(self._parts) - num_small)
+    def redo(self, row_ids: pa.Array) -> None:
+        """Mark rows to be done again. Until their new results are appended, the earlier results count. Call this before
+        the first `append`."""
+        is_named = _mask(pc.is_in(self._index["id"], value_set=row_ids.cast(pa.large_string())))
+        self._is_ignored = self._now(self._is_ignored) | is_named & ~self._is_counting
+        self._is_reopened = self._now(self._is_reopened) | is_named
+        self._counting = None
 
-    def _tidy(self, start: int) -> None:
-        try:
-            if self._may_join:
-                self._join(start)
-            if self._is_index_due:
-                self._write_index()
-        except (OSError, DamagedOutputError) as error:
-            logger.warning("the parts in %s stay as they are: %s", self._folder, error_detail(error))
+    # --- which rows count ---
 
-    def _join(self, start: int) -> None:
-        """Join neighbours among the parts from number `start` on, if many of these are small."""
-        parts = self._parts[start:]
-        if sum(part.is_small for part in parts) >= _NUM_SMALL:
-            for group in _neighbours(parts):
-                if len(group) > 1:
-                    self._replace(group)
+    def __len__(self) -> int:
+        """The number of rows that count."""
+        return int(self._is_counting.sum())
 
-    def _replace(self, group: Sequence[Part]) -> None:
-        name = f"part-{_number(group[-1].name):06d}-{uuid.uuid4().hex[:8]}.{self._format}"
-        with self._folder.join(name).writing() as file:
-            self._copy(file, [(part, None) for part in group])
-            joined = Part(name=name, num_bytes=file.tell(), num_rows=sum(part.num_rows for part in group))
-        start = self._parts.index(group[0])
-        self._parts[start : start + len(group)] = [joined]
-        for replaced in group:
-            self._folder.join(replaced.name).delete()
+    @property
+    def is_complete(self) -> bool:
+        """Whether no row that counts is to be done again."""
+        return bool(self._is_final[self._is_counting].all())
+
+    @property
+    def done(self) -> pa.Table:
+        """Table of `id` and `input_hash` of the rows that an engine has done. An unknown hash is null."""
+        is_done = self._is_counting & self._is_final & ~_mask(pc.is_valid(self._index["source"]))
+        return self._index.select(["id", "input_hash"]).filter(is_done)
+
+    @property
+    def kinds(self) -> Counter[str | None]:
+        """Numbers of the final rows by kind of error; None is the kind of those that succeeded."""
+        kinds = self._index["error_kind"].filter(self._is_counting & self._is_final)
+        return Counter({found["values"]: found["counts"] for found in pc.value_counts(kinds).to_pylist()})
+
+    @property
+    def _is_counting(self) -> Mask:
+        if self._counting is None:
+            codes = codes_of(_keys(self._index))
+            place, is_final, is_ignored = np.arange(len(codes)), self._is_final, self._now(self._is_ignored)
+            last = np.full(int(codes.max(initial=-1)) + 1, -1)
+            for group in (~is_final & ~is_ignored, is_final & ~is_ignored):
+                last[codes[group]] = place[group]  # of equal codes the last assignment holds
+            self._counting = np.zeros(len(codes), dtype=bool)
+            self._counting[last[last >= 0]] = True
+        return self._counting
+
+    @property
+    def _is_final(self) -> Mask:
+        return _mask(self._index["is_final"]) & ~self._now(self._is_reopened)
+
+    def _now(self, mask: Mask) -> Mask:
+        """Extend a mask of the first rows to all rows; the later rows are False."""
+        return np.concatenate([mask, np.zeros(len(self._index) - len(mask), dtype=bool)])
 
     # --- reading ---
 
     def rows(self, *, with_text: bool = True) -> Iterator[Row]:
-        """Yield the rows that count (see RowIndex). Raises DamagedOutputError."""
-        column = self._text_column
-        for part, mask in self._counting():
-            with self._opened(part.name) as file:
-                rows = read_rows(file, text_column=column, file_format=self._format, with_text=with_text)
-                yield from itertools.compress(rows, mask)
+        """Yield the rows that count. with_text: False leaves out the long columns, text and tree."""
+        fields = dict(zip(self._schema.names, OUTPUT_COLUMNS, strict=True))
+        columns = [name for name, field in fields.items() if with_text or field not in {"text", "tree"}]
+        for table in self._tables(columns):
+            yield from (Row(**{fields[name]: value for name, value in row.items()}) for row in table.to_pylist())
 
-    def write_counting(self, file: IO[bytes]) -> None:
-        """Write the rows that count, as the whole content of an open file. Raises DamagedOutputError, OSError."""
-        self._copy(file, self._counting())
+    def write(self, file: IO[bytes], file_format: FileFormat) -> None:
+        """Write the rows that count, as the whole content of an open file. Raises OSError."""
+        if file_format == "jsonl":
+            for table in self._tables(self._schema.names):
+                file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in table.to_pylist())
+            return
+        with pq.ParquetWriter(file, self._schema, write_page_checksum=True) as writer:
+            waiting: list[pa.Table] = []
+            for table in self._tables(self._schema.names):
+                waiting.append(table)
+                if sum(each.nbytes for each in waiting) >= _BYTES_PER_GROUP:
+                    writer.write_table(pa.concat_tables(waiting))
+                    waiting = []
+            if waiting:
+                writer.write_table(pa.concat_tables(waiting))
 
-    def _counting(self) -> Iterator[tuple[Part, Mask]]:
-        start, counting, parts = 0, self.index.counting, list(self._parts)
-        for part in parts:
-            yield part, counting[start : start + part.num_rows]
-            start += part.num_rows
+    def _tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        start, counting = 0, self._is_counting
+        for name, size in list(self._parts):
+            mask = counting[start : start + size]
+            start += size
+            if mask.any():
+                yield self._read(name, columns).filter(mask)
 
-    def _copy(self, file: IO[bytes], parts: Iterable[tuple[Part, Mask | None]]) -> None:
-        if self._format == "jsonl":
-            for part, mask in parts:
-                file.writelines(self._lines(part, mask))
-        else:
-            tables = (self._filtered(part, mask) for part, mask in parts)
-            write_tables(file, tables, text_column=self._text_column)
-
-    def _lines(self, part: Part, mask: Mask | None) -> list[bytes]:
-        with self._opened(part.name) as file:
-            return list(file if mask is None else itertools.compress(file, mask))
-
-    def _filtered(self, part: Part, mask: Mask | None) -> pa.Table:
-        table = self._table(part.name)
-        return table if mask is None or mask.all() else table.filter(mask)
-
-
-class _NamingPart:
-    """Opens a part for reading. Errors of the part become a DamagedOutputError that names the part."""
-
-    def __init__(self, location: Location) -> None:
-        self._location = location
-
-    def __enter__(self) -> IO[bytes]:
+    def _read(self, name: str, columns: Sequence[str]) -> pa.Table:
+        place = self._folder.join(name)
+        schema = pa.schema([self._schema.field(column) for column in columns])
         try:
-            self._file = self._location.open()
-        except OSError as error:
-            raise self._damaged(error) from error
-        return self._file
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._file.close()
-        if isinstance(error, DamagedRowsError | OSError):
-            raise self._damaged(error) from error
-
-    def _damaged(self, error: Exception) -> DamagedOutputError:
-        detail = error_detail(error)
-        return DamagedOutputError(f"{self._location}: {detail}; put it back, or delete it to have its rows done again")
+            with place.open() as file, pq.ParquetFile(file, page_checksum_verification=True) as content:
+                table = content.read(columns=list(columns)).select(list(columns)).cast(schema)
+                num_rows = content.metadata.num_rows  # checksums of pages do not cover the headers of pages
+        except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
+            raise _damaged(place, error_detail(error)) from error
+        if len(table) != num_rows or num_rows == 0 or ("id" in columns and table["id"].null_count):
+            raise _damaged(place, f"{len(table)} rows instead of {num_rows}, or rows without an id")
+        return table
 
 
-def delete_parts(folder: Location) -> None:
-    """Delete the index and then the parts, so that the index never names a deleted part."""
-    folder.join(INDEX_NAME).delete()
-    for name in folder.file_sizes():
-        if re.fullmatch(PART_NAME, name):
-            folder.join(name).delete()
+def _damaged(place: Location, detail: str) -> DamagedOutputError:
+    return DamagedOutputError(
+        f"{place}: not rows as they were written ({detail}); put it back, or delete it to have its rows done again"
+    )
 
 
-def _neighbours(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Yield groups of small neighbouring parts. A group ends when it is as large as a large part."""
-    group: list[Part] = []
-    num_rows = num_bytes = 0
-    for part in parts:
-        is_full = num_rows >= _ROWS_OF_LARGE or num_bytes >= _BYTES_OF_LARGE
-        if group and (is_full or not part.is_small):
-            yield group
-            group, num_rows, num_bytes = [], 0, 0
-        if part.is_small:
-            group.append(part)
-            num_rows, num_bytes = num_rows + part.num_rows, num_bytes + part.num_bytes
-    if group:
-        yield group
+def parts_in(folder: Location) -> list[str]:
+    """Return the names of the files of parts, also of an earlier version."""
+    return [
+        name for name in folder.file_sizes() if re.fullmatch(r"part-\d{6,}-[0-9a-f]{8}\.\w+|\.index\.parquet", name)
+    ]
 
 
-def _split(rows: pa.Table, parts: Sequence[Part]) -> Iterator[tuple[Part, pa.Table]]:
-    starts = itertools.accumulate((part.num_rows for part in parts), initial=0)
-    for part, start in zip(parts, starts, strict=False):
-        yield part, rows.slice(start, part.num_rows)
-    if sum(part.num_rows for part in parts) != len(rows):
-        raise ValueError("its parts have another number of rows")
+def _described(rows: pa.Table) -> pa.Table:
+    """Return the columns of _INDEX_SCHEMA for output rows."""
+    is_transient = pc.is_in(rows["error_kind"], value_set=pa.array(sorted(TRANSIENT_KINDS)))
+    is_aborted = pc.fill_null(pc.equal(rows["finish_reason"], "abort"), fill_value=False)
+    is_input_error = pc.and_(pc.is_valid(rows["error_kind"]), pc.is_null(rows["input_hash"]))
+    columns: dict[str, Any] = {
+        **{name: rows[name] for name in ("id", "input_hash", "error_kind")},
+        "source": pc.if_else(is_input_error, pc.fill_null(rows["source"], ""), pa.scalar(None, pa.string())),
+        "is_final": pc.invert(pc.or_(is_transient, is_aborted)),
+    }
+    return pa.table({name: columns[name] for name in _INDEX_SCHEMA.names}).cast(_INDEX_SCHEMA)
+
+
+def _keys(index: pa.Table) -> pa.ChunkedArray:
+    """Return a key for each row: its id, for an error of the input with its source. One row of each key counts."""
+    if index["source"].null_count == len(index):
+        return index["id"]
+    source = index["source"].cast(pa.large_string())
+    with_source = pc.binary_join_element_wise(index["id"], source, pa.scalar("\0", pa.large_string()))
+    return pc.if_else(pc.is_valid(source), with_source, index["id"])
+
+
+def codes_of(values: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """Return numbers from 0 on that are equal where the values are equal."""
+    chunks = values.dictionary_encode().chunks
+    return np.concatenate([np.empty(0, np.int64), *(chunk.indices.to_numpy(zero_copy_only=False) for chunk in chunks)])
+
+
+def _mask(values: pa.ChunkedArray) -> Mask:
+    return np.asarray(values.to_numpy(), dtype=bool)
 
 
 def _number(name: str) -> int:

@@ -40,12 +40,13 @@ class RunReport:
         self.tally.add(row)
         self._list(row)
 
-    def add_earlier(self, num_rows: int, errors: Counter[str], rows: Callable[..., Iterable[Row]]) -> None:
+    def add_earlier(self, kinds: Counter[str | None], rows: Callable[..., Iterable[Row]]) -> None:
         """Add the rows of an earlier run, which do not count for the speed of this run.
 
-        rows: returns the rows; `with_text` says whether with their texts. Only as many are read as the report needs.
+        kinds: numbers of rows by kind of error; None is the kind of those that succeeded. rows: returns the rows;
+        `with_text` says whether with their texts. Only as many are read as the report needs.
         """
-        self.tally.add_earlier(num_rows, errors)
+        self.tally.add_earlier(kinds)
         final = (row for row in rows(with_text=bool(self.references)) if row.is_final)
         for row in final if self.references else islice(final, _MAX_LISTED):
             self._list(row)

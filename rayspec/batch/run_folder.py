@@ -19,7 +19,9 @@ import os
 import platform
 import re
 import threading
+import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -30,15 +32,13 @@ from typing import Any, Final, Literal, Protocol
 import pyarrow as pa
 from typing_extensions import Self
 
-from rayspec.batch.parts import INDEX_NAME, PART_NAME, DamagedOutputError, Parts, delete_parts
-from rayspec.batch.results import FileFormat, OutputError
-from rayspec.batch.row_index import RowCounts, RowIndex
+from rayspec.batch.parts import PART_NAME, DamagedOutputError, FileFormat, OutputError, Parts, parts_in
 from rayspec.batch.rows import OUTPUT_COLUMNS, Row
 from rayspec.command.locations import PARTIAL_SUFFIX, Location, UnreadableFileError, error_detail
 from rayspec.types import ConfigError
 
 MANIFEST: Final = "manifest.json"
-_MANIFEST_VERSION = 2
+_MANIFEST_VERSION = 3
 _LOCK = ".lock"
 _ROWS = "rows"
 _MIN_ROWS_PER_PART, _MAX_ROWS_PER_PART = 32, 4096
@@ -46,7 +46,6 @@ _MIN_PARTS = 64  # a part of a large job has 1 / _MIN_PARTS of all rows
 _SECONDS_PER_PART = 5.0
 _MAX_MERGED_ROWS = 1_000_000
 _MAX_SHOWN = 80
-_BLOCK_BYTES = 4096
 _FORMATS: Mapping[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
 _LEFT_TO_THE_ENGINE = ("auto", None)
 
@@ -89,11 +88,8 @@ class Manifest:
                 f"{location}: not a manifest that can be read ({error}); choose another folder or pass --overwrite"
             ) from error
 
-    def encoded(self) -> bytes:
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False).encode() + b"\n"
-
     def write(self, location: Location) -> None:
-        location.write(self.encoded())
+        location.write(json.dumps(asdict(self), indent=2, ensure_ascii=False).encode() + b"\n")
 
     def check_equal(self, other: Manifest, location: Location) -> None:
         """Check that a run with the manifest `other` may continue this job. Raises ConfigError with the differences."""
@@ -128,7 +124,6 @@ class _FolderLock:
     def __init__(self, location: Location) -> None:
         """Take the lock. Raises ConfigError if another process holds it."""
         self._descriptor: int | None = None
-        self._is_held = False
         path = location.join(_LOCK).local_path
         if path is None:
             return
@@ -147,15 +142,9 @@ class _FolderLock:
                 self.release()
                 raise
             return  # a file system without locks is treated like a remote store
-        self._is_held = True
         with suppress(OSError):  # a full disk: then nobody learns who holds the lock
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"process {os.getpid()} of {platform.node()}, since {_now()},".encode(), 0)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this process holds the lock; False where locks do not exist, and another driver may be writing."""
-        return self._is_held
 
     def release(self) -> None:
         if self._descriptor is not None:
@@ -180,8 +169,9 @@ StartTimer = Callable[[float, Callable[[], None]], _Timer]
 class RunFolder:
     """The output folder of a job. Use it as a context manager: rows are committed however the block ends.
 
-    Rows are committed when there are 32 of them (later 1/64 of all, at most 4096), and 5 s after the first of them. A
-    driver that is killed loses uncommitted rows, and the next run does them again. Safe to use from several threads.
+    Rows are committed when there are 32 of them (later 1/64 of all, at most 4096), and 5 s after the first of them
+    (after some hours, 1/1000 of the time so far). A driver that is killed loses uncommitted rows, and the next run does
+    them again. Safe to use from several threads.
     """
 
     def __init__(
@@ -195,13 +185,12 @@ class RunFolder:
         self._buffer: list[Row] = []
         self._timer: _Timer | None = None
         self._is_overdue = False
+        self._opened_s = time.monotonic()
         self._parts = Parts(
             location.join(_ROWS),
             text_column=before.text_column,
-            file_format=before.file_format,
-            may_join=lock.is_held,
         )
-        self._is_merged = before.status == "complete" and self._merged.exists and not self._index.ignores_some
+        self._is_merged = before.status == "complete" and self._merged.exists and not self._parts.ignores_some
         self._manifest.write(location.join(MANIFEST))  # last: a folder that cannot be read stays unchanged
 
     @classmethod
@@ -252,13 +241,13 @@ class RunFolder:
     def done(self) -> pa.Table:
         """Table of `id` and `input_hash` of the committed rows that an engine has done. It grows with every commit."""
         with self._guard:
-            return self._index.done
+            return self._parts.done
 
     @property
-    def counts(self) -> RowCounts:
-        """Counts of the committed rows that are final."""
+    def kinds(self) -> Counter[str | None]:
+        """Numbers of the committed rows that are final, by kind of error; None is the kind of those that succeeded."""
         with self._guard:
-            return self._index.summary()
+            return self._parts.kinds
 
     @property
     def is_merged(self) -> bool:
@@ -273,7 +262,7 @@ class RunFolder:
         """Mark rows to be done again."""
         if len(row_ids):
             with self._guard:
-                self._index.reopen(row_ids)
+                self._parts.redo(row_ids)
                 self._is_merged = False
 
     def add(self, row: Row) -> None:
@@ -283,7 +272,9 @@ class RunFolder:
             if self._is_overdue or len(self._buffer) >= self._rows_per_part:
                 self.commit()
             elif self._timer is None:
-                self._timer = self._start_timer(_SECONDS_PER_PART, self._commit_overdue)
+                # At most 0.1 % of the time so far is lost in a crash, and a long job has a few thousand parts.
+                seconds = max(_SECONDS_PER_PART, (time.monotonic() - self._opened_s) / 1000)
+                self._timer = self._start_timer(seconds, self._commit_overdue)
 
     def commit(self) -> None:
         """Write the rows that are not on disk yet as one part, whole or not at all. Raises OutputError."""
@@ -292,15 +283,13 @@ class RunFolder:
             if not self._buffer:
                 return
             with self._naming_output():
-                self._parts.append(self._buffer, self._run_id)
+                self._parts.append(self._buffer, self._manifest.sessions[-1].run_id)
             self._is_merged = False
             self._buffer.clear()
             self._is_overdue = False
-            self._parts.tidy()
 
     def rows(self, *, with_text: bool = True) -> Iterator[Row]:
-        """Yield the committed rows that count (see RowIndex). No rows may be added meanwhile: small parts are joined.
-        Raises DamagedOutputError."""
+        """Yield the committed rows that count (see Parts). Raises DamagedOutputError."""
         return self._parts.rows(with_text=with_text)
 
     def note(self, extra: Mapping[str, Any]) -> None:
@@ -318,7 +307,7 @@ class RunFolder:
         with self._guard, self._naming_output():
             self.commit()
             self._merge()
-            status: Status = "complete" if self._index.is_complete else "interrupted"
+            status: Status = "complete" if self._parts.is_complete else "interrupted"
             self._end_session(status, counts=counts, extra=extra)
 
     def close(self) -> None:
@@ -329,10 +318,11 @@ class RunFolder:
             self._stop_timer()
             try:
                 if self._manifest.status == "running":
-                    if self._is_asked_for and len(self._index):  # then it has the rows so far
-                        with suppress(OSError, pa.ArrowException, DamagedOutputError):
+                    with suppress(OSError, pa.ArrowException, DamagedOutputError):
+                        if self._is_asked_for and len(self._parts):  # then it has the rows so far
                             self._merge()
-                    self._end_session("interrupted", counts=self._manifest.counts, extra=self._manifest.extra)
+                    with suppress(OSError):  # a manifest that says "running" is that of a killed driver
+                        self._end_session("interrupted", counts=self._manifest.counts, extra=self._manifest.extra)
             finally:
                 self._lock.release()
 
@@ -345,17 +335,9 @@ class RunFolder:
         self.close()
 
     @property
-    def _index(self) -> RowIndex:
-        return self._parts.index
-
-    @property
     def _rows_per_part(self) -> int:
         """Rows of one part. It grows with the number of rows, so that the number of parts stays small."""
-        return max(_MIN_ROWS_PER_PART, min(self._index.num_stored // _MIN_PARTS, _MAX_ROWS_PER_PART))
-
-    @property
-    def _run_id(self) -> str:
-        return self._manifest.sessions[-1].run_id
+        return max(_MIN_ROWS_PER_PART, min(self._parts.num_stored // _MIN_PARTS, _MAX_ROWS_PER_PART))
 
     def _commit_overdue(self) -> None:
         try:
@@ -370,7 +352,7 @@ class RunFolder:
         except (OSError, pa.ArrowException) as error:
             raise OutputError(
                 f"the output {self.location.name!r} cannot be written ({error_detail(error)}): make room or repair it, "
-                f"then run the same command again; {self.counts.total} rows are in it"
+                f"then run the same command again; {self.kinds.total()} rows are in it"
             ) from error
 
     @property
@@ -379,9 +361,10 @@ class RunFolder:
         return not self._merged.is_in(self.location)
 
     def _merge(self) -> None:
-        if not self._is_merged and (len(self._index) < _MAX_MERGED_ROWS or self._is_asked_for):
+        is_wanted = self._is_asked_for or self._manifest.file_format == "jsonl"  # parts are Parquet
+        if not self._is_merged and (is_wanted or len(self._parts) < _MAX_MERGED_ROWS):
             with self._merged.writing() as file:
-                self._parts.write_counting(file)
+                self._parts.write(file, self._manifest.file_format)
             self._is_merged = True
 
     def _stop_timer(self) -> None:
@@ -395,16 +378,15 @@ class RunFolder:
             self._manifest,
             status=status,
             sessions=(*before, replace(session, finished=_now())),
-            rows=self.counts.as_dict(),
+            rows={
+                "total": self.kinds.total(),
+                "succeeded": self.kinds[None],
+                "failed": {kind: number for kind, number in self.kinds.most_common() if kind is not None},
+            },
             counts=counts,
             extra=extra,
         )
-        location = self.location.join(MANIFEST)
-        try:
-            self._manifest.write(location)
-        except OSError as error:
-            if error.errno != errno.ENOSPC or not _rewrite(location, self._manifest.encoded()):
-                raise
+        self._manifest.write(self.location.join(MANIFEST))
 
 
 def output_places(output: str, file_format: FileFormat | None) -> tuple[Location, Location | None, FileFormat]:
@@ -430,7 +412,7 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
     manifest = location.join(MANIFEST)
     if manifest.exists:
         previous = Manifest.read(manifest)
-        if not any(re.fullmatch(PART_NAME, name) for name in location.join(_ROWS).file_sizes()):
+        if not parts_in(location.join(_ROWS)):
             return replace(fresh, sessions=previous.sessions)
         previous.check_equal(fresh, location)
         return previous
@@ -447,7 +429,8 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
 
 def _begin(location: Location, fresh: Manifest, merged: Location, report_files: Collection[str]) -> Manifest:
     """Delete the files of an earlier job, except its manifest, so that the folder always has a manifest."""
-    delete_parts(location.join(_ROWS))
+    for name in parts_in(location.join(_ROWS)):
+        location.join(_ROWS, name).delete()
     stem = PurePosixPath(merged.path).stem  # in a folder, another format may have been asked for before
     for file_name in (f"{stem}.parquet", f"{stem}.jsonl", *report_files):
         location.join(file_name).delete()
@@ -459,24 +442,12 @@ def _remove_leftovers(location: Location, merged: Location) -> None:
     if location.local_path is None:
         return
     stem = re.escape(PurePosixPath(merged.path).stem)
-    names = "|".join((PART_NAME, *map(re.escape, (INDEX_NAME, MANIFEST)), rf"{stem}\.(?:parquet|jsonl)"))
+    names = "|".join((PART_NAME, re.escape(MANIFEST), rf"{stem}\.(?:parquet|jsonl)"))
     ours = re.compile(rf"\.(?:{names})\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}")
     for folder in (location, location.join(_ROWS), merged.folder):
         for file in folder.files((PARTIAL_SUFFIX,), recursive=False):
             if ours.fullmatch(file.file_name):
                 file.delete()
-
-
-def _rewrite(location: Location, content: bytes) -> bool:
-    """Write `content` into the disk blocks that a small file already has, because the disk is full. Return False if the
-    blocks are too few."""
-    path = location.local_path
-    if path is None or not path.exists() or len(content) > -(-path.stat().st_size // _BLOCK_BYTES) * _BLOCK_BYTES:
-        return False
-    with path.open("r+b") as file:
-        file.write(content)
-        file.truncate()
-    return True
 
 
 def _new_session() -> Session:

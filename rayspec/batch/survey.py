@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from rayspec.batch.columns import Columns
 from rayspec.batch.documents import Piece, as_duplicate, scan_piece
-from rayspec.batch.row_index import codes_of
+from rayspec.batch.parts import codes_of
 from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
 

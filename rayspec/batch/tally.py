@@ -31,11 +31,11 @@ class Tally:
     def __post_init__(self) -> None:
         self.started_s = self.clock()
 
-    def add_earlier(self, num_rows: int, errors: Counter[str]) -> None:
-        """Add rows of an earlier run, whose tokens do not count for this run. errors: the failed rows by kind."""
-        self.num_rows += num_rows
-        self.num_earlier += num_rows
-        self.errors.update(errors)
+    def add_earlier(self, kinds: Counter[str | None]) -> None:
+        """Add rows of an earlier run, whose tokens do not count for this run. kinds: see `RunFolder.kinds`."""
+        self.num_rows += kinds.total()
+        self.num_earlier += kinds.total()
+        self.errors.update({kind: number for kind, number in kinds.items() if kind is not None})
 
     def add(self, row: Row) -> None:
         self.num_rows += 1

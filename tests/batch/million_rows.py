@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 from rayspec.batch import job as job_module
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.job import Job, Source
+from rayspec.batch.parts import output_schema
 from rayspec.batch.ray_backend import RayBackend
-from rayspec.batch.results import parquet_schema
 from rayspec.command.settings import make_settings
 from rayspec.config import SamplingParams
 
@@ -94,7 +94,7 @@ def _output_rows(numbers: range) -> pa.Table:
         other = 1 if pa.types.is_integer(schema.field(name).type) else None
         return [values[name](number) if name in values else other for number in numbers]
 
-    schema = parquet_schema("text")
+    schema = output_schema("text")
     return pa.table({name: column(name) for name in schema.names}, schema=schema)
 
 

@@ -1,213 +1,159 @@
-"""Parts, their index, and what joins them. The order of rows, and which of them count, must not depend on either."""
+"""Parts, and which of their rows count. It must not depend on how the rows came."""
 
 from __future__ import annotations
 
+import io
+import json
 import random
-import shutil
-import subprocess
-import sys
-import tempfile
+from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rayspec.batch import parts as parts_module
-from rayspec.batch.parts import INDEX_NAME, DamagedOutputError, Parts
+from rayspec.batch.parts import DamagedOutputError, Parts
 from rayspec.batch.rows import Row
 from rayspec.command.locations import Location
-from tests.exhaustive import few_of
+from rayspec.types import EmptyPromptError
 
-NUM_PARTS = 130
-
-
-def opened(folder: Path, *, file_format: str = "parquet", may_join: bool = True) -> Parts:
-    location = Location.parse(str(folder))
-    return Parts(location, text_column="text", file_format=file_format, may_join=may_join)  # type: ignore[arg-type]
-
-
-def row(number: int, text: str = "a text") -> Row:
-    return Row(id=f"r{number}", text=f"{text} {number}", finish_reason="stop", input_hash="0f")
+ROWS = [
+    Row(id="a", text="Ein Satz — 世界\nzwei", num_prompt_tokens=9, num_output_tokens=3, finish_reason="stop"),
+    Row(id="b").failed(EmptyPromptError("nothing there")),
+    Row(id="c", text="", num_draft_tokens=8, num_accepted_tokens=6, acceptance_rate=0.75, latency_s=1.5),
+    Row(id="d", text="of parts", tree='{"text": "of parts", "parts": []}', source="a.jsonl:4"),
+]
 
 
-@cache
-def _written(num_parts: int, **options: Any) -> tempfile.TemporaryDirectory[str]:
-    written = tempfile.TemporaryDirectory(prefix="rayspec-parts-")
-    append_parts(Path(written.name), num_parts, **options)
-    return written
+def opened(folder: Path) -> Parts:
+    return Parts(Location.parse(str(folder)), text_column="summary")
 
 
-def write_parts(folder: Path, num_parts: int = NUM_PARTS, **options: Any) -> list[Row]:
-    """One part a row; the last row is done twice. The parts are written once for all tests, and copied."""
-    shutil.copytree(_written(num_parts, **options).name, folder, dirs_exist_ok=True)
-    return counting_rows(num_parts)
+def done(row_id: str, input_hash: str | None = None) -> Row:
+    return Row(id=row_id, finish_reason="stop", input_hash=input_hash)
 
 
-def append_parts(folder: Path, num_parts: int, *, tidy: bool = False, **options: Any) -> None:
-    parts = opened(folder, **options)
-    for each in [*map(row, range(num_parts - 1)), row(num_parts - 2, "another text")]:
-        parts.append([each], "0a1b2c3d")
-        if tidy:
-            parts.tidy()
+def failed(row_id: str, kind: str) -> Row:
+    return Row(id=row_id, finish_reason="error", error_kind=kind, input_hash="0f")
 
 
-def counting_rows(num_parts: int) -> list[Row]:
-    return [*map(row, range(num_parts - 2)), row(num_parts - 2, "another text")]
+def duplicate(row_id: str, source: str) -> Row:
+    return Row(id=row_id, finish_reason="error", error_kind="duplicate_id", source=source)
 
 
-def names_of(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != INDEX_NAME)
+def stored(folder: Path, *rows: Row, at_once: int = 1) -> Parts:
+    parts = opened(folder)
+    for start in range(0, len(rows), at_once):
+        parts.append(rows[start : start + at_once], "0a1b2c3d")
+    return parts
 
 
-@pytest.fixture(params=["parquet", "jsonl"])
-def file_format(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-def test_small_parts_are_joined_as_they_come_and_rows_stay_the_same(tmp_path: Path, file_format: str) -> None:
-    append_parts(tmp_path, NUM_PARTS, tidy=True, file_format=file_format)
-    rows = counting_rows(NUM_PARTS)
-    assert len(names_of(tmp_path)) < NUM_PARTS / 2
-    parts = opened(tmp_path, file_format=file_format)
+@pytest.mark.parametrize("again", [False, True], ids=["as they come", "when opened again"])
+def test_rows_come_back_as_they_were_written(tmp_path: Path, again: bool) -> None:
+    rows = [replace(row, id=f"{row.id}{number}", input_hash="0f") for number in range(700) for row in ROWS]
+    parts = stored(tmp_path, *rows, at_once=1100)
+    parts = opened(tmp_path) if again else parts
     assert list(parts.rows()) == rows
-    with (tmp_path / "merged").open("wb") as file:
-        parts.write_counting(file)
-    (tmp_path / "merged").rename(tmp_path / f"part-000001-00000000.{file_format}")
-    assert list(opened(tmp_path, file_format=file_format).rows())[: len(rows)] == rows
+    assert list(parts.rows(with_text=False)) == [replace(row, text=None, tree=None) for row in rows]
+    lines, table = io.BytesIO(), io.BytesIO()
+    parts.write(lines, "jsonl")
+    parts.write(table, "parquet")
+    read = [json.loads(line) for line in lines.getvalue().splitlines()]
+    assert read == pq.read_table(table).to_pylist()
+    assert list(read[0])[:4] == ["id", "summary", "num_prompt_tokens", "num_output_tokens"]
+    assert [row["summary"] for row in read] == [row.text for row in rows]
+    assert pq.ParquetFile(table).num_row_groups <= 3
 
 
-def test_a_folder_of_many_parts_and_no_index_is_joined_and_indexed(tmp_path: Path, file_format: str) -> None:
-    rows = write_parts(tmp_path, file_format=file_format)
-    assert len(names_of(tmp_path)) == NUM_PARTS
-    for _ in range(2):
-        assert list(opened(tmp_path, file_format=file_format).rows()) == rows
-        assert len(names_of(tmp_path)) == 1
+def test_of_an_id_the_last_row_counts_but_no_transient_one_after_a_final_one(tmp_path: Path) -> None:
+    rows = [done("a"), failed("b", "stage_lost"), done("a", "x"), failed("a", "engine_dead"), failed("b", "aborted")]
+    parts = stored(tmp_path, *rows)
+    assert list(parts.rows()) == [rows[2], rows[4]]
+    assert (parts.kinds, len(parts), parts.is_complete) == (Counter({None: 1}), 2, False)
+    assert parts.done.to_pylist() == [{"id": "a", "input_hash": "x"}]
+    aborted = stored(tmp_path / "other", replace(done("a"), finish_reason="abort"))
+    assert not aborted.is_complete
 
 
-def test_parts_that_another_driver_may_read_stay_and_are_indexed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = write_parts(tmp_path, may_join=False)
-    opened(tmp_path, may_join=False)
-    assert len(names_of(tmp_path)) == NUM_PARTS
-    monkeypatch.setattr(Parts, "_describe", pytest.fail)
-    parts = opened(tmp_path, may_join=False)
-    assert parts.index.done["id"].to_pylist() == [each.id for each in rows]
+def test_a_row_with_another_ones_id_stands_beside_it_until_the_next_session(tmp_path: Path) -> None:
+    rows = [duplicate("a", "f:2"), done("a", "h"), duplicate("a", "f:3"), duplicate("a", "f:2")]
+    parts = stored(tmp_path, *rows)
+    assert list(parts.rows()) == rows[1:]
+    assert parts.kinds == Counter({None: 1, "duplicate_id": 2})
+    again = opened(tmp_path)
+    assert again.ignores_some
+    assert list(again.rows()) == [rows[1]]
+    again.append([duplicate("a", "f:2")], "00000000")
+    assert list(again.rows()) == [rows[1], rows[0]]
 
 
-def test_a_large_part_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts_module, "_ROWS_OF_LARGE", 40)
-    rows = write_parts(tmp_path)
-    assert list(opened(tmp_path).rows()) == rows
-    joined = names_of(tmp_path)
-    assert [pq.read_metadata(tmp_path / name).num_rows for name in joined] == [40, 40, 40, 10]
-    append_parts(tmp_path, 100)
-    opened(tmp_path)
-    assert names_of(tmp_path)[:3] == joined[:3]
+def test_a_row_that_is_to_be_done_again_counts_until_it_is(tmp_path: Path) -> None:
+    stored(tmp_path, done("a", "1"), done("b", "1"), done("a", "2"), failed("a", "engine_dead"))
+    parts = opened(tmp_path)
+    parts.redo(pa.array(["a", "x"]))
+    assert [row.input_hash for row in parts.rows()] == ["1", "2"]
+    assert (parts.done["id"].to_pylist(), parts.is_complete, parts.kinds.total()) == (["b"], False, 1)
+    parts.append([done("a", "3")], "00000000")
+    assert ([row.input_hash for row in parts.rows()], parts.is_complete) == (["1", "3"], True)
 
 
-def cut(content: bytes) -> bytes:
-    return content[: len(content) // 2]
+def test_an_append_that_was_interrupted_can_be_made_again(tmp_path: Path) -> None:
+    parts = stored(tmp_path, done("a"))
+    parts._parts, before = [*parts._parts], list(parts._parts)
+    parts.append([done("b")], "0a1b2c3d")
+    parts._parts = before  # as if the signal had come before the last step
+    parts.append([done("b"), done("c")], "0a1b2c3d")
+    for each in (parts, opened(tmp_path)):
+        assert (each.num_stored, [row.id for row in each.rows()]) == (3, ["a", "b", "c"])
 
 
-def flipped(content: bytes) -> bytes:
-    middle = 200
-    return content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :]
+def test_nothing_is_stored_at_first(tmp_path: Path) -> None:
+    parts = opened(tmp_path / "none")
+    assert (len(parts), parts.is_complete, len(parts.done), parts.kinds.total()) == (0, True, 0, 0)
+    file = io.BytesIO()
+    parts.write(file, "parquet")
+    assert pq.read_table(file).num_rows == 0
 
 
-@pytest.mark.parametrize("damage", [cut, flipped, lambda _: b"", lambda _: b"PAR1"])
-def test_a_damaged_index_is_made_again(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    rows = write_parts(tmp_path, may_join=False)
-    before = opened(tmp_path, may_join=False).index.stored
-    content = (tmp_path / INDEX_NAME).read_bytes()
-    (tmp_path / INDEX_NAME).write_bytes(damage(content))
-    parts = opened(tmp_path, may_join=False)
-    assert (list(parts.rows()), parts.index.stored.equals(before)) == (rows, True)
-    assert (tmp_path / INDEX_NAME).stat().st_size == len(content)
+def test_which_rows_count_does_not_depend_on_how_they_came(tmp_path: Path) -> None:
+    chance = random.Random(3)
+    for number in range(20):
+        kinds = chance.choices(["", "engine_dead", "empty_prompt"], k=10)
+        ids = chance.choices("abc", k=10)
+        rows = [failed(row_id, kind) if kind else done(row_id) for row_id, kind in zip(ids, kinds, strict=True)]
+        parts = stored(tmp_path / str(number), *rows, at_once=chance.randrange(1, 11))
+        last: dict[str, int] = {}
+        for place, row in enumerate(rows):
+            if row.is_final or row.id not in last or not rows[last[row.id]].is_final:
+                last[row.id] = place
+        expected = [row for place, row in enumerate(rows) if last[row.id] == place]
+        assert list(parts.rows()) == list(opened(tmp_path / str(number)).rows()) == expected
 
 
-def test_an_index_that_knows_other_parts_is_not_believed(tmp_path: Path) -> None:
-    rows = write_parts(tmp_path, may_join=False)
-    opened(tmp_path, may_join=False)
-    gone, changed = names_of(tmp_path)[:2]
-    (tmp_path / gone).unlink()
-    single = tmp_path / "single"
-    opened(single).append([row(1000), row(1001)], "00000000")
-    (single / names_of(single)[0]).replace(tmp_path / changed)
-    assert list(opened(tmp_path, may_join=False).rows()) == [row(1000), row(1001), *rows[2:]]
-
-
-@pytest.mark.parametrize("knows", [False, True])
-def test_a_part_that_is_cut_is_named_also_where_the_index_knows_it(tmp_path: Path, knows: bool) -> None:
-    write_parts(tmp_path, NUM_PARTS if knows else 5, may_join=False)
-    opened(tmp_path, may_join=False)
-    assert (tmp_path / INDEX_NAME).exists() is knows
-    part = tmp_path / names_of(tmp_path)[3]
-    part.write_bytes(cut(part.read_bytes()))
+@pytest.mark.parametrize("damage", [lambda content: content[:100], lambda _: b"", lambda _: b"PAR1", lambda _: b"{}\n"])
+def test_a_part_that_is_cut_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    stored(tmp_path, *map(done, "abcd"))
+    (part,) = tmp_path.glob("part-000003-*.parquet")
+    part.write_bytes(damage(part.read_bytes()))
     with pytest.raises(DamagedOutputError, match=f"{part.name}: .*delete it to have its rows done again"):
-        opened(tmp_path, may_join=False)
+        opened(tmp_path)
 
 
-def test_a_disk_that_is_full_keeps_parts_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = write_parts(tmp_path)
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.replace", fail)
-        assert list(opened(tmp_path).rows()) == rows
-    assert len(names_of(tmp_path)) == NUM_PARTS
-
-
-def test_parts_that_a_killed_driver_has_joined_and_not_deleted_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = write_parts(tmp_path)
-    monkeypatch.setattr(Location, "delete", lambda _: None)
-    for _ in range(3):  # each time the parts are joined again
-        parts = opened(tmp_path)
-        assert sorted((each.id, each.text) for each in parts.rows()) == sorted((each.id, each.text) for each in rows)
-        assert parts.index.summary().total == len(rows)
-
-
-_WRITER = """
-import sys
-from rayspec.batch import parts as module
-from rayspec.batch.rows import Row
-from rayspec.command.locations import Location
-module._NUM_SMALL, module._ROWS_OF_LARGE, module._MIN_UNINDEXED_ROWS = 4, 32, 4
-parts = module.Parts(Location.parse(sys.argv[1]), text_column="text", file_format=sys.argv[2], may_join=True)
-done = set(parts.index.done["id"].to_pylist())
-for number in range(240):
-    if f"r{number}" not in done:
-        parts.append([Row(id=f"r{number}", text=f"a text {number}", finish_reason="stop", input_hash="0f")], "0a1b2c3d")
-        print(number, flush=True)
-        parts.tidy()
-"""
-
-
-@pytest.mark.parametrize("file_format", few_of(["parquet", "jsonl"], ["parquet"]))
-def test_a_driver_that_is_killed_while_it_joins_loses_nothing(tmp_path: Path, file_format: str) -> None:
-    chance, reported, num_killed = random.Random(file_format), set(), 0
-    for _ in range(10):
-        command = [sys.executable, "-c", _WRITER, str(tmp_path), file_format]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
-            num_lines = chance.randrange(30, 120)
-            for line in writer.stdout:
-                reported.add(f"r{line.strip()}")
-                num_lines -= 1
-                if num_lines == 0:
-                    writer.kill()
-        if writer.returncode == 0:
-            break
-        num_killed += writer.returncode == -9
-        assert reported <= set(opened(tmp_path, file_format=file_format).index.done["id"].to_pylist())
-    assert num_killed >= 2
-    rows = list(opened(tmp_path, file_format=file_format).rows())
-    assert sorted(int(each.id[1:]) for each in rows) == list(range(240))
-    assert all(each.text == f"a text {each.id[1:]}" for each in rows)
+@pytest.mark.parametrize("text", ["The agency paid the fee in May.", "fee " * 300])
+def test_a_flipped_bit_changes_no_row_in_silence(tmp_path: Path, text: str) -> None:
+    rows = [replace(done(str(number), "0f"), text=f"{text} {number}") for number in range(20)]
+    stored(tmp_path, *rows, at_once=20)
+    (part,) = tmp_path.glob("part-*.parquet")
+    content, num_damaged = part.read_bytes(), 0
+    chance = random.Random(0)
+    for place in sorted(chance.sample(range(len(content)), 300)):
+        part.write_bytes(content[:place] + bytes([content[place] ^ (1 << chance.randrange(8))]) + content[place + 1 :])
+        try:
+            found = list(opened(tmp_path).rows())
+        except DamagedOutputError:
+            num_damaged += 1
+        else:
+            assert found == rows, place
+    assert num_damaged > 0

@@ -26,7 +26,7 @@ def test_rows_add_up() -> None:
 
 def test_rows_of_an_earlier_run_count_as_rows_and_not_as_work() -> None:
     tally = Tally(clock=lambda: 1.0)
-    tally.add_earlier(2, Counter({"prompt_too_long": 1}))
+    tally.add_earlier(Counter({None: 1, "prompt_too_long": 1}))
     tally.add(GOOD)
     assert (tally.num_rows, tally.num_earlier, tally.num_failed, tally.exit_code) == (3, 2, 1, 3)
     assert (tally.num_prompt_tokens, tally.num_output_tokens, tally.num_draft_tokens) == (100, 30, 20)
