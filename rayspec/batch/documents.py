@@ -1,6 +1,6 @@
 """Reading the input: text, JSON lines and Parquet files, row by row. A bad row or file becomes an error row.
 
-Text is in UTF-8, or in UTF-16 or UTF-32 with a byte-order mark.
+Text is in UTF-8, with or without a byte-order mark.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import codecs
 import gzip
 import hashlib
 import io
-import itertools
 import json
 import zlib
 from collections import Counter
@@ -18,7 +17,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,17 +39,7 @@ from rayspec.types import InputFileError
 _BYTES_PER_PIECE, _NUM_FILES_TO_SPLIT = 2**26, 64
 _MIN_ROWS_PER_READ, _MAX_ROWS_PER_READ, _BYTES_PER_READ = 16, 1024, 2**20
 
-# UTF-32 comes first, because its little-endian mark begins with that of UTF-16.
-_MARKS = (
-    (codecs.BOM_UTF32_LE, "UTF-32"),
-    (codecs.BOM_UTF32_BE, "UTF-32"),
-    (codecs.BOM_UTF16_LE, "UTF-16"),
-    (codecs.BOM_UTF16_BE, "UTF-16"),
-)
-_UTF_8 = "UTF-8"
-_BEGINNING = 4  # number of leading bytes that decide the encoding
 
-Made = TypeVar("Made")
 ByteFile = io.BufferedReader | gzip.GzipFile
 
 
@@ -74,10 +63,6 @@ class DuplicateColumnError(InputFileError):
 
 class DuplicateIdError(InputFileError):
     kind = "duplicate_id"
-
-
-class UndecodableError(ValueError):
-    """The bytes are not valid text in the expected encoding."""
 
 
 def input_row(row_id: str, *, source: str, text: str | None = None, messages: Sequence[Any] | None = None) -> Row:
@@ -137,23 +122,12 @@ def read_piece(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None =
     wanted: read only the rows with these numbers; 0 is the number of the single row of a text file. Then an error of
     the file yields an error row only if wanted rows are missing. Raises ConfigError for a URI of an unknown kind.
     """
-    return _made_of(piece, columns, wanted, _row_of)
-
-
-def scan_piece(piece: Piece, columns: Columns) -> Iterator[tuple[int, tuple[str, str] | Row]]:
-    """Yield the number, and the id and hash, of each row of a piece. A row that cannot be read yields an error row."""
-    return _made_of(piece, columns, None, _identity_of)
-
-
-def _made_of(
-    piece: Piece, columns: Columns, wanted: AbstractSet[int] | None, make: Callable[[_Fields, str, Columns], Made]
-) -> Iterator[tuple[int, Made | Row]]:
     num_rows, failure = 0, None  # type: int, InputFileError | None
     try:
         location = Location.parse(piece.path)
         for number, fields in _reader(location, piece)(location, piece, columns, wanted):
             num_rows += 1
-            yield number, make(fields, piece.source(number), columns)
+            yield number, _row_of(fields, piece.source(number), columns)
     except InputFileError as error:
         failure = error
     except FILE_ERRORS as error:
@@ -161,7 +135,7 @@ def _made_of(
         failure = UnreadableFileError(f"{piece.name}: could not be read {where}({error_detail(error)})")
     missing = failure or _missing(piece, num_rows, wanted)
     if missing is not None and (wanted is None or num_rows < len(wanted)):
-        yield 0, _failed(piece.name, missing)
+        yield 0, Row(id=piece.name, source=piece.name).refused(missing)
 
 
 def _missing(piece: Piece, num_rows: int, wanted: AbstractSet[int] | None) -> InputFileError | None:
@@ -214,40 +188,36 @@ def _read_text(
     with opened(location, is_zipped=is_zipped) as file:
         content = file.read()
     if content:
-        text = _decode(content, piece.name)
-        row = {columns.text: text, columns.id_name: piece.name}
-        yield 0, text if isinstance(text, InputFileError) else row
+        yield 0, {columns.text: _decoded(content, piece.name), columns.id_name: piece.name}
 
 
 def _read_jsonl(
     location: Location, piece: Piece, _columns: Columns, wanted: AbstractSet[int] | None, *, is_zipped: bool
 ) -> _Numbered:
-    number = 0
-    try:
-        with opened(location, is_zipped=is_zipped) as file:
-            for number, line in enumerate(lines(file), start=1):
-                if (wanted is None or number in wanted) and line.strip():
+    with opened(location, is_zipped=is_zipped) as file:
+        for number, line in enumerate(file, start=1):
+            if (wanted is None or number in wanted) and line.strip():
+                try:
                     yield number, _parse_line(line, piece.source(number))
-    except UndecodableError as error:
-        if wanted is None or number + 1 in wanted:
-            yield number + 1, NotUtf8Error(f"{piece.source(number + 1)}: {error}; convert the file")
+                except InputFileError as error:
+                    yield number, error
 
 
-def _parse_line(line: bytes, source: str) -> _Fields:
-    text = _decode(line, source)
-    if isinstance(text, InputFileError):
-        return text
+def _parse_line(line: bytes, source: str) -> dict[str, Any]:
+    """Return the fields of a line of JSON. Raises NotUtf8Error, DuplicateColumnError and MalformedRowError."""
+    text = _decoded(line, source)
     try:
         row = _JSON.decode(text)
-        is_unicode = b"\\u" not in line or _is_unicode(row)
+        if b"\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()
     except DuplicateColumnError as error:
-        return DuplicateColumnError(f"{source}: {error}")
+        raise DuplicateColumnError(f"{source}: {error}") from error
+    except UnicodeEncodeError as error:
+        raise MalformedRowError(f"{source}: holds half of a surrogate pair, which is no character") from error
     except (ValueError, RecursionError) as error:  # a whole number of more than 4300 digits is a ValueError
-        return MalformedRowError(f"{source}: not valid JSON: {error}")
-    if not is_unicode:
-        return MalformedRowError(f"{source}: holds half of a surrogate pair, which is no character")
+        raise MalformedRowError(f"{source}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
-        return MalformedRowError(f"{source}: a row must be a JSON object, not {type(row).__name__}")
+        raise MalformedRowError(f"{source}: a row must be a JSON object, not {type(row).__name__}")
     return row
 
 
@@ -262,14 +232,6 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _JSON = json.JSONDecoder(object_pairs_hook=_with_unique_keys)
 
 
-def _is_unicode(row: object) -> bool:
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _Numbered:
     """Row groups without a wanted row are not read."""
     number = piece.num_before
@@ -280,30 +242,17 @@ def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: Ab
             raise DuplicateColumnError(f"{piece.name}: two columns are called {twice!r}; rename one")
         first, num_groups = piece.groups or (0, file.num_row_groups)
         for group in range(first, first + num_groups):
-            num_rows = file.metadata.row_group(group).num_rows
-            numbers = range(number + 1, number + num_rows + 1)
-            if wanted is None or not wanted.isdisjoint(numbers):
-                yield from _read_group(file, group, names, numbers, piece, wanted)
-            number += num_rows
-
-
-def _read_group(
-    file: pq.ParquetFile, group: int, names: list[str], numbers: range, piece: Piece, wanted: AbstractSet[int] | None
-) -> _Numbered:
-    remaining = iter(numbers)
-    rows_per_read = _rows_per_read(file.metadata.row_group(group))
-    for batch in file.iter_batches(batch_size=rows_per_read, row_groups=[group], columns=names):
-        of_batch = list(itertools.islice(remaining, batch.num_rows))
-        kept = [index for index, number in enumerate(of_batch) if wanted is None or number in wanted]
-        rows = batch if len(kept) == batch.num_rows else batch.take(pa.array(kept, pa.int64()))
-        kept_numbers = [of_batch[index] for index in kept]
-        yield from zip(kept_numbers, _parquet_rows(rows, kept_numbers, piece), strict=True)
-
-
-def _rows_per_read(group: Any) -> int:
-    """Return how many rows to read at a time: about 1 MiB of them. group: metadata of a Parquet row group."""
-    bytes_per_row: int = group.total_byte_size // max(1, group.num_rows)
-    return max(_MIN_ROWS_PER_READ, min(_BYTES_PER_READ // max(1, bytes_per_row), _MAX_ROWS_PER_READ))
+            about = file.metadata.row_group(group)
+            if wanted is not None and wanted.isdisjoint(range(number + 1, number + about.num_rows + 1)):
+                number += about.num_rows
+                continue
+            bytes_per_row = about.total_byte_size // max(1, about.num_rows)
+            num_at_once = max(_MIN_ROWS_PER_READ, min(_BYTES_PER_READ // max(1, bytes_per_row), _MAX_ROWS_PER_READ))
+            for batch in file.iter_batches(batch_size=num_at_once, row_groups=[group], columns=names):
+                numbers = range(number + 1, number + batch.num_rows + 1)
+                number += batch.num_rows
+                rows = zip(numbers, _parquet_rows(batch, numbers, piece), strict=True)
+                yield from (row for row in rows if wanted is None or row[0] in wanted)
 
 
 def _parquet_rows(batch: pa.RecordBatch, numbers: Sequence[int], piece: Piece) -> Sequence[_Fields]:
@@ -376,71 +325,28 @@ def _group_sizes(location: Location) -> list[tuple[int, int]]:
         return [(group.num_rows, group.total_byte_size) for group in groups]
 
 
-def _decode(content: bytes, source: str) -> str | InputFileError:
-    try:
-        return decode(content)
-    except UndecodableError as error:
-        return NotUtf8Error(f"{source}: {error}; convert the file to UTF-8")
-
-
-def _failed(source: str, error: InputFileError, row_id: str | None = None) -> Row:
-    return Row(id=row_id or source, source=source).refused(error)
-
-
 def _row_of(fields: _Fields, source: str, columns: Columns) -> Row:
-    content = _content_of(fields, source, columns)
-    if isinstance(content, Row):
-        return content
-    row_id, text, messages = content
-    return input_row(row_id, source=source, text=text, messages=messages)
-
-
-def _identity_of(fields: _Fields, source: str, columns: Columns) -> tuple[str, str] | Row:
-    """Return the id and the hash, or an error row."""
-    content = _content_of(fields, source, columns)
-    if isinstance(content, Row):
-        return content
-    row_id, text, messages = content
-    return row_id, _hash(text, json.dumps(messages) if messages is not None else None)
-
-
-def _content_of(
-    fields: _Fields, source: str, columns: Columns
-) -> tuple[str, str | None, Sequence[Mapping[str, Any]] | None] | Row:
-    """Return the id, and a text or messages; or an error row."""
     if isinstance(fields, InputFileError):
-        return _failed(source, fields)
+        return Row(id=source, source=source).refused(fields)
     row_id = None
     try:
         row_id = columns.row_id(fields, source)
-        return row_id, *columns.content(fields, source)
+        text, messages = columns.content(fields, source)
     except InputFileError as error:
-        return _failed(source, error, row_id)
+        return Row(id=row_id or source, source=source).refused(error)
+    return input_row(row_id, source=source, text=text, messages=messages)
 
 
-def decode(content: bytes) -> str:
-    """Decode text, without its byte-order mark. Raises UndecodableError."""
-    encoding = _encoding(content)
+def _decoded(content: bytes, source: str) -> str:
+    """Return a text without its byte-order mark. Raises NotUtf8Error."""
+    if b"\0" in content[:4]:
+        raise NotUtf8Error(f"{source}: not UTF-8, but like UTF-16 or UTF-32; convert the file to UTF-8")
     try:
-        return content.removeprefix(codecs.BOM_UTF8).decode(encoding)
+        return content.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
-        raise UndecodableError(f"not {encoding} at byte {error.start}: {error.reason}") from error
-
-
-def lines(file: ByteFile) -> Iterator[bytes]:
-    """Yield the lines of a file as UTF-8. Raises UndecodableError for damaged UTF-16 or UTF-32.
-
-    Lines of a UTF-8 file are not checked, so that a damaged line does not affect the others.
-    """
-    encoding = _encoding(file.peek(_BEGINNING)[:_BEGINNING], may_lack_mark=True)
-    if encoding == _UTF_8:
-        yield from file
-        return
-    try:
-        for line in io.TextIOWrapper(file, encoding=encoding, errors="surrogatepass", newline="\n"):
-            yield line.encode(errors="surrogatepass")
-    except UnicodeDecodeError as error:
-        raise UndecodableError(f"not {encoding}: {error.reason}") from error
+        raise NotUtf8Error(
+            f"{source}: not UTF-8 at byte {error.start}: {error.reason}; convert the file to UTF-8"
+        ) from error
 
 
 @contextmanager
@@ -457,12 +363,3 @@ def opened(location: Location, *, is_zipped: bool) -> Iterator[ByteFile]:
             raise OSError("its gzip data is cut short") from error
         except zlib.error as error:
             raise OSError(f"its gzip data is damaged: {error}") from error
-
-
-def _encoding(beginning: bytes, *, may_lack_mark: bool = False) -> str:
-    for mark, encoding in _MARKS:
-        if beginning.startswith(mark):
-            return encoding
-    if b"\0" in beginning[:_BEGINNING] and not may_lack_mark:
-        raise UndecodableError("not UTF-8, but like UTF-16 or UTF-32 without a byte-order mark")
-    return _UTF_8

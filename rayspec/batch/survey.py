@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayspec.batch.columns import Columns
-from rayspec.batch.documents import Piece, as_duplicate, scan_piece
+from rayspec.batch.documents import Piece, as_duplicate, read_piece
 from rayspec.batch.parts import codes_of
 from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
@@ -100,23 +100,21 @@ def scan_pieces(
     """Yield tables of the rows of some pieces, up to `limit` rows. first: the index of the first of these pieces."""
     num_left = sys.maxsize if limit is None else limit
     for index, piece in enumerate(found, start=first):
-        rows = scan_piece(piece, columns)
+        rows = ((number, row.without_input()) for number, row in read_piece(piece, columns))
         while some := list(itertools.islice(rows, min(_ROWS_AT_ONCE, num_left))):
             num_left -= len(some)
             yield _seen(some, index, takes)
 
 
-def _seen(rows: Sequence[tuple[int, tuple[str, str] | Row]], piece: int, takes: Takes) -> pa.Table:
-    # Not zip(*...): it holds an iterator a row, which the garbage collector visits.
-    identities = [(each.id, None) if isinstance(each, Row) else each for _, each in rows]
-    ids = [row_id for row_id, _ in identities]
+def _seen(rows: Sequence[tuple[int, Row]], piece: int, takes: Takes) -> pa.Table:
+    ids = [row.id for _, row in rows]
     columns = {
         "id": ids,
-        "input_hash": [input_hash for _, input_hash in identities],
+        "input_hash": [row.input_hash for _, row in rows],
         "piece": np.full(len(rows), piece, np.int32),
         "number": np.fromiter((number for number, _ in rows), np.int64, len(rows)),
         "is_taken": np.fromiter(map(takes, ids), bool, len(rows)),
-        "error": [json.dumps(asdict(each)) if isinstance(each, Row) else None for _, each in rows],
+        "error": [json.dumps(asdict(row)) if row.error_kind is not None else None for _, row in rows],
     }
     return pa.table(columns, schema=_SCANNED_SCHEMA)
 

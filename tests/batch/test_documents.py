@@ -347,13 +347,13 @@ def test_messages_stand_in_for_the_text(tmp_path: Path) -> None:
     assert [outcome(d) for d in documents[1:]] == ["no chat", "invalid_value", "invalid_value", "invalid_value"]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("zipped", [False, True])
-def test_texts_are_read_in_the_encoding_of_their_mark(tmp_path: Path, encoding: str, zipped: bool) -> None:
+def test_texts_are_read_with_and_without_a_mark(tmp_path: Path, encoding: str, zipped: bool) -> None:
     def write(name: str, text: str) -> Path:
         content = text.encode(encoding)
         path = tmp_path / f"{name}{'.gz' if zipped else ''}"
-        path.write_bytes(gzip.compress(content) if zipped else content)
+        path.write_bytes(gzip.compress(content[:20]) + gzip.compress(content[20:]) if zipped else content)
         return path
 
     text = "Grüße \u010a\u0a0a\r\n世界 \U0001f680"  # code units with the byte of a newline
@@ -362,30 +362,14 @@ def test_texts_are_read_in_the_encoding_of_their_mark(tmp_path: Path, encoding: 
     assert [outcome(d) for d in read(write("b.ndjson", rows))] == [text, text, text, "malformed_row"]
 
 
-@pytest.mark.parametrize("byte_order", ["le", "be"])
-@pytest.mark.parametrize("bits", [16, 32])
-def test_both_byte_orders_are_read(tmp_path: Path, bits: int, byte_order: str) -> None:
-    (tmp_path / "a.jsonl").write_bytes('\ufeff{"text": "fine"}\n{"text": "too"}'.encode(f"utf-{bits}-{byte_order}"))
-    assert [outcome(d) for d in read(tmp_path / "a.jsonl")] == ["fine", "too"]
-
-
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
-def test_wide_characters_without_a_mark_are_an_error_that_says_so(tmp_path: Path, encoding: str) -> None:
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+def test_wide_characters_are_an_error_that_says_so(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "a.txt").write_bytes("plain".encode(encoding))
     (tmp_path / "b.jsonl").write_bytes('{"text": "plain"}\n'.encode(encoding))
     documents = read(tmp_path / "a.txt", tmp_path / "b.jsonl")
-    assert {outcome(d) for d in documents} == {"not_utf8"}
-    assert "without a byte-order mark; convert" in str(documents[0].error)
-
-
-def test_damaged_wide_characters_are_an_error_after_the_rows_before(tmp_path: Path) -> None:
-    content = '{"text": "fine"}\n{"text": "\ud800"}\n{"text": "cut'.encode("utf-16", errors="surrogatepass")
-    (tmp_path / "a.jsonl").write_bytes(content + b"x")
-    documents = read(tmp_path / "a.jsonl")
-    assert [outcome(d) for d in documents] == ["fine", "not_utf8", "not_utf8"]
-    assert "not UTF-16: truncated data" in str(documents[2].error)
-    (tmp_path / "b.txt").write_bytes("fine".encode("utf-16") + b"x")
-    assert "not UTF-16 at byte 10" in str(read(tmp_path / "b.txt")[0].error)
+    assert [outcome(d) for d in documents[:2]] == ["not_utf8"] * 2
+    assert all(d.error_kind is not None for d in documents)
+    assert str(documents[0].error).endswith("; convert the file to UTF-8")
 
 
 def zipped_rows(path: Path, number: int) -> bytes:
