@@ -416,7 +416,7 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
             return replace(fresh, sessions=previous.sessions)
         previous.check_equal(fresh, location)
         return previous
-    if merged.exists:
+    if merged.exists and not merged.is_in(location):
         raise ConfigError(f"option 'output' is {merged.name!r}, which exists: choose another name or pass --overwrite")
     foreign = [entry.file_name for entry in location.entries() if not entry.file_name.startswith(".")]
     if foreign:
