@@ -152,7 +152,7 @@ def _by_llm(llm: rayspec.LLM, prompts: PromptBuilder, documents: Sequence[Row]) 
 
 def _through_ray_data(pool: EnginePool, documents: Sequence[Row], num_wanted: int) -> Iterator[Row]:
     """Complete documents in an engine's actor, while Ray Data reads the rows, as in a job."""
-    with completing(pool, rows_of(dataset_of(documents)), num_wanted=num_wanted) as rows:
+    with completing(pool.submit, rows_of(dataset_of(documents)), num_wanted=num_wanted) as rows:
         yield from rows
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Protocol
 
 from rayspec.batch.documents import DuplicateCheck
 from rayspec.batch.rows import Row
@@ -17,22 +16,18 @@ from rayspec.types import RayspecError, RequestError
 
 _JOIN_S = 10.0
 
-
-class Pool(Protocol):
-    """The interface of EnginePool that this module uses."""
-
-    def submit(self, item: Row) -> Future[Row]: ...
+Submit = Callable[[Row], Future[Row]]
 
 
 @contextmanager
-def completing(pool: Pool, rows: Iterator[Row], *, num_wanted: int) -> Iterator[Iterator[Row]]:
+def completing(submit: Submit, rows: Iterator[Row], *, num_wanted: int) -> Iterator[Iterator[Row]]:
     """Give the block an iterator over completed rows, in no particular order. Reading begins with the block. If several
     rows have the same id, the first is completed and the others become errors.
 
-    num_wanted: number of rows under way at a time. When the pool takes no more rows, reading ends. The iterator still
+    submit: gives a row to the engines. num_wanted: number of rows under way at a time. When the pool takes no more rows, reading ends. The iterator still
     yields the rows under way, some of which are not final (`Row.is_final`). It raises the errors of reading.
     """
-    feeder = _Feeder(pool, rows, num_wanted)
+    feeder = _Feeder(submit, rows, num_wanted)
     try:
         yield feeder.completed()
     finally:
@@ -42,8 +37,8 @@ def completing(pool: Pool, rows: Iterator[Row], *, num_wanted: int) -> Iterator[
 class _Feeder:
     """A thread that reads rows and submits them to the pool while fewer than `num_wanted` rows are under way."""
 
-    def __init__(self, pool: Pool, rows: Iterator[Row], num_wanted: int) -> None:
-        self._pool, self._rows = pool, rows
+    def __init__(self, submit: Submit, rows: Iterator[Row], num_wanted: int) -> None:
+        self._submit, self._rows = submit, rows
         self._room = threading.Semaphore(num_wanted)
         self._done: queue.SimpleQueue[Row | Exception | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -95,7 +90,7 @@ class _Feeder:
         if row.error_kind is not None:
             self._done.put(row)
             return
-        self._pool.submit(row).add_done_callback(partial(self._take, row))
+        self._submit(row).add_done_callback(partial(self._take, row))
 
     def _take(self, row: Row, done: Future[Row]) -> None:
         try:

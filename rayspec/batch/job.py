@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import signal
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +20,6 @@ import yaml
 
 from rayspec.batch.columns import Columns
 from rayspec.batch.documents import Piece, pieces_of
-from rayspec.batch.drain import Drain
 from rayspec.batch.feeding import completing
 from rayspec.batch.parts import FileFormat
 from rayspec.batch.progress import TimeLeft, showing_progress
@@ -212,6 +212,45 @@ class Job:
             return _Run(self, source, folder).finish()
 
 
+class Drain:
+    """The end of a job on SIGTERM: rows under way may finish within a grace period, and no new rows begin. A second
+    signal, or the end of the grace period, ends the process at once. `requested`: the signal has come."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.requested = False
+        self._grace_s = grace_s
+        self._on_request: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def watching(self, on_request: Callable[[], None]) -> Iterator[None]:
+        """Call `on_request` at the first SIGTERM inside the block. Enter the block after Ray has started, because Ray
+        replaces the signal handler."""
+        self._on_request = on_request
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
+        signal.signal(signal.SIGTERM, self._take)
+        signal.signal(signal.SIGALRM, self._end)
+        try:
+            yield
+        except SystemExit:
+            if self.requested:  # Ray gives its own code to an exit that comes while it waits
+                raise SystemExit(EXIT_TERMINATED) from None
+            raise
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, frame: object) -> None:
+        again, self.requested = self.requested, True
+        if again or self._grace_s <= 0:  # a timer of 0 s would never fire
+            self._end(number, frame)
+        signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+        self._on_request()
+
+    def _end(self, number: int, frame: object) -> None:
+        raise SystemExit(EXIT_TERMINATED)
+
+
 class _Run:
     """One run of a job's driver."""
 
@@ -280,7 +319,7 @@ class _Run:
     def _completed(self, pool: Pool) -> Generator[Row]:
         """Yield the rows as the engines complete them. Reading begins while the engines load."""
         rows = self._job.backend.rows(self._source, self._left, self._job.order)
-        with completing(pool, rows, num_wanted=self._num_wanted) as completed:
+        with completing(pool.submit, rows, num_wanted=self._num_wanted) as completed:
             self._config = pool.begin()
             self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
             self._folder.note({"config": self._config})

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rayspec.batch.progress import Tally
 from rayspec.batch.rows import Row
-from rayspec.batch.tally import Tally
 from rayspec.choices import described
 from rayspec.demo import exact_lines
 from rayspec.types import EngineStats, PlanRecord

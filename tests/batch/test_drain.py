@@ -9,7 +9,7 @@ import time
 import pytest
 import ray
 
-from rayspec.batch.drain import Drain
+from rayspec.batch.job import Drain
 
 
 def terminate() -> None:

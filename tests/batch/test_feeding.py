@@ -58,7 +58,7 @@ def documents(*texts: str) -> list[Row]:
 
 
 def complete(pool: Pool, rows: Iterator[Row], num_wanted: int = 10) -> list[Row]:
-    with completing(pool, rows, num_wanted=num_wanted) as results:
+    with completing(pool.submit, rows, num_wanted=num_wanted) as results:
         return list(results)
 
 
@@ -87,7 +87,7 @@ def test_of_rows_with_one_id_the_first_is_done_and_a_bad_row_is_passed_on() -> N
 
 def test_reading_begins_before_the_first_row_is_taken() -> None:
     pool = Pool()
-    with completing(pool, iter(documents("a", "b")), num_wanted=10) as results:
+    with completing(pool.submit, iter(documents("a", "b")), num_wanted=10) as results:
         deadline = time.monotonic() + 10
         while len(pool.begun) < 2:
             assert time.monotonic() < deadline
@@ -135,9 +135,9 @@ def test_what_is_no_rows_fault_is_raised(where: str) -> None:
 
 def test_closed_early_it_reads_no_further_and_leaves_no_thread() -> None:
     rows = iter(documents(*["a"] * 10_000))
-    with completing(Pool(), rows, num_wanted=10) as results:
+    with completing(Pool().submit, rows, num_wanted=10) as results:
         next(results)
-    with pytest.raises(ConfigError), completing(Pool(), rows, num_wanted=10):
+    with pytest.raises(ConfigError), completing(Pool().submit, rows, num_wanted=10):
         raise ConfigError("no engine can be loaded")
     assert not any(thread.name == "rayspec-feeder" for thread in threading.enumerate())
     assert sum(1 for _ in rows) > 9_000

@@ -99,7 +99,7 @@ def test_texts_of_others_are_no_markup(tmp_path: Path) -> None:
         report.add(Row(id=text, finish_reason="error", error_kind="k", error=text))
     path = report.write(tmp_path, stats=EngineStats(), config=CONFIG | {"model": MARKUP[0]}, title=MARKUP[1])
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(path.read_text(encoding="utf-8"))
-    assert re.findall(r"<(?:a|img|code|em|script)\b[^>]{0,20}", body) == [f'<img src="{PLOT_NAME}"']
+    assert re.findall(r"<(?:a|img|code|em|script)\b[^>]{0,20}", body) == [f'<img src="{PLOT_NAME}" ']
     for text in MARKUP:
         assert f"<td>{escape(text)}</td>" in body
 
