@@ -24,8 +24,9 @@ def completing(submit: Submit, rows: Iterator[Row], *, num_wanted: int) -> Itera
     """Give the block an iterator over completed rows, in no particular order. Reading begins with the block. If several
     rows have the same id, the first is completed and the others become errors.
 
-    submit: gives a row to the engines. num_wanted: number of rows under way at a time. When the pool takes no more rows, reading ends. The iterator still
-    yields the rows under way, some of which are not final (`Row.is_final`). It raises the errors of reading.
+    submit: gives a row to the engines. num_wanted: number of rows under way at a time. When the engines take no more
+    rows, reading ends. The iterator still yields the rows under way, some of which are not final (`Row.is_final`). It
+    raises the errors of reading.
     """
     feeder = _Feeder(submit, rows, num_wanted)
     try:
