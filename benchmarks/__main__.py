@@ -39,10 +39,9 @@ from rayspec.bench.commands import (
 from rayspec.bench.options import bench_options, numbers
 from rayspec.bench.result import save_json
 from rayspec.bench.workloads import WorkloadOptions
-from rayspec.command.exit_codes import EXIT_FAILED
 from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings
-from rayspec.command.terminal import clean_exit, output_console, say
+from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console, say
 from rayspec.config import EngineConfig
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

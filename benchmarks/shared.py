@@ -13,8 +13,7 @@ import typer
 
 from rayspec.bench.result import save_json
 from rayspec.bench.selfcheck.report import Outcome, Table, judged
-from rayspec.command.exit_codes import EXIT_FAILED
-from rayspec.command.terminal import output_console
+from rayspec.command.terminal import EXIT_FAILED, output_console
 
 Input = Annotated[str, typer.Option("--input", help="a file of documents, or 'demo' for the bundled ones")]
 Context = Annotated[int, typer.Option(min=2, help="prompt tokens; documents are cut to it")]

@@ -28,9 +28,8 @@ from rayspec.batch.row_engine import RowEngineFactory, RowTask
 from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import RunFolder, output_places
 from rayspec.batch.survey import Changed, Seen, seen_of, survey
-from rayspec.command.exit_codes import EXIT_TERMINATED
 from rayspec.command.locations import Location
-from rayspec.command.terminal import error_console, exit_on_sigterm, say
+from rayspec.command.terminal import EXIT_TERMINATED, error_console, exit_on_sigterm, say
 from rayspec.config import DType
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import EngineStats, RayspecError

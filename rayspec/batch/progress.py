@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from rayspec.batch.rows import Row
-from rayspec.command.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
+from rayspec.command.terminal import EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
 
 _MAX_KINDS = 4
 _PASSING_KINDS = frozenset({"unreadable_file"})

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayspec.command.exit_codes import EXIT_FAILED
 from rayspec.command.options import Asked, with_settings
-from rayspec.command.terminal import clean_exit, output_console, say
+from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console, say
 from rayspec.config import DType
 
 if TYPE_CHECKING:

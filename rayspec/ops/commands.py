@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from rayspec import demo
-from rayspec.command.exit_codes import EXIT_FAILED
 from rayspec.command.options import GivenFlags, with_flags
-from rayspec.command.terminal import clean_exit, output_console
+from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console
 from rayspec.ops.doctor import machine
 from rayspec.ops.doctor.findings import Finding, findings_table, has_problems, save_findings, skipped
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from rayspec.command.locations import Location
 from rayspec.command.options import Asked
-from rayspec.command.yaml_text import NotYamlError, parse_yaml
+from rayspec.command.settings import NotYamlError, parse_yaml
 from rayspec.config import EngineConfig, Options, SamplingParams
 from rayspec.types import ConfigError
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rayspec.command.settings import make_settings
-from rayspec.command.yaml_text import NotYamlError, parse_yaml
+from rayspec.command.settings import NotYamlError, make_settings, parse_yaml
 from rayspec.serve.options import read_options_file
 from rayspec.types import ConfigError
 

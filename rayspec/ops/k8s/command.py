@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from rayspec.command.exit_codes import EXIT_FAILED
 from rayspec.command.options import GivenFlags, with_flags
-from rayspec.command.terminal import clean_exit, error_console
+from rayspec.command.terminal import EXIT_FAILED, clean_exit, error_console
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
 
 app = typer.Typer(
