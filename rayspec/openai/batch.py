@@ -13,17 +13,20 @@ import reprlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import IO, Annotated, Any, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from rayspec.openai.answer import Completes, respond
-from rayspec.openai.encoding import plain_body
+from rayspec.openai.answer import respond
 from rayspec.openai.errors import ApiError, InvalidRequestError, parse_json
 from rayspec.openai.requests import ENDPOINTS, Request
+from rayspec.openai.responses import plain_body
 from rayspec.openai.strict_body import StrictBody
 from rayspec.openai.tokenizing import in_thread_if_large
 from rayspec.types import RequestError
+
+if TYPE_CHECKING:
+    from rayspec.async_engine import AsyncEngine
 
 MAX_LINE_BYTES = 16 * 2**20  # as many as a body may have by default
 _MAX_CUSTOM_ID = 512
@@ -179,7 +182,7 @@ def _digest(source: str, name: str | int) -> str:
 
 
 async def answer(
-    line: BatchLine, engine: Completes, served: tuple[str, ...], *, clock: Callable[[], float] = time.time
+    line: BatchLine, engine: AsyncEngine, served: tuple[str, ...], *, clock: Callable[[], float] = time.time
 ) -> BatchResult:
     """Answer a line with an engine. An error of the line is in the result.
 

@@ -337,3 +337,10 @@ ENDPOINTS: Mapping[str, type[ChatRequest | CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
 }
+
+
+def check_served(model: str, served: Sequence[str]) -> None:
+    """Check the model's name. served: the names that requests may use. Raises InvalidRequestError."""
+    if model not in served:
+        message = f"The model {model!r} does not exist; served here: {', '.join(map(repr, served))}."
+        raise InvalidRequestError(message, param="model", code="model_not_found", status=404)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
@@ -14,14 +14,15 @@ from typing_extensions import Self
 
 from rayspec.decode.chat import chat_template, conversation_text
 from rayspec.openai.errors import InvalidRequestError
-from rayspec.openai.models import check_served
-from rayspec.openai.requests import Conversation, TokenIds, num_characters
+from rayspec.openai.requests import Conversation, TokenIds, check_served, num_characters
 from rayspec.openai.strict_body import Refusals, StrictBody
 from rayspec.prompts import InvalidMessageError, text_tokens
 from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, PromptTooLongError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rayspec.async_engine import AsyncEngine
 
 Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
@@ -30,23 +31,6 @@ _LONG = 20_000  # characters or tokens; more would block the event loop for too 
 _CHARACTERS_PER_TOKEN = 8  # texts have fewer, except for those with long runs of spaces
 # Few threads, because texts take memory while they are tokenized. Work that waits is dropped when its caller ends.
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="rayspec-large-work")
-
-
-class Tokenizes(Protocol):
-    """The interface of an engine that tokenizes. AsyncEngine has it."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def max_new_tokens(self) -> int | None: ...
-
-    def tokens(self, prompt: str) -> list[int]: ...
-
-    def chat_tokens(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]: ...
 
 
 async def in_thread_if_large(work: Callable[[], T], size: int) -> T:
@@ -58,7 +42,7 @@ async def in_thread_if_large(work: Callable[[], T], size: int) -> T:
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work) if size > _LONG else work()
 
 
-def prompt_tokens(engine: Tokenizes, prompt: str | Messages, *, add_generation_prompt: bool = True) -> list[int]:
+def prompt_tokens(engine: AsyncEngine, prompt: str | Messages, *, add_generation_prompt: bool = True) -> list[int]:
     """Return the tokens of a text, or of a conversation through the chat template. Raises RequestError: an
     InvalidRequestError names the field of a message, and PromptTooLongError comes before all of a text that is much too
     long is tokenized."""
@@ -80,7 +64,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
     return conversation_text(messages, tokenizer, chat_template(tokenizer))
 
 
-def _check_length(text: str, engine: Tokenizes) -> None:
+def _check_length(text: str, engine: AsyncEngine) -> None:
     """Refuse a text if a beginning of it has more tokens than a prompt may have. Raises PromptTooLongError.
 
     The beginnings grow, so that no text costs much more than a prompt of the model's longest length.
@@ -144,7 +128,7 @@ class TokenizeRequest(StrictBody):
         """Number of characters to tokenize."""
         return len(self.prompt or "") + num_characters(self.messages or ())
 
-    def tokens(self, engine: Tokenizes) -> list[int]:
+    def tokens(self, engine: AsyncEngine) -> list[int]:
         """Return the token ids. Raises InvalidMessagesError."""
         if self.messages is not None:
             messages = [message.for_template for message in self.messages]
@@ -185,7 +169,7 @@ class DetokenizeResponse:
     prompt: str
 
 
-def tokenize(request: TokenizeRequest, engine: Tokenizes, served: Sequence[str]) -> TokenizeResponse:
+def tokenize(request: TokenizeRequest, engine: AsyncEngine, served: Sequence[str]) -> TokenizeResponse:
     """Answer a request. served: names of the model that a body may use. Raises RequestError."""
     check_served(request.model or served[0], served)
     token_ids = request.tokens(engine)
@@ -195,7 +179,7 @@ def tokenize(request: TokenizeRequest, engine: Tokenizes, served: Sequence[str])
     )
 
 
-def detokenize(request: DetokenizeRequest, engine: Tokenizes, served: Sequence[str]) -> DetokenizeResponse:
+def detokenize(request: DetokenizeRequest, engine: AsyncEngine, served: Sequence[str]) -> DetokenizeResponse:
     """Answer a request. served: names of the model that a body may use. Raises RequestError."""
     check_served(request.model or served[0], served)
     if len(request.tokens) > engine.max_model_len:

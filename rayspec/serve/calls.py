@@ -12,8 +12,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.requests import ClientDisconnect, Request
 
-from rayspec.openai.encoding import END_OF_EVENTS, event
 from rayspec.openai.errors import ApiError
+from rayspec.openai.responses import END_OF_EVENTS, event
 from rayspec.serve.replies import BUSY, GONE, INTERNAL, Reply, timed_out
 
 T = TypeVar("T")

@@ -12,9 +12,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from rayspec.openai.batches import Batch, BatchList, BatchRequest, FileDeleted, FileList, FileObject
-from rayspec.openai.models import ModelCard, ModelList
 from rayspec.openai.requests import ChatRequest, CompletionRequest
-from rayspec.openai.responses import ChatCompletion, Completion
+from rayspec.openai.responses import ChatCompletion, Completion, ModelCard, ModelList
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
     DetokenizeResponse,

@@ -19,11 +19,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import rayspec
-from rayspec.openai.encoding import json_body
 from rayspec.openai.errors import ApiError
-from rayspec.openai.models import ModelCard, ModelList, check_served
-from rayspec.openai.requests import ChatRequest, CompletionRequest
-from rayspec.openai.responses import ChatCompletion, Completion
+from rayspec.openai.requests import ChatRequest, CompletionRequest, check_served
+from rayspec.openai.responses import ChatCompletion, Completion, ModelCard, ModelList, json_body
 from rayspec.openai.strict_body import StrictBody
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
@@ -117,7 +115,7 @@ class Ingress:
     async def cards(self) -> ModelList | ApiError:
         found = await asyncio.gather(*[self.card(model) for model in self._models])
         failure = next((one for one in found if isinstance(one, ApiError)), None)
-        return failure or ModelList.of(one for one in found if isinstance(one, ModelCard))
+        return failure or ModelList(data=[one for one in found if isinstance(one, ModelCard)])
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """Return the body of a request. Raises RequestError, and Refused for a large body beside many others."""

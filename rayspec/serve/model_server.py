@@ -20,11 +20,9 @@ from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.model.weights import load_config, num_layers
 from rayspec.openai.answer import respond, stream
 from rayspec.openai.batch import BatchLine, BatchResult, answer
-from rayspec.openai.encoding import events, json_body, plain_body
 from rayspec.openai.errors import ApiError
-from rayspec.openai.models import ModelCard
 from rayspec.openai.requests import ENDPOINTS, Request
-from rayspec.openai.responses import Response
+from rayspec.openai.responses import ModelCard, Response, events, json_body, plain_body
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
     TokenizeRequest,

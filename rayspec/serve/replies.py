@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from rayspec.openai.encoding import json_body
 from rayspec.openai.errors import ApiError
+from rayspec.openai.responses import json_body
 
 _RETRY_AFTER_S = 5  # about the time a replica of a small model takes to restart
 

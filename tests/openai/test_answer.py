@@ -19,9 +19,9 @@ from rayspec.async_engine import AsyncEngine
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.openai import answer as answer_module
 from rayspec.openai.answer import respond, stream
-from rayspec.openai.encoding import plain_body
 from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
+from rayspec.openai.responses import plain_body
 from rayspec.types import (
     CompletionOutput,
     NonFiniteLogitsError,
@@ -259,26 +259,26 @@ def test_parameters_are_made_once_for_many_prompts(engine: AsyncEngine) -> None:
     bias = {str(token): 1.0 for token in range(1024)}
     request = parsed(TEXT, prompt=["a"] * 1024, logit_bias=bias, max_tokens=400)
     start_s = time.thread_time()
-    jobs = run(answer_module._jobs(request, engine, SERVED))
+    jobs = run(answer_module._prompts(request, engine, SERVED))
     assert time.thread_time() - start_s < 0.5
     assert len(jobs) == 1024
-    assert len({id(job.params) for job in jobs}) == 1
+    assert len({id(params) for _, params in jobs}) == 1
 
 
 def test_copies_of_long_prompts_are_limited(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_module, "_MOST_PROMPT_TOKENS", 3000)
     request = parsed(TEXT, prompt=[[5] * 300] * 2, max_tokens=1, temperature=1)
-    assert len(run(answer_module._jobs(request.model_copy(update={"n": 5}), engine, SERVED))) == 2
+    assert len(run(answer_module._prompts(request.model_copy(update={"n": 5}), engine, SERVED))) == 2
     with pytest.raises(RequestError, match="3600 tokens, n times; at most 3000"):
-        run(answer_module._jobs(request.model_copy(update={"n": 6}), engine, SERVED))
+        run(answer_module._prompts(request.model_copy(update={"n": 6}), engine, SERVED))
 
 
 def test_more_logprobs_than_memory_is_good_for_are_refused(engine: AsyncEngine) -> None:
     many = parsed(TEXT, prompt=["a"] * 1024, max_tokens=400, logprobs=20)
     with pytest.raises(RequestError, match="lower max_tokens"):
-        run(answer_module._jobs(many, engine, SERVED))
+        run(answer_module._prompts(many, engine, SERVED))
     for fewer in ({"max_tokens": 100}, {"logprobs": 5}, {"logprobs": None}):
-        assert len(run(answer_module._jobs(many.model_copy(update=fewer), engine, SERVED))) == 1024
+        assert len(run(answer_module._prompts(many.model_copy(update=fewer), engine, SERVED))) == 1024
 
 
 @pytest.mark.parametrize("shape", ["a", " ", "ab ", "😀", "0,", "\n\n"])
@@ -308,7 +308,8 @@ def test_what_waits_to_be_tokenized_is_dropped_when_its_client_goes() -> None:
     async def work() -> None:
         texts = [letter + "b" * 3000 for letter in "xyz"]
         tasks = [
-            asyncio.create_task(answer_module._jobs(parsed(TEXT, prompt=texts * 3), Slow({}), SERVED)) for _ in range(5)
+            asyncio.create_task(answer_module._prompts(parsed(TEXT, prompt=texts * 3), Slow({}), SERVED))
+            for _ in range(5)
         ]
         assert await asyncio.to_thread(begun.wait, 30)
         await asyncio.sleep(0.1)

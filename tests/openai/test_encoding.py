@@ -13,17 +13,34 @@ from typing import Any
 import openai
 import pytest
 
-from rayspec.openai.answer import Part
-from rayspec.openai.chunks import ChatChunkChoice, ChatCompletionChunk, ChatDelta, Chunk
-from rayspec.openai.encoding import END_OF_EVENTS, event, events, json_body, plain_body
 from rayspec.openai.errors import ApiError
-from rayspec.openai.models import ModelCard, ModelList
-from rayspec.openai.responses import Completion, CompletionChoice
-from rayspec.openai.usage import Usage
+from rayspec.openai.responses import (
+    END_OF_EVENTS,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatDelta,
+    Chunk,
+    Completion,
+    CompletionChoice,
+    ModelCard,
+    ModelList,
+    Part,
+    PromptTokensDetails,
+    Usage,
+    event,
+    events,
+    json_body,
+    plain_body,
+)
 from rayspec.types import EmptyPromptError, OutOfMemoryError, RayspecError
 
 STAMP = {"id": "i", "created": 5, "model": "m"}
-USAGE = Usage.counted(3, 2)
+USAGE = Usage(
+    prompt_tokens=3,
+    completion_tokens=2,
+    total_tokens=5,
+    prompt_tokens_details=PromptTokensDetails(cached_tokens=0),
+)
 
 
 def chat_chunk(text: str, **values: Any) -> ChatCompletionChunk:
@@ -176,7 +193,7 @@ def test_the_official_client_raises_an_error_in_mid_stream() -> None:
 
 
 def test_the_official_client_reads_the_models() -> None:
-    body = json_body(ModelList.of([ModelCard(id="a", created=5, max_model_len=9)]))
+    body = json_body(ModelList(data=[ModelCard(id="a", created=5, max_model_len=9)]))
     with serving(body, "application/json") as client:
         (model,) = client.models.list()
     assert (model.id, model.owned_by) == ("a", "rayspec")

@@ -7,12 +7,13 @@ from typing import Any
 
 import openai.types as official
 import openai.types.chat as official_chat
+import pytest
 from openai.types.completion_usage import PromptTokensDetails
 
 from rayspec.decode.output import TokenTexts
-from rayspec.openai.encoding import plain_body
-from rayspec.openai.requests import ChatRequest, CompletionRequest
-from rayspec.openai.responses import ChatCompletion, Completion, Stamp
+from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.requests import ChatRequest, CompletionRequest, check_served
+from rayspec.openai.responses import ModelCard, ModelList, SpecDecodeMetrics, Stamp, Usage, plain_body, response
 from rayspec.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tests.demo_model import demo_tokenizer
 
@@ -49,7 +50,7 @@ def test_a_chat_completion_is_read_by_the_official_client() -> None:
     request = ChatRequest.parse(CHAT | {"logprobs": True, "top_logprobs": 2})
     first = _completion("Hi é", logprobs=True)
     second = _completion("Yo", index=1, logprobs=True, finish_reason="length")
-    body = plain_body(ChatCompletion.of(request, _output(first, second), demo_texts(), STAMP))
+    body = plain_body(response(request, [_output(first, second)], demo_texts(), STAMP))
     parsed = official_chat.ChatCompletion.model_validate(body, strict=True)
     assert (parsed.id, parsed.created, parsed.model, parsed.object) == ("id-1", 1_700_000_000, "m", "chat.completion")
     assert [choice.message.content for choice in parsed.choices] == ["Hi é", "Yo"]
@@ -77,7 +78,7 @@ def test_a_text_completion_is_read_by_the_official_client() -> None:
         _output(_completion("e", logprobs=True, finish_reason="length", stop_reason=None), num_prompt_tokens=4),
     ]
     parsed = official.Completion.model_validate(
-        plain_body(Completion.of(request, outputs, demo_texts(), STAMP)), strict=True
+        plain_body(response(request, outputs, demo_texts(), STAMP)), strict=True
     )
     assert [(choice.index, choice.text, choice.finish_reason) for choice in parsed.choices] == [
         (0, "ab é c", "stop"),
@@ -96,12 +97,12 @@ def test_a_text_completion_is_read_by_the_official_client() -> None:
 
 
 def test_logprobs_are_there_when_asked_for_only() -> None:
-    chat = ChatCompletion.of(ChatRequest.parse(CHAT), _output(_completion("a")), demo_texts(), STAMP)
+    chat = response(ChatRequest.parse(CHAT), [_output(_completion("a"))], demo_texts(), STAMP)
     assert chat.choices[0].logprobs is None
-    text = Completion.of(CompletionRequest.parse(TEXT), [_output(_completion("a"))], demo_texts(), STAMP)
+    text = response(CompletionRequest.parse(TEXT), [_output(_completion("a"))], demo_texts(), STAMP)
     assert text.choices[0].logprobs is None
     plain = ChatRequest.parse(CHAT | {"logprobs": True})
-    rows = ChatCompletion.of(plain, _output(_completion("a", logprobs=True)), demo_texts(), STAMP).choices[0].logprobs
+    rows = response(plain, [_output(_completion("a", logprobs=True))], demo_texts(), STAMP).choices[0].logprobs
     assert rows is not None
     assert rows.content[0].top_logprobs == []
 
@@ -118,8 +119,34 @@ def test_what_drafting_did_is_told_when_asked_for_only() -> None:
     }
     asks = {"return_spec_decode_metrics": True}
     for wanted, extra in ((told, asks), (None, {}), (None, {"return_spec_decode_metrics": False})):
-        chat = ChatCompletion.of(ChatRequest.parse(CHAT | extra), output, demo_texts(), STAMP)
+        chat = response(ChatRequest.parse(CHAT | extra), [output], demo_texts(), STAMP)
         assert plain_body(chat).get("metrics") == wanted
-        text = Completion.of(CompletionRequest.parse(TEXT | extra), [output], demo_texts(), STAMP)
+        text = response(CompletionRequest.parse(TEXT | extra), [output], demo_texts(), STAMP)
         assert plain_body(text).get("metrics") == wanted
     assert "metrics" not in plain_body(text)
+
+
+def test_a_prompt_counts_once_and_every_completion_counts() -> None:
+    outputs = [_output(_completion("ab"), _completion("abcd", index=1)), _output(_completion("a"), num_prompt_tokens=5)]
+    usage = Usage.of(outputs)
+    num_tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (8, num_tokens, 8 + num_tokens)
+
+
+def test_means_of_nothing_are_none() -> None:
+    metrics = SpecDecodeMetrics.of([RequestMetrics(num_rounds=4, num_plain_rounds=4)])
+    assert (metrics.mean_acceptance_length, metrics.draft_acceptance_rate, metrics.num_spec_steps) == (None, None, 0)
+
+
+def test_models_are_read_by_the_official_client() -> None:
+    body = plain_body(ModelList(data=[ModelCard(id="m", created=5, max_model_len=9)]))
+    (model,) = body["data"]
+    assert official.Model.model_validate(model, strict=True).model_extra == {"max_model_len": 9}
+    assert body["object"] == "list"
+
+
+def test_a_model_that_is_not_served_is_named() -> None:
+    check_served("b", ("a", "b"))
+    with pytest.raises(InvalidRequestError, match="'c' does not exist; served here: 'a', 'b'") as caught:
+        check_served("c", ("a", "b"))
+    assert (caught.value.status, caught.value.param, caught.value.code) == (404, "model", "model_not_found")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rayspec.decode.chat import conversation_tokens
-from rayspec.openai.encoding import plain_body
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.openai.requests import ChatRequest, CompletionRequest
+from rayspec.openai.responses import plain_body
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
     Messages,
