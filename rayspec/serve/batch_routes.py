@@ -26,7 +26,7 @@ from rayspec.openai.errors import InvalidRequestError
 from rayspec.serve.access import response_of
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.bodies import read_form
-from rayspec.serve.description import answers, errors, takes
+from rayspec.serve.description import Description, errors
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import Reply
 
@@ -48,7 +48,7 @@ _CONTENT: dict[int | str, dict[str, Any]] = {
 ReadBody = Callable[[Request, type[BatchRequest]], Awaitable[BatchRequest]]
 
 
-def add_batch_routes(app: FastAPI, options: ServeOptions, runner: Any, read: ReadBody) -> None:
+def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions, runner: Any, read: ReadBody) -> None:
     """Add the routes. runner: Serve's handle of the BatchRunner, where `options` name a folder of batches. read: reads
     the JSON body of a request, within the endpoint's limits."""
     folder = None if options.batches is None else BatchStore.at(options.batches)
@@ -58,49 +58,66 @@ def add_batch_routes(app: FastAPI, options: ServeOptions, runner: Any, read: Rea
             raise InvalidRequestError(_DISABLED, code="batches_disabled", status=404)
         return folder
 
-    @app.post("/v1/batches", summary="Run a file of requests", **takes(BatchRequest, Batch, *_ERRORS, *_BODY_ERRORS))
+    @app.post(
+        "/v1/batches", summary="Run a file of requests", **described.takes(BatchRequest, Batch, *_ERRORS, *_BODY_ERRORS)
+    )
     async def create(request: Request) -> Response:
         batch = await asyncio.to_thread(store().new_batch, await read(request, BatchRequest))
         runner.wake.remote()
         return _answer(batch)
 
-    @app.get("/v1/batches", responses=answers(BatchList) | errors(*_ERRORS), summary="Batches, the newest first")
+    @app.get(
+        "/v1/batches", responses=described.answers(BatchList) | errors(*_ERRORS), summary="Batches, the newest first"
+    )
     async def batches(request: Request) -> Response:
         query = PageRequest.parse(dict(request.query_params))
         limit = min(query.limit or _FEW_BATCHES, _MOST_BATCHES)
         data, has_more = await asyncio.to_thread(store().batches, after=query.after, limit=limit)
         return _answer(BatchList.of(data, has_more=has_more))
 
-    @app.get("/v1/batches/{batch_id}", responses=answers(Batch) | errors(*_ERRORS), summary="How far a batch has come")
+    @app.get(
+        "/v1/batches/{batch_id}",
+        responses=described.answers(Batch) | errors(*_ERRORS),
+        summary="How far a batch has come",
+    )
     async def batch(batch_id: str) -> Response:
         return _answer(await asyncio.to_thread(store().batch, batch_id))
 
     @app.delete(
         "/v1/batches/{batch_id}",
-        responses=answers(BatchDeleted) | errors(*_ERRORS, 409),
+        responses=described.answers(BatchDeleted) | errors(*_ERRORS, 409),
         summary="Delete a batch that has ended, but not its files",
     )
     async def delete_batch(batch_id: str) -> Response:
         await asyncio.to_thread(store().delete_batch, batch_id)
         return _answer(BatchDeleted(id=batch_id))
 
-    @app.post("/v1/batches/{batch_id}/cancel", responses=answers(Batch) | errors(*_ERRORS, 409), summary="End a batch")
+    @app.post(
+        "/v1/batches/{batch_id}/cancel",
+        responses=described.answers(Batch) | errors(*_ERRORS, 409),
+        summary="End a batch",
+    )
     async def cancel(batch_id: str) -> Response:
         return _answer(await asyncio.to_thread(store().cancel, batch_id))
 
-    _add_file_routes(app, options, store)
+    _add_file_routes(app, described, options, store)
 
 
-def _add_file_routes(app: FastAPI, options: ServeOptions, store: Callable[[], BatchStore]) -> None:
+def _add_file_routes(
+    app: FastAPI, described: Description, options: ServeOptions, store: Callable[[], BatchStore]
+) -> None:
     upload_errors = errors(*_ERRORS, *_BODY_ERRORS)
 
     @app.post(
-        "/v1/files", responses=answers(FileObject) | upload_errors, openapi_extra=_TAKES_FORM, summary="Keep a file"
+        "/v1/files",
+        responses=described.answers(FileObject) | upload_errors,
+        openapi_extra=_TAKES_FORM,
+        summary="Keep a file",
     )
     async def upload(request: Request) -> Response:
         return _answer(await _upload(request, store(), options))
 
-    @app.get("/v1/files", responses=answers(FileList) | errors(*_ERRORS), summary="The files that are kept")
+    @app.get("/v1/files", responses=described.answers(FileList) | errors(*_ERRORS), summary="The files that are kept")
     async def files(request: Request) -> Response:
         query = PageRequest.parse(dict(request.query_params))
         limit, purpose = query.limit or _MOST_FILES, query.purpose
@@ -108,7 +125,9 @@ def _add_file_routes(app: FastAPI, options: ServeOptions, store: Callable[[], Ba
         data, has_more = await asyncio.to_thread(found)
         return _answer(FileList.of(data, has_more=has_more))
 
-    @app.get("/v1/files/{file_id}", responses=answers(FileObject) | errors(*_ERRORS), summary="What a file is")
+    @app.get(
+        "/v1/files/{file_id}", responses=described.answers(FileObject) | errors(*_ERRORS), summary="What a file is"
+    )
     async def file(file_id: str) -> Response:
         return _answer(await asyncio.to_thread(store().file, file_id))
 
@@ -123,7 +142,9 @@ def _add_file_routes(app: FastAPI, options: ServeOptions, store: Callable[[], Ba
         headers = {"x-content-type-options": "nosniff"}
         return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
-    @app.delete("/v1/files/{file_id}", responses=answers(FileDeleted) | errors(*_ERRORS), summary="Delete a file")
+    @app.delete(
+        "/v1/files/{file_id}", responses=described.answers(FileDeleted) | errors(*_ERRORS), summary="Delete a file"
+    )
     async def delete_file(file_id: str) -> Response:
         await asyncio.to_thread(store().delete_file, file_id)
         return _answer(FileDeleted(id=file_id))

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from rayspec.openai.batch import BatchError, BatchLine, BatchResult
 from rayspec.openai.batches import FINAL, Batch, BatchErrors, RequestCounts
@@ -23,7 +23,7 @@ from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.calls import fetch
 from rayspec.serve.options import ServeOptions
-from rayspec.serve.replies import BUSY
+from rayspec.serve.replies import BUSY, Refused
 from rayspec.types import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,6 @@ _BYTES_AT_ONCE = 8 * 2**20  # of a batch's lines, and of its results that are no
 _RETRY_DIVISOR = 8  # divides the number of lines at once when lost lines run again
 _MOST_LOSSES = 3  # after so many losses of a line that runs alone, the line fails
 _MOST_ERRORS = 100  # reported for an input file
-T = TypeVar("T")
 
 
 class BatchRunner:
@@ -98,16 +97,13 @@ class BatchRunner:
 
     async def _look(self) -> None:
         """Start batches that have not ended: those that are cancelled or expired, then the oldest."""
-        ending, others = await asyncio.to_thread(self._waiting)
-        most = [_MOST_RUNS + _MOST_ENDING] * len(ending) + [_MOST_RUNS] * len(others)
-        for batch, most_runs in zip([*ending, *others], most, strict=True):
-            if len(self._runs) < most_runs:
+        for batch, is_over in sorted(await asyncio.to_thread(self._waiting), key=lambda one: not one[1]):
+            if len(self._runs) < _MOST_RUNS + (_MOST_ENDING if is_over else 0):
                 self._runs[batch.id] = asyncio.create_task(self._run(batch))
 
-    def _waiting(self) -> tuple[list[Batch], list[Batch]]:
-        """Return the batches that have not ended and do not run: those that only have to be ended, and the others."""
-        ending: list[Batch] = []
-        others: list[Batch] = []
+    def _waiting(self) -> list[tuple[Batch, bool]]:
+        """Return the batches that have not ended and do not run, and whether they only have to be ended."""
+        waiting = []
         names = self._store.batch_ids()
         for name in self._known.keys() - names:
             del self._known[name]
@@ -116,11 +112,10 @@ class BatchRunner:
                 with suppress(InvalidRequestError):  # deleted, or its first state is not written yet
                     self._known[name] = self._store.saved(name)
             batch = self._known.get(name)
-            if batch is None or batch.status in FINAL or name in self._runs:
-                continue
-            is_over = batch.expires_at <= self._store.clock() or self._store.cancel_asked_at(name) is not None
-            (ending if is_over else others).append(batch)
-        return ending, others
+            if batch is not None and batch.status not in FINAL and name not in self._runs:
+                is_over = batch.expires_at <= self._store.clock() or self._store.cancel_asked_at(name) is not None
+                waiting.append((batch, is_over))
+        return waiting
 
     async def _run(self, batch: Batch) -> None:
         try:
@@ -138,11 +133,16 @@ class BatchRunner:
         """Return the result of a line, or an ApiError if it was lost with a replica. Wait while the model is busy."""
         model = line.model if line.model in self._models else next(iter(self._models))
         async with self._places[model]:
-            while True:
-                found: BatchResult | ApiError = await fetch(self._models[model].answer.remote(line), None)
-                if found is not BUSY:
-                    return found
+            while (found := await self._ask(model, line)) is BUSY:
                 await asyncio.sleep(_BUSY_WAIT_S)
+            return found
+
+    async def _ask(self, model: str, line: BatchLine) -> BatchResult | ApiError:
+        try:
+            found: BatchResult = await fetch(self._models[model].answer.remote(line), None)
+        except Refused as refused:
+            return refused.error
+        return found
 
 
 @dataclass(slots=True)
@@ -163,46 +163,52 @@ class BatchRun:
     _counts: RequestCounts = field(default_factory=RequestCounts)
 
     async def run(self) -> None:
+        steps = {"validating": self._validated, "in_progress": self._progress, "finalizing": self._finalized}
         while self.batch.status not in FINAL:
-            await self._step()
+            try:
+                changes = await steps[self.batch.status]()
+            except InvalidRequestError as gone:
+                errors = [_error("file_not_found", f"input_file_id: {gone}", param="input_file_id")]
+                changes = self._failed(errors)
+            await self._save(**changes)
 
-    async def _step(self) -> None:
-        steps = {"validating": self._validate, "in_progress": self._progress, "finalizing": self._finalize}
-        try:
-            await steps[self.batch.status]()
-        except InvalidRequestError as gone:
-            errors = BatchErrors(data=[_error("file_not_found", f"input_file_id: {gone}", param="input_file_id")])
-            await self._save(status="failed", failed_at=self._now(), errors=errors)
+    async def _validated(self) -> dict[str, Any]:
+        """Read all lines once, and collect the errors of the first lines that are not requests of this batch."""
 
-    async def _validate(self) -> None:
-        total, errors = await asyncio.to_thread(self._inspect)
-        now = self._now()
-        if errors:
-            await self._save(status="failed", failed_at=now, errors=BatchErrors(data=errors))
-        else:
+        def inspected() -> dict[str, Any]:
+            errors: list[BatchError] = []
+            total = 0
+            try:
+                for line in self.store.lines(self.batch, self.max_lines):
+                    total += 1
+                    error = line.error if isinstance(line, BatchResult) else self._misfit(line)
+                    if error is not None and len(errors) < _MOST_ERRORS:
+                        errors.append(error)
+            except InvalidRequestError as error:
+                if error.code != "too_many_lines":
+                    raise
+                return self._failed([_error(error.code, str(error))])
+            if not total:
+                errors = [_error("empty_file", "the file has no line: write a request a line")]
+            if errors:
+                return self._failed(errors)
             counts = RequestCounts(total=total)
-            await self._save(status="in_progress", in_progress_at=now, request_counts=counts)
+            return {"status": "in_progress", "in_progress_at": self._now(), "request_counts": counts}
 
-    def _inspect(self) -> tuple[int, list[BatchError]]:
-        """Return the number of lines, and errors of the first lines that are not requests of this batch."""
-        errors: list[BatchError] = []
-        total = 0
-        lines = self.store.lines(self.batch, self.max_lines)
-        try:
-            for line in lines:
-                total += 1
-                error = _misfit(line, self.batch)
-                if error is not None and len(errors) < _MOST_ERRORS:
-                    errors.append(error)
-        except InvalidRequestError as error:
-            if error.code != "too_many_lines":
-                raise
-            return total, [_error(error.code, str(error))]
-        if not total:
-            errors.append(_error("empty_file", "the file has no line: write a request a line"))
-        return total, errors
+        return await asyncio.to_thread(inspected)
 
-    async def _progress(self) -> None:
+    def _misfit(self, line: BatchLine) -> BatchError | None:
+        """Return why a request cannot run in this batch; None where it can."""
+        if line.url == self.batch.endpoint:
+            return None
+        name = reprlib.repr(line.custom_id)
+        message = f"custom_id {name}: its url is {line.url}, the batch's endpoint {self.batch.endpoint}"
+        return _error("mismatched_endpoint", message, param="url")
+
+    def _failed(self, errors: list[BatchError]) -> dict[str, Any]:
+        return {"status": "failed", "failed_at": self._now(), "errors": BatchErrors(data=errors)}
+
+    async def _progress(self) -> dict[str, Any]:
         """Run lines until all are answered, the batch is cancelled, or its completion window ends."""
         await asyncio.to_thread(self._read_results)
         has_ended = asyncio.Event()
@@ -218,7 +224,7 @@ class BatchRun:
         for task in (work, stop):
             if not task.cancelled():
                 task.result()
-        await self._save(status="finalizing", finalizing_at=self._now())
+        return {"status": "finalizing", "finalizing_at": self._now()}
 
     def _read_results(self) -> None:
         failed = {name: has_failed for name, has_failed, _ in self.store.results(self.batch.id)}
@@ -235,7 +241,7 @@ class BatchRun:
             limit, num_losses = len(lost), 0
             while lost and num_losses < _MOST_LOSSES:
                 limit = max(1, min(limit, len(lost)) // _RETRY_DIVISOR)
-                lost = await self._answer_each(_each([line for line, _ in lost]), limit)
+                lost = await self._answer_each(_again(lost), limit)
                 num_losses = num_losses + 1 if limit == 1 else 0
             for line, error in lost:
                 self._keep(line.result(error.status, error.body))
@@ -277,8 +283,20 @@ class BatchRun:
 
     async def _lines_left(self) -> AsyncIterator[BatchLine]:
         lines = self.store.lines(self.batch, self.max_lines)
-        while some := await asyncio.to_thread(_next_few, lines):
-            for line in some:
+
+        def next_few() -> list[BatchLine | BatchResult]:
+            """Read some lines, of about a megabyte in all or a single longer line."""
+            few: list[BatchLine | BatchResult] = []
+            num_characters = 0
+            for line in lines:
+                few.append(line)
+                num_characters += len(line.text) if isinstance(line, BatchLine) else 0
+                if num_characters >= _CHARACTERS_READ or len(few) >= _LINES_READ:
+                    break
+            return few
+
+        while few := await asyncio.to_thread(next_few):
+            for line in few:
                 if isinstance(line, BatchLine) and line.id not in self._answered:
                     yield line
 
@@ -316,36 +334,34 @@ class BatchRun:
                 return
             await asyncio.sleep(_STOP_POLL_S)
 
-    async def _finalize(self) -> None:
-        self.batch = await asyncio.to_thread(self._finalized)
-        await asyncio.to_thread(self.store.save, self.batch)
+    async def _finalized(self) -> dict[str, Any]:
+        """Write the output and the error file. A repetition writes the same files."""
 
-    def _finalized(self) -> Batch:
-        """Write the output and the error file, and return the ended batch. A repetition writes the same files."""
-        self._read_results()
-        now, cancelling_at = self._now(), self.store.cancel_asked_at(self.batch.id)
-        is_whole = len(self._answered) >= self.batch.request_counts.total
-        ended = _ended_whole(now) if is_whole else _ended_early(now, cancelling_at)
-        left = () if is_whole else self._unanswered("batch_expired" if cancelling_at is None else "batch_cancelled")
-        output_id = self._write("output", (line for _, failed, line in self._stored() if not failed))
-        failures = (line for _, failed, line in self._stored() if failed)
-        error_id = self._write("errors", itertools.chain(failures, left))
-        return replace(
-            self.batch, output_file_id=output_id, error_file_id=error_id, request_counts=self._counts, **ended
-        )
+        def written() -> dict[str, Any]:
+            self._read_results()
+            now, cancelling_at = self._now(), self.store.cancel_asked_at(self.batch.id)
+            left: Iterable[bytes] = ()
+            if len(self._answered) >= self.batch.request_counts.total:
+                ended: dict[str, Any] = {"status": "completed", "completed_at": now}
+            elif cancelling_at is None:
+                ended = {"status": "expired", "expired_at": now}
+                left = self._unanswered("batch_expired", "the completion window ended")
+            else:
+                ended = {"status": "cancelled", "cancelling_at": cancelling_at, "cancelled_at": now}
+                left = self._unanswered("batch_cancelled", "the batch was cancelled")
+            answers = (line for _, failed, line in self.store.results(self.batch.id) if not failed)
+            failures = (line for _, failed, line in self.store.results(self.batch.id) if failed)
+            ended["output_file_id"] = self._write("output", answers)
+            ended["error_file_id"] = self._write("errors", itertools.chain(failures, left))
+            return ended | {"request_counts": self._counts}
 
-    def _stored(self) -> Iterator[tuple[str, bool, bytes]]:
-        return self.store.results(self.batch.id)
+        return await asyncio.to_thread(written)
 
-    def _unanswered(self, code: str) -> Iterator[bytes]:
+    def _unanswered(self, code: str, reason: str) -> Iterator[bytes]:
         """Yield the error lines of requests that were not answered."""
-        message = {
-            "batch_expired": "This request was not answered before the completion window ended.",
-            "batch_cancelled": "This request was not answered before the batch was cancelled.",
-        }[code]
         for line in self.store.lines(self.batch, self.max_lines):
             if isinstance(line, BatchLine) and line.id not in self._answered:
-                yield line.unanswered(code, message).json_line().encode()
+                yield line.unanswered(code, f"This request was not answered before {reason}.").json_line().encode()
 
     def _write(self, kind: Any, lines: Iterable[bytes]) -> str | None:
         """Write the lines to a file and return its id; return None where there are no lines."""
@@ -367,47 +383,13 @@ class BatchRun:
         return int(self.store.clock())
 
 
-def _misfit(line: BatchLine | BatchResult, batch: Batch) -> BatchError | None:
-    """Return why a line cannot run in the batch; None where it can."""
-    if isinstance(line, BatchResult):
-        return line.error
-    if line.url != batch.endpoint:
-        message = (
-            f"custom_id {reprlib.repr(line.custom_id)}: its url is {line.url}, the batch's endpoint {batch.endpoint}"
-        )
-        return _error("mismatched_endpoint", message, param="url")
-    return None
-
-
 def _error(code: str, message: str, *, param: str | None = None) -> BatchError:
     return BatchError(code=code, message=message, param=param, line=None)
 
 
-def _ended_whole(now: int) -> dict[str, Any]:
-    return {"status": "completed", "completed_at": now}
-
-
-def _ended_early(now: int, cancelling_at: int | None) -> dict[str, Any]:
-    if cancelling_at is None:
-        return {"status": "expired", "expired_at": now}
-    return {"status": "cancelled", "cancelling_at": cancelling_at, "cancelled_at": now}
-
-
-def _next_few(lines: Iterator[BatchLine | BatchResult]) -> list[BatchLine | BatchResult]:
-    """Read some lines, of about a megabyte in all or a single longer line."""
-    few: list[BatchLine | BatchResult] = []
-    num_characters = 0
-    for line in lines:
-        few.append(line)
-        num_characters += len(line.text) if isinstance(line, BatchLine) else 0
-        if num_characters >= _CHARACTERS_READ or len(few) >= _LINES_READ:
-            break
-    return few
-
-
-async def _each(items: Iterable[T]) -> AsyncIterator[T]:
-    for item in items:
-        yield item
+async def _again(lost: Iterable[tuple[BatchLine, ApiError]]) -> AsyncIterator[BatchLine]:
+    for line, _ in lost:
+        yield line
 
 
 def _raise_first(done: Iterable[asyncio.Task[None]]) -> None:

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from rayspec.openai.errors import ApiError
 from rayspec.openai.responses import END_OF_EVENTS, event
-from rayspec.serve.replies import BUSY, GONE, INTERNAL, Reply, timed_out
+from rayspec.serve.replies import BUSY, GONE, INTERNAL, Refused, Reply, timed_out
 
 T = TypeVar("T")
 
@@ -63,27 +63,22 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-async def call(response: Any, timeout_s: float | None) -> Reply:
-    """Return the reply of a model. response: Serve's, of a call under way; cancelling the wait cancels the call."""
-    found: Reply | ApiError = await fetch(response, timeout_s)
-    return Reply.failed(found) if isinstance(found, ApiError) else found
-
-
 async def fetch(response: Any, timeout_s: float | None) -> Any:
-    """Return the result of a call, of any type; an ApiError where the call failed. response: as in `call`."""
+    """Return the result of a call, of any type. response: Serve's, of a call under way; cancelling the wait cancels the
+    call. Raises Refused where the call failed."""
     deadline = Deadline(timeout_s)
+
+    async def outcome() -> Any:
+        return await response
+
     try:
-        return await deadline.wait(_outcome(response))
+        return await deadline.wait(outcome())
     except _CARRIER_ERRORS as error:
         _cancel(response)
-        return deadline.failure(error)
+        raise Refused(deadline.failure(error)) from error
     except asyncio.CancelledError:
         _cancel(response)
         raise
-
-
-async def _outcome(response: Any) -> Any:
-    return await response
 
 
 def _cancel(response: Any) -> None:
@@ -103,11 +98,11 @@ class Relay:
         self._deadline = Deadline(timeout_s)
 
     async def begin(self) -> Reply:
-        """Return the reply. If it is ok, its body is the first event; otherwise there are no events."""
+        """Return the reply. If it is ok, its body is the first event; otherwise there are no events. Raises Refused."""
         try:
             reply: Reply = await self._next()
         except _CARRIER_ERRORS as error:
-            return Reply.failed(self._deadline.failure(error))
+            raise Refused(self._deadline.failure(error)) from error
         return reply
 
     async def events(self, first: bytes) -> AsyncGenerator[bytes, None]:

@@ -33,8 +33,8 @@ from rayspec.openai.tokenizing import (
 from rayspec.serve.access import Admission, AdmissionControl, ApiKeys, Cors, Entry, error_response, response_of
 from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.bodies import read_body
-from rayspec.serve.calls import Relay, call, fetch, while_connected
-from rayspec.serve.description import answers, describe, errors, generation
+from rayspec.serve.calls import Relay, fetch, while_connected
+from rayspec.serve.description import Description, errors
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import BUSY, INTERNAL, OVERRUN, STARTING, Refused, Reply, invalid, unable
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
@@ -68,14 +68,14 @@ class Ingress:
         hosts: frozenset[str],
         num_ingresses: int = 1,
     ) -> None:
-        self.options, self._models, self.runner = options, dict(models), runner
+        self.options, self.models, self.runner = options, dict(models), runner
         self._cards: dict[str, ModelCard] = {}
         self._admissions = {
             one.model_id: Admission(one.max_admitted and -(-one.max_admitted // num_ingresses), refusal=BUSY)
             for one in options.llm_configs
         }
         self._may_be_absent = {one.model_id for one in options.llm_configs if one.scales_to_zero}
-        self.watch = Watch(self._models, replica_timeout_s=options.replica_timeout_s)
+        self.watch = Watch(self.models, replica_timeout_s=options.replica_timeout_s)
         self._large_bodies = Admission(_LARGE_BODIES * options.max_request_bytes, refusal=OVERRUN)
         posts, gets = (Admission(options.max_ongoing_requests, refusal=OVERRUN) for _ in range(2))
         self.entry = Entry(keys=keys, hosts=hosts, origins=options.cors, posts=posts, gets=gets)
@@ -90,7 +90,7 @@ class Ingress:
         with ExitStack() as held:
             held.enter_context(self._admissions[asked.model].admit(asked.num_sequences))
             if not asked.stream:
-                return response_of(await while_connected(request, call(model.respond.remote(asked, name), timeout_s)))
+                return response_of(await while_connected(request, fetch(model.respond.remote(asked, name), timeout_s)))
             relay = Relay(model.options(stream=True).stream.remote(asked, name), timeout_s)
             held.callback(relay.close)
             reply = await while_connected(request, relay.begin())
@@ -99,23 +99,16 @@ class Ingress:
     async def tokenize(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
         """Answer a request to tokenize or detokenize. Raises RequestError and Refused."""
         asked = await self.read(request, kind)
-        model = self._ready_model(asked.model or next(iter(self._models)))
-        work = call(model.tokenize.remote(asked, _name_of(request)), self.options.request_timeout_s)
+        model = self._ready_model(asked.model or next(iter(self.models)))
+        work = fetch(model.tokenize.remote(asked, _name_of(request)), self.options.request_timeout_s)
         return response_of(await while_connected(request, work))
 
-    async def card(self, model: str) -> ModelCard | ApiError:
+    async def card(self, model: str) -> ModelCard:
         """Return the card of a model. Raises RequestError for a model that is not served, and Refused."""
         if model not in self._cards:
-            found = await fetch(self._ready_model(model).card.remote(), self.options.request_timeout_s)
-            if isinstance(found, ApiError):
-                return found
-            self._cards[model] = found
+            asked = self._ready_model(model).card.remote()
+            self._cards[model] = await fetch(asked, self.options.request_timeout_s)
         return self._cards[model]
-
-    async def cards(self) -> ModelList | ApiError:
-        found = await asyncio.gather(*[self.card(model) for model in self._models])
-        failure = next((one for one in found if isinstance(one, ApiError)), None)
-        return failure or ModelList(data=[one for one in found if isinstance(one, ModelCard)])
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """Return the body of a request. Raises RequestError, and Refused for a large body beside many others."""
@@ -126,10 +119,10 @@ class Ingress:
 
     def _ready_model(self, name: str) -> Any:
         """Return the handle of a model. Raises RequestError, and Refused while no replica can serve."""
-        check_served(name, tuple(self._models))
+        check_served(name, tuple(self.models))
         if not (name in self._may_be_absent or self.watch.sightings[name].can_serve):
             raise Refused(STARTING)
-        return self._models[name]
+        return self.models[name]
 
 
 class _EventStream(StreamingResponse):
@@ -157,20 +150,17 @@ def build_app(ingress: Ingress) -> FastAPI:
         redirect_slashes=False,
         lifespan=partial(_lifespan, ingress),
     )
-    _add_openai_routes(app, ingress)
-    add_batch_routes(app, ingress.options, ingress.runner, ingress.read)
-    _add_vllm_routes(app, ingress)
-    _add_operator_routes(app, ingress)
+    described = Description()
+    _add_model_routes(app, ingress, described)
+    add_batch_routes(app, described, ingress.options, ingress.runner, ingress.read)
+    _add_operator_routes(app, ingress, described)
     open_paths = frozenset({"/health"}) | _add_web(app)
-    app.add_exception_handler(RequestError, _on_request_error)
-    app.add_exception_handler(Refused, _on_refused)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    app.add_exception_handler(Exception, _on_failure)
+    for kind in (RequestError, Refused, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _on_error)
     app.add_middleware(AdmissionControl, entry=ingress.entry, open_paths=open_paths)
     if ingress.options.cors:
         app.add_middleware(Cors, origins=ingress.options.cors)
-    describe(app, open_paths=open_paths, has_keys=bool(ingress.entry.keys.digests))
+    described.install(app, open_paths=open_paths, has_keys=bool(ingress.entry.keys.digests))
     return app
 
 
@@ -184,41 +174,43 @@ async def _lifespan(ingress: Ingress, _: FastAPI) -> AsyncIterator[None]:
 _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
-def _add_openai_routes(app: FastAPI, ingress: Ingress) -> None:
+def _add_model_routes(app: FastAPI, ingress: Ingress, described: Description) -> None:
     @app.post(
         "/v1/chat/completions",
         summary="Answer a conversation",
-        **generation(ChatRequest, ChatCompletion, streamed=True),
+        **described.takes(ChatRequest, ChatCompletion, streamed=True),
     )
     async def chat_completions(request: Request) -> Response:
         return await ingress.generate(request, ChatRequest)
 
-    @app.post("/v1/completions", summary="Complete prompts", **generation(CompletionRequest, Completion, streamed=True))
+    @app.post(
+        "/v1/completions", summary="Complete prompts", **described.takes(CompletionRequest, Completion, streamed=True)
+    )
     async def completions(request: Request) -> Response:
         return await ingress.generate(request, CompletionRequest)
 
-    @app.get("/v1/models", responses=answers(ModelList) | errors(401, 429, 500, 503, 504))
+    @app.get("/v1/models", responses=described.answers(ModelList) | errors(401, 429, 500, 503, 504))
     async def models() -> Response:
-        return _body_or_error(await ingress.cards())
+        return _answer(ModelList(data=await asyncio.gather(*[ingress.card(model) for model in ingress.models])))
 
-    @app.get("/v1/models/{model:path}", responses=answers(ModelCard) | errors(401, 404, 429, 500, 503, 504))
+    @app.get("/v1/models/{model:path}", responses=described.answers(ModelCard) | errors(401, 404, 429, 500, 503, 504))
     async def model_card(model: str) -> Response:
-        return _body_or_error(await ingress.card(model))
+        return _answer(await ingress.card(model))
 
-
-def _add_vllm_routes(app: FastAPI, ingress: Ingress) -> None:
     @app.post(
-        "/tokenize", summary="The tokens of a text or a conversation", **generation(TokenizeRequest, TokenizeResponse)
+        "/tokenize",
+        summary="The tokens of a text or a conversation",
+        **described.takes(TokenizeRequest, TokenizeResponse),
     )
     async def tokenize(request: Request) -> Response:
         return await ingress.tokenize(request, TokenizeRequest)
 
-    @app.post("/detokenize", summary="The text of tokens", **generation(DetokenizeRequest, DetokenizeResponse))
+    @app.post("/detokenize", summary="The text of tokens", **described.takes(DetokenizeRequest, DetokenizeResponse))
     async def detokenize(request: Request) -> Response:
         return await ingress.tokenize(request, DetokenizeRequest)
 
 
-def _add_operator_routes(app: FastAPI, ingress: Ingress) -> None:
+def _add_operator_routes(app: FastAPI, ingress: Ingress, described: Description) -> None:
     @app.get("/health", responses=errors(503), summary="Whether every model can serve")
     async def health() -> Response:
         problems = await ingress.watch.problems()
@@ -226,7 +218,7 @@ def _add_operator_routes(app: FastAPI, ingress: Ingress) -> None:
             return error_response(unable(503, "unhealthy", "; ".join(problems)))
         return JSONResponse({"status": "ok"})
 
-    @app.get("/status", responses=answers(EndpointStatus) | errors(401, 500), summary="What each model does")
+    @app.get("/status", responses=described.answers(EndpointStatus) | errors(401, 500), summary="What each model does")
     async def status() -> Response:
         return JSONResponse({"models": await ingress.watch.statuses()})
 
@@ -261,36 +253,20 @@ def _name_of(request: Request) -> str:
     return asked if _USABLE_ID.fullmatch(asked) else uuid.uuid4().hex
 
 
-def _body_or_error(found: ModelCard | ModelList | ApiError) -> Response:
-    if isinstance(found, ApiError):
-        return error_response(found)
-    return response_of(Reply(status=200, body=json_body(found)))
+def _answer(body: ModelCard | ModelList) -> Response:
+    return response_of(Reply(status=200, body=json_body(body)))
 
 
-async def _on_request_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return error_response(ApiError.of(error))
-
-
-async def _on_refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return error_response(error.error)
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Answer errors of the router: an unknown path, a wrong method."""
-    assert isinstance(error, HTTPException)
-    status = error.status_code
-    code = HTTPStatus(status).name.lower()
-    message = f"{request.method} {request.url.path}: {error.detail}."
-    return error_response(invalid(status, code, message), error.headers)
-
-
-async def _on_disconnect(_: Request, error: Exception) -> Response:
-    """End a request whose client left before its body was complete. Nobody reads this; it is no server error."""
-    return Response(status_code=400)
-
-
-async def _on_failure(_: Request, error: Exception) -> Response:
-    """Answer an unexpected error. Starlette raises the error again afterwards, so Serve logs it."""
-    return error_response(INTERNAL)
+async def _on_error(request: Request, error: Exception) -> Response:
+    match error:
+        case Refused():
+            return error_response(error.error)
+        case RequestError():
+            return error_response(ApiError.of(error))
+        case HTTPException():  # of the router: an unknown path, a wrong method
+            code = HTTPStatus(error.status_code).name.lower()
+            message = f"{request.method} {request.url.path}: {error.detail}."
+            return error_response(invalid(error.status_code, code, message), error.headers)
+        case ClientDisconnect():  # nobody reads this; it is no server error
+            return Response(status_code=400)
+    return error_response(INTERNAL)  # Starlette raises the error again afterwards, so Serve logs it
