@@ -143,7 +143,9 @@ def _read_line(line: bytes, number: int, source: str, seen: set[str], max_bytes:
     custom_id = None
     try:
         row = parse_json(line, max_bytes=max_bytes)
-        custom_id = _usable_custom_id(row)
+        name = row.get("custom_id") if isinstance(row, dict) else None
+        if isinstance(name, str) and 0 < len(name) <= _MAX_CUSTOM_ID:
+            custom_id = name  # errors of the line, too, are reported with it
         _claim(custom_id, seen)
         fields = _Fields.parse(row)
     except InvalidRequestError as error:
@@ -160,12 +162,6 @@ def _read_line(line: bytes, number: int, source: str, seen: set[str], max_bytes:
         model=model if isinstance(model, str) else None,
         text=line.decode().strip(),
     )
-
-
-def _usable_custom_id(row: object) -> str | None:
-    """Return the custom_id of a line that may have errors, which are then reported with this id."""
-    custom_id = row.get("custom_id") if isinstance(row, dict) else None
-    return custom_id if isinstance(custom_id, str) and 0 < len(custom_id) <= _MAX_CUSTOM_ID else None
 
 
 def _claim(custom_id: str | None, seen: set[str]) -> None:

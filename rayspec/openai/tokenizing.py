@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -83,15 +84,11 @@ def _check_length(text: str, engine: AsyncEngine) -> None:
 def check_tokens(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
     """Check token ids. Raises InvalidTokenError for an id outside the tokenizer's vocabulary."""
     for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
-        if not _is_token(token_id, tokenizer):
+        is_token = False
+        with suppress(IndexError, OverflowError):  # some tokenizers raise these for unknown ids
+            is_token = token_id >= 0 and tokenizer.convert_ids_to_tokens(token_id) is not None
+        if not is_token:
             raise InvalidTokenError(f"{token_id} is no token of this model; its tokenizer has {len(tokenizer)}")
-
-
-def _is_token(token_id: int, tokenizer: PreTrainedTokenizerBase) -> bool:
-    try:
-        return token_id >= 0 and tokenizer.convert_ids_to_tokens(token_id) is not None
-    except (IndexError, OverflowError):  # some tokenizers raise these for unknown ids
-        return False
 
 
 class TokenizeRequest(StrictBody):

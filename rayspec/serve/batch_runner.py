@@ -241,7 +241,7 @@ class BatchRun:
             limit, num_losses = len(lost), 0
             while lost and num_losses < _MOST_LOSSES:
                 limit = max(1, min(limit, len(lost)) // _RETRY_DIVISOR)
-                lost = await self._answer_each(_again(lost), limit)
+                lost = await self._answer_each(_each([line for line, _ in lost]), limit)
                 num_losses = num_losses + 1 if limit == 1 else 0
             for line, error in lost:
                 self._keep(line.result(error.status, error.body))
@@ -387,8 +387,8 @@ def _error(code: str, message: str, *, param: str | None = None) -> BatchError:
     return BatchError(code=code, message=message, param=param, line=None)
 
 
-async def _again(lost: Iterable[tuple[BatchLine, ApiError]]) -> AsyncIterator[BatchLine]:
-    for line, _ in lost:
+async def _each(lines: Iterable[BatchLine]) -> AsyncIterator[BatchLine]:
+    for line in lines:
         yield line
 
 

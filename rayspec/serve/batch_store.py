@@ -18,12 +18,12 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path, PurePath
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Literal, TypeVar
 
 import msgspec
 from typing_extensions import Self
@@ -227,7 +227,8 @@ class BatchStore:
                 for line in file:
                     try:
                         row = json.loads(line)
-                        name, has_failed = row["id"], _failed(row)
+                        name, response = row["id"], row["response"]
+                        has_failed = response is None or response["status_code"] != 200
                     except (ValueError, TypeError, KeyError, RecursionError) as error:
                         self._report(part, error)
                         continue
@@ -295,11 +296,6 @@ def _page(found: Iterable[T], limit: int) -> tuple[list[T], bool]:
             return page, True
         page.append(one)
     return page, False
-
-
-def _failed(row: Mapping[str, Any]) -> bool:
-    response = row["response"]
-    return response is None or response["status_code"] != 200
 
 
 def _unknown(name: str) -> InvalidRequestError:

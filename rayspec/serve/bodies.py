@@ -121,7 +121,7 @@ class _Inflater:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FormField:
     """A field of a form. filename: None where the field is not a file. pieces: chunks of its content; reading the next
     part skips chunks that are unread."""
 
@@ -142,7 +142,7 @@ class Part:
             raise _invalid_form(f"field {self.name!r} is not UTF-8", param=self.name) from None
 
 
-async def read_form(request: Request, timeout_s: float, max_file_bytes: int) -> AsyncIterator[Part]:
+async def read_form(request: Request, timeout_s: float, max_file_bytes: int) -> AsyncIterator[FormField]:
     """Yield the parts of the form in their order. Raises InvalidRequestError or Refused for a body that is not such a
     form, is encoded, ends early, comes too slowly, or is larger than a form with a file of `max_file_bytes`.
 
@@ -165,7 +165,7 @@ async def read_form(request: Request, timeout_s: float, max_file_bytes: int) -> 
         kind, parameters = _header(next(named, ""))
         if kind != "form-data" or not parameters.get("name"):
             raise _invalid_form("the form has a part without a name")
-        part = Part(parameters["name"], parameters.get("filename"), body.pieces(delimiter))
+        part = FormField(parameters["name"], parameters.get("filename"), body.pieces(delimiter))
         yield part
         async for _ in part.pieces:
             pass

@@ -47,7 +47,12 @@ class Deadline:
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """Return the result of the work. If the client hangs up, cancel the work and raise ClientDisconnect. The HTTP
     server only tells that a client has left; it cancels nothing."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
+
+    async def hung_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(hung_up())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -56,11 +61,6 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     finally:
         working.cancel()
         leaving.cancel()
-
-
-async def _hung_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def fetch(response: Any, timeout_s: float | None) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -25,7 +25,9 @@ from rayspec.openai.requests import ENDPOINTS, Request
 from rayspec.openai.responses import ModelCard, Response, events, json_body, plain_body
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
+    DetokenizeResponse,
     TokenizeRequest,
+    TokenizeResponse,
     detokenize,
     in_thread_if_large,
     tokenize,
@@ -61,7 +63,8 @@ class ModelServer:
         forget_reserved_threads()
         llm = load_llm(config.engine)
         if config.log_engine_metrics:
-            metrics = EngineMetrics(ray_recorder(model=self._served[0], replica=_own_id()))
+            own_id = str(ray.get_runtime_context().get_actor_id())
+            metrics = EngineMetrics(ray_recorder(model=self._served[0], replica=own_id))
             self._engine: AsyncEngine = MeteredEngine(llm, metrics)
             self._keep(keep_updated(metrics, self._engine))
         else:
@@ -78,11 +81,8 @@ class ModelServer:
 
     async def respond(self, request: Request, name: str) -> Reply:
         """Return the whole answer. name: end of its id."""
-        try:
-            with self._precedence.interactive(request.num_sequences):
-                return Reply(status=200, body=json_body(await self._respond(request, name)))
-        except Exception as error:  # noqa: BLE001 - reported to the client, and logged
-            return Reply.failed(_failure(error, name))
+        with self._precedence.interactive(request.num_sequences):
+            return await _reply(self._respond(request, name), name)
 
     async def answer(self, line: BatchLine) -> BatchResult:
         """Wait until interactive requests leave room, and return the result of a batch line. Raises EngineDeadError and
@@ -92,10 +92,13 @@ class ModelServer:
 
     async def tokenize(self, request: TokenizeRequest | DetokenizeRequest, name: str) -> Reply:
         """Turn text into tokens, or tokens into text."""
-        try:
-            return Reply(status=200, body=await in_thread_if_large(partial(self._tokenize, request), request.size))
-        except Exception as error:  # noqa: BLE001 - reported to the client, and logged
-            return Reply.failed(_failure(error, name))
+
+        def work() -> TokenizeResponse | DetokenizeResponse:
+            if isinstance(request, TokenizeRequest):
+                return tokenize(request, self._engine, self._served)
+            return detokenize(request, self._engine, self._served)
+
+        return await _reply(in_thread_if_large(work, request.size), name)
 
     async def card(self) -> ModelCard:
         return ModelCard(id=self._served[0], created=self._created, max_model_len=self._engine.max_model_len)
@@ -110,7 +113,11 @@ class ModelServer:
         pieces = events(parts, partial(_failure, name=name))
         with self._precedence.interactive(request.num_sequences):
             async with aclosing(pieces):
-                yield await _begun(pieces, name)
+                try:
+                    first = Reply(status=200, body=await anext(pieces))
+                except Exception as error:  # noqa: BLE001 - reported to the client, and logged
+                    first = Reply.failed(_failure(error, name))
+                yield first
                 async for piece in pieces:
                     yield piece
 
@@ -156,11 +163,6 @@ class ModelServer:
     async def _respond(self, request: Request, name: str) -> Response:
         return await respond(request, self._engine, self._served, name=name, created=int(time.time()))
 
-    def _tokenize(self, request: TokenizeRequest | DetokenizeRequest) -> bytes:
-        if isinstance(request, TokenizeRequest):
-            return json_body(tokenize(request, self._engine, self._served))
-        return json_body(detokenize(request, self._engine, self._served))
-
     async def _row(self, endpoint: str, row: Mapping[str, Any]) -> dict[str, Any]:
         fields = {name: plain_values(value) for name, value in row.items() if name not in _FROM_RAY_DATA}
         try:
@@ -191,14 +193,10 @@ class ModelServer:
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
 
-def _own_id() -> str:
-    return str(ray.get_runtime_context().get_actor_id())
-
-
-async def _begun(pieces: AsyncGenerator[bytes, None], name: str) -> Reply:
-    """Return a reply with the first event, or with the error because of which there is none."""
+async def _reply(work: Awaitable[Any], name: str) -> Reply:
+    """Return a reply with the body that the work returns, or with its error."""
     try:
-        return Reply(status=200, body=await anext(pieces))
+        return Reply(status=200, body=json_body(await work))
     except Exception as error:  # noqa: BLE001 - reported to the client, and logged
         return Reply.failed(_failure(error, name))
 

@@ -176,7 +176,7 @@ class Watch:
             try:
                 await self.look()
             except Exception as error:  # noqa: BLE001 - logged, and tried again
-                logger.warning("the replicas cannot be watched now: %s", _first_line(error))
+                logger.warning("the replicas cannot be watched now: %s", str(error).partition("\n")[0])
             await asyncio.sleep(PERIOD_S)
             for sightings in self.sightings.values():
                 sightings.passed(self._clock() - start_s)
@@ -242,10 +242,6 @@ def _actor(name: str) -> Any:
         return ray.get_actor(name, namespace=_NAMESPACE)
     except ValueError:
         return None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
 
 
 def add_router(router: RequestRouter) -> None:

@@ -109,109 +109,85 @@ def record_of(choices: Choices, *, num_tokens: int, sequence_s: float) -> PlanRe
 # --- requests ---
 
 
-def observe(metrics: EngineMetrics, whole: RequestOutput) -> None:
-    """A request that is not streamed."""
-    with metrics.request() as request:
-        request.observe(whole)
+START = {"first_token_s": 10.5}
+TIMES = {"first_token_s": 10.5, "finished_s": 12.5}
+FIRST = {"time_to_first_token_seconds": [0.5]}
+LENGTH = {("request_success", "length"): 1}
 
 
-def test_a_whole_output_gives_its_latencies_and_lengths() -> None:
-    recording = Recording()
-    observe(EngineMetrics(recording.record), output(completion(5, "length"), first_token_s=10.5, finished_s=12.5))
-    assert recording.counters == {("request_success", "length"): 1}
-    assert recording.histograms == {
-        "time_to_first_token_seconds": [0.5],
-        "e2e_request_latency_seconds": [2.5],
-        "request_time_per_output_token_seconds": [0.5],
-        "request_prompt_tokens": [3],
-        "request_generation_tokens": [5],
-    }
+def whole(num_tokens: int) -> dict[str, list[float]]:
+    """What the histograms have of a request that took 2.5 s, 2 of them after the first token."""
+    lengths = {"request_prompt_tokens": [3.0], "request_generation_tokens": [num_tokens]}
+    return FIRST | lengths | {"e2e_request_latency_seconds": [2.5]}
 
 
-def test_the_pieces_of_a_stream_give_the_same_and_the_time_between_them() -> None:
+PER_TOKEN = "request_time_per_output_token_seconds"
+Pieces = list[tuple[float, RequestOutput]]
+REQUESTS: dict[str, tuple[Pieces, dict[tuple[str, str], float], dict[str, list[float]]]] = {
+    "whole": ([(0, output(completion(5, "length"), **TIMES))], LENGTH, whole(5) | {PER_TOKEN: [0.5]}),
+    "streamed": (
+        [
+            (20.0, output(completion(1), finished=False, **START)),
+            (20.5, output(completion(2), finished=False, **START)),
+            (20.75, output(completion(0), finished=False, **START)),  # text that was held back
+            (21.5, output(completion(2, "length"), **TIMES)),
+        ],
+        LENGTH,
+        whole(5) | {PER_TOKEN: [0.5], "inter_token_latency_seconds": [0.5, 1.0]},
+    ),
+    "several texts, of which the longest has 5 tokens": (
+        [
+            (0.0, output(completion(1), completion(1, index=1), finished=False, **START)),
+            (2.0, output(completion(4, "stop", index=1), finished=False, **START)),
+            (3.0, output(completion(1), finished=False, **START)),
+            (4.0, output(completion(1, "length"), **TIMES)),
+        ],
+        LENGTH,
+        whole(8) | {PER_TOKEN: [0.5], "inter_token_latency_seconds": [2.0, 3.0, 1.0]},
+    ),
+    "one token has no time per token": (
+        [(0, output(completion(1, "stop"), **TIMES))],
+        {("request_success", "stop"): 1},
+        whole(1),
+    ),
+    "refused": ([(0, output(error=PromptTooLongError("long")))], {("request_errors", "prompt_too_long"): 1}, {}),
+    "failed": (
+        [(0, output(completion(2, "error"), error=RayspecError("broken"), **TIMES))],
+        {("request_errors", "internal"): 1},
+        FIRST,
+    ),
+    "aborted": ([(0, output(completion(2, "abort"), **TIMES))], {("request_success", "abort"): 1}, FIRST),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_is_recorded(name: str) -> None:
+    pieces, counters, histograms = REQUESTS[name]
     recording, clock = Recording(), Clock()
     with EngineMetrics(recording.record, clock=clock).request() as request:
-        for seconds, piece in (
-            (20.0, output(completion(1), finished=False, first_token_s=10.5)),
-            (20.5, output(completion(2), finished=False, first_token_s=10.5)),
-            (20.75, output(completion(0), finished=False, first_token_s=10.5)),  # text that was held back
-            (21.5, output(completion(2, "length"), first_token_s=10.5, finished_s=12.5)),
-        ):
-            clock.now = seconds
+        for clock.now, piece in pieces:
             request.observe(piece)
-    assert recording.counters == {("request_success", "length"): 1}
-    assert recording.histograms.pop("inter_token_latency_seconds") == [0.5, 1.0]
-    assert recording.histograms == {
-        "time_to_first_token_seconds": [0.5],
-        "e2e_request_latency_seconds": [2.5],
-        "request_time_per_output_token_seconds": [0.5],
-        "request_prompt_tokens": [3],
-        "request_generation_tokens": [5],
-    }
-
-
-def test_several_texts_of_a_request_are_one_request() -> None:
-    recording, clock = Recording(), Clock()
-    with EngineMetrics(recording.record, clock=clock).request() as request:
-        request.observe(output(completion(1), completion(1, index=1), finished=False, first_token_s=11.0))
-        clock.now = 2.0
-        request.observe(output(completion(4, "stop", index=1), finished=False, first_token_s=11.0))
-        clock.now = 3.0
-        request.observe(output(completion(1), finished=False, first_token_s=11.0))
-        clock.now = 4.0
-        request.observe(output(completion(1, "length"), first_token_s=11.0, finished_s=13.0))
-    assert recording.counters == {("request_success", "length"): 1}
-    assert recording.histograms["inter_token_latency_seconds"] == [2.0, 3.0, 1.0]
-    assert recording.histograms["request_generation_tokens"] == [8]
-    assert recording.histograms["request_time_per_output_token_seconds"] == [0.5]  # of the longest, 5 tokens
-
-
-def test_a_text_of_one_token_has_no_time_per_token() -> None:
-    recording = Recording()
-    observe(EngineMetrics(recording.record), output(completion(1, "stop"), first_token_s=11.0, finished_s=11.0))
-    assert "request_time_per_output_token_seconds" not in recording.histograms
-    assert recording.histograms["e2e_request_latency_seconds"] == [1.0]
-
-
-def test_errors_are_counted_by_kind_and_have_no_latency() -> None:
-    recording = Recording()
-    metrics = EngineMetrics(recording.record)
-    observe(metrics, output(error=PromptTooLongError("too long")))
-    observe(metrics, output(completion(2, "error"), error=RayspecError("broken"), first_token_s=11.0, finished_s=12.0))
-    assert recording.counters == {("request_errors", "prompt_too_long"): 1, ("request_errors", "internal"): 1}
-    assert recording.histograms == {"time_to_first_token_seconds": [1.0]}
+    assert (recording.counters, recording.histograms) == (counters, histograms)
 
 
 @pytest.mark.parametrize(
-    ("leaving", "counted"),
+    ("leaving", "finished", "counted"),
     [
-        (asyncio.CancelledError(), ("request_success", "abort")),
-        (GeneratorExit(), ("request_success", "abort")),
-        (PromptTooLongError("no"), ("request_errors", "prompt_too_long")),
-        (KeyError("a bug"), ("request_errors", "internal")),
+        (asyncio.CancelledError(), False, ("request_success", "abort")),
+        (GeneratorExit(), False, ("request_success", "abort")),
+        (PromptTooLongError("no"), False, ("request_errors", "prompt_too_long")),
+        (KeyError("a bug"), False, ("request_errors", "internal")),
+        (ConnectionError(), True, ("request_success", "stop")),
     ],
 )
-def test_a_request_that_is_left_before_its_end_is_counted(leaving: BaseException, counted: tuple[str, str]) -> None:
+def test_a_request_that_is_left_is_counted_once(
+    leaving: BaseException, finished: bool, counted: tuple[str, str]
+) -> None:
     recording = Recording()
     with pytest.raises(type(leaving)), EngineMetrics(recording.record).request() as request:
-        request.observe(output(completion(1), finished=False, first_token_s=11.0))
+        request.observe(output(completion(1, "stop" if finished else None), finished=finished, **START))
         raise leaving
     assert recording.counters == {counted: 1}
-
-
-def test_what_happens_after_the_end_is_not_counted() -> None:
-    recording = Recording()
-    with pytest.raises(ConnectionError), EngineMetrics(recording.record).request() as request:
-        request.observe(output(completion(2, "stop"), first_token_s=11.0, finished_s=12.0))
-        raise ConnectionError
-    assert recording.counters == {("request_success", "stop"): 1}
-
-
-def test_an_output_that_the_engine_aborted_has_no_latency() -> None:
-    recording = Recording()
-    observe(EngineMetrics(recording.record), output(completion(2, "abort"), first_token_s=11.0, finished_s=12.0))
-    assert recording.counters == {("request_success", "abort"): 1}
-    assert recording.histograms == {"time_to_first_token_seconds": [1.0]}
 
 
 # --- stats ---
@@ -226,24 +202,17 @@ def test_counters_grow_by_what_was_done_since() -> None:
     stats.total_s, stats.optimise_s = 4.0, 0.5
     metrics.update(stats, IDLE)
     metrics.update(stats, IDLE)
-    stats.num_generated_tokens = 45
-    metrics.update(stats, IDLE)
+    for total in (45, 20):  # an engine that is made anew begins at 0
+        stats.num_generated_tokens = total
+        metrics.update(stats, IDLE)
     assert recording.counters == {
         ("prompt_tokens", ""): 100,
-        ("generation_tokens", ""): 45,
+        ("generation_tokens", ""): 65,
         ("num_preemptions", ""): 2,
         ("replays", ""): 1,
         ("engine_time_seconds", "total"): 4.0,
         ("engine_time_seconds", "optimise"): 0.5,
     }
-
-
-def test_a_counter_of_an_engine_made_anew_goes_on() -> None:
-    recording = Recording()
-    metrics = EngineMetrics(recording.record)
-    for num_tokens in (50, 20, 25):
-        metrics.update(EngineStats(num_generated_tokens=num_tokens), IDLE)
-    assert recording.counters["generation_tokens", ""] == 75
 
 
 @dataclass(slots=True)
