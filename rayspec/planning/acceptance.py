@@ -117,43 +117,30 @@ def tokens_per_time(
     leading sublayers that the draft runs in full for the last drafted token only.
     """
     expected = expected_draft(np.asarray(acceptance, float), max_draft_tokens, stop_rule)
-    draft_s = _draft_s(latency, patterns, expected.num_drafted, context, batch)
-    prefix = np.asarray([num_leading_full(choices) for choices in patterns]) * reuse_prefix
-    verify_s = _verify_s(latency, expected.num_drafted, prefix, context, batch)
-    tpt: Floats = (1 + expected.num_accepted) / (draft_s + verify_s + latency.round_s)
-    return tpt
-
-
-def _draft_s(
-    latency: LatencyModel, patterns: Sequence[Choices], num_drafted: Floats, context: float, batch: int
-) -> Floats:
-    """Return [num_candidates, num_lengths]: seconds of the draft steps.
-
-    A step takes place while any sequence of the batch still drafts, and runs only the rows of those sequences. So in a
-    large batch the longest draft sets the number of steps."""
-    drafting = np.diff(num_drafted, axis=1, prepend=0.0).clip(0.0, 1.0)  # share of the sequences, by step
+    # A draft step takes place while any sequence of the batch still drafts, and runs only the rows of those sequences.
+    # So in a large batch the longest draft sets the number of steps.
+    drafting = np.diff(expected.num_drafted, axis=1, prepend=0.0).clip(0.0, 1.0)  # share of the sequences, by step
     happens = 1 - (1 - drafting) ** batch
     rows = batch * drafting / np.maximum(happens, 1e-12)
     knots = sorted({min(2**power, batch) for power in range(batch.bit_length() + 1)})
     table = [[latency.draft_step_s(choices, context=context, batch=count) for count in knots] for choices in patterns]
     step_s = np.stack([np.interp(wanted, knots, seconds) for wanted, seconds in zip(rows, table, strict=True)])
-    return np.cumsum(happens * step_s, axis=1)
-
-
-def _verify_s(latency: LatencyModel, num_drafted: Floats, prefix: Floats, context: float, batch: int) -> Floats:
-    """Return [num_candidates, num_lengths]: seconds to verify drafts of `num_drafted` tokens, interpolated between
-    whole numbers. prefix: [num_candidates], leading sublayers that run one row per sequence."""
-    num_sublayers, longest = len(latency.sublayers), int(np.ceil(num_drafted.max()))
-    one_row = latency.sublayers_s(rows=batch, context=context, batch=batch)
-    leading = np.concatenate([[0.0], np.cumsum(one_row)])
-    lengths = np.arange(longest + 1)
+    draft_s = np.cumsum(happens * step_s, axis=1)
+    # A verify of so many draft tokens, by the leading sublayers that run one row per sequence; interpolated between
+    # whole numbers of tokens.
+    lengths = np.arange(int(np.ceil(expected.num_drafted.max())) + 1)
+    leading = np.concatenate([[0.0], np.cumsum(latency.sublayers_s(rows=batch, context=context, batch=batch))])
     columns = []
-    for length in lengths.tolist():
-        rows = batch * (length + 1)
-        rest = np.cumsum(latency.sublayers_s(rows=rows, context=context, batch=batch)[::-1])[::-1]
-        columns.append(leading + np.append(rest, 0.0) + latency.head_s(rows))
-    table = np.stack(columns, axis=1) + latency.overhead_s + latency.hops_s((FULL,) * num_sublayers)
-    return np.stack([np.interp(row, lengths, table[at]) for row, at in zip(num_drafted, prefix, strict=True)])
+    for num_rows in (batch * (lengths + 1)).tolist():
+        rest = np.cumsum(latency.sublayers_s(rows=num_rows, context=context, batch=batch)[::-1])[::-1]
+        columns.append(leading + np.append(rest, 0.0) + latency.head_s(num_rows))
+    by_prefix = np.stack(columns, axis=1) + latency.overhead_s + latency.hops_s((FULL,) * len(latency.sublayers))
+    prefixes = [num_leading_full(choices) * reuse_prefix for choices in patterns]
+    verify_s = np.stack(
+        [np.interp(row, lengths, by_prefix[at]) for row, at in zip(expected.num_drafted, prefixes, strict=True)]
+    )
+    tpt: Floats = (1 + expected.num_accepted) / (draft_s + verify_s + latency.round_s)
+    return tpt
 
 
 def worth_drafting(survival: ArrayLike, acceptance: ArrayLike, *, rate: float, step_s: float, row_s: float) -> Flags:

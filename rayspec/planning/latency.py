@@ -225,7 +225,7 @@ class LatencyModel:
         """Return the seconds of one sublayer, its weight transfer included; 0 without rows, and for skip."""
         if rows <= 0 or choice == SKIP:
             return 0.0
-        computing_s = self._computing_s(self.sublayers[sublayer], choice, rows, context, batch)
+        computing_s = self._curve(self.sublayers[sublayer], choice).seconds(rows=rows, context=context, batch=batch)
         return computing_s + (self.transfer_s[sublayer] if weights_of(choice) == FULL else 0.0)
 
     def sublayers_s(
@@ -235,8 +235,12 @@ class LatencyModel:
         if rows <= 0:
             return np.zeros(len(self.sublayers))
         ways = list(zip(self.sublayers, (FULL,) * len(self.sublayers) if choices is None else choices, strict=True))
-        computing_s = {way: self._computing_s(*way, rows, context, batch) for way in set(ways)}
-        found = np.asarray([computing_s[way] for way in ways], np.float64)
+        computing_s = {
+            way: self._curve(*way).seconds(rows=rows, context=context, batch=batch)
+            for way in set(ways)
+            if way[1] != SKIP
+        }
+        found = np.asarray([computing_s.get(way, 0.0) for way in ways], np.float64)
         if not any(self.transfer_s):
             return found
         is_fetched = [choice != SKIP and weights_of(choice) == FULL for _, choice in ways]
@@ -248,14 +252,11 @@ class LatencyModel:
         measured = (choice for choice in _CHOICES if choice != FULL and _chosen_name(name, choice) in self.curves)
         return (FULL, *measured, SKIP)
 
-    def _computing_s(self, name: str, choice: Choice, rows: float, context: float, batch: float) -> float:
-        """Return the seconds of a sublayer with this curve, without its weight transfer. Raises ValueError for a choice
-        that was not measured."""
-        if choice == SKIP:
-            return 0.0
+    def _curve(self, name: str, choice: Choice) -> Curve:
+        """Return the curve of sublayers like `name` by another choice. Raises ValueError for one not measured."""
         if (curve := self.curves.get(_chosen_name(name, choice))) is None:
             raise ValueError(f"choice {choice!r} was not measured for {name!r}: name it in 'speculation.choices'")
-        return curve.seconds(rows=rows, context=context, batch=batch)
+        return curve
 
     def head_s(self, rows: float) -> float:
         return self.curves[self.head].seconds(rows=rows)
@@ -265,21 +266,16 @@ class LatencyModel:
         if not self.stages or self.hop_s + self.wake_s == 0:
             return 0.0
         first, last = self.stages[0], self.stages[-1]
-        route = [
-            first,
-            *(stage for stage, choice in zip(self.stages, choices, strict=True) if choice != SKIP),
-            last,
-            first,
-        ]
-        hops = [(here, there) for here, there in itertools.pairwise(route) if here != there]
-        return sum(self._hop_s(*hop) for hop in hops) + self.wake_s * len(hops)
-
-    def _hop_s(self, here: int, there: int) -> float:
-        """Return the seconds of a hop between two stages, without the delay of an idle one."""
+        visited = [stage for stage, choice in zip(self.stages, choices, strict=True) if choice != SKIP]
+        hops = [hop for hop in itertools.pairwise([first, *visited, last, first]) if hop[0] != hop[1]]
         if not self.link_s:
-            return self.hop_s
-        num_links = len(self.link_s)
-        return max(self.link_s[link % num_links] for link in range(here, there if here < there else there + num_links))
+            return (self.hop_s + self.wake_s) * len(hops)
+        count = len(self.link_s)
+        slowest_s = (
+            max(self.link_s[link % count] for link in range(here, there if here < there else there + count))
+            for here, there in hops
+        )
+        return sum(slowest_s) + self.wake_s * len(hops)
 
     def draft_step_s(self, choices: Sequence[Choice], *, context: float, batch: float) -> float:
         """Return the seconds of a draft step: one row of each sequence through the sublayers, by their choices, and the
@@ -355,18 +351,15 @@ class LatencyModel:
             differing = [f"{name} is {saved.get(name)!r}, not {wanted.get(name)!r}" for name in names]
             if differing:
                 raise StaleProfileError(f"profile {path} is for something else: {'; '.join(differing)}: profile again")
-            return cls._from_json(content["model"])
+            values = content["model"]
+            curves = {
+                name: Curve(**{**curve, "rows": tuple(curve["rows"]), "base_s": tuple(curve["base_s"])})
+                for name, curve in values["curves"].items()
+            }
+            lists = {name: tuple(values.get(name, ())) for name in ("sublayers", "stages", "transfer_s", "link_s")}
+            return cls(**{**values, **lists, "curves": curves})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StaleProfileError(f"profile {path} is not readable ({error!r}): profile again") from error
-
-    @classmethod
-    def _from_json(cls, values: Mapping[str, Any]) -> LatencyModel:
-        curves = {
-            name: Curve(**{**curve, "rows": tuple(curve["rows"]), "base_s": tuple(curve["base_s"])})
-            for name, curve in values["curves"].items()
-        }
-        lists = {name: tuple(values.get(name, ())) for name in ("sublayers", "stages", "transfer_s", "link_s")}
-        return cls(**{**values, **lists, "curves": curves})
 
 
 def _several(rows: Floats | float, batch: Floats | float) -> Floats:

@@ -92,7 +92,18 @@ def partition(costs: ModelCosts, devices: Sequence[Device], pinned: Sequence[int
     """
     _check(costs, devices)
     if pinned is not None:
-        return _pinned_spans(pinned, num_layers=len(costs.layers), num_stages=len(devices))
+        shown, num_layers = ",".join(map(str, pinned)), len(costs.layers)
+        if len(pinned) != len(devices):
+            raise ConfigError(
+                f"option 'layers' is {shown}: it has {len(pinned)} numbers for {len(devices)} stages; give each one"
+            )
+        if min(pinned) < 1 or sum(pinned) != num_layers:
+            raise ConfigError(
+                f"option 'layers' is {shown}, {sum(pinned)} layers in all: the model has {num_layers}, and each stage "
+                "at least 1"
+            )
+        ends = np.cumsum(pinned).tolist()
+        return tuple(range(end - count, end) for end, count in zip(ends, pinned, strict=True))
     missing = bytes_missing(costs, devices)
     if missing:
         free = sum(device.bytes_free for device in devices)
@@ -150,21 +161,6 @@ def _check(costs: ModelCosts, devices: Sequence[Device]) -> None:
     for part in (costs.embedding, *costs.layers, costs.head):
         if len(part.seconds) != len(devices):
             raise ValueError(f"{part} has seconds for {len(part.seconds)} devices, not {len(devices)}")
-
-
-def _pinned_spans(pinned: Sequence[int], *, num_layers: int, num_stages: int) -> tuple[range, ...]:
-    shown = ",".join(map(str, pinned))
-    if len(pinned) != num_stages:
-        raise ConfigError(
-            f"option 'layers' is {shown}: it has {len(pinned)} numbers for {num_stages} stages; give each one"
-        )
-    if min(pinned) < 1 or sum(pinned) != num_layers:
-        raise ConfigError(
-            f"option 'layers' is {shown}, {sum(pinned)} layers in all: the model has {num_layers}, and each stage at "
-            "least 1"
-        )
-    ends = np.cumsum(pinned).tolist()
-    return tuple(range(end - count, end) for end, count in zip(ends, pinned, strict=True))
 
 
 def _bytes_free(devices: Sequence[Device]) -> Floats:

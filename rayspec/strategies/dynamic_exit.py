@@ -94,7 +94,16 @@ class DEL(PeriodicStrategy):
         assert isinstance(answer, Found)
         self._num_looks += 1
         self._record.observe(answer.drafts, answer.num_tokens)
-        index, length = self._best(state)
+        best = best_choice(
+            self._exits,
+            self._record.acceptance,
+            self._latency,
+            context=state.context,
+            batch=state.batch,
+            max_draft_tokens=self._max_draft_tokens,
+            reuse_prefix=self._reuse_prefix,
+        )
+        index, length = (0, 0) if best.candidate is None else (best.candidate, best.num_draft_tokens)
         self._threshold = self._record.threshold(index) if length else None
         choices, current = self._exits[index], self._current.plan
         if length == current.num_draft_tokens and (length == 0 or choices == current.choices):
@@ -108,20 +117,6 @@ class DEL(PeriodicStrategy):
             optimise_s=answer.seconds,
             reuse_prefix=self._reuse_prefix,
         )
-
-    def _best(self, state: BatchState) -> tuple[int, int]:
-        """Return the index of the best exit and the draft's length; 0 for no draft."""
-        choice = best_choice(
-            self._exits,
-            self._record.acceptance,
-            self._latency,
-            context=state.context,
-            batch=state.batch,
-            max_draft_tokens=self._max_draft_tokens,
-            reuse_prefix=self._reuse_prefix,
-            min_gain=0.0,
-        )
-        return (0, 0) if choice.candidate is None else (choice.candidate, choice.num_draft_tokens)
 
 
 def early_exits(num_sublayers: int) -> list[Choices]:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.choices import FULL, SKIP, choices_of
-from rayspec.planning.acceptance import _draft_s, best_choice, expected_tokens, shrink, worth_drafting
+from rayspec.planning.acceptance import best_choice, expected_tokens, shrink, tokens_per_time, worth_drafting
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.learning import Calibration, Correction, StopRule, expected_draft
 from tests.exhaustive import few_of
@@ -105,8 +105,13 @@ def test_the_longest_draft_of_a_batch_sets_the_number_of_steps(batch: int) -> No
             num_tokens += int((sound & drafting).sum())
             drafting &= rng.random(batch) >= np.where(sound, rule.misfires, rule.detects)
     expected = expected_draft([acceptance], length, rule)
-    predicted = _draft_s(model, [choices], expected.num_drafted, 500, batch)[0, -1]
-    assert predicted == pytest.approx(seconds / 4000, rel=0.05)
+    verify_s = [model.verify_s(rows=batch * (count + 1), context=500, batch=batch) for count in range(length + 1)]
+    rate = tokens_per_time(
+        [choices], [acceptance], model, context=500, batch=batch, max_draft_tokens=length, stop_rule=rule,
+        reuse_prefix=False,
+    )[0, -1]  # fmt: skip
+    others_s = np.interp(expected.num_drafted[0, -1], range(length + 1), verify_s) + model.round_s
+    assert (1 + expected.num_accepted[0, -1]) / rate - others_s == pytest.approx(seconds / 4000, rel=0.05)
     assert batch * (1 + expected.num_accepted[0, -1]) == pytest.approx(num_tokens / 4000, rel=0.03)
 
 
