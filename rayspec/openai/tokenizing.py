@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
@@ -32,15 +35,49 @@ _LONG = 20_000  # characters or tokens; more would block the event loop for too 
 _CHARACTERS_PER_TOKEN = 8  # texts have fewer, except for those with long runs of spaces
 # Few threads, because texts take memory while they are tokenized. Work that waits is dropped when its caller ends.
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="rayspec-large-work")
+_NUMBERS, _LOCK = itertools.count(), threading.Lock()
+
+
+@dataclass(slots=True, order=True)
+class _Waiting:
+    size: int
+    number: int
+    work: Callable[[], Any] | None = field(compare=False)
+    result: Future[Any] = field(compare=False)
+
+
+_WAITING: list[_Waiting] = []
 
 
 async def in_thread_if_large(work: Callable[[], T], size: int) -> T:
     """Run work on a request's content and return its result. Large work runs in one of few threads, because megabytes
-    take seconds and would block the event loop. Cancelling the call drops work that has not begun.
+    take seconds and would block the event loop. The smallest waiting work is next, so that many bodies of a megabyte
+    do not hold up a document. Cancelling the call drops work that has not begun.
 
     size: number of characters, bytes or tokens.
     """
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, work) if size > _LONG else work()
+    if size <= _LONG:
+        return work()
+    waiting = _Waiting(size, next(_NUMBERS), work, Future())
+    with _LOCK:
+        heapq.heappush(_WAITING, waiting)
+    _THREADS.submit(_run_smallest)
+    try:
+        return cast(T, await asyncio.wrap_future(waiting.result))
+    finally:
+        waiting.work = None  # frees the content of work that was dropped
+
+
+def _run_smallest() -> None:
+    with _LOCK:
+        waiting = heapq.heappop(_WAITING)
+    work = waiting.work
+    if work is None or not waiting.result.set_running_or_notify_cancel():
+        return
+    try:
+        waiting.result.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+        waiting.result.set_exception(error)
 
 
 def prompt_tokens(engine: AsyncEngine, prompt: str | Messages, *, add_generation_prompt: bool = True) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -153,6 +155,32 @@ def test_only_long_work_goes_beside_the_loop() -> None:
 
     here, short, long = asyncio.run(threads())
     assert short == here != long
+
+
+def test_small_work_overtakes_large_work_that_waits() -> None:
+    begun: list[int] = []
+
+    def work(size: int) -> int:
+        time.sleep(0.02)
+        begun.append(size)
+        return size
+
+    async def run() -> list[int]:
+        sizes = [10**6] * 20 + [30_000]
+        other = asyncio.create_task(in_thread_if_large(lambda: work(40_000), 40_000))
+        tasks = [asyncio.create_task(in_thread_if_large(partial(work, size), size)) for size in [10**6] * 4]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(in_thread_if_large(partial(work, size), size)) for size in sizes]
+        await asyncio.sleep(0)
+        return [*(await asyncio.gather(*tasks)), await other]
+
+    assert asyncio.run(run()) == [10**6] * 24 + [30_000, 40_000]
+    assert begun.index(30_000) < 8
+
+
+def test_the_error_of_large_work_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(in_thread_if_large(lambda: 1 // 0, 10**6))
 
 
 def test_the_size_of_what_is_to_be_tokenized() -> None:
