@@ -45,7 +45,7 @@ _TAKES_FORM = {"requestBody": {"required": True, "content": {"multipart/form-dat
 _CONTENT: dict[int | str, dict[str, Any]] = {
     200: {"description": "The content.", "content": {"application/octet-stream": {"schema": {"type": "string"}}}}
 }
-ReadBody = Callable[[Request, type[BatchRequest]], Awaitable[BatchRequest]]
+ReadBody = Callable[[Request, type[BatchRequest], ExitStack], Awaitable[BatchRequest]]
 
 
 def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions, runner: Any, read: ReadBody) -> None:
@@ -62,7 +62,9 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
         "/v1/batches", summary="Run a file of requests", **described.takes(BatchRequest, Batch, *_ERRORS, *_BODY_ERRORS)
     )
     async def create(request: Request) -> Response:
-        batch = await asyncio.to_thread(store().new_batch, await read(request, BatchRequest))
+        with ExitStack() as held:
+            asked = await read(request, BatchRequest, held)
+        batch = await asyncio.to_thread(store().new_batch, asked)
         runner.wake.remote()
         return _answer(batch)
 
@@ -107,6 +109,7 @@ def _add_file_routes(
     app: FastAPI, described: Description, options: ServeOptions, store: Callable[[], BatchStore]
 ) -> None:
     upload_errors = errors(*_ERRORS, *_BODY_ERRORS)
+    listing = asyncio.Semaphore(1)  # a list may read every file.json, and other requests need the threads, too
 
     @app.post(
         "/v1/files",
@@ -122,7 +125,8 @@ def _add_file_routes(
         query = PageRequest.parse(dict(request.query_params))
         limit, purpose = query.limit or _MOST_FILES, query.purpose
         found = partial(store().files, after=query.after, limit=limit, order=query.order, purpose=purpose)
-        data, has_more = await asyncio.to_thread(found)
+        async with listing:
+            data, has_more = await asyncio.to_thread(found)
         return _answer(FileList.of(data, has_more=has_more))
 
     @app.get(

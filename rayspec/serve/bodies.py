@@ -18,6 +18,7 @@ from rayspec.serve.access import Admission
 from rayspec.serve.replies import NO_UPGRADE, NOT_JSON, Refused, too_large, too_slow, unknown_encoding
 
 LARGE = 2**20
+_BYTES_OF_ITEM, _BYTES_OF_OBJECT = 40, 250  # in memory, once they are parsed
 _JSON, _FORM = "application/json", "multipart/form-data"
 _UPGRADE_TIMEOUT_S = 5.0  # Serve's proxy loses the body of a request for an upgrade, and never ends it
 _GZIP, _ZLIB, _BARE = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
@@ -53,6 +54,11 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float, *, large
     if upgrades and not body:
         raise Refused(NO_UPGRADE)
     return body
+
+
+def bytes_of_values(content: bytes) -> int:
+    """Return about how much memory the items, arrays and objects of a JSON text take in addition to its bytes."""
+    return _BYTES_OF_ITEM * content.count(b",") + _BYTES_OF_OBJECT * (content.count(b"{") + content.count(b"["))
 
 
 async def _read(request: Request, max_bytes: int, large: Admission, held: ExitStack) -> bytes:

@@ -32,7 +32,7 @@ from rayspec.openai.tokenizing import (
 )
 from rayspec.serve.access import Admission, AdmissionControl, ApiKeys, Cors, Entry, error_response, response_of
 from rayspec.serve.batch_routes import add_batch_routes
-from rayspec.serve.bodies import read_body
+from rayspec.serve.bodies import LARGE, bytes_of_values, read_body
 from rayspec.serve.calls import Relay, fetch, while_connected
 from rayspec.serve.description import Description, errors
 from rayspec.serve.options import ServeOptions
@@ -85,9 +85,9 @@ class Ingress:
 
     async def generate(self, request: Request, kind: type[ChatRequest | CompletionRequest]) -> Response:
         """Answer a request for text, streamed or not. Raises RequestError and Refused."""
-        asked = await self.read(request, kind)
-        model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.options.request_timeout_s
         with ExitStack() as held:
+            asked = await self.read(request, kind, held)
+            model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.options.request_timeout_s
             held.enter_context(self._admissions[asked.model].admit(asked.num_sequences))
             if not asked.stream:
                 return response_of(await while_connected(request, fetch(model.respond.remote(asked, name), timeout_s)))
@@ -98,10 +98,11 @@ class Ingress:
 
     async def tokenize(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
         """Answer a request to tokenize or detokenize. Raises RequestError and Refused."""
-        asked = await self.read(request, kind)
-        model = self._ready_model(asked.model or next(iter(self.models)))
-        work = fetch(model.tokenize.remote(asked, _name_of(request)), self.options.request_timeout_s)
-        return response_of(await while_connected(request, work))
+        with ExitStack() as held:
+            asked = await self.read(request, kind, held)
+            model = self._ready_model(asked.model or next(iter(self.models)))
+            work = fetch(model.tokenize.remote(asked, _name_of(request)), self.options.request_timeout_s)
+            return response_of(await while_connected(request, work))
 
     async def card(self, model: str) -> ModelCard:
         """Return the card of a model. Raises RequestError for a model that is not served, and Refused."""
@@ -110,12 +111,15 @@ class Ingress:
             self._cards[model] = await fetch(asked, self.options.request_timeout_s)
         return self._cards[model]
 
-    async def read(self, request: Request, kind: type[Body]) -> Body:
-        """Return the body of a request. Raises RequestError, and Refused for a large body beside many others."""
+    async def read(self, request: Request, kind: type[Body], held: ExitStack) -> Body:
+        """Return the body of a request. Raises RequestError, and Refused for a large body beside many others. held: a
+        large body counts until the end of this, because its values stay in memory as long as the request."""
         max_bytes, timeout_s = self.options.max_request_bytes, self.options.body_timeout_s
-        with ExitStack() as held:
-            content = await read_body(request, max_bytes, timeout_s, large=self._large_bodies, held=held)
-            return await in_thread_if_large(partial(kind.read, content), len(content))
+        content = await read_body(request, max_bytes, timeout_s, large=self._large_bodies, held=held)
+        num_bytes = bytes_of_values(content)
+        if num_bytes > LARGE:
+            held.enter_context(self._large_bodies.admit(num_bytes))
+        return await in_thread_if_large(partial(kind.read, content), len(content))
 
     def _ready_model(self, name: str) -> Any:
         """Return the handle of a model. Raises RequestError, and Refused while no replica can serve."""

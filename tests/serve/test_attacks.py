@@ -171,6 +171,18 @@ def raw(endpoint: EndpointProcess) -> socket.socket:
     return socket.create_connection((where.hostname or "", where.port or 0), timeout=20)
 
 
+def test_many_token_ids_of_many_clients(demo_endpoint: EndpointProcess) -> None:
+    body = b'{"model":"demo","max_tokens":1,"prompt":[' + b"300," * 1_900_000 + b"300]}"
+
+    def send(_: int) -> None:
+        with suppress(OSError), raw(demo_endpoint) as connection:
+            connection.sendall(head_of("/v1/completions", len(body)) + body)
+            connection.recv(1)
+
+    with attacked(demo_endpoint):
+        at_once(send, 12)
+
+
 def head_of(path: str, num_bytes: int, *more: str) -> bytes:
     lines = (f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *more)
     return "\r\n".join((*lines, f"content-length: {num_bytes}", "", "")).encode()
