@@ -55,14 +55,14 @@ def test_only_wanted_rows_are_read(tmp_path: Path, name: str, backend: Backend) 
     (tmp_path / "b.txt").write_text("a text", encoding="utf-8")
     source = Source(inputs=[str(tmp_path)])
     seen = backend.scan(source).rows
-    read = list(backend.rows(source, seen.take(pa.array([2, 16, 39, 40])), "input"))
+    read = sorted(backend.rows(source, seen.take(pa.array([2, 16, 39, 40])), "input"), key=lambda row: str(row.source))
     assert [(row.id, row.source) for row in read] == [
-        *((f"r{number}", f"{name}:{number}") for number in (3, 17, 40)),
+        *((f"r{number}", f"{name}:{number}") for number in (17, 3, 40)),
         ("b.txt", "b.txt"),
     ]
-    assert read[1].document == "text 17"
+    assert read[0].document == "text 17"
     given = Source(rows=read, sample=0.5)
-    assert [row.id for row in backend.rows(given, None, "input")] == [row.id for row in read if given.share(row.id)]
+    assert {row.id for row in backend.rows(given, None, "input")} == {row.id for row in read if given.share(row.id)}
 
 
 @both
@@ -154,7 +154,7 @@ def test_large_parquet_files_are_read_in_pieces(
     assert seen.rows["id"].to_pylist() == [f"r{number}" for number in range(1, 31)]
     assert [seen.row(index).source for index in (0, 7, 29)] == ["a.parquet:1", "a.parquet:8", "a.parquet:30"]
     some = backend.rows(source, seen.rows.take(pa.array([7, 28, 29])), "input")
-    assert [row.id for row in some] == ["r8", "r29", "r30"]
+    assert {row.id for row in some} == {"r8", "r29", "r30"}
     monkeypatch.setattr(documents, "_NUM_FILES_TO_SPLIT", 1)
     assert len(pieces_of([str(tmp_path)])) == 1
 
