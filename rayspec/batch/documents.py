@@ -291,7 +291,7 @@ def pieces(file: InputFile, num_bytes: int) -> Iterator[Piece]:
         yield whole
 
 
-def pieces_of(inputs: Sequence[str]) -> list[Piece]:
+def pieces_of(inputs: Iterable[str]) -> list[Piece]:
     """Split files, folders and patterns into pieces for read tasks. Of few files, Parquet files are split too."""
     files = expand(inputs).files
     if len(files) < _NUM_FILES_TO_SPLIT:

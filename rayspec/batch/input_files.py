@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import PurePosixPath
-from typing import overload
 
 from rayspec.command.locations import Location, UnreadableFileError
 from rayspec.command.terminal import error_console
@@ -53,8 +52,8 @@ class InputFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputFiles(Sequence[str]):
-    """Files in the order in which they are read, each once; as a sequence, their names as the user gave them.
+class InputFiles:
+    """Files in the order in which they are read, each once. Iterates over their names as the user gave them.
 
     skipped: number of files in folders and patterns that are left out because of their type, by suffix.
     """
@@ -62,14 +61,8 @@ class InputFiles(Sequence[str]):
     files: tuple[InputFile, ...]
     skipped: Mapping[str, int] = field(default_factory=dict)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
-        return self.names[index]
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
 
     def __len__(self) -> int:
         return len(self.files)

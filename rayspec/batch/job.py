@@ -21,6 +21,7 @@ import yaml
 from rayspec.batch.columns import Columns
 from rayspec.batch.documents import Piece, pieces_of
 from rayspec.batch.feeding import completing
+from rayspec.batch.input_files import InputFiles
 from rayspec.batch.parts import FileFormat
 from rayspec.batch.progress import TimeLeft, showing_progress
 from rayspec.batch.report import PLOT_NAME, RunReport
@@ -61,7 +62,7 @@ class Source:
     read. limit: number of rows to take from the beginning. sample: share of these rows to take. references: right texts
     by row id, for the report."""
 
-    inputs: Sequence[str] = ()
+    inputs: Sequence[str] | InputFiles = ()
     columns: Columns = field(default_factory=Columns)
     rows: Sequence[Row] = ()
     refused: Sequence[Row] = ()
