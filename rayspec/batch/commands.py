@@ -21,7 +21,7 @@ from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.parts import FileFormat
 from rayspec.batch.report import DOCUMENT_HEADINGS, RunReport
 from rayspec.batch.run_folder import MANIFEST, output_places
-from rayspec.batch.survey import Changed
+from rayspec.batch.scan import Changed
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import clean_exit, output_console
 from rayspec.config import Options, SamplingParams

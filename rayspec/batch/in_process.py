@@ -14,7 +14,7 @@ import pyarrow as pa
 from rayspec.batch.documents import Piece, read_piece
 from rayspec.batch.job import Order, Pool, Source, sort_key
 from rayspec.batch.rows import Row
-from rayspec.batch.survey import Seen, scan_pieces, seen_in
+from rayspec.batch.scan import Scan, scan_of, scan_pieces
 from rayspec.types import EngineStats
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ class LocalBackend:
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def scan(self, source: Source) -> Seen:
+    def scan(self, source: Source) -> Scan:
         tables = scan_pieces(source.pieces, 0, source.columns, source.share, source.limit)
-        return seen_in(tables, source.pieces, limit=source.limit)
+        return scan_of(tables, source.pieces, limit=source.limit)
 
     def counting(self, pieces: Sequence[Piece]) -> Callable[[], int | None]:
         return lambda: None

@@ -28,7 +28,7 @@ from rayspec.batch.report import PLOT_NAME, RunReport
 from rayspec.batch.row_engine import RowEngineFactory, RowTask
 from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import RunFolder, output_places
-from rayspec.batch.survey import Changed, Seen, seen_of, survey
+from rayspec.batch.scan import Changed, Scan, compared, scan_rows
 from rayspec.command.locations import Location
 from rayspec.command.terminal import EXIT_TERMINATED, error_console, exit_on_sigterm, say
 from rayspec.config import DType
@@ -85,7 +85,7 @@ class Source:
         return Share(self.sample)
 
     def given(self, left: pa.Table | None) -> list[Row]:
-        """Return those of `rows` that are wanted. left: a table of SEEN_SCHEMA; None: all."""
+        """Return those of `rows` that are wanted. left: a table of SCAN_SCHEMA; None: all."""
         if left is None:
             return [row for row in self.rows[: self.limit] if self.share(row.id)]
         return [self.rows[index] for index in left["piece"].to_pylist()]
@@ -131,14 +131,14 @@ class Backend(Protocol):
     def session(self) -> AbstractContextManager[None]:
         """Return the block in which all other methods are called."""
 
-    def scan(self, source: Source) -> Seen:
+    def scan(self, source: Source) -> Scan:
         """Return the wanted rows of the files, in order, without their documents and messages."""
 
     def counting(self, pieces: Sequence[Piece]) -> Callable[[], int | None]:
         """Return a function that returns about how many rows there are; None while that is not known."""
 
     def rows(self, source: Source, left: pa.Table | None, order: Order) -> Generator[Row]:
-        """Read and yield rows. left: a table of SEEN_SCHEMA; None: all, where `limit` must be None for files."""
+        """Read and yield rows. left: a table of SCAN_SCHEMA; None: all, where `limit` must be None for files."""
 
     def pool(self, factory: EngineFactory, *, max_restarts: int) -> Pool:
         """Return the engines, which are not loaded yet. max_restarts: as `max_engine_restarts` of the job."""
@@ -163,7 +163,7 @@ class Job:
 
     output: a folder; or a .parquet or .jsonl file, beside which a folder with ".run" after its name is made. name: stem
     of the file of all rows in a folder. text_column: of the output. file_format: None: parquet, or that of the file.
-    changed: how rows are treated whose text has changed since an earlier run, see `survey.Changed`.
+    changed: how rows are treated whose text has changed since an earlier run, see `scan.Changed`.
     max_engine_restarts: restarts of an engine that died, without a row completed in between. drain_s: seconds that rows
     under way have to finish after SIGTERM. export: writes more files at the end, with the names `export_names`.
     """
@@ -258,7 +258,7 @@ class _Run:
         self._job, self._source, self._folder = job, source, folder
         self._report = RunReport(references=source.references)
         self._drain = Drain(job.drain_s)
-        self._left: pa.Table | None = None  # the seen rows that are still to be done; None: all rows
+        self._left: pa.Table | None = None  # the scanned rows that are still to be done; None: all rows
         self._pool: Pool | None = None
         self._config: dict[str, Any] = dict(folder.manifest.extra.get("config", {}))
 
@@ -279,14 +279,14 @@ class _Run:
             self._refuse(self._source.refused)
             return True
         source = self._source
-        seen = self._job.backend.scan(source) if source.inputs else seen_of(source.rows[: source.limit], source.share)
-        found = survey(seen, self._folder.done, is_whole=self._source.is_whole)
+        scan = self._job.backend.scan(source) if source.inputs else scan_rows(source.rows[: source.limit], source.share)
+        found = compared(scan, self._folder.done, is_whole=self._source.is_whole)
         found.check(self._job.changed)
         redone = found.redoable if self._job.changed == "redo" else found.redoable[:0]
-        self._folder.redo(seen.rows["id"].take(redone))
+        self._folder.redo(scan.rows["id"].take(redone))
         self._show_earlier(found.describe(), num_redone=len(redone))
         self._refuse([*self._source.refused, *found.errors])
-        self._left = seen.rows.take(np.sort(np.concatenate([found.left, redone])))
+        self._left = scan.rows.take(np.sort(np.concatenate([found.left, redone])))
         return len(self._left) > 0
 
     def _show_earlier(self, changes: str, *, num_redone: int) -> None:
@@ -332,7 +332,7 @@ class _Run:
         return 2 * engine.max_num_seqs * (engine.parallel.replicas if engine.parallel is not None else 1)
 
     def _time_left(self) -> TimeLeft:
-        """Make the estimate of the time left. Rows that were not surveyed are counted while the job runs."""
+        """Make the estimate of the time left. Rows that were not scanned are counted while the job runs."""
         counted = self._job.backend.counting(self._source.pieces) if self._left is None else None
         return TimeLeft(
             num_left=partial(self._num_left, counted),

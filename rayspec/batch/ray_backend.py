@@ -21,7 +21,7 @@ from rayspec.batch.columns import Columns
 from rayspec.batch.documents import Piece, num_rows_of, read_piece
 from rayspec.batch.job import Order, Source, sort_key
 from rayspec.batch.rows import Row
-from rayspec.batch.survey import Seen, Takes, scan_pieces, seen_in, takes_all
+from rayspec.batch.scan import Scan, Takes, scan_of, scan_pieces, takes_all
 from rayspec.pool.pool import EnginePool
 from rayspec.pool.worker import EngineFactory
 from rayspec.ray_session import ray_session
@@ -46,7 +46,7 @@ class RayBackend:
             quieten()
             yield
 
-    def scan(self, source: Source) -> Seen:
+    def scan(self, source: Source) -> Scan:
         """Scan the files. Each task scans some of the pieces, and all tasks run at once. A task has a whole CPU: more
         tasks would only start more processes. A task ends itself after `limit` rows: `ray.cancel` can crash the driver.
         """
@@ -58,7 +58,7 @@ class RayBackend:
         tasks = [
             scan.remote(pieces[start:end], start, source.columns, source.share, source.limit) for start, end in bounds
         ]
-        return seen_in(map(ray.get, itertools.chain.from_iterable(tasks)), pieces, limit=source.limit)
+        return scan_of(map(ray.get, itertools.chain.from_iterable(tasks)), pieces, limit=source.limit)
 
     def counting(self, pieces: Sequence[Piece]) -> Callable[[], int | None]:
         return CountedRows(pieces)

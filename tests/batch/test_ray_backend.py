@@ -54,8 +54,8 @@ def test_only_wanted_rows_are_read(tmp_path: Path, name: str, backend: Backend) 
     write_rows(tmp_path / name, rows)
     (tmp_path / "b.txt").write_text("a text", encoding="utf-8")
     source = Source(inputs=[str(tmp_path)])
-    seen = backend.scan(source).rows
-    read = sorted(backend.rows(source, seen.take(pa.array([2, 16, 39, 40])), "input"), key=lambda row: str(row.source))
+    scan = backend.scan(source).rows
+    read = sorted(backend.rows(source, scan.take(pa.array([2, 16, 39, 40])), "input"), key=lambda row: str(row.source))
     assert [(row.id, row.source) for row in read] == [
         *((f"r{number}", f"{name}:{number}") for number in (17, 3, 40)),
         ("b.txt", "b.txt"),
@@ -71,11 +71,11 @@ def test_a_scan_is_in_order_and_without_texts_and_has_a_limit(tmp_path: Path, ba
         lines = [json.dumps({"id": f"{name}{number}", "text": "t"}) for number in range(50)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join([*lines, "no json"]), encoding="utf-8")
     (tmp_path / "d.txt").touch()
-    seen = backend.scan(Source(inputs=[str(tmp_path)]))
-    assert seen.rows["id"].to_pylist() == [f"{name}{n}" for name in "abc" for n in range(50)]
-    assert [row.id for row in seen.errors] == ["a.jsonl:51", "b.jsonl:51", "c.jsonl:51", "d.txt"]
-    assert seen.errors[0].error_kind == "malformed_row"
-    assert seen.row(51) == input_row("b1", source="b.jsonl:2", text="t").without_input()
+    scan = backend.scan(Source(inputs=[str(tmp_path)]))
+    assert scan.rows["id"].to_pylist() == [f"{name}{n}" for name in "abc" for n in range(50)]
+    assert [row.id for row in scan.errors] == ["a.jsonl:51", "b.jsonl:51", "c.jsonl:51", "d.txt"]
+    assert scan.errors[0].error_kind == "malformed_row"
+    assert scan.row(51) == input_row("b1", source="b.jsonl:2", text="t").without_input()
 
     source = Source(inputs=[str(tmp_path)], limit=53, sample=0.5)  # a share of the first rows, which an error is among
     some = backend.scan(source)
@@ -150,10 +150,10 @@ def test_large_parquet_files_are_read_in_pieces(
     write_rows(tmp_path / "a.parquet", [{"id": f"r{number}", "text": "t"} for number in range(1, 31)])
     source = Source(inputs=[str(tmp_path)])
     assert [(piece.groups, piece.num_before) for piece in source.pieces] == [((n, 1), 7 * n) for n in range(5)]
-    seen = backend.scan(source)
-    assert seen.rows["id"].to_pylist() == [f"r{number}" for number in range(1, 31)]
-    assert [seen.row(index).source for index in (0, 7, 29)] == ["a.parquet:1", "a.parquet:8", "a.parquet:30"]
-    some = backend.rows(source, seen.rows.take(pa.array([7, 28, 29])), "input")
+    scan = backend.scan(source)
+    assert scan.rows["id"].to_pylist() == [f"r{number}" for number in range(1, 31)]
+    assert [scan.row(index).source for index in (0, 7, 29)] == ["a.parquet:1", "a.parquet:8", "a.parquet:30"]
+    some = backend.rows(source, scan.rows.take(pa.array([7, 28, 29])), "input")
     assert {row.id for row in some} == {"r8", "r29", "r30"}
     monkeypatch.setattr(documents, "_NUM_FILES_TO_SPLIT", 1)
     assert len(pieces_of([str(tmp_path)])) == 1

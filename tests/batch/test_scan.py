@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from rayspec.batch.rows import Row
-from rayspec.batch.survey import Seen, Survey, seen_of, survey
+from rayspec.batch.scan import Comparison, Scan, compared, scan_rows
 from rayspec.types import ConfigError
 
 
@@ -18,23 +18,23 @@ def done(hashes: dict[str, str | None]) -> pa.Table:
     return pa.table({"id": pa.array(hashes, pa.large_string()), "input_hash": pa.array(hashes.values(), pa.string())})
 
 
-def of(*rows: Row) -> Seen:
-    return seen_of(rows)
+def of(*rows: Row) -> Scan:
+    return scan_rows(rows)
 
 
-def errors_of(found: Survey) -> list[tuple[str, str | None, str | None]]:
+def errors_of(found: Comparison) -> list[tuple[str, str | None, str | None]]:
     return [(row.id, row.source, row.error_kind) for row in found.errors]
 
 
 def test_rows_that_have_moved_are_done() -> None:
     """One row was inserted at the top: ids decide, not places."""
-    seen = of(*(row(f"r{number}", f"a:{number + 1}") for number in range(44)))
-    found = survey(seen, done({f"r{number}": "h" for number in range(1, 44)}))
+    scan = of(*(row(f"r{number}", f"a:{number + 1}") for number in range(44)))
+    found = compared(scan, done({f"r{number}": "h" for number in range(1, 44)}))
     assert (found.left.tolist(), found.errors, len(found.changed), len(found.absent)) == ([0], [], 0, 0)
 
 
 def test_changed_and_absent_rows_are_found() -> None:
-    found = survey(of(row("a", "f:1"), row("b", "f:2", "new")), done({"a": "h", "b": "old", "c": "h"}))
+    found = compared(of(row("a", "f:1"), row("b", "f:2", "new")), done({"a": "h", "b": "old", "c": "h"}))
     assert (found.changed.to_pylist(), found.absent.to_pylist(), found.left.tolist()) == (["b"], ["c"], [])
     assert found.redoable.tolist() == [1]
     assert found.describe() == (
@@ -44,46 +44,46 @@ def test_changed_and_absent_rows_are_found() -> None:
 
 
 def test_a_part_of_the_input_says_nothing_of_absent_rows() -> None:
-    assert len(survey(of(row("a", "f:1")), done({"a": "h", "b": "h"}), is_whole=False).absent) == 0
+    assert len(compared(of(row("a", "f:1")), done({"a": "h", "b": "h"}), is_whole=False).absent) == 0
 
 
 def test_an_unknown_hash_is_no_change() -> None:
-    assert len(survey(of(row("a", "f:1")), done({"a": None})).changed) == 0
+    assert len(compared(of(row("a", "f:1")), done({"a": None})).changed) == 0
 
 
 def test_the_first_row_keeps_an_id() -> None:
-    found = survey(of(row("a", "f:1"), row("a", "f:2"), row("a", "f:1")), done({}))
+    found = compared(of(row("a", "f:1"), row("a", "f:2"), row("a", "f:1")), done({}))
     assert errors_of(found) == [("a", "f:2", "duplicate_id")]
     assert (found.left.tolist(), len(found.changed)) == ([0], 0)
 
 
 def test_the_row_that_was_done_keeps_its_id_before_the_first() -> None:
-    found = survey(of(row("a", "f:1", "new"), row("a", "f:2", "old"), row("a", "f:3", "old")), done({"a": "old"}))
+    found = compared(of(row("a", "f:1", "new"), row("a", "f:2", "old"), row("a", "f:3", "old")), done({"a": "old"}))
     assert errors_of(found) == [("a", "f:1", "duplicate_id"), ("a", "f:3", "duplicate_id")]
     assert (found.left.tolist(), len(found.changed)) == ([], 0)
 
 
 def test_rows_that_cannot_be_read_are_errors() -> None:
     bad = Row(id="f:1", source="f:1", error_kind="malformed_row", error="why")
-    found = survey(of(bad, row("a", "f:2")), done({}))
+    found = compared(of(bad, row("a", "f:2")), done({}))
     assert (found.errors, found.left.tolist()) == ([bad], [0])
 
 
 def test_changes_are_refused_where_they_are_to_fail() -> None:
     ids = [f"r{number}" for number in range(9)]
-    found = survey(of(*(row(row_id, "f", "new") for row_id in ids)), done(dict.fromkeys(ids, "old")))
+    found = compared(of(*(row(row_id, "f", "new") for row_id in ids)), done(dict.fromkeys(ids, "old")))
     found.check("keep")
     found.check("redo")
     with pytest.raises(
         ConfigError, match=r"'changed' is 'fail', and 9 rows .* \('r0', 'r1', 'r2', ...\): pass --changed"
     ):
         found.check("fail")
-    survey(of(row("a", "f")), done({"a": "h"})).check("fail")
+    compared(of(row("a", "f")), done({"a": "h"})).check("fail")
 
 
 def test_an_input_or_an_output_without_rows_is_no_error() -> None:
-    assert survey(of(), done({"a": "h"})).absent.to_pylist() == ["a"]
-    nothing = survey(of(), done({}))
+    assert compared(of(), done({"a": "h"})).absent.to_pylist() == ["a"]
+    nothing = compared(of(), done({}))
     assert (nothing.left.tolist(), nothing.errors, nothing.describe()) == ([], [], "")
 
 
@@ -92,7 +92,7 @@ def test_decisions_on_columns_are_those_of_a_loop_over_rows() -> None:
     for _ in range(300):
         rows = [row(chance.choice("abcdef"), f"f:{n}", chance.choice("xyz")) for n in range(chance.randrange(12))]
         hashes = {row_id: chance.choice(["x", "y", None]) for row_id in "abcdefgh" if chance.random() < 0.5}
-        found, (left, errors, changed) = survey(of(*rows), done(hashes)), by_loop(rows, hashes)
+        found, (left, errors, changed) = compared(of(*rows), done(hashes)), by_loop(rows, hashes)
         assert [rows[index].source for index in found.left] == left
         assert [(row_id, source) for row_id, source, _ in errors_of(found)] == errors
         assert found.changed.to_pylist() == changed

@@ -23,11 +23,11 @@ from rayspec.types import ConfigError
 Changed = Literal["keep", "redo", "fail"]
 """What to do about rows whose text has changed since they were done: keep their results, do them again, or fail."""
 
-SEEN_SCHEMA: Final = pa.schema(
+SCAN_SCHEMA: Final = pa.schema(
     {"id": pa.large_string(), "input_hash": pa.string(), "piece": pa.int32(), "number": pa.int64()}
 )
 
-_SCANNED_SCHEMA = pa.schema([*SEEN_SCHEMA, pa.field("is_taken", pa.bool_()), pa.field("error", pa.string())])
+_SCHEMA_WITH_ERRORS = pa.schema([*SCAN_SCHEMA, pa.field("is_taken", pa.bool_()), pa.field("error", pa.string())])
 _ROWS_AT_ONCE = 2**16
 _NUM_NAMED = 3
 
@@ -35,8 +35,8 @@ Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """The rows of an input, in order. rows: a table of SEEN_SCHEMA; `piece` and `number` say where a row is, and
+class Scan:
+    """The rows of an input, in order. rows: a table of SCAN_SCHEMA; `piece` and `number` say where a row is, and
     `number` is 0 where the piece is one row. names: the names of the pieces. errors: rows that could not be read.
 
     A row takes the memory of its id and about 40 bytes.
@@ -58,10 +58,10 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
-    """The result of a survey. left: indices of the seen rows that are not done. errors: rows that could not be read,
+class Comparison:
+    """The result of `compared`. left: indices of the scanned rows that are not done. errors: rows that could not be read,
     and rows with the id of another row. changed: ids of done rows that now have another text. absent: ids of done rows
-    that the input no longer has. redoable: indices of the seen rows that have changed."""
+    that the input no longer has. redoable: indices of the scanned rows that have changed."""
 
     left: Indices
     errors: Sequence[Row] = ()
@@ -116,13 +116,13 @@ def _seen(rows: Sequence[tuple[int, Row]], piece: int, takes: Takes) -> pa.Table
         "is_taken": np.fromiter(map(takes, ids), bool, len(rows)),
         "error": [json.dumps(asdict(row)) if row.error_kind is not None else None for _, row in rows],
     }
-    return pa.table(columns, schema=_SCANNED_SCHEMA)
+    return pa.table(columns, schema=_SCHEMA_WITH_ERRORS)
 
 
-def seen_in(scanned: Iterable[pa.Table], found: Sequence[Piece], *, limit: int | None = None) -> Seen:
+def scan_of(scanned: Iterable[pa.Table], found: Sequence[Piece], *, limit: int | None = None) -> Scan:
     """Return the rows of tables of `scan_pieces`, which are in order. limit: number of rows from the beginning; `takes`
     then selects among these."""
-    tables, num_left = [_SCANNED_SCHEMA.empty_table()], sys.maxsize if limit is None else limit
+    tables, num_left = [_SCHEMA_WITH_ERRORS.empty_table()], sys.maxsize if limit is None else limit
     for table in scanned:
         tables.append(table.slice(0, num_left))
         num_left -= len(tables[-1])
@@ -132,12 +132,12 @@ def seen_in(scanned: Iterable[pa.Table], found: Sequence[Piece], *, limit: int |
     rows = rows.filter(rows["is_taken"])
     is_error = pc.is_valid(rows["error"])
     errors = [Row(**json.loads(error)) for error in rows["error"].filter(is_error).to_pylist()]
-    good = rows.filter(pc.invert(is_error)).select(SEEN_SCHEMA.names).combine_chunks()
-    return Seen(rows=good, names=[piece.name for piece in found], errors=errors)
+    good = rows.filter(pc.invert(is_error)).select(SCAN_SCHEMA.names).combine_chunks()
+    return Scan(rows=good, names=[piece.name for piece in found], errors=errors)
 
 
-def seen_of(rows: Sequence[Row], takes: Takes = takes_all) -> Seen:
-    """Return the same as `seen_in`, for rows in memory. Each row is a piece."""
+def scan_rows(rows: Sequence[Row], takes: Takes = takes_all) -> Scan:
+    """Return the same as `scan_of`, for rows in memory. Each row is a piece."""
     taken = [index for index, row in enumerate(rows) if takes(row.id) and row.error_kind is None]
     columns = {
         "id": [rows[index].id for index in taken],
@@ -147,45 +147,45 @@ def seen_of(rows: Sequence[Row], takes: Takes = takes_all) -> Seen:
     }
     errors = [row.without_input() for row in rows if takes(row.id) and row.error_kind is not None]
     names = [row.source or "" for row in rows]
-    return Seen(rows=pa.table(columns, schema=SEEN_SCHEMA), names=names, errors=errors)
+    return Scan(rows=pa.table(columns, schema=SCAN_SCHEMA), names=names, errors=errors)
 
 
-def survey(seen: Seen, done: pa.Table, *, is_whole: bool = True) -> Survey:
+def compared(scan: Scan, done: pa.Table, *, is_whole: bool = True) -> Comparison:
     """Compare an input with the rows that are done.
 
-    done: `id` and `input_hash` of rows; an unknown hash is null. is_whole: `seen` is the whole input, so that a done
-    row that is not in `seen` is absent from the input.
+    done: `id` and `input_hash` of rows; an unknown hash is null. is_whole: `scan` is of the whole input, so that a done
+    row that is not in `scan` is absent from the input.
 
     Of several rows with the same id, one keeps the id: the row with the text that was done, or else the first.
     """
-    ids, done_ids = seen.rows["id"], done["id"]
+    ids, done_ids = scan.rows["id"], done["id"]
     done_places = pc.index_in(ids, value_set=done_ids)
     done_hashes = done["input_hash"].take(done_places)
-    is_same = pc.equal(seen.rows["input_hash"], done_hashes)  # null where the row is not done, or its hash not known
-    kept, errors = _one_of_each(seen, np.asarray(pc.fill_null(is_same, fill_value=False).to_numpy(), dtype=bool))
+    is_same = pc.equal(scan.rows["input_hash"], done_hashes)  # null where the row is not done, or its hash not known
+    kept, errors = _one_of_each(scan, np.asarray(pc.fill_null(is_same, fill_value=False).to_numpy(), dtype=bool))
     is_left = np.asarray(pc.is_null(done_places).to_numpy(), dtype=bool)
     is_changed = np.asarray(pc.fill_null(pc.invert(is_same), fill_value=False).to_numpy(), dtype=bool)
     redoable = kept[is_changed[kept]]
-    return Survey(
+    return Comparison(
         left=kept[is_left[kept]],
-        errors=[*seen.errors, *errors],
+        errors=[*scan.errors, *errors],
         changed=ids.take(pa.array(redoable)),
         absent=done_ids.filter(pc.invert(pc.is_in(done_ids, value_set=ids))) if is_whole else _ids([]),
         redoable=redoable,
     )
 
 
-def _one_of_each(seen: Seen, is_done_text: npt.NDArray[np.bool_]) -> tuple[Indices, list[Row]]:
-    """Return the indices of the rows that keep their id, in order, and error rows for the others. A row that was seen
+def _one_of_each(scan: Scan, is_done_text: npt.NDArray[np.bool_]) -> tuple[Indices, list[Row]]:
+    """Return the indices of the rows that keep their id, in order, and error rows for the others. A row that was scanned
     twice is one row."""
-    codes = codes_of(seen.rows["id"])
+    codes = codes_of(scan.rows["id"])
     place = np.arange(len(codes))
     keeper = np.empty(int(codes.max(initial=-1)) + 1, np.int64)
     keeper[codes[::-1]] = place[::-1]  # of equal codes the last assignment holds: that of the first row
     errors = []
     for index in np.flatnonzero(keeper[codes] != place):
         code = codes[index]
-        row, first = seen.row(int(index)), seen.row(int(keeper[code]))
+        row, first = scan.row(int(index)), scan.row(int(keeper[code]))
         if row.source == first.source:
             continue
         if is_done_text[index] and not is_done_text[keeper[code]]:
