@@ -59,9 +59,12 @@ class Scan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The result of `compared`. left: indices of the scanned rows that are not done. errors: rows that could not be read,
-    and rows with the id of another row. changed: ids of done rows that now have another text. absent: ids of done rows
-    that the input no longer has. redoable: indices of the scanned rows that have changed."""
+    """An input compared with the rows that are done.
+
+    left: indices of the scanned rows that are not done. errors: rows that could not be read, and rows with the id of
+    another row. changed: ids of done rows that now have another text. absent: ids of done rows that the input no longer
+    has. redoable: indices of the scanned rows that have changed.
+    """
 
     left: Indices
     errors: Sequence[Row] = ()
@@ -176,7 +179,7 @@ def compared(scan: Scan, done: pa.Table, *, is_whole: bool = True) -> Comparison
 
 
 def _one_of_each(scan: Scan, is_done_text: npt.NDArray[np.bool_]) -> tuple[Indices, list[Row]]:
-    """Return the indices of the rows that keep their id, in order, and error rows for the others. A row that was scanned
+    """Return the indices of the rows that keep their id, in order, and error rows for the others. A row that stands
     twice is one row."""
     codes = codes_of(scan.rows["id"])
     place = np.arange(len(codes))
