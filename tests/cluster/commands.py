@@ -13,17 +13,14 @@ from ray.scripts.scripts import cli as ray_cli
 from ray.serve.scripts import cli as serve_cli
 
 import benchmarks.__main__
-import jobs.generate
-import jobs.openai_batch
-import jobs.summarize
 from rayspec.cli import app as rayspec_app
 
 RAY = ray_cli
 RAYSPEC: Any = typer.main.get_command(rayspec_app)
 JOBS: dict[str, Any] = {
-    "summarize": typer.main.get_command(jobs.summarize.app),
-    "generate": typer.main.get_command(jobs.generate.app),
-    "openai_batch": typer.main.get_command(jobs.openai_batch.app),
+    "summarize": RAYSPEC.commands["job"].commands["summarize"],
+    "generate": RAYSPEC.commands["job"].commands["generate"],
+    "openai_batch": RAYSPEC.commands["job"].commands["openai-batch"],
     "bench": RAYSPEC.commands["bench"],
     "measure": RAYSPEC.commands["profile"],
     "tune": RAYSPEC.commands["tune"],

@@ -18,7 +18,8 @@ import yaml
 from ray._common.utils import import_attr
 from ray.serve.schema import ServeDeploySchema
 
-import jobs.summarize
+from rayspec.batch.commands import DocumentOptions
+from rayspec.cli import app
 from rayspec.command.settings import Settings, make_settings
 from rayspec.ops.k8s.options import read_render_options
 from rayspec.ops.k8s.pods import JOBS_FOLDER
@@ -349,11 +350,10 @@ def _engine(resource: Manifest) -> tuple[Any, int]:
 
 def _settings(entrypoint: str) -> Settings:
     """What jobs/summarize.py makes of its command line, without running it."""
-    command = typer.main.get_command(jobs.summarize.app)
+    rayspec: Any = typer.main.get_command(app)
+    command = rayspec.commands["job"].commands["summarize"]
     parsed = command.make_context("summarize", shlex.split(entrypoint)[2:]).params
-    own = {"inputs", "output", "text_column", "id_column", "prompt", "long", "chunk_tokens", "overlap_tokens"}
-    own |= {"level_tokens", "limit", "sample", "overwrite", "file_format", "drain_s", "config", "set_"}
-    own |= {"changed", "max_engine_restarts", "order", "accept_failed_rows"}
+    own = {"inputs", "output", "text_column", "prompt", "config", "set_", *DocumentOptions.model_fields}
     assert parsed["output"]
     asked = {name: value for name, value in parsed.items() if name not in own and value not in (None, ())}
     return make_settings(flags=asked)

@@ -15,7 +15,6 @@ import yaml
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-import jobs.summarize
 from rayspec.cli import app
 from rayspec.command.options import Asked
 from rayspec.config import EngineConfig, ParallelOptions
@@ -263,7 +262,8 @@ def _of_job(flags: str) -> tuple[int, int, int]:
     words = shlex.split(flags)
     if "--model" not in words:
         words = ["--model", "m", "--output", "o", *words, "in"]
-    parsed = typer.main.get_command(jobs.summarize.app).make_context("summarize", words).params
+    rayspec: Any = typer.main.get_command(app)
+    parsed = rayspec.commands["job"].commands["summarize"].make_context("summarize", words).params
     names = EngineConfig.model_fields.keys() | ParallelOptions.model_fields.keys()
     asked = {name: parsed[name] for name in names & parsed.keys() if parsed[name] not in (None, ())}
     return _of_engine(Asked(flags=asked).settings().engine)
