@@ -76,7 +76,7 @@ class Asker:
         return future
 
 
-def turn(
+def run_round(
     strategy: Strategy,
     ask: Ask,
     *,
@@ -93,8 +93,8 @@ def turn(
     return strategy.search(here, ask)
 
 
-def turns(strategy: Strategy, ask: Ask, count: int, *, batch: int = 1) -> Sequence[PlanRecord]:
-    records = [turn(strategy, ask, batch=batch) for _ in range(count)]
+def run_rounds(strategy: Strategy, ask: Ask, count: int, *, batch: int = 1) -> Sequence[PlanRecord]:
+    records = [run_round(strategy, ask, batch=batch) for _ in range(count)]
     return [record for record in records if record is not None]
 
 

@@ -191,9 +191,9 @@ class _Survey(FixedPlan):
     def candidates(self) -> tuple[Candidate, ...]:
         """Return every plan, with an estimate over all trials."""
         tried = zip(*(found.drafts for found in self.trials), strict=True)
-        num_tapped = sum(found.num_tokens for found in self.trials)
+        num_captured = sum(found.num_tokens for found in self.trials)
         return tuple(
-            Candidate(one[0].choices, fmean(d.similarity for d in one), sum(d.num_agreed for d in one), num_tapped)
+            Candidate(one[0].choices, fmean(d.similarity for d in one), sum(d.num_agreed for d in one), num_captured)
             for one in tried
         )
 
@@ -281,7 +281,7 @@ def run_tpt(
     ]
     return TptExperiment(
         context=context,
-        num_tapped_tokens=candidates[0].num_tapped,
+        num_tapped_tokens=candidates[0].num_captured,
         plain_tpt=1 / latency.decode_step_s(context=context, batch=1),
         plain=Spread.of([one.tokens_per_s for name in controls for one in passages[name]]),
         points=tuple(points),

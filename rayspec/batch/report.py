@@ -101,7 +101,7 @@ class RunReport:
             ("tokens a drafted round", _number(stats.mean_accepted_length)),
             ("rounds", f"{stats.num_rounds}, {stats.num_plain_rounds} without a draft"),
             *((f"time in {name}", _share(share)) for name, share in shares(stats).items()),
-            ("gate", stats.gate_reason or "-"),
+            ("drafting", stats.gate_reason or "-"),
         ]
         if stats.num_lost_replicas:
             lines.append(("replicas lost for good", str(stats.num_lost_replicas)))

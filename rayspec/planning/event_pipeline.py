@@ -76,12 +76,12 @@ class Work:
     """Passes that run one after the other.
 
     context: tokens that each sequence holds. patience_s: how long the work lets later arrivals go first at a stage.
-    landed: called with the time when the engine has processed the result.
+    when_done: called with the time when the engine has processed the result.
     """
 
     passes: Sequence[PassCost]
     context: float
-    landed: Callable[[float], None]
+    when_done: Callable[[float], None]
     patience_s: float = 0.0
     num_made: int = 0
     num_visited: int = 0
@@ -173,7 +173,7 @@ class EventPipeline:
 
     def _finish(self, server: _Server, work: Work) -> None:
         if work.done:
-            work.landed(self.now)
+            work.when_done(self.now)
         else:
             work.advance()
             onward = self._engine if work.done else self._stages[work.stage]

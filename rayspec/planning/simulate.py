@@ -135,8 +135,8 @@ class _Cohort:
 class _Tally:
     num_tokens: int = 0
     num_rounds: int = 0
-    num_turns: int = 0
-    num_turn_tokens: int = 0
+    num_sequence_rounds: int = 0
+    num_sequence_tokens: int = 0
     rounds_s: float = 0.0
 
 
@@ -160,7 +160,7 @@ class _Replica:
         self._first_token_s: list[float] = []
 
     def run(self, num_cohorts: int, num_tokens: int) -> Simulated:
-        for cohort in self._dealt(num_cohorts):
+        for cohort in self._cohorts(num_cohorts):
             self._start(cohort)
         while self._tally.num_tokens < num_tokens:
             self._pipeline.step()
@@ -170,12 +170,12 @@ class _Replica:
             num_tokens=tally.num_tokens,
             num_rounds=tally.num_rounds,
             round_s=tally.rounds_s / max(1, tally.num_rounds),
-            tokens_per_round=tally.num_turn_tokens / max(1, tally.num_turns),
+            tokens_per_round=tally.num_sequence_tokens / max(1, tally.num_sequence_rounds),
             idle_shares=tuple(max(0.0, 1 - busy_s / seconds) for busy_s in self._pipeline.busy_s),
             first_token_s=tuple(self._first_token_s),
         )
 
-    def _dealt(self, num_cohorts: int) -> list[_Cohort]:
+    def _cohorts(self, num_cohorts: int) -> list[_Cohort]:
         """Return the cohorts. Progress is spread evenly over the users, and users are distributed over the cohorts."""
         work, cohorts = self._workload, [_Cohort([]) for _ in range(num_cohorts)]
         for place, user in enumerate(self._rng.permutation(work.concurrency).tolist()):
@@ -197,7 +197,7 @@ class _Replica:
             cohort.num_under_way += 1
             self._start_round(cohort, decoding)
 
-    def _land(self, cohort: _Cohort) -> None:
+    def _finish(self, cohort: _Cohort) -> None:
         cohort.num_under_way -= 1
         if cohort.num_under_way == 0:
             self._start(cohort)
@@ -219,12 +219,12 @@ class _Replica:
         work = Work(
             passes=[cost],
             context=_mean_context([sequence for sequence, _ in chunks]),
-            landed=partial(self._land_prefill, cohort, chunks),
+            when_done=partial(self._finish_prefill, cohort, chunks),
             patience_s=_PREFILL_PATIENCE_S,
         )
         self._pipeline.submit(work)
 
-    def _land_prefill(self, cohort: _Cohort, chunks: Sequence[tuple[_Sequence, int]], now: float) -> None:
+    def _finish_prefill(self, cohort: _Cohort, chunks: Sequence[tuple[_Sequence, int]], now: float) -> None:
         for sequence, count in chunks:
             sequence.context += count
             sequence.num_missing -= count
@@ -232,7 +232,7 @@ class _Replica:
                 self._first_token_s.append(now - sequence.sent_s)
                 sequence.context -= 1  # `_commit` adds the token, which is not computed yet
                 self._commit(sequence, 1, now)
-        self._land(cohort)
+        self._finish(cohort)
 
     def _start_round(self, cohort: _Cohort, sequences: Sequence[_Sequence]) -> None:
         drafting, batch = self._drafting, len(sequences)
@@ -245,10 +245,10 @@ class _Replica:
                 passes.append(self._costs.of(rows=num_drafting, batch=num_drafting, choices=drafting.choices))
         prefix = drafting.prefix if drafting is not None and passes else 0
         passes.append(self._costs.of(rows=batch + sum(lengths), batch=batch, prefix=prefix))
-        landed = partial(self._land_round, cohort, sequences, lengths, self._pipeline.now)
-        self._pipeline.submit(Work(passes=passes, context=_mean_context(sequences), landed=landed))
+        when_done = partial(self._finish_round, cohort, sequences, lengths, self._pipeline.now)
+        self._pipeline.submit(Work(passes=passes, context=_mean_context(sequences), when_done=when_done))
 
-    def _land_round(
+    def _finish_round(
         self, cohort: _Cohort, sequences: Sequence[_Sequence], lengths: Sequence[int], started: float, now: float
     ) -> None:
         tally = self._tally
@@ -256,10 +256,10 @@ class _Replica:
         tally.rounds_s += now - started
         for sequence, length in zip(sequences, lengths, strict=True):
             num_tokens = 1 + self._num_accepted(length)
-            tally.num_turns += 1
-            tally.num_turn_tokens += num_tokens
+            tally.num_sequence_rounds += 1
+            tally.num_sequence_tokens += num_tokens
             self._commit(sequence, num_tokens, now)
-        self._land(cohort)
+        self._finish(cohort)
 
     def _num_accepted(self, length: int) -> int:
         """Draw the number of accepted tokens of a draft of that length, up to the first rejected token."""

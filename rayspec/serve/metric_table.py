@@ -155,11 +155,11 @@ METRICS = (
         "tokens per second",
         "Speed of one sequence under the plan so far; 0 until it has been used.",
     ),
-    _gauge("rayspec_gate_open", "0 or 1", "1 while drafting is what pays; nothing where the strategy has no gate."),
+    _gauge("rayspec_gate_open", "0 or 1", "1 while drafting is on, 0 while it is off; no value without a gate."),
     _gauge(
         "rayspec_gate_info",
         "0 or 1",
-        "1 for what the gate says now, numbers left out; 0 for what it said before.",
+        "1 for why drafting is on or off now, numbers left out; 0 for earlier reasons.",
         label="reason",
     ),
     _gauge(

@@ -88,7 +88,7 @@ class Auto:
         if self._looks_up:
             self._learn_lookup(state, result)
         drafted = any(one.token_ids for one in result.drafts)
-        self._gate.observe(state, chosen, num_tokens, seconds, tells=drafted or not plan.drafts)
+        self._gate.observe(state, chosen, num_tokens, seconds, counts=drafted or not plan.drafts)
         self._num_rounds += 1
         self._num_looked_up += any(len(one.token_ids) > one.num_drafted for one in result.drafts)
         # A round copies if lookup is expected to be faster than any plan.

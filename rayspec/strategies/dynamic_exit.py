@@ -113,7 +113,9 @@ class DEL(PeriodicStrategy):
             choices,
             length,
             acceptance=float(self._record.acceptance[index]),
-            reason=f"{length} tokens from layer {index + 1} promise most" if length else "no exit promises to pay",
+            reason=f"{length} tokens from layer {index + 1} are predicted fastest"
+            if length
+            else "no exit is predicted to pay",
             optimise_s=answer.seconds,
             reuse_prefix=self._reuse_prefix,
         )

@@ -152,11 +152,11 @@ class Gate:
         return self._last
 
     def observe(
-        self, state: BatchState, taken: Taken, num_tokens: float, seconds: float, *, tells: bool = True
+        self, state: BatchState, taken: Taken, num_tokens: float, seconds: float, *, counts: bool = True
     ) -> None:
-        """Record a finished round: tokens committed over the batch, and wall seconds. tells: whether the round says
-        anything about the speed of its way. Raises ValueError for a negative number of tokens, and for times or rates
-        that are not above 0."""
+        """Record a finished round: tokens committed over the batch, and wall seconds. counts: whether the round
+        says anything about the speed of its way. Raises ValueError for a negative number of tokens, and for times or
+        rates that are not above 0."""
         way, predicted = taken.way, taken.rates
         if num_tokens < 0 or seconds <= 0 or min(taken.rate, *predicted.values()) <= 0:
             raise ValueError(f"{num_tokens} tokens in {seconds} s with {predicted} tokens/s predicted cannot be")
@@ -164,7 +164,7 @@ class Gate:
         self._num_outstanding = max(state.num_outstanding_tokens - num_tokens, 0)
         for each in self._records.values():
             each.fade(1)
-        if not tells:
+        if not counts:
             return
         record, expected_s = self._record(way), num_tokens / (taken.rate * self._pace(way))
         if record.num_rounds > 0:
@@ -334,10 +334,10 @@ class Gated:
         self._strategy.observe(state, RoundPlan(plan=chosen.proposed), result, num_tokens, seconds)
         self._is_taken = chosen.way == STRATEGY
         # A round may draft nothing though its plan drafts: sequences have one token left. It says nothing of drafting.
-        tells = not chosen.plan.drafts or any(one.token_ids for one in result.drafts) or any(result.probed)
-        if self._is_taken and tells:
+        counts = not chosen.plan.drafts or any(one.token_ids for one in result.drafts) or any(result.probed)
+        if self._is_taken and counts:
             seconds, self._searching_s = seconds + self._searching_s, 0.0
-        self._gate.observe(state, chosen, num_tokens, seconds, tells=tells)
+        self._gate.observe(state, chosen, num_tokens, seconds, counts=counts)
 
     def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
         if not self._may_search:

@@ -48,21 +48,21 @@ _CONTEXT_GRID = 64  # tokens; predicted rates are cached in steps of this many, 
 
 @dataclass(slots=True)
 class Candidate:
-    """A draft that the last search found, with its agreement on the tapped tokens and its acceptance in use.
+    """A draft that the last search found, with its agreement on the captured tokens and its acceptance in use.
 
-    num_agreed: of `num_tapped` tapped tokens, those on which draft and target agree. used: accepted over tested tokens.
+    num_agreed: of `num_captured` tokens, those on which draft and target agree. used: accepted over tested tokens.
     """
 
     choices: Choices
     similarity: float
     num_agreed: int
-    num_tapped: int
+    num_captured: int
     used: Discounted = field(default_factory=lambda: Discounted(TOKENS_HALF_LIFE), compare=False)
 
     @property
     def estimate(self) -> float:
-        """Estimate of acceptance by the tapped tokens alone, with the similarity as the prior."""
-        return shrink(self.num_agreed, self.num_tapped, min(max(self.similarity, 0.0), 1.0))
+        """Estimate of acceptance by the captured tokens alone, with the similarity as the prior."""
+        return shrink(self.num_agreed, self.num_captured, min(max(self.similarity, 0.0), 1.0))
 
 
 class KnapSpec:

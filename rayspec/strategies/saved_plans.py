@@ -214,7 +214,7 @@ def known_candidates(saved: SavedPlans) -> list[Candidate]:
     candidates = []
     for plan in saved.plans:
         num_tested = min(plan.num_tested_tokens, _MAX_REMEMBERED_TOKENS)
-        candidate = Candidate(plan.choices, plan.acceptance, num_agreed=0, num_tapped=0)
+        candidate = Candidate(plan.choices, plan.acceptance, num_agreed=0, num_captured=0)
         candidate.used.observe(plan.acceptance * num_tested, num_tested)
         candidates.append(candidate)
     return candidates

@@ -20,7 +20,7 @@ class Watched:
         def note(now: float) -> None:
             self.landed[name] = now
 
-        self.pipeline.submit(Work(passes=passes, context=context, landed=note, patience_s=patience_s))
+        self.pipeline.submit(Work(passes=passes, context=context, when_done=note, patience_s=patience_s))
 
     def run_until(self, count: int) -> dict[str, float]:
         while len(self.landed) < count:

@@ -11,7 +11,7 @@ from rayspec.decode.search import Answer, Found, FoundDraft, LayerKnapsack, Ques
 from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.clasp import CLaSp
 from rayspec.types import ConfigError
-from tests.strategy_cases import Asker, latency_model, state, turn, turns
+from tests.strategy_cases import Asker, latency_model, run_round, run_rounds, state
 
 
 def _clasp(num_layers: int = 6, **options: Any) -> CLaSp:
@@ -34,7 +34,7 @@ def _found(question: Question) -> Answer:
 def test_the_newest_token_is_asked_and_the_draft_that_skips_most_is_taken() -> None:
     asker, clasp = Asker(_found), _clasp(num_skipped_layers=4)
     assert not clasp.choose(state()).plan.drafts
-    (record,) = turns(clasp, asker, 5)
+    (record,) = run_rounds(clasp, asker, 5)
     assert asker.asked == [LayerKnapsack(num_tokens=1, num_skipped=4)]
     plan = clasp.choose(state()).plan
     assert plan.choices == (SKIP,) * 8 + (FULL,) * 4
@@ -49,13 +49,13 @@ def test_the_newest_token_is_asked_and_the_draft_that_skips_most_is_taken() -> N
 @pytest.mark.parametrize(("num_layers", "num_skipped"), [(6, 3), (7, 3), (80, 40), (1, 1)])
 def test_half_of_the_layers_are_skipped_unless_told_otherwise(num_layers: int, num_skipped: int) -> None:
     asker = Asker(lambda question: Found([FoundDraft((SKIP, SKIP) * num_layers, 0.5, 0)], 1, 0.0))
-    turns(_clasp(num_layers), asker, 2)
+    run_rounds(_clasp(num_layers), asker, 2)
     assert asker.asked == [LayerKnapsack(num_tokens=1, num_skipped=num_skipped)]
 
 
 def test_it_searches_again_at_its_interval_of_tokens_of_one_sequence() -> None:
     asker, clasp = Asker(_found), _clasp(search_interval=32)
-    clasp_rounds = [turn(clasp, asker, batch=4, num_accepted=1) is not None for _ in range(60)]
+    clasp_rounds = [run_round(clasp, asker, batch=4, num_accepted=1) is not None for _ in range(60)]
     searched = [number for number, found in enumerate(clasp_rounds) if found]
     assert searched[0] == 1
     assert [later - earlier for earlier, later in itertools.pairwise(searched)] == [17, 16, 16]

@@ -10,7 +10,7 @@ from rayspec.decode.search import Answer, Found, FoundDraft, Question, Trial
 from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.dynamic_exit import DEL, ExitRecord, early_exits
 from rayspec.types import ConfigError
-from tests.strategy_cases import Asker, latency_model, state, turns
+from tests.strategy_cases import Asker, latency_model, run_rounds, state
 
 NUM_LAYERS = 6
 
@@ -44,7 +44,7 @@ def test_by_latency_what_layers_take_decides() -> None:
     """Seconds of a draft step: two a layer; of a verify: twelve, less those that were drafted already."""
     shares = [0.5, 0.5, 0.75, 1.0, 1.0]
     chooser = _del(num_search_tokens=8, max_draft_tokens=4)
-    (record,) = turns(chooser, Asker(_replies(shares)), 9)
+    (record,) = run_rounds(chooser, Asker(_replies(shares)), 9)
     ways = {
         (layer, length): sum(shares[layer - 1] ** count for count in range(length + 1)) / (2 * layer * length + 12)
         for layer in range(1, NUM_LAYERS)
@@ -63,7 +63,7 @@ def test_looking_every_round_costs_the_rows_that_the_verify_could_have_reused() 
     for interval, drafts in ((1, False), (8, True)):
         options = SpeculationOptions(strategy="del", max_draft_tokens=4, search_interval=interval)
         chooser = DEL(options, latency_model(NUM_LAYERS, row_s=0.5))
-        records = turns(chooser, Asker(_replies(shares)), 9)
+        records = run_rounds(chooser, Asker(_replies(shares)), 9)
         assert chooser.choose(state()).plan.drafts == drafts
         if drafts:
             assert records[0].predicted_tpt == pytest.approx(5 / 56)
@@ -71,14 +71,14 @@ def test_looking_every_round_costs_the_rows_that_the_verify_could_have_reused() 
 
 def test_where_no_exit_pays_it_does_not_draft() -> None:
     chooser = _del()
-    assert turns(chooser, Asker(_replies([0.0, 0.125, 0.25, 0.25, 0.375])), 12) == []
+    assert run_rounds(chooser, Asker(_replies([0.0, 0.125, 0.25, 0.25, 0.375])), 12) == []
     assert not chooser.choose(state()).plan.drafts
     assert chooser.choose(state()).keep_drafting is None
 
 
 def test_it_first_looks_at_some_tokens_and_then_at_the_newest_of_each_sequence() -> None:
     asker, chooser = Asker(_replies([0.0, 0.5, 1.0, 1.0, 1.0])), _del(num_search_tokens=8)
-    turns(chooser, asker, 7, batch=3)
+    run_rounds(chooser, asker, 7, batch=3)
     asked = [question for question in asker.asked if isinstance(question, Trial)]
     assert [question.num_tokens for question in asked] == [8, 3, 3, 3], "three rounds to tap the first eight"
     assert all(list(question.patterns) == early_exits(2 * NUM_LAYERS) for question in asked)
@@ -87,7 +87,7 @@ def test_it_first_looks_at_some_tokens_and_then_at_the_newest_of_each_sequence()
 def test_an_interval_makes_looks_rarer() -> None:
     asker, chooser = Asker(_replies([1.0] * 5)), _del(num_search_tokens=1, search_interval=50)
     chooser._max_draft_tokens = 1
-    turns(chooser, asker, 40)
+    run_rounds(chooser, asker, 40)
     assert len(asker.asked) == 1
 
 
@@ -107,7 +107,7 @@ def test_the_record_fades_look_by_look() -> None:
 
 def test_drafts_end_between_the_confidence_of_matches_and_misses() -> None:
     chooser = _del(num_search_tokens=8)
-    turns(chooser, Asker(_replies([0.0, 0.875, 0.875, 0.875, 0.875], confidence=0.9, missed=0.3)), 9)
+    run_rounds(chooser, Asker(_replies([0.0, 0.875, 0.875, 0.875, 0.875], confidence=0.9, missed=0.3)), 9)
     assert chooser.choose(state()).plan.drafts
     rule = chooser.choose(state()).keep_drafting
     assert isinstance(rule, DraftWhileSure)
@@ -116,7 +116,7 @@ def test_drafts_end_between_the_confidence_of_matches_and_misses() -> None:
 
 def test_the_same_choice_again_is_the_same_plan() -> None:
     chooser, asker = _del(num_search_tokens=1), Asker(_replies([0.0, 1.0, 1.0, 1.0, 1.0]))
-    (record,) = turns(chooser, asker, 20)
+    (record,) = run_rounds(chooser, asker, 20)
     assert record.plan is chooser.choose(state()).plan
     assert record.num_tokens > 10
     assert record.plan.choices.count(FULL) == 4

@@ -18,7 +18,7 @@ from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.gate import PLAIN, Gate, Gated, Proposed
 from rayspec.types import Plan, no_draft
 from tests.exhaustive import few_of
-from tests.strategy_cases import Asker, latency_model, round_of, state, turn
+from tests.strategy_cases import Asker, latency_model, round_of, run_round, state
 
 ACCEPTANCE, NUM_DRAFT_TOKENS = 0.85, 5
 DRAFT_TOKENS = sum(ACCEPTANCE**k for k in range(NUM_DRAFT_TOKENS + 1))
@@ -292,7 +292,7 @@ def _run(strategy: _Strategy, *, num_accepted: int, draft_s: float, num_rounds: 
         return draft_s if plan.drafts else 1.0
 
     for _ in range(num_rounds):
-        turn(gated, ASKER, num_accepted=num_accepted, seconds=seconds)
+        run_round(gated, ASKER, num_accepted=num_accepted, seconds=seconds)
     return gated, drafted
 
 
@@ -319,12 +319,12 @@ def test_a_strategy_that_would_rather_not_draft_pays_for_finding_out() -> None:
     gated = _gated(strategy)
     strategy.take(PLAN)
     for _ in range(50):
-        turn(gated, ASKER, num_accepted=4)
+        run_round(gated, ASKER, num_accepted=4)
     assert gated.choose(state()).plan.drafts
     strategy.take(NO_PLAN)
     strategy.search_s = 1.0
     for _ in range(200):
-        turn(gated, ASKER)
+        run_round(gated, ASKER)
     assert strategy.num_searches < 200
     assert gated.choose(state()).plan is not strategy.chosen.plan
 
@@ -343,7 +343,7 @@ def test_until_there_is_a_plan_the_strategy_looks_for_one() -> None:
     gated = _gated(strategy)
     for number in range(20):
         assert gated.choose(state()).capture
-        turn(gated, ASKER)
+        run_round(gated, ASKER)
         assert strategy.num_searches == number + 1
     assert not gated.choose(state()).plan.drafts
 
@@ -352,7 +352,7 @@ def test_rounds_in_which_nobody_may_draft_say_nothing() -> None:
     """Sequences that are one token from their end."""
     gated = _gated(_Strategy())
     for _ in range(40):
-        turn(gated, ASKER, num_accepted=3, seconds=lambda plan: 2.0 if plan.drafts else 1.0)
+        run_round(gated, ASKER, num_accepted=3, seconds=lambda plan: 2.0 if plan.drafts else 1.0)
     status = gated.status
     nothing = round_of(NO_PLAN)
     for _ in range(100):

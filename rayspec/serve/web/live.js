@@ -56,7 +56,7 @@ export class LivePanel {
     setText("accepted-length", format(TWO_DIGITS, state.mean_accepted_length));
     setText("tokens-per-s", format(ONE_DIGIT, state.tokens_per_s));
     setText("plan", describePlan(state.plan));
-    setText("gate", state.gate_reason ? `Gate: ${state.gate_reason}` : "");
+    setText("gate", state.gate_reason ? state.gate_reason[0].toUpperCase() + state.gate_reason.slice(1) : "");
     setText("version", state.version ? `rayspec ${state.version}` : "");
     const used = PERCENT.format(state.kv_total_tokens ? state.kv_used_tokens / state.kv_total_tokens : 0);
     setText("load", `${state.num_running} running, ${state.num_waiting} waiting, KV cache ${used} used`);

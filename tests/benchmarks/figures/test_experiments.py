@@ -45,7 +45,9 @@ def fixed(choices: Choices, length: int = 4) -> TimedStrategy:
 
 
 def given(*patterns: Choices, num_agreed: int = 12) -> Estimates:
-    candidates = tuple(Candidate(choices, similarity=0.9, num_agreed=num_agreed, num_tapped=16) for choices in patterns)
+    candidates = tuple(
+        Candidate(choices, similarity=0.9, num_agreed=num_agreed, num_captured=16) for choices in patterns
+    )
     return Estimates(candidates=candidates, origins=dict.fromkeys(patterns, "random"))
 
 
@@ -119,12 +121,12 @@ def test_plans_are_estimated_on_tokens_that_the_search_did_not_see(llm: rayspec.
     assert tuple(found.origins) == tuple(one.choices for one in found.candidates)
     assert set(found.origins.values()) == {"knapsack", "early exit", "random"}
     # Each prompt's 32 rounds tap 32 tokens; 8 of the first prompt went into the search. The last ones are not asked.
-    num_tapped = found.candidates[0].num_tapped
-    assert num_tapped in (40, 48)
+    num_captured = found.candidates[0].num_captured
+    assert num_captured in (40, 48)
     for one in found.candidates:
         assert one.choices.count(FULL) < len(one.choices)
-        assert one.num_tapped == num_tapped
-        assert 0 <= one.num_agreed <= num_tapped
+        assert one.num_captured == num_captured
+        assert 0 <= one.num_agreed <= num_captured
     light = min(found.candidates, key=lambda one: one.choices.count(SKIP))
     heavy = max(found.candidates, key=lambda one: one.choices.count(SKIP))
     assert light.estimate > heavy.estimate
@@ -182,7 +184,7 @@ def test_plans_in_use_are_counted_by_context(llm: rayspec.LLM) -> None:
     found = run_skips(llm, prompts_of, contexts=(100, 300), interval=8, max_tokens=60)
     assert [one.context for one in found.by_context] == [100, 300]
     for one in found.by_context:
-        assert one.num_plain_tokens >= 8, "the first search needs its tapped tokens"
+        assert one.num_plain_tokens >= 8, "the first search needs its captured tokens"
         assert 0 < one.num_plain_tokens + sum(plan.num_tokens for plan in one.plans) <= 59
     drafted = [one for one in found.by_context if one.plans]
     assert drafted, "the demo model drafts for itself"
