@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 import rayspec
 from rayspec.config import EngineConfig
+from rayspec.decode.engine import EngineInfo
 from rayspec.decode.output import NewOutput
 from rayspec.decode.progress import Progress
 from rayspec.decode.requests import LiveRequest, Requests, Vocabulary
@@ -35,11 +36,11 @@ class PacedEngine:
     round. tokens_per_s: ticks per second; None: as many as there can be."""
 
     max_model_len = _MAX_MODEL_LEN
-    defaults = GenerationDefaults()
     stages = SimpleNamespace(is_recovering=False, recent_use=lambda: ())
 
     def __init__(self, config: EngineConfig, tokens_per_s: float | None = TOKENS_PER_S) -> None:
         self.config = config
+        self.info = EngineInfo(config=config, max_model_len=_MAX_MODEL_LEN, defaults=GenerationDefaults(), latency=None)
         self.stats = EngineStats()
         self.progress = Progress()
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config)

@@ -31,12 +31,12 @@ class AsyncEngine:
     @property
     def max_model_len(self) -> int:
         """The most prompt and output tokens of a request together."""
-        return self._client.max_model_len
+        return self._client.info.max_model_len
 
     @property
     def max_new_tokens(self) -> int | None:
         """The checkpoint's length of an output for which nobody states one; None: it states none."""
-        return self._client.defaults.max_new_tokens
+        return self._client.info.defaults.max_new_tokens
 
     @property
     def has_chat(self) -> bool:

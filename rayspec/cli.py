@@ -79,15 +79,15 @@ def profile(
         if cluster and config.parallel is None:
             config = config.replace(parallel=ParallelOptions())
         with load_llm(config) as llm:
-            if llm.client.latency is None:
+            if llm.client.info.latency is None:
                 raise ConfigError(
                     f"model {settings.engine.model!r} runs with strategy {llm.config.speculation.strategy!r}, which "
                     "needs no profile: use --strategy knapspec, with a model whose layers split into sublayers"
                 )
             console = output_console()
-            console.print(latency_table(llm.client.latency, max_context=llm.client.max_model_len))
+            console.print(latency_table(llm.client.info.latency, max_context=llm.client.info.max_model_len))
             if config.parallel is not None:
-                console.print(stage_table(llm.client.latency))
+                console.print(stage_table(llm.client.info.latency))
 
 
 @app.command()

@@ -78,7 +78,7 @@ class LLM:
     @property
     def config(self) -> EngineConfig:
         """The options in force, defaults resolved."""
-        return self.client.config
+        return self.client.info.config
 
     @property
     def stats(self) -> EngineStats:
@@ -143,7 +143,7 @@ class LLM:
     @property
     def default_sampling_params(self) -> SamplingParams:
         """The parameters of a call that gives none: the checkpoint's, its `max_new_tokens` included."""
-        max_new_tokens = self.client.defaults.max_new_tokens
+        max_new_tokens = self.client.info.defaults.max_new_tokens
         return SamplingParams() if max_new_tokens is None else SamplingParams(max_tokens=max_new_tokens)
 
     def chat_tokens(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rayspec.config import EngineConfig
-from rayspec.decode.engine import Engine
+from rayspec.decode.engine import Engine, EngineInfo
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.decode.progress import Progress
 from rayspec.decode.stages import StageLostError
 from rayspec.local_engine import load_engine
 from rayspec.pipeline.loading import load_pipeline
 from rayspec.pool.calls import Callback
-from rayspec.pool.pool import ReplicaInfo
 from rayspec.types import EngineLoad, EngineStats, Request, RequestOutput
 
 
@@ -40,14 +39,8 @@ class RequestEngine:
         self._loop = EngineLoop(engine)
 
     @property
-    def info(self) -> ReplicaInfo:
-        engine = self._engine
-        return ReplicaInfo(
-            config=engine.config,
-            max_model_len=engine.max_model_len,
-            defaults=engine.defaults,
-            latency=engine.latency,
-        )
+    def info(self) -> EngineInfo:
+        return self._engine.info
 
     @property
     def dtype(self) -> str:

@@ -55,6 +55,18 @@ from rayspec.types import (
 _MOST_MIXED = 3
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Description of a loaded engine. config: the options in force, defaults resolved. max_model_len: the most prompt
+    and output tokens of a request together. defaults: the checkpoint's, of sampling parameters. latency: the latency
+    model; None if it was not needed."""
+
+    config: EngineConfig
+    max_model_len: int
+    defaults: GenerationDefaults
+    latency: LatencyModel | None
+
+
 @dataclass(slots=True)
 class _WorkUnderWay:
     """prefilled: the sequences of the work's chunks. planned: None for a prefill. share_s: the work's share of the time
@@ -116,9 +128,13 @@ class Engine:
         self._num_mixed: Counter[int] = Counter()  # for each cohort: rounds with chunks since its last round without
 
     @property
-    def defaults(self) -> GenerationDefaults:
-        """The checkpoint's defaults of sampling parameters."""
-        return self.vocabulary.defaults
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            config=self.config,
+            max_model_len=self.max_model_len,
+            defaults=self.vocabulary.defaults,
+            latency=self.latency,
+        )
 
     def replace_strategy(self, strategy: Strategy) -> Strategy:
         """Set the strategy that chooses plans from now on, and return the previous strategy. Only allowed while no

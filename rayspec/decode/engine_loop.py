@@ -17,12 +17,9 @@ from rayspec.types import EngineLoad, EngineStats, RayspecError, Request, Reques
 if TYPE_CHECKING:  # the endpoint's ingress imports this module, but none of these
     from transformers import PreTrainedTokenizerBase
 
-    from rayspec.config import EngineConfig
-    from rayspec.decode.engine import Engine
+    from rayspec.decode.engine import Engine, EngineInfo
     from rayspec.decode.progress import Progress
     from rayspec.decode.stages import StageUse
-    from rayspec.generation import GenerationDefaults
-    from rayspec.planning.latency import LatencyModel
 
 
 class EngineDeadError(RayspecError):
@@ -43,23 +40,10 @@ class Client(Protocol):
         """The engine that runs in this process; None for a pool, whose engines are in other processes."""
 
     @property
-    def config(self) -> EngineConfig:
-        """The options in force, defaults resolved."""
+    def info(self) -> EngineInfo: ...
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None: ...
-
-    @property
-    def max_model_len(self) -> int:
-        """The most prompt and output tokens of a request together."""
-
-    @property
-    def defaults(self) -> GenerationDefaults:
-        """The checkpoint's defaults of sampling parameters."""
-
-    @property
-    def latency(self) -> LatencyModel | None:
-        """The latency model; None if it was not needed."""
 
     @property
     def stats(self) -> EngineStats: ...
@@ -164,24 +148,12 @@ class EngineLoop:
         self._deliverer = threading.Thread(target=self._deliver_all, name="rayspec-delivery", daemon=True)
 
     @property
-    def config(self) -> EngineConfig:
-        return self.engine.config
+    def info(self) -> EngineInfo:
+        return self.engine.info
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         return self.engine.tokenizer
-
-    @property
-    def max_model_len(self) -> int:
-        return self.engine.max_model_len
-
-    @property
-    def defaults(self) -> GenerationDefaults:
-        return self.engine.defaults
-
-    @property
-    def latency(self) -> LatencyModel | None:
-        return self.engine.latency
 
     @property
     def stats(self) -> EngineStats:

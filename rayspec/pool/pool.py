@@ -10,15 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rayspec.config import EngineConfig
+from rayspec.decode.engine import EngineInfo
 from rayspec.decode.engine_loop import EngineDeadError, Listener
 from rayspec.decode.progress import Progress
 from rayspec.decode.stages import StageUse
-from rayspec.generation import GenerationDefaults
-from rayspec.planning.latency import LatencyModel
 from rayspec.pool.calls import Callback
 from rayspec.pool.supervisor import EngineSupervisor
 from rayspec.pool.worker import EngineFactory, supervision
@@ -118,16 +115,6 @@ class EnginePool:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaInfo:
-    """Description of a loaded replica. config: options in force."""
-
-    config: EngineConfig
-    max_model_len: int
-    defaults: GenerationDefaults
-    latency: LatencyModel | None
-
-
 class Replicas:
     """Gives requests from any thread to the least busy replica, or to one that had a prompt with the same beginning.
 
@@ -143,31 +130,15 @@ class Replicas:
         self.progress = Progress()  # without tasks: the supervisor asks each replica for its own
         options = factory.engine.parallel
         self._num_replicas = options.replicas if options is not None else 1
-        self._parallel = options
         self._pool = EnginePool(factory, max_restarts=options.max_restarts if options is not None else 0)
         self._death: EngineDeadError | None = None
         try:
-            self._info: ReplicaInfo = self._pool.begin()
+            replica: EngineInfo = self._pool.begin()
         except BaseException:
             self._pool.stop()
             raise
-
-    @property
-    def config(self) -> EngineConfig:
-        """Options in force of a replica, but with `parallel` as it was requested for all replicas."""
-        return self._info.config.replace(parallel=self._parallel)
-
-    @property
-    def latency(self) -> LatencyModel | None:
-        return self._info.latency
-
-    @property
-    def max_model_len(self) -> int:
-        return self._info.max_model_len
-
-    @property
-    def defaults(self) -> GenerationDefaults:
-        return self._info.defaults
+        # Options in force of a replica, but with `parallel` as it was requested for all replicas.
+        self.info = dataclasses.replace(replica, config=replica.config.replace(parallel=options))
 
     @property
     def stats(self) -> EngineStats:
@@ -180,7 +151,7 @@ class Replicas:
     @property
     def num_wanted(self) -> int:
         """Number of requests that keep all replicas busy."""
-        return 2 * self._info.config.max_num_seqs * self._num_replicas
+        return 2 * self.info.config.max_num_seqs * self._num_replicas
 
     @property
     def is_whole(self) -> bool:

@@ -218,7 +218,7 @@ def test_two_stages_with_weights_on_disk(ray_cluster: None, tmp_path: Path) -> N
         parallel={"stages": 2, "layers": (8, 8), "cohorts": 1, "cpus_per_shard": 0.5},
     ) as llm:  # fmt: skip
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts()], PARAMS)
-        latency = llm.client.latency
+        latency = llm.client.info.latency
     assert latency is not None
     assert tuple(index for index, seconds in enumerate(latency.transfer_s) if seconds > 0) == OFFLOADED
     assert tokens_of(outputs) == resident("float32")

@@ -399,7 +399,7 @@ def test_runs_on_this_machine_are_predicted_within_a_fifth_from_the_profile_of_o
     with model_folder(bench.engine, bench.widen) as folder:
         one_stage = bench.engine.replace(model=folder, max_num_seqs=1, max_model_len=512, remeasure=True)
         with load_llm(one_stage) as llm:
-            profile = llm.client.latency
+            profile = llm.client.info.latency
     assert profile is not None
     result = run_pipeline_bench(bench, parse_cases("1x1,2x1,4x1"), print)
     hop_s = {one["case"]: one["p50_s"] for one in result["hops"]}
