@@ -138,7 +138,10 @@ class RayStages:
 
     def wait(self) -> None:
         self._require_alive()
-        self._take(_POLL_S if self._work else 0.0)
+        timeout_s = _POLL_S if self._work else 0.0
+        while (received := self._receive(timeout_s)) is not None:
+            self._handle(*received)
+            timeout_s = 0.0
         self._check()
 
     def wake(self) -> None:
@@ -215,12 +218,6 @@ class RayStages:
     def _send(self, peer: str, message: Message) -> None:
         self._transport.send(peer, encode(message))
 
-    def _take(self, timeout_s: float) -> None:
-        """Handle all messages that have come in; wait up to `timeout_s` for the first."""
-        while (received := self._receive(timeout_s)) is not None:
-            self._handle(*received)
-            timeout_s = 0.0
-
     def _receive(self, timeout_s: float) -> tuple[str, AnyMessage] | None:
         """Return the next message of this epoch; None if none comes in time. Raises as `_recover` if one was lost."""
         deadline = time.monotonic() + timeout_s
@@ -244,21 +241,18 @@ class RayStages:
                 self._work.pop(message.work_id).set_result(message.result)
             case Failed():
                 self._work.pop(message.work_id).set_exception(OutOfMemoryError(message.reason))
-            case Searched():
-                self._conclude(message)
+            case Searched(search_id=search_id, answer=answer, reason=reason):
+                searching = self._searches.pop(search_id, None)
+                if searching is None or not searching.future.set_running_or_notify_cancel():
+                    return
+                if answer is None:
+                    searching.future.set_exception(RayspecError(reason))
+                else:
+                    searching.future.set_result(answer)
             case Broken() if message.ended:
                 self._handle_end(sender, f"{sender} has failed: {message.reason}")
             case Broken():
                 self._recover((), f"{sender} has lost touch: {message.reason}")
-
-    def _conclude(self, message: Searched) -> None:
-        searching = self._searches.pop(message.search_id, None)
-        if searching is None or not searching.future.set_running_or_notify_cancel():
-            return
-        if message.answer is None:
-            searching.future.set_exception(RayspecError(message.reason))
-        else:
-            searching.future.set_result(message.answer)
 
     def _ask(self, message: Message, answer: type[Message], timeout_s: float) -> dict[str, AnyMessage]:
         """Send a message to every stage and return the answers by name. Other messages are handled meanwhile."""
@@ -331,13 +325,13 @@ class RayStages:
         self._pulse.watch(self.replica.processes)
 
     def _look_for_coordinator(self) -> None:
+        """Let all processes know a new coordinator that has become ready."""
         try:
-            if self.replica.coordinator_ready():
-                self._introduce_coordinator()
+            if not self.replica.coordinator_ready():
+                return
         except PlacementError as error:
             self._handle_end(COORDINATOR, f"a new coordinator failed: {error}")
-
-    def _introduce_coordinator(self) -> None:
+            return
         peers = self._peers()
         self._transport.connect(peers)
         self._send(COORDINATOR, Connect(epoch=self._epoch, peers=peers))
@@ -347,36 +341,33 @@ class RayStages:
 
     def _recover(self, names: Collection[str], reason: str) -> NoReturn:
         """Replace shards and begin a new epoch. Always raises: StagesReplacedError, or StageLostError if that fails."""
-        self.is_recovering = True
-        try:
-            self._bring_back(names, reason)
-        finally:
-            self.is_recovering = False
-
-    def _bring_back(self, names: Collection[str], reason: str) -> NoReturn:
         started = time.monotonic()
         logger.warning("%s; the replica is brought back", reason)
-        self._work.clear()
-        self._opened.clear()
-        self._closed.clear()
-        self._fail_searches(reason)
-        while (delay_s := self._restarts.next_delay_s()) is not None:
-            time.sleep(delay_s)
-            gone = {*names, *self.replica.ends()} - {COORDINATOR}
-            try:
-                self.replica.replace(gone)
-                silent = self._connect()
-            except (RayspecError, TransportError) as error:
-                logger.warning("it could not be brought back: %s", error)
-                reason, names = f"{reason}; then: {error}", ()
-                continue
-            if not silent:
-                self.recovery_s.append(time.monotonic() - started)
-                raise StagesReplacedError(reason)
-            reason, names = f"{reason}; then: no answer from {', '.join(sorted(silent))}", silent
-        self._lost = StageLostError(f"{reason} (max_restarts is {self.replica.blueprint.options.max_restarts})")
-        self.replica.close()
-        raise self._lost
+        self.is_recovering = True
+        try:
+            self._work.clear()
+            self._opened.clear()
+            self._closed.clear()
+            self._fail_searches(reason)
+            while (delay_s := self._restarts.next_delay_s()) is not None:
+                time.sleep(delay_s)
+                gone = {*names, *self.replica.ends()} - {COORDINATOR}
+                try:
+                    self.replica.replace(gone)
+                    silent = self._connect()
+                except (RayspecError, TransportError) as error:
+                    logger.warning("it could not be brought back: %s", error)
+                    reason, names = f"{reason}; then: {error}", ()
+                    continue
+                if not silent:
+                    self.recovery_s.append(time.monotonic() - started)
+                    raise StagesReplacedError(reason)
+                reason, names = f"{reason}; then: no answer from {', '.join(sorted(silent))}", silent
+            self._lost = StageLostError(f"{reason} (max_restarts is {self.replica.blueprint.options.max_restarts})")
+            self.replica.close()
+            raise self._lost
+        finally:
+            self.is_recovering = False
 
     def _connect(self) -> set[str]:
         """Begin a new epoch in which all processes know each other's address. Return the names of shards that do not

@@ -68,15 +68,6 @@ def test_tensors_arrive_bit_by_bit(joined: Joined, dtype: torch.dtype, shape: tu
     assert arrived.reshape(-1).view(torch.uint8).tolist() == sent.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
-def test_a_view_is_sent_as_what_it_shows(joined: Joined) -> None:
-    first, second = joined(2)
-    whole = torch.arange(12.0).reshape(3, 4).requires_grad_()
-    first.send(whole.T, 1)
-    first.send(whole[:, 1], 1)
-    assert torch.equal(second.receive(torch.float32, (4, 3), 0), whole.T)
-    assert second.receive(torch.float32, (3,), 0).tolist() == [1, 5, 9]
-
-
 def test_each_pair_keeps_its_order(joined: Joined) -> None:
     links = joined(3)
     pairs = [(0, 1), (0, 2), (1, 2)]
@@ -117,16 +108,6 @@ def test_sends_wait_for_a_slow_peer_no_longer_than_the_timeout(joined: Joined) -
     with pytest.raises(TransportError, match="rank 1 received nothing from rank 0"):
         for _ in range(MAX_PENDING_TENSORS + 1):
             second.receive(torch.float32, (1 << 18,), 0)
-
-
-def test_receive_waits_no_longer_than_the_timeout(joined: Joined) -> None:
-    _, second = joined(2, SHORT_S)
-    started = time.monotonic()
-    with pytest.raises(TransportError, match="rank 1 received nothing from rank 0"):
-        second.receive(torch.float32, (1,), 0)
-    assert SHORT_S * 0.9 <= time.monotonic() - started < 10 * SHORT_S
-    with pytest.raises(TransportError, match="the link of rank 1 is closed; join a new one"):
-        second.receive(torch.float32, (1,), 0)
 
 
 def middle(pipe: Connection) -> None:

@@ -240,8 +240,3 @@ def test_who_is_stuck_says_so_until_it_goes_on(network: Network) -> None:
     assert network.a.receive(0.1) is None
     sender, beat = network.heard(Beat)
     assert (sender, beat.problem) == ("a", "")
-
-
-def test_closing_ends_the_heartbeat(network: Network) -> None:
-    network.a.close()
-    assert not network.a._heart.is_alive()
