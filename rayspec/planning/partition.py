@@ -112,7 +112,8 @@ def partition(costs: ModelCosts, devices: Sequence[Device], pinned: Sequence[int
             f"{free / _GIB:.1f}, and at least {missing / _GIB:.1f} GiB are missing whichever way its layers are cut: "
             "use more stages or tensor-parallel ranks, quantization, offload, or plan for fewer or shorter sequences"
         )
-    seconds = _span_seconds(costs, len(devices))
+    by_layer = np.asarray([layer.seconds for layer in costs.layers]).T
+    seconds = _span_sums(by_layer, costs.embedding.seconds[0], costs.head.seconds[-1])
     seconds[_span_bytes(costs, len(devices)) > _bytes_free(devices)] = np.inf
     slowest_s, _ = _best_cut(seconds, np.maximum)
     even = np.where(seconds <= slowest_s * (1 + _ROUNDING), seconds**2, np.inf)
@@ -171,11 +172,6 @@ def _bytes_free(devices: Sequence[Device]) -> Floats:
 def _span_bytes(costs: ModelCosts, num_stages: int) -> Floats:
     layers = np.tile([layer.total_bytes for layer in costs.layers], (num_stages, 1))
     return _span_sums(layers, costs.embedding.total_bytes, costs.head.total_bytes)
-
-
-def _span_seconds(costs: ModelCosts, num_stages: int) -> Floats:
-    layers = np.asarray([layer.seconds for layer in costs.layers]).T
-    return _span_sums(layers, costs.embedding.seconds[0], costs.head.seconds[num_stages - 1])
 
 
 def _span_sums(layers: NDArray[np.generic], first: float, last: float) -> Floats:

@@ -45,7 +45,7 @@ class Drafting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class SimulatedLoad:
     """`concurrency` users, each of whom sends the next request as soon as the previous one is answered.
 
     prompt_tokens, output_tokens: length of every prompt and answer; output_tokens None: answers have just begun, and do
@@ -87,7 +87,7 @@ class Simulated:
 
 def simulate(
     latency: LatencyModel,
-    workload: Workload,
+    workload: SimulatedLoad,
     *,
     cohorts: int = 1,
     drafting: Drafting | None = None,
@@ -147,7 +147,7 @@ class _Replica:
         self,
         latency: LatencyModel,
         prefill: LatencyModel,
-        workload: Workload,
+        workload: SimulatedLoad,
         drafting: Drafting | None,
         rng: np.random.Generator,
     ) -> None:
@@ -188,7 +188,12 @@ class _Replica:
 
     def _start(self, cohort: _Cohort) -> None:
         """Start the next prefill and round of a cohort that has no work under way."""
-        chunks = self._chunks(cohort.members)
+        # The prompt tokens to run next, in the order of the members, up to `chunk_tokens` in total.
+        budget, chunks = self._workload.chunk_tokens, []
+        for sequence in cohort.members:
+            if count := min(sequence.num_missing, budget):
+                chunks.append((sequence, count))
+                budget -= count
         decoding = [sequence for sequence in cohort.members if sequence.num_missing == 0]
         if chunks:
             cohort.num_under_way += 1
@@ -201,16 +206,6 @@ class _Replica:
         cohort.num_under_way -= 1
         if cohort.num_under_way == 0:
             self._start(cohort)
-
-    def _chunks(self, members: Sequence[_Sequence]) -> list[tuple[_Sequence, int]]:
-        """Return the prompt tokens to run next, in the order of the members, up to `chunk_tokens` in total."""
-        budget, chunks = self._workload.chunk_tokens, []
-        for sequence in members:
-            count = min(sequence.num_missing, budget)
-            if count:
-                chunks.append((sequence, count))
-                budget -= count
-        return chunks
 
     def _start_prefill(self, cohort: _Cohort, chunks: Sequence[tuple[_Sequence, int]]) -> None:
         num_sampled = sum(sequence.num_missing == count for sequence, count in chunks)
@@ -255,18 +250,15 @@ class _Replica:
         tally.num_rounds += 1
         tally.rounds_s += now - started
         for sequence, length in zip(sequences, lengths, strict=True):
-            num_tokens = 1 + self._num_accepted(length)
+            num_accepted = 0  # up to the first rejected token
+            if self._drafting is not None and length:
+                rejected = 1 - self._drafting.acceptance
+                num_accepted = min(length, int(self._rng.geometric(rejected)) - 1) if rejected > 0 else length
+            num_tokens = 1 + num_accepted
             tally.num_sequence_rounds += 1
             tally.num_sequence_tokens += num_tokens
             self._commit(sequence, num_tokens, now)
         self._finish(cohort)
-
-    def _num_accepted(self, length: int) -> int:
-        """Draw the number of accepted tokens of a draft of that length, up to the first rejected token."""
-        if self._drafting is None or length == 0:
-            return 0
-        rejected = 1 - self._drafting.acceptance
-        return min(length, int(self._rng.geometric(rejected)) - 1) if rejected > 0 else length
 
     def _commit(self, sequence: _Sequence, num_tokens: int, now: float) -> None:
         """Commit tokens. After the last token of an answer, the user's next request takes its place."""

@@ -91,7 +91,7 @@ class _Record:
 
 
 @dataclass(slots=True)
-class _Trial:
+class _TrialRecord:
     way: Way
     num_rounds: int = 0
     lost_s: float = 0.0
@@ -112,7 +112,7 @@ class Gate:
         self._home = home
         self._trusted = frozenset(trusted)
         self._records: dict[Way, _Record] = {}
-        self._trial: _Trial | None = None
+        self._trial: _TrialRecord | None = None
         self._last: Taken | None = None
         self._elapsed_s = self._lost_s = 0.0
         self._num_outstanding: float | None = None
@@ -133,7 +133,7 @@ class Gate:
         if self._trial is None:
             self.taken = best if best not in self._trusted else self.taken
             challenger = self._challenger(predicted, best)
-            self._trial = _Trial(challenger) if challenger is not None else None
+            self._trial = _TrialRecord(challenger) if challenger is not None else None
         trial, way = self._trial, best
         if trial is not None and trial.way in predicted and not trial.was_last:
             is_hopeful = self._optimistic_rate(trial.way, predicted) > self._rate(best, predicted)
@@ -250,7 +250,7 @@ class Gate:
         return way if self._lost_s < self._allowance_s(way, predicted) else None
 
     def _observe_trial(
-        self, trial: _Trial, way: Way, num_tokens: float, seconds: float, predicted: Mapping[Way, float]
+        self, trial: _TrialRecord, way: Way, num_tokens: float, seconds: float, predicted: Mapping[Way, float]
     ) -> None:
         """Judge the trial after a round of it. It ends when its loss, its clear result or its length is enough."""
         trial.was_last = way == trial.way

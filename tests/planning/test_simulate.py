@@ -10,7 +10,7 @@ from benchmarks.roofline import ACCELERATORS, SHAPES, ideal_latency
 from rayspec.choices import FULL, choices_of
 from rayspec.planning.acceptance import best_choice, expected_tokens
 from rayspec.planning.latency import Curve, LatencyModel
-from rayspec.planning.simulate import Drafting, Simulated, Workload, simulate
+from rayspec.planning.simulate import Drafting, Simulated, SimulatedLoad, simulate
 
 NUM_LAYERS = 8
 CHOICES = choices_of([layer % 2 == 0 for layer in range(NUM_LAYERS) for _ in range(2)])
@@ -29,8 +29,8 @@ def latency(num_stages: int, **changes: Any) -> LatencyModel:
     return replace(model, **changes)
 
 
-def endless(concurrency: int = 1, context: int = 1000) -> Workload:
-    return Workload(prompt_tokens=context, output_tokens=None, concurrency=concurrency)
+def endless(concurrency: int = 1, context: int = 1000) -> SimulatedLoad:
+    return SimulatedLoad(prompt_tokens=context, output_tokens=None, concurrency=concurrency)
 
 
 def decoded(model: LatencyModel, *, concurrency: int = 1, num_rounds: int = 60, **options: Any) -> Simulated:
@@ -100,7 +100,7 @@ def test_the_engine_can_be_the_bottleneck() -> None:
 
 def test_prompts_are_read_in_chunks_and_the_first_token_comes_after_the_last() -> None:
     model = latency(2, hop_s=1e-3)
-    work = Workload(prompt_tokens=50, output_tokens=1, concurrency=1, chunk_tokens=20)
+    work = SimulatedLoad(prompt_tokens=50, output_tokens=1, concurrency=1, chunk_tokens=20)
     found = simulate(model, work, num_tokens=4)
     chunks_s = [model.verify_s(rows=rows, context=context, batch=1) for rows, context in ((20, 0), (20, 20), (10, 40))]
     assert found.first_token_s == pytest.approx([sum(chunks_s)] * 3)
@@ -110,7 +110,7 @@ def test_prompts_are_read_in_chunks_and_the_first_token_comes_after_the_last() -
 
 def test_answers_that_end_make_room_for_the_next_request() -> None:
     model = latency(1)
-    work = Workload(prompt_tokens=64, output_tokens=20, concurrency=4, chunk_tokens=64)
+    work = SimulatedLoad(prompt_tokens=64, output_tokens=20, concurrency=4, chunk_tokens=64)
     found = simulate(model, work, num_tokens=4 * 20 * 10)
     assert len(found.first_token_s) == pytest.approx(40, abs=4)
     shortest_s = model.verify_s(rows=64, context=0, batch=1)
@@ -120,7 +120,7 @@ def test_answers_that_end_make_room_for_the_next_request() -> None:
 
 
 def test_rounds_go_before_prefills_that_came_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = Workload(prompt_tokens=256, output_tokens=16, concurrency=6, chunk_tokens=32)
+    work = SimulatedLoad(prompt_tokens=256, output_tokens=16, concurrency=6, chunk_tokens=32)
     first = simulate(latency(1), work, cohorts=6, num_tokens=600)
     monkeypatch.setattr("rayspec.planning.simulate._PREFILL_PATIENCE_S", 0.0)
     in_turn = simulate(latency(1), work, cohorts=6, num_tokens=600)
@@ -138,7 +138,7 @@ def test_a_verify_runs_all_drafted_rows() -> None:
 
 def test_a_draft_is_no_longer_than_what_is_left_to_answer() -> None:
     model = latency(1)
-    work = Workload(prompt_tokens=1, output_tokens=3, concurrency=1)
+    work = SimulatedLoad(prompt_tokens=1, output_tokens=3, concurrency=1)
     found = simulate(model, work, drafting=drafting(8, acceptance=1.0), num_tokens=300)
     assert found.num_tokens == 300
     assert found.tokens_per_round == pytest.approx(2, abs=0.01), "of three tokens the first comes of the prompt"
@@ -151,7 +151,7 @@ def test_a_draft_whose_tokens_are_never_accepted_gives_one_token_a_round_and_the
 
 
 def test_the_same_seed_is_the_same_run() -> None:
-    work = Workload(prompt_tokens=64, output_tokens=16, concurrency=6)
+    work = SimulatedLoad(prompt_tokens=64, output_tokens=16, concurrency=6)
     runs = [simulate(latency(2), work, cohorts=3, drafting=drafting(), num_tokens=300, seed=seed) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
 
@@ -170,7 +170,7 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None
     for numbers in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         prompt_tokens, output_tokens, concurrency = numbers
         with pytest.raises(ValueError, match="1 or more"):
-            Workload(prompt_tokens=prompt_tokens, output_tokens=output_tokens, concurrency=concurrency)
+            SimulatedLoad(prompt_tokens=prompt_tokens, output_tokens=output_tokens, concurrency=concurrency)
     with pytest.raises(ValueError, match="cannot be"):
         drafting(0)
 
@@ -195,7 +195,7 @@ def equal_cut(num_stages: int, hop_s: float) -> LatencyModel:
 
 def rate(num_stages: int, cohorts: int, length: int = 0, num_rounds: int = 150, hop_s: float = 200e-6) -> float:
     draft = Drafting(choices=HALF, num_draft_tokens=length, acceptance=0.9) if length else None
-    work = Workload(prompt_tokens=16384, output_tokens=None, concurrency=cohorts)
+    work = SimulatedLoad(prompt_tokens=16384, output_tokens=None, concurrency=cohorts)
     num_tokens = num_rounds * cohorts * (3 if length else 1)
     found = simulate(equal_cut(num_stages, hop_s), work, cohorts=cohorts, drafting=draft, num_tokens=num_tokens)
     return found.tokens_per_s

@@ -17,7 +17,7 @@ from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.ops.plan.placement import Placement, for_model, place
 from rayspec.planning.acceptance import best_choice
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.simulate import Drafting, Simulated, Workload, simulate
+from rayspec.planning.simulate import Drafting, Simulated, SimulatedLoad, simulate
 
 # Share of the bandwidth that good engines reach: low, middle, high.
 EFFICIENCIES = (0.63, 0.72, 0.80)
@@ -265,7 +265,7 @@ class Forecaster:
         options = self._options
         return simulate(
             case.predicted.decode,
-            Workload(
+            SimulatedLoad(
                 prompt_tokens=options.num_tokens - options.output_tokens,
                 output_tokens=output_tokens,
                 concurrency=concurrency,

@@ -28,7 +28,7 @@ from rayspec.ops.plan.options import PlanOptions
 from rayspec.ops.plan.placement import placed_dtype
 from rayspec.ops.plan.report import make_plan, plan_table
 from rayspec.planning.latency import Curve, LatencyModel
-from rayspec.planning.simulate import Workload, simulate
+from rayspec.planning.simulate import SimulatedLoad, simulate
 from rayspec.types import ConfigError
 from tests.families import checkpoint
 
@@ -79,7 +79,7 @@ def predicted(
 
 def step_ms(model: LatencyModel, *, context: int, batch: int) -> float:
     """As the simulator has it."""
-    work = Workload(prompt_tokens=context, output_tokens=None, concurrency=batch)
+    work = SimulatedLoad(prompt_tokens=context, output_tokens=None, concurrency=batch)
     return 1000 * simulate(model, work, num_tokens=batch).round_s
 
 
@@ -404,7 +404,7 @@ def test_runs_on_this_machine_are_predicted_within_a_fifth_from_the_profile_of_o
     result = run_pipeline_bench(bench, parse_cases("1x1,2x1,4x1"), print)
     hop_s = {one["case"]: one["p50_s"] for one in result["hops"]}
     context = round(fmean(result["prompt_tokens"])) + bench.max_tokens // 2
-    work = Workload(prompt_tokens=context, output_tokens=None, concurrency=1)
+    work = SimulatedLoad(prompt_tokens=context, output_tokens=None, concurrency=1)
     rates: dict[str, tuple[float, float]] = {}
     for row in result["results"]:
         layers = row["layers"] or [len(profile.sublayers) // 2]
