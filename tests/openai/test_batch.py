@@ -187,17 +187,6 @@ def ask(line: BatchLine, engine: Any = None, clock: Callable[[], float] = lambda
     return asyncio.run(asyncio.wait_for(answer(line, engine or ScriptedEngine(), SERVED, clock=clock), timeout=10))
 
 
-def test_several_prompts_and_completions_become_choices_in_order() -> None:
-    engine = ScriptedEngine()
-    result = ask(request(prompt=["one", "two"], n=2, temperature=0.5, seed=3), engine)
-    parsed = official.Completion.model_validate(body_of(result), strict=True)
-    assert [(one.index, one.text) for one in parsed.choices] == [(0, "0:one"), (1, "1:one"), (2, "0:two"), (3, "1:two")]
-    assert engine.params == [SamplingParams(n=2, temperature=0.5, seed=3)] * 2
-    assert (parsed.id, parsed.created, parsed.model) == (result.id.replace("batch_req_", "cmpl-"), 99, SERVED[0])
-    assert parsed.usage is not None
-    assert parsed.usage.completion_tokens == 2 * parsed.usage.prompt_tokens > 0
-
-
 def test_a_chat_is_answered_and_told_as_openai_does() -> None:
     told = json.loads(ask(request("Ü", CHAT_URL, model=SERVED[1])).json_line())
     assert set(told) == {"id", "custom_id", "response", "error"}
@@ -243,21 +232,6 @@ def test_a_line_has_no_answer_when_the_engine_is_gone(error: RayspecError) -> No
     with pytest.raises(type(error)):
         ask(request(prompt=[[5], [6]]), engine)
     assert engine.num_cancelled == 1
-
-
-def test_cancelling_a_line_ends_its_prompts() -> None:
-    engine = ScriptedEngine({(5,): "wait", (6,): "wait"})
-
-    async def cancel() -> None:
-        task = asyncio.ensure_future(answer(request(prompt=[[5], [6]]), engine, SERVED))
-        while len(engine.params) < 2:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
-    assert engine.num_cancelled == 2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,9 @@ from typing import Any
 
 import httpx2
 import yaml
+from starlette.types import ASGIApp
+
+from rayspec.serve.front import http_server
 
 ENGINE: Mapping[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 8, "kv_cache_tokens": 16384}
 PAGE = "https://page.example"
@@ -121,3 +125,11 @@ def command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").replace("\0", " ")
     except OSError:
         return ""
+
+
+@contextmanager
+def served(app: ASGIApp, *, header_timeout_s: float = 5.0, write_timeout_s: float = 5.0) -> Iterator[tuple[str, int]]:
+    """The address at which the front serves an application."""
+    limits = {"header_timeout_s": header_timeout_s, "write_timeout_s": write_timeout_s}
+    with socket.create_server(("127.0.0.1", 0)) as listener, http_server(app, listener, **limits):
+        yield listener.getsockname()

@@ -21,8 +21,8 @@ from starlette.routing import Route
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.serve.access import Admission, error_response
 from rayspec.serve.bodies import read_body, read_form
-from rayspec.serve.front import http_server
 from rayspec.serve.replies import Refused
+from tests.serve.endpoint_process import served
 
 MAX_BYTES = 3 * 2**20
 BODY = json.dumps({"prompt": "é " * 1000}).encode()
@@ -50,11 +50,8 @@ async def upload(request: Request) -> Response:
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
     app = Starlette(routes=[Route("/echo", echo, methods=["POST"]), Route("/upload", upload, methods=["POST"])])
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        with http_server(app, listener, header_timeout_s=5.0, write_timeout_s=5.0):
-            yield listener.getsockname()
+    with served(app) as address:
+        yield address
 
 
 def post(address: tuple[str, int], body: Any, encoding: str | None, path: str = "/echo", **headers: str) -> Any:

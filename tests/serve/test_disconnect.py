@@ -15,11 +15,10 @@ import pytest
 
 from rayspec.openai.errors import ApiError
 from rayspec.serve.access import ApiKeys
-from rayspec.serve.front import http_server
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import Reply
-from tests.serve.endpoint_process import EndpointProcess, wait_until
+from tests.serve.endpoint_process import EndpointProcess, served, wait_until
 
 FREE_S = 1.0
 LONG = {"model": "demo", "prompt": "The", "max_tokens": 2000, "ignore_eos": True}
@@ -76,11 +75,8 @@ def endless() -> Iterator[tuple[Ingress, EndlessModel, tuple[str, int]]]:
     deployment = {"max_ongoing_requests": 1, "max_queued_requests": 0, "autoscaling_config": {"min_replicas": 0}}
     config = {"model_loading_config": {"model_id": "demo"}, "deployment_config": deployment}
     ingress = Ingress(ServeOptions(llm_configs=(config,)), {"demo": model}, keys=ApiKeys.of(()), hosts=frozenset())
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        with http_server(build_app(ingress), listener, header_timeout_s=9, write_timeout_s=9):
-            yield ingress, model, listener.getsockname()
+    with served(build_app(ingress), header_timeout_s=9, write_timeout_s=9) as address:
+        yield ingress, model, address
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from rayspec.serve.description import ErrorBody
 from rayspec.serve.run import Address
 from rayspec.serve.status import EndpointStatus
 from rayspec.serve.watch import replicas_of
+from tests.serve.endpoint_process import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -50,14 +50,6 @@ class Endpoint:
     def status(self, model: str = "demo") -> dict[str, Any]:
         models = self.http.get("/status").json()["models"]
         return next(one for one in models if one["model"] == model)
-
-    def wait_until(self, reached: Callable[[], bool], timeout_s: float) -> float:
-        """Seconds it took."""
-        start_s = time.monotonic()
-        while not reached():
-            assert time.monotonic() - start_s < timeout_s
-            time.sleep(0.02)
-        return time.monotonic() - start_s
 
 
 @pytest.fixture(scope="module")
@@ -274,10 +266,10 @@ class TestLimits:
             for _ in range(10):
                 next(lines)
             assert endpoint.status()["num_running"] == 1
-        assert endpoint.wait_until(lambda: endpoint.status()["num_running"] == 0, 10) < 1.5
+        assert wait_until(lambda: endpoint.status()["num_running"] == 0, 10) < 1.5
         with pytest.raises(httpx2.TimeoutException):
             endpoint.post("/v1/completions", ENDLESS, timeout=1.0)
-        assert endpoint.wait_until(lambda: endpoint.status()["num_running"] == 0, 10) < 1.5
+        assert wait_until(lambda: endpoint.status()["num_running"] == 0, 10) < 1.5
 
     def test_who_takes_too_long_is_told(self, endpoint: Endpoint) -> None:
         with ThreadPoolExecutor(2) as pool:
@@ -289,13 +281,13 @@ class TestLimits:
         *chunks, error = events(stream.result().iter_lines())
         assert len(chunks) > 10
         assert error["error"]["code"] == "timeout"
-        assert endpoint.wait_until(lambda: endpoint.status()["num_running"] == 0, 10) < 1.5
+        assert wait_until(lambda: endpoint.status()["num_running"] == 0, 10) < 1.5
 
     def test_who_comes_when_all_places_are_taken_is_sent_away(self, endpoint: Endpoint) -> None:
         body = ENDLESS | {"model": "org/narrow", "max_tokens": 120}
         with ThreadPoolExecutor(6) as pool:
             running = [pool.submit(endpoint.post, "/v1/completions", body)]
-            endpoint.wait_until(lambda: endpoint.status("org/narrow")["num_running"] == 1, 10)
+            wait_until(lambda: endpoint.status("org/narrow")["num_running"] == 1, 10)
             running += [pool.submit(endpoint.post, "/v1/completions", body | {"stream": n % 2 == 0}) for n in range(4)]
             # A busy model is not a sick one, and tells how it is.
             assert endpoint.http.get("/health").status_code == 200
@@ -333,7 +325,7 @@ class TestWhatOperatorsSee:
         assert demo.num_sublayers == narrow.num_sublayers == 32
         assert demo.num_generated_tokens >= 40
         assert (demo.kv_used_tokens, demo.kv_total_tokens) == (0, 16384)
-        endpoint.wait_until(lambda: endpoint.status()["tokens_per_s"] > 1, 5)
+        wait_until(lambda: endpoint.status()["tokens_per_s"] > 1, 5)
         if demo.plan is not None:
             assert len(demo.plan.choices) == 32
 
@@ -371,7 +363,7 @@ def test_a_process_knows_the_replicas_that_it_sends_requests_to_and_no_others(en
     deployment = "Model:demo"
     handle = serve.get_deployment_handle(deployment, APP)
     handle.options()
-    endpoint.wait_until(lambda: bool(replicas_of(APP, deployment)), 10)
+    wait_until(lambda: bool(replicas_of(APP, deployment)), 10)
     names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
     assert replicas_of(APP, deployment) == {name for name in names if f"#{deployment}#" in name}
     assert replicas_of(APP, "Model:org--narrow") == set()

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rayspec.serve.front import http_server
+from tests.serve.endpoint_process import served
 
 TIMEOUT_S = 0.4
 POST = b"POST /echo HTTP/1.1\r\nhost: localhost\r\n"
@@ -48,11 +48,8 @@ STREAMS: list[str] = []
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
     app = Starlette(routes=[Route("/echo", echo, methods=["GET", "POST"]), Route("/long", long)])
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        with http_server(app, listener, header_timeout_s=TIMEOUT_S, write_timeout_s=2 * TIMEOUT_S):
-            yield listener.getsockname()
+    with served(app, header_timeout_s=TIMEOUT_S, write_timeout_s=2 * TIMEOUT_S) as address:
+        yield address
 
 
 def answer(connection: socket.socket) -> tuple[bytes, bytes, bytes]:

@@ -21,6 +21,7 @@ from rayspec.command.locations import Location
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.run import Address
 from rayspec.types import ConfigError
+from tests.serve.endpoint_process import session_pids, wait_until
 
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "2048", "--port", "0")
 SERVE = (sys.executable, "-m", "rayspec.cli", "serve")
@@ -132,22 +133,5 @@ def test_told_to_end_it_finishes_what_it_has_begun(process: subprocess.Popen[str
     assert lines[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in lines[-2]
     assert process.wait(60) == 0
-    assert _group_is_empty(process.pid)
+    wait_until(lambda: not session_pids(process.pid), 15)
     assert "Traceback" not in process.communicate()[1]
-
-
-def _group_is_empty(session: int, timeout_s: float = 15.0) -> bool:
-    """Whether all processes of a session end in time."""
-    end_s = time.monotonic() + timeout_s
-    while time.monotonic() < end_s:
-        if not any(_session_of(entry) == session for entry in Path("/proc").iterdir() if entry.name.isdecimal()):
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def _session_of(process: Path) -> int | None:
-    try:
-        return int(process.joinpath("stat").read_text(encoding="utf-8").rpartition(") ")[2].split()[3])
-    except OSError:
-        return None
