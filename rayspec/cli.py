@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from importlib import metadata
 from pathlib import Path
@@ -11,15 +12,11 @@ import typer
 from typer.core import TyperGroup
 
 import rayspec
-from rayspec.batch.commands import add_commands
 from rayspec.bench.commands import app as bench_app
 from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import clean_exit, output_console, say
 from rayspec.config import REPLACED, ParallelOptions, TuningOptions
-from rayspec.ops.commands import app as plan_app
-from rayspec.ops.k8s.command import app as k8s_app
-from rayspec.ops.latency_table import latency_table, stage_table
 from rayspec.types import ConfigError
 
 # Commands that have left the package, and what runs them in a checkout of the project.
@@ -28,6 +25,33 @@ _MOVED["figures"] = "python -m benchmarks figures"
 _REPLACED_OF_ROWS = {
     "truncate": "is now '--long truncate'",
     "report": "is gone: the report is always there, in the output folder or in OUTPUT.run beside an output file",
+}
+
+
+# Commands whose modules bring packages that `rayspec --help` need not wait for: module, and help in the list.
+LAZY = {
+    "summarize": ("rayspec.batch.commands", "Summarize documents, one row each. A .txt file is one document."),
+    "generate": (
+        "rayspec.batch.commands",
+        "Complete prompts and answer chats, one row each. A .txt file is one prompt.",
+    ),
+    "job": ("rayspec.batch.commands", "Jobs on Ray: the cluster at RAY_ADDRESS, or one on this machine."),
+    "placement": (
+        "rayspec.ops.commands",
+        "Say which layers go on which GPUs, what fits, and how fast a decode step could be.",
+    ),
+    "plan": (
+        "rayspec.ops.commands",
+        "Recommend stages x tensor x replicas: simulate what fits, with drafts and without.",
+    ),
+    "doctor": (
+        "rayspec.ops.commands",
+        "Check this machine, and every node of a cluster: versions, GPUs, network, disks, model files; say what to do.",
+    ),
+    "k8s": (
+        "rayspec.ops.k8s.command",
+        "Manifests for Kubernetes with KubeRay, computed from where a model's layers go.",
+    ),
 }
 
 
@@ -42,7 +66,16 @@ class _Commands(TyperGroup):
         for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
             if (remedy := replaced.get(flag.removeprefix("--").replace("-", "_"))) is not None:
                 ctx.fail(f"option {flag!r} {remedy}")
+        if args and args[0] in LAZY:
+            return args[0], lazy_command(args[0]), args[1:]
         return super().resolve_command(ctx, args)
+
+
+def lazy_command(name: str) -> Any:
+    """Import the module of a command, and return the command."""
+    holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    holder.add_typer(importlib.import_module(LAZY[name][0]).app, name=name if name == "k8s" else None)
+    return typer.main.get_group(holder).commands[name]
 
 
 app = typer.Typer(
@@ -54,10 +87,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-add_commands(app)
 app.add_typer(bench_app)
-app.add_typer(plan_app)
-app.add_typer(k8s_app, name="k8s")
+
+
+def _listed() -> None:
+    """Stand for a command of LAZY in the list of commands."""
+
+
+for _name, (_, _help) in LAZY.items():
+    app.command(_name, help=_help)(_listed)
 
 
 @app.command()
@@ -73,6 +111,8 @@ def profile(
 
     Nothing else should run meanwhile.
     """
+    from rayspec.ops.latency_table import latency_table, stage_table  # noqa: PLC0415 - brings numpy
+
     with clean_exit():
         settings = asked.settings()
         config = settings.engine.replace(remeasure=True)

@@ -272,3 +272,7 @@ def _show(report: RunReport, output: str) -> None:
     folder, file, _ = output_places(output, None)
     where = f"rows are in {file}, report and picture" if file is not None else "rows, report and picture"
     console.print(f"{where} are in {folder}", soft_wrap=True)
+
+
+app = typer.Typer()
+add_commands(app)
