@@ -13,14 +13,14 @@ from ray.scripts.scripts import cli as ray_cli
 from ray.serve.scripts import cli as serve_cli
 
 import benchmarks.__main__
+from rayspec.cli import LAZY, lazy_command
 from rayspec.cli import app as rayspec_app
 
 RAY = ray_cli
 RAYSPEC: Any = typer.main.get_command(rayspec_app)
+RAYSPEC.commands |= {name: lazy_command(name) for name in LAZY}
 JOBS: dict[str, Any] = {
-    "summarize": RAYSPEC.commands["job"].commands["summarize"],
-    "generate": RAYSPEC.commands["job"].commands["generate"],
-    "openai_batch": RAYSPEC.commands["job"].commands["openai-batch"],
+    **{name.replace("-", "_"): command for name, command in RAYSPEC.commands["job"].commands.items()},
     "bench": RAYSPEC.commands["bench"],
     "measure": RAYSPEC.commands["profile"],
     "tune": RAYSPEC.commands["tune"],

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 from ray._common.utils import import_attr
 from ray.serve.schema import ServeDeploySchema
 
 from rayspec.batch.commands import DocumentOptions
-from rayspec.cli import app
+from rayspec.cli import lazy_command
 from rayspec.command.settings import Settings, make_settings
 from rayspec.ops.k8s.options import read_render_options
 from rayspec.ops.k8s.pods import JOBS_FOLDER
@@ -350,8 +349,7 @@ def _engine(resource: Manifest) -> tuple[Any, int]:
 
 def _settings(entrypoint: str) -> Settings:
     """What jobs/summarize.py makes of its command line, without running it."""
-    rayspec: Any = typer.main.get_command(app)
-    command = rayspec.commands["job"].commands["summarize"]
+    command = lazy_command("job").commands["summarize"]
     parsed = command.make_context("summarize", shlex.split(entrypoint)[2:]).params
     own = {"inputs", "output", "text_column", "prompt", "config", "set_", *DocumentOptions.model_fields}
     assert parsed["output"]

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from rayspec.cli import app
+from rayspec.cli import app, lazy_command
 from rayspec.command.options import Asked
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.errors import ConfigError
@@ -262,8 +261,7 @@ def _of_job(flags: str) -> tuple[int, int, int]:
     words = shlex.split(flags)
     if "--model" not in words:
         words = ["--model", "m", "--output", "o", *words, "in"]
-    rayspec: Any = typer.main.get_command(app)
-    parsed = rayspec.commands["job"].commands["summarize"].make_context("summarize", words).params
+    parsed = lazy_command("job").commands["summarize"].make_context("summarize", words).params
     names = EngineConfig.model_fields.keys() | ParallelOptions.model_fields.keys()
     asked = {name: parsed[name] for name in names & parsed.keys() if parsed[name] not in (None, ())}
     return _of_engine(Asked(flags=asked).settings().engine)
