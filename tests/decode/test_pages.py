@@ -76,43 +76,6 @@ def test_a_table_that_moves_on_spares_what_others_have_left() -> None:
         assert len(pool.find(hashes[:4])) == 4
 
 
-def test_a_shared_page_is_free_when_nobody_has_it() -> None:
-    pool = PagePool(6)
-    first = _grown(pool, 3)
-    _fill(pool, first, 1)
-    second = PageTable()
-    pool.share(second, pool.find(list(pool._page_of)[:2]))
-    assert second.num_hashed == 2
-    pool.release(first)
-    assert pool.num_free == 4
-    assert not pool.grow(PageTable(), 5, 5)
-    pool.release(second)
-    assert pool.num_free == 6
-
-
-def test_the_same_content_is_kept_once() -> None:
-    pool = PagePool(6)
-    tables = [_grown(pool, 2), _grown(pool, 2)]
-    for table in tables:
-        _fill(pool, table, 1)
-    assert pool.find(list(pool._page_of)) == tables[0].pages
-    for table in tables:
-        pool.release(table)
-    assert len(list(pool._page_of)) == 2
-
-
-def test_what_is_forgotten_is_not_found() -> None:
-    pool = PagePool(6)
-    kept, used = _grown(pool, 2), _grown(pool, 2)
-    _fill(pool, kept, 1)
-    _fill(pool, used, 2)
-    pool.release(kept)
-    pool.forget_all()
-    assert list(pool._page_of) == []
-    pool.release(used)
-    assert pool.num_free == 6
-
-
 def test_hashes_depend_on_all_that_comes_before() -> None:
     assert page_hash(page_hash(b"", [1, 2]), [3, 4]) != page_hash(page_hash(b"", [1, 5]), [3, 4])
     assert page_hash(b"", [1, 2], b"100") != page_hash(b"", [1, 2])

@@ -8,26 +8,15 @@ from hypothesis import strategies as st
 
 from rayspec.decode.scheduler import Scheduler, Step
 from rayspec.decode.sequence import SequenceState
-from rayspec.generation import DecodingParams
 from rayspec.model.kv_arena import PAGE_SIZE
 from rayspec.model.rows import slots_between
-from rayspec.types import NonFiniteLogitsError, RequestMetrics
+from rayspec.types import NonFiniteLogitsError
+from tests.decode.scheduling import sequence_of
 
 
 def _sequence(name: int, num_prompt: int, max_tokens: int, prompt: Sequence[int] | None = None) -> SequenceState:
     """Prompts differ from the first token on, unless said otherwise."""
-    return SequenceState(
-        sequence_id=str(name),
-        index=0,
-        params=DecodingParams(max_tokens=max_tokens),
-        seed=0,
-        token_ids=list(prompt or [name] * num_prompt),
-        num_prompt_tokens=num_prompt,
-        max_total_tokens=num_prompt + max_tokens,
-        eos_token_ids=(),
-        detokenizer=None,
-        metrics=RequestMetrics(),
-    )
+    return sequence_of(name, prompt or [name] * num_prompt, max_tokens)
 
 
 class _World:
@@ -196,15 +185,6 @@ def _check_grid(step: Step, grid: int) -> None:
             assert first + chunk.rows.num_rows == min(first + grid, num_prompt)
 
 
-def test_it_does_preempt_and_replays_what_was_generated() -> None:
-    world = _World(Scheduler(128, max_num_seqs=3, max_prefill_tokens=16, lookahead=4), 4, 0)
-    for index in range(3):
-        world.add(_sequence(index, 15, 30))
-    world.run()
-    assert world.num_preemptions > 0
-    assert world.finished[0] == "0", "the oldest is never preempted"
-
-
 def test_a_preempted_sequence_runs_again_before_those_that_never_ran() -> None:
     world = _World(Scheduler(128, max_num_seqs=2, max_prefill_tokens=500, lookahead=0), 0, 0)
     for index in range(4):
@@ -223,14 +203,6 @@ def test_pages_are_dealt_side_by_side_and_stay_where_they_are() -> None:
         step = world.step()
         assert not step.preempted
         assert all(len(sequence.table.runs) == 1 for sequence in scheduler.running)
-
-
-def test_who_begins_like_another_computes_the_rest_only() -> None:
-    world = _World(Scheduler(400, max_num_seqs=8, max_prefill_tokens=32, lookahead=0), 0, 0)
-    for index in range(8):
-        world.add(_sequence(index, 105, 3, prompt=[7] * 100 + [index] * 5))
-    world.run()
-    assert world.num_prefilled == 105 + 7 * (105 - 96)
 
 
 def test_a_preempted_sequence_finds_its_pages_again() -> None:
