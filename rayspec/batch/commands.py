@@ -196,7 +196,8 @@ def openai_batch(
             export_names=(OUTPUT_NAME, ERRORS_NAME),
         )
         report = job.run(Source(rows=requests, refused=refused))
-        output_console().print(f"{report.tally}\n{OUTPUT_NAME} and {ERRORS_NAME} are in {output}", soft_wrap=True)
+        folder = output_places(output, options.format)[0]
+        output_console().print(f"{report.tally}\n{OUTPUT_NAME} and {ERRORS_NAME} are in {folder}", soft_wrap=True)
     raise typer.Exit(options.exit_code(report))
 
 

@@ -13,7 +13,10 @@ from tests.exhaustive import few_of
 JOBS = Path(__file__).parent.parent.parent / "jobs"
 
 
-@pytest.mark.parametrize(("job", "option"), [("measure.py", "--cluster"), ("bench.py", "--strategies")])
+@pytest.mark.parametrize(
+    ("job", "option"),
+    [("measure.py", "--cluster"), ("bench.py", "--strategies"), ("openai_batch.py", "--served-model-name")],
+)
 def test_a_job_says_what_it_takes(job: str, option: str, tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, str(JOBS / job), "--help"],
