@@ -226,7 +226,6 @@ def test_ten_rows_that_are_left_of_fifty_thousand_start_at_once(jobs: Jobs) -> N
         overwrite=False,
         text_column="summary",
         file_format="parquet",
-        name="summaries",
     ) as folder:
         for document, _ in zip(texts, range(50_000), strict=False):
             folder.add(_done(document))
@@ -261,9 +260,9 @@ def test_a_disk_that_is_full_is_named_and_no_row_is_lost(jobs: Jobs) -> None:
         write_lines(jobs.folder / "in.jsonl", documents(400))
         said = jobs.run("in.jsonl", "-o", "disk/out", code=1)
         assert "error: the output 'disk/out' cannot be written (No space left on device): make room" in said
-        manifest = json.loads((disk / "out" / "manifest.json").read_text(encoding="utf-8"))
-        assert manifest["status"] == "interrupted"
-        assert manifest["rows"]["total"] == num_committed(disk / "out") > 0
+        num_rows = num_committed(disk / "out")
+        assert num_rows > 0
+        assert f"; {num_rows} rows are in it" in said
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
         assert "400 rows (" in jobs.run("in.jsonl", "-o", "disk/out")
         assert len(jobs.texts("disk/out")) == 400
