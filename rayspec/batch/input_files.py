@@ -108,9 +108,26 @@ class _Search:
     def add(self, name: str) -> None:
         try:
             location = Location.parse(name)
+            kind = location.kind
             self._base = location.base
             self._bases.append(self._canonical(self._base))
-            self._add(location)
+            reason = None
+            if kind == "folder":
+                if not self._keep_all(*location.below()):
+                    reason = f"the folder holds no file of a known type{self._shown_types()}"
+            elif kind is None and location.is_pattern:
+                matches = location.glob()
+                if not sum(self._keep_all(*_files_of(match)) for match in matches):
+                    found = f"no file of a known type{self._shown_types()}" if matches else "nothing"
+                    raise ConfigError(f"input {name!r}: it matches {found}; correct it, or leave it out")
+            elif kind is None:
+                reason = "there is no such file"
+            elif file_type(location.file_name) is None:
+                reason = f"its type is not known; known are {KNOWN_TYPES}"
+            else:
+                self._keep(location)
+            if reason is not None:
+                self._useless[self._keep(location)] = reason
         except UnreadableFileError:
             self._found.setdefault((name,), name)
 
@@ -126,35 +143,7 @@ class _Search:
         below = PurePosixPath(location.path).parts[len(PurePosixPath(self._base.path).parts) :]
         return (*self._base.canonical_name.split("/"), *below)
 
-    def _add(self, location: Location) -> None:
-        kind = location.kind
-        if kind == "folder":
-            self._add_folder(location)
-        elif kind is None and location.is_pattern:
-            self._add_matches(location)
-        elif kind is None:
-            self._add_useless(location, "there is no such file")
-        elif file_type(location.file_name) is None:
-            self._add_useless(location, f"its type is not known; known are {KNOWN_TYPES}")
-        else:
-            self._keep(location)
-
-    def _add_folder(self, folder: Location) -> None:
-        if not self._keep_below(folder):
-            self._add_useless(folder, f"the folder holds no file of a known type{self._shown_types()}")
-
-    def _add_matches(self, pattern: Location) -> None:
-        matches = pattern.glob()
-        num_kept = sum(self._keep_below(match) if _is_folder(match) else self._keep_all([match]) for match in matches)
-        if not num_kept:
-            reason = f"it matches no file of a known type{self._shown_types()}" if matches else "it matches nothing"
-            raise ConfigError(f"input {pattern.name!r}: {reason}; correct it, or leave it out")
-
-    def _keep_below(self, folder: Location) -> int:
-        files, unreadable = folder.below()
-        return self._keep_all(files, unreadable)
-
-    def _keep_all(self, files: Iterable[Location], unreadable: Iterable[Location] = ()) -> int:
+    def _keep_all(self, files: Iterable[Location], unreadable: Iterable[Location]) -> int:
         """Keep the files of known types and the unreadable folders; record the others. Return how many are kept."""
         kept = list(unreadable)
         for file in files:
@@ -176,9 +165,6 @@ class _Search:
     def _is_output(self, file: Location) -> bool:
         place = self._canonical(file)
         return any(place[: len(output)] == output for output in self._outputs)
-
-    def _add_useless(self, location: Location, reason: str) -> None:
-        self._useless[self._keep(location)] = reason
 
     def _shown_types(self) -> str:
         return f" ({_counts(Counter(self._left_out.values()))} left out)" if self._left_out else ""
@@ -206,12 +192,13 @@ def _input_file(found: Location | str, parts: Sequence[str]) -> InputFile:
     return InputFile(given=shown.name, path=shown.absolute().name, name=printable_name)
 
 
-def _is_folder(match: Location) -> bool:
-    """Return whether a match is a folder. A circular link is not; reading it reports the error."""
+def _files_of(match: Location) -> tuple[list[Location], list[Location]]:
+    """Return the files at a match of a pattern, and the folders that cannot be listed. Reading a circular link reports
+    the error."""
     try:
-        return match.is_folder
+        return match.below() if match.is_folder else ([match], [])
     except UnreadableFileError:
-        return False
+        return [match], []
 
 
 def _counts(by_suffix: Mapping[str, int]) -> str:
