@@ -65,9 +65,7 @@ def test_the_processes_that_only_pass_rows_and_requests_on_need_no_torch() -> No
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_llm_needs_no_package_of_an_extra_and_names_the_extra_where_it_does() -> None:
-    """As in an environment without the extras: their packages cannot be imported."""
-    code = """
+WITHOUT_EXTRAS = """
 import sys
 from importlib.machinery import PathFinder
 
@@ -79,6 +77,14 @@ class Found(PathFinder):
         return None if name.partition(".")[0] in WITHOUT else super().find_spec(name, path, target)
 
 sys.meta_path = [Found if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
+
+def test_llm_needs_no_package_of_an_extra_and_names_the_extra_where_it_does() -> None:
+    """As in an environment without the extras: their packages cannot be imported."""
+    code = (
+        WITHOUT_EXTRAS
+        + """
 from rayspec import LLM, SamplingParams
 with LLM("demo", dtype="float32", num_threads=1, max_model_len=256, kv_cache_tokens=512) as llm:
     (output,) = llm.generate("one two three", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
@@ -88,11 +94,30 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
+    )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     first, second = done.stdout.splitlines()
     assert first == "4"
     assert second.startswith("ConfigError package ")
     assert second.endswith("run `pip install 'rayspec[ray]'`")
+
+
+def test_the_command_line_summarizes_without_the_extras_and_its_jobs_name_theirs(tmp_path: Path) -> None:
+    code = WITHOUT_EXTRAS.replace(', "pyarrow"', "") + "from rayspec.cli import app\napp(sys.argv[1:])\n"
+    options = ["--model", "demo", "--dtype", "float32", "--num-threads", "1", "--max-tokens", "3", "--limit", "2"]
+    commands = (["summarize", *options, "-o", "out"], ["job", "summarize", *options, "-o", "out-2"])
+    done, refused = (
+        subprocess.run(
+            [sys.executable, "-c", code, *command], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        for command in commands
+    )
+    assert done.returncode == 0, done.stderr
+    assert "`pip install 'rayspec[plots]'`" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert (refused.returncode, refused.stderr.splitlines()[-1]) == (
+        2,
+        "error: package 'ray' is not installed here: run `pip install 'rayspec[ray]'`",
+    )
 
 
 def test_the_bundled_model_is_small_and_whole() -> None:
