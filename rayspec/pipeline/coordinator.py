@@ -22,14 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayspec.choices import Choice
-from rayspec.decode.search import Agreement as Agreed
-from rayspec.decode.search import answer
+from rayspec.decode.search import Agreement, answer
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, Received, Stopped
 from rayspec.pipeline.messages import (
-    Agreement,
     Broken,
     Drop,
     Expand,
+    FindAgreement,
     Gather,
     Lap,
     Measure,
@@ -261,12 +260,12 @@ class RemoteSearch:
         self._pending[stage].append(Similarity(sublayer, here.number))
         return np.asarray(self._flush(stage))
 
-    def agreement(self, states: Any) -> Agreed:
+    def agreement(self, states: Any) -> Agreement:
         stage = len(self._spans) - 1
         here = self._brought(states, stage)
-        self._pending[stage].append(Agreement(here.number))
+        self._pending[stage].append(FindAgreement(here.number))
         num_agreed, confidence, missed = np.asarray(self._flush(stage)).reshape(3, here.num_states)
-        return Agreed(len(self._message.tokens), num_agreed.astype(np.int64), confidence, missed)
+        return Agreement(len(self._message.tokens), num_agreed.astype(np.int64), confidence, missed)
 
     def cosines(self) -> list[float]:
         cosines: list[float] = []

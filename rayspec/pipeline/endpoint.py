@@ -110,7 +110,8 @@ class Endpoint:
                 raise NewEpoch
             if isinstance(message, Peers):
                 self._connect(message.peers)
-            elif self._concerns(message):
+            # A Follow is handled in any epoch, because the leader already waits in the operation that it announces.
+            elif isinstance(message, Follow) or (message.epoch == self.epoch and not isinstance(message, Ping)):
                 return Received(envelope.sender, message, envelope.tensors)
 
     def defer(self, received: Received) -> None:
@@ -126,11 +127,6 @@ class Endpoint:
         if self._heart.is_alive():
             self._heart.join()
         self._transport.close()
-
-    def _concerns(self, message: AnyMessage) -> bool:
-        """Return whether a message must be handled. A Follow is handled in any epoch and in order, because the leader
-        already waits in the collective operation that it announces."""
-        return isinstance(message, Follow) or (message.epoch == self.epoch and not isinstance(message, Ping))
 
     def _enter(self, message: Connect) -> None:
         self.epoch = message.epoch

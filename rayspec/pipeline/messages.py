@@ -113,8 +113,8 @@ class Moved(Message, frozen=True, kw_only=True):
     pass
 
 
-class Usage(Message, frozen=True, kw_only=True):
-    """Engine to a shard: report how busy you were since the last Usage. Answered by Used."""
+class MeasureUse(Message, frozen=True, kw_only=True):
+    """Engine to a shard: report how busy you were since the last MeasureUse. Answered by Used."""
 
 
 class Used(Message, frozen=True, kw_only=True):
@@ -219,7 +219,7 @@ class Similarity(msgspec.Struct, frozen=True, tag="similarity"):
     source: int
 
 
-class Agreement(msgspec.Struct, frozen=True, tag="agreement"):
+class FindAgreement(msgspec.Struct, frozen=True, tag="agreement"):
     """Return the arrays of `search.Agreement`, one after another."""
 
     source: int
@@ -246,7 +246,7 @@ class Ship(msgspec.Struct, frozen=True, tag="ship"):
     peer: str
 
 
-Operation: TypeAlias = RunSublayer | Gather | Similarity | Agreement | TargetCosines | TargetFeature | Ship | Drop
+Operation: TypeAlias = RunSublayer | Gather | Similarity | FindAgreement | TargetCosines | TargetFeature | Ship | Drop
 
 
 class Expand(Message, frozen=True, kw_only=True):
@@ -292,9 +292,9 @@ class Stop(Message, frozen=True, kw_only=True):
 
 
 AnyMessage: TypeAlias = (
-    Connect | Peers | Connected | Begin | Forward | Done | Failed | Broken | Ping | Beat | Moves | Moved | Usage | Used
-    | Measure | Measured | Lap | Profile | Profiled | TimeHops | TimedHops | Search | Searched | Seek | Expand | Shipped
-    | Sought | Follow | Stop
+    Connect | Peers | Connected | Begin | Forward | Done | Failed | Broken | Ping | Beat | Moves | Moved | MeasureUse
+    | Used | Measure | Measured | Lap | Profile | Profiled | TimeHops | TimedHops | Search | Searched | Seek | Expand
+    | Shipped | Sought | Follow | Stop
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
@@ -102,9 +102,10 @@ class Bundles:
         if not self._group.wait(timeout_s):
             remove_placement_group(self._group)
             available: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+            labels = f" with labels {options.labels}" if options.labels else ""
             free = ", ".join(f"{available.get(name, 0):g} {name}" for name in bundle)
             raise PlacementError(
-                f"no place for {options.stages} stages of {bundle}, each on one node{_with_labels(options.labels)}, "
+                f"no place for {options.stages} stages of {bundle}, each on one node{labels}, "
                 f"placed {options.topology or placement}, within {timeout_s:.0f} s (free: {free}): add nodes, "
                 "lower tensor, cpus_per_shard or gpus_per_shard, or choose another placement or other labels"
             )
@@ -125,10 +126,6 @@ class Bundles:
         """Remove the placement group, which ends all its actors."""
         with contextlib.suppress(RayError):
             remove_placement_group(self._group)
-
-
-def _with_labels(labels: Mapping[str, str]) -> str:
-    return f" with labels {labels}" if labels else ""
 
 
 def remove_orphaned_groups() -> None:

@@ -29,6 +29,7 @@ from rayspec.pipeline.messages import (
     Connected,
     Done,
     Failed,
+    MeasureUse,
     Message,
     Moved,
     Moves,
@@ -40,7 +41,6 @@ from rayspec.pipeline.messages import (
     Searched,
     TimedHops,
     TimeHops,
-    Usage,
     Used,
     decode,
     encode,
@@ -185,7 +185,7 @@ class RayStages:
 
     def usage(self) -> list[StageUse]:
         """Return how busy each stage was since the last call, in the order of the stages."""
-        answers = self._ask(Usage(epoch=self._epoch), Used, _MOVE_TIMEOUT_S)
+        answers = self._ask(MeasureUse(epoch=self._epoch), Used, _MOVE_TIMEOUT_S)
         return [
             StageUse(name=name, busy_s=used.busy_s, elapsed_s=used.elapsed_s, num_passes=used.num_passes)
             for name in map(stage_name, range(self.replica.num_stages))

@@ -47,8 +47,11 @@ class Pulse:
 
     def deaths(self) -> list[Death]:
         """Return the processes that are silent for too long or stuck."""
-        self._forgive_own_absence()
         now = self._clock()
+        absent_s = now - self._looked_at - _SHARE_OF_A_LOOK * self._timeout_s
+        if absent_s > 0:
+            self._heard_at = {name: min(now, at + absent_s) for name, at in self._heard_at.items()}
+        self._looked_at = now
         silent = [
             Death(name, f"{name} has not been heard of for {now - at:.1f} s")
             for name, at in self._heard_at.items()
@@ -56,13 +59,6 @@ class Pulse:
         ]
         stuck = [Death(name, f"{name} {problem}") for name, problem in self._problems.items() if problem]
         return silent + stuck
-
-    def _forgive_own_absence(self) -> None:
-        now = self._clock()
-        absent_s = now - self._looked_at - _SHARE_OF_A_LOOK * self._timeout_s
-        if absent_s > 0:
-            self._heard_at = {name: min(now, at + absent_s) for name, at in self._heard_at.items()}
-        self._looked_at = now
 
 
 class Restarts:

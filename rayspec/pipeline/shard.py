@@ -43,9 +43,9 @@ from rayspec.pipeline.messages import (
     Forward,
     Measure,
     Measured,
+    MeasureUse,
     Message,
     Seek,
-    Usage,
     Used,
 )
 from rayspec.pipeline.ranks import LeadingSpan, follow
@@ -288,7 +288,7 @@ class Shard:
         with endpoint.progress.of(type(message).__name__, _size(message)):
             if isinstance(message, Follow):
                 follow(self.span, message, self._measurements)
-            elif isinstance(message, Usage):
+            elif isinstance(message, MeasureUse):
                 endpoint.send(ENGINE, self.usage(endpoint.epoch))
             else:
                 if isinstance(message, Measure) and isinstance(self.span, LeadingSpan):

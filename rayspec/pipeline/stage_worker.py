@@ -19,12 +19,12 @@ from rayspec.decode.stopwatch import Stopwatch
 from rayspec.decode.work import Pass, Result, TapsGoneError
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE
 from rayspec.pipeline.messages import (
-    Agreement,
     Begin,
     Done,
     Drop,
     Expand,
     Failed,
+    FindAgreement,
     Forward,
     Gather,
     Lap,
@@ -216,7 +216,7 @@ class StageWorker:
                     batches[into] = search.gather(found, np.asarray(index, np.int64))
                 case Similarity(sublayer, source):
                     values = search.similarity(sublayer, batches[source]).tolist()
-                case Agreement(source):
+                case FindAgreement(source):
                     agreed = search.agreement(batches[source])
                     arrays = (agreed.num_agreed, agreed.confidence, agreed.missed_confidence)
                     values = [value for array in arrays for value in array.tolist()]

@@ -184,7 +184,7 @@ def split_tensor_parallel(model: PreTrainedModel, parts: Decomposition, group: R
         samples = _one_of_each_kind(layers)
         for layer in samples:
             layer.module.to(device)
-        trial = _Trial(parts, shapes, group, samples)
+        trial = _SplitTrial(parts, shapes, group, samples)
         method = _first_that_works(trial, _methods(model.config, parts, group), model.config.model_type)
         for layer in layers:
             layer.module.to(device)
@@ -218,7 +218,7 @@ class _Method:
     split: Callable[[Sequence[nn.Module]], None]
 
 
-class _Trial:
+class _SplitTrial:
     """Splits copies of a few layers and compares their outputs with those of the whole layers."""
 
     def __init__(
@@ -281,7 +281,7 @@ class _Trial:
         return None
 
 
-def _first_that_works(trial: _Trial, methods: Sequence[_Method], model_type: str) -> _Method:
+def _first_that_works(trial: _SplitTrial, methods: Sequence[_Method], model_type: str) -> _Method:
     objections = []
     for method in methods:
         objection = trial.objection(method)

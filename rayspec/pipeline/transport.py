@@ -131,7 +131,12 @@ class Transport:
     """
 
     def __init__(self, name: str, secret: Secret, *, host: str, link: TensorLink | None = None) -> None:
-        _require_one_address(host)
+        try:
+            is_one_address = not ipaddress.ip_address(host).is_unspecified
+        except ValueError:
+            is_one_address = False
+        if not is_one_address:
+            raise ConfigError(f"host is {host!r}; it must be one IP address of this node, as node_address() returns it")
         self.name = name
         self.link = link
         self._secret = secret
@@ -166,7 +171,15 @@ class Transport:
         for name in [name for name, sender in self._senders.items() if peers.get(name) != sender.address]:
             self._senders.pop(name).close()
         for name in [name for name in peers if name not in self._senders]:
-            self._senders[name] = self._new_sender(name, peers[name])
+            socket = self._context.socket(zmq.PUSH)
+            try:
+                _call(socket, self._secret, peers[name])
+            except zmq.ZMQError as error:
+                socket.close()
+                raise TransportError(f"{peers[name]!r} is no address of {name}: {error}") from error
+            self._senders[name] = Sender(
+                socket, peer=name, address=peers[name], own_name=self.name, own_address=self.address
+            )
 
     def send(self, peer: str, header: bytes, tensors: Sequence[Tensor] = (), *, to_rank: int | None = None) -> None:
         """Queue a message and return, even if the peer does not run any more.
@@ -238,15 +251,6 @@ class Transport:
         self._waker.close()
         self._woken.close()
 
-    def _new_sender(self, name: str, address: str) -> Sender:
-        socket = self._context.socket(zmq.PUSH)
-        try:
-            _call(socket, self._secret, address)
-        except zmq.ZMQError as error:
-            socket.close()
-            raise TransportError(f"{address!r} is no address of {name}: {error}") from error
-        return Sender(socket, peer=name, address=address, own_name=self.name, own_address=self.address)
-
     def _take(self) -> Envelope:
         try:
             return self._open(self._inbox.recv_multipart(copy=False))
@@ -257,23 +261,12 @@ class Transport:
             raise
 
     def _open(self, frames: list[zmq.Frame]) -> Envelope:
-        preamble = _preamble(frames)
-        self._require_next(preamble)
-        by_link = preamble.rank is not None
-        if len(frames) != 2 + (0 if by_link else len(preamble.tensors)):
-            raise TransportError(f"a message of {preamble.sender} has {len(frames)} frames, which is not what it says")
-        if preamble.rank is None:
-            tensors = [_tensor(form, frame) for form, frame in zip(preamble.tensors, frames[2:], strict=True)]
-        else:
-            tensors = self._receive_by_link(preamble.tensors, preamble.rank)
-        return Envelope(sender=preamble.sender, address=preamble.address, header=frames[1].bytes, tensors=tensors)
-
-    def _receive_by_link(self, forms: Sequence[_TensorForm], from_rank: int) -> list[Tensor]:
-        link = self._require_link()
-        described = [(_dtype(form), form.shape) for form in forms]
-        return [link.receive(dtype, shape, from_rank) for dtype, shape in described]
-
-    def _require_next(self, preamble: _Preamble) -> None:
+        if len(frames) < 2:
+            raise TransportError(f"a message has {len(frames)} frame(s); it needs a preamble and a header")
+        try:
+            preamble = msgspec.msgpack.decode(frames[0].buffer, type=_Preamble)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise TransportError(f"a message has a malformed preamble: {error}") from error
         expected = self._next_numbers.get(preamble.stream, 0)
         self._next_numbers[preamble.stream] = preamble.number + 1
         if preamble.number != expected:
@@ -281,6 +274,15 @@ class Transport:
                 f"{self.name} got message {preamble.number} of {preamble.sender} where {expected} was next: the "
                 f"connection broke and messages are lost"
             )
+        if len(frames) != 2 + (len(preamble.tensors) if preamble.rank is None else 0):
+            raise TransportError(f"a message of {preamble.sender} has {len(frames)} frames, which is not what it says")
+        if preamble.rank is None:
+            tensors = [_tensor(form, frame) for form, frame in zip(preamble.tensors, frames[2:], strict=True)]
+        else:
+            link = self._require_link()
+            forms = [(_dtype(form), form.shape) for form in preamble.tensors]
+            tensors = [link.receive(dtype, shape, preamble.rank) for dtype, shape in forms]
+        return Envelope(sender=preamble.sender, address=preamble.address, header=frames[1].bytes, tensors=tensors)
 
     def _require_link(self) -> TensorLink:
         if self.link is None:
@@ -364,13 +366,6 @@ def node_address() -> str:
     return str(ray.util.get_node_ip_address()) if ray.is_initialized() else LOOPBACK  # type: ignore[no-untyped-call]
 
 
-def _require_one_address(host: str) -> None:
-    with contextlib.suppress(ValueError):
-        if not ipaddress.ip_address(host).is_unspecified:
-            return
-    raise ConfigError(f"host is {host!r}; it must be one IP address of this node, as node_address() returns it")
-
-
 def _listen(socket: zmq.Socket[bytes], secret: Secret, host: str) -> str:
     socket.curve_server = True
     socket.curve_secretkey = secret.server_secret
@@ -410,15 +405,6 @@ def _form(tensor: Tensor) -> _TensorForm:
 def _raw(tensor: Tensor) -> memoryview:
     # Through uint8, because NumPy has no bfloat16.
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _preamble(frames: Sequence[zmq.Frame]) -> _Preamble:
-    if len(frames) < 2:
-        raise TransportError(f"a message has {len(frames)} frame(s); it needs a preamble and a header")
-    try:
-        return msgspec.msgpack.decode(frames[0].buffer, type=_Preamble)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TransportError(f"a message has a malformed preamble: {error}") from error
 
 
 def _dtype(form: _TensorForm) -> torch.dtype:

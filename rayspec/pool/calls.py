@@ -29,7 +29,7 @@ _LINGER_S = 0.003  # outcomes that are ready within this time are sent together
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ItemCall:
     """An item to be handled, pickled. number: unique among the calls of one caller."""
 
     number: int
@@ -37,7 +37,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """New output of a call, pickled: a part of the result, or finally (`is_last`) the whole result or the error."""
 
     number: int
@@ -51,10 +51,10 @@ class CalledHere:
 
     def __init__(self, handle: Callable[[Any, Callback], Awaitable[Any]]) -> None:
         self._handle = handle
-        self._ready: asyncio.Queue[Outcome] = asyncio.Queue()
+        self._ready: asyncio.Queue[CallOutcome] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def take(self, calls: Sequence[Call]) -> None:
+    def take(self, calls: Sequence[ItemCall]) -> None:
         loop = asyncio.get_running_loop()
         for call in calls:
             self._tasks[call.number] = loop.create_task(self._run(call, loop))
@@ -64,7 +64,7 @@ class CalledHere:
             if (task := self._tasks.get(number)) is not None:
                 task.cancel()
 
-    async def outcomes(self) -> AsyncGenerator[list[Outcome], None]:
+    async def outcomes(self) -> AsyncGenerator[list[CallOutcome], None]:
         """Yield the outcomes of all calls, in the order in which they are ready. Never ends; iterate it only once."""
         while True:
             ready = [await self._ready.get()]
@@ -73,7 +73,7 @@ class CalledHere:
                 ready.append(self._ready.get_nowait())
             yield ready
 
-    async def _run(self, call: Call, loop: asyncio.AbstractEventLoop) -> None:
+    async def _run(self, call: ItemCall, loop: asyncio.AbstractEventLoop) -> None:
         def callback(part: Any) -> None:
             loop.call_soon_threadsafe(self._ready.put_nowait, _outcome(call.number, part, is_last=False))
 
@@ -81,13 +81,13 @@ class CalledHere:
             item = _restored(call.item, "the item")
             self._ready.put_nowait(_outcome(call.number, await self._handle(item, callback)))
         except Exception as error:  # noqa: BLE001 - the caller's to judge
-            self._ready.put_nowait(Outcome(call.number, _pickled_error(error), is_error=True))
+            self._ready.put_nowait(CallOutcome(call.number, _pickled_error(error), is_error=True))
         finally:
             del self._tasks[call.number]
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _UnderWay:
     future: asyncio.Future[Any]
     callback: Callback | None
 
@@ -102,8 +102,8 @@ class BatchedCalls:
     def __init__(self, actor: Any, on_end: Callable[[RayError], Exception]) -> None:
         self._actor, self._on_end = actor, on_end
         self._numbers = itertools.count()
-        self._waiting: dict[int, _Waiting] = {}
-        self._unsent: list[Call] = []
+        self._waiting: dict[int, _UnderWay] = {}
+        self._unsent: list[ItemCall] = []
         self._sending: set[asyncio.Task[None]] = set()
         self._reader: asyncio.Task[None] | None = None
         self._end: Exception | None = None
@@ -119,10 +119,10 @@ class BatchedCalls:
             self._reader = loop.create_task(self._read())
         packed = _pickled(item, "the item")
         number = next(self._numbers)
-        waiting = self._waiting[number] = _Waiting(loop.create_future(), callback)
+        waiting = self._waiting[number] = _UnderWay(loop.create_future(), callback)
         if not self._unsent:
             loop.call_soon(self._send)
-        self._unsent.append(Call(number, packed))
+        self._unsent.append(ItemCall(number, packed))
         try:
             return await waiting.future
         except asyncio.CancelledError:
@@ -148,7 +148,7 @@ class BatchedCalls:
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
 
-    async def _arrive(self, calls: Sequence[Call], reference: Any) -> None:
+    async def _arrive(self, calls: Sequence[ItemCall], reference: Any) -> None:
         """Wait until the actor has the calls."""
         try:
             await reference
@@ -157,7 +157,7 @@ class BatchedCalls:
         except RayError as error:
             self._refuse(calls, error)
 
-    def _refuse(self, calls: Sequence[Call], error: RayError) -> None:
+    def _refuse(self, calls: Sequence[ItemCall], error: RayError) -> None:
         for call in calls:
             waiting = self._waiting.get(call.number)
             if waiting is not None and not waiting.future.done():
@@ -177,7 +177,7 @@ class BatchedCalls:
             if not waiting.future.done():
                 waiting.future.set_exception(self._end)
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _settle(self, outcome: CallOutcome) -> None:
         waiting = self._waiting.get(outcome.number)
         if waiting is None or waiting.future.done():
             return
@@ -194,12 +194,12 @@ class BatchedCalls:
             waiting.callback(value)
 
 
-def _outcome(number: int, value: Any, *, is_last: bool = True) -> Outcome:
+def _outcome(number: int, value: Any, *, is_last: bool = True) -> CallOutcome:
     """Return the outcome with this value, or with an error if the value cannot be pickled."""
     try:
-        return Outcome(number, _pickled(value, "the result"), is_last=is_last)
+        return CallOutcome(number, _pickled(value, "the result"), is_last=is_last)
     except RequestError as error:
-        return Outcome(number, _pickled_error(error), is_error=True)
+        return CallOutcome(number, _pickled_error(error), is_error=True)
 
 
 def _pickled(value: Any, name: str) -> bytes:

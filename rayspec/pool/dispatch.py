@@ -42,7 +42,7 @@ class EngineKilledError(RequestError):
     kind = "engine_killed"
 
 
-class Engine(Protocol):
+class PooledEngine(Protocol):
     """Runs items. Its coroutines raise EngineDeadError once the engine has ended."""
 
     async def load(self) -> Any: ...
@@ -74,7 +74,7 @@ class Slot:
     number: int
     restarts: Restarts
     restarts_alone: Restarts
-    engine: Engine | None = None
+    engine: PooledEngine | None = None
     starting: asyncio.Task[None] | None = None
     watch: asyncio.Task[None] | None = None
     under_way: set[int] = field(default_factory=set)
@@ -87,8 +87,8 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    turn: asyncio.Future[tuple[Slot, Engine]]
+class _Queued:
+    turn: asyncio.Future[tuple[Slot, PooledEngine]]
     hashes: tuple[PartHash, ...]
 
 
@@ -110,7 +110,7 @@ class Dispatch:
 
     def __init__(self, slots: Sequence[Slot], *, max_items: int | None) -> None:
         self._slots, self._max_items = slots, max_items
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _Queued] = {}
         self._router = Router()
         self._isolated: dict[int, _Isolated] = {}
         self._isolating: Slot | None = None
@@ -121,10 +121,10 @@ class Dispatch:
     def has_waiting(self) -> bool:
         return bool(self._waiting)
 
-    def turn(self, number: int, hashes: tuple[PartHash, ...]) -> asyncio.Future[tuple[Slot, Engine]]:
+    def turn(self, number: int, hashes: tuple[PartHash, ...]) -> asyncio.Future[tuple[Slot, PooledEngine]]:
         """Queue an item. Return a future of the slot and the engine that the item is given to."""
-        turn: asyncio.Future[tuple[Slot, Engine]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = _Waiting(turn, hashes)
+        turn: asyncio.Future[tuple[Slot, PooledEngine]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = _Queued(turn, hashes)
         return turn
 
     def withdraw(self, number: int) -> None:

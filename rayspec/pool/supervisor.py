@@ -13,7 +13,7 @@ from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.placement import PlacementError
 from rayspec.pipeline.recovery import Restarts
 from rayspec.pool.calls import Callback
-from rayspec.pool.dispatch import Beginning, Dispatch, Engine, Slot, part_hashes
+from rayspec.pool.dispatch import Beginning, Dispatch, PooledEngine, Slot, part_hashes
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
 _STOP_TIMEOUT_S = 10.0
@@ -48,7 +48,7 @@ class EngineSupervisor:
 
     def __init__(
         self,
-        start: Callable[[], Engine],
+        start: Callable[[], PooledEngine],
         *,
         num_engines: int = 1,
         max_restarts: int,
@@ -199,14 +199,14 @@ class EngineSupervisor:
     def _num_lost(self) -> int:
         return sum(slot.failure is not None for slot in self._slots)
 
-    async def _answers(self, question: Callable[[Engine], Awaitable[Any]]) -> list[Any]:
+    async def _answers(self, question: Callable[[PooledEngine], Awaitable[Any]]) -> list[Any]:
         """Ask all engines that run. Return the answers that come within `_ANSWER_TIMEOUT_S`."""
         engines = [slot.engine for slot in self._slots if slot.engine is not None]
         asked = [asyncio.wait_for(question(engine), _ANSWER_TIMEOUT_S) for engine in engines]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    def _handle_end(self, slot: Slot, engine: Engine, error: EngineDeadError) -> None:
+    def _handle_end(self, slot: Slot, engine: PooledEngine, error: EngineDeadError) -> None:
         """Record the death of an engine, once for all its items: only the first call has an effect."""
         if engine is not slot.engine:
             return
@@ -261,7 +261,7 @@ class EngineSupervisor:
         self._changed.set()
         self._deal()
 
-    async def _watch(self, slot: Slot, engine: Engine, silence_s: float) -> None:
+    async def _watch(self, slot: Slot, engine: PooledEngine, silence_s: float) -> None:
         """Notice the end of an engine that has no items, or a frozen process, and start another engine."""
         while engine is slot.engine:
             death = await _death_of(engine, silence_s)
@@ -310,7 +310,7 @@ class EngineSupervisor:
             raise self._failure
 
 
-async def _death_of(engine: Engine, silence_s: float) -> EngineDeadError | None:
+async def _death_of(engine: PooledEngine, silence_s: float) -> EngineDeadError | None:
     """Return why the engine counts as dead; None if its process answers in time."""
     try:
         await asyncio.wait_for(engine.answer(), silence_s)

@@ -19,7 +19,7 @@ from rayspec.config import KV_CACHE_SHARE, EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.progress import Progress
 from rayspec.pipeline.placement import PlacementError, gpus_per_shard, remove_orphaned_groups, wants_gpu
-from rayspec.pool.calls import BatchedCalls, Call, Callback, CalledHere, Outcome
+from rayspec.pool.calls import BatchedCalls, Callback, CalledHere, CallOutcome, ItemCall
 from rayspec.pool.dispatch import Beginning
 from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
 from rayspec.pool.supervisor import EngineSupervisor, NodeLostError
@@ -111,13 +111,13 @@ class EngineWorker:
     async def dtype(self) -> str:
         return self._engine.dtype
 
-    async def take(self, calls: Sequence[Call]) -> None:
+    async def take(self, calls: Sequence[ItemCall]) -> None:
         self._calls.take(calls)
 
     async def cancel(self, numbers: Sequence[int]) -> None:
         self._calls.cancel(numbers)
 
-    async def outcomes(self) -> AsyncGenerator[list[Outcome], None]:
+    async def outcomes(self) -> AsyncGenerator[list[CallOutcome], None]:
         async for ready in self._calls.outcomes():
             yield ready
 

@@ -23,12 +23,12 @@ from rayspec.pipeline.messages import (
     Connected,
     Follow,
     Lap,
+    MeasureUse,
     Message,
     Moves,
     Peers,
     Ping,
     Stop,
-    Usage,
     decode,
     encode,
 )
@@ -128,7 +128,7 @@ def test_messages_of_the_epoch_arrive_with_their_tensors(network: Network) -> No
 
 
 def test_what_is_left_of_an_older_epoch_is_dropped(network: Network) -> None:
-    network.a.send("b", Usage(epoch=1))
+    network.a.send("b", MeasureUse(epoch=1))
     network.a.send("b", Lap(epoch=1, route=[]))
     time.sleep(0.1)  # they are on the way before the new epoch is
     network.send("b", Connect(epoch=2, peers=network.peers))
@@ -137,8 +137,8 @@ def test_what_is_left_of_an_older_epoch_is_dropped(network: Network) -> None:
         while True:
             received.append(receive(network.b))
     network.a.send("b", Lap(epoch=1, route=[]))  # a has not heard yet
-    network.send("b", Usage(epoch=2))
-    assert receive(network.b).message == Usage(epoch=2)
+    network.send("b", MeasureUse(epoch=2))
+    assert receive(network.b).message == MeasureUse(epoch=2)
     assert all(one.message.epoch == 1 for one in received)
 
 
@@ -155,10 +155,10 @@ def test_what_a_leader_announced_is_followed_in_any_epoch(network: Network) -> N
 def test_peers_change_within_an_epoch(network: Network) -> None:
     with closing(Transport("c", SECRET, host=LOOPBACK)) as new:
         with pytest.raises(TransportError, match="knows no peer 'c'"):
-            network.a.send("c", Usage(epoch=1))
+            network.a.send("c", MeasureUse(epoch=1))
         network.send("a", Peers(epoch=1, peers=network.peers | {"c": new.address}))
         assert network.a.receive(0.2) is None
-        network.a.send("c", Usage(epoch=1))
+        network.a.send("c", MeasureUse(epoch=1))
         assert new.receive(PATIENCE_S) is not None
         assert network.a.epoch == 1
 

@@ -26,11 +26,11 @@ from rayspec.pipeline.messages import (
     Expand,
     Follow,
     Forward,
+    MeasureUse,
     Message,
     Moves,
     Seek,
     Shipped,
-    Usage,
 )
 from rayspec.pipeline.ranks import LeadingSpan, RanksOutOfStepError, follow
 from rayspec.pipeline.shard import Loaded, Shard, ShardSpec, _patience_s, rank_name
@@ -62,7 +62,7 @@ def spec(rank: int = 0, num_ranks: int = 1) -> ShardSpec:
 
 def test_rounds_come_before_prefills_and_those_before_searches() -> None:
     at_once = [ROUND, Forward(epoch=1, work=a_pass(fixed_shape=True)), Moves(epoch=1, moves=[]), Follow(epoch=1)]
-    at_once += [Usage(epoch=1), Shipped(epoch=1, search_id=1, batch=1)]
+    at_once += [MeasureUse(epoch=1), Shipped(epoch=1, search_id=1, batch=1)]
     prefills = [PREFILL, Forward(epoch=1, work=a_pass(fixed_shape=False))]
     searches = [Seek(epoch=1, search_id=1, tokens=[], rows=[]), Expand(epoch=1, search_id=1, operations=[])]
     assert {_patience_s(message) for message in at_once} == {0.0}

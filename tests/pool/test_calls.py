@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pool.calls import BatchedCalls, Call, Callback, CalledHere, Outcome
+from rayspec.pool.calls import BatchedCalls, Callback, CalledHere, CallOutcome, ItemCall
 from rayspec.types import ConfigError, RayspecError, RequestError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -48,14 +48,14 @@ class Worker:
         self._batches: list[int] = []
         self._cancelled: list[str] = []
 
-    async def take(self, calls: Sequence[Call]) -> None:
+    async def take(self, calls: Sequence[ItemCall]) -> None:
         self._batches.append(len(calls))
         self._calls.take(calls)
 
     async def cancel(self, numbers: Sequence[int]) -> None:
         self._calls.cancel(numbers)
 
-    async def outcomes(self) -> AsyncGenerator[list[Outcome], None]:
+    async def outcomes(self) -> AsyncGenerator[list[CallOutcome], None]:
         async for ready in self._calls.outcomes():
             yield ready
 
