@@ -74,6 +74,9 @@ class PacedEngine:
                 sequence.finish_reason = "abort"
             self._requests.finish(live)
 
+    def wake(self) -> None:
+        """Do nothing: a tick is short."""
+
     def advance(self) -> list[NewOutput]:
         time.sleep(max(0.0, self._next_s - time.perf_counter()))
         self._next_s = max(self._next_s + self._period_s, time.perf_counter())
