@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.figures.bench import BenchSpeedUps, SpeedUp, best_strategy, read_bench
+from benchmarks.figures.bench import SpeedUp, best_strategy, read_bench
 from rayspec.types import ConfigError
 
 
@@ -45,11 +45,6 @@ def test_speed_ups_by_context_and_by_mix(tmp_path: Path) -> None:
     )
     assert [(one.at, one.median) for one in found.by_mix] == [(0.0, 1.35), (0.5, 1.25)]
     assert best_strategy(found.by_context["summary"]).at == 2048
-
-
-def test_what_has_no_streams_has_no_mix(tmp_path: Path) -> None:
-    assert read_bench(saved(tmp_path, {"workloads": WORKLOADS[:2]})).by_mix == ()
-    assert read_bench(saved(tmp_path, {"workloads": []})) == BenchSpeedUps(by_context={}, by_mix=())
 
 
 @pytest.mark.parametrize("content", ["", "[1]", {"results": []}, {"workloads": [{"domain": "x"}]}, {"workloads": 3}])

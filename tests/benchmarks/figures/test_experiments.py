@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rayspec
-from benchmarks.figures.runs import Gain, Spread, TimedStrategy, gain_of, latency_of, local_engine, take_turns, write
+from benchmarks.figures.runs import Gain, Spread, TimedStrategy, gain_of, latency_of, local_engine, take_turns
 from benchmarks.figures.skips import every, run_skips
 from benchmarks.figures.sweeps import run_intervals, run_thresholds
 from benchmarks.figures.tpt import Estimates, context_of, estimate_plans, predict, run_tpt
@@ -17,7 +17,7 @@ from rayspec.choices import FULL, SKIP, Choices, choices_of
 from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.knapspec import Candidate, KnapSpec
-from rayspec.types import ConfigError, EngineStats, Plan, PromptTooLongError, no_draft
+from rayspec.types import ConfigError, Plan
 from tests.demo_model import demo_prompts
 from tests.engines import require_idle
 
@@ -80,41 +80,6 @@ def test_contenders_take_turns_and_write_the_same(llm: rayspec.LLM, prompts: lis
         assert one.num_rounds == 2
 
 
-def test_prefill_is_no_part_of_a_stretch(llm: rayspec.LLM) -> None:
-    engine = local_engine(llm)
-    total_s, prefill_s = engine.stats.total_s, engine.stats.prefill_s
-    passage = write(llm, fixed(ALL, 0), demo_prompts(1, 40)[0], max_tokens=2)
-    assert passage.seconds == pytest.approx(engine.stats.total_s - total_s - (engine.stats.prefill_s - prefill_s))
-    assert passage.seconds < engine.stats.prefill_s - prefill_s
-    assert passage.tokens_per_s == pytest.approx(1 / passage.seconds)
-
-
-def test_a_contender_knows_its_own_time_only() -> None:
-    class Spy(FixedPlan):
-        elapsed: list[float]
-
-        def choose(self, state: BatchState) -> RoundPlan:
-            self.elapsed.append(state.elapsed_s)
-            return super().choose(state)
-
-    spy = Spy(no_draft(2, "test"))
-    spy.elapsed = []
-    contender, stats = TimedStrategy(spy), EngineStats(total_s=100.0)
-    for start, end in ((100.0, 103.0), (150.0, 151.0), (151.0, 152.0)):
-        stats.total_s = start
-        with contender.taking_its_turn(stats):
-            for now in (start, end):
-                contender.choose(BatchState(context=1, batch=1, elapsed_s=now, num_outstanding_tokens=1))
-            stats.total_s = end
-    assert spy.elapsed == pytest.approx([0.0, 3.0, 3.0, 4.0, 4.0, 5.0])
-
-
-def test_what_a_prompt_fails_with_is_raised(llm: rayspec.LLM) -> None:
-    with pytest.raises(PromptTooLongError):
-        write(llm, fixed(EARLY), [5] * 2000, max_tokens=4)
-    require_idle(local_engine(llm))
-
-
 def test_plans_are_estimated_on_tokens_that_the_search_did_not_see(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
     found = estimate_plans(llm, prompts, num_plans=9, max_tokens=33)
     assert len(found.candidates) == 9
@@ -133,11 +98,6 @@ def test_plans_are_estimated_on_tokens_that_the_search_did_not_see(llm: rayspec.
     again = estimate_plans(llm, prompts, num_plans=9, max_tokens=33)
     assert again.origins == found.origins
     assert again.candidates == found.candidates
-
-
-def test_without_text_there_are_no_estimates(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
-    with pytest.raises(ConfigError, match="'max_tokens' is 5"):
-        estimate_plans(llm, prompts, num_plans=4, max_tokens=5)
 
 
 def test_predictions_are_eq_4_of_what_knapspec_expects(llm: rayspec.LLM) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from benchmarks.figures import plots, report
+from benchmarks.figures import plots
 from benchmarks.figures.bench import BenchSpeedUps, SpeedUp
 from benchmarks.figures.report import Section, figures_markdown
 from benchmarks.figures.runs import Gain, Spread
@@ -148,55 +148,6 @@ def test_a_picture_shows_its_numbers(tmp_path: Path) -> None:
         plots.plot_skip_ratio(experiment, tmp_path / f"{name}.png")
     first, same, other = ((tmp_path / f"{name}.png").read_bytes() for name in "abc")
     assert first == same != other
-
-
-def test_words_of_the_bench() -> None:
-    bench = BenchSpeedUps(
-        by_context={"summary": speed_ups("swift", "knapspec"), "ledger": speed_ups("swift", contexts=(512,))},
-        by_mix=speed_ups("swift", contexts=(0, 1)),
-    )
-    text = report.bench_text(bench)
-    assert "summary: fastest is knapspec with 1.38 (0.90 to 2.50) at 512 and knapspec with 1.75" in text
-    assert "ledger: fastest is swift with 1.12 (0.90 to 2.50) at 512." in text
-    assert "Streams: fastest is swift with 1.00 (0.90 to 2.50) at 0 and swift with 1.00" in report.mix_text(bench)
-
-
-def test_words_of_correlations() -> None:
-    text = report.tpt_text(tpt(30))
-    assert text.startswith("30 plans (")
-    assert "by r = 1.000 (ranks 1.000)" in text
-    assert "correlates with what is after another by 1.000" in text
-    assert "plain decoding made 20.00 (18.00 to 23.50) tokens/s, and 15.00 were predicted" in text
-    assert "by r = - (ranks -)" in report.tpt_text(tpt(1))
-
-
-def test_words_of_skips() -> None:
-    text = report.skip_ratio_text(skips(3))
-    assert (
-        "At 512 tokens of context, plans skipped 38 % of the attention and 50 % of the MLP sublayers (2 plans)" in text
-    )
-    assert "At 2048 tokens" in text
-    assert "from 800 tokens of context on" in text
-    assert "no plan was predicted to pay. Attention never" in report.skip_ratio_text(
-        skips(1, drafts=False, crossing=None)
-    )
-    text = report.skip_distribution_text(skips(1))
-    assert text.startswith("2 plans, over the 40 tokens")
-    assert "most: MLP of layer 1 (100 %), MLP of layer 3 (100 %), attention of layer 0 (75 %)" in text
-    assert "least: MLP of layer 2 (0 %)" in text or "least: attention of layer 3 (0 %)" in text
-    assert "Attention is skipped 38 % of the time, MLP 50 %" in text
-    assert report.skip_distribution_text(skips(1, drafts=False)) == "No plan drafted."
-
-
-def test_words_of_sweeps() -> None:
-    text = report.threshold_text(thresholds())
-    assert "skips 2 of 4 sublayers. Fastest is threshold 0.9 with a speed-up of 1.90 (1.80 to 2.10)" in text
-    assert "no threshold: 1.70 (1.60 to 1.90), 50 % accepted" in text
-    text = report.interval_text(intervals())
-    assert "fastest every 64 tokens, with a speed-up of 1.50 (1.40 to 1.70)" in text
-    assert "every 8 tokens 30 % of the time goes into 6 searches, every 64 10 % into 2" in text
-    assert "a share of 0.02 with 1.45" in text
-    assert "own makes 1.40 (1.30 to 1.60) with 5 % of the time in 1 searches" in text
 
 
 def test_the_page_says_how_it_was_made() -> None:

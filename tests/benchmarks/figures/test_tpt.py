@@ -12,11 +12,7 @@ from scipy import stats
 
 from benchmarks.figures.runs import Spread
 from benchmarks.figures.skips import (
-    ContextSkips,
-    PlanUse,
     attention_outweighs_from,
-    share_skipped,
-    skip_frequency,
 )
 from benchmarks.figures.tpt import PlanPoint, TptExperiment, pearson, plan_spread, spearman
 from rayspec.choices import FULL, SKIP, choices_of
@@ -36,13 +32,6 @@ def test_correlations_are_those_of_scipy(data: st.DataObject) -> None:
             assert math.isnan(found)
         else:
             assert found == pytest.approx(theirs(first, second).statistic, abs=1e-6)
-
-
-def test_correlations_of_nothing() -> None:
-    assert math.isnan(pearson([], []))
-    assert math.isnan(spearman([1.0], [2.0]))
-    assert spearman([1, 2, 3], [1, 10, 100]) == pytest.approx(1)
-    assert pearson([1, 2, 3], [1, 10, 100]) < 0.95
 
 
 def point(predicted: float, measured: tuple[float, ...], **changes: float) -> PlanPoint:
@@ -120,15 +109,3 @@ def test_where_attention_outweighs_mlp() -> None:
     assert attention_outweighs_from(latency(1.0, 3.0, 0.01)) == pytest.approx(200)
     assert attention_outweighs_from(latency(3.0, 1.0, 0.01)) == 0
     assert attention_outweighs_from(latency(1.0, 3.0, 0.0)) is None
-
-
-def test_shares_are_weighted_by_tokens() -> None:
-    plans = (
-        PlanUse(choices=(SKIP, FULL, FULL, FULL), num_tokens=30),
-        PlanUse(choices=(FULL, SKIP, SKIP, FULL), num_tokens=10),
-    )
-    assert skip_frequency(plans).tolist() == pytest.approx([0.75, 0.25, 0.25, 0.0])
-    one = ContextSkips(context=9, plans=plans, num_plain_tokens=4, attention_s=1.0, mlp_s=1.0)
-    assert one.attention_skipped == pytest.approx(0.5)
-    assert one.mlp_skipped == pytest.approx(0.125)
-    assert share_skipped((), slice(0, None, 2)) is None

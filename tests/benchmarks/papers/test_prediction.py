@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks.papers.prediction import (
     best_length,
-    cost_if_all_accepted,
     draft_cost,
     needed_acceptance,
     needed_cost,
@@ -35,10 +34,6 @@ def test_the_best_gain_for_a_cost_and_its_length(skipped: float) -> None:
         decision = best_length(relative_latency(1 - skipped), (FULL, SKIP), acceptance, context=0, max_draft_tokens=18)
         assert decision.predicted_gain == pytest.approx(gain, abs=0.01)
         assert decision.num_draft_tokens == length
-
-
-def test_a_loss_is_told_too() -> None:
-    assert relative_gain(0.9, 0.1, max_draft_tokens=4) == pytest.approx(1.1 / 1.9)
 
 
 def test_a_verify_runs_every_sublayer_on_every_row() -> None:
@@ -77,22 +72,6 @@ def test_what_a_gain_needs_is_what_gave_it(acceptance: float, cost: float) -> No
     assert needed_cost(gain, acceptance, max_draft_tokens=18) == pytest.approx(cost, abs=1e-5)
     found = needed_acceptance(gain, partial(relative_gain, cost, max_draft_tokens=18))
     assert found == pytest.approx(acceptance, abs=1e-5)
-
-
-def test_needs_that_nothing_meets() -> None:
-    assert needed_acceptance(2.0, partial(relative_gain, 0.5, max_draft_tokens=18)) is None  # below 1 / c only
-    assert needed_acceptance(0.1, partial(relative_gain, 0.5, max_draft_tokens=18)) == 0
-    assert needed_cost(3.0, 0.5, max_draft_tokens=18) is None  # not even a free draft
-    assert needed_cost(0.4, 0.0, max_draft_tokens=18) is None  # a draft dearer than the model itself
-    with pytest.raises(ValueError, match="cost is 1"):
-        relative_latency(1)
-
-
-def test_the_cost_if_everything_is_accepted() -> None:
-    cost = cost_if_all_accepted(1.93, 17)
-    assert cost == pytest.approx(0.4898, abs=1e-4)
-    assert relative_gain(cost, 1.0, max_draft_tokens=17) == pytest.approx(1.93)
-    assert cost_if_all_accepted(4.0, 2) is None
 
 
 def test_the_bound_is_what_a_perfect_rule_comes_near() -> None:

@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.papers.prediction import relative_gain
 from benchmarks.papers.published import Published, published
-from benchmarks.papers.rows import PaperRow, keep_layers, predict_papers
+from benchmarks.papers.rows import PaperRow, predict_papers
 from benchmarks.papers.run import paper_json, paper_markdown, run_paper
-from benchmarks.papers.sentences import explain, paragraph, span
-from rayspec.choices import FULL, SKIP
+from benchmarks.papers.sentences import explain
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +60,6 @@ def test_predictions_by_hand(rows: tuple[PaperRow, ...]) -> None:
     assert (1 + 0.944 * drafted) / (1 + cost * drafted) == pytest.approx(1.47)
 
 
-def test_the_reference_path_costs_its_draft_more(rows: tuple[PaperRow, ...]) -> None:
-    for row in rows:
-        if row.published.model in ("Llama-3.1-70B", "Llama-3.1-8B") and row.ideal is not None:
-            assert row.reference is not None
-            assert row.reference.cost > row.ideal.cost
-            assert (row.reference_step_ms or 0) > (row.ideal_step_ms or 0)
-    assert all(row.reference is None for row in rows if row.published.paper != "KnapSpec")
-
-
 def test_what_is_needed_gives_what_was_published(rows: tuple[PaperRow, ...]) -> None:
     count = 0
     for row in rows:
@@ -87,47 +77,11 @@ def test_what_is_needed_gives_what_was_published(rows: tuple[PaperRow, ...]) -> 
     assert count > 50
 
 
-def test_what_is_skipped_is_published_or_the_budget_or_unknown(rows: tuple[PaperRow, ...]) -> None:
-    assert row_of(rows, "Llama-3.1-70B", "PG19").skip_ratio == 0.5
-    assert row_of(rows, "Llama-3.1-70B", "GovReport", "clasp").skip_ratio == 0.25
-    unknown = row_of(rows, "Llama-3.1-70B", "GovReport", "del")
-    assert (unknown.skip_ratio, unknown.predictions, unknown.most_cost is not None) == (None, (), True)
-
-
-def test_where_nothing_is_accepted_no_cost_of_a_step_follows(rows: tuple[PaperRow, ...]) -> None:
-    """Only what all steps of a draft cost together: how many there are is not known to be the best number."""
-    (row,) = [row for row in rows if row.published.acceptance == 0]
-    assert row.needed_cost is None
-
-
-def test_a_model_without_a_shape_has_the_share_that_is_kept_for_its_cost(rows: tuple[PaperRow, ...]) -> None:
-    (row,) = [row for row in rows if row.published.group == "CLaSp" and row.published.end == "from"]
-    assert row.ideal is not None
-    assert row.ideal.cost == pytest.approx(0.5)
-    lookup = next(row for row in rows if row.published.method == "lookup")
-    assert lookup.ideal is not None
-    assert lookup.ideal.cost == 0
-
-
 def test_an_acceptance_is_never_made_up(rows: tuple[PaperRow, ...]) -> None:
     for row in rows:
         if row.published.acceptance is None:
             assert [each.gain for each in row.predictions] == [None] * len(row.predictions)
             assert row.needed_cost is None
-
-
-def test_the_authors_own_estimate_gives_a_cost(rows: tuple[PaperRow, ...]) -> None:
-    row = row_of(rows, "Llama-3.1-70B", "GovReport")
-    assert row.tpt_cost == pytest.approx((18 / 1.93 - 1) / 17)
-    assert row.at_tpt_cost is not None
-    assert row.at_tpt_cost.gain == pytest.approx(1.51, abs=0.01)
-
-
-def test_keep_layers_are_whole_and_spread() -> None:
-    assert keep_layers(4, 0.5) == (SKIP, SKIP, FULL, FULL) * 2
-    assert keep_layers(80, 0.45).count(FULL) == 72
-    assert keep_layers(3, 1.0) == (FULL,) * 6
-    assert keep_layers(3, 0.0) == (SKIP,) * 6
 
 
 @pytest.mark.parametrize(
@@ -149,11 +103,6 @@ def test_the_sentence_says_what_the_numbers_do(changes: dict[str, object], expec
     assert re.search(expected, sentence), sentence
 
 
-def test_a_figure_that_nothing_explains_is_told_so() -> None:
-    text = paper_markdown(predict_papers([invented(acceptance=None, speedup=2.5)]))
-    assert "| none does / none does |" in text
-
-
 def test_markdown_has_every_figure_once(rows: tuple[PaperRow, ...]) -> None:
     text = paper_markdown(rows)
     tables = [line.split("|") for line in text.splitlines() if line.startswith("|")]
@@ -165,11 +114,6 @@ def test_markdown_has_every_figure_once(rows: tuple[PaperRow, ...]) -> None:
         assert row.published.source in text
     assert "None" not in text
     assert "nan" not in text
-
-
-def test_paragraphs_are_wrapped_and_spans_have_one_end_or_two() -> None:
-    assert max(map(len, paragraph("word " * 100).splitlines())) <= 118
-    assert (span([0.5, None, 0.7]), span([0.5, 0.5001]), span([None])) == ("0.50 to 0.70", "0.50", "-")
 
 
 def test_json_holds_the_rows_and_what_was_assumed(tmp_path: Path, rows: tuple[PaperRow, ...], known: None) -> None:
