@@ -15,6 +15,8 @@ from ray.serve.scripts import cli as serve_cli
 import benchmarks.__main__
 from rayspec.cli import LAZY, lazy_command
 from rayspec.cli import app as rayspec_app
+from rayspec.command.settings import make_settings
+from rayspec.config import EngineConfig, ParallelOptions
 
 RAY = ray_cli
 RAYSPEC: Any = typer.main.get_command(rayspec_app)
@@ -105,3 +107,13 @@ def parse(command: Any, arguments: Sequence[str]) -> Any:
             raise ValueError(f"no command {name!r}")
         command = command.commands[name]
     return command.make_context(name, list(arguments))
+
+
+def engine_of_job(arguments: Sequence[str]) -> EngineConfig:
+    """What jobs/summarize.py makes of its command line, without running it."""
+    parsed = parse(JOBS["summarize"], arguments).params
+    assert parsed["output"]
+    names = EngineConfig.model_fields.keys() | ParallelOptions.model_fields.keys()
+    return make_settings(
+        flags={name: parsed[name] for name in names & parsed.keys() if parsed[name] not in (None, ())}
+    ).engine

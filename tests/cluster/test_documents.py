@@ -14,9 +14,9 @@ import yaml
 
 from rayspec.serve import replies
 from tests.cluster.commands import blocks, faults, inline, inline_commands, options
-from tests.cluster.launcher_rules import ROOT
 from tests.serve.test_dashboard import exported
 
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "cluster/README.md", "docs/operations.md", "docs/security.md", "docs/troubleshooting.md")
 TROUBLES = "docs/troubleshooting.md"
 SOURCES = [path for folder in ("rayspec", "jobs", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]

@@ -1,6 +1,7 @@
-"""What the API server would say of a manifest, and what it would silently drop: unknown fields are errors here.
+"""What the API server and KubeRay's operator would say of a manifest; unknown fields, which they drop, are errors here.
 
-KubeRay's resources by its own definitions (v1.7.0), where a checkout has them; core kinds by Kubernetes' schemas.
+KubeRay's resources by its own definitions (v1.7.0), where a checkout has them; core kinds by Kubernetes' schemas;
+others, and the rules of the operator, by tests/data.
 """
 
 from __future__ import annotations
@@ -15,66 +16,24 @@ import yaml
 from jsonschema import Draft7Validator
 
 _KUBERNETES = "1.33"
+_DATA = Path(__file__).parents[2] / "data"
 _DEFINITIONS = Path(os.environ.get("KUBERAY_CRDS") or Path(__file__).parents[4] / "shared" / "data" / "kuberay-crds")
-_RAY_KINDS = ("RayCluster", "RayJob", "RayService")
-_LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
-_METADATA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "namespace": {"type": "string"},
-        "labels": _LABELS,
-        "annotations": _LABELS,
-    },
-    "required": ["name"],
-    "additionalProperties": False,
-}
-# Of monitoring.coreos.com_podmonitors.yaml (prometheus-operator 0.91), the fields that are used here.
-_RELABELING = {
-    "type": "object",
-    "properties": {"sourceLabels": {"type": "array", "items": {"type": "string"}}, "targetLabel": {"type": "string"}},
-    "additionalProperties": False,
-}
-_ENDPOINT = {
-    "type": "object",
-    "properties": {"port": {"type": "string"}, "relabelings": {"type": "array", "items": _RELABELING}},
-    "additionalProperties": False,
-}
-_POD_MONITOR = {
-    "type": "object",
-    "properties": {
-        "apiVersion": {"const": "monitoring.coreos.com/v1"},
-        "kind": {},
-        "metadata": _METADATA,
-        "spec": {
-            "type": "object",
-            "properties": {
-                "jobLabel": {"type": "string"},
-                "selector": {
-                    "type": "object",
-                    "properties": {"matchLabels": _LABELS},
-                    "additionalProperties": False,
-                },
-                "podMetricsEndpoints": {"type": "array", "items": _ENDPOINT},
-            },
-            "required": ["selector", "podMetricsEndpoints"],
-            "additionalProperties": False,
-        },
-    },
-    "additionalProperties": False,
-}
+_CLUSTER_IN = {"RayJob": "rayClusterSpec", "RayService": "rayClusterConfig"}
+_RAY_KINDS = ("RayCluster", *_CLUSTER_IN)
+
+Manifest = dict[str, Any]
 
 
 def has_ray_schemas() -> bool:
     return _DEFINITIONS.is_dir()
 
 
-def problems(manifest: dict[str, Any]) -> list[str]:
+def problems(manifest: Manifest) -> list[str]:
     """Empty where the API server would take all of it."""
     if manifest["kind"] in _RAY_KINDS:
         return _errors(_ray_validator(manifest["kind"]), manifest)
-    if manifest["kind"] == "PodMonitor":
-        return _errors(Draft7Validator(_POD_MONITOR), manifest)
+    if manifest["apiVersion"].startswith("monitoring."):
+        return _errors(_own_validator("monitoring", manifest["kind"]), manifest)
     try:
         kubernetes_validate.validate(manifest, _KUBERNETES, strict=True)
     except kubernetes_validate.ValidationError as error:
@@ -82,8 +41,49 @@ def problems(manifest: dict[str, Any]) -> list[str]:
     return []
 
 
-def _errors(validator: Draft7Validator, manifest: dict[str, Any]) -> list[str]:
+def violations(manifest: Manifest) -> list[str]:
+    """Of a RayCluster, RayJob or RayService: empty where the operator, and a restricted namespace, would take it."""
+    found = _errors(_own_validator("operator", manifest["kind"]), manifest)
+    for group in cluster_spec(manifest)["workerGroupSpecs"]:
+        if not 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]:
+            found.append(f"replicas of {group['groupName']}")
+    return found
+
+
+def open_rules(policy: Manifest) -> list[str]:
+    """Rules of a NetworkPolicy that name no peer, no port or no namespace: Kubernetes takes each as all of them."""
+    rules = [
+        (rule.get(peer), rule)
+        for side, peer in (("ingress", "from"), ("egress", "to"))
+        for rule in policy["spec"][side]
+    ]
+    return [
+        str(rule)
+        for peers, rule in rules
+        if not peers or not rule.get("ports") or any(peer.get("namespaceSelector") == {} for peer in peers)
+    ]
+
+
+def cluster_spec(manifest: Manifest) -> Manifest:
+    spec: Manifest = manifest["spec"]
+    return spec[_CLUSTER_IN[manifest["kind"]]] if manifest["kind"] in _CLUSTER_IN else spec
+
+
+def pod_templates(manifest: Manifest) -> list[Manifest]:
+    cluster = cluster_spec(manifest)
+    found = [cluster["headGroupSpec"]["template"], *(group["template"] for group in cluster["workerGroupSpecs"])]
+    submitter = manifest["spec"].get("submitterPodTemplate")
+    return [*found, submitter] if submitter else found
+
+
+def _errors(validator: Draft7Validator, manifest: Manifest) -> list[str]:
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(manifest)]
+
+
+@cache
+def _own_validator(name: str, kind: str) -> Draft7Validator:
+    schemas = yaml.safe_load((_DATA / f"{name}.schema.yaml").read_text(encoding="utf-8"))
+    return Draft7Validator(schemas[kind] | {"definitions": schemas["definitions"]})
 
 
 @cache
@@ -91,10 +91,10 @@ def _ray_validator(kind: str) -> Draft7Validator:
     path = next(_DEFINITIONS.glob(f"ray.io_{kind.lower()}s.*.yaml"))
     definition = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     versions = definition["spec"]["versions"]
-    schema = next(version for version in versions if version["name"] == "v1")["schema"]["openAPIV3Schema"]
-    strict = _strict(schema)
-    strict["properties"] |= {"metadata": _METADATA, "apiVersion": {"const": "ray.io/v1"}}
-    return Draft7Validator(strict)
+    strict = _strict(next(version for version in versions if version["name"] == "v1")["schema"]["openAPIV3Schema"])
+    metadata = _own_validator("monitoring", "PodMonitor").schema["definitions"]
+    strict["properties"] |= {"metadata": metadata["metadata"], "apiVersion": {"const": "ray.io/v1"}}
+    return Draft7Validator(strict | {"definitions": metadata})
 
 
 def _strict(schema: Any) -> Any:
@@ -104,7 +104,8 @@ def _strict(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     strict = {
-        key: _strict_properties(value) if key == "properties" else _strict(value) for key, value in schema.items()
+        key: {name: _strict(one) for name, one in value.items()} if key == "properties" else _strict(value)
+        for key, value in schema.items()
     }
     if schema.get("x-kubernetes-int-or-string"):
         strict.pop("anyOf", None)
@@ -114,7 +115,3 @@ def _strict(schema: Any) -> Any:
     if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
         strict.setdefault("additionalProperties", False)
     return strict
-
-
-def _strict_properties(properties: dict[str, Any]) -> dict[str, Any]:
-    return {name: _strict(schema) for name, schema in properties.items()}

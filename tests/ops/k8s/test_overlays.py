@@ -17,16 +17,14 @@ import yaml
 from ray._common.utils import import_attr
 from ray.serve.schema import ServeDeploySchema
 
-from rayspec.batch.commands import DocumentOptions
-from rayspec.cli import lazy_command
-from rayspec.command.settings import Settings, make_settings
+from rayspec.config import EngineConfig
 from rayspec.ops.k8s.options import read_render_options
 from rayspec.ops.k8s.pods import JOBS_FOLDER
 from rayspec.ops.k8s.render import render, stale_overlays
 from rayspec.serve.options import ServeOptions, serve_options
+from tests.cluster.commands import engine_of_job
 from tests.ops.k8s import kustomization
-from tests.ops.k8s.operator_rules import cluster_spec, open_rules, pod_templates, violations
-from tests.ops.k8s.schemas import has_ray_schemas, problems
+from tests.ops.k8s.schemas import cluster_spec, has_ray_schemas, open_rules, pod_templates, problems, violations
 
 ROOT = Path(__file__).parents[3]
 K8S = ROOT / "k8s"
@@ -155,17 +153,17 @@ def test_workers_have_what_the_engine_asks_for(folder: Path) -> None:
     if resource["kind"] == "RayCluster":
         pytest.skip("it has no engine of its own")
     engine, num_replicas = _engine(resource)
-    parallel = engine.engine.parallel
+    parallel = engine.parallel
     shards = parallel.stages * parallel.tensor * parallel.replicas if parallel is not None else 0
     cpus_per_shard = parallel.cpus_per_shard if parallel is not None else 0
-    own_cpus = 1 if parallel is not None else engine.engine.num_threads or 1
+    own_cpus = 1 if parallel is not None else engine.num_threads or 1
     groups = cluster_spec(resource)["workerGroupSpecs"]
     cpus = sum(group["maxReplicas"] * int(_limits(group)["cpu"]) for group in groups)
     gpus = sum(group["maxReplicas"] * int(_limits(group).get("nvidia.com/gpu", 0)) for group in groups)
     beside = 2 if resource["kind"] == "RayJob" else 0.5  # Ray Data reads with one and wants one free; or the ingress
     assert num_replicas * (shards * cpus_per_shard + own_cpus) + beside <= cpus
-    assert gpus == (num_replicas * shards if engine.engine.device == "cuda" else 0)
-    assert gpus == 0 or engine.engine.max_model_len == 16384
+    assert gpus == (num_replicas * shards if engine.device == "cuda" else 0)
+    assert gpus == 0 or engine.max_model_len == 16384
 
 
 @only("service")
@@ -187,7 +185,7 @@ def test_the_entrypoint_is_a_job_that_takes_these_options(folder: Path) -> None:
     python, script, *_ = shlex.split(entrypoint)
     assert python == "python"
     assert (ROOT / "jobs" / Path(script).relative_to(JOBS_FOLDER)).is_file()
-    assert _settings(entrypoint).engine.max_model_len
+    assert _engine(ray_resource(folder))[0].max_model_len
 
 
 def test_what_kustomize_makes_is_what_the_reader_here_does(folder: Path) -> None:
@@ -228,27 +226,23 @@ WORKERS = "spec.rayClusterConfig.workerGroupSpecs.0"
 
 @needs_ray_schemas
 @pytest.mark.parametrize(
-    "planted",
+    ("kind", "planted"),
     [
-        _set("spec.serveConfigV3", ""),
-        _set("spec.serveConfigV2", {}),
-        _set("spec.rayClusterConfig.rayVersions", "2.60.0"),
-        _set("spec.rayClusterConfig.authOptions.mode", "tokens"),
-        _set("spec.rayClusterConfig.autoscalerOptions.version", "v3"),
-        _set(f"{WORKERS}.maxReplica", 1),
-        _set(f"{WORKERS}.replicas", "1"),
-        _set(f"{WORKERS}.rayStartParams.num-cpus", 4),
-        _set(f"{WORKERS}.template.spec.toleration", []),
-        _set(f"{HEAD}.containers.0.resources.limit", {"cpu": "1"}),
-        _set(f"{HEAD}.containers.0.ports.0.containerPort", "6379"),
-        _set(f"{HEAD}.containers.0.securityContext.readOnlyRootFileSystem", True),
-        _set(f"{HEAD}.volumes.0.emptydir", {}),
-        _set("metadata.label", {}),
-        _set("apiVersion", "ray.io/v1alpha2"),
+        ("RayService", _set("spec.serveConfigV3", "")),
+        ("RayService", _set("spec.rayClusterConfig.authOptions.mode", "tokens")),
+        ("RayService", _set(f"{WORKERS}.replicas", "1")),
+        ("RayService", _set(f"{WORKERS}.rayStartParams.num-cpus", 4)),
+        ("RayService", _set(f"{HEAD}.containers.0.securityContext.readOnlyRootFileSystem", True)),
+        ("RayService", _set("metadata.label", {})),
+        ("RayService", _set("apiVersion", "ray.io/v1alpha2")),
+        ("NetworkPolicy", _set("spec.podselector", {})),
+        ("PersistentVolumeClaim", _set("spec.accessMode", [])),
+        ("StatefulSet", _set("spec.template.spec.containers.0.imagePullPolice", "Always")),
+        ("Namespace", _set("metadata.labels", [])),
     ],
 )
-def test_a_planted_typo_is_found_by_the_schema(overlays: Path, planted: Callable[[Manifest], None]) -> None:
-    manifest = ray_resource(overlays / "gpu-8" / "service")
+def test_a_planted_typo_is_found(overlays: Path, kind: str, planted: Callable[[Manifest], None]) -> None:
+    manifest = next(one for one in built(overlays / "gpu-8" / "service") if one["kind"] == kind)
     assert problems(manifest) == []
     planted(manifest)
     assert problems(manifest)
@@ -257,57 +251,28 @@ def test_a_planted_typo_is_found_by_the_schema(overlays: Path, planted: Callable
 @pytest.mark.parametrize(
     ("kind", "planted"),
     [
-        ("NetworkPolicy", _set("spec.podselector", {})),
-        ("NetworkPolicy", _set("spec.policytypes", [])),
-        ("ServiceAccount", _set("automountServiceAccounttoken", False)),
-        ("PersistentVolumeClaim", _set("spec.accessMode", [])),
-        ("StatefulSet", _set("spec.template.spec.containers.0.imagePullPolice", "Always")),
-        ("Namespace", _set("metadata.labels", [])),
+        ("service", _set("metadata.name", "Rayspec")),
+        ("service", _set("metadata.name", "r" * 48)),
+        ("service", _set("spec.rayClusterConfig.rayVersion", "2.51.0")),
+        ("service", _set("spec.rayClusterConfig.upgradeStrategy", {"type": "Recreate"})),
+        ("service", _set(f"{WORKERS}.minReplicas", 3)),
+        ("service", _set(f"{WORKERS}.template.spec.restartPolicy", "Always")),
+        ("service", _set("spec.rayClusterConfig.headGroupSpec.resources", {"CPU": "1"})),
+        ("service", _set(f"{HEAD}.automountServiceAccountToken", False)),
+        ("service", _set(f"{HEAD}.containers.0.env", [{"name": "REDIS_PASSWORD", "value": "x"}])),
+        ("service", _set(f"{HEAD}.securityContext.runAsUser", 0)),
+        ("service", _set(f"{HEAD}.initContainers.0.securityContext", {})),
+        ("job", _set("spec.submissionMode", "SidecarMode")),
+        ("job", _set("spec.shutdownAfterJobFinishes", False)),
+        ("job", _set("spec.rayClusterSpec.gcsFaultToleranceOptions", {"redisAddress": "redis:6379"})),
+        ("job", _set("spec.submitterPodTemplate.spec.securityContext", {})),
     ],
 )
-def test_a_planted_typo_in_a_core_kind_is_found(overlays: Path, kind: str, planted: Callable[[Manifest], None]) -> None:
-    manifest = next(one for one in built(overlays / "gpu-8" / "service") if one["kind"] == kind)
-    assert problems(manifest) == []
-    planted(manifest)
-    assert problems(manifest)
-
-
-@pytest.mark.parametrize(
-    "planted",
-    [
-        _set("metadata.name", "Rayspec"),
-        _set("metadata.name", "r" * 48),
-        _set("spec.rayClusterConfig.rayVersion", "2.51.0"),
-        _set("spec.rayClusterConfig.upgradeStrategy", {"type": "Recreate"}),
-        _set(f"{WORKERS}.minReplicas", 3),
-        _set(f"{WORKERS}.rayStartParams.labels", "a=b"),
-        _set(f"{WORKERS}.template.spec.restartPolicy", "Always"),
-        _set("spec.rayClusterConfig.headGroupSpec.resources", {"CPU": "1"}),
-        _set(f"{HEAD}.automountServiceAccountToken", False),
-        _set(f"{HEAD}.containers.0.env", [{"name": "REDIS_PASSWORD", "value": "x"}]),
-        _set(f"{HEAD}.securityContext.runAsUser", 0),
-        _set(f"{HEAD}.initContainers.0.securityContext", {}),
-    ],
-)
-def test_what_operator_or_namespace_would_refuse_is_found(overlays: Path, planted: Callable[[Manifest], None]) -> None:
-    manifest = ray_resource(overlays / "gpu-8" / "service")
-    planted(manifest)
-    assert violations(manifest)
-
-
-@pytest.mark.parametrize(
-    "planted",
-    [
-        _set("spec.submissionMode", "SidecarMode"),
-        _set("spec.submissionMode", "InteractiveMode"),
-        _set("spec.shutdownAfterJobFinishes", False),
-        _set("spec.deletionStrategy", {"deletionRules": []}),
-        _set("spec.rayClusterSpec.gcsFaultToleranceOptions", {"redisAddress": "redis:6379"}),
-        _set("spec.submitterPodTemplate.spec.securityContext", {}),
-    ],
-)
-def test_what_the_operator_would_refuse_of_a_job_is_found(overlays: Path, planted: Callable[[Manifest], None]) -> None:
-    manifest = ray_resource(overlays / "gpu-8" / "job")
+def test_what_operator_or_namespace_would_refuse_is_found(
+    overlays: Path, kind: str, planted: Callable[[Manifest], None]
+) -> None:
+    manifest = ray_resource(overlays / "gpu-8" / kind)
+    assert violations(manifest) == []
     planted(manifest)
     assert violations(manifest)
 
@@ -338,23 +303,13 @@ def _limits(group: Manifest) -> dict[str, str]:
     return limits
 
 
-def _engine(resource: Manifest) -> tuple[Any, int]:
-    """Something with the `engine` options, and how many of it there may be."""
+def _engine(resource: Manifest) -> tuple[EngineConfig, int]:
+    """The options of an engine, and how many of it there may be."""
     if resource["kind"] == "RayJob":
-        return _settings(resource["spec"]["entrypoint"]), 1
+        return engine_of_job(shlex.split(resource["spec"]["entrypoint"])[2:]), 1
     [application] = yaml.safe_load(resource["spec"]["serveConfigV2"])["applications"]
     [config] = serve_options(application["args"], environment={}).llm_configs
-    return config, config.num_replicas
-
-
-def _settings(entrypoint: str) -> Settings:
-    """What jobs/summarize.py makes of its command line, without running it."""
-    command = lazy_command("job").commands["summarize"]
-    parsed = command.make_context("summarize", shlex.split(entrypoint)[2:]).params
-    own = {"inputs", "output", "text_column", "prompt", "config", "set_", *DocumentOptions.model_fields}
-    assert parsed["output"]
-    asked = {name: value for name, value in parsed.items() if name not in own and value not in (None, ())}
-    return make_settings(flags=asked)
+    return config.engine, config.num_replicas
 
 
 def _unknown_keys(given: Any, known: Any, where: str = "") -> list[str]:

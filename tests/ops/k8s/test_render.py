@@ -22,8 +22,7 @@ from rayspec.ops.k8s.sizing import GIB, ClusterPlan, plan_cluster
 from rayspec.ops.plan.options import PlacementOptions
 from rayspec.ops.plan.placement import place, placed_dtype
 from rayspec.types import ConfigError
-from tests.ops.k8s.operator_rules import cluster_spec, open_rules, violations
-from tests.ops.k8s.schemas import has_ray_schemas, problems
+from tests.ops.k8s.schemas import cluster_spec, has_ray_schemas, open_rules, problems, violations
 
 MODELS = Path(__file__).parents[3] / "k8s" / "models"
 LLAMA_70B = {"model": "meta-llama/Llama-3.1-70B-Instruct", "sizes_from": str(MODELS / "llama-3.1-70b.json")}

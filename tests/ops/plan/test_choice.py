@@ -14,9 +14,8 @@ import yaml
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from rayspec.cli import app, lazy_command
-from rayspec.command.options import Asked
-from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.cli import app
+from rayspec.config import EngineConfig
 from rayspec.errors import ConfigError
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.k8s.sizing import ClusterPlan, plan_cluster
@@ -25,6 +24,7 @@ from rayspec.ops.plan.layouts import Layout
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.ops.plan.placement import Placement, place
 from rayspec.ops.plan.report import flags_of
+from tests.cluster.commands import engine_of_job
 
 MODELS = Path(__file__).parents[3] / "k8s" / "models"
 Shape = tuple[int, int, int, int]  # stages, ranks, copies, sequences of a copy
@@ -261,10 +261,7 @@ def _of_job(flags: str) -> tuple[int, int, int]:
     words = shlex.split(flags)
     if "--model" not in words:
         words = ["--model", "m", "--output", "o", *words, "in"]
-    parsed = lazy_command("job").commands["summarize"].make_context("summarize", words).params
-    names = EngineConfig.model_fields.keys() | ParallelOptions.model_fields.keys()
-    asked = {name: parsed[name] for name in names & parsed.keys() if parsed[name] not in (None, ())}
-    return _of_engine(Asked(flags=asked).settings().engine)
+    return _of_engine(engine_of_job(words))
 
 
 def _of_engine(engine: EngineConfig) -> tuple[int, int, int]:
