@@ -111,7 +111,7 @@ def profile(
 
     Nothing else should run meanwhile.
     """
-    from rayspec.ops.latency_table import latency_table, stage_table  # noqa: PLC0415 - brings numpy
+    from rayspec.ops.commands import latency_table, stage_table  # noqa: PLC0415 - brings numpy
 
     with clean_exit():
         settings = asked.settings()

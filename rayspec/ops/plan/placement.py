@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from rich.console import Group
@@ -20,7 +20,6 @@ from transformers import PretrainedConfig
 from rayspec.config import DType, EngineConfig, ParallelOptions
 from rayspec.decode.loading import cache_size
 from rayspec.model.architecture import max_positions, why_context_ends
-from rayspec.model.kv_arena import CacheSize
 from rayspec.model.sizes import ModelSizes, model_sizes
 from rayspec.ops.plan.gpus import RESERVED_BYTES, RESERVED_SHARE, Gpu, parse_gpus
 from rayspec.ops.plan.options import DEFAULT_CONTEXT, LoadOptions, PlacementOptions
@@ -141,29 +140,42 @@ def placements_table(placements: Sequence[Placement]) -> Group:
 
 
 def _placement_table(placement: Placement) -> Group:
-    options = placement.options
-    copies = f" on each of {placement.num_copies} copies" if placement.num_copies > 1 else ""
+    options, ranks = placement.options, placement.options.num_ranks
     table = Table()
     for heading in ("GPU", "layers", "sublayers", "weights GiB", "KV GiB", "left GiB", "ms a step", "fits"):
         table.add_column(heading, justify="left" if heading in ("GPU", "fits") else "right", no_wrap=True)
     for stage in placement.stages:
+        layers, sublayers = _ends(stage, placement)
         table.add_row(
             stage.device.name,
-            "{}-{}".format(*_ends(stage.layers)),
-            "{}-{}".format(*_ends(_sublayers(stage.layers))) if placement.splits else "-",
+            "{}-{}".format(*layers),
+            "{}-{}".format(*sublayers) if sublayers else "-",
             *(f"{size / _GIB:.1f}" for size in (stage.weight_bytes, stage.kv_bytes, stage.bytes_left)),
             f"{1000 * stage.seconds:.2f}",
             "yes" if stage.bytes_left >= 0 else f"{-stage.bytes_left / _GIB:.1f} GiB missing",
         )
+    verdict = "it fits"
+    if placement.missing_bytes:
+        verdict = (
+            f"it does not fit: {placement.missing_bytes * ranks / _GIB:.1f} GiB are missing; use more or larger GPUs, "
+            "more stages or tensor-parallel ranks, quantization, or plan for fewer or shorter sequences"
+        )
+    elif placement.loading_bytes_missing:
+        verdict = (
+            f"it does not load: {placement.loading_bytes_missing / _GIB:.1f} GiB are missing on a GPU, which holds a "
+            "whole layer beside its share meanwhile; use more stages"
+        )
+    form = f"{options.quantization} with embedding and head in " if options.quantization else ""
+    copies = f" on each of {placement.num_copies} copies" if placement.num_copies > 1 else ""
     return Group(
-        f"{placement.num_parameters / 1e9:.2f} billion parameters in {_format(placement)}, KV cache of "
+        f"{placement.num_parameters / 1e9:.2f} billion parameters in {form}{placement.dtype}, KV cache of "
         f"{options.concurrency} sequences of {options.num_tokens} tokens{copies}",
         table,
         f"{placement.choice}; GiB are of each GPU, of whose memory {RESERVED_SHARE:.0%} and "
         f"{RESERVED_BYTES / _GIB:.0f} GiB are kept for activations and the CUDA context",
         f"a decode step of all sequences takes {1000 * placement.step_s:.1f} ms by roofline, bytes read over memory "
         "bandwidth: a bound, not a measurement",
-        _verdict(placement),
+        verdict,
     )
 
 
@@ -171,25 +183,34 @@ def save_placements(placements: Sequence[Placement], path: Path) -> None:
     """Save options, stages and totals as JSON: bytes, seconds, and numbers of the first and last layer.
 
     Placements of copies on other kinds of GPUs than the first copy are under `unlike_copies`."""
-    first, *others = map(_as_json, placements)
+    names = (
+        "num_parameters",
+        "dtype",
+        "choice",
+        "missing_bytes",
+        "loading_bytes_missing",
+        "num_copies",
+        "fits",
+        "step_s",
+    )
+    found = []
+    for placement in placements:
+        stages = []
+        for stage in placement.stages:
+            layers, sublayers = _ends(stage, placement)
+            more = {"layers": layers, "sublayers": sublayers, "bytes_left": stage.bytes_left}
+            stages.append(asdict(stage) | more)
+        totals = {name: getattr(placement, name) for name in names}
+        found.append(totals | {"options": placement.options.model_dump(), "stages": stages})
+    first, *others = found
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**first, "unlike_copies": others}, indent=2) + "\n", encoding="utf-8")
 
 
-def _as_json(placement: Placement) -> dict[str, Any]:
-    stages = [
-        asdict(stage)
-        | {
-            "layers": _ends(stage.layers),
-            "sublayers": _ends(_sublayers(stage.layers)) if placement.splits else None,
-            "bytes_left": stage.bytes_left,
-        }
-        for stage in placement.stages
-    ]
-    names = ("num_parameters", "dtype", "choice", "missing_bytes", "loading_bytes_missing", "num_copies")
-    plain = {name: getattr(placement, name) for name in names}
-    totals = {"fits": placement.fits, "step_s": placement.step_s, "options": placement.options.model_dump()}
-    return {**plain, **totals, "stages": stages}
+def _ends(stage: StageCost, placement: Placement) -> tuple[tuple[int, int], tuple[int, int] | None]:
+    """Return the first and the last layer of a stage, and its first and last sublayer if the layers split."""
+    first, last = stage.layers[0], stage.layers[-1]
+    return (first, last), (2 * first, 2 * last + 1) if placement.splits else None
 
 
 def _tensor_groups(gpus: Sequence[Gpu], tensor: int) -> list[tuple[Device, float]]:
@@ -248,7 +269,10 @@ def _costs(
     """Return the costs of the model, and the devices. One step reads each weight once, including all experts of a
     mixture, and the KV cache of all sequences. It reads almost nothing of the embedding."""
     bandwidths = [bandwidth for _, bandwidth in groups]
-    size = _cache_size(sizes, len(groups), options)
+    engine = EngineConfig(
+        model="planned", max_num_seqs=options.concurrency, parallel=ParallelOptions(stages=len(groups))
+    )
+    size = cache_size(engine, options.num_tokens * options.concurrency, sizes.window)
 
     def cost(weight_bytes: int, *, kv_bytes: int = 0, bytes_read: int) -> LayerCost:
         seconds = tuple(bytes_read / bandwidth for bandwidth in bandwidths)
@@ -265,40 +289,3 @@ def _costs(
     embedding = cost(sizes.embedding_bytes, bytes_read=0)
     head = cost(sizes.last_stage_bytes(len(groups)), bytes_read=sizes.norm_bytes + sizes.head_bytes)
     return ModelCosts(embedding=embedding, layers=layers, head=head), [device for device, _ in groups]
-
-
-def _cache_size(sizes: ModelSizes, num_stages: int, options: PlacementOptions) -> CacheSize:
-    """Return the size of the KV cache that an engine makes for this concurrency."""
-    config = EngineConfig(
-        model="planned", max_num_seqs=options.concurrency, parallel=ParallelOptions(stages=num_stages)
-    )
-    return cache_size(config, options.num_tokens * options.concurrency, sizes.window)
-
-
-def _sublayers(layers: range) -> range:
-    return range(2 * layers.start, 2 * layers.stop)
-
-
-def _ends(numbers: range) -> tuple[int, int]:
-    """Return the first and the last number."""
-    return numbers[0], numbers[-1]
-
-
-def _format(placement: Placement) -> str:
-    quantization = placement.options.quantization
-    return f"{quantization} with embedding and head in {placement.dtype}" if quantization else placement.dtype
-
-
-def _verdict(placement: Placement) -> str:
-    if placement.fits:
-        return "it fits"
-    if placement.missing_bytes == 0:
-        return (
-            f"it does not load: {placement.loading_bytes_missing / _GIB:.1f} GiB are missing on a GPU, which holds a "
-            "whole layer beside its share meanwhile; use more stages"
-        )
-    missing = placement.missing_bytes * placement.options.num_ranks / _GIB
-    return (
-        f"it does not fit: {missing:.1f} GiB are missing; use more or larger GPUs, more stages or tensor-parallel "
-        "ranks, quantization, or plan for fewer or shorter sequences"
-    )
