@@ -69,7 +69,8 @@ class PooledEngine(Protocol):
 class Slot:
     """The place of one engine in a pool. restarts_alone: restarts after deaths at which an item was alone for the first
     time; `restarts` counts the others. under_way: items that the engine has, by number. delay_s: time before the next
-    start. failure: why no engine is started here any more."""
+    start. has_place: whether the cluster had a place for the engine the last time. failure: why no engine is started
+    here any more."""
 
     number: int
     restarts: Restarts
@@ -79,7 +80,13 @@ class Slot:
     watch: asyncio.Task[None] | None = None
     under_way: set[int] = field(default_factory=set)
     delay_s: float = 0.0
+    has_place: bool = True
     failure: Exception | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the slot has an engine, or will soon have one."""
+        return self.failure is None and self.has_place
 
     def renew_restarts(self) -> None:
         self.restarts.renew()
@@ -194,11 +201,11 @@ class Dispatch:
     def _slot_for_isolated(self) -> Slot | None:
         """Return the slot for isolated items; None without such items, or while that slot has no engine.
 
-        The slot stays the same as long as possible. The first choice is the slot whose engine has died."""
+        The slot stays the same as long as it can have an engine. The first choice is the slot whose engine has died."""
         if not self._isolated:
             self._isolating = None
-        elif self._isolating is None or self._isolating.failure is not None:
-            left = [slot for slot in self._slots if slot.failure is None]
+        elif self._isolating is None or not self._isolating.is_usable:
+            left = [slot for slot in self._slots if slot.is_usable]
             self._isolating = min(left, key=lambda slot: len(slot.under_way), default=None)
         return self._isolating if self._isolating is not None and self._isolating.engine is not None else None
 

@@ -250,7 +250,7 @@ class EngineSupervisor:
                 except BaseException:
                     engine.end()
                     raise
-                self._was_loaded = True
+                self._was_loaded = slot.has_place = True
                 slot.engine = engine
                 break
             except Exception as error:  # noqa: BLE001 - reported to everyone who waits
@@ -276,6 +276,8 @@ class EngineSupervisor:
         """Return how long to wait before the next attempt to load an engine; None: no engine is started in this slot
         any more."""
         if isinstance(error, PlacementError) and self._running:  # a node may be added
+            slot.has_place = False
+            self._deal()  # isolated items go elsewhere
             logger.warning("an engine finds no place, and is tried again in %.0f s: %s", _PLACE_AGAIN_S, error)
             return _PLACE_AGAIN_S
         can_pass = self._was_loaded or isinstance(error, EngineDeadError)

@@ -89,6 +89,19 @@ def test_items_of_a_dead_engine_run_alone_where_it_died_and_the_rest_goes_on() -
     dealing(2, work)
 
 
+def test_isolated_items_do_not_wait_for_an_engine_that_finds_no_place() -> None:
+    def work(dispatch: Dispatch, slots: list[Slot]) -> None:
+        slots[0].under_way = {7, 8}
+        dispatch.died(slots[0], RuntimeError("gone"))
+        slots[0].under_way, slots[0].engine, slots[0].has_place = set(), None, False
+        for number in (7, 8):
+            dispatch.turn(number, ())
+        dispatch.deal()
+        assert [len(items) for items in given(slots)] == [0, 1]
+
+    dealing(2, work)
+
+
 def test_an_item_that_was_alone_at_two_deaths_is_the_culprit() -> None:
     def work(dispatch: Dispatch, slots: list[Slot]) -> None:
         found = []
