@@ -78,10 +78,13 @@ class AsyncEngine:
         ConfigError without a template."""
         return self.llm.chat_tokens(messages, add_generation_prompt=add_generation_prompt)
 
-    async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
+    async def run(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, background: bool = False
+    ) -> RequestOutput:
         """Run a request and return its finished output. An error of the request is in `error` of the output. Raises
-        EngineDeadError. Cancelling the call aborts the request."""
-        return await asyncio.wrap_future(self._client.submit(self._request(prompt_token_ids, params)))
+        EngineDeadError. Cancelling the call aborts the request. background: other requests go first."""
+        request = self._request(prompt_token_ids, params, background=background)
+        return await asyncio.wrap_future(self._client.submit(request))
 
     async def stream(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, interval_s: float = 0.0
@@ -102,9 +105,9 @@ class AsyncEngine:
         StageLostError. A loop that is stuck never answers: the caller needs a deadline."""
         await asyncio.wrap_future(self._client.ping())
 
-    def _request(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, stream: bool = False) -> Request:
+    def _request(self, prompt_token_ids: Sequence[int], params: SamplingParams, **kind: bool) -> Request:
         name = str(next(self._numbers))
-        return Request(request_id=name, params=params, prompt_token_ids=prompt_token_ids, stream=stream)
+        return Request(request_id=name, params=params, prompt_token_ids=prompt_token_ids, **kind)
 
     def stop(self) -> None:
         """End the loop and the model's processes. Unfinished requests fail with EngineDeadError."""

@@ -231,13 +231,14 @@ class Logprob:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt to complete: text, or token ids, which take precedence. stream: the output comes as it is generated,
-    see RequestOutput."""
+    see RequestOutput. background: other requests go first, see `Scheduler`."""
 
     request_id: str
     params: SamplingParams
     prompt: str | None = None
     prompt_token_ids: Sequence[int] | None = None
     stream: bool = False
+    background: bool = False
 
 
 @dataclass(slots=True, kw_only=True)

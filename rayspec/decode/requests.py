@@ -201,6 +201,7 @@ class Requests:
             eos_token_ids=self._vocabulary.eos_token_ids,
             detokenizer=Detokenizer(self._tokenizer, params) if self._tokenizer else None,
             streams=live.request.stream,
+            background=live.request.background,
             metrics=RequestMetrics(arrival_s=self._clock()),
         )
         if not self._fits(sequence):

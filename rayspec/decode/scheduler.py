@@ -15,6 +15,7 @@ from rayspec.model.kv_arena import PAGE_SIZE
 
 # Share of the pages that must stay free when a sequence is admitted while others run; as in vLLM.
 _SPARE_SHARE = 0.01
+_BACKGROUND_SHARE = 0.75  # of the sequences; the rest stays free for the next interactive request
 
 
 @dataclass(slots=True)
@@ -32,6 +33,10 @@ class Step:
 class Scheduler:
     """Continuous batching over the pages of one KV cache: first come, first served. When no page is left, the youngest
     sequence is preempted.
+
+    Sequences of background requests wait behind the others, and are preempted first. They are admitted while less than
+    three quarters of `max_num_seqs` run. At least one of them goes on under any load: while none runs, the first keeps
+    its place among the others.
 
     Running sequences are divided into `num_cohorts` cohorts. Cohorts are scheduled one at a time and run independently;
     a cohort with work under way is not changed. lookahead: how many tokens after its newest token a sequence may write
@@ -63,6 +68,7 @@ class Scheduler:
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self._max_num_seqs = max_num_seqs
+        self._max_beside_background = max(1, int(_BACKGROUND_SHARE * max_num_seqs))
         self._max_prefill_tokens = max_prefill_tokens
         self._lookahead = lookahead
         self._num_beside = num_beside
@@ -88,7 +94,13 @@ class Scheduler:
         return self.windowed is None or self.windowed.holds_window(sequence.windowed_table, position)
 
     def add(self, sequence: SequenceState) -> None:
-        self.waiting.append(sequence)
+        place = len(self.waiting)
+        if not sequence.background:
+            place = self._first_of_background
+            earlier = itertools.chain(self.running, itertools.islice(self.waiting, place))
+            if place < len(self.waiting) and not any(one.background for one in earlier):
+                place += 1
+        self.waiting.insert(place, sequence)
 
     def remove(self, sequence: SequenceState) -> None:
         """Forget a finished or aborted sequence and free its pages. Others cannot share the pages of a failed
@@ -135,15 +147,17 @@ class Scheduler:
         self.pool.forget_all()
         if self.windowed is not None:
             self.windowed.pool.forget_all()
-        self.waiting.extendleft(reversed(self.running))
+        for sequence in reversed(self.running):
+            self._put_back(sequence)
         self.running.clear()
 
     def _make_room(self, cohort: int, in_flight: Collection[int], step: Step) -> None:
         """Give every sequence of the cohort the pages of its next round. If pages run out, preempt the youngest
-        sequence that has no work under way."""
+        sequence that has no work under way, of background requests first."""
         for sequence in self.members(cohort):
             while sequence in self.running and not self._grow(sequence):
-                self._preempt(next(s for s in reversed(self.running) if s.cohort not in in_flight), step)
+                free = [one for one in self.running if one.cohort not in in_flight]
+                self._preempt(next((one for one in reversed(free) if one.background), free[-1]), step)
 
     def _admit(self, cohort: int, step: Step) -> None:
         """Admit waiting sequences in order. A sequence whose shared pages are still being filled is passed over, and
@@ -152,7 +166,7 @@ class Scheduler:
         for sequence in list(itertools.islice(self.waiting, self._max_num_seqs)):
             if len(self.running) >= self._max_num_seqs or num_members >= self._max_cohort_seqs:
                 return
-            if self._prefixes.is_in_work(sequence):
+            if self._prefixes.is_in_work(sequence) or not self._has_room_for(sequence):
                 continue
             pages = self._prefixes.find(sequence)
             # While others run, a few more must be free, because the newest sequence would be preempted first.
@@ -168,6 +182,25 @@ class Scheduler:
             sequence.cohort = cohort
             num_members += 1
             step.admitted.append(sequence)
+
+    def _has_room_for(self, sequence: SequenceState) -> bool:
+        return (
+            not sequence.background
+            or len(self.running) < self._max_beside_background
+            or not any(one.background for one in self.running)
+        )
+
+    @property
+    def _first_of_background(self) -> int:
+        """The place in `waiting` behind which only background requests wait."""
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].background:
+            place -= 1
+        return place
+
+    def _put_back(self, sequence: SequenceState) -> None:
+        """Let a sequence that has run wait before its equals."""
+        self.waiting.insert(self._first_of_background if sequence.background else 0, sequence)
 
     def _cut_chunks(self, members: Sequence[SequenceState], step: Step, budget: int) -> None:
         for sequence in members:
@@ -212,7 +245,7 @@ class Scheduler:
         self._release(sequence)
         sequence.metrics.num_preemptions += 1
         self.running.remove(sequence)
-        self.waiting.appendleft(sequence)
+        self._put_back(sequence)
         step.preempted.append(sequence)
 
     def _release(self, sequence: SequenceState) -> None:

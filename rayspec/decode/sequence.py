@@ -30,6 +30,7 @@ class SequenceState:
     eos_token_ids: Collection[int]
     detokenizer: Detokenizer | None
     streams: bool = False
+    background: bool = False
     num_computed: int = 0
     cohort: int = 0
     table: PageTable = field(default_factory=PageTable)

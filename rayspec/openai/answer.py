@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,32 @@ _MOST_PROMPT_TOKENS = 2**25
 _MOST_LOGPROBS = 4_000_000  # the 20 most likely tokens of a context of 190,000 tokens; each takes some hundred bytes
 
 
+class BackgroundLimit:
+    """Limits the sequences of background requests in an engine, which take memory while they wait.
+
+    most: a prompt is admitted, in the order of arrival, while fewer sequences are in the engine. The prompt itself may
+    have more sequences.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._num_sequences = most, 0
+        self._turn, self._has_left = asyncio.Lock(), asyncio.Event()
+
+    @asynccontextmanager
+    async def admit(self, num_sequences: int) -> AsyncIterator[None]:
+        """Wait for room, then count the sequences of a prompt while the context is open."""
+        async with self._turn:
+            while self._num_sequences >= self._most:
+                self._has_left.clear()
+                await self._has_left.wait()
+            self._num_sequences += num_sequences
+        try:
+            yield
+        finally:
+            self._num_sequences -= num_sequences
+            self._has_left.set()
+
+
 async def respond(
     request: Request,
     engine: AsyncEngine,
@@ -33,14 +59,17 @@ async def respond(
     *,
     name: str,
     created: int,
+    background: BackgroundLimit | None = None,
 ) -> Response:
     """Run a request's prompts together and return the response.
 
     served: names of the model that a body may use; responses show the first. name: the end of the response's id.
     created: Unix seconds. Raises RequestError; the first prompt that fails fails the request and ends the others.
     Raises any other error of an output, and EngineDeadError if the engine is gone. Cancelling ends all prompts.
+    background: the request runs behind other requests, within this limit.
     """
-    tasks = [asyncio.ensure_future(_run(engine, prompt)) for prompt in await _prompts(request, engine, served)]
+    prompts = await _prompts(request, engine, served)
+    tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
     try:
         outputs = await asyncio.gather(*tasks)
     finally:
@@ -119,8 +148,12 @@ def _stamp(request: Request, name: str, created: int, served: Sequence[str]) -> 
     return Stamp(id=f"chatcmpl-{name}", created=created, model=served[0], service_tier=tier)
 
 
-async def _run(engine: AsyncEngine, prompt: Prompt) -> RequestOutput:
-    output = await engine.run(*prompt)
+async def _run(engine: AsyncEngine, prompt: Prompt, background: BackgroundLimit | None) -> RequestOutput:
+    if background is None:
+        output = await engine.run(*prompt)
+    else:
+        async with background.admit(prompt[1].n):
+            output = await engine.run(*prompt, background=True)
     if output.error is not None:
         raise output.error
     return output

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from rayspec.openai.answer import respond
+from rayspec.openai.answer import BackgroundLimit, respond
 from rayspec.openai.errors import ApiError, InvalidRequestError, parse_json
 from rayspec.openai.requests import ENDPOINTS, Request
 from rayspec.openai.responses import plain_body
@@ -178,16 +178,22 @@ def _digest(source: str, name: str | int) -> str:
 
 
 async def answer(
-    line: BatchLine, engine: AsyncEngine, served: tuple[str, ...], *, clock: Callable[[], float] = time.time
+    line: BatchLine,
+    engine: AsyncEngine,
+    served: tuple[str, ...],
+    *,
+    background: BackgroundLimit | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> BatchResult:
     """Answer a line with an engine. An error of the line is in the result.
 
-    served: names of the model that a body may use; responses show the first. clock: returns Unix seconds. Raises
-    EngineDeadError and StageLostError if the engine is gone. The line has no answer then; another engine may answer it.
+    served: names of the model that a body may use; responses show the first. background: see `respond`. clock: returns
+    Unix seconds. Raises EngineDeadError and StageLostError if the engine is gone. The line has no answer then; another
+    engine may answer it.
     """
     try:
         request = await in_thread_if_large(line.request, len(line.text))
-        response = await respond(request, engine, served, name=line.digest, created=int(clock()))
+        response = await respond(request, engine, served, name=line.digest, created=int(clock()), background=background)
     except RequestError as error:
         failure = ApiError.of(error)
         return line.result(failure.status, failure.body)

@@ -170,9 +170,11 @@ class MeteredEngine(AsyncEngine):
         super().__init__(llm)
         self._metrics = metrics
 
-    async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
+    async def run(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, background: bool = False
+    ) -> RequestOutput:
         with self._metrics.request() as request:
-            output = await super().run(prompt_token_ids, params)
+            output = await super().run(prompt_token_ids, params, background=background)
             request.observe(output)
         return output
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from rayspec.command.loading import load_llm
 from rayspec.command.plain_values import plain_values
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.model.weights import load_config, num_layers
-from rayspec.openai.answer import respond, stream
+from rayspec.openai.answer import BackgroundLimit, respond, stream
 from rayspec.openai.batch import BatchLine, BatchResult, answer
 from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import ENDPOINTS, Request
@@ -42,7 +42,6 @@ from rayspec.types import RayspecError, RequestError
 
 _SAMPLE_EVERY_S = 0.5
 _PING_EVERY_S = 0.5
-_MOST_SHARE_OF_LINES = 0.75  # of the places; the rest stays free for the next interactive request
 _FROM_RAY_DATA = {"request_id", "idx_in_batch"}
 
 _logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class ModelServer:
         else:
             self._engine = AsyncEngine(llm)
         self._num_sublayers = 2 * num_layers(load_config(self._engine.llm.config))
-        self._precedence = Precedence(config.num_places)
+        self._background = BackgroundLimit(config.num_places)
         self._place = Place.here()
         self._failure: RayspecError | None = None
         self._problem: str | None = None
@@ -81,14 +80,12 @@ class ModelServer:
 
     async def respond(self, request: Request, name: str) -> Reply:
         """Return the whole answer. name: end of its id."""
-        with self._precedence.interactive(request.num_sequences):
-            return await _reply(self._respond(request, name), name)
+        return await _reply(self._respond(request, name), name)
 
     async def answer(self, line: BatchLine) -> BatchResult:
-        """Wait until interactive requests leave room, and return the result of a batch line. Raises EngineDeadError and
-        StageLostError if the line has no answer yet."""
-        async with self._precedence.line():
-            return await answer(line, self._engine, self._served)
+        """Return the result of a batch line; interactive requests go first. Raises EngineDeadError and StageLostError
+        if the line has no answer yet."""
+        return await answer(line, self._engine, self._served, background=self._background)
 
     async def tokenize(self, request: TokenizeRequest | DetokenizeRequest, name: str) -> Reply:
         """Turn text into tokens, or tokens into text."""
@@ -111,15 +108,14 @@ class ModelServer:
             request, self._engine, self._served, name=name, created=created, interval_s=self._stream_interval_s
         )
         pieces = events(parts, partial(_failure, name=name))
-        with self._precedence.interactive(request.num_sequences):
-            async with aclosing(pieces):
-                try:
-                    first = Reply(status=200, body=await anext(pieces))
-                except Exception as error:  # noqa: BLE001 - reported to the client, and logged
-                    first = Reply.failed(_failure(error, name))
-                yield first
-                async for piece in pieces:
-                    yield piece
+        async with aclosing(pieces):
+            try:
+                first = Reply(status=200, body=await anext(pieces))
+            except Exception as error:  # noqa: BLE001 - reported to the client, and logged
+                first = Reply.failed(_failure(error, name))
+            yield first
+            async for piece in pieces:
+                yield piece
 
     async def chat(self, row: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield one dict, the body of the response, for `ray.data.llm`'s ServeDeploymentProcessorConfig. Raises
@@ -207,52 +203,3 @@ def _failure(error: Exception, name: str) -> ApiError:
         return ApiError.of(error)
     _logger.error("request %s failed", name, exc_info=error)
     return ApiError.of(error) if isinstance(error, RayspecError) else INTERNAL
-
-
-class Precedence:
-    """Counts the sequences of one event loop. num_places: sequences that the engine decodes at once.
-
-    Batch lines wait while requests and lines together take three quarters of the places. One line may always run, so
-    that a batch makes progress under any load. A running line is not interrupted.
-    """
-
-    def __init__(self, num_places: int) -> None:
-        self._most = max(1, int(num_places * _MOST_SHARE_OF_LINES))
-        self._num_interactive = 0
-        self._num_lines = 0
-        self._waiting: list[asyncio.Future[None]] = []
-
-    @contextmanager
-    def interactive(self, num_sequences: int) -> Iterator[None]:
-        """Count an interactive request while the context is open."""
-        self._num_interactive += num_sequences
-        try:
-            yield
-        finally:
-            self._num_interactive -= num_sequences
-            self._let_in()
-
-    @asynccontextmanager
-    async def line(self) -> AsyncIterator[None]:
-        """Wait for room, then count a batch line while the context is open."""
-        while not self._has_room:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            await turn
-        self._num_lines += 1
-        try:
-            yield
-        finally:
-            self._num_lines -= 1
-            self._let_in()
-
-    @property
-    def _has_room(self) -> bool:
-        return self._num_lines == 0 or self._num_lines + self._num_interactive < self._most
-
-    def _let_in(self) -> None:
-        """Let waiting lines check again for room, in their order."""
-        waiting, self._waiting = self._waiting, []
-        for turn in waiting:
-            if not turn.done():
-                turn.set_result(None)

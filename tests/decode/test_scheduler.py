@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,9 +15,13 @@ from rayspec.types import NonFiniteLogitsError
 from tests.decode.scheduling import sequence_of
 
 
-def _sequence(name: int, num_prompt: int, max_tokens: int, prompt: Sequence[int] | None = None) -> SequenceState:
+def _sequence(
+    name: int, num_prompt: int, max_tokens: int, prompt: Sequence[int] | None = None, *, background: bool = False
+) -> SequenceState:
     """Prompts differ from the first token on, unless said otherwise."""
-    return sequence_of(name, prompt or [name] * num_prompt, max_tokens)
+    sequence = sequence_of(name, prompt or [name] * num_prompt, max_tokens)
+    sequence.background = background
+    return sequence
 
 
 class _World:
@@ -74,9 +79,10 @@ class _World:
     def _check_preempted(self, before: list[SequenceState], step: Step) -> None:
         self.num_preemptions += len(step.preempted)
         if step.preempted:
-            youngest = before[len(before) - len(step.preempted) :]
-            assert step.preempted == youngest[::-1], "the youngest go first"
-            back = [sequence for sequence in youngest if sequence not in self.scheduler.running]
+            ranked = sorted(before, key=lambda sequence: sequence.background)
+            youngest = ranked[len(before) - len(step.preempted) :]
+            assert step.preempted == youngest[::-1], "the youngest go first, those of the background before all"
+            back = [one for one in youngest if one not in self.scheduler.running and not one.background]
             assert list(self.scheduler.waiting)[: len(back)] == back, "they wait before all others"
 
     def _check_pages(self) -> None:
@@ -152,7 +158,9 @@ def test_everyone_finishes_and_nobody_writes_elsewhere(
     world = _World(scheduler, lookahead, seed, num_beside)
     texts = [[index % 2] * 20 + [index] * 40 for index in range(3)]
     arriving = [_sequence(index, *size, prompt=world.rng.choice(texts)[: size[0]]) for index, size in enumerate(sizes)]
+    share_of_background = world.rng.choice([0, 0.5, 1])
     for sequence in arriving:
+        sequence.background = world.rng.random() < share_of_background
         assert scheduler.fits(sequence)
     for _ in range(4000):
         if arriving and world.rng.random() < 0.4:
@@ -240,6 +248,55 @@ def test_first_come_first_served() -> None:
     step = scheduler.schedule()
     assert step.prefill == [large]
     assert small in scheduler.waiting, "a later one does not overtake one that waits for room"
+
+
+def test_background_requests_leave_room_and_wait_behind_others() -> None:
+    scheduler = Scheduler(4000, max_num_seqs=8, max_prefill_tokens=500, lookahead=0)
+    world = _World(scheduler, 0, 0)
+    for index in range(100):
+        world.add(_sequence(index, 2, 5, background=True))
+    world.step()
+    assert len(scheduler.running) == 6
+    interactive = [_sequence(index, 2, 20) for index in range(100, 110)]
+    for sequence in interactive:
+        world.add(sequence)
+    assert world.step().admitted == interactive[:2]
+    while len(scheduler.running) == 8:
+        world.step()
+    world.step()
+    assert scheduler.running == interactive[:8], "nothing of the background is admitted before them"
+    world.run()
+
+
+def test_background_requests_are_preempted_first() -> None:
+    scheduler = Scheduler(128, max_num_seqs=4, max_prefill_tokens=500, lookahead=0)
+    world = _World(scheduler, 0, 0)
+    world.add(_sequence(0, 30, 60, background=True))
+    world.step()
+    world.add(_sequence(1, 30, 60))
+    world.run()
+    assert world.num_preemptions > 0
+    assert world.finished == ["1", "0"]
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 4])
+def test_one_background_request_goes_on_under_any_load(max_num_seqs: int) -> None:
+    scheduler = Scheduler(400, max_num_seqs=max_num_seqs, max_prefill_tokens=500, lookahead=0)
+    world = _World(scheduler, 0, 0)
+    names = iter(range(10**6))
+    for _ in range(10):
+        world.add(_sequence(next(names), 2, 5))
+    background = [_sequence(next(names), 2, 5, background=True) for _ in range(3)]
+    for sequence in background:
+        world.add(sequence)
+    num_steps = 0
+    while not all(sequence.finished for sequence in background):
+        while len(scheduler.waiting) < 12:
+            world.add(_sequence(next(names), 2, 5))
+        world.step()
+        num_steps += 1
+        assert sum(sequence.background for sequence in scheduler.running) <= 1
+        assert num_steps < 500
 
 
 def test_prefill_goes_on_while_others_decode() -> None:

@@ -18,7 +18,7 @@ from rayspec import LLM, SamplingParams, demo
 from rayspec.async_engine import AsyncEngine
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.openai import answer as answer_module
-from rayspec.openai.answer import respond, stream
+from rayspec.openai.answer import BackgroundLimit, respond, stream
 from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.openai.responses import plain_body
@@ -470,3 +470,33 @@ def test_the_tier_that_served_is_told_where_one_is_asked_for(engine: AsyncEngine
         assert {one["service_tier"] for one in told} == {"default"}
     for body in (CHAT, TEXT):
         assert "service_tier" not in plain_body(run(respond(parsed(body, max_tokens=2), engine, SERVED, **STAMP)))
+
+
+def test_background_prompts_enter_in_order_while_few_sequences_are_in_the_engine() -> None:
+    async def work() -> None:
+        limit, entered, ends = BackgroundLimit(4), list[int](), [asyncio.Event() for _ in range(6)]
+
+        async def prompt(number: int, num_sequences: int) -> None:
+            async with limit.admit(num_sequences):
+                entered.append(number)
+                await ends[number].wait()
+
+        async def settled() -> list[int]:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            return entered
+
+        sizes = [1, 2, 128, 1, 1, 1]
+        tasks = [asyncio.create_task(prompt(number, size)) for number, size in enumerate(sizes)]
+        assert await settled() == [0, 1, 2]
+        ends[0].set()
+        ends[1].set()
+        tasks[3].cancel()
+        assert await settled() == [0, 1, 2], "the third alone has enough sequences"
+        ends[2].set()
+        assert await settled() == [0, 1, 2, 4, 5]
+        for end in ends:
+            end.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(work())

@@ -260,6 +260,16 @@ def test_hostile_lines(demo_endpoint: EndpointProcess, content: bytes, status: s
         assert http.get(f"/v1/batches/{batch['id']}").status_code == 404
 
 
+def test_a_line_of_many_sequences(demo_endpoint: EndpointProcess) -> None:
+    content = line(prompt=["a"] * 8, n=128, max_tokens=200, temperature=1, ignore_eos=True)
+    with client_for_files(demo_endpoint) as http, attacked(demo_endpoint):
+        batch = created(http, uploaded(http, content))
+        time.sleep(8)
+        http.post(f"/v1/batches/{batch['id']}/cancel")
+        assert ended(http, batch)["status"] == "cancelled"
+    wait_until(demo_endpoint.is_idle, 60)
+
+
 @pytest.mark.exhaustive
 def test_many_batches_that_are_cancelled_at_once(demo_endpoint: EndpointProcess) -> None:
     content = b"".join(line(str(number), prompt="a", max_tokens=200) for number in range(200))
