@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import h11
@@ -36,15 +36,20 @@ _POLL_S = 0.02
 _ERRORS = "serve_num_http_error_requests"  # the name in Serve's proxy, so that dashboards and alerts find it
 _SLICE_BYTES = 2**14  # parsed at a time; also the longest headers
 _FREE_CHUNKS, _BYTES_OF_CHUNK = 1000, 64
+_MOST_DROPPED_BYTES = 2**28  # more than a file for batches has by default
 
 
 class Named:
     """ASGI middleware that gives each request an id (x-request-id) if it has none, and repeats the id in the response.
     The middleware counts error responses, and refuses requests of unsupported HTTP versions and requests with two
-    lengths, which proxies and servers may cut differently (RFC 9112, 6.1)."""
+    lengths, which proxies and servers may cut differently (RFC 9112, 6.1).
 
-    def __init__(self, app: ASGIApp, errors: Counter) -> None:
-        self._app, self._errors = app, errors
+    The connection ends after a response that did not need the whole body. Until then the rest of the body is dropped,
+    for `drop_timeout_s` at most: a client that still sends loses the response when its connection is reset.
+    """
+
+    def __init__(self, app: ASGIApp, errors: Counter, drop_timeout_s: float) -> None:
+        self._app, self._errors, self._drop_timeout_s = app, errors, drop_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,19 +61,46 @@ class Named:
             name = str(uuid.uuid4())
             scope["headers"] = [*scope["headers"], (_ID.encode(), name.encode())]
 
+        has_rest = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        last: list[Message] = []  # held back while the rest of the body comes
+
+        async def receive_noted() -> Message:
+            nonlocal has_rest
+            message = await receive()
+            has_rest = has_rest and message.get("more_body", False)
+            return message
+
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[_ID] = name
+                if has_rest:
+                    MutableHeaders(scope=message)["connection"] = "close"
                 if message["status"] >= 400:
                     # A client may invent methods, and each series of a metric stays in memory.
                     method = scope["method"] if scope["method"] in _METHODS else "other"
                     self._errors.inc(tags={"error_code": str(message["status"]), "method": method})
+            elif has_rest and not message.get("more_body", False):
+                last.append({"type": "http.response.body"})
+                message = {**message, "more_body": True}
             await send(message)
 
         app = self._app
         if scope["http_version"] not in _VERSIONS or set(headers.keys()) >= _LENGTHS:
             app = error_response(MALFORMED, {"connection": "close"})
-        await app(scope, receive, send_named)
+        await app(scope, receive_noted, send_named)
+        if last:
+            if "expect" not in headers:  # such a client waits before it sends the body
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(_drop_body(receive), self._drop_timeout_s)
+            await send(last[0])
+
+
+async def _drop_body(receive: Receive) -> None:
+    num_bytes, has_rest = 0, True
+    while has_rest and num_bytes < _MOST_DROPPED_BYTES:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        has_rest = message.get("more_body", False)
 
 
 class _Parser(h11.Connection):
@@ -90,11 +122,9 @@ class _Parser(h11.Connection):
 
 
 class _Connection(H11Protocol):
-    """Ends when the headers of a request are late, when its client does not read, or when the rest of a body that was
-    not needed for the response does not end.
+    """Ends when the headers of a request are late, or when its client does not read.
 
-    header_timeout_s: limit from the connection, or from the first byte of a later request, to the end of the headers;
-    also from the end of a response to the end of a body that was not needed.
+    header_timeout_s: limit from the connection, or from the first byte of a later request, to the end of the headers.
     write_timeout_s: limit for the client to make room in a full buffer, and to read the rest after the end.
     The parser is h11, which reads the body of a request for an upgrade and answers with HTTP/1.1. uvicorn's faster
     parser loses such a body.
@@ -137,8 +167,6 @@ class _Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._expect_end()
-        if self._has_rest_of_body:
-            self._set_deadline()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -149,15 +177,10 @@ class _Connection(H11Protocol):
 
     def _set_deadline(self) -> None:
         """Start or end the deadline. While a connection is idle between requests, uvicorn's own deadline applies."""
-        if self.conn.their_state is not h11.IDLE and not self._has_rest_of_body:
+        if self.conn.their_state is not h11.IDLE:
             self._end_deadline()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(self.header_timeout_s, self._give_up)
-
-    @property
-    def _has_rest_of_body(self) -> bool:
-        """Whether the response is complete and the body of its request is not."""
-        return self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
 
     def _expect_end(self) -> None:
         """A transport that closes waits until its client has read the rest."""
@@ -180,7 +203,7 @@ class _Connection(H11Protocol):
 
     def _give_up(self) -> None:
         self._deadline = None
-        if self.transport.is_closing() or not (self.conn.their_state is h11.IDLE or self._has_rest_of_body):
+        if self.transport.is_closing() or self.conn.their_state is not h11.IDLE:
             return
         has_begun, _ = self.conn.trailing_data
         if has_begun:
@@ -213,7 +236,7 @@ def http_server(
     errors = Counter(_ERRORS, "Requests that were answered with an error.", tag_keys=("error_code", "method"))
     limits = {"header_timeout_s": header_timeout_s, "write_timeout_s": write_timeout_s}
     config = uvicorn.Config(
-        Named(app, errors),
+        Named(app, errors, write_timeout_s),
         http=type("Connection", (_Connection,), limits),
         ws="none",
         loop="asyncio",

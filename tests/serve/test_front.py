@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 import pytest
 from ray.util.metrics import Counter
@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from rayspec.serve import front
 from tests.serve.endpoint_process import served
 
 TIMEOUT_S = 0.4
@@ -24,6 +25,16 @@ POST = b"POST /echo HTTP/1.1\r\nhost: localhost\r\n"
 
 async def echo(request: Request) -> JSONResponse:
     return JSONResponse({"body": (await request.body()).decode(), "id": request.headers["x-request-id"]})
+
+
+async def refuse(request: Request) -> JSONResponse:
+    """Refuse a body after its first megabyte."""
+    num_bytes = 0
+    async for piece in request.stream():
+        num_bytes += len(piece)
+        if num_bytes > 2**20:
+            break
+    return JSONResponse({"error": "busy"}, status_code=429)
 
 
 async def long(request: Request) -> Response:
@@ -47,9 +58,14 @@ STREAMS: list[str] = []
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
-    app = Starlette(routes=[Route("/echo", echo, methods=["GET", "POST"]), Route("/long", long)])
-    with served(app, header_timeout_s=TIMEOUT_S, write_timeout_s=2 * TIMEOUT_S) as address:
+    with started(write_timeout_s=2 * TIMEOUT_S) as address:
         yield address
+
+
+def started(*, write_timeout_s: float) -> AbstractContextManager[tuple[str, int]]:
+    routes = [Route("/echo", echo, methods=["GET", "POST"]), Route("/long", long)]
+    app = Starlette(routes=[*routes, Route("/refuse", refuse, methods=["POST"])])
+    return served(app, header_timeout_s=TIMEOUT_S, write_timeout_s=write_timeout_s)
 
 
 def answer(connection: socket.socket) -> tuple[bytes, bytes, bytes]:
@@ -186,10 +202,32 @@ class TestSlowHeaders:
         for connection in idle:
             connection.close()
 
+    def test_a_slow_body_is_not_their_business(self, address: tuple[str, int]) -> None:
+        status, _, body = exchange(address, POST + b"content-length: 4\r\n\r\nbo", b"d", b"y", pause_s=TIMEOUT_S)
+        assert (status, json.loads(body)["body"]) == (b"HTTP/1.1 200 OK", "body")
+
+
+class TestRestOfABodyThatNobodyNeeds:
+    @pytest.mark.parametrize("head", [b"1.1\r\nhost: a\r\n", b"1.1\r\nhost: a\r\nconnection: close\r\n", b"1.0\r\n"])
+    @pytest.mark.parametrize("length", [b"content-length: 8388608\r\n", b"transfer-encoding: chunked\r\n"])
+    def test_is_dropped_so_that_the_client_reads_why(self, head: bytes, length: bytes) -> None:
+        piece = b"x" * 2**19
+        if length.startswith(b"transfer-encoding"):
+            piece = b"80000\r\n" + piece + b"\r\n"
+        parts = [b"POST /refuse HTTP/" + head + length + b"\r\n", *[piece] * 16]
+        with started(write_timeout_s=30) as address:
+            status, headers, body = exchange(address, *parts, pause_s=TIMEOUT_S / 8)
+        assert (status, body) == (b"HTTP/1.1 429 Too Many Requests", b'{"error":"busy"}')
+        assert b"connection: close" in headers
+
+    def test_is_dropped_up_to_a_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(front, "_MOST_DROPPED_BYTES", 2**22)
+        head = b"POST /refuse HTTP/1.1\r\nhost: a\r\ncontent-length: 1000000000\r\n\r\n"
+        with started(write_timeout_s=30) as address, pytest.raises(ConnectionError):
+            exchange(address, head, *[b"x" * 2**20] * 100, pause_s=0.01)
+
     @pytest.mark.parametrize("rest", [b"", b"x"])
-    def test_the_rest_of_a_body_that_nobody_needs_has_the_same_time(
-        self, address: tuple[str, int], rest: bytes
-    ) -> None:
+    def test_is_dropped_for_a_limited_time(self, address: tuple[str, int], rest: bytes) -> None:
         with socket.create_connection(address, timeout=10) as connection:
             connection.sendall(b"GET /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n")
             assert answer(connection)[0] == b"HTTP/1.1 404 Not Found"
@@ -205,10 +243,6 @@ class TestSlowHeaders:
                 except ConnectionError:
                     is_open = False
             assert not is_open
-
-    def test_a_slow_body_is_not_their_business(self, address: tuple[str, int]) -> None:
-        status, _, body = exchange(address, POST + b"content-length: 4\r\n\r\nbo", b"d", b"y", pause_s=TIMEOUT_S)
-        assert (status, json.loads(body)["body"]) == (b"HTTP/1.1 200 OK", "body")
 
 
 def test_methods_that_a_client_invents_make_no_series(
