@@ -105,9 +105,21 @@ class AsyncEngine:
         StageLostError. A loop that is stuck never answers: the caller needs a deadline."""
         await asyncio.wrap_future(self._client.ping())
 
-    def _request(self, prompt_token_ids: Sequence[int], params: SamplingParams, **kind: bool) -> Request:
-        name = str(next(self._numbers))
-        return Request(request_id=name, params=params, prompt_token_ids=prompt_token_ids, **kind)
+    def _request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        stream: bool = False,
+        background: bool = False,
+    ) -> Request:
+        return Request(
+            request_id=str(next(self._numbers)),
+            params=params,
+            prompt_token_ids=prompt_token_ids,
+            stream=stream,
+            background=background,
+        )
 
     def stop(self) -> None:
         """End the loop and the model's processes. Unfinished requests fail with EngineDeadError."""
