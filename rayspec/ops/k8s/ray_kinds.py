@@ -6,7 +6,6 @@ from typing import Any
 
 import yaml
 
-from rayspec.ops.k8s.engine_values import job_flags, llm_config
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.k8s.pods import (
     AGENT_PORT,
@@ -51,7 +50,9 @@ def _resource(kind: str, options: RenderOptions, spec: Manifest) -> Manifest:
 
 def _job_spec(options: RenderOptions, plan: ClusterPlan, cluster: Manifest, image: str) -> Manifest:
     """Return the spec of a job. Its submitter is a separate pod, so that it can be as unprivileged as the others."""
-    words = ["python", f"{JOBS_FOLDER}/summarize.py", *job_flags(options, plan)]
+    values = {"model": options.model} | _engine_values(options, plan) | (_parallel_values(options, plan) or {})
+    words = ["python", f"{JOBS_FOLDER}/summarize.py"]
+    words += [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", f"{value}")]
     if options.long != "fail":
         words += ["--long", options.long]
     words += ["--accept-failed-rows", "--output", str(options.output), *options.inputs]
@@ -80,12 +81,61 @@ def _serve_config(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
         "name": "rayspec",
         "route_prefix": "/",
         "import_path": "rayspec.serve:build_openai_app",
-        "args": {"llm_configs": [llm_config(options, plan)]},
+        "args": {"llm_configs": [_llm_config(options, plan)]},
     }
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": PORTS["serve"]},  # noqa: S104 - the network policy says who may
         "applications": [application],
+    }
+
+
+def _engine_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
+    """Return the options of EngineConfig, without model and parallel."""
+    values: dict[str, Any] = {
+        "device": "cpu" if options.cpus is not None else "cuda",
+        "max_model_len": plan.placement.options.num_tokens,
+        "max_num_seqs": plan.concurrency,
+    }
+    if options.dtype != "auto":
+        values["dtype"] = options.dtype
+    if options.cpus is not None:
+        values["num_threads"] = options.cpus
+    return values
+
+
+def _parallel_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any] | None:
+    """Return the options of ParallelOptions; None where the engine makes a single copy of the model, in one process.
+    For a service, Serve makes the replicas, not the engine."""
+    replicas = plan.num_copies if options.kind == "job" else 1
+    if plan.num_shards == 1 and replicas == 1:
+        return None
+    values: dict[str, Any] = {"stages": plan.num_stages, "start_timeout_s": plan.start_timeout_s}
+    if plan.num_ranks > 1:
+        values["tensor"] = plan.num_ranks
+    if replicas > 1:
+        values["replicas"] = replicas
+    if options.cpus is not None:
+        values["cpus_per_shard"] = float(options.cpus)
+    return values
+
+
+def _llm_config(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
+    """Return the options of the model for `rayspec.serve:build_openai_app`."""
+    engine, parallel = _engine_values(options, plan), _parallel_values(options, plan)
+    deployment: dict[str, Any] = {"num_replicas": plan.num_copies}
+    if options.max_replicas is not None:
+        scaling = {"min_replicas": plan.num_copies, "max_replicas": options.max_replicas}
+        deployment = {"autoscaling_config": scaling | {"target_ongoing_requests": plan.concurrency}}
+    if options.cpus is not None and parallel is None:
+        deployment["ray_actor_options"] = {"num_cpus": options.cpus}
+    return {
+        "model_loading_config": {
+            "model_id": options.served_model_name or options.model,
+            "model_source": options.model,
+        },
+        "engine_kwargs": engine | ({"parallel": parallel} if parallel is not None else {}),
+        "deployment_config": deployment,
     }
 
 

@@ -15,9 +15,8 @@ from rayspec.ops.plan.forecast import rank_layouts
 from rayspec.ops.plan.gpus import Gpu, parse_gpus
 from rayspec.ops.plan.options import PlanOptions
 from rayspec.types import ConfigError
-from tests.ops.plan.test_choice import LLAMA_8B, SMALL, llama
-
-LLAMA_70B = llama(8192, 80, 64, 28672)
+from tests.ops.plan.models import LLAMA_8B, LLAMA_70B, llama
+from tests.ops.plan.test_choice import SMALL
 
 
 def nodes(spec: str, count: int = 1) -> list[tuple[Gpu, ...]]:

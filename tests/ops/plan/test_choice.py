@@ -25,27 +25,13 @@ from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.ops.plan.placement import Placement, place
 from rayspec.ops.plan.report import flags_of
 from tests.cluster.commands import engine_of_job
+from tests.ops.plan.models import LLAMA_8B, llama
 
 MODELS = Path(__file__).parents[3] / "k8s" / "models"
 Shape = tuple[int, int, int, int]  # stages, ranks, copies, sequences of a copy
 
 
-def llama(hidden: int, layers: int, heads: int, inter: int, kv_heads: int = 8) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=inter,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-
-
 SMALL = llama(1024, 6, 8, 4096)
-LLAMA_8B = llama(4096, 32, 32, 14336)
 LOAD = {"context": 33, "concurrency": 8}
 
 

@@ -19,26 +19,9 @@ from rayspec.ops.plan.options import PlacementOptions
 from rayspec.ops.plan.placement import Placement, place
 from rayspec.types import ConfigError
 from tests.families import checkpoint
+from tests.ops.plan.models import LLAMA_70B, LLAMA_405B, llama
 
 GIB = 2**30
-
-
-def llama(hidden: int, layers: int, heads: int, inter: int) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        intermediate_size=inter,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-
-
-LLAMA_70B = llama(8192, 80, 64, 28672)
-LLAMA_405B = llama(16384, 126, 128, 53248)
 
 
 def placed(config: LlamaConfig, gpus: str, **options: Any) -> Placement:

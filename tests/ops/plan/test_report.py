@@ -31,27 +31,9 @@ from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.simulate import SimulatedLoad, simulate
 from rayspec.types import ConfigError
 from tests.families import checkpoint
+from tests.ops.plan.models import LLAMA_8B, LLAMA_70B, LLAMA_405B, llama
 
-
-def llama(hidden: int, layers: int, heads: int, inter: int) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        intermediate_size=inter,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-
-
-LLAMA = {
-    "8B": llama(4096, 32, 32, 14336),
-    "70B": llama(8192, 80, 64, 28672),
-    "405B": llama(16384, 126, 128, 53248),
-}
+LLAMA = {"8B": LLAMA_8B, "70B": LLAMA_70B, "405B": LLAMA_405B}
 ONE_LAYER = {name: LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 1}) for name, config in LLAMA.items()}
 
 
