@@ -22,9 +22,15 @@ from rayspec.types import ConfigError
 # Commands that have left the package, and what runs them in a checkout of the project.
 _MOVED = {f"bench-{name}": f"python -m benchmarks {name}" for name in ("data", "feed", "pipeline", "serve")}
 _MOVED["figures"] = "python -m benchmarks figures"
-_REPLACED_OF_ROWS = {
+_ROWS = {
     "truncate": "is now '--long truncate'",
     "report": "is gone: the report is always there, in the output folder or in OUTPUT.run beside an output file",
+}
+_REPLACED_OF_COMMANDS = {
+    "summarize": _ROWS,
+    "generate": _ROWS,
+    "bench": {"paper": "is not in the package any more: run `python -m benchmarks papers` in a checkout"},
+    "tune": REPLACED["TuningOptions"],
 }
 
 
@@ -61,8 +67,7 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in _MOVED:
             ctx.fail(f"command '{args[0]}' is not in the package any more: run `{_MOVED[args[0]]}` in a checkout")
-        replaced = {**REPLACED["SpeculationOptions"], **(REPLACED["TuningOptions"] if args[:1] == ["tune"] else {})}
-        replaced |= _REPLACED_OF_ROWS if args[:1] in (["summarize"], ["generate"]) else {}
+        replaced = {**REPLACED["SpeculationOptions"], **_REPLACED_OF_COMMANDS.get(args[0] if args else "", {})}
         for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
             if (remedy := replaced.get(flag.removeprefix("--").replace("-", "_"))) is not None:
                 ctx.fail(f"option {flag!r} {remedy}")
