@@ -122,8 +122,10 @@ class Sightings:
     @property
     def can_serve(self) -> bool:
         """Whether a request would reach an engine. True while nothing is known, so that a new ingress does not refuse
-        requests that another would serve. While shards are replaced, requests wait and continue afterwards."""
-        return not self.looked or any(health in {"unknown", "ready", "recovering"} for health in self.healths)
+        requests that another would serve. While shards are replaced, requests wait and continue afterwards. So do
+        requests to a replica that is only silent: on a busy machine it answers late."""
+        waits: set[Health] = {"unknown", "ready", "recovering", "no answer"}
+        return not self.looked or not waits.isdisjoint(self.healths)
 
     @property
     def problem(self) -> str | None:

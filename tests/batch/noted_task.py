@@ -88,8 +88,7 @@ def kill_engine(_engine: AsyncEngine) -> None:
 
 
 def kill_stage(name: str, engine: AsyncEngine) -> None:
-    actor = engine.llm.engine.stages.replica.processes[name].actor  # type: ignore[attr-defined]
-    ray.kill(actor)
+    engine.llm.engine.stages.replica.processes[name].discard()  # type: ignore[attr-defined]
 
 
 def terminate(process: int, _engine: AsyncEngine) -> None:

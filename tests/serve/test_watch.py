@@ -48,7 +48,7 @@ def test_a_silent_replica_is_ill_first_and_lost_later(sightings: Sightings, has_
     silent(sightings, 5)
     assert sightings.can_serve
     silent(sightings, 2)
-    assert (sightings.problem, sightings.lost, sightings.can_serve) == ("no answer", {}, False)
+    assert (sightings.problem, sightings.lost, sightings.can_serve) == ("no answer", {}, True)
     silent(sightings, 54)
     assert sightings.lost == {"a": "its process has not answered for 61 s (replica_timeout_s)"}
     sightings.gone("a")
