@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,34 +69,25 @@ class RecordedGraph:
     """Its temporaries hold NaN when it is not running: another graph may have used their memory."""
 
     driver: RecordingDriver
-    groups: list[list[Launch]]
-    is_on: list[bool] = field(default_factory=list)
+    launches: list[Launch]
     num_replays: int = 0
 
     def __post_init__(self) -> None:
-        self.is_on = [True] * len(self.groups)
         self._spoil()
-
-    def switch(self, group: int, is_on: bool) -> None:
-        assert self.is_on[group] != is_on, "only what changes is switched"
-        self.is_on[group] = is_on
-        self.driver.num_switched += 1
 
     def replay(self) -> None:
         assert self in self.driver.graphs, "a graph that was released is not replayed"
         self.num_replays += 1
         self.driver.num_replays += 1
-        for group, is_on in zip(self.groups, self.is_on, strict=True):
-            for launch in group if is_on else ():
-                launch.run()
+        for launch in self.launches:
+            launch.run()
         self._spoil()
 
     def _spoil(self) -> None:
-        for group in self.groups:
-            for launch in group:
-                for _, tensor in launch.fresh:
-                    if tensor.is_floating_point():
-                        tensor.fill_(torch.nan)
+        for launch in self.launches:
+            for _, tensor in launch.fresh:
+                if tensor.is_floating_point():
+                    tensor.fill_(torch.nan)
 
 
 class RecordingDriver:
@@ -108,27 +98,23 @@ class RecordingDriver:
         self._bytes_each = bytes_each
         self.bytes_left = 0
         self.graphs: list[RecordedGraph] = []
-        self.num_captures = self.num_replays = self.num_switched = 0
+        self.num_captures = self.num_replays = 0
 
-    def rehearse(self, works: Sequence[Work]) -> None:
-        for work in works:
-            work()
+    def rehearse(self, work: Work) -> None:
+        work()
 
-    def capture(self, groups: Sequence[Work]) -> CapturedGraph:
+    def capture(self, work: Work) -> CapturedGraph:
         self.num_captures += 1
         if self._refuses(self.num_captures):
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
-        recorder, ends = _Recorder(), [0]
+        recorder = _Recorder()
         try:
             with recorder:
-                for work in groups:
-                    work()
-                    ends.append(len(recorder.launches))
+                work()
         finally:
             recorder.take_back()
-        graph = RecordedGraph(self, [recorder.launches[at:end] for at, end in itertools.pairwise(ends)])
-        self.graphs.append(graph)
-        return graph
+        self.graphs.append(RecordedGraph(self, recorder.launches))
+        return self.graphs[-1]
 
     def release(self, graphs: Collection[CapturedGraph]) -> None:
         self.graphs = [graph for graph in self.graphs if graph not in graphs]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from benchmarks.device.bandwidth import check_bandwidth
 from benchmarks.device.host_reads import check_host_reads
-from benchmarks.device.plan_switch import check_plan_switch
 from benchmarks.device.static_launches import check_static_launches
 from benchmarks.device.step_times import check_step_times
 from rayspec.bench.selfcheck.checks import Check
@@ -15,6 +14,5 @@ CHECKS: Mapping[str, Check] = {
     "launches of a bucket": check_static_launches,
     "host reads of a round": check_host_reads,
     "bandwidth of matrices": check_bandwidth,
-    "time to switch plans": check_plan_switch,
     "steps against the roofline": check_step_times,
 }

@@ -20,7 +20,7 @@ from rayspec.machine import bytes_available
 from rayspec.model.architecture import Decomposition, max_positions, why_context_ends
 from rayspec.model.bodies import fuse
 from rayspec.model.buckets import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
-from rayspec.model.cuda.graphs import CudaDriver, can_switch_nodes
+from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.cuda.trial import has_operators
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_arena import CacheSize, KVArena, bytes_per_slot
@@ -264,12 +264,7 @@ def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers
         raise ConfigError(
             f"option 'cuda_graphs' is {way!r}, which needs a GPU that runs Triton kernels: leave it at auto"
         )
-    if way == "plans" and not can_switch_nodes():
-        raise ConfigError(
-            "option 'cuda_graphs' is 'plans', which needs torch 2.11 or later and cuda-bindings: install them (pip "
-            "install cuda-bindings, of torch's CUDA version), or use sublayers"
-        )
-    return StepGraphs(StaticStep(parts, buffers), CudaDriver(parts.device), by_plan=way == "plans")
+    return StepGraphs(StaticStep(parts, buffers), CudaDriver(parts.device))
 
 
 def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:

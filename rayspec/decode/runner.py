@@ -21,7 +21,7 @@ from rayspec.model.kv_arena import KVArena
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import Path, RowSpan
 from rayspec.model.static_rows import STATIC_KEYS, Filling, StaticRows, StepBuffers
-from rayspec.model.static_step import StaticStep, Step
+from rayspec.model.static_step import StaticStep
 from rayspec.model.sublayers import Sublayer, Tap, run
 from rayspec.model.threads import Threads
 
@@ -73,7 +73,9 @@ class Runner:
         self.graphs = graphs
         self.choices_by_kind = _choices_by_kind(parts, choices)
         self._buffers = buffers
-        self._step: Step | None = graphs or (StaticStep(parts, buffers) if buffers is not None else None)
+        self._step: StaticStep | StepGraphs | None = graphs or (
+            StaticStep(parts, buffers) if buffers is not None else None
+        )
         self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.dtype, device=device)
 
     @property

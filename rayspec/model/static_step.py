@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,34 +21,16 @@ from rayspec.model.sublayers import Sublayer, Tap, run
 _NUM_CHECK_ROWS = 40
 
 
-class Step(Protocol):
-    """Runs one pass at a time in static buffers: `hold` the pass, then `embed` and `run` its rows."""
-
-    def hold(self, filling: Filling) -> StaticRows:
-        """Write the pass to the buffers, with its rotary embedding, and return its rows."""
-
-    def embed(self, rows: StaticRows) -> None:
-        """Write the embedding of `rows.tokens` to `rows.residual`."""
-
-    def run(
-        self,
-        span: Sequence[Sublayer],
-        rows: StaticRows,
-        *,
-        choices: Sequence[Choice] | None = None,
-        tap: Tap | None = None,
-    ) -> Tensor:
-        """Do as `sublayers.run`, on `rows.residual`. Changes and returns this buffer: [1, N, hidden_size]."""
-
-
 class StaticStep:
-    """A `Step` that launches its parts one by one, without graphs."""
+    """Runs one pass at a time in static buffers: `hold` the pass, then `embed` and `run` its rows. Launches its parts
+    one by one, without graphs."""
 
     def __init__(self, parts: Decomposition, buffers: StepBuffers) -> None:
         self.parts = parts
         self.buffers = buffers
 
     def hold(self, filling: Filling) -> StaticRows:
+        """Write the pass to the buffers, with its rotary embedding, and return its rows."""
         rows, is_new = self.buffers.hold(filling)
         if is_new:
             self.rotate(rows)
@@ -67,6 +48,7 @@ class StaticStep:
         self.buffers.keep_rope(rows)
 
     def embed(self, rows: StaticRows) -> None:
+        """Write the embedding of `rows.tokens` to `rows.residual`."""
         rows.residual.copy_(self.parts.embed(rows.tokens))
 
     def run(
@@ -77,6 +59,7 @@ class StaticStep:
         choices: Sequence[Choice] | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
+        """Do as `sublayers.run`, on `rows.residual`. Changes and returns this buffer: [1, N, hidden_size]."""
         return run(span, rows.residual, rows, choices=choices, tap=tap)
 
 

@@ -13,7 +13,6 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.loading import make_graphs
 from rayspec.model.buckets import decode_and_verify_buckets
 from rayspec.model.graphs import GraphLimits, StepGraphs
-from rayspec.model.static_step import StaticStep
 from rayspec.types import ConfigError
 from tests.engines import RandomPlans, complete, engine_with, tokens_of
 from tests.families import cases, checkpoint, operator_parts_of
@@ -23,12 +22,8 @@ PROMPT_LENGTHS = (1, 80, 37, 3)
 NUM_TOKENS = 16
 
 
-def graphs_with(driver: RecordingDriver, by_plan: bool, limits: GraphLimits | None = None) -> Callable[..., StepGraphs]:
-    return partial(_made, driver=driver, by_plan=by_plan, limits=limits)
-
-
-def _made(step: StaticStep, *, driver: RecordingDriver, by_plan: bool, limits: GraphLimits | None) -> StepGraphs:
-    return StepGraphs(step, driver, by_plan=by_plan, limits=limits)
+def graphs_with(driver: RecordingDriver, limits: GraphLimits | None = None) -> Callable[..., StepGraphs]:
+    return partial(StepGraphs, driver=driver, limits=limits)
 
 
 def _graphs(engine: Engine) -> StepGraphs:
@@ -37,14 +32,13 @@ def _graphs(engine: Engine) -> StepGraphs:
     return graphs
 
 
-@pytest.mark.parametrize("by_plan", [False, True], ids=["sublayers", "plans"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
-def test_greedy_equals_generate_under_a_random_plan_every_round(family: str, by_plan: bool) -> None:
+def test_greedy_equals_generate_under_a_random_plan_every_round(family: str) -> None:
     parts, known = operator_parts_of(checkpoint(family)), cases(checkpoint(family), PROMPT_LENGTHS, NUM_TOKENS)
     driver = RecordingDriver()
     engine = engine_with(
         parts, RandomPlans(4, len(parts.sublayers)), max_num_seqs=4, max_num_batched_tokens=64,
-        capture=graphs_with(driver, by_plan),
+        capture=graphs_with(driver),
     )  # fmt: skip
     for _ in range(2):
         assert tokens_of(complete(engine, known.prompts)) == known.expected
@@ -53,14 +47,13 @@ def test_greedy_equals_generate_under_a_random_plan_every_round(family: str, by_
     each = driver.num_captures / len(graphs.buckets)
     assert graphs.num_graphs == driver.num_captures, "nothing is captured twice"
     if family == "llama":
-        assert each == (3 if by_plan else 2 + len(parts.sublayers))
+        assert each == 2 + len(parts.sublayers)
 
 
-@pytest.mark.parametrize("by_plan", [False, True], ids=["sublayers", "plans"])
-def test_texts_do_not_depend_on_evictions(by_plan: bool) -> None:
+def test_texts_do_not_depend_on_evictions() -> None:
     parts, known = operator_parts_of(checkpoint("llama")), cases(checkpoint("llama"), PROMPT_LENGTHS, NUM_TOKENS)
     driver = RecordingDriver()
-    capture = graphs_with(driver, by_plan, GraphLimits(max_buckets=2, max_rows=16))
+    capture = graphs_with(driver, GraphLimits(max_buckets=2, max_rows=16))
     engine = engine_with(
         parts, RandomPlans(4, len(parts.sublayers)), max_num_seqs=3, max_num_batched_tokens=64, capture=capture
     )
@@ -75,7 +68,7 @@ def test_after_warming_up_rounds_capture_nothing() -> None:
     driver = RecordingDriver()
     selector = RandomPlans(4, len(parts.sublayers))
     selector._branch_rng.random = lambda: 1.0  # type: ignore[method-assign]  # no trees
-    engine = engine_with(parts, selector, max_num_seqs=2, capture=graphs_with(driver, True))
+    engine = engine_with(parts, selector, max_num_seqs=2, capture=graphs_with(driver))
     _graphs(engine).warm_up(decode_and_verify_buckets(2, 6))
     num_captures = driver.num_captures
     assert tokens_of(complete(engine, known.prompts)) == known.expected
@@ -86,9 +79,7 @@ def test_after_warming_up_rounds_capture_nothing() -> None:
 def test_a_sublayer_that_fails_to_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     parts, known = operator_parts_of(checkpoint("llama")), cases(checkpoint("llama"), PROMPT_LENGTHS, NUM_TOKENS)
     driver = RecordingDriver(refuses=lambda number: number % 3 == 0 and number < 12)
-    engine = engine_with(
-        parts, RandomPlans(4, len(parts.sublayers)), max_num_seqs=4, capture=graphs_with(driver, False)
-    )
+    engine = engine_with(parts, RandomPlans(4, len(parts.sublayers)), max_num_seqs=4, capture=graphs_with(driver))
     with caplog.at_level(logging.WARNING):
         assert tokens_of(complete(engine, known.prompts)) == known.expected
     messages = [record.getMessage() for record in caplog.records if "no CUDA graph of" in record.getMessage()]
@@ -103,8 +94,7 @@ def test_a_sublayer_that_fails_to_be_captured_runs_eagerly(caplog: pytest.LogCap
 
 def test_graphs_that_were_asked_for_and_cannot_be_are_refused() -> None:
     parts = operator_parts_of(checkpoint("llama"))
-    for way in ("sublayers", "plans"):
-        with pytest.raises(ConfigError, match=f"'cuda_graphs' is '{way}'.*leave it at auto"):
-            make_graphs(EngineConfig(model="m", cuda_graphs=way), parts, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"'cuda_graphs' is 'sublayers'.*leave it at auto"):
+        make_graphs(EngineConfig(model="m", cuda_graphs="sublayers"), parts, None)
     for way in ("auto", "off"):
         assert make_graphs(EngineConfig(model="m", cuda_graphs=way), parts, None) is None  # type: ignore[arg-type]

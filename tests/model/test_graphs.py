@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from subprocess import CalledProcessError
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -22,14 +22,15 @@ from rayspec.model.graphs import GraphLimits, StepGraphs, is_capturable
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.static_rows import Filling, StaticRows
-from rayspec.model.static_step import StaticStep, Step
+from rayspec.model.static_step import StaticStep
 from tests.engines import step_buffers
 from tests.families import checkpoint, modules_of, operator_parts_of
 from tests.graph_driver import RecordingDriver
 
 CPU = torch.device("cpu")
+Step: TypeAlias = StaticStep | StepGraphs
 NUM_SLOTS = 1024
-WAYS = pytest.mark.parametrize("by_plan", [False, True], ids=["sublayers", "plans"])
+NUM_PARTS = 2 + 8
 
 
 @pytest.fixture(autouse=True)
@@ -63,12 +64,8 @@ def run(step: Step, work: Filling, choices: Choices | None = None) -> Tensor:
     return step.run(sublayers, rows, choices=choices)[:, : work.num_rows].clone()
 
 
-def captured(driver: RecordingDriver, *, by_plan: bool = True, family: str = "llama", **limits: int) -> StepGraphs:
-    return StepGraphs(eager_step(family), driver, by_plan=by_plan, limits=GraphLimits(**limits), clock=lambda: 0.0)
-
-
-def num_parts(by_plan: bool) -> int:
-    return 2 + (1 if by_plan else len(operator_parts_of(checkpoint("llama")).sublayers))
+def captured(driver: RecordingDriver, *, family: str = "llama", **limits: int) -> StepGraphs:
+    return StepGraphs(eager_step(family), driver, limits=GraphLimits(**limits), clock=lambda: 0.0)
 
 
 passes = st.lists(
@@ -84,15 +81,14 @@ passes = st.lists(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-@WAYS
 @settings(max_examples=12, deadline=None)
 @given(works=passes)
 def test_any_sequence_of_passes_is_that_of_eager_launches_to_the_bit(
-    works: list[tuple[tuple[int, ...], list[bool], int, int]], by_plan: bool, family: str
+    works: list[tuple[tuple[int, ...], list[bool], int, int]], family: str
 ) -> None:
     """Each pass is cut in two, and what the one before has left enters it as its hidden states, from the buffer."""
     eager, driver = eager_step(family), RecordingDriver()
-    graphs = StepGraphs(eager_step(family), driver, by_plan=by_plan, limits=GraphLimits(max_buckets=2))
+    graphs = StepGraphs(eager_step(family), driver, limits=GraphLimits(max_buckets=2))
     sublayers = eager.parts.sublayers
 
     def states(step: Step, work: Filling, keep: list[bool], cut: int) -> Tensor:
@@ -112,15 +108,14 @@ def test_any_sequence_of_passes_is_that_of_eager_launches_to_the_bit(
         assert torch.equal(mine.values[layer][:, :NUM_SLOTS], others.values[layer][:, :NUM_SLOTS])
 
 
-@WAYS
-def test_a_bucket_is_captured_at_its_second_pass_and_no_plan_or_context_captures_more(by_plan: bool) -> None:
+def test_a_bucket_is_captured_at_its_second_pass_and_no_plan_or_context_captures_more() -> None:
     driver = RecordingDriver()
-    graphs = captured(driver, by_plan=by_plan)
+    graphs = captured(driver)
     run(graphs, filling((1, 1)), choices_of([False] * 8))
     assert driver.num_captures == driver.num_replays == 0
     for seed in range(1, 6):
         run(graphs, filling((1, 1), seed), choices_of([index % (seed + 1) != 0 for index in range(8)]))
-        assert driver.num_captures == num_parts(by_plan) == graphs.num_graphs
+        assert driver.num_captures == NUM_PARTS == graphs.num_graphs
     assert graphs.buckets == (Bucket(2, 2, 1, False),)
 
 
@@ -133,9 +128,9 @@ def test_one_pass_through_several_spans_counts_once() -> None:
     assert driver.num_captures == 0
 
 
-def test_with_a_graph_a_sublayer_a_plan_is_the_list_of_graphs() -> None:
+def test_a_plan_is_the_list_of_graphs_that_are_replayed() -> None:
     driver = RecordingDriver()
-    graphs = captured(driver, by_plan=False)
+    graphs = captured(driver)
     run(graphs, filling((1,)))
     run(graphs, filling((1,), 1))
     before = [graph.num_replays for graph in driver.graphs]
@@ -143,35 +138,16 @@ def test_with_a_graph_a_sublayer_a_plan_is_the_list_of_graphs() -> None:
     run(graphs, filling((1,), 2), choices_of(keep))
     after = [graph.num_replays for graph in driver.graphs]
     assert [late - early for early, late in zip(before, after, strict=True)] == [1, 1, *map(int, keep)]
-    assert driver.num_switched == 0
 
 
-def test_with_a_graph_a_bucket_only_groups_that_change_are_switched_and_one_graph_is_launched() -> None:
+def test_experts_run_eagerly_between_graphs() -> None:
     driver = RecordingDriver()
-    graphs = captured(driver)
-    work = filling((1,))
-    run(graphs, filling((1,), 1))
-    rows = graphs.hold(work)
-    sublayers = graphs._step.parts.sublayers
-    skipping = [True, False, False, True, True, True, True, True]
-    for keep, num_switched in (([True] * 8, 0), (skipping, 2), (skipping, 0), ([True] * 7 + [False], 3)):
-        counts = driver.num_switched, driver.num_replays
-        graphs.run(sublayers, rows, choices=choices_of(keep))
-        assert (driver.num_switched - counts[0], driver.num_replays - counts[1]) == (num_switched, 1)
-    counts = driver.num_switched, driver.num_replays
-    graphs.run(sublayers, rows, choices=choices_of([False] * 8))
-    assert (driver.num_switched, driver.num_replays) == counts
-
-
-@WAYS
-def test_experts_run_eagerly_between_graphs(by_plan: bool) -> None:
-    driver = RecordingDriver()
-    graphs = captured(driver, by_plan=by_plan, family="qwen3_moe")
+    graphs = captured(driver, family="qwen3_moe")
     graphs.warm_up([filling((1,)).bucket])
     sublayers = graphs._step.parts.sublayers
     kept = [sublayer for sublayer in sublayers if is_capturable(sublayer)]
     assert [sublayer.index for sublayer in sublayers if sublayer not in kept] == [1, 5, 7]
-    assert driver.num_captures == 2 + (3 if by_plan else len(kept))  # 0, then 2 to 4, then 6
+    assert driver.num_captures == 2 + len(kept)
 
 
 def test_passes_with_a_tap_run_eagerly_and_see_every_sublayer() -> None:
@@ -196,7 +172,7 @@ def test_large_buckets_and_chunks_of_prompts_run_eagerly() -> None:
     assert driver.num_captures == 0
     for seed in range(2):
         run(large, filling((5, 6), seed))
-    assert driver.num_captures == num_parts(True)
+    assert driver.num_captures == NUM_PARTS
 
 
 def test_the_least_recently_used_bucket_goes_first() -> None:
@@ -209,7 +185,7 @@ def test_the_least_recently_used_bucket_goes_first() -> None:
     assert graphs.buckets == (two, one)
     run(graphs, filling((1, 1, 1))), run(graphs, filling((1, 1, 1), 1))
     assert graphs.buckets == (one, four)
-    assert len(driver.graphs) == graphs.num_graphs == 2 * num_parts(True)
+    assert len(driver.graphs) == graphs.num_graphs == 2 * NUM_PARTS
 
 
 def test_a_bucket_that_was_evicted_has_to_earn_its_capture() -> None:
@@ -219,15 +195,7 @@ def test_a_bucket_that_was_evicted_has_to_earn_its_capture() -> None:
     for seed in range(64):
         for rows in ((1,), (1, 1)):
             run(graphs, filling(rows, seed))
-    assert driver.num_captures <= 2 * 7 * num_parts(True)
-
-
-def test_too_much_memory_evicts_the_least_recently_used() -> None:
-    driver = RecordingDriver(bytes_each=10)
-    graphs = captured(driver, max_bytes=25)  # 30 a bucket
-    for rows in ((1,), (1, 1)):
-        run(graphs, filling(rows)), run(graphs, filling(rows, 1))
-    assert graphs.buckets == (filling((1, 1)).bucket,)
+    assert driver.num_captures <= 2 * 7 * NUM_PARTS
 
 
 def test_memory_that_does_not_come_back_ends_capturing(caplog: pytest.LogCaptureFixture) -> None:
@@ -253,7 +221,7 @@ def failing(error: Exception, at: int) -> Callable[[int], bool]:
 
 
 def test_running_out_of_memory_ends_capturing_and_not_the_pass(caplog: pytest.LogCaptureFixture) -> None:
-    driver = RecordingDriver(refuses=failing(torch.OutOfMemoryError("no 2 GiB are free"), 5))
+    driver = RecordingDriver(refuses=failing(torch.OutOfMemoryError("no 2 GiB are free"), NUM_PARTS + 5))
     graphs, eager = captured(driver), eager_step()
     with caplog.at_level(logging.WARNING):
         for rows in ((1,), (1, 1), (1, 1, 1)):
@@ -261,20 +229,6 @@ def test_running_out_of_memory_ends_capturing_and_not_the_pass(caplog: pytest.Lo
                 assert torch.equal(run(graphs, filling(rows, seed)), run(eager, filling(rows, seed)))
     assert graphs.buckets == (filling((1,)).bucket,)
     assert len(caplog.records) == 1
-
-
-def test_a_graph_of_many_that_fails_becomes_a_graph_each(caplog: pytest.LogCaptureFixture) -> None:
-    """The third capture is of all sublayers; of the eight that follow, that of sublayer 2 fails again."""
-    driver = RecordingDriver(refuses=lambda number: number in (3, 6))
-    graphs, eager = captured(driver), eager_step()
-    with caplog.at_level(logging.WARNING):
-        for rows in ((1,), (1, 1)):
-            for seed in range(3):
-                assert torch.equal(run(graphs, filling(rows, seed)), run(eager, filling(rows, seed)))
-    first, second = (record.getMessage() for record in caplog.records)
-    assert "sublayer 7: operation not permitted when stream is capturing; they are captured one by one" in first
-    assert second.startswith("no CUDA graph of sublayer 2: ")
-    assert graphs.num_graphs == 2 * (2 + 7)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +284,7 @@ def test_hooks_keep_a_sublayer_from_being_captured() -> None:
 
 def test_a_result_outside_the_buffer_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
     driver = RecordingDriver()
-    graphs = captured(driver, by_plan=False)
+    graphs = captured(driver)
     sublayer = graphs._step.parts.sublayers[3]
     object.__setattr__(sublayer, "body", lambda hidden, rows, body=sublayer.body: body(hidden.clone(), rows))
     try:
@@ -351,7 +305,7 @@ def test_warming_up_makes_room_and_says_what_it_took(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO):
         graphs.warm_up(wanted)
     assert set(graphs.buckets) == {Bucket(1, 1, 1, False), Bucket(2, 2, 1, False), Bucket(4, 4, 1, False)}
-    assert caplog.messages == ["captured 9 graphs of 3 buckets in 0.0 s; they take 9 MiB"]
+    assert caplog.messages == ["captured 30 graphs of 3 buckets in 0.0 s; they take 30 MiB"]
 
 
 def test_the_buckets_of_a_warm_up_are_those_that_decodes_and_verifies_have() -> None:

@@ -34,7 +34,7 @@ from rayspec.command.environment import describe_environment
 from rayspec.command.loading import hide_progress_bars
 from rayspec.config import EngineConfig, SpeculationOptions
 from rayspec.model.cuda import operations
-from rayspec.model.cuda.graphs import CudaDriver, can_switch_nodes
+from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.cuda.trial import has_operators
 from rayspec.model.graphs import GraphDriver, StepGraphs, is_capturable
 
@@ -155,31 +155,25 @@ def check_captured_against_eager(options: SelfcheckOptions) -> Outcome:
     device = options.torch_device
     if device.type != "cuda":
         return not_here(f"{device} has no graphs")
-    ways = [False, True] if can_switch_nodes() else [False]
     names = ["llama"] if options.is_quick else ["llama", "gemma2", BUNDLED]
     found = [
-        one
-        for by_plan in ways
-        for name in names
-        for one in replay_differences(name, options.torch_dtype, device, by_plan=by_plan, driver_of=CudaDriver)
+        one for name in names for one in replay_differences(name, options.torch_dtype, device, driver_of=CudaDriver)
     ]
     return _judged(found, "Difference of replayed passes from eager ones; inf where a part could not be captured")
 
 
 def replay_differences(
-    name: str, dtype: torch.dtype, device: torch.device, *, by_plan: bool, driver_of: DriverOf
+    name: str, dtype: torch.dtype, device: torch.device, *, driver_of: DriverOf
 ) -> Iterator[Difference]:
     """Run passes eagerly and captured, each in its own KV cache, and compare the logits of three plans."""
     eager = prepare_model(name, "operators", dtype, device, is_static=True)
     parts = eager.parts
-    captured = prepare(
-        parts, is_static=True, capture=lambda step: StepGraphs(step, driver_of(parts.device), by_plan=by_plan)
-    )
+    captured = prepare(parts, is_static=True, capture=lambda step: StepGraphs(step, driver_of(parts.device)))
     graphs, count = captured.runner.graphs, len(parts.sublayers)
     assert graphs is not None
     assert all(map(is_capturable, parts.sublayers)), "these models have no experts"
     # Of a bucket of which every part is captured: the rotary embedding, the embedding and the sublayers.
-    num_graphs = 3 if by_plan else 2 + count
+    num_graphs = 2 + count
     plans = {
         "full": None,
         "every third skipped": choices_of([index % 3 > 0 for index in range(count)]),
@@ -192,7 +186,7 @@ def replay_differences(
         for plan, choices in plans.items():
             expected = logits_of(eager, shape, choices)
             replayed = [logits_of(captured, shape, choices) for _ in range(3)][-1]  # the second one captures its bucket
-            what = f"{name}, graphs of {graphs.way}, {plan}"
+            what = f"{name}, {plan}"
             if len(graphs.buckets) * num_graphs != graphs.num_graphs:
                 yield Difference(what=what, rows=shape.name, largest=math.inf, allowed=0.0)
             else:
