@@ -52,7 +52,7 @@ class StaticRows:
 
     tokens, positions, slots, bits: int64 [N]. shared: int32 [N]. row_starts: int32 [R + 1]. contexts: int32 [R].
     page_table: int32 [R, pages]. residual: [1, N, hidden_size]. Rows after those of the last sequence are padding.
-    rope: by layer type, cosines and sines [1, N, rotary]. `cuda.operations.attend` explains the numbers.
+    rope: by layer type, cosines and sines [1, N, rotary]. `cuda.reference.attend` explains the numbers.
 
     keys: the keys that rows read; if sequences have several rows, these read all keys. window_table: int32 [R, P], the
     pages that single rows read with keys "window". window_contexts: int32 [R], how many places of these pages are

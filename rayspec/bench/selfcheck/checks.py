@@ -287,6 +287,7 @@ def _attend(dtype: torch.dtype, device: torch.device, *, is_tree: bool, window: 
         bits.to(device) if is_tree else None,
         scaling=_DIM**-0.5,
         window=window,
+        softcap=0.0,
         page_size=_PAGE_SIZE,
         max_rows=max(_ROWS),
         max_context=_NUM_PAGES // 2 * _PAGE_SIZE,
@@ -295,7 +296,7 @@ def _attend(dtype: torch.dtype, device: torch.device, *, is_tree: bool, window: 
 
 def _rms_norm(dtype: torch.dtype, device: torch.device) -> Tensor:
     random = _random(dtype, device)
-    return operations.rms_norm(random(5, 256), random(256), 1e-6)
+    return operations.rms_norm(random(5, 256), random(256), 1e-6, 0.0)
 
 
 def _rotate_and_write(dtype: torch.dtype, device: torch.device) -> Tensor:

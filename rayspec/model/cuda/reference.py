@@ -1,6 +1,7 @@
 """The operations in plain torch: the reference in tests of the kernels, and the implementation on a CPU.
 
-Shapes and rounding are those of `operations.py`. Sums are computed in float32.
+The docstrings hold for the Triton kernels, too. Sums are computed in float32.
+Sizes: N rows, C columns, H query heads, H_kv key heads, D numbers per head, S slots, R sequences, P pages per sequence.
 """
 
 from __future__ import annotations
@@ -34,53 +35,48 @@ def attend(
     max_rows: int,
     max_context: int,
 ) -> Tensor:
-    """Compute each row alone, so that its bits are the same regardless of the other rows in the batch."""
+    """Compute attention of ragged rows over pages. Returns [N, H, D], zeros for padding rows.
+
+    query: [N, H, D]. keys, values: [H_kv, S, D], last stride 1. They already hold the rows' own keys and values, and
+    finite numbers in every place of a sequence; other slots may hold any data.
+    page_table: int32 [R, P]; place p of sequence r is slot page_table[r, p // page_size] * page_size + p % page_size.
+    row_starts: int32 [R + 1]; sequence r has the rows row_starts[r] .. row_starts[r + 1], none if they are equal. Rows
+    from row_starts[R] on are padding. contexts: int32 [R], places filled before the rows; row i of a sequence is in
+    place contexts[r] + i. positions: int32 or int64 [N]; a row's position is never larger than its place.
+
+    A row sees all places up to its own. In a tree (shared: int32 [N]; bits: int64 [N]; at most 63 rows per sequence) it
+    sees only the first shared[row] <= contexts[r] of them, and contexts[r] + j if bit j of bits[row] is set.
+    window: if not 0, a row at position p sees only places of position > p - window; the position of a place of the
+    context is its number. softcap: if not 0, scores are softcap * tanh(score / softcap).
+
+    max_rows, max_context: the bucket, the most rows and the most places of a sequence, including its rows' places. On a
+    CPU a larger sequence raises ValueError; on a GPU there is no check.
+
+    Batch invariance (the company rule of docs/gpu.md): the bits of a row's result depend on its query, the keys and
+    values that it sees, their places, and the bucket. They do not depend on other rows or sequences, or on the pages.
+    """
     output = torch.zeros_like(query)
     starts = row_starts.tolist()
     for sequence, context in enumerate(contexts.tolist()):
         first, end = starts[sequence], starts[sequence + 1]
-        _check_bucket(end - first, context, max_rows, max_context)
-        own_positions = positions[first:end]
-        slots = _slots(page_table[sequence], context + end - first, page_size)
-        for row in range(first, end):
-            tree = None if shared is None or bits is None else (int(shared[row]), int(bits[row]))
-            places = _places(context, row - first, tree)
-            places = _within_window(places, own_positions, context, int(positions[row]), window)
-            seen = slots[places]
-            output[row] = _mixed(query[row], keys[:, seen], values[:, seen], scaling, softcap)
+        num_rows, num_places = end - first, context + end - first
+        if num_rows > max_rows:
+            raise ValueError(f"a sequence has {num_rows} rows, but max_rows={max_rows}: use a larger bucket")
+        if num_places > max_context:
+            raise ValueError(f"a sequence has {num_places} places, but max_context={max_context}: use a larger bucket")
+        places = torch.arange(num_places)
+        slots = page_table[sequence].long()[places // page_size] * page_size + places % page_size
+        position_of_place = torch.cat([places[:context], positions[first:end]])
+        for row in range(first, end):  # each row alone, so that its bits are the same regardless of the other rows
+            own = context + row - first
+            seen = places <= own
+            if shared is not None and bits is not None:
+                seen[int(shared[row]) : context] = False
+                seen[context : own + 1] = int(bits[row]) >> torch.arange(own + 1 - context) & 1 == 1
+            if window:
+                seen &= position_of_place > positions[row] - window
+            output[row] = _mixed(query[row], keys[:, slots[seen]], values[:, slots[seen]], scaling, softcap)
     return output
-
-
-def _check_bucket(num_rows: int, context: int, max_rows: int, max_context: int) -> None:
-    if num_rows > max_rows:
-        raise ValueError(f"a sequence has {num_rows} rows, but max_rows={max_rows}: use a larger bucket")
-    if context + num_rows > max_context:
-        raise ValueError(
-            f"a sequence has {context + num_rows} places, but max_context={max_context}: use a larger bucket"
-        )
-
-
-def _slots(pages: Tensor, num_places: int, page_size: int) -> Tensor:
-    """Return the slot of each place of a sequence."""
-    places = torch.arange(num_places, device=pages.device)
-    return pages.long()[places // page_size] * page_size + places % page_size
-
-
-def _places(context: int, own: int, tree: tuple[int, int] | None) -> Tensor:
-    """Return the places that the row at place context + own sees. tree: number of shared places, and the row's bits."""
-    places = torch.arange(context + own + 1)
-    if tree is None:
-        return places
-    shared, bits = tree
-    marked = [context + j for j in range(own + 1) if bits >> j & 1]
-    return torch.cat([places[:shared], torch.tensor(marked, dtype=torch.int64)])
-
-
-def _within_window(places: Tensor, own_positions: Tensor, context: int, position: int, window: int) -> Tensor:
-    if not window:
-        return places
-    own = own_positions[(places - context).clamp(min=0)]
-    return places[torch.where(places < context, places, own) > position - window]
 
 
 def _mixed(query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float) -> Tensor:
@@ -93,6 +89,13 @@ def _mixed(query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap:
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
+    """Compute an RMS norm of hidden, [N, C] in and out. weight: [C], of the same type.
+
+    Rounds as transformers does. With weight_offset 0, as in LlamaRMSNorm, the normalised numbers are rounded and then
+    multiplied by the weight. Else, as in Gemma's norm, they are multiplied by weight_offset + weight in float32 and
+    rounded once. On a GPU the squares are summed in another order than torch's: a result may differ by one unit in the
+    last place.
+    """
     numbers = hidden.float()
     normal = numbers * torch.rsqrt(numbers.pow(2).mean(-1, keepdim=True) + eps)
     if weight_offset:
@@ -112,6 +115,15 @@ def rotate_and_write(
     key_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
+    """Return rotated queries [N, H, D]; write rotated keys, and values, to their slots.
+
+    packed: [N, (H + 2 * H_kv) * D]: query, key and value heads. cos, sin: [N, rotary], of the type of packed; rotary is
+    even, and a head's numbers after the first `rotary` do not change. slots: int64 [N]. keys, values: [H_kv, S, D].
+    query_norm, key_norm: [D], weights of an RMS norm with `eps` of each head before its rotation.
+
+    Rounds both products and their sum to the type of packed, as eager torch does. Without norms the result is bit-equal
+    to transformers'; with norms it may differ as `rms_norm` does.
+    """
     num_kv_heads, _, dim = keys.shape
     heads = packed.view(len(packed), -1, dim)
     query, key, value = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
@@ -131,10 +143,21 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def int8_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Return rows times the transposed matrix weight * scales[:, None]: [N, M], of the type of rows.
+
+    rows: [N, C]. weight: int8 [M, C], contiguous. scales: float32 [M]. On a GPU there are two orders of summation: one
+    for N up to 16, one for larger N.
+    """
     return (rows.float() @ weight.T.float() * scales).to(rows.dtype)
 
 
 def int4_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Do as `int8_product`, with a matrix whose numbers are (level - 8) * scale + zero.
+
+    weight: uint8 [M, C / 2], contiguous. In a row's group of `size` columns, byte i holds the level of column i in its
+    low four bits, and that of column i + size / 2 in its high four bits. scales: [groups of a row, M, 2], contiguous:
+    scale and zero. A group has at least 32 columns.
+    """
     grouped = weight.view(len(weight), len(scales), -1)
     levels = torch.cat([grouped & 15, grouped >> 4], -1).float() - 8
     scale, zero = scales.float().transpose(0, 1).unbind(-1)
@@ -143,5 +166,9 @@ def int4_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def gated(packed: Tensor, activation: str) -> Tensor:
+    """Return activation(gate) * up: [N, I]. packed: [N, 2 * I], gate first. activation: "silu" or "gelu_tanh".
+
+    Rounds the activation to the type of packed before the product, as eager torch does.
+    """
     gate, up = packed.chunk(2, -1)
     return ACTIVATIONS[activation](gate) * up

@@ -47,7 +47,7 @@ def _obstacle(device: torch.device) -> str | None:
         return f"they need compute capability {least}, this GPU has {own}"
     rows, weight = torch.linspace(-1, 1, 256).view(4, 64), torch.linspace(0.5, 1.5, 64)
     try:
-        found = rms_norm(rows.to(device), weight.to(device), 1e-6).cpu()
+        found = rms_norm(rows.to(device), weight.to(device), 1e-6, 0.0).cpu()
     except torch.OutOfMemoryError:
         raise
     # Triton raises errors of many types: no compiler, no headers, no driver, a compilation that fails.
