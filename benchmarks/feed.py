@@ -13,9 +13,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 from rayspec.batch.job import CONFIG_NAME, Job, Source
@@ -104,13 +106,17 @@ class WaitingEngine:
     """An engine in an actor. It waits `row_s` seconds for each row and returns a fixed text."""
 
     info: Mapping[str, Any] = {}
-    dtype = "float32"
-    stats = EngineStats()
-    load = EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=0)
-    death = None
 
     def __init__(self, options: FeedOptions) -> None:
-        self.progress = Progress()
+        answered: Future[None] = Future()
+        answered.set_result(None)
+        self.client: Any = SimpleNamespace(
+            info=SimpleNamespace(config=EngineConfig(model="demo", dtype="float32")),
+            stats=EngineStats(),
+            load=EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=0),
+            progress=Progress(),
+            ping=lambda: answered,
+        )
         self._row_s = options.row_s
         self._text = "done " * options.output_words
         self._room = asyncio.Semaphore(options.max_num_seqs)
@@ -119,8 +125,6 @@ class WaitingEngine:
         async with self._room:
             await asyncio.sleep(self._row_s)
         return replace(item.without_input(), text=self._text, num_output_tokens=len(self._text) // 4)
-
-    async def ping(self) -> None: ...
 
     def stop(self) -> None: ...
 

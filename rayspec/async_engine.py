@@ -11,63 +11,29 @@ from transformers import PreTrainedTokenizerBase
 
 import rayspec
 from rayspec.config import SamplingParams
-from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.output import PieceQueue
-from rayspec.decode.progress import Progress
-from rayspec.decode.stages import StageUse
 from rayspec.prompts import text_tokens
-from rayspec.types import EngineLoad, EngineStats, Request, RequestOutput
+from rayspec.types import Request, RequestOutput
 
 
 class AsyncEngine:
-    """The engine of an LLM, for coroutines."""
+    """The engine of an LLM, for coroutines. client: says what the engine does, and whether it lives."""
 
     def __init__(self, llm: rayspec.LLM) -> None:
         self.llm = llm
         self.tokenizer: PreTrainedTokenizerBase = llm.tokenizer
-        self._client = llm.client
+        self.client = llm.client
         self._numbers = itertools.count()
 
     @property
     def max_model_len(self) -> int:
         """The most prompt and output tokens of a request together."""
-        return self._client.info.max_model_len
+        return self.client.info.max_model_len
 
     @property
     def max_new_tokens(self) -> int | None:
         """The checkpoint's length of an output for which nobody states one; None: it states none."""
-        return self._client.info.defaults.max_new_tokens
-
-    @property
-    def has_chat(self) -> bool:
-        return bool(self.tokenizer.chat_template)
-
-    @property
-    def stats(self) -> EngineStats:
-        return self.llm.stats
-
-    @property
-    def load(self) -> EngineLoad:
-        return self._client.load
-
-    @property
-    def progress(self) -> Progress:
-        """Whether the thread that runs the engine is stuck."""
-        return self._client.progress
-
-    @property
-    def is_recovering(self) -> bool:
-        """See `Client.is_recovering`."""
-        return self._client.is_recovering
-
-    def stage_use(self) -> Sequence[StageUse]:
-        """See `Client.stage_use`."""
-        return self._client.stage_use()
-
-    @property
-    def death(self) -> EngineDeadError | None:
-        """Why the engine has ended; None while it runs."""
-        return self._client.death
+        return self.client.info.defaults.max_new_tokens
 
     def tokens(self, prompt: str) -> list[int]:
         """Return the tokens of a text. Raises RequestError."""
@@ -84,7 +50,7 @@ class AsyncEngine:
         """Run a request and return its finished output. An error of the request is in `error` of the output. Raises
         EngineDeadError. Cancelling the call aborts the request. background: other requests go first."""
         request = self._request(prompt_token_ids, params, background=background)
-        return await asyncio.wrap_future(self._client.submit(request))
+        return await asyncio.wrap_future(self.client.submit(request))
 
     async def stream(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, interval_s: float = 0.0
@@ -92,7 +58,7 @@ class AsyncEngine:
         """Yield new output as it is generated, see RequestOutput. interval_s: outputs that follow each other faster are
         joined, see PieceQueue. Raises EngineDeadError. Closing the generator aborts the request."""
         pieces = PieceQueue(interval_s)
-        future = self._client.submit(self._request(prompt_token_ids, params, stream=True), pieces.put)
+        future = self.client.submit(self._request(prompt_token_ids, params, stream=True), pieces.put)
         future.add_done_callback(pieces.end)
         try:
             async for piece in pieces.read():
@@ -103,7 +69,7 @@ class AsyncEngine:
     async def ping(self) -> None:
         """Wait until the engine's loop and all processes of the model have answered. Raises EngineDeadError and
         StageLostError. A loop that is stuck never answers: the caller needs a deadline."""
-        await asyncio.wrap_future(self._client.ping())
+        await asyncio.wrap_future(self.client.ping())
 
     def _request(
         self,

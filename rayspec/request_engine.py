@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rayspec.config import EngineConfig
-from rayspec.decode.engine import Engine, EngineInfo
+from rayspec.decode.engine import Engine
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
-from rayspec.decode.progress import Progress
 from rayspec.decode.stages import StageLostError
 from rayspec.local_engine import load_engine
 from rayspec.pipeline.loading import load_pipeline
 from rayspec.pool.calls import Callback
-from rayspec.types import EngineLoad, EngineStats, Request, RequestOutput
+from rayspec.types import Request, RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,43 +34,14 @@ class RequestEngine:
     """An engine and the loop that runs it, in the actor of a replica."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._loop = EngineLoop(engine)
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._engine.info
-
-    @property
-    def dtype(self) -> str:
-        return self._engine.config.dtype
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._engine.stats
-
-    @property
-    def load(self) -> EngineLoad:
-        return self._engine.load
-
-    @property
-    def progress(self) -> Progress:
-        return self._engine.progress
-
-    @property
-    def death(self) -> EngineDeadError | None:
-        return self._loop.death
+        self.client, self.info = EngineLoop(engine), engine.info
 
     async def handle(self, item: Request, callback: Callback) -> RequestOutput:
         """Run a request. Raises EngineDeadError, also if shards are lost for good: then another replica is needed."""
-        output = await asyncio.wrap_future(self._loop.submit(item, callback if item.stream else None))
+        output = await asyncio.wrap_future(self.client.submit(item, callback if item.stream else None))
         if isinstance(output.error, StageLostError):
             raise EngineDeadError(str(output.error))
         return output
 
-    async def ping(self) -> None:
-        await asyncio.wrap_future(self._loop.ping())
-
     def stop(self) -> None:
-        self._loop.stop()
-        self._engine.shutdown()
+        self.client.shutdown()

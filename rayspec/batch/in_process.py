@@ -88,7 +88,7 @@ class LocalPool:
         self._is_draining = True
 
     def stats(self) -> EngineStats:
-        return EngineStats() if self._engine is None else self._engine.stats
+        return EngineStats() if self._engine is None else self._engine.client.stats
 
     def stop(self) -> None:
         """End the engine and the thread. Later calls do nothing."""

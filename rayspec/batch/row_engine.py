@@ -11,8 +11,6 @@ from rayspec.batch.rows import Row
 from rayspec.command.loading import load_llm
 from rayspec.command.settings import Settings
 from rayspec.config import DType, EngineConfig
-from rayspec.decode.progress import Progress
-from rayspec.types import EngineLoad, EngineStats, RayspecError
 
 if TYPE_CHECKING:
     from rayspec.async_engine import AsyncEngine
@@ -68,40 +66,9 @@ class RowEngine:
     """An engine in an actor, with the handler of its task. asked: the options of the whole pool."""
 
     def __init__(self, task: RowTask, engine: AsyncEngine, asked: EngineConfig) -> None:
-        self._task, self._engine, self._asked = task, engine, asked
+        self.client, self.stop = engine.client, engine.stop
+        self.info = task.settings.resolved(engine.llm.config.replace(parallel=asked.parallel))
         self._handle = task.handler(engine)
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """All options in force, in the form of a config file."""
-        in_force = self._engine.llm.config.replace(parallel=self._asked.parallel)
-        return self._task.settings.resolved(in_force)
-
-    @property
-    def dtype(self) -> str:
-        return self._engine.llm.config.dtype
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._engine.stats
-
-    @property
-    def load(self) -> EngineLoad:
-        return self._engine.load
-
-    @property
-    def progress(self) -> Progress:
-        return self._engine.progress
-
-    @property
-    def death(self) -> RayspecError | None:
-        return self._engine.death
 
     async def handle(self, item: Any, callback: Callback) -> Any:
         return await self._handle(item)
-
-    async def ping(self) -> None:
-        await self._engine.ping()
-
-    def stop(self) -> None:
-        self._engine.stop()

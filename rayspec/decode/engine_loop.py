@@ -68,10 +68,6 @@ class Client(Protocol):
         """Return how busy the stages of a pipeline were since the last call; empty without a pipeline, and for a
         pool."""
 
-    @property
-    def death(self) -> EngineDeadError | None:
-        """Why the engine has ended; None while it runs."""
-
     def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
         """Submit one request, see `EngineLoop`. Raises EngineDeadError."""
 

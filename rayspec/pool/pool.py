@@ -167,11 +167,6 @@ class Replicas:
         """Return nothing: the stages of replicas are in other processes."""
         return ()
 
-    @property
-    def death(self) -> EngineDeadError | None:
-        """Error of all requests that are submitted after `stop`; None before."""
-        return self._death
-
     def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
         """Queue a request, see `EngineLoop.submit`. Raises EngineDeadError."""
         return self.submit_all([request], listener)[0]

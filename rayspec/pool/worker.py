@@ -16,8 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rayspec.config import KV_CACHE_SHARE, EngineConfig, ParallelOptions
-from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.decode.progress import Progress
+from rayspec.decode.engine_loop import Client, EngineDeadError
 from rayspec.pipeline.placement import PlacementError, gpus_per_shard, remove_orphaned_groups, wants_gpu
 from rayspec.pool.calls import BatchedCalls, Callback, CalledHere, CallOutcome, ItemCall
 from rayspec.pool.dispatch import Beginning
@@ -36,33 +35,15 @@ class LoadedEngine(Protocol):
     """A loaded engine, in its actor."""
 
     @property
+    def client(self) -> Client: ...
+
+    @property
     def info(self) -> Any:
         """Description of the loaded engine for the pool's owner. It must be picklable."""
-
-    @property
-    def dtype(self) -> str:
-        """Data type of the loaded weights."""
-
-    @property
-    def stats(self) -> EngineStats: ...
-
-    @property
-    def load(self) -> EngineLoad: ...
-
-    @property
-    def progress(self) -> Progress:
-        """Whether the thread that runs the engine is stuck."""
-
-    @property
-    def death(self) -> RayspecError | None:
-        """Error that has ended the engine; None while it runs."""
 
     async def handle(self, item: Any, callback: Callback) -> Any:
         """Return the result for an item; errors of the item are part of the result. callback: takes parts of the
         result. Raises EngineDeadError when the engine cannot go on. Cancelling the wait ends the work on the item."""
-
-    async def ping(self) -> None:
-        """Wait until the engine has answered. Raises EngineDeadError."""
 
     def stop(self) -> None: ...
 
@@ -109,7 +90,7 @@ class EngineWorker:
         return await self.load()
 
     async def dtype(self) -> str:
-        return self._engine.dtype
+        return self._engine.client.info.config.dtype
 
     async def take(self, calls: Sequence[ItemCall]) -> None:
         self._calls.take(calls)
@@ -122,20 +103,18 @@ class EngineWorker:
             yield ready
 
     async def stats(self) -> EngineStats:
-        return copy.deepcopy(self._engine.stats)
+        return copy.deepcopy(self._engine.client.stats)
 
     async def load_now(self) -> EngineLoad:
-        return self._engine.load
+        return self._engine.client.load
 
     async def ping(self) -> None:
         """Wait until the engine has answered. Raises the error that has ended the engine."""
-        if (death := self._engine.death) is not None:
-            raise death
-        await self._engine.ping()
+        await asyncio.wrap_future(self._engine.client.ping())
 
     async def answer(self) -> None:
         """Return at once. Raises EngineDeadError if the engine is stuck."""
-        if (problem := self._engine.progress.problem()) is not None:
+        if (problem := self._engine.client.progress.problem()) is not None:
             raise EngineDeadError(f"the engine {problem}")
 
     async def place(self) -> Place:

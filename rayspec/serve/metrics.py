@@ -16,6 +16,7 @@ import rayspec
 from rayspec.async_engine import AsyncEngine
 from rayspec.choices import SKIP
 from rayspec.config import SamplingParams
+from rayspec.decode.engine_loop import Client
 from rayspec.decode.stages import StageUse
 from rayspec.serve.metric_table import METRICS
 from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestOutput
@@ -188,14 +189,14 @@ class MeteredEngine(AsyncEngine):
                     yield output
 
 
-async def keep_updated(metrics: EngineMetrics, engine: AsyncEngine, *, every_s: float = 2.0) -> None:
+async def keep_updated(metrics: EngineMetrics, client: Client, *, every_s: float = 2.0) -> None:
     """Update the metrics repeatedly until cancelled, and once more at the end."""
     try:
         while True:
-            metrics.update(engine.stats, engine.load, engine.stage_use())
+            metrics.update(client.stats, client.load, client.stage_use())
             await asyncio.sleep(every_s)
     finally:
-        metrics.update(engine.stats, engine.load, engine.stage_use())
+        metrics.update(client.stats, client.load, client.stage_use())
 
 
 def _totals(stats: EngineStats) -> Iterator[tuple[str, float, str]]:

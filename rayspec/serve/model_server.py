@@ -65,7 +65,7 @@ class ModelServer:
             own_id = str(ray.get_runtime_context().get_actor_id())
             metrics = EngineMetrics(ray_recorder(model=self._served[0], replica=own_id))
             self._engine: AsyncEngine = MeteredEngine(llm, metrics)
-            self._keep(keep_updated(metrics, self._engine))
+            self._keep(keep_updated(metrics, llm.client))
         else:
             self._engine = AsyncEngine(llm)
         self._num_sublayers = 2 * num_layers(load_config(self._engine.llm.config))
@@ -138,7 +138,7 @@ class ModelServer:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return a ReplicaReport at once. Serve runs only methods of this name and `check_health` without a wait behind
         other requests, see `watch.py`."""
-        status = ModelStatus.of(self._served[0], self._engine, self._rates, self._num_sublayers, self._health)
+        status = ModelStatus.of(self._served[0], self._engine.client, self._rates, self._num_sublayers, self._health)
         return asdict(ReplicaReport(status=status, place=self._place, problem=self._problem))
 
     def __del__(self) -> None:
@@ -150,7 +150,7 @@ class ModelServer:
 
     @property
     def _health(self) -> EngineHealth:
-        if self._engine.is_recovering:
+        if self._engine.client.is_recovering:
             return "recovering"
         if self._failure is not None:
             return "engine dead"
@@ -184,8 +184,8 @@ class ModelServer:
 
     async def _sample(self) -> None:
         while True:
-            self._rates.add(self._engine.stats, time.monotonic())
-            self._problem = self._engine.progress.problem(self._engine_timeout_s)
+            self._rates.add(self._engine.client.stats, time.monotonic())
+            self._problem = self._engine.client.progress.problem(self._engine_timeout_s)
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
 

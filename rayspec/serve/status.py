@@ -13,7 +13,7 @@ from rayspec.pool.stopped import Place
 from rayspec.types import EngineStats, PlanRecord
 
 if TYPE_CHECKING:
-    from rayspec.async_engine import AsyncEngine
+    from rayspec.decode.engine_loop import Client
 
 EngineHealth = Literal["ready", "recovering", "engine dead", "stuck"]
 """recovering: lost shards are being replaced, and requests wait. stuck: see `decode/progress.py`."""
@@ -109,9 +109,9 @@ class ModelStatus:
 
     @classmethod
     def of(
-        cls, model: str, engine: AsyncEngine, rates: RecentRates, num_sublayers: int, health: EngineHealth
+        cls, model: str, client: Client, rates: RecentRates, num_sublayers: int, health: EngineHealth
     ) -> ModelStatus:
-        load, stats = engine.load, engine.stats
+        load, stats = client.load, client.stats
         return cls(
             model=model,
             num_sublayers=num_sublayers,

@@ -247,12 +247,12 @@ def test_what_drafting_did_is_told_when_asked_for(engine: AsyncEngine) -> None:
 def test_what_is_wrong_with_a_request_is_told_before_anything_runs(
     engine: AsyncEngine, answer: Callable[..., Awaitable[Any]], changes: dict[str, Any], status: int, code: str
 ) -> None:
-    before = engine.stats.num_prompt_tokens
+    before = engine.client.stats.num_prompt_tokens
     with pytest.raises(RequestError) as caught:
         run(answer(parsed(TEXT, **changes), engine, SERVED, **STAMP))
     told = ApiError.of(caught.value)
     assert (told.status, told.code) == (status, code)
-    assert engine.stats.num_prompt_tokens == before
+    assert engine.client.stats.num_prompt_tokens == before
 
 
 def test_parameters_are_made_once_for_many_prompts(engine: AsyncEngine) -> None:
@@ -328,7 +328,7 @@ LONG = TEXT | {"prompt": ["Fee 5", "In May", "The report"], "n": 2, "max_tokens"
 
 async def is_idle(engine: AsyncEngine) -> bool:
     for _ in range(500):
-        load = engine.load
+        load = engine.client.load
         if load.num_running == load.num_waiting == load.kv_used_tokens == 0:
             return True
         await asyncio.sleep(0.01)
@@ -341,12 +341,12 @@ def test_closing_in_mid_stream_ends_all_prompts(engine: AsyncEngine, num_chunks:
         chunks = stream(parsed(LONG), engine, SERVED, **STAMP)
         for _ in range(num_chunks):
             await anext(chunks)
-        assert engine.load.num_running + engine.load.num_waiting > 0
+        assert engine.client.load.num_running + engine.client.load.num_waiting > 0
         await chunks.aclose()
         assert await is_idle(engine)
-        return engine.stats.num_generated_tokens
+        return engine.client.stats.num_generated_tokens
 
-    before = engine.stats.num_generated_tokens
+    before = engine.client.stats.num_generated_tokens
     assert run(work()) - before < 6 * 400 // 2
 
 
@@ -356,7 +356,7 @@ def test_cancelling_ends_all_prompts(engine: AsyncEngine, answer: Callable[..., 
         request = parsed(LONG)
         waits = chunks_of(request, engine) if answer is chunks_of else respond(request, engine, SERVED, **STAMP)
         task = asyncio.ensure_future(waits)
-        while engine.load.num_running + engine.load.num_waiting < 6:
+        while engine.client.load.num_running + engine.client.load.num_waiting < 6:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

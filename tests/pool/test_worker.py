@@ -127,7 +127,7 @@ def test_an_engine_whose_pass_never_ends_says_so_while_its_process_answers() -> 
     async def run() -> None:
         worker = EngineWorker(factory, factory.engine)
         await worker.load()
-        stages = worker._engine._engine.llm.engine.stages  # type: ignore[attr-defined]
+        stages = worker._engine.client.engine.stages
         stages.progress = Progress(clock=lambda: 60 * time.monotonic())
         await worker._engine.handle(document, lambda _: None)
         await worker.answer()
