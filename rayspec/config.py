@@ -40,6 +40,7 @@ CudaGraphs = Literal["auto", "sublayers", "off"]
 CudaKernels = Literal["auto", "off"]
 # Share of the memory that is free once the model is loaded. Smaller on a CPU, whose memory others use too.
 KV_CACHE_SHARE = {"cpu": 0.25, "cuda": 0.8}
+MAX_TREE_TOKENS = 64  # of a draft that has branches, over all of them
 Placement = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
 
@@ -60,28 +61,26 @@ class Options(pydantic.BaseModel):
 
 
 _FIXED = "is gone: its default is what everybody used; leave it out"
+_PUBLISHED = "is gone: its numbers are the published ones; leave it out"
 _THRESHOLD = "'threshold' and 'exit_threshold' are now 'speculation.draft_threshold'"
+_SEARCH = "'interval' is now 'speculation.search_interval', 'num_tap_tokens' is now 'speculation.num_search_tokens'"
 # Options that are gone, by the class that had them, and what replaced each.
 REPLACED: Mapping[str, Mapping[str, str]] = {
     "SpeculationOptions": {
-        "knapsack": "is gone: 'num_tap_tokens' is now 'speculation.num_search_tokens'; leave out the others, which "
-        "are fixed",
-        "clasp": "is gone: 'num_skipped_layers' is now 'speculation.num_skipped_layers', 'interval' is now "
-        f"'speculation.search_interval', and {_THRESHOLD}",
-        "dynamic_exit": "is gone: 'interval' is now 'speculation.search_interval' and 'num_tap_tokens' is now "
-        "'speculation.num_search_tokens'; leave out the others, which are fixed",
-        "asd": "is gone: 'threshold' is now 'speculation.attention_cosine', 'exit_threshold' is now "
-        "'speculation.draft_threshold', 'interval' is now 'speculation.search_interval' and 'num_tap_tokens' is now "
-        "'speculation.num_search_tokens'; leave out 'target', which is fixed",
+        "knapsack": f"is gone: {_SEARCH}; leave out the others, which are fixed",
+        "clasp": f"is gone: {_SEARCH}, and {_THRESHOLD}; leave out 'num_skipped_layers', which is half of the layers",
+        "dynamic_exit": f"is gone: {_SEARCH}; leave out the others, which are fixed",
+        "asd": f"is gone: {_SEARCH}, and {_THRESHOLD}; leave out the others, which are fixed",
         "self_sd": f"is gone: {_THRESHOLD}; leave out the others, which are fixed",
         "knn_ssd": f"is gone: {_THRESHOLD}; leave out 'reject_distance', which is saved with each plan",
-        "lookup_ngram": _FIXED,
+        "swift": f"is gone: {_THRESHOLD}, 'context_window' is now 'speculation.num_search_tokens'; leave out the "
+        "others, which are the published ones",
+        "layerskip": "is gone: 'exit_layer' is now 'speculation.exit_layer'; drafts have 6 tokens, or "
+        "'max_draft_tokens' if that is less",
         "lookup_tokens": "is gone: drafts have 10 tokens, or 'max_draft_tokens' if that is less",
-    },
-    "SwiftOptions": {
-        "threshold": "is now 'speculation.draft_threshold'",
-        "context_window": "is now 'speculation.num_search_tokens'",
-        **dict.fromkeys(("max_score", "max_tries_without_gain", "max_tries", "suggest_every", "seed"), _FIXED),
+        "max_tree_tokens": f"is gone: drafts with branches have at most {MAX_TREE_TOKENS} tokens; leave it out",
+        **dict.fromkeys(("lookahead", "attention_cosine", "num_skipped_layers"), _PUBLISHED),
+        **dict.fromkeys(("lookup_ngram", "confidence_stop"), _FIXED),
     },
     "TuningOptions": {
         "threshold": "is now 'speculation.draft_threshold'",
@@ -180,32 +179,6 @@ class SamplingParams(Options):
         return self
 
 
-class SwiftOptions(Options):
-    """SWIFT: drafts skip a set of sublayers; sets are tried on recent tokens during generation. Defaults are from the
-    paper, which drafts up to 25 tokens: set `max_draft_tokens`."""
-
-    skip_ratio: float = Field(0.45, gt=0.0, lt=1.0, description="of the sublayers between first and last layer")
-    tree_widths: tuple[int, ...] = Field(
-        (1, 3, 5, 10),
-        description="alternatives, itself counted, of a token whose top-1 probability is above .95, .8, .5, or less; "
-        "empty: drafts are chains. The published code has 3, 5, 8, 10 for greedy decoding",
-    )
-
-    @field_validator("tree_widths")
-    @classmethod
-    def _four_widths(cls, widths: tuple[int, ...]) -> tuple[int, ...]:
-        if len(widths) not in (0, 4) or any(width < 1 for width in widths):
-            raise ValueError("give four numbers from 1 on, or none")
-        return widths
-
-
-class LayerSkipOptions(Options):
-    """LayerSkip: drafts of a fixed length that leave the model at a fixed layer."""
-
-    exit_layer: int | None = Field(None, ge=1, description="layers that the draft runs; None: a quarter of them")
-    num_draft_tokens: int = Field(6, ge=1, le=127, description="tokens of every draft")
-
-
 class TuningOptions(Options):
     """How plans are tuned on calibration prompts. Numeric defaults are those of Self-SD, which tunes on 8 prompts."""
 
@@ -215,19 +188,6 @@ class TuningOptions(Options):
     plans_by: Literal["trials", "knapspec"] = Field(
         "trials", description="plans of domains: by trials as above, or the best that KnapSpec finds in one run"
     )
-
-
-class LookaheadOptions(Options):
-    """Lookahead: the model generates n-grams in addition to the text. Defaults are those of the published runs."""
-
-    level: int = Field(5, ge=2, le=32, description="tokens of an n-gram")
-    window: int = Field(7, ge=1, le=127, description="n-grams that are made at the same time")
-    guesses: int = Field(7, ge=1, le=127, description="n-grams kept, and verified, for each token that begins one")
-    pool_from_prompt: bool = Field(False, description="keep the n-grams of the prompt, too")
-
-    @property
-    def num_window_tokens(self) -> int:
-        return self.window * (self.level - 1)
 
 
 class SpeculationOptions(Options):
@@ -245,7 +205,6 @@ class SpeculationOptions(Options):
     strategy: Strategy | str = "auto"
     verification: Verification = "coupled"
     max_draft_tokens: int = Field(16, ge=1, le=127)
-    max_tree_tokens: int = Field(64, ge=1, le=512, description="tokens of a draft that has branches, over all of them")
     draft_threshold: float | None = Field(
         None,
         ge=0.0,
@@ -261,9 +220,8 @@ class SpeculationOptions(Options):
         ge=1,
         description="clasp, del, asd: tokens of one sequence between two searches; None: 128, 1 (every round), 64",
     )
-    num_skipped_layers: int | None = Field(None, ge=1, description="clasp only; None: half, of the paper's 40 to 60 %")
-    attention_cosine: float = Field(
-        0.95, ge=-1.0, le=1.0, description="asd only: cosine of before and after, above which attention is skipped"
+    exit_layer: int | None = Field(
+        None, ge=1, description="layerskip only: layers that the draft runs; None: a quarter of them"
     )
     choices: tuple[Cheaper, ...] = Field(
         ("skip", "int4", "window", "pages"),
@@ -275,21 +233,16 @@ class SpeculationOptions(Options):
     )
     skip: tuple[int, ...] = Field((), description="static only: sublayers the draft leaves out")
     static_choice: Choice = Field("full", description="static only: how the draft runs the others")
-    confidence_stop: bool = Field(True, description="end a draft when its next token is not worth its time")
     gate: bool = Field(True, description="turn drafting off where it is measured not to pay")
     optimise_share: float = Field(0.02, ge=0.0, le=1.0, description="of elapsed time, for plan search")
     warm_start: str | None = Field(
         None, description="file of saved plans: what self-sd and knn-ssd draft by, and knapspec and auto begin with"
     )
-    swift: SwiftOptions = SwiftOptions()
-    layerskip: LayerSkipOptions = LayerSkipOptions()
-    lookahead: LookaheadOptions = LookaheadOptions()
 
     @property
     def num_branch_tokens(self) -> int:
         """The most tokens that a draft of the strategy may have in branches; 0 if its drafts are chains."""
-        branches = self.strategy == "lookahead" or (self.strategy == "swift" and self.swift.tree_widths)
-        return self.max_tree_tokens if branches else 0
+        return MAX_TREE_TOKENS if self.strategy in ("lookahead", "swift") else 0
 
     @field_validator("strategy")
     @classmethod
@@ -304,30 +257,12 @@ class SpeculationOptions(Options):
         )
 
     @model_validator(mode="after")
-    def _window_fits(self) -> Self:
-        if self.strategy == "lookahead" and self.lookahead.num_window_tokens >= self.max_tree_tokens:
-            raise ValueError(
-                f"option 'window' of lookahead makes {self.lookahead.num_window_tokens} tokens a round, and "
-                f"max_tree_tokens is {self.max_tree_tokens}, which leaves none to guess: raise that, or lower window"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _saved_plans_where_they_work(self) -> Self:
         needed, useful = {"self-sd", "knn-ssd"}, {"self-sd", "knn-ssd", "knapspec", "auto"}
         if self.warm_start is None and self.strategy in needed:
             raise ValueError(f"strategy {self.strategy!r} needs option 'warm_start': name a file of saved plans")
         if self.warm_start is not None and self.strategy not in useful:
             raise ValueError(f"option 'warm_start' does not work with strategy {self.strategy!r}: remove one")
-        return self
-
-    @model_validator(mode="after")
-    def _early_exit_fits(self) -> Self:
-        if self.strategy == "layerskip" and self.layerskip.num_draft_tokens > self.max_draft_tokens:
-            raise ValueError(
-                f"option 'num_draft_tokens' of layerskip is {self.layerskip.num_draft_tokens}, max_draft_tokens is "
-                f"{self.max_draft_tokens}: raise that"
-            )
         return self
 
     @property

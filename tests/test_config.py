@@ -11,7 +11,6 @@ from rayspec.config import (
     REPLACED,
     EngineConfig,
     EngineKeywords,
-    LookaheadOptions,
     Options,
     SamplingParams,
     SpeculationOptions,
@@ -34,7 +33,7 @@ def test_an_unknown_option_is_answered_with_the_nearest_name() -> None:
 
 
 def test_an_unknown_option_like_no_other_is_answered_with_all_names() -> None:
-    with pytest.raises(ConfigError, match=r"unknown option 'zzz'; valid: .*confidence_stop, .*gate, "):
+    with pytest.raises(ConfigError, match=r"unknown option 'zzz'; valid: .*choices, .*gate, "):
         speculation(zzz=1)
 
 
@@ -68,7 +67,6 @@ def test_an_unknown_strategy_is_answered_with_the_nearest() -> None:
         {"kv_cache_tokens": 3},
         {"speculation": {"max_draft_tokens": 0}},
         {"speculation": {"optimise_share": float("nan")}},
-        {"speculation": {"lookahead": {"level": 1}}},
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(options: dict[str, Any]) -> None:
@@ -144,10 +142,10 @@ def test_options_are_frozen() -> None:
 
 
 def test_replace_validates_again_and_leaves_the_original() -> None:
-    before = config(dtype="float32", speculation={"lookahead": {"level": 4}})
+    before = config(dtype="float32", speculation={"exit_layer": 4})
     after = before.replace(max_num_seqs=3)
     assert (before.max_num_seqs, after.max_num_seqs) == (8, 3)
-    assert (after.dtype, after.speculation.lookahead) == ("float32", LookaheadOptions(level=4))
+    assert (after.dtype, after.speculation.exit_layer) == ("float32", 4)
     with pytest.raises(ConfigError, match="max_num_seqs"):
         before.replace(max_num_seqs=-1)
 

@@ -19,7 +19,6 @@ from rayspec.config import (
     ParallelOptions,
     SamplingParams,
     SpeculationOptions,
-    SwiftOptions,
 )
 from rayspec.generation import DecodingParams
 from rayspec.ops.k8s.options import RenderOptions
@@ -58,7 +57,6 @@ TOGETHER: dict[type[Options], list[dict[str, Any]]] = {
         {"strategy": "static", "static_choice": "int4"},
         {"strategy": "self-sd", "warm_start": "plans.json"},
     ],
-    SwiftOptions: [{"tree_widths": (2, 1, 1, 1)}],
 }
 
 

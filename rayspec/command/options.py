@@ -151,7 +151,7 @@ _FILE_FLAGS = (
             typer.Option(
                 "--set",
                 metavar="NAME=VALUE",
-                help="any option by its dotted name, as speculation.swift.skip_ratio=0.3; repeatable",
+                help="any option by its dotted name, as speculation.exit_layer=8; repeatable",
                 rich_help_panel=_ENGINE_PANEL,
             ),
         ],

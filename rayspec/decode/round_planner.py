@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 
-from rayspec.config import SpeculationOptions
+from rayspec.config import MAX_TREE_TOKENS, SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal, lookup_index
 from rayspec.decode.scheduler import Scheduler
@@ -187,10 +187,10 @@ class RoundPlanner:
 
     def _entry(self, sequence: SequenceState, proposal: Proposal, num_looked_up: int, plan: Plan) -> RoundEntry:
         num_free = sequence.table.capacity - sequence.num_tokens
-        max_tree_tokens = min(self._options.max_tree_tokens, num_free)
+        max_tree_tokens = min(MAX_TREE_TOKENS, num_free)
         guess = Guess(list(proposal.token_ids[: min(num_looked_up, num_free)]))
         if plan.lookahead:
-            guess = sequence.guess(self._options.lookahead, max_tree_tokens)
+            guess = sequence.guess(max_tree_tokens)
         return RoundEntry(
             sequence_id=sequence.sequence_id,
             runs=sequence.table.runs,

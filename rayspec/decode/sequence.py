@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rayspec.config import LookaheadOptions
 from rayspec.decode.drafting.lookahead import Guess, Lookahead
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
 from rayspec.decode.output import Detokenizer
@@ -112,11 +111,11 @@ class SequenceState:
         self.lookup.extend_to(self.token_ids)
         return self.lookup.propose(min(num_tokens, self.num_remaining - 1))
 
-    def guess(self, options: LookaheadOptions, max_tokens: int) -> Guess:
+    def guess(self, max_tokens: int) -> Guess:
         """Return a tree of tokens that may come next, from the sequence's Jacobi window, and that window. The tree's
         depth is less than the number of tokens that the sequence may still have."""
         if self.lookahead is None:
-            self.lookahead = Lookahead(options, self.token_ids)
+            self.lookahead = Lookahead(self.token_ids)
         return self.lookahead.guess(self.token_ids[-1], max_tokens=max_tokens, max_depth=self.num_remaining - 1)
 
     def fail(self, error: RayspecError) -> None:

@@ -23,6 +23,7 @@ from rayspec.types import PlanRecord
 
 _INTERVAL = 64  # tokens of a sequence between two searches: our value
 _THRESHOLD = 0.6
+_SIMILAR = 0.95  # cosine of the hidden states before and after an attention sublayer that is skipped: our value
 
 
 class ASD(PeriodicStrategy):
@@ -50,7 +51,7 @@ class ASD(PeriodicStrategy):
 
     def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         assert isinstance(answer, Cosines)
-        choices = without_similar_attention(self._is_attention, answer.cosines, self._options.attention_cosine)
+        choices = without_similar_attention(self._is_attention, answer.cosines, _SIMILAR)
         if choices == self._current.plan.choices:
             return None
         return self._current.take(

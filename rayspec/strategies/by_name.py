@@ -32,7 +32,7 @@ BY_NAME: Mapping[str, Callable[[SpeculationOptions, LatencyModel], Strategy]] = 
     "swift": Swift,
     "del": DEL,
     "asd": ASD,
-    "layerskip": lambda options, latency: FixedPlan(early_exit_plan(options.layerskip, len(latency.sublayers))),
+    "layerskip": lambda options, latency: FixedPlan(early_exit_plan(options, len(latency.sublayers))),
     "lookup": lambda options, latency: FixedPlan(
         lookup_plan(len(latency.sublayers), min(_LOOKUP_TOKENS, options.max_draft_tokens))
     ),

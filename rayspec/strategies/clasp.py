@@ -1,6 +1,6 @@
 """CLaSp: skip whole layers, chosen at a fixed interval of tokens to change the newest token least (Chen et al.).
 
-As published: the exact recurrence over layers and numbers of skipped layers; the draft that skips the configured
+As published: the exact recurrence over layers and numbers of skipped layers; the draft that skips a fixed
 number; searches at a fixed interval; drafts that end below a fixed confidence. Ours: in a batch, the newest token of
 one sequence decides for all; the search time is recorded, but not limited by `optimise_share`.
 """
@@ -15,7 +15,7 @@ from rayspec.decode.work import KeepDrafting
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.periodic import PeriodicStrategy, estimated_acceptance
-from rayspec.types import ConfigError, PlanRecord
+from rayspec.types import PlanRecord
 
 # Published values.
 _INTERVAL = 128  # tokens of a sequence between two searches
@@ -23,16 +23,10 @@ _THRESHOLD = 0.7
 
 
 class CLaSp(PeriodicStrategy):
-    """Raises ConfigError if more layers are to be skipped than the model has."""
-
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
         super().__init__("clasp", latency, interval=options.search_interval or _INTERVAL)
         num_layers = len(latency.sublayers) // 2
-        self._num_skipped = options.num_skipped_layers or max(1, num_layers // 2)
-        if self._num_skipped > num_layers:
-            raise ConfigError(
-                f"option 'num_skipped_layers' is {self._num_skipped}, the model has {num_layers} layers: lower it"
-            )
+        self._num_skipped = max(1, num_layers // 2)  # of the published 40 to 60 %
         self._threshold = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
         self._max_draft_tokens = options.max_draft_tokens
 

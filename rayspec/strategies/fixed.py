@@ -12,10 +12,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from rayspec.choices import FULL, SKIP, Choice, choices_of, nearest
-from rayspec.config import LayerSkipOptions
+from rayspec.config import SpeculationOptions
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan
 from rayspec.decode.work import RoundResult
 from rayspec.types import ConfigError, Plan, PlanRecord, no_draft
+
+_EXIT_TOKENS = 6  # of a draft of LayerSkip
 
 
 class FixedPlan:
@@ -69,7 +71,7 @@ def lookahead_plan(num_sublayers: int) -> Plan:
     return replace(no_draft(num_sublayers, "lookahead"), lookahead=True)
 
 
-def early_exit_plan(options: LayerSkipOptions, num_sublayers: int) -> Plan:
+def early_exit_plan(options: SpeculationOptions, num_sublayers: int) -> Plan:
     """Return the plan that runs all layers before the exit layer in full, and skips the others. Raises ConfigError if
     the model has no such layer."""
     num_layers = num_sublayers // 2
@@ -79,4 +81,4 @@ def early_exit_plan(options: LayerSkipOptions, num_sublayers: int) -> Plan:
             f"option 'exit_layer' is {exit_layer}, the model has {num_layers} layers: choose 1 to {num_layers - 1}"
         )
     choices = choices_of([index < 2 * exit_layer for index in range(num_sublayers)])
-    return Plan(choices=choices, num_draft_tokens=options.num_draft_tokens, source="layerskip")
+    return Plan(choices=choices, num_draft_tokens=min(_EXIT_TOKENS, options.max_draft_tokens), source="layerskip")

@@ -24,14 +24,12 @@ from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import (
     FEW_KEYS_COST,
     FIRST_OFFSET,
-    NEVER,
     ROUNDS_TO_REVIEW,
     TOKENS_HALF_LIFE,
     Calibration,
     Correction,
     Discounted,
     StopRecord,
-    StopRule,
 )
 from rayspec.types import Plan, PlanRecord, no_draft
 
@@ -126,7 +124,7 @@ class KnapSpec:
                 context=context,
                 batch=state.batch,
                 max_draft_tokens=self._options.max_draft_tokens,
-                stop_rule=self._stop_rule,
+                stop_rule=self._stops.rule,
             )[0]
         return float(self._rates[key][:longest].max())
 
@@ -136,7 +134,7 @@ class KnapSpec:
         rate: expected tokens per second of the round, over the batch.
         """
         candidate = self._in_use
-        if not self._options.confidence_stop or candidate is None:
+        if candidate is None:
             return None
         context, batch = state.context, state.batch
         return DraftWhileWorth(
@@ -221,10 +219,6 @@ class KnapSpec:
             max_states=_MAX_STATES,
             also=uniform_patterns(savings),
         )
-
-    @property
-    def _stop_rule(self) -> StopRule:
-        return self._stops.rule if self._options.confidence_stop else NEVER
 
     def _learn(self, plan: Plan, result: RoundResult) -> tuple[int, int]:
         """Learn from the tested draft tokens and return how many were accepted, and tested. A draft's tokens are tested
@@ -346,7 +340,7 @@ class KnapSpec:
             context=state.context,
             batch=state.batch,
             max_draft_tokens=self._options.max_draft_tokens,
-            stop_rule=self._stop_rule,
+            stop_rule=self._stops.rule,
         )
 
     def _decide(self, state: BatchState, reason: str, spent_s: float) -> PlanRecord:
@@ -358,7 +352,7 @@ class KnapSpec:
         if candidate is None:
             self.plan = self._no_draft
         else:
-            length = self._options.max_draft_tokens if self._options.confidence_stop else best.num_draft_tokens
+            length = self._options.max_draft_tokens
             self.plan = Plan(choices=candidate.choices, num_draft_tokens=length, source="knapspec")
         self._tell_trigger(state, changed=(self.plan.choices if self.plan.drafts else None) != before)
         self._rounds_to_review = ROUNDS_TO_REVIEW

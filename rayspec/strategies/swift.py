@@ -32,19 +32,23 @@ _MAX_TRIES_WITHOUT_GAIN = 300
 _MAX_TRIES = 1000
 _SUGGEST_EVERY = 25
 _SEED = 1
+_SKIP_RATIO = 0.45  # of the sublayers between the first and the last layer
+# Alternatives, itself counted, of a token whose top-1 probability is above .95, .8, .5, or less. The published code has
+# 3, 5, 8, 10 for greedy decoding.
+_TREE_WIDTHS = (1, 3, 5, 10)
 
 
 class SwiftSearch:
     """The search by itself: the next set to try, and the best set so far. A set is [num_sublayers] flags, True = keep.
 
-    Raises ConfigError if the options skip no sublayer between the first and the last layer.
+    Raises ConfigError if the ratio skips no sublayer between the first and the last layer.
     """
 
     def __init__(
         self,
         num_sublayers: int,
         *,
-        skip_ratio: float,
+        skip_ratio: float = _SKIP_RATIO,
         max_score: float = _MAX_SCORE,
         max_tries_without_gain: int = _MAX_TRIES_WITHOUT_GAIN,
         max_tries: int = _MAX_TRIES,
@@ -55,7 +59,7 @@ class SwiftSearch:
         if num_skipped < 1:
             raise ConfigError(
                 f"strategy 'swift' keeps the first and the last layer; of the {len(free)} sublayers between them, "
-                f"option 'skip_ratio' {skip_ratio} leaves none to skip: raise it, or choose another strategy"
+                f"{skip_ratio:.0%} leave none to skip: choose another strategy"
             )
         self._max_score, self._max_tries, self._max_tries_without_gain = max_score, max_tries, max_tries_without_gain
         self._sets = MaskSearch(num_sublayers, free, num_skipped=num_skipped, suggest_every=suggest_every, seed=_SEED)
@@ -105,9 +109,8 @@ class Swift:
         threshold = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
         self._rule = DraftWhileSure(threshold=threshold)
         self._num_search_tokens = options.num_search_tokens or _NUM_SEARCH_TOKENS
-        self._tree_widths = options.swift.tree_widths
         self._max_draft_tokens = options.max_draft_tokens
-        self._search = SwiftSearch(len(latency.sublayers), skip_ratio=options.swift.skip_ratio)
+        self._search = SwiftSearch(len(latency.sublayers))
         self._current = CurrentPlan("swift", latency)
         self._trying: Keep | None = None
         self._asked: Future[Answer] | None = None
@@ -154,5 +157,5 @@ class Swift:
             acceptance=self._search.best_score,
             reason="the best set so far" if end is None else f"the search is over: {end}",
             optimise_s=spent_s,
-            tree_widths=self._tree_widths,
+            tree_widths=_TREE_WIDTHS,
         )

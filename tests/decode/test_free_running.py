@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from rayspec.choices import choices_of
-from rayspec.config import LookaheadOptions, SamplingParams, SpeculationOptions
-from rayspec.decode import verify
+from rayspec.config import SamplingParams
+from rayspec.decode import sequence, verify
+from rayspec.decode.drafting.lookahead import Lookahead
 from rayspec.decode.sampling import Rows
 from rayspec.decode.verify import Verdict
 from rayspec.strategies.fixed import lookahead_plan, lookup_plan
@@ -32,7 +33,6 @@ VOCAB, NUM_SUBLAYERS, BATCH = 4, 8, 100
 NUM_TOKENS, NUM_DRAWS = 4, 1500
 TEMPERATURE = 2.0
 PROMPT = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every token after every token
-SPECULATION = SpeculationOptions(lookahead=LookaheadOptions(window=2, level=3, guesses=4, pool_from_prompt=True))
 PLANS = {
     "tree": Plan(
         choices=choices_of([index not in (3, 4) for index in range(NUM_SUBLAYERS)]),
@@ -43,6 +43,20 @@ PLANS = {
     "lookup": lookup_plan(NUM_SUBLAYERS, 3),
     "lookahead": lookahead_plan(NUM_SUBLAYERS),
 }
+
+
+class FromPrompt(Lookahead):
+    """A small window, and a pool that has the n-grams of the prompt: texts of a few tokens make none."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        super().__init__(token_ids, num_levels=3, num_columns=2, max_guesses=4)
+        for first in range(len(token_ids) - 2):
+            self.pool.add(token_ids[first : first + 3])
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence, "Lookahead", FromPrompt)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +90,6 @@ def drawn(path: str, plan: Plan, verification: str) -> tuple[float, EngineStats]
         num_beside=16,
         max_num_seqs=BATCH,
         kv_cache_tokens=BATCH * 56,
-        speculation=SPECULATION,
     )
     params = [SamplingParams(temperature=TEMPERATURE, seed=seed, max_tokens=NUM_TOKENS) for seed in range(NUM_DRAWS)]
     tokens = torch.tensor(tokens_of(complete(engine, [PROMPT] * NUM_DRAWS, params)))

@@ -8,6 +8,7 @@ from rayspec.choices import FULL, SKIP
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Cosine, Cosines
 from rayspec.planning.learning import DraftWhileSure
+from rayspec.strategies import asd as module
 from rayspec.strategies.asd import ASD, without_similar_attention
 from tests.strategy_cases import Asker, latency_model, round_of, run_rounds, state
 
@@ -43,8 +44,9 @@ def test_it_drafts_by_the_newest_cosines_and_looks_again() -> None:
     assert [index for index, choice in enumerate(asd.choose(state()).plan.choices) if choice == SKIP] == [0, 2, 4, 6]
 
 
-def test_where_all_attention_matters_it_does_not_draft() -> None:
-    asd = _asd(attention_cosine=0.995)
+def test_where_all_attention_matters_it_does_not_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SIMILAR", 0.995)
+    asd = _asd()
     assert run_rounds(asd, Asker(lambda question: Cosines(COSINES, 0.5)), 30) == []
     assert not asd.choose(state()).plan.drafts
 

@@ -10,7 +10,6 @@ from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, FoundDraft, LayerKnapsack, Question
 from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.clasp import CLaSp
-from rayspec.types import ConfigError
 from tests.strategy_cases import Asker, latency_model, run_round, run_rounds, state
 
 
@@ -32,12 +31,12 @@ def _found(question: Question) -> Answer:
 
 
 def test_the_newest_token_is_asked_and_the_draft_that_skips_most_is_taken() -> None:
-    asker, clasp = Asker(_found), _clasp(num_skipped_layers=4)
+    asker, clasp = Asker(_found), _clasp()
     assert not clasp.choose(state()).plan.drafts
     (record,) = run_rounds(clasp, asker, 5)
-    assert asker.asked == [LayerKnapsack(num_tokens=1, num_skipped=4)]
+    assert asker.asked == [LayerKnapsack(num_tokens=1, num_skipped=3)]
     plan = clasp.choose(state()).plan
-    assert plan.choices == (SKIP,) * 8 + (FULL,) * 4
+    assert plan.choices == (SKIP,) * 6 + (FULL,) * 6
     assert (plan.num_draft_tokens, plan.source) == (10, "clasp")
     assert record.plan is plan
     assert record.optimise_s == 0.25
@@ -47,7 +46,7 @@ def test_the_newest_token_is_asked_and_the_draft_that_skips_most_is_taken() -> N
 
 
 @pytest.mark.parametrize(("num_layers", "num_skipped"), [(6, 3), (7, 3), (80, 40), (1, 1)])
-def test_half_of_the_layers_are_skipped_unless_told_otherwise(num_layers: int, num_skipped: int) -> None:
+def test_half_of_the_layers_are_skipped(num_layers: int, num_skipped: int) -> None:
     asker = Asker(lambda question: Found([FoundDraft((SKIP, SKIP) * num_layers, 0.5, 0)], 1, 0.0))
     run_rounds(_clasp(num_layers), asker, 2)
     assert asker.asked == [LayerKnapsack(num_tokens=1, num_skipped=num_skipped)]
@@ -66,8 +65,3 @@ def test_drafts_end_at_the_confidence_of_the_options() -> None:
     rule = _clasp(draft_threshold=0.4).choose(state()).keep_drafting
     assert rule is not None
     assert rule([[0.1, 0.5], [0.9, 0.3], [0.4]]) == [True, False, True]
-
-
-def test_more_layers_than_there_are_cannot_be_skipped() -> None:
-    with pytest.raises(ConfigError, match="'num_skipped_layers' is 7, the model has 6 layers"):
-        _clasp(num_skipped_layers=7)

@@ -16,7 +16,7 @@ import pytest
 
 from rayspec import demo
 from rayspec.choices import choices_of
-from rayspec.config import EngineConfig, LayerSkipOptions, SamplingParams, SpeculationOptions, Strategy
+from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions, Strategy
 from rayspec.decode import strategy as protocol
 from rayspec.decode.search import Answer
 from rayspec.decode.stages import LocalStages, Stages
@@ -66,8 +66,8 @@ def trees(rng: random.Random) -> Plan:
 
 
 def exits(rng: random.Random, source: str) -> Plan:
-    options = LayerSkipOptions(
-        exit_layer=rng.randint(1, NUM_LAYERS - 1), num_draft_tokens=rng.randint(1, MAX_DRAFT_TOKENS)
+    options = SpeculationOptions(
+        exit_layer=rng.randint(1, NUM_LAYERS - 1), max_draft_tokens=rng.randint(1, MAX_DRAFT_TOKENS)
     )
     return replace(early_exit_plan(options, NUM_SUBLAYERS), source=source)
 
@@ -167,12 +167,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static": {"skip": (2,)},
     "lookup": {},
     "lookahead": {},
-    "layerskip": {"layerskip": {"exit_layer": 3, "num_draft_tokens": 4}},
+    "layerskip": {"exit_layer": 3},
     "knapspec": {"optimise_share": 1.0},
     "auto": {"optimise_share": 1.0},
-    "clasp": {"num_skipped_layers": 1, "search_interval": 16, "draft_threshold": 0.0},
+    "clasp": {"search_interval": 16, "draft_threshold": 0.0},
     "del": {"num_search_tokens": 4},
-    "asd": {"attention_cosine": 0.3, "search_interval": 8, "num_search_tokens": 4, "draft_threshold": 0.0},
+    "asd": {"search_interval": 8, "num_search_tokens": 4, "draft_threshold": 0.0},
     "swift": {"num_search_tokens": 8, "draft_threshold": 0.05},
 }
 ASKING = ("clasp", "del", "asd", "swift")
@@ -239,9 +239,9 @@ def test_sampled_text_is_that_of_plain_decoding(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", few_of(["clasp", "del", "asd"], ["asd"]))
 def test_a_loaded_engine_measures_asks_and_drafts(strategy: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     options = {
-        "clasp": {"num_skipped_layers": 4, "search_interval": 32},
+        "clasp": {"search_interval": 32},
         "del": {"search_interval": 4},
-        "asd": {"attention_cosine": 0.97},
+        "asd": {},
     }[strategy]
     config = EngineConfig(
         model=demo.model_path(),

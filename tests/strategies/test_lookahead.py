@@ -4,13 +4,12 @@ import pytest
 
 from rayspec import demo
 from rayspec.choices import FULL
-from rayspec.config import EngineConfig, LookaheadOptions, SamplingParams, SpeculationOptions
+from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess, Lookahead, NgramPool
 from rayspec.decode.loading import make_scheduler
 from rayspec.model.kv_arena import CacheSize
 from rayspec.strategies.by_name import make_strategy
 from rayspec.strategies.fixed import FixedPlan, lookahead_plan
-from rayspec.types import ConfigError
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
 from tests.exhaustive import few_of
@@ -18,7 +17,7 @@ from tests.families import cases, checkpoint, parts_of
 from tests.pipeline.loop import loop_engine
 from tests.strategy_cases import latency_model, state
 
-OPTIONS = LookaheadOptions(level=3, window=2, guesses=2)
+SMALL = {"num_levels": 3, "num_columns": 2, "max_guesses": 2}
 PLAN = lookahead_plan(8)
 LENGTHS = (1, 37, 3, 61, 12)
 
@@ -34,14 +33,14 @@ def test_the_pool_keeps_the_latest_continuations() -> None:
 
 def test_the_window_is_a_tree_of_levels() -> None:
     """Two columns of two levels: (0, 0) follows the newest token, (0, 1) follows (0, 0), (1, w) follows (0, w)."""
-    lookahead = Lookahead(OPTIONS, [5])
+    lookahead = Lookahead([5], **SMALL)
     assert lookahead.guess(5, max_tokens=9, max_depth=9) == Guess([5] * 4, [0, 1, 1, 2], 4)
     assert lookahead.guess(5, max_tokens=3, max_depth=9) == Guess()
     assert lookahead.guess(5, max_tokens=9, max_depth=2) == Guess()
 
 
 def test_ngrams_are_made_column_by_column_and_come_back_as_branches() -> None:
-    lookahead = Lookahead(OPTIONS, [5])
+    lookahead = Lookahead([5], **SMALL)
     for probed in ([0, 0, 10, 20], [0, 0, 11, 21], [0, 0, 12, 22]):
         lookahead.observe([])  # a round without the window
         lookahead.observe(probed)
@@ -55,9 +54,9 @@ def test_ngrams_are_made_column_by_column_and_come_back_as_branches() -> None:
 
 
 def test_guesses_share_what_they_begin_with() -> None:
-    lookahead = Lookahead(
-        LookaheadOptions(level=4, window=1, guesses=7, pool_from_prompt=True), [1, 2, 3, 4, 1, 2, 5, 6]
-    )
+    lookahead = Lookahead([1], num_levels=4, num_columns=1)
+    for ngram in ((1, 2, 3, 4), (1, 2, 5, 6)):
+        lookahead.pool.add(ngram)
     guess = lookahead.guess(1, max_tokens=60, max_depth=60)
     assert guess.token_ids[: -guess.num_probes] == [2, 5, 6, 3, 4]
     assert guess.parents[: -guess.num_probes] == [0, 1, 2, 1, 4]
@@ -114,10 +113,3 @@ def test_the_strategy_makes_room_for_its_tree() -> None:
     assert plan == PLAN
     assert plan.drafts
     assert set(plan.choices) == {FULL}
-
-
-def test_a_window_that_leaves_no_room_for_guesses_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'window' of lookahead makes 72 tokens a round, and max_tree_tokens is 64"):
-        SpeculationOptions(strategy="lookahead", lookahead=LookaheadOptions(window=18))
-    with pytest.raises(ConfigError, match="tree_widths"):
-        SpeculationOptions(strategy="swift", swift={"tree_widths": (1, 2)})

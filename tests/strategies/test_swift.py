@@ -43,7 +43,7 @@ def test_it_starts_by_skipping_odd_layers_but_never_the_last() -> None:
     skipped = [index for index, kept in enumerate(odd_layers_skipped(12)) if not kept]
     assert skipped == [2, 3, 6, 7], "of layers 0 to 5, layers 1 and 3"
     assert [index for index, kept in enumerate(odd_layers_skipped(10)) if not kept] == [2, 3, 6, 7]
-    assert SwiftSearch(12, skip_ratio=0.45).propose() == odd_layers_skipped(12)
+    assert SwiftSearch(12).propose() == odd_layers_skipped(12)
 
 
 @pytest.mark.parametrize(("num_layers", "ratio", "size"), [(32, 0.45, 27), (40, 0.5, 38), (4, 0.45, 1)])
@@ -62,14 +62,14 @@ def test_all_others_have_the_same_size_and_keep_the_first_and_last_layer(
 
 
 def test_only_a_higher_score_is_a_gain() -> None:
-    search = SwiftSearch(16, skip_ratio=0.45)
+    search = SwiftSearch(16)
     assert _scores(search, [0.5, 0.4, 0.5, 0.6]) == [True, False, False, True]
     assert search.best_score == 0.6
     assert search.best != odd_layers_skipped(16)
 
 
 def test_it_ends_above_the_wanted_score_and_not_at_it() -> None:
-    search = SwiftSearch(16, skip_ratio=0.45, max_score=0.75)
+    search = SwiftSearch(16, max_score=0.75)
     _scores(search, [0.75])
     assert search.end is None
     _scores(search, [0.76])
@@ -77,7 +77,7 @@ def test_it_ends_above_the_wanted_score_and_not_at_it() -> None:
 
 
 def test_it_ends_after_so_many_tries_without_gain() -> None:
-    search = SwiftSearch(16, skip_ratio=0.45, max_tries_without_gain=4)
+    search = SwiftSearch(16, max_tries_without_gain=4)
     _scores(search, [0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.2, 0.2])
     assert search.end is None
     _scores(search, [0.1])
@@ -85,7 +85,7 @@ def test_it_ends_after_so_many_tries_without_gain() -> None:
 
 
 def test_it_ends_after_so_many_tries_in_all() -> None:
-    search = SwiftSearch(16, skip_ratio=0.45, max_tries=6)
+    search = SwiftSearch(16, max_tries=6)
     _scores(search, [0.1, 0.2, 0.3, 0.4, 0.5])
     assert search.end is None
     _scores(search, [0.6])
@@ -93,7 +93,7 @@ def test_it_ends_after_so_many_tries_in_all() -> None:
 
 
 def test_where_nothing_is_left_to_skip_it_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"'skip_ratio' 0\.2 leaves none to skip"):
+    with pytest.raises(ConfigError, match="20% leave none to skip"):
         SwiftSearch(8, skip_ratio=0.2)
 
 

@@ -15,7 +15,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rayspec.config import LookaheadOptions
+# Of the published runs.
+_NUM_LEVELS = 5  # tokens of an n-gram
+_NUM_COLUMNS = 7  # n-grams that are made at the same time
+_MAX_GUESSES = 7  # n-grams kept, and verified, for each token that begins one
 
 
 @dataclass(slots=True)
@@ -56,15 +59,19 @@ class NgramPool:
 class Lookahead:
     """One sequence's window and pool. token_ids: the text so far; the window starts with random tokens of it."""
 
-    def __init__(self, options: LookaheadOptions, token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        *,
+        num_levels: int = _NUM_LEVELS,
+        num_columns: int = _NUM_COLUMNS,
+        max_guesses: int = _MAX_GUESSES,
+    ) -> None:
         chance = random.Random(0)
-        self._num_columns = options.window
-        self._levels = [[chance.choice(token_ids) for _ in range(options.window)] for _ in range(options.level - 1)]
-        self._num_random_levels = options.level - 1
-        self._pool = NgramPool(options.guesses)
-        if options.pool_from_prompt:
-            for first in range(len(token_ids) - options.level + 1):
-                self._pool.add(token_ids[first : first + options.level])
+        self._num_columns = num_columns
+        self._levels = [[chance.choice(token_ids) for _ in range(num_columns)] for _ in range(num_levels - 1)]
+        self._num_random_levels = num_levels - 1
+        self.pool = NgramPool(max_guesses)
 
     def guess(self, newest: int, *, max_tokens: int, max_depth: int) -> Guess:
         """Return the tree to verify after the newest token: at most `max_tokens` tokens, at most `max_depth` deep.
@@ -75,7 +82,7 @@ class Lookahead:
         num_probes = self._num_columns * len(self._levels)
         if num_probes > max_tokens or self._num_columns + len(self._levels) - 1 > max_depth:
             num_probes = 0
-        for continuation in self._pool.after(newest):
+        for continuation in self.pool.after(newest):
             _graft(guess, continuation[:max_depth], max_tokens - num_probes)
         if num_probes:
             self._probe(guess)
@@ -91,7 +98,7 @@ class Lookahead:
             self._num_random_levels -= 1
         else:
             for ngram in zip(*self._levels, newest, strict=True):
-                self._pool.add(ngram)
+                self.pool.add(ngram)
         self._levels = [*self._levels[1:], newest]
 
     def _probe(self, guess: Guess) -> None:
