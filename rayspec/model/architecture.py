@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rayspec.model.attention import IMPLEMENTATION, PackedRows, Rows
+from rayspec.model.attention import IMPLEMENTATION, Rows
 from rayspec.model.kv_arena import LayerShape
 from rayspec.model.load_check import (
     LONGEST_MASK,
     CheckRows,
     CheckSequence,
-    RecordedCalls,
+    RecordingRows,
     TransformersLayers,
     boundaries,
     lack_of_memory,
@@ -134,8 +134,11 @@ class Decomposition:
     @property
     def curve_names(self) -> list[str]:
         """Name of each sublayer's latency curve. Sublayers of one name do the same work, in any span of the model."""
-        windows = self.windows
-        return [_cost_name(sublayer, windows.get(sublayer.layer)) for sublayer in self.sublayers]
+        windows = {layer: f":window{window}" for layer, window in self.windows.items()}
+        return [
+            f"{one.kind}:{type(one.block).__name__}{windows.get(one.layer, '') if one.kind == 'attention' else ''}"
+            for one in self.sublayers
+        ]
 
 
 @torch.inference_mode()
@@ -155,8 +158,7 @@ def decompose(model: PreTrainedModel, *, layers: range | None = None) -> Decompo
         own = {number: all_layers[number] for number in (range(len(all_layers)) if layers is None else layers)}
         numbers = _distinct_layers(own, config)
         parts = _assemble(model, trunk, own)
-        calls = _attention_calls(model, parts, numbers)
-        parts = replace(parts, shapes={number: _shape(config, number, calls[number]) for number in own})
+        parts.shapes.update(_shapes(config, _attention_calls(model, parts, numbers)))
         _check_layers(model, trunk, parts, list(numbers))
         _check_masks(model, trunk, parts, list(numbers))
         _check_ends(model, trunk, parts)
@@ -175,11 +177,6 @@ def decompose(model: PreTrainedModel, *, layers: range | None = None) -> Decompo
         ) from error
     config._attn_implementation = IMPLEMENTATION
     return parts
-
-
-def _cost_name(sublayer: Sublayer, window: int | None) -> str:
-    is_windowed = sublayer.kind == "attention" and window is not None
-    return f"{sublayer.kind}:{type(sublayer.block).__name__}" + (f":window{window}" if is_windowed else "")
 
 
 def window_of(attention: nn.Module | None, config: PretrainedConfig) -> int | None:
@@ -248,17 +245,12 @@ def trunk_and_layers(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
     return trunk, layers
 
 
-def _matching_layout(layer: nn.Module, config: PretrainedConfig) -> NormLayout:
-    norms = {name for name, _ in layer.named_children() if name.endswith("norm")}
-    for layout in LAYOUTS:
-        if norms == set(layout.names):
-            return layout
-    raise UnsupportedModelError(f"{config.model_type}: unknown arrangement of norms {sorted(norms)}")
-
-
 def _assemble(model: PreTrainedModel, trunk: Any, layers: Mapping[int, Any]) -> Decomposition:
     config = model.config
-    layout = _matching_layout(next(iter(layers.values())), config)
+    norms = {name for name, _ in next(iter(layers.values())).named_children() if name.endswith("norm")}
+    layout = next((layout for layout in LAYOUTS if set(layout.names) == norms), None)
+    if layout is None:
+        raise UnsupportedModelError(f"{config.model_type}: unknown arrangement of norms {sorted(norms)}")
     typed_rope = all(isinstance(v, dict) for v in (getattr(config, "rope_parameters", None) or {"": None}).values())
     sublayers: list[Sublayer] = []
     for number, layer in layers.items():
@@ -312,22 +304,26 @@ def _attention_calls(
     hidden = random_hidden(parts)
     calls: dict[int, list[LayerShape]] = {}
     for number, alike in numbers.items():
-        rows = RecordedCalls(torch.arange(hidden.shape[1], device=parts.device))
+        rows = RecordingRows(torch.arange(hidden.shape[1], device=parts.device))
         parts.rotate(hidden, rows)
         with _attention_implementation(model, IMPLEMENTATION):
             run([one for one in parts.sublayers if one.layer == number and one.kind == "attention"], hidden, rows)
-        calls |= dict.fromkeys(alike, rows.calls)
+        shapes = [shape for shape, _ in rows.calls]
+        calls |= dict.fromkeys(alike, shapes)
     return calls
 
 
-def _shape(config: PretrainedConfig, number: int, calls: Sequence[LayerShape]) -> LayerShape:
-    """Return the shape of the keys and values of all calls of a layer together."""
-    sizes = {(call.key_dim, call.value_dim) for call in calls}
-    if len(sizes) != 1:
-        raise UnsupportedModelError(
-            f"{config.model_type}: layer {number} calls attention with {len(sizes)} sizes of heads, not one"
-        )
-    return LayerShape(sum(call.num_heads for call in calls), *sizes.pop())
+def _shapes(config: PretrainedConfig, calls: Mapping[int, Sequence[LayerShape]]) -> dict[int, LayerShape]:
+    """Return the shape of the keys and values of all calls of each layer together."""
+    found = {}
+    for number in sorted(calls):
+        sizes = {(call.key_dim, call.value_dim) for call in calls[number]}
+        if len(sizes) != 1:
+            raise UnsupportedModelError(
+                f"{config.model_type}: layer {number} calls attention with {len(sizes)} sizes of heads, not one"
+            )
+        found[number] = LayerShape(sum(call.num_heads for call in calls[number]), *sizes.pop())
+    return found
 
 
 def _check_layers(model: PreTrainedModel, trunk: Any, parts: Decomposition, numbers: Sequence[int]) -> None:
@@ -345,10 +341,17 @@ def _check_layers(model: PreTrainedModel, trunk: Any, parts: Decomposition, numb
     for number, (attention, mlp) in pairs.items():
         message = f"{model.config.model_type}: layer {number} is not attention, then MLP"
         for each in rows.passes:
-            each.looks.clear()  # they tell the windows of this layer
+            each.calls.clear()  # they tell the windows of this layer
         with _attention_implementation(model, IMPLEMENTATION):
             actual = rows.outputs(number, attention, hidden=inputs)
-        _require_window(rows.passes[0], parts.windows.get(number), model.config)
+        # Some families have the window in the mask only, which packed attention does not use. Pages outside the window
+        # would also be given back too early.
+        (passed,) = rows.passes[0].windows_seen
+        if _hiding(passed, model.config) != parts.windows.get(number):
+            raise UnsupportedModelError(
+                f"{model.config.model_type}: attention is called with sliding window {passed}, but the config says "
+                f"{parts.windows.get(number)}"
+            )
         _require_equal(torch.cat(rows.in_passes(found[number].after_attention), 1), actual, message)
         for before, after in found[number].mlp_calls:
             _require_equal(after, mlp(before.flatten(0, 1)[None], rows.passes[0]).view_as(after), message)
@@ -382,16 +385,6 @@ def _hides(mask: Tensor, context: int, window: int | None) -> bool:
     lowest = rows - window if window else torch.full_like(rows, -1)
     is_complete = bool((lowest + 1).clamp(min=0).min() >= keys[0])
     return is_complete and torch.equal(mask, (keys <= rows) & (keys > lowest))
-
-
-def _require_window(rows: PackedRows, window: int | None, config: PretrainedConfig) -> None:
-    """Require that the layer has passed its window to the attention function. Some families have it in the mask only,
-    which packed attention does not use; pages outside the window would also be given back too early."""
-    (passed,) = rows.windows_seen
-    if _hiding(passed, config) != window:
-        raise UnsupportedModelError(
-            f"{config.model_type}: attention is called with sliding window {passed}, but the config says {window}"
-        )
 
 
 def _check_ends(model: PreTrainedModel, trunk: Any, parts: Decomposition) -> None:

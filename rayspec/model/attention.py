@@ -15,10 +15,11 @@ Rows of a draft may read few keys. These are gathered, and one call computes the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ Division: TypeAlias = Literal["runs", "places", "blocks"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Call:
     """One attention call: some rows of the batch, and the keys that they read.
 
     slots: the slots of the keys, a slice if they are adjacent; None for the rows' own keys. mask: [rows, keys], 0 where
@@ -64,36 +65,22 @@ class _Look:
     causal: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _FewLook:
-    """Rows that read few keys. rows: int64 [R]. slots: [L, R, n], the keys of each row in each of L layers; L is 1 if
-    all layers read the same keys. mask: [L, R, n], as in `_Look`."""
-
-    rows: Tensor
-    slots: Tensor
-    mask: Tensor
-
-
 @dataclass(slots=True)
-class _Looks:
+class _Calls:
     """The attention calls of a batch. whole: calls whose result is final, because their rows occur in no other call.
-    pieces: calls whose results are merged, because their rows occur in several. few: the rows that read few keys."""
+    pieces: calls whose results are merged, because their rows occur in several.
 
-    whole: list[_Look] = field(default_factory=list)
-    pieces: list[_Look] = field(default_factory=list)
-    few: _FewLook | None = None
+    few: the rows that read few keys. rows: int64 [R]; slots: [L, R, n], the keys of each row in each of L layers, where
+    L is 1 if all layers read the same keys; mask: [L, R, n], as in `_Call`.
+    """
+
+    whole: list[_Call] = field(default_factory=list)
+    pieces: list[_Call] = field(default_factory=list)
+    few: tuple[Tensor, Tensor, Tensor] | None = None
 
 
-# `_Looks` depend on these: the keys that rows read, the sliding window, the softcap, and whether results can be merged.
-_LooksKey: TypeAlias = tuple[Keys, int | None, float | None, bool]
-
-
-class _Context(NamedTuple):
-    """The context that the rows of a span share: keys [H_kv, n, D], values [H_kv, n, D_v], mask [n] as in `_Look`."""
-
-    keys: Tensor
-    values: Tensor
-    mask: Tensor | None = None
+# `_Calls` depend on these: the keys that rows read, the sliding window, the softcap, and whether results can be merged.
+_CallsKey: TypeAlias = tuple[Keys, int | None, float | None, bool]
 
 
 class AttentionKind(NamedTuple):
@@ -122,34 +109,29 @@ class Heads:
         """Return rotated queries [H, N, D], rotated keys and values [H_kv, N, D] of [N, (H + 2 * H_kv) * D]."""
         heads = projected.view(len(projected), -1, self.head_dim)
         turning, value = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
-        turned = _rotated(self._normed(turning), rope[self.layer_type])
+        if self.norms is not None:
+            query, key = torch.split(turning, [self.num_heads, self.num_kv_heads], 1)
+            turning = torch.cat([self.norms[0](query), self.norms[1](key)], 1)
+        cosines, sines = (each[0][:, None] for each in rope[self.layer_type])
+        first, second = turning.chunk(2, -1)
+        turned = turning * cosines + torch.cat((-second, first), -1) * sines
         query, key = torch.split(turned, [self.num_heads, self.num_kv_heads], 1)
         return query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
 
-    def _normed(self, heads: Tensor) -> Tensor:
-        """Apply the norms to the queries and keys, [N, H + H_kv, D]."""
-        if self.norms is None:
-            return heads
-        query, key = torch.split(heads, [self.num_heads, self.num_kv_heads], 1)
-        return torch.cat([self.norms[0](query), self.norms[1](key)], 1)
 
+class Rows(ABC):
+    """A packed batch of N rows, as sublayers see it. positions: [N]. rope: by layer type, the output of the family's
+    rotary embedding. in_place: the residual is a buffer that sublayers add to."""
 
-class Rows(Protocol):
-    """Interface between a packed batch of N rows and the sublayers. positions: [N]. rope: by layer type, the output of
-    the family's rotary embedding. in_place: the residual is a buffer that sublayers add to."""
-
-    @property
-    def in_place(self) -> bool: ...
-
-    @property
-    def positions(self) -> Tensor: ...
-
-    @property
-    def rope(self) -> dict[str, Any]: ...
+    positions: Tensor
+    rope: dict[str, Any]
+    in_place: ClassVar[bool] = False
 
     def seeing(self, keys: Keys) -> Rows:
         """Return the same rows, but reading only these keys. They write the same keys and values as before."""
+        return self
 
+    @abstractmethod
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, *, first_head: int = 0
     ) -> Tensor:
@@ -158,6 +140,7 @@ class Rows(Protocol):
 
     def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
         """Split and rotate projected queries, keys and values, [N, (H + 2 * H_kv) * D], then do as `attend`."""
+        return self.attend(heads.layer, *heads.split(projected, self.rope), heads.kind)
 
 
 @dataclass(slots=True)
@@ -175,7 +158,7 @@ class AttentionCalls:
 
 
 @dataclass(slots=True)
-class PackedRows:
+class PackedRows(Rows):
     """`Rows` whose sequences are known on the host. Attention reads their runs with torch's kernels.
 
     positions: [N] int64. slots: [N] int64, where keys and values are written. If `slots` is None, rows write nothing to
@@ -194,7 +177,7 @@ class PackedRows:
     paths: Sequence[Sequence[Path]]
     division: Division = "runs"
     rope: dict[str, Any] = field(default_factory=dict)
-    looks: dict[_LooksKey, _Looks] = field(default_factory=dict)  # shared by layers of the same kind
+    calls: dict[_CallsKey, _Calls] = field(default_factory=dict)  # shared by layers of the same kind
     keys: Keys = "all"
     scores_pages: bool = False
     newest: dict[int | None, NewestRows | None] = field(default_factory=dict)  # by sliding window
@@ -203,7 +186,7 @@ class PackedRows:
     @property
     def windows_seen(self) -> set[int | None]:
         """The sliding windows of the layers that have attended to these rows."""
-        return {window for _, window, _, _ in self.looks}
+        return {window for _, window, _, _ in self.calls}
 
     def seeing(self, keys: Keys) -> PackedRows:
         return self if keys == self.keys else replace(self, keys=keys)
@@ -221,13 +204,6 @@ class PackedRows:
         if self.scores_pages and self.arena.looked_at is not None and first_head == 0:
             self._note_pages(layer, query, cached[0], kind)
         return attention.of_rows()
-
-    def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
-        return self.attend(heads.layer, *heads.split(projected, self.rope), heads.kind)
-
-    @property
-    def in_place(self) -> bool:
-        return False
 
     def _note_pages(self, layer: int, query: Tensor, keys: Tensor, kind: AttentionKind) -> None:
         window = kind.sliding_window
@@ -265,15 +241,22 @@ def pack(
     where = torch.tensor(
         [
             [*positions, *[0] * num_padding],
-            *([*_slots_of(rows), *range(spare, spare + num_padding)] for rows, spare in stores),
+            *(
+                [
+                    *(slot for span in rows for slot in slots_between(span.runs, span.context, span.end)),
+                    *range(spare, spare + num_padding),
+                ]
+                for rows, spare in stores
+            ),
         ],
         device=device,
     )
-    packs = [
-        PackedRows(arena, where[0], slots, rows, paths, division, scores_pages=scores_pages)
-        for (rows, _), slots in zip(stores, where[1:], strict=True)
-    ]
-    return _with_windowed(packs)
+    return _with_windowed(
+        [
+            PackedRows(arena, where[0], slots, rows, paths, division, scores_pages=scores_pages)
+            for (rows, _), slots in zip(stores, where[1:], strict=True)
+        ]
+    )
 
 
 def pack_branches(arena: KVArena, tokens: Sequence[RowSpan], num_branches: int, positions: Tensor) -> PackedRows:
@@ -288,10 +271,6 @@ def _in_stores(arena: KVArena, spans: Sequence[RowSpan]) -> list[tuple[Sequence[
     """Return, for each store of the arena, the spans with its slots, and its first spare slot."""
     windowed = [([span.in_windowed_store() for span in spans], arena.num_windowed_slots)]
     return [(spans, arena.num_slots), *(windowed if arena.windowed_layers else ())]
-
-
-def _slots_of(spans: Sequence[RowSpan]) -> list[int]:
-    return [slot for span in spans for slot in slots_between(span.runs, span.context, span.end)]
 
 
 def _with_windowed(packs: Sequence[PackedRows]) -> PackedRows:
@@ -336,27 +315,40 @@ class _Attention:
     def of_rows(self) -> Tensor:
         """Return the attention of rows that extend their sequences: [N, H, D_v]."""
         shared = (self.rows.keys, self.kind.sliding_window, self.kind.softcap, self._merges)
-        if shared not in self.rows.looks:
-            self.rows.looks[shared] = self._find_looks()
-        looks = self.rows.looks[shared]
-        output = self._merged(looks.pieces) if looks.pieces else self._zeros(self.query.dtype)
-        for look in looks.whole:
-            output[look.rows] = self._seen(look).transpose(0, 1)
-        if looks.few is not None:
-            output[looks.few.rows] = self._seen_in_few(looks.few)
+        if shared not in self.rows.calls:
+            self.rows.calls[shared] = self._find_calls()
+        calls = self.rows.calls[shared]
+        output = self._merged(calls.pieces) if calls.pieces else self._zeros(self.query.dtype)
+        for call in calls.whole:
+            output[call.rows] = self._seen(call).transpose(0, 1)
+        if calls.few is not None:
+            rows, slots, mask = calls.few
+            output[rows] = self._seen_in_few(rows, slots, mask)
         return output
 
     def of_branches(self) -> Tensor:
         """Return the attention of rows that are alternatives (`PackedRows` without slots): [N, H, D_v]."""
         output, end = self._zeros(self.query.dtype), 0
-        for span, context in zip(self.rows.spans, self._contexts(), strict=True):
-            at, end = end, end + span.num_rows
-            own = (self.own[0][:, at:end], self.own[1][:, at:end])
-            output[at:end] = _branches(self.query[:, at:end], own, context, self.kind).transpose(0, 1)
+        few = [span for span in self.rows.spans if not self._reads_all(span)]
+        gathered: Iterator[tuple[Tensor, Tensor]] = iter(())
+        if few:
+            pages = self._few_pages(self._index([span.context for span in few]), [span.runs for span in few])
+            slots, counts = (each[self._place_in(each)] for each in pages.slots(with_own=False))
+            gathered = zip(slots, self._masked(counts), strict=True)
+        for span in self.rows.spans:
+            if self._reads_all(span):  # the context as a row right after it sees it
+                first = max(0, span.context + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
+                seen, mask = self._slots(runs_between(span.runs, first, span.context)), None
+            else:
+                seen, mask = next(gathered)
+            rows, end = slice(end, end + span.num_rows), end + span.num_rows
+            own = (self.own[0][:, rows], self.own[1][:, rows])
+            context = self._keys_and_values(_Call(rows, seen))
+            output[rows] = _branches(self.query[:, rows], own, context, mask, self.kind).transpose(0, 1)
         return output
 
-    def _find_looks(self) -> _Looks:
-        looks, end = _Looks(), 0
+    def _find_calls(self) -> _Calls:
+        calls, end = _Calls(), 0
         few: list[tuple[int, Runs]] = []
         views: dict[Run, list[slice]] = defaultdict(list)  # the rows that read a run in place
         for span, paths in zip(self.rows.spans, self.rows.paths, strict=True):
@@ -365,43 +357,40 @@ class _Attention:
                 few.extend((row, span.runs) for row in range(rows.start, rows.stop))
                 continue
             if self.rows.division == "blocks":
-                looks.whole.extend(self._looks_in_blocks(rows, span, paths))
+                calls.whole.extend(self._calls_in_blocks(rows, span, paths))
                 continue
             pieces = self._pieces(span, paths)
             for run in pieces:
                 if self._is_long(run):
                     views[run].append(rows)
             if scattered := [run for run in pieces if not self._is_long(run)]:
-                looks.pieces.append(_Look(rows, self._slots(scattered)))
-            last = self._last_look(rows, span, paths, sum(run.length for run in pieces))
-            (looks.pieces if pieces else looks.whole).append(last)
-        looks.pieces += [_Look(self._together(rows), self._slots([run])) for run, rows in views.items()]
-        looks.few = self._few_look(few) if few else None
-        return looks
+                calls.pieces.append(_Call(rows, self._slots(scattered)))
+            last = self._last_call(rows, span, paths, sum(run.length for run in pieces))
+            (calls.pieces if pieces else calls.whole).append(last)
+        for run, readers in views.items():
+            together = self._index([row for each in readers for row in range(each.start, each.stop)])
+            calls.pieces.append(_Call(readers[0] if len(readers) == 1 else together, self._slots([run])))
+        if few:
+            rows_of_few = self._index([row for row, _ in few])
+            pages = self._few_pages(self.rows.positions[rows_of_few], [runs for _, runs in few])
+            slots, counts = pages.slots(with_own=True)
+            calls.few = rows_of_few, slots, self._masked(counts)
+        return calls
 
     def _reads_all(self, span: RowSpan) -> bool:
         budget = self.rows.arena.budgets.of(self.rows.keys)
         return budget is None or reads_all(budget, span.context, self.kind.sliding_window)
 
-    def _few_look(self, few: Sequence[tuple[int, Runs]]) -> _FewLook:
-        rows = self._index([row for row, _ in few])
-        pages = self._few_pages(self.rows.positions[rows], [runs for _, runs in few])
-        slots, counts = pages.slots(with_own=True)
-        return _FewLook(rows, slots, self._masked(counts))
-
     def _few_pages(self, positions: Tensor, runs: Sequence[Runs]) -> FewPages:
+        """Return the pages that rows at these positions read, with the notes of all layers if the budget has notes."""
         budget = self.rows.arena.budgets.of(self.rows.keys)
         assert budget is not None, "rows that read all keys need no pages"
-        tables = page_tables(runs, positions.device)
-        looked_at = self._looked_at(tables, positions) if budget.looked_at else None
+        tables, looked_at = page_tables(runs, positions.device), None
+        if budget.looked_at:
+            notes, own = self.rows.arena.looked_at, tables.gather(1, positions[:, None] // PAGE_SIZE)[:, 0]
+            assert notes is not None, "an arena with room for notes"
+            looked_at = notes[:, own]
         return few_pages(budget, positions, tables, looked_at=looked_at, sliding_window=self.kind.sliding_window)
-
-    def _looked_at(self, tables: Tensor, positions: Tensor) -> Tensor:
-        """Return the noted pages of all layers for rows at these positions: [L, R, n]."""
-        notes = self.rows.arena.looked_at
-        assert notes is not None, "an arena with room for notes"
-        own = tables.gather(1, positions[:, None] // PAGE_SIZE)[:, 0]
-        return notes[:, own]
 
     def _pieces(self, span: RowSpan, paths: Sequence[Path]) -> list[Run]:
         """Return the leading runs of the places from `_first_for_all` to the end of the context that have attention
@@ -426,21 +415,21 @@ class _Attention:
         highest = max(path.position for path in paths) if paths else span.end - 1
         return max(0, highest + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
 
-    def _looks_in_blocks(self, rows: slice, span: RowSpan, paths: Sequence[Path]) -> list[_Look]:
+    def _calls_in_blocks(self, rows: slice, span: RowSpan, paths: Sequence[Path]) -> list[_Call]:
         """Return the calls of a chain, or of one row of a tree, in which every row has the bits that it has alone."""
         end = paths[0].position + 1 if paths else span.end
         if self._merges and (self.kind.sliding_window is None or end <= self.kind.sliding_window):
-            return [self._look_in_blocks(rows, span, paths, end)]
+            return [self._call_in_blocks(rows, span, paths, end)]
         if span.num_rows == 1:
-            return [self._last_look(rows, span, paths, 0)]
+            return [self._last_call(rows, span, paths, 0)]
         singles = (span.chain(row, 1) for row in range(span.num_rows))
         return [
-            look
+            call
             for row, single in enumerate(singles, rows.start)
-            for look in self._looks_in_blocks(slice(row, row + 1), single, ())
+            for call in self._calls_in_blocks(slice(row, row + 1), single, ())
         ]
 
-    def _look_in_blocks(self, rows: slice, span: RowSpan, paths: Sequence[Path], end: int) -> _Look:
+    def _call_in_blocks(self, rows: slice, span: RowSpan, paths: Sequence[Path], end: int) -> _Call:
         """Return the call that reads whole blocks of keys. The mask hides those after each row: the slots of other
         sequences, or the first slot again."""
         num_keys = -(-end // _BLOCK) * _BLOCK
@@ -448,11 +437,11 @@ class _Attention:
         mask = self._masked(columns <= columns[end - span.num_rows : end, None])
         first = span.runs[0].start
         if not paths and len(span.runs) == 1 and first + num_keys <= self.cached[0].shape[1]:
-            return _Look(rows, slice(first, first + num_keys), mask)
+            return _Call(rows, slice(first, first + num_keys), mask)
         slots = self._slots_of_path(span, paths[0]) if paths else self._index(slots_between(span.runs, 0, end))
-        return _Look(rows, pad(slots, (0, num_keys - end), value=first), mask)
+        return _Call(rows, pad(slots, (0, num_keys - end), value=first), mask)
 
-    def _last_look(self, rows: slice, span: RowSpan, paths: Sequence[Path], num_seen: int) -> _Look:
+    def _last_call(self, rows: slice, span: RowSpan, paths: Sequence[Path], num_seen: int) -> _Call:
         """Return the call that reads all keys that the rows see, but not the first `num_seen` that all of them see."""
         if (
             num_seen == span.context
@@ -460,18 +449,18 @@ class _Attention:
             and not self._is_windowed(span)
             and not self.kind.softcap
         ):
-            return _Look(rows, None, causal=True)
+            return _Call(rows, None, causal=True)
         if paths and span.num_rows == 1 and not num_seen:
-            return _Look(rows, self._slots_of_path(span, paths[0]))
+            return _Call(rows, self._slots_of_path(span, paths[0]))
         first, begin = self._first_for_any(span, paths), self._first_for_all(span, paths)
         hidden_from_some = runs_between(span.runs, first, begin)
         rest = runs_between(span.runs, begin + num_seen, span.end)
         slots = self._slots(joined(tuple(hidden_from_some), tuple(rest)))
         if span.num_rows == 1:
-            return _Look(rows, slots)
+            return _Call(rows, slots)
         columns = torch.arange(first, span.end, device=self.query.device)
         columns = torch.cat([columns[: begin - first], columns[begin + num_seen - first :]])
-        return _Look(rows, slots, self._mask(span, paths, columns))
+        return _Call(rows, slots, self._mask(span, paths, columns))
 
     @property
     def _merges(self) -> bool:
@@ -503,16 +492,11 @@ class _Attention:
         own = path.own[max(0, lowest - path.shared) :]
         return self._index([*places[lowest : path.shared], *(places[place] for place in own)])
 
-    def _together(self, rows: Sequence[slice]) -> slice | Tensor:
-        return (
-            rows[0] if len(rows) == 1 else self._index([row for each in rows for row in range(each.start, each.stop)])
-        )
-
     def _index(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, device=self.query.device)
 
     def _mask(self, span: RowSpan, paths: Sequence[Path], columns: Tensor) -> Tensor:
-        """Return the mask over these places, as `_Look` has it; the last are the rows' own. A boolean mask would cost a
+        """Return the mask over these places, as `_Call` has it; the last are the rows' own. A boolean mask would cost a
         conversion in every layer."""
         rows = torch.arange(span.context, span.end, device=columns.device)[:, None]
         if paths:
@@ -527,23 +511,23 @@ class _Attention:
         mask = torch.zeros(seen.shape, dtype=self.query.dtype, device=seen.device)
         return mask.masked_fill_(~seen, float("-inf"))
 
-    def _keys_and_values(self, look: _Look) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, call: _Call) -> tuple[Tensor, Tensor]:
         """Return the keys [H_kv, n, D] and values [H_kv, n, D_v] that a call reads."""
-        if look.slots is None:
-            return self.own[0][:, look.rows], self.own[1][:, look.rows]
-        if isinstance(look.slots, slice):
-            return self.cached[0][:, look.slots], self.cached[1][:, look.slots]
-        return self.cached[0].index_select(1, look.slots), self.cached[1].index_select(1, look.slots)
+        if call.slots is None:
+            return self.own[0][:, call.rows], self.own[1][:, call.rows]
+        if isinstance(call.slots, slice):
+            return self.cached[0][:, call.slots], self.cached[1][:, call.slots]
+        return self.cached[0].index_select(1, call.slots), self.cached[1].index_select(1, call.slots)
 
-    def _seen(self, look: _Look) -> Tensor:
+    def _seen(self, call: _Call) -> Tensor:
         """Return the attention of m rows that occur in this call only: [H, m, D_v]."""
-        keys, values = self._keys_and_values(look)
-        query = self.query[:, look.rows]
-        if look.causal:
+        keys, values = self._keys_and_values(call)
+        query = self.query[:, call.rows]
+        if call.causal:
             return _sdpa(query, keys, values, None, self.kind.scaling, causal=True)
         if query.shape[1] > _MAX_FOLDED_ROWS and not self.kind.softcap:
-            return _sdpa(query, keys, values, look.mask, self.kind.scaling)
-        mask = None if look.mask is None else look.mask.repeat(query.shape[0] // keys.shape[0], 1)
+            return _sdpa(query, keys, values, call.mask, self.kind.scaling)
+        mask = None if call.mask is None else call.mask.repeat(query.shape[0] // keys.shape[0], 1)
         folded = _folded(query, len(keys))
         if self.kind.softcap:
             mixed = _softcapped(folded, keys, values, mask, self.kind.scaling, self.kind.softcap)
@@ -552,76 +536,54 @@ class _Attention:
         return mixed.reshape(*query.shape[:2], values.shape[-1])
 
     def _place_in(self, by_layer: Tensor) -> int:
-        """Return the layer's index in a tensor [L, ...], as in `_FewLook`."""
+        """Return the layer's index in a tensor [L, ...], as in `_Calls`."""
         return self.rows.arena.place_of_layer[self.layer] if len(by_layer) > 1 else 0
 
-    def _seen_in_few(self, look: _FewLook) -> Tensor:
+    def _seen_in_few(self, rows: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
         """Return the attention of rows that read few keys, [R, H, D_v], by one call. Key heads take its batch axis."""
-        place = self._place_in(look.slots)
-        slots, mask = look.slots[place], look.mask[place, :, None]
-        keys, values = (_gathered(cached, slots) for cached in self.cached)
-        query = _by_key_head(self.query[:, look.rows], len(keys))
+        place = self._place_in(slots)
+        slots, mask = slots[place], mask[place, :, None]
+        keys, values = (
+            cached.index_select(1, slots.flatten()).view(len(cached), *slots.shape, -1) for cached in self.cached
+        )
+        query = self.query[:, rows]
+        query = query.view(len(keys), -1, *query.shape[1:]).transpose(1, 2)  # [H_kv, R, H / H_kv, D]
         if self.kind.softcap:
             mixed = _softcapped(query, keys, values, mask, self.kind.scaling, self.kind.softcap)
         else:
             mixed = scaled_dot_product_attention(query, keys, values, mask[None], scale=self.kind.scaling)
         return mixed.transpose(0, 1).flatten(1, 2)
 
-    def _merged(self, pieces: Sequence[_Look]) -> Tensor:
+    def _merged(self, pieces: Sequence[_Call]) -> Tensor:
         """Merge the results of several calls for the same rows: [N, H, D_v], zeros for rows of none of the calls. The
         weight of a call's result is its share of the softmax's denominator."""
         mixed = self._zeros(torch.float32)
         total = self.query.new_full(mixed.shape[:2], float("-inf"), dtype=torch.float32)
-        for look in pieces:
-            found, scores = self._seen_in_part(look)
-            before = total[look.rows]
+        for call in pieces:
+            found, scores = self._seen_in_part(call)
+            before = total[call.rows]
             after = torch.logaddexp(before, scores)
-            mixed[look.rows] = (
-                mixed[look.rows] * (before - after).exp()[..., None] + found * (scores - after).exp()[..., None]
+            mixed[call.rows] = (
+                mixed[call.rows] * (before - after).exp()[..., None] + found * (scores - after).exp()[..., None]
             )
-            total[look.rows] = after
+            total[call.rows] = after
         return mixed.to(self.query.dtype)
 
-    def _seen_in_part(self, look: _Look) -> tuple[Tensor, Tensor]:
+    def _seen_in_part(self, call: _Call) -> tuple[Tensor, Tensor]:
         """Return the partial result of a call, [m, H, D_v], and the log-sum-exp of its scores, [m, H]."""
-        keys, values = self._keys_and_values(look)
-        query, mask = self.query[:, look.rows], look.mask
+        keys, values = self._keys_and_values(call)
+        query, mask = self.query[:, call.rows], call.mask
         num_heads, num_rows, size = query.shape
-        if not look.causal:
+        if not call.causal:
             mask = None if mask is None else mask.repeat(num_heads // len(keys), 1)
             query = _folded(query, len(keys))
         found, scores = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query[None], keys[None], values[None], 0.0, look.causal, attn_mask=mask, scale=self.kind.scaling
+            query[None], keys[None], values[None], 0.0, call.causal, attn_mask=mask, scale=self.kind.scaling
         )
         return found.reshape(num_heads, num_rows, size).transpose(0, 1), scores.reshape(num_heads, num_rows).T
 
-    def _contexts(self) -> Iterator[_Context]:
-        """Yield the context of each span, as a row right after it sees it."""
-        few = [span for span in self.rows.spans if not self._reads_all(span)]
-        gathered = iter(self._few_contexts(few) if few else ())
-        for span in self.rows.spans:
-            yield self._whole_context(span) if self._reads_all(span) else next(gathered)
-
-    def _whole_context(self, span: RowSpan) -> _Context:
-        first = max(0, span.context + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
-        slots = self._slots(runs_between(span.runs, first, span.context))
-        return _Context(*self._keys_and_values(_Look(slice(0), slots)))
-
-    def _few_contexts(self, spans: Sequence[RowSpan]) -> Iterator[_Context]:
-        pages = self._few_pages(self._index([span.context for span in spans]), [span.runs for span in spans])
-        slots, counts = (each[self._place_in(each)] for each in pages.slots(with_own=False))
-        for one, mask in zip(slots, self._masked(counts), strict=True):
-            yield _Context(*self._keys_and_values(_Look(slice(0), one)), mask)
-
     def _zeros(self, dtype: torch.dtype) -> Tensor:
         return self.query.new_zeros(self.query.shape[1], len(self.query), self.own[1].shape[-1], dtype=dtype)
-
-
-def _rotated(heads: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply the rotate-half embedding. heads: [N, heads, D]; rope: cosines and sines [1, N, D]."""
-    cosines, sines = (each[0][:, None] for each in rope)
-    first, second = heads.chunk(2, -1)
-    return heads * cosines + torch.cat((-second, first), -1) * sines
 
 
 def _is_chunk(span: RowSpan, paths: Sequence[Path]) -> bool:
@@ -632,16 +594,6 @@ def _is_chunk(span: RowSpan, paths: Sequence[Path]) -> bool:
 def _folded(query: Tensor, num_kv_heads: int) -> Tensor:
     """Group rows that read the same keys: [H, m, D] -> [H_kv, H / H_kv * m, D]."""
     return query.reshape(num_kv_heads, -1, query.shape[-1])
-
-
-def _by_key_head(query: Tensor, num_kv_heads: int) -> Tensor:
-    """Group query heads by their key head: [H, R, D] -> [H_kv, R, H / H_kv, D]."""
-    return query.view(num_kv_heads, -1, *query.shape[1:]).transpose(1, 2)
-
-
-def _gathered(cached: Tensor, slots: Tensor) -> Tensor:
-    """Copy the rows' slots out of the cache. cached: [H_kv, slots, D]; slots: [R, n]; returns [H_kv, R, n, D]."""
-    return cached.index_select(1, slots.flatten()).view(len(cached), *slots.shape, -1)
 
 
 def _sdpa(
@@ -679,22 +631,29 @@ def _seen_in_tree(paths: Sequence[Path], columns: Tensor, sliding_window: int | 
     return seen
 
 
-def _branches(query: Tensor, own: tuple[Tensor, Tensor], context: _Context, kind: AttentionKind) -> Tensor:
+def _branches(
+    query: Tensor,
+    own: tuple[Tensor, Tensor],
+    context: tuple[Tensor, Tensor],
+    mask: Tensor | None,
+    kind: AttentionKind,
+) -> Tensor:
     """Return the attention of rows that each see the shared context and themselves: [H, m, D_v].
 
-    query: [H, m, D]; own: keys [H_kv, m, D] and values [H_kv, m, D_v].
+    query: [H, m, D]; own: keys [H_kv, m, D] and values [H_kv, m, D_v] of the rows; context: those of n keys, with mask
+    [n] as in `_Call`.
     """
     num_kv_heads, num_rows, _ = own[0].shape
     folded = query.reshape(num_kv_heads, -1, num_rows, query.shape[-1])
-    with_context = folded.flatten(1, 2) @ context.keys.transpose(1, 2)
+    with_context = folded.flatten(1, 2) @ context[0].transpose(1, 2)
     with_own = (folded * own[0][:, None]).sum(-1).reshape(num_kv_heads, -1, 1)
     scores = torch.cat([with_context, with_own], -1).float() * kind.scaling
     if kind.softcap:
         scores = torch.tanh(scores / kind.softcap) * kind.softcap
-    if context.mask is not None:
-        scores[..., :-1] += context.mask
+    if mask is not None:
+        scores[..., :-1] += mask
     weights = torch.softmax(scores, -1).to(own[1].dtype)
-    mixed = (weights[..., :-1] @ context.values).reshape(num_kv_heads, -1, num_rows, own[1].shape[-1])
+    mixed = (weights[..., :-1] @ context[1]).reshape(num_kv_heads, -1, num_rows, own[1].shape[-1])
     mixed = mixed + weights[..., -1:].reshape(num_kv_heads, -1, num_rows, 1) * own[1][:, None]
     return mixed.reshape(query.shape[0], num_rows, own[1].shape[-1])
 

@@ -9,7 +9,9 @@ For drafts, a sublayer may have more bodies of the same kind, whose matrices are
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from rayspec.choices import Weights
-from rayspec.model.architecture import Decomposition, check_rows, rows_of
+from rayspec.model.architecture import Decomposition, check_rows, rounding_tolerance, rows_of
 from rayspec.model.attention import AttentionKind, Heads, Rows
-from rayspec.model.body_trial import Trial, in_float32, kind_of, twin_of
 from rayspec.model.cuda.operations import gated
 from rayspec.model.cuda.trial import has_operators
-from rayspec.model.load_check import CheckSequence, lack_of_memory
+from rayspec.model.load_check import CheckRows, CheckSequence, RecordingRows, lack_of_memory, likeness
 from rayspec.model.matrices import LinearMap, Matrix, empty_linears, has_blocked_layout, is_plain, is_plain_or_share
 from rayspec.model.norms import Norm, as_operator
+from rayspec.model.offload import Fetch
 from rayspec.model.quantised import QUANTISED
 from rayspec.model.sublayers import Body, Sublayer
 
@@ -123,13 +125,13 @@ def fuse(
     sublayer in `apart_from` gets copies, too, if its layout has a body: they stay on the device and fetch nothing.
     """
     has_kernels = has_operators(parts.device) if use_operators is None else use_operators
-    shop = _Workshop(parts, has_kernels, quantised)
+    fuser = _Fuser(parts, has_kernels, quantised)
     sublayers = tuple(
-        shop.resident(sublayer) if sublayer.index in apart_from else shop.fused(sublayer)
+        fuser.resident(sublayer) if sublayer.index in apart_from else fuser.fused(sublayer)
         for sublayer in parts.sublayers
     )
-    shop.report(len(sublayers))
-    return replace(parts, sublayers=sublayers, lm_head=shop.head(parts), final_norm=shop.final_norm(parts))
+    fuser.report(len(sublayers))
+    return replace(parts, sublayers=sublayers, lm_head=fuser.head(parts), final_norm=fuser.final_norm(parts))
 
 
 def matrices_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[list[nn.Linear], nn.Module]:
@@ -155,7 +157,34 @@ def bytes_of_copies(parts: Decomposition) -> dict[Weights, int]:
     return sizes
 
 
-class _Workshop:
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """One sublayer, and the rows on which its bodies are compared with its modules. kinds: by attention call of the
+    block, its parameters."""
+
+    layer: int
+    rows: CheckRows
+    expected: Tensor
+    kinds: Sequence[AttentionKind]
+
+    @classmethod
+    def of(cls, sublayer: Sublayer, rows: CheckRows) -> _Check:
+        recording = [RecordingRows(each.positions, each.rope, each) for each in rows.passes]
+        expected = rows.outputs(sublayer.layer, sublayer, passes=recording)
+        return cls(sublayer.layer, rows, rows.branch(expected), [kind for _, kind in recording[0].calls])
+
+    def branch(self, body: Body) -> Tensor:
+        """Return the term that a body adds to the residual: float32 [1, N, hidden_size]."""
+        return self.rows.branch(self.rows.outputs(self.layer, body))
+
+    def require(self, body: Body) -> None:
+        """Raise ValueError if the body computes something else than the modules."""
+        difference = float((self.expected - self.branch(body)).abs().max() / self.expected.abs().max())
+        if not difference <= rounding_tolerance(self.rows.hidden[0].dtype):
+            raise ValueError(f"the fused computation differs by {difference:.1e} of the largest output")
+
+
+class _Fuser:
     """Makes bodies and checks each on the rows of a load check.
 
     An attention block that is the first of its kind is checked with long chunks, the others with short ones. In a
@@ -177,33 +206,33 @@ class _Workshop:
         self._failed: dict[str, dict[tuple[str, type[Exception]], tuple[str, list[int]]]] = {}
 
     def fused(self, sublayer: Sublayer) -> Sublayer:
-        trial = self._trial(sublayer)
+        check = self._check(sublayer)
         try:
-            body, linears = self._body(sublayer, trial)
-            trial.require(body)
+            body, linears = self._body(sublayer, check)
+            check.require(body)
             self._require_exact(sublayer)
         except _MISFITS as misfit:
             self._note("run by transformers' modules, which is slower", sublayer, misfit)
         else:
-            copies = self._copies(sublayer, body, linears, trial)
+            copies = self._copies(sublayer, body, linears, check)
             empty_linears(linears)
             return replace(sublayer, body=body, quantised=copies)
-        self._block_linears(sublayer, trial)
+        self._block_linears(sublayer, check)
         return sublayer
 
     def resident(self, sublayer: Sublayer) -> Sublayer:
         """Return an offloaded sublayer with quantised copies, which stay on the device."""
         if not self._quantised:
             return sublayer
-        trial = self._trial(sublayer)  # This fetches the weights. They stay until another sublayer runs.
+        check = self._check(sublayer)  # This fetches the weights. They stay until another sublayer runs.
         try:
-            twin = twin_of(sublayer)
-            body, linears = self._body(twin, trial)
-            trial.require(body)
+            twin = _twin_of(sublayer)
+            body, linears = self._body(twin, check)
+            check.require(body)
         except _MISFITS as misfit:
             self._note("have no copies for drafts", sublayer, misfit)
             return sublayer
-        copies = self._copies(twin, body, linears, trial)
+        copies = self._copies(twin, body, linears, check)
         empty_linears(linears)
         return replace(sublayer, quantised=copies)
 
@@ -221,35 +250,32 @@ class _Workshop:
         why, found = lack_of_memory(misfit) or str(misfit), list[int]()
         self._failed.setdefault(effect, {}).setdefault(cause, (why, found))[1].append(sublayer.index)
 
-    def _trial(self, sublayer: Sublayer) -> Trial:
+    def _check(self, sublayer: Sublayer) -> _Check:
         if sublayer.kind == "mlp":
-            return Trial.of(sublayer, self._plain)
-        kind = kind_of(sublayer)
+            return _Check.of(sublayer, self._plain)
+        kind = _kind_of(sublayer)
         is_first = kind not in self._seen
         self._seen.add(kind)
-        return Trial.of(sublayer, self._long if is_first else self._short)
+        return _Check.of(sublayer, self._long if is_first else self._short)
 
     def _require_exact(self, sublayer: Sublayer) -> None:
         """Raise ValueError if a fused body of this kind of attention differs from the modules in float32."""
-        if sublayer.kind == "mlp":
+        if sublayer.kind == "mlp" or self._exact is self._long:
             return
-        kind = kind_of(sublayer)
+        kind = _kind_of(sublayer)
         if kind not in self._faults:
-            self._faults[kind] = self._faultin_float32(sublayer)
-        fault = self._faults[kind]
-        if fault is not None:
+            self._faults[kind] = None
+            twin = _twin_of(sublayer)
+            for module in (twin.block, twin.pre_norm, twin.post_norm):
+                if module is not None:
+                    module.float()
+            check = _Check.of(twin, self._exact)
+            try:
+                check.require(self._body(twin, check)[0])
+            except ValueError as error:
+                self._faults[kind] = error
+        if (fault := self._faults[kind]) is not None:
             raise fault
-
-    def _faultin_float32(self, sublayer: Sublayer) -> ValueError | None:
-        if self._exact is self._long:
-            return None
-        twin = in_float32(twin_of(sublayer))
-        trial = Trial.of(twin, self._exact)
-        try:
-            trial.require(self._body(twin, trial)[0])
-        except ValueError as fault:
-            return fault
-        return None
 
     def head(self, parts: Decomposition) -> nn.Module | None:
         """Return the LM head in the faster layout, if it has one. A tied head stays: the embedding needs its rows."""
@@ -266,30 +292,30 @@ class _Workshop:
         return as_operator(norm) if self._use_operators and norm is not None else norm
 
     def _copies(
-        self, sublayer: Sublayer, body: FusedBody, linears: Sequence[nn.Linear], trial: Trial
+        self, sublayer: Sublayer, body: FusedBody, linears: Sequence[nn.Linear], check: _Check
     ) -> dict[Weights, Body]:
+        """Return bodies with quantised copies of the linear layers `linears`. A last layer that is not plain stays."""
         copies: dict[Weights, Body] = {}
+        _, last = body.matrices
         for weights in self._quantised:
+            make = partial(QUANTISED[weights], use_operators=self._use_operators)
             try:
-                made = self._copy(weights, body, linears)
-                trial.require_near(made, _LARGEST_ERROR[weights])
-            except _MISFITS as misfit:  # noqa: PERF203 - two types of weights
+                if isinstance(last, LinearMap):
+                    made = body.with_matrices(make(linears[:-1]), make(linears[-1:]))
+                else:
+                    made = body.with_matrices(make(linears), last)
+                error = float((check.branch(made) - check.expected).norm() / check.expected.norm())
+                if not error <= _LARGEST_ERROR[weights]:
+                    raise ValueError(f"its error is {error:.3f} of the output")
+            except _MISFITS as misfit:
                 self._note(f"have no {weights} copy for drafts", sublayer, misfit)
             else:
                 copies[weights] = made
         return copies
 
-    def _copy(self, weights: Weights, body: FusedBody, linears: Sequence[nn.Linear]) -> FusedBody:
-        """Return a body with quantised copies of its linear layers `linears`. A last layer that is not plain stays."""
-        make = partial(QUANTISED[weights], use_operators=self._use_operators)
-        _, last = body.matrices
-        if not isinstance(last, LinearMap):
-            return body.with_matrices(make(linears), last)
-        return body.with_matrices(make(linears[:-1]), make(linears[-1:]))
-
-    def _body(self, sublayer: Sublayer, trial: Trial) -> tuple[FusedBody, Sequence[nn.Linear]]:
+    def _body(self, sublayer: Sublayer, check: _Check) -> tuple[FusedBody, Sequence[nn.Linear]]:
         """Return a body and the linear layers whose weights it holds. Raises one of `_MISFITS` for another layout."""
-        return self._mlp(sublayer) if sublayer.kind == "mlp" else self._attention(sublayer, trial.kinds)
+        return self._mlp(sublayer) if sublayer.kind == "mlp" else self._attention(sublayer, check.kinds)
 
     def _attention(self, sublayer: Sublayer, kinds: Sequence[AttentionKind]) -> tuple[FusedBody, Sequence[nn.Linear]]:
         block: Any = sublayer.block
@@ -322,25 +348,28 @@ class _Workshop:
         linears, last = matrices_of(block, "mlp")
         _require_plain(block, linears)
         activation = block.act_fn if hasattr(block, "act_fn") else block.activation_fn
-        name = _OPERATOR_ACTIVATIONS.get(type(activation).__name__)
+        name = _OPERATOR_ACTIVATIONS.get(type(activation).__name__) if self._use_operators else None
         body = GatedBody(
             sublayer=sublayer,
             pre_norm=self._norm(sublayer.pre_norm),
             gate_up=self._matrix(linears),
-            weigh=partial(_weighed_by_operator, name)
-            if self._use_operators and name
-            else partial(_weighed, activation),
+            weigh=partial(_weighed_by_operator, name) if name else partial(_weighed, activation),
             down=self._last(last),
         )
         return body, [*linears, *filter(is_plain, [last])]
 
-    def _block_linears(self, sublayer: Sublayer, trial: Trial) -> None:
+    def _block_linears(self, sublayer: Sublayer, check: _Check) -> None:
         """Give the block's linear layers the device's faster layout, if the block's result stays equal."""
-        found = [each for each in _plain_linears(sublayer.block) if self._may_block(each[2])]
+        found = [
+            (owner, name, child)
+            for owner in sublayer.block.modules()
+            for name, child in owner.named_children()
+            if is_plain(child) and self._may_block(child)
+        ]
         try:
             for owner, name, linear in found:
                 setattr(owner, name, self._matrix([linear]))
-            trial.require(sublayer)
+            check.require(sublayer)
         except _MISFITS as misfit:
             logger.debug("sublayer %d keeps its linear layers: %s", sublayer.index, misfit)
             for owner, name, linear in found:
@@ -370,13 +399,6 @@ def _require_plain(block: nn.Module, linears: Sequence[nn.Linear]) -> None:
         raise TypeError(f"{type(block).__name__} is more than its matrices")
 
 
-def _plain_linears(block: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Return the plain linear layers, each with the module that holds it and its name in that module."""
-    return [
-        (owner, name, child) for owner in block.modules() for name, child in owner.named_children() if is_plain(child)
-    ]
-
-
 def _unchanged(hidden: Tensor) -> Tensor:
     return hidden
 
@@ -397,3 +419,33 @@ def _added(sublayer: Sublayer, matrix: nn.Module, hidden: Tensor, rows: Tensor, 
     if not (sublayer.adds_plainly and isinstance(matrix, LinearMap)):
         return sublayer.add(hidden, matrix(rows), in_place=in_place)
     return matrix.add_to(hidden, rows) if in_place else matrix.plus(hidden, rows)
+
+
+def _kind_of(sublayer: Sublayer) -> tuple[Any, ...]:
+    """Return what attention sublayers have in common that differ in their weights only."""
+    norms = (likeness(norm) for norm in (sublayer.pre_norm, sublayer.post_norm) if norm is not None)
+    return (sublayer.layer_type, likeness(sublayer.block), *norms)
+
+
+def _twin_of(sublayer: Sublayer) -> Sublayer:
+    """Return the sublayer with copies of its modules, whose tensors are their own and are never fetched."""
+
+    def twin_of(module: nn.Module) -> nn.Module:
+        twin = copy.copy(module)
+        twin._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+        twin._forward_pre_hooks = OrderedDict(
+            (key, hook) for key, hook in module._forward_pre_hooks.items() if not isinstance(hook, Fetch)
+        )
+        twin._parameters = {
+            name: None if weight is None else nn.Parameter(weight.data.clone(), requires_grad=False)
+            for name, weight in module._parameters.items()
+        }
+        twin._modules = {name: None if child is None else twin_of(child) for name, child in module._modules.items()}
+        return twin
+
+    return replace(
+        sublayer,
+        block=twin_of(sublayer.block),
+        pre_norm=None if sublayer.pre_norm is None else twin_of(sublayer.pre_norm),
+        post_norm=None if sublayer.post_norm is None else twin_of(sublayer.post_norm),
+    )

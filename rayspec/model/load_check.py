@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
 
-from rayspec.choices import Keys
-from rayspec.model.attention import AttentionKind, Heads, PackedRows, Rows, pack
+from rayspec.model.attention import AttentionKind, PackedRows, Rows, pack
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena, LayerShape
 from rayspec.model.rows import RowSpan, runs_of_pages
 from rayspec.types import CheckpointError
@@ -161,28 +160,22 @@ def _pages(sequences: Sequence[CheckSequence]) -> list[list[int]]:
 
 
 @dataclass(slots=True)
-class RecordedCalls:
-    """`Rows` that record the attention calls of a block. Their attention is zero."""
+class RecordingRows(Rows):
+    """`Rows` that record the attention calls of a block: the shape of keys and values, and the parameters. rows: what
+    computes their attention; None gives zeros."""
 
     positions: Tensor
     rope: dict[str, Any] = field(default_factory=dict)
-    calls: list[LayerShape] = field(default_factory=list)
-
-    @property
-    def in_place(self) -> bool:
-        return False
-
-    def seeing(self, keys: Keys) -> RecordedCalls:
-        return self
+    rows: Rows | None = None
+    calls: list[tuple[LayerShape, AttentionKind]] = field(default_factory=list)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, *, first_head: int = 0
     ) -> Tensor:
-        self.calls.append(LayerShape(len(key), key.shape[-1], value.shape[-1]))
-        return query.new_zeros(query.shape[1], len(query), value.shape[-1])
-
-    def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
-        return self.attend(heads.layer, *heads.split(projected, self.rope), heads.kind)
+        self.calls.append((LayerShape(len(key), key.shape[-1], value.shape[-1]), kind))
+        if self.rows is None:
+            return query.new_zeros(query.shape[1], len(query), value.shape[-1])
+        return self.rows.attend(layer, query, key, value, kind, first_head=first_head)
 
 
 def likeness(module: nn.Module) -> tuple[Any, ...]:

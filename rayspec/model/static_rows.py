@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from rayspec.choices import Keys
-from rayspec.model.attention import AttentionKind, Heads
+from rayspec.model.attention import AttentionKind, Heads, Rows
 from rayspec.model.buckets import MAX_TREE_ROWS, Bucket
 from rayspec.model.cuda.operations import attend, rotate_and_write
 from rayspec.model.few_keys import reads_all
@@ -46,7 +45,7 @@ class Filling:
 
 
 @dataclass(slots=True)
-class StaticRows:
+class StaticRows(Rows):
     """`Rows` whose sequences are known on the device. The buffers belong to a `StepBuffers`; the next pass overwrites
     them.
 
@@ -59,6 +58,7 @@ class StaticRows:
     before the row. windowed: the same rows with the slots and pages of the arena's windowed store.
     """
 
+    in_place: ClassVar[bool] = True
     bucket: Bucket
     arena: KVArena
     tokens: Tensor
@@ -75,10 +75,6 @@ class StaticRows:
     rope: dict[str, Any] = field(default_factory=dict)
     keys: Keys = "all"
     windowed: StaticRows | None = None
-
-    @property
-    def in_place(self) -> bool:
-        return True
 
     def seeing(self, keys: Keys) -> StaticRows:
         """Do as `Rows.seeing`. Raises NotImplementedError for keys that are not in `STATIC_KEYS`."""
@@ -98,12 +94,13 @@ class StaticRows:
     def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
         norms = _operator_weights(heads)
         if norms is None:
-            return self.attend(heads.layer, *heads.split(projected, self.rope), heads.kind)
+            return Rows.attend_projected(self, heads, projected)
         cosines, sines = self.rope[heads.layer_type]
+        query_norm, key_norm, eps = norms
         rows = self._in_store(heads.layer)
         query = rotate_and_write(
             projected, cosines[0], sines[0], rows.slots, self.arena.keys[heads.layer], self.arena.values[heads.layer],
-            num_heads=heads.num_heads, query_norm=norms.query, key_norm=norms.key, eps=norms.eps,
+            num_heads=heads.num_heads, query_norm=query_norm, key_norm=key_norm, eps=eps,
         )  # fmt: skip
         return rows._mixed((self.arena.keys[heads.layer], self.arena.values[heads.layer]), query, heads.kind)
 
@@ -166,8 +163,8 @@ class StepBuffers:
         self._arena = arena
         self._max_rows = max_rows
         self._max_sequences = max_sequences
-        self._sizes = _Sizes(max_rows, max_sequences, arena.budgets.window.num_pages)
-        self._numbers = Staging(self._sizes.num_words, device)
+        self._sizes = (max_rows, max_sequences, arena.budgets.window.num_pages)
+        self._numbers = Staging(_NUM_WIDE * max_rows + -(-sum(_narrow_sizes(*self._sizes)) // 2), device)
         self._num_places = whole_pages(max_places)
         self._table = _PageTable(max_sequences, self._num_places, device)
         self._windowed_table = _PageTable(max_sequences, self._num_places, device) if arena.windowed_layers else None
@@ -226,7 +223,7 @@ class StepBuffers:
         return self._rows[self._held.bucket].residual
 
     def _views(self, bucket: Bucket) -> StaticRows:
-        words = _Words.of(self._numbers.buffer, self._sizes)
+        words = _Numbers(self._numbers.buffer, *self._sizes)
         rows, sequences = slice(bucket.num_rows), slice(bucket.num_sequences)
         views = StaticRows(
             bucket=bucket,
@@ -256,7 +253,7 @@ class StepBuffers:
     def _write(self, filling: Filling, numbers: Tensor) -> None:
         """Write the integers of the pass to `numbers`, a tensor on the host."""
         numbers.zero_()
-        words = _Words.of(numbers, self._sizes)
+        words = _Numbers(numbers, *self._sizes)
         words.slots[:] = self._arena.num_slots  # padding rows write to a spare slot
         words.windowed_slots[:] = self._arena.num_windowed_slots
         end = 0
@@ -272,7 +269,9 @@ class StepBuffers:
             if paths:
                 words.positions[rows] = torch.tensor([path.position for path in paths])
                 words.shared[rows] = torch.tensor([path.shared for path in paths], dtype=torch.int32)
-                words.bits[rows] = torch.tensor([_bits(path, span.context) for path in paths])
+                words.bits[rows] = torch.tensor(
+                    [sum(1 << (place - span.context) for place in path.own) for path in paths]
+                )
             else:
                 words.positions[rows] = torch.arange(span.context, span.end)
                 words.shared[rows] = span.context
@@ -282,7 +281,7 @@ class StepBuffers:
         if not isinstance(filling.token_ids, Tensor) and filling.token_ids:
             words.tokens[:end] = torch.tensor(filling.token_ids)
 
-    def _write_window(self, words: _Words, sequence: int, position: int) -> None:
+    def _write_window(self, words: _Numbers, sequence: int, position: int) -> None:
         """Write the pages and the context of a single row at this position, for keys "window"."""
         budget, own = self._arena.budgets.window, position // PAGE_SIZE
         sink, newest = slice(budget.sink), slice(own - budget.newest, own + 1)
@@ -334,88 +333,32 @@ class Staging:
             self._copied[self._turn].record(torch.cuda.current_stream(self._device))
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Sizes of the buffer with the integers of a pass. window_pages: pages of a sequence that keys "window" read."""
+class _Numbers:
+    """The integers of a pass, as views of one int64 buffer `words`. window_pages: pages of a sequence that keys
+    "window" read. tokens to windowed_slots: int64 [max_rows]; the others are int32."""
 
-    max_rows: int
-    max_sequences: int
-    window_pages: int
-
-    @property
-    def num_words(self) -> int:
-        """Size of the buffer in int64 numbers."""
-        return _NUM_WIDE * self.max_rows + -(-self.narrow_ends[-1] // 2)
-
-    @property
-    def narrow_ends(self) -> tuple[int, ...]:
-        """Ends of the int32 fields in order: shared, row_starts, contexts, window_contexts, window_table,
-        windowed_window_table."""
-        rows, sequences = self.max_rows, self.max_sequences
-        table = sequences * self.window_pages
-        counts = (rows, sequences + 1, sequences, sequences, table, table)
-        return tuple(itertools.accumulate(counts))
+    def __init__(self, words: Tensor, max_rows: int, max_sequences: int, window_pages: int) -> None:
+        wide = words[: _NUM_WIDE * max_rows].view(_NUM_WIDE, max_rows)
+        self.tokens, self.positions, self.slots, self.bits, self.windowed_slots = wide.unbind()
+        sizes = _narrow_sizes(max_rows, max_sequences, window_pages)
+        narrow = torch.split(words[_NUM_WIDE * max_rows :].view(torch.int32)[: sum(sizes)], sizes)
+        self.shared, self.row_starts, self.contexts, self.window_contexts, *tables = narrow
+        self.window_table, self.windowed_window_table = (each.view(max_sequences, window_pages) for each in tables)
 
 
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """The integers of a pass, as views of one buffer. tokens to windowed_slots: int64 [max_rows]; the others are
-    int32."""
-
-    tokens: Tensor
-    positions: Tensor
-    slots: Tensor
-    bits: Tensor
-    windowed_slots: Tensor
-    shared: Tensor
-    row_starts: Tensor
-    contexts: Tensor
-    window_contexts: Tensor
-    window_table: Tensor
-    windowed_window_table: Tensor
-
-    @classmethod
-    def of(cls, numbers: Tensor, sizes: _Sizes) -> _Words:
-        num_wide, ends = _NUM_WIDE * sizes.max_rows, sizes.narrow_ends
-        wide, narrow = numbers[:num_wide].view(_NUM_WIDE, sizes.max_rows), numbers[num_wide:].view(torch.int32)
-        shared, row_starts, contexts, window_contexts, *tables = (
-            narrow[first:end] for first, end in itertools.pairwise((0, *ends))
-        )
-        window_table, windowed_window_table = (table.view(sizes.max_sequences, sizes.window_pages) for table in tables)
-        return cls(
-            tokens=wide[0],
-            positions=wide[1],
-            slots=wide[2],
-            bits=wide[3],
-            windowed_slots=wide[4],
-            shared=shared,
-            row_starts=row_starts,
-            contexts=contexts,
-            window_contexts=window_contexts,
-            window_table=window_table,
-            windowed_window_table=windowed_window_table,
-        )
+def _narrow_sizes(max_rows: int, max_sequences: int, window_pages: int) -> list[int]:
+    """Return the sizes of the int32 fields of `_Numbers`, in order."""
+    table = max_sequences * window_pages
+    return [max_rows, max_sequences + 1, max_sequences, max_sequences, table, table]
 
 
-def _bits(path: Path, context: int) -> int:
-    """Return the places after the context that the row sees, as bits: bit i stands for place `context + i`."""
-    return sum(1 << (place - context) for place in path.own)
-
-
-@dataclass(frozen=True, slots=True)
-class _NormWeights:
-    query: Tensor | None
-    key: Tensor | None
-    eps: float
-
-
-def _operator_weights(heads: Heads) -> _NormWeights | None:
-    """Return the weights of the heads' norms, or None if the operator `rotate_and_write` cannot compute these norms."""
+def _operator_weights(heads: Heads) -> tuple[Tensor | None, Tensor | None, float] | None:
+    """Return the weights and eps of the heads' norms; None if the operator `rotate_and_write` cannot compute them."""
     if heads.norms is None:
-        return _NormWeights(None, None, 0.0)
+        return None, None, 0.0
     query, key = heads.norms
     if not (isinstance(query, RmsNorm) and isinstance(key, RmsNorm)):
         return None
     if query.weight_offset or key.weight_offset or query.eps != key.eps:
         return None
-    return _NormWeights(query.weight, key.weight, query.eps)
+    return query.weight, key.weight, query.eps

@@ -204,13 +204,13 @@ def test_keys_are_found_wherever_they_lie(
             expected = _expected(query[0, :, at], keys, values, len(seen) - 1, **options)
             torch.testing.assert_close(output[0, at], expected, atol=2e-5, rtol=2e-5)
             at += 1
-    (looks,) = rows.looks.values()
+    (calls,) = rows.calls.values()
     if options["sliding_window"] is None and not options["softcap"]:
-        assert any(isinstance(look.rows, Tensor) for look in looks.pieces) == (division == "runs"), (
+        assert any(isinstance(look.rows, Tensor) for look in calls.pieces) == (division == "runs"), (
             "shared keys are read once"
         )
     if options["sliding_window"] == 40 and not options["softcap"]:
-        assert any(isinstance(look.slots, slice) for look in looks.pieces) == (division == "runs"), (
+        assert any(isinstance(look.slots, slice) for look in calls.pieces) == (division == "runs"), (
             "long runs of a window are read in place"
         )
 
