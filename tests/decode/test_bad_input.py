@@ -65,17 +65,6 @@ def test_a_bad_request_is_refused_and_the_others_complete(
     assert tokens_of(outputs[str(index)] for index in range(len(LENGTHS))) == KNOWN.expected
 
 
-def test_stages_never_hear_of_a_bad_request() -> None:
-    """Those of a pipeline are other processes, which could not tell what is wrong with it."""
-    engine = _engine(max_model_len=300, kv_cache_tokens=256)
-    opened: list[Any] = []
-    engine.stages.open = opened.append  # type: ignore[method-assign]
-    for prompt, params, error, message in (bad.values for bad in BAD):
-        with pytest.raises(error, match=message):
-            engine.add(Request(request_id="bad", params=params, prompt_token_ids=prompt))
-    assert opened == []
-
-
 def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
     engine = _engine()
     request = requests_for(KNOWN.prompts[:1])[0]
@@ -117,15 +106,6 @@ def test_nan_logits_cost_that_sequence_only(poisoned: Any, verification: str) ->
         assert "NaN" in str(outputs[index].error)
         assert outputs[index].outputs[0].token_ids == ()
     assert tokens_of(outputs[index] for index in (1, 3, 4, 6)) == KNOWN.expected
-
-
-def test_nan_in_the_middle_of_generation_keeps_what_came_before(poisoned: Any) -> None:
-    """The bias makes the model say the poisonous token at once; what comes after it cannot be computed."""
-    params = SamplingParams(temperature=0, max_tokens=16, logit_bias={POISON: 100.0})
-    for plan in (None, RandomPlans(1, 8)):
-        output = complete(engine_with(poisoned, plan), KNOWN.prompts[:1], params)[0]
-        assert isinstance(output.error, NonFiniteLogitsError)
-        assert output.outputs[0].token_ids == (POISON,)
 
 
 def test_a_draft_that_goes_wrong_does_not_cost_the_sequence(poisoned: Any) -> None:

@@ -65,16 +65,6 @@ def test_arguments_of_tool_calls_are_objects_as_in_vllm() -> None:
     assert rendered("[" * 100_000) == f'"{"[" * 100_000}"'
 
 
-def test_a_message_that_only_calls_tools_has_no_content() -> None:
-    assert rendered("{}", "{{ not messages[0].content }}{{ messages[0].tool_calls | length }}") == "True1"
-
-
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
-def test_reasoning_has_three_names(name: str) -> None:
-    message = {"role": "assistant", "content": "x", name: "hm"}
-    assert conversation_text([message], TOKENIZER, "{{ messages[0].reasoning_content }}") == "hm"
-
-
 def test_several_templates_without_a_default_are_named() -> None:
     tokenizer = demo_tokenizer()
     before = tokenizer.chat_template

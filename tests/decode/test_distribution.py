@@ -1,7 +1,7 @@
 """Both rules give the target's distribution, and the checks that say so would notice if they did not.
 
 Every draw is a seed, so a test gives the same statistic every time. The bound is vLLM's, df + 10 sqrt(2 df): a correct
-implementation exceeds it by chance with odds of 5e-9 at df = 15, below 1e-11 from df = 30 on. Each check runs on the
+implementation exceeds it by chance with odds of 5e-9 at df = 15, below 1e-11 from df = 30 on. The checks run on the
 implementation and on copies of it with a planted bias, which must exceed the bound.
 """
 
@@ -23,7 +23,6 @@ from rayspec.decode.sampling import Rows, draft_tokens, target_tokens
 from rayspec.decode.verify import RejectionBatch, decide, verify_coupled, verify_rejection
 from rayspec.generation import DecodingParams
 from tests.decode.samplers import processed
-from tests.exhaustive import few_of
 
 EVERYTHING = DecodingParams(
     temperature=0.9,
@@ -36,7 +35,6 @@ EVERYTHING = DecodingParams(
     logit_bias={1: 0.7},
     min_tokens=2,
 )
-MILD = DecodingParams(temperature=0.8, top_p=0.97, top_k=14, min_p=0.002, logit_bias={3: 1.0})
 
 
 @pytest.fixture(autouse=True)
@@ -71,90 +69,8 @@ def excess(counts: Tensor, probabilities: Tensor) -> float:
     return ((observed - wanted) ** 2 / wanted).sum().item() / (df + 10 * math.sqrt(2 * df))
 
 
-# ---- one round, one draft token, many seeds -------------------------------------------------------------------------
-
-
-def draw_draft(scores: Tensor, seeds: Tensor, position: int) -> Tensor:
-    """As `draft_tokens` does under the rejection rule."""
-    at = torch.full_like(seeds, position)
-    return (scores + gumbel(seeds, at, scores.shape[-1], Stream.DRAFT, "cpu", origins=at)).argmax(1)
-
-
-def one_round(
-    target: Tensor,
-    after: Tensor,
-    draft: Tensor,
-    num_draws: int,
-    *,
-    certain: bool = False,
-    drawn: Callable[[Tensor, Tensor, int], Tensor] = draw_draft,
-    kept: Callable[[Tensor], Tensor] = torch.ones_like,
-    chunk: int = 20_000,
-) -> tuple[Tensor, Tensor]:
-    """Counts [V] of the first token, and of the token after an accepted draft. Processed logits [V] each."""
-    vocab_size, position = len(target), 3
-    counts = torch.zeros(2, vocab_size, dtype=torch.int64)
-    for begin in range(0, num_draws, chunk):
-        seeds = torch.arange(begin, min(begin + chunk, num_draws))
-        num = len(seeds)
-        tokens = drawn(draft, seeds, position)
-        index = torch.arange(num)
-        batch = RejectionBatch(
-            scores=torch.stack((target, after)).repeat(num, 1),
-            drafts=tokens.repeat_interleave(2),
-            draft_scores=target[None, :][:0] if certain else draft.expand(num, -1),
-            draft_rows=torch.full((2 * num,), -1) if certain else index.repeat_interleave(2),
-            seeds=seeds,
-            positions=torch.full((num,), position),
-            first_rows=2 * index,
-            lengths=kept(tokens).clamp(0, 1),
-            longest=1,
-        )
-        accepted, last = decide(batch)
-        counts[0] += torch.where(accepted > 0, tokens, last).bincount(minlength=vocab_size)
-        counts[1] += last[accepted > 0].bincount(minlength=vocab_size)
-    return counts[0], counts[1]
-
-
-def narrow(kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    raw, after = random_logits(16, 1), random_logits(16, 2)
-    draft = {"opposite": -raw, "close": raw + random_logits(16, 3, 0.3), "same": raw, "flat": 0 * raw}[kind]
-    sampler = sampler_of(MILD, 16)
-    target, after, draft = (processed(sampler, row[None], [])[0] for row in (raw, after, draft))
-    return target, after, draft
-
-
-def certain_draft(scores: Tensor, seeds: Tensor, position: int) -> Tensor:
-    return scores.argmax().expand(len(seeds))
-
-
-def assert_one_round(target: Tensor, after: Tensor, counts: tuple[Tensor, Tensor]) -> None:
-    assert excess(counts[0], target.softmax(0)) < 1
-    assert excess(counts[1], after.softmax(0)) < 1
-    assert counts[1].sum() > 1000
-
-
-@pytest.mark.parametrize("kind", ["opposite", "close", "same", "flat"])
-@pytest.mark.parametrize("certain", ["sampled", "looked_up", "sampled_but_called_certain"])
-def test_narrow(kind: str, certain: str) -> None:
-    target, after, draft = narrow(kind)
-    drawn = certain_draft if certain == "looked_up" else draw_draft
-    if certain == "looked_up" and kind == "opposite":
-        draft = target.sort().values[-4] - (target - target.sort().values[-4]).abs()  # an unlikely but possible token
-    counts = one_round(target, after, draft, 200_000, certain=certain != "sampled", drawn=drawn)
-    assert_one_round(target, after, counts)
-
-
-def plant_nothing(patch: pytest.MonkeyPatch) -> None:
-    pass
-
-
 def plant_recovered_from_target(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(verify, "_residual", lambda target, draft: target)
-
-
-def plant_coarse_uniform(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verify, "uniform", lambda *arguments: (uniform(*arguments) * 16).floor() / 16)
 
 
 def plant_shared_noise(patch: pytest.MonkeyPatch) -> None:
@@ -171,81 +87,6 @@ def plant_shared_noise(patch: pytest.MonkeyPatch) -> None:
 def plant_lenient(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(verify, "_accepts", lambda p, q, noise: noise * q <= 1.2 * p)
 
-
-def plant_wrong_ratio(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verify, "_accepts", lambda p, q, noise: noise <= p)
-
-
-ROUND_PLANTS = [
-    plant_recovered_from_target,
-    plant_coarse_uniform,
-    plant_shared_noise,
-    plant_lenient,
-    plant_wrong_ratio,
-]
-
-
-@pytest.mark.parametrize("plant", few_of([plant_nothing, *ROUND_PLANTS], [plant_nothing, plant_recovered_from_target]))
-def test_narrow_flags_planted_biases(monkeypatch: pytest.MonkeyPatch, plant: Callable[..., None]) -> None:
-    """Of the two drafts at least one must show the bias: each is blind to some (vLLM's wide test was)."""
-    plant(monkeypatch)
-    worst = 0.0
-    for kind in ("opposite", "close"):
-        target, after, draft = narrow(kind)
-        worst = max(worst, excess(one_round(target, after, draft, 200_000)[0], target.softmax(0)))
-    assert (worst < 1) == (plant is plant_nothing)
-
-
-def draft_with_accept_noise(scores: Tensor, seeds: Tensor, position: int) -> Tensor:
-    u = uniform(seeds, torch.full_like(seeds, position), Stream.ACCEPT)
-    return torch.searchsorted(scores.double().softmax(0).cumsum(0), u).clamp_max(len(scores) - 1)
-
-
-def draft_with_recover_noise(scores: Tensor, seeds: Tensor, position: int) -> Tensor:
-    return (scores + gumbel(seeds, torch.full_like(seeds, position), len(scores), Stream.RECOVER, "cpu")).argmax(1)
-
-
-@pytest.mark.parametrize(
-    ("drawn", "kept", "honest"),
-    [
-        (draw_draft, lambda tokens: tokens * 0 + 1, True),
-        (draft_with_accept_noise, lambda tokens: tokens * 0 + 1, False),
-        pytest.param(draft_with_recover_noise, lambda tokens: tokens * 0 + 1, False, marks=pytest.mark.exhaustive),
-        pytest.param(  # says it was sampled
-            certain_draft, lambda tokens: tokens * 0 + 1, False, marks=pytest.mark.exhaustive
-        ),
-        (draw_draft, lambda tokens: tokens % 2, False),  # drops a draft by which token it is
-    ],
-    ids=["honest", "accept_noise", "recover_noise", "not_sampled", "dropped_by_token"],
-)
-def test_narrow_flags_dishonest_drafts(
-    drawn: Callable[[Tensor, Tensor, int], Tensor], kept: Callable[[Tensor], Tensor], honest: bool
-) -> None:
-    worst = 0.0
-    for kind in ("opposite", "close"):
-        target, after, draft = narrow(kind)
-        counts = one_round(target, after, draft, 200_000, drawn=drawn, kept=kept)
-        worst = max(worst, excess(counts[0], target.softmax(0)))
-    assert (worst < 1) == honest
-
-
-@pytest.mark.parametrize(
-    ("kind", "plant"),
-    [("opposite", plant_nothing), ("close", plant_nothing), ("opposite", plant_recovered_from_target)],
-)
-def test_wide(monkeypatch: pytest.MonkeyPatch, kind: str, plant: Callable[..., None]) -> None:
-    raw, after = random_logits(1000, 5), random_logits(1000, 6)
-    sampler = sampler_of(DecodingParams(temperature=0.9, top_p=0.99, min_p=1e-4), 1000)
-    draft = -raw if kind == "opposite" else raw + random_logits(1000, 7, 0.5)
-    target, after, draft = (processed(sampler, row[None], [])[0] for row in (raw, after, draft))
-    plant(monkeypatch)
-    first, second = one_round(target, after, draft, 20_000, chunk=2_000)
-    assert (excess(first, target.softmax(0)) < 1) == (plant is plant_nothing)
-    if kind == "close":
-        assert_one_round(target, after, (first, second))
-
-
-# ---- several rounds, a model with memory ----------------------------------------------------------------------------
 
 VOCAB, NUM_TOKENS, LONGEST = 6, 3, 2
 
@@ -333,14 +174,21 @@ def generate(
 
 
 def rule_noise(rule: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    if rule is reject:
-        return lambda seeds, at, origins: gumbel(seeds, at, VOCAB, Stream.DRAFT, "cpu", origins=origins)
-    return lambda seeds, at, origins: gumbel(seeds, at, VOCAB, Stream.TARGET, "cpu")
+    if rule is couple:
+        return lambda seeds, at, origins: gumbel(seeds, at, VOCAB, Stream.TARGET, "cpu")
+    return lambda seeds, at, origins: gumbel(seeds, at, VOCAB, Stream.DRAFT, "cpu", origins=origins)
 
 
 def reject(
-    toy: Toy, text: Tensor, begin: Tensor, lengths: Tensor, draft_scores: Tensor, seeds: Tensor
+    toy: Toy,
+    text: Tensor,
+    begin: Tensor,
+    lengths: Tensor,
+    draft_scores: Tensor,
+    seeds: Tensor,
+    num_sampled: int = LONGEST,
 ) -> tuple[Tensor, Tensor]:
+    """The rejection rule; tokens from `num_sampled` on count as looked up."""
     ahead = torch.arange(LONGEST + 1)
     owned = ahead <= lengths.unsqueeze(1)  # ragged: sequence s has lengths[s] + 1 rows
     histories = torch.stack([history_index(text, begin + offset) for offset in range(LONGEST + 1)], 1)
@@ -351,7 +199,7 @@ def reject(
             scores=toy.target[histories[owned]],
             drafts=drafts[owned],
             draft_scores=draft_scores.flatten(0, 1),
-            draft_rows=torch.where(ahead < lengths.unsqueeze(1), draft_rows, -1)[owned],
+            draft_rows=torch.where(ahead < lengths.unsqueeze(1).clamp_max(num_sampled), draft_rows, -1)[owned],
             seeds=seeds,
             positions=begin,
             first_rows=(lengths + 1).cumsum(0) - lengths - 1,
@@ -361,23 +209,28 @@ def reject(
     )
 
 
+def reject_looked_up(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+    return reject(*arguments, num_sampled=0)  # type: ignore[arg-type]
+
+
+def reject_both(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+    """A draft that was sampled, and looked up from its second token on."""
+    return reject(*arguments, num_sampled=1)  # type: ignore[arg-type]
+
+
 def couple(
-    toy: Toy, text: Tensor, begin: Tensor, lengths: Tensor, draft_scores: Tensor, seeds: Tensor, lenient: int = 1
+    toy: Toy, text: Tensor, begin: Tensor, lengths: Tensor, draft_scores: Tensor, seeds: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The coupled rule, vectorised over sequences; `lenient` k > 1 lets any of the k best noisy tokens stand."""
+    """The coupled rule, vectorised over sequences."""
     targets, stands = [], []
     for ahead in range(LONGEST + 1):
         at = begin + ahead
         scores = toy.target[history_index(text, at)] + gumbel(seeds, at, VOCAB, Stream.TARGET, "cpu")
         targets.append(scores.argmax(1))
-        stands.append((scores.topk(lenient, dim=1).indices == text.gather(1, at.unsqueeze(1))).any(1))
+        stands.append(targets[-1] == text.gather(1, at.unsqueeze(1)).squeeze(1))
     accepts = torch.stack(stands, 1) & (torch.arange(LONGEST + 1) < lengths.unsqueeze(1))
     accepted = accepts.long().cumprod(1).sum(1)
     return accepted, torch.stack(targets, 1).gather(1, accepted.unsqueeze(1)).squeeze(1)
-
-
-def couple_leniently(*arguments: Tensor) -> tuple[Tensor, Tensor]:
-    return couple(*arguments, lenient=2)  # type: ignore[arg-type, misc]
 
 
 def joint_excess(toy: Toy, tokens: Tensor) -> float:
@@ -390,7 +243,7 @@ def toy(request: pytest.FixtureRequest) -> Toy:
     return Toy.make(EVERYTHING if request.param == "everything" else DecodingParams())
 
 
-@pytest.mark.parametrize("rule", [reject, couple])
+@pytest.mark.parametrize("rule", [reject, reject_looked_up, reject_both, couple])
 @pytest.mark.parametrize("lengths_of", [varied_lengths, steered_lengths])
 def test_joint_of_several_rounds(toy: Toy, rule: Callable[..., tuple[Tensor, Tensor]], lengths_of: Lengths) -> None:
     assert joint_excess(toy, generate(toy, 100_000, lengths_of, rule=rule)) < 1
@@ -398,10 +251,6 @@ def test_joint_of_several_rounds(toy: Toy, rule: Callable[..., tuple[Tensor, Ten
 
 def plant_same_uniform_everywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(verify, "uniform", lambda seeds, positions, *rest: uniform(seeds, positions * 0, *rest))
-
-
-def plant_same_noise_everywhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verify, "gumbel", lambda seeds, positions, *rest: gumbel(seeds, positions * 0, *rest))
 
 
 def plant_bonus_with_the_next_draft(patch: pytest.MonkeyPatch) -> None:
@@ -417,12 +266,15 @@ def plant_bonus_with_the_next_draft(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "plant",
-    few_of(
-        [*ROUND_PLANTS, plant_same_uniform_everywhere, plant_same_noise_everywhere, plant_bonus_with_the_next_draft],
-        [plant_recovered_from_target, plant_same_uniform_everywhere, plant_bonus_with_the_next_draft],
-    ),
+    [
+        plant_recovered_from_target,
+        plant_lenient,
+        plant_shared_noise,
+        plant_same_uniform_everywhere,
+        plant_bonus_with_the_next_draft,
+    ],
 )
-@pytest.mark.parametrize("toy", few_of(["plain", "everything"], ["everything"]), indirect=True)
+@pytest.mark.parametrize("toy", ["everything"], indirect=True)
 def test_joint_flags_planted_biases(monkeypatch: pytest.MonkeyPatch, toy: Toy, plant: Callable[..., None]) -> None:
     plant(monkeypatch)
     assert joint_excess(toy, generate(toy, 100_000, varied_lengths, rule=reject)) > 1
@@ -433,18 +285,12 @@ def test_joint_flags_draft_noise_that_a_stale_draft_has_shown(toy: Toy) -> None:
     assert joint_excess(toy, generate(toy, 100_000, steered_lengths, rule=reject, fresh=False)) > 1
 
 
-def test_joint_flags_a_lenient_coupled_rule(toy: Toy) -> None:
-    assert joint_excess(toy, generate(toy, 100_000, varied_lengths, rule=couple_leniently)) > 1
-
-
-# ---- the engine's own path ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("vocab_size", [16, 1000])
 def test_coupled_target_tokens(vocab_size: int) -> None:
     """Many positions of one sequence; neighbours must be independent too."""
     num = 100_000 if vocab_size == 16 else 10_000
-    sampler = sampler_of(MILD.replace(top_k=0), vocab_size, seed=-5)
+    params = DecodingParams(temperature=0.8, top_p=0.97, min_p=0.002, logit_bias={3: 1.0})
+    sampler = sampler_of(params, vocab_size, seed=-5)
     logits = random_logits(vocab_size, 8)
     tokens = torch.cat(
         [

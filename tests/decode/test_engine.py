@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,6 @@ from tests.engines import (
     complete,
     engine_with,
     finish,
-    random_plan,
     requests_for,
     require_idle,
     streaming,
@@ -37,10 +35,6 @@ KNOWN = cases(checkpoint("llama"), LENGTHS, 16)
 
 def _engine(seed: int = 0, **options: Any) -> Engine:
     return engine_with(PARTS, RandomPlans(seed, len(PARTS.sublayers)), **options)
-
-
-def _outputs(engine: Engine) -> dict[str, RequestOutput]:
-    return finish(engine)
 
 
 def test_counts_add_up() -> None:
@@ -99,34 +93,15 @@ def test_every_second_counts_once(behind: bool) -> None:
     assert tokens_of(sorted(outputs, key=lambda output: output.request_id)) == known.expected
 
 
-class _CountsPrefill:
-    """Stages that count the tokens they are given to prefill."""
-
-    def __init__(self, stages: LocalStages) -> None:
-        self._stages, self.num_tokens = stages, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stages, name)
-
-    def start(self, work: Work) -> Future[Result]:
-        self.num_tokens += sum(len(chunk.token_ids) for chunk in work.chunks)
-        return self._stages.start(work)
-
-
 def test_nothing_is_computed_twice_unless_preempted() -> None:
     for kv_cache_tokens in (4096, 150):
-        engine = _engine(wrap=_CountsPrefill, kv_cache_tokens=kv_cache_tokens, max_num_batched_tokens=16)
+        engine = _engine(kv_cache_tokens=kv_cache_tokens, max_num_batched_tokens=16)
         assert tokens_of(complete(engine, KNOWN.prompts)) == KNOWN.expected
-        num_prefilled = engine.stages.num_tokens  # type: ignore[attr-defined]
-        assert (num_prefilled == sum(LENGTHS)) == (engine.stats.num_preemptions == 0) == (kv_cache_tokens == 4096)
-
-
-def test_every_round_commits_a_token_and_no_more_than_it_may() -> None:
-    engine = engine_with(PARTS, random_plan(random.Random(1), 8, 6))
-    for request in requests_for(KNOWN.prompts, SamplingParams(temperature=0, max_tokens=3)):
-        engine.add(request)
-    outputs = _outputs(engine)
-    assert [tuple(outputs[str(i)].outputs[0].token_ids) for i in range(5)] == [t[:3] for t in KNOWN.expected]
+        assert (
+            (engine.stats.num_prefilled_tokens == sum(LENGTHS))
+            == (engine.stats.num_preemptions == 0)
+            == (kv_cache_tokens == 4096)
+        )
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
@@ -136,22 +111,7 @@ def test_the_shortest_outputs(max_tokens: int) -> None:
     assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
 
 
-def test_the_models_context_is_filled_to_the_last_token() -> None:
-    engine = _engine(max_model_len=60 + 10)
-    outputs = complete(engine, KNOWN.prompts, SamplingParams(temperature=0, max_tokens=16))
-    assert tokens_of(outputs)[2] == KNOWN.expected[2][:10]
-    assert tokens_of(outputs)[:2] == KNOWN.expected[:2]
-
-
-def test_eos_right_after_the_prompt() -> None:
-    eos = KNOWN.expected[0][0]
-    engine = engine_with(PARTS, RandomPlans(0, 8), eos=(eos,))
-    output = complete(engine, KNOWN.prompts[:1])[0].outputs[0]
-    assert (output.token_ids, output.finish_reason) == ((eos,), "stop")
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5, 8])
-@pytest.mark.parametrize("victim", ["0", "2", "4"])
+@pytest.mark.parametrize(("num_steps", "victim"), [(0, "2"), (1, "0"), (3, "4"), (8, "2")])
 def test_abort_at_any_time_frees_what_was_held_and_disturbs_nobody(num_steps: int, victim: str) -> None:
     engine = _engine(num_steps, max_num_seqs=3, max_num_batched_tokens=16, kv_cache_tokens=200)
     for request in requests_for(KNOWN.prompts):
@@ -168,7 +128,7 @@ def test_abort_at_any_time_frees_what_was_held_and_disturbs_nobody(num_steps: in
     partial = tuple(aborted.outputs[0].token_ids)
     assert partial == KNOWN.expected[int(victim)][: len(partial)]
     assert engine.abort(victim) is None, "it is gone"
-    outputs |= _outputs(engine)
+    outputs |= finish(engine)
     assert outputs.keys() == {str(index) for index in range(5)} - {victim}
     for name, output in outputs.items():
         assert tuple(output.outputs[0].token_ids) == KNOWN.expected[int(name)]
@@ -187,10 +147,9 @@ def test_abort_all_leaves_an_engine_as_good_as_new() -> None:
     assert tokens_of(complete(engine, KNOWN.prompts)) == KNOWN.expected
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_streams_add_up_to_what_is_not_streamed(seed: int) -> None:
+def test_streams_add_up_to_what_is_not_streamed() -> None:
     """Among requests that do not stream, with drafts, preemptions and an abort."""
-    engine, pieces = _engine(seed, max_num_seqs=4, max_num_batched_tokens=16, kv_cache_tokens=110), Pieces()
+    engine, pieces = _engine(max_num_seqs=4, max_num_batched_tokens=16, kv_cache_tokens=110), Pieces()
     plain, *others = requests_for(KNOWN.prompts, SamplingParams(temperature=0, max_tokens=16, n=2, logprobs=1))
     for request in [plain, *streaming(others)]:
         engine.add(request)
@@ -253,12 +212,6 @@ def test_a_ping_asks_the_stages(error: RayspecError) -> None:
     assert _engine().ping().done()
 
 
-def test_a_step_without_work_does_nothing() -> None:
-    engine = _engine()
-    assert engine.step() == []
-    assert engine.abort_all() == []
-
-
 class _RunsOutOfMemory:
     """Stages that fail once, on the call of that number: of those with chunks of prompts, or of the others."""
 
@@ -279,7 +232,7 @@ class _RunsOutOfMemory:
         raise self._error
 
 
-@pytest.mark.parametrize("call", [1, 2, 4])
+@pytest.mark.parametrize("call", [1, 4])
 @pytest.mark.parametrize("phase", ["prefill", "round"])
 @pytest.mark.parametrize(
     "error",
@@ -321,17 +274,6 @@ def test_any_other_failure_is_not_swallowed() -> None:
     require_idle(engine)
 
 
-def test_a_request_of_many_is_done_when_all_are() -> None:
-    engine = _engine(max_num_seqs=2)
-    params = SamplingParams(temperature=1.0, seed=1, n=5, max_tokens=9)
-    engine.add(requests_for(KNOWN.prompts[:1], params)[0])
-    output = _outputs(engine)["0"]
-    assert [one.index for one in output.outputs] == [0, 1, 2, 3, 4]
-    assert all(len(one.token_ids) == 9 for one in output.outputs)
-    assert len({tuple(one.token_ids) for one in output.outputs}) == 5
-    assert engine.stats.num_generated_tokens == 45
-
-
 class _Outstanding(RandomPlans):
     """Keeps the outstanding work that each round was told."""
 
@@ -353,13 +295,3 @@ def test_answers_that_end_early_make_the_outstanding_work_less() -> None:
     assert len(first.outputs[0].token_ids) == len(second.outputs[0].token_ids) <= 6
     assert strategy.outstanding[0] == 99 + 100
     assert strategy.outstanding[-1] < 10
-
-
-def test_answers_that_reach_their_limit_leave_the_outstanding_work_exact() -> None:
-    strategy = _Outstanding()
-    complete(
-        engine_with(PARTS, strategy, max_num_seqs=1),
-        [KNOWN.prompts[0]] * 2,
-        GREEDY.model_copy(update={"max_tokens": 4}),
-    )
-    assert strategy.outstanding == [3 + 4, 2 + 4, 1 + 4, 3, 2, 1]

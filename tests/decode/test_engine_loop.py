@@ -134,44 +134,6 @@ def test_an_engine_that_waits_is_woken_by_what_comes_in() -> None:
     assert engine.num_wakes == 3
 
 
-def test_requests_from_many_threads_run_together() -> None:
-    engine = CountingEngine()
-    loop = loop_of(engine)
-    engine.may_step.clear()
-    futures: list[Future[RequestOutput]] = []
-    threads = [
-        threading.Thread(target=lambda n=n: futures.append(loop.submit(request(f"r{n}", num_steps=2 + n % 3))))
-        for n in range(20)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    engine.may_step.set()
-    assert sorted(names_of(futures)) == sorted(f"r{n}" for n in range(20))
-    assert engine.most_at_once >= 19
-    loop.stop()
-
-
-def test_the_loop_sleeps_without_work_and_wakes_for_it() -> None:
-    engine = CountingEngine()
-    loop = loop_of(engine)
-    assert names_of([loop.submit(request("first"))]) == ["first"]
-    assert loop.death is None
-    time.sleep(0.05)
-    assert engine.num_idle_steps == 0
-    assert names_of([loop.submit(request("second"))]) == ["second"]
-    loop.stop()
-
-
-def test_a_refused_request_is_an_output_with_an_error() -> None:
-    loop = loop_of(CountingEngine())
-    bad, good = loop.submit(request("bad")), loop.submit(request("good"))
-    assert bad.result(WAIT_S).error is not None
-    assert good.result(WAIT_S).error is None
-    loop.stop()
-
-
 def test_two_callers_may_use_the_same_id() -> None:
     engine = CountingEngine()
     loop = loop_of(engine)
@@ -183,37 +145,6 @@ def test_two_callers_may_use_the_same_id() -> None:
     refused = loop.submit(request("bad"))
     assert names_of([refused]) == ["bad"]
     loop.stop()
-
-
-def test_requests_that_are_submitted_together_are_admitted_together() -> None:
-    engine = CountingEngine()
-    loop = loop_of(engine)
-    assert names_of(loop.submit_all([request(f"r{n}", num_steps=1) for n in range(50)])) == [f"r{n}" for n in range(50)]
-    assert engine.num_steps == 1
-    assert loop.submit_all([]) == []
-    loop.stop()
-
-
-def test_the_thread_starts_with_the_first_request_and_ends_with_the_loop() -> None:
-    def num_threads() -> int:
-        return sum(thread.name == "rayspec-engine" for thread in threading.enumerate())
-
-    before = num_threads()
-    loop = loop_of(CountingEngine())
-    assert num_threads() == before
-    assert names_of([loop.submit(request("first"))]) == ["first"]
-    assert num_threads() == before + 1
-    loop.stop()
-    assert num_threads() == before
-    loop.stop()
-
-
-def test_a_loop_that_was_stopped_before_its_first_request_takes_none() -> None:
-    loop = loop_of(CountingEngine())
-    loop.stop()
-    assert loop.death is not None
-    with pytest.raises(EngineDeadError, match="it was stopped"):
-        loop.submit(request("late"))
 
 
 def test_who_has_all_outputs_may_use_the_engine_directly() -> None:
@@ -267,13 +198,6 @@ def test_nobody_waits_for_an_engine_that_has_died(bad: str, failure: BaseExcepti
     with pytest.raises(EngineDeadError, match="the device is gone"):
         loop.submit(request("late"))
     loop.stop()
-
-
-def test_a_ping_that_ends_the_engine_is_answered() -> None:
-    engine = CountingEngine()
-    engine.broken = True
-    with pytest.raises(EngineDeadError, match="the device is gone"):
-        loop_of(engine).ping().result(WAIT_S)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -334,16 +258,6 @@ def test_what_came_before_the_end_is_delivered_before_it() -> None:
     assert heard == ["piece"] * (len(heard) - 1) + ["end"]
 
 
-def test_a_text_that_cannot_be_made_ends_the_loop() -> None:
-    engine = CountingEngine()
-    loop = loop_of(engine)
-    for future in loop.submit_all([request("unreadable", num_steps=2), request("endless", num_steps=10**9)]):
-        with pytest.raises(EngineDeadError, match="the device is gone") as caught:
-            future.result(WAIT_S)
-        assert caught.value.__cause__ is engine.failure
-    loop.stop()
-
-
 def test_a_listener_that_raises_ends_the_loop() -> None:
     loop = loop_of(CountingEngine())
 
@@ -371,17 +285,3 @@ def test_a_ping_is_answered_when_the_loop_comes_round(busy: bool) -> None:
     loop.stop()
     with pytest.raises(EngineDeadError):
         loop.ping()
-
-
-def test_a_ping_to_a_stuck_loop_is_not_answered_until_it_goes_on() -> None:
-    engine = CountingEngine()
-    loop = loop_of(engine)
-    engine.may_step.clear()
-    loop.submit(request("endless", num_steps=10**9))
-    time.sleep(0.05)
-    ping = loop.ping()
-    with pytest.raises(TimeoutError):
-        ping.result(0.2)
-    engine.may_step.set()
-    ping.result(WAIT_S)
-    loop.stop()

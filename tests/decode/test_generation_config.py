@@ -116,14 +116,6 @@ def test_stages_write_the_same(name: str, tmp_path: Path) -> None:
         assert tokens_of(complete(run.engine, PROMPTS, GREEDY)) == generated(folder)
 
 
-def test_what_a_request_says_wins(tmp_path: Path) -> None:
-    folder = with_generation_config(tmp_path, {"repetition_penalty": 1.3, "min_new_tokens": 9, "eos_token_id": [9, 40]})
-    engine = engine_with(parts_of(checkpoint("llama")), **told(folder))
-    assert tokens_of(complete(engine, PROMPTS, GREEDY)) != plain_texts()
-    said = GREEDY.replace(repetition_penalty=1.0, min_tokens=0, ignore_eos=True)
-    assert tokens_of(complete(engine, PROMPTS, said)) == plain_texts()
-
-
 def test_none_leaves_the_defaults_of_the_checkpoint_out(tmp_path: Path) -> None:
     folder = with_generation_config(tmp_path, {"repetition_penalty": 1.3, "num_beams": 4, "eos_token_id": 7})
     config = config_of(folder, generation_config="none")
@@ -188,11 +180,6 @@ def test_what_cannot_be_done_is_refused_by_name(name: str, tmp_path: Path) -> No
 def test_a_value_that_cannot_be_used_is_named(content: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"{next(iter(content))}.*generation_config 'none'"):
         generation_defaults(config_of(with_generation_config(tmp_path, content)))
-
-
-def test_tokens_that_end_a_text_are_token_ids(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"eos_token_id of model .*'</s>'"):
-        eos_token_ids(config_of(with_generation_config(tmp_path, {"eos_token_id": [2, "</s>"]})))
 
 
 def test_every_field_of_transformers_is_taken_refused_or_without_effect() -> None:

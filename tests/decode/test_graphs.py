@@ -11,7 +11,6 @@ import pytest
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import make_graphs
-from rayspec.model.buckets import decode_and_verify_buckets
 from rayspec.model.graphs import GraphLimits, StepGraphs
 from rayspec.types import ConfigError
 from tests.engines import RandomPlans, complete, engine_with, tokens_of
@@ -60,20 +59,6 @@ def test_texts_do_not_depend_on_evictions() -> None:
     assert tokens_of(complete(engine, known.prompts)) == known.expected
     assert driver.num_captures > _graphs(engine).num_graphs
     assert len(_graphs(engine).buckets) == 2
-
-
-def test_after_warming_up_rounds_capture_nothing() -> None:
-    """Prompts of one token a chunk, so that all passes are decodes and verifies of chains."""
-    parts, known = operator_parts_of(checkpoint("llama")), cases(checkpoint("llama"), (1, 3), NUM_TOKENS)
-    driver = RecordingDriver()
-    selector = RandomPlans(4, len(parts.sublayers))
-    selector._branch_rng.random = lambda: 1.0  # type: ignore[method-assign]  # no trees
-    engine = engine_with(parts, selector, max_num_seqs=2, capture=graphs_with(driver))
-    _graphs(engine).warm_up(decode_and_verify_buckets(2, 6))
-    num_captures = driver.num_captures
-    assert tokens_of(complete(engine, known.prompts)) == known.expected
-    assert driver.num_captures == num_captures
-    assert driver.num_replays > 0
 
 
 def test_a_sublayer_that_fails_to_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -26,13 +25,6 @@ def test_loads_run_side_by_side_and_a_measurement_alone(tmp_path: Path) -> None:
     with LoadLock(tmp_path) as first, LoadLock(tmp_path / "elsewhere") as second:
         assert first.take(SOON_S)
         assert second.take(SOON_S)
-
-
-def test_a_wait_ends_when_the_other_is_done(tmp_path: Path) -> None:
-    with LoadLock(tmp_path) as mine, LoadLock(tmp_path) as other:
-        assert other.take(SOON_S)
-        threading.Timer(0.2, other.__exit__).start()
-        assert mine.share(10.0)
 
 
 def test_a_process_that_is_stopped_or_killed_does_not_block_others_for_ever(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import random
-import time
-import tracemalloc
 from unittest.mock import patch
 
 import numpy as np
@@ -54,10 +52,6 @@ def by_the_book(
     return Proposal(tuple(token_ids), tuple(match_classes))
 
 
-def alone(num_matched: int, num_tokens: int) -> tuple[int, ...]:
-    return tuple(match_class(num_matched + at, SINGLE) for at in range(num_tokens))
-
-
 @given(
     TEXTS, st.lists(st.integers(0, 3), max_size=6), st.integers(1, 4), st.integers(1, 4), st.integers(0, 8), st.data()
 )
@@ -102,33 +96,3 @@ def test_n_grams_with_the_same_hash_are_told_apart() -> None:
         assert index.propose(2).token_ids == (7, 5)
         index.extend_to([1, 2, 3, 4, 5, 6, 7, 5, 6, 1, 5])
         assert index.propose(2) == NOTHING
-
-
-def test_an_index_is_small_and_soon_made() -> None:
-    rng = random.Random(2)
-    text = [min(int(rng.paretovariate(0.4)), 30_000) for _ in range(50_000)]
-    tracemalloc.start()
-    started = time.thread_time()
-    index = LookupIndex(3, 1)
-    index.extend_to(text)
-    seconds = time.thread_time() - started
-    num_bytes = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert index.num_tokens == len(text)
-    assert num_bytes < 4e6
-    assert seconds < 0.25, "it takes 0.01 s on an idle machine"
-
-
-def test_a_repetition_goes_on_beyond_the_end() -> None:
-    index = LookupIndex(2)
-    index.extend_to([9, 1, 2, 3, 1, 2, 3, 1, 2])
-    assert index.propose(7).token_ids == (3, 1, 2, 3, 1, 2, 3)
-
-
-def test_what_is_too_short_proposes_nothing() -> None:
-    index = LookupIndex(3)
-    for text in ([], [1], [1, 1], [1, 1, 1]):
-        index.extend_to(text)
-        assert index.propose(4) == NOTHING
-    index.extend_to([1, 1, 1, 1])
-    assert index.propose(2) == Proposal((1, 1), alone(3, 2))

@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from rayspec import LLM, SamplingParams, demo, local_engine
+from rayspec import LLM, SamplingParams, demo
 from rayspec.config import EngineConfig
 from rayspec.decode import num_threads
 from rayspec.decode.engine_loop import EngineLoop
-from rayspec.decode.num_threads import chosen_threads, fastest_number, numbers_of_threads
+from rayspec.decode.num_threads import chosen_threads, fastest_number
 from rayspec.decode.runner import Runner
-from rayspec.decode.stages import LocalStages
 from rayspec.local_engine import load_engine
 from rayspec.model.kv_arena import KVArena
-from rayspec.model.threads import Threads, asked_threads
+from rayspec.model.threads import Threads
 from rayspec.types import Request
 from tests.families import checkpoint, parts_of
 
@@ -63,23 +62,6 @@ def test_the_fewest_threads_that_are_about_as_fast_as_any(seconds: dict[int, flo
     assert fastest_number(_runner(), [1, 2, 4], _Clock(scaled)) == expected
 
 
-def test_one_slow_moment_does_not_decide() -> None:
-    class Disturbed(_Clock):
-        calls = 0
-
-        def __call__(self) -> float:
-            self.calls += 1
-            self._now += 1.0 if self.calls in (8, 10, 14) else 0.0
-            return super().__call__()
-
-    assert fastest_number(_runner(), [1, 2], Disturbed({1: 0.001, 2: 0.0005})) == 2
-
-
-@pytest.mark.parametrize(("cores", "numbers"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
-def test_numbers_to_try(cores: int, numbers: list[int]) -> None:
-    assert numbers_of_threads(cores) == numbers
-
-
 def test_the_number_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process that starts later decodes with the same number, so with the same rounding."""
     answers = iter([2, 1, 1])
@@ -93,34 +75,6 @@ def test_the_number_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytes
         path.write_text(damaged)
         answers = iter([1])
         assert chosen_threads(runner, folder).few == 1
-
-
-def test_what_the_user_asks_for_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert (asked_threads(None), asked_threads(3)) == (None, 3)
-    for value, expected in (("2", 2), ("4,2", 4), ("", None), ("none", None), ("0", None)):
-        monkeypatch.setenv("OMP_NUM_THREADS", value)
-        assert asked_threads(None) == expected
-        assert asked_threads(3) == 3
-
-
-def test_engines_choose_unless_they_are_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for module in (num_threads, local_engine):
-        monkeypatch.setattr(module, "num_cores", lambda: 2)
-    chosen = []
-    for options in ({}, {"deterministic": True}, {"num_threads": 1}):
-        llm = LLM(
-            demo.model_path(), dtype="float32", max_model_len=128, profile_cache=str(tmp_path),
-            speculation={"strategy": "ar"}, **options,
-        )  # fmt: skip
-        assert isinstance(llm.engine.stages, LocalStages)  # type: ignore[union-attr]
-        chosen.append(llm.engine.stages.runner.threads)  # type: ignore[union-attr]
-        llm.shutdown()
-    assert chosen[0] is not None
-    assert chosen[0].many == 2
-    assert chosen[1:] == [Threads(few=2, many=2), Threads(few=1, many=1)]
-    assert len(list(tmp_path.glob("threads-*.json"))) == 1
 
 
 def test_passes_of_many_rows_use_all_cores_and_tokens_stay_the_same() -> None:

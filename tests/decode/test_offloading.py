@@ -65,16 +65,6 @@ def test_tokens_are_those_of_the_model_in_memory(speculation: dict[str, Any], tm
     assert (engine.stats.num_draft_tokens > 0) == (speculation is KNAPSPEC)
 
 
-@pytest.mark.exhaustive
-def test_in_bfloat16_too_where_shapes_are_fixed(tmp_path: Path) -> None:
-    engine = load(
-        demo.model_path(), tmp_path, offload={"sublayers": OFFLOADED}, speculation=KNAPSPEC, dtype="bfloat16",
-        deterministic=True,
-    )  # fmt: skip
-    assert tokens_of(complete(engine, prompts(), PARAMS)) == resident("bfloat16", deterministic=True)
-    assert engine.stats.num_draft_tokens > 0
-
-
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
 def test_other_families_keep_their_tokens(family: str, tmp_path: Path) -> None:
     known = cases(checkpoint(family), (20, 33), 16)
@@ -98,13 +88,6 @@ def test_a_share_is_taken_from_the_mlps_in_the_middle() -> None:
     assert all(index % 2 for index in demo_share)
     assert demo_share == list(range(demo_share[0], demo_share[-1] + 1, 2))
     assert demo_share[0] + demo_share[-1] in (30, 32, 34)
-
-
-def test_the_profile_has_transfers_of_exactly_what_is_offloaded(tmp_path: Path) -> None:
-    engine = load(demo.model_path(), tmp_path, offload={"share": 0.3}, speculation=KNAPSPEC)
-    assert engine.latency is not None
-    chosen = least_needed(modules_of(demo.model_path()), 0.3)
-    assert [index for index, seconds in enumerate(engine.latency.transfer_s) if seconds > 0] == chosen
 
 
 def test_a_profile_of_other_weights_on_disk_is_not_used(tmp_path: Path) -> None:
@@ -136,13 +119,6 @@ def test_drafts_do_without_all_that_is_slow_to_fetch(measured: LatencyModel, num
     assert all(set(OFFLOADED) <= _skipped(plan.choices) for plan in drafts)
     if num_forwards == 100:  # nothing else is worth skipping
         assert {frozenset(_skipped(plan.choices)) for plan in drafts} == {frozenset(OFFLOADED)}
-
-
-def test_with_nothing_to_fetch_drafts_skip_something_else(measured: LatencyModel) -> None:
-    """So that the test above can fail."""
-    drafts = [plan for plan in _plans(replace(measured, transfer_s=(0.0,) * 32)) if plan.drafts]
-    assert drafts
-    assert not any(set(OFFLOADED) <= _skipped(plan.choices) for plan in drafts)
 
 
 def _plans(latency: LatencyModel) -> list[Any]:
@@ -184,12 +160,6 @@ def test_a_span_offloads_its_own_of_the_model_s_sublayers(layers: range, tmp_pat
         index for index, seconds in zip(_indices(parts), offloaded.transfer_seconds(), strict=True) if seconds
     ] == list(here)
     assert torch.equal(_through(parts), expected)
-
-
-def test_what_no_stage_has_is_refused_by_every_stage(tmp_path: Path) -> None:
-    asked = config(checkpoint("llama"), tmp_path, offload={"sublayers": (1, 8)})
-    with pytest.raises(ConfigError, match="names sublayer 8"):
-        _span(asked, range(2), offload=True)
 
 
 def _indices(parts: Decomposition) -> list[int]:

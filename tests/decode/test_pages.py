@@ -33,16 +33,6 @@ def test_sequences_grow_in_place_while_there_is_room() -> None:
     assert type(pool.num_free) is int, "it is told as JSON"
 
 
-def test_claims_give_way_when_nothing_else_is_left() -> None:
-    pool = PagePool(8)
-    first = _grown(pool, 1, room=8)
-    second = _grown(pool, 3)
-    assert sorted([*first.pages, *second.pages]) == sorted({*first.pages, *second.pages})
-    assert pool.grow(first, 5, 8)
-    assert not pool.grow(first, 6, 8)
-    assert len(first.pages) == 5, "nothing is added where not all can be"
-
-
 def test_what_was_freed_is_found_until_it_is_needed() -> None:
     pool = PagePool(10)
     old = _grown(pool, 4)
@@ -74,12 +64,6 @@ def test_a_table_that_moves_on_spares_what_others_have_left() -> None:
             pool.release_before(moving, num_pages - 2)
         assert len(pool.find(hashes[4:])) == (4 if spares_content else 0)
         assert len(pool.find(hashes[:4])) == 4
-
-
-def test_hashes_depend_on_all_that_comes_before() -> None:
-    assert page_hash(page_hash(b"", [1, 2]), [3, 4]) != page_hash(page_hash(b"", [1, 5]), [3, 4])
-    assert page_hash(b"", [1, 2], b"100") != page_hash(b"", [1, 2])
-    assert page_hash(b"", [1, 2]) == page_hash(b"", (1, 2))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -100,22 +100,6 @@ def test_the_first_piece_and_the_end_do_not_wait_and_the_others_do() -> None:
     assert tokens(run(work())) == [[1], [2, 3, 4]]
 
 
-def test_pieces_that_come_slower_than_the_interval_do_not_wait() -> None:
-    async def work() -> list[float]:
-        pieces = PieceQueue(0.1)
-        reading = pieces.read()
-        delays_s = []
-        for number in range(3):
-            pieces.put(piece(number))
-            put_s = asyncio.get_running_loop().time()
-            assert tokens([await anext(reading)]) == [[number]]
-            delays_s.append(asyncio.get_running_loop().time() - put_s)
-            await asyncio.sleep(0.15)
-        return delays_s
-
-    assert run(work()) == [0.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("outcome", [EngineDeadError("gone"), piece(3, finished=True, error=OutOfMemoryError("full"))])
 def test_what_came_before_a_failure_stays_apart(outcome: RequestOutput | EngineDeadError) -> None:
     found: list[RequestOutput] = []

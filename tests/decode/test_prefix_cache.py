@@ -9,14 +9,12 @@ from itertools import product
 import pytest
 
 from rayspec.config import SamplingParams
-from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.stages import LocalStages, StagesReplacedError
 from rayspec.decode.work import Result, Work
 from rayspec.model import attention
 from rayspec.types import Request, RequestOutput
-from tests.decode.scheduling import commit, sequence_of
 from tests.demo_model import demo_parts, demo_prompts
-from tests.engines import GREEDY, RandomPlans, complete, engine_with, require_idle, tokens_of
+from tests.engines import GREEDY, RandomPlans, complete, engine_with, require_idle
 from tests.exhaustive import few_of
 from tests.families import checkpoint, parts_of
 
@@ -130,42 +128,6 @@ def test_what_was_generated_is_found_by_the_next_turn_of_a_chat() -> None:
     assert second.metrics.num_cached_tokens == (len(turn) - 3) // 16 * 16
     (alone,) = complete(engine_with(parts_of(checkpoint("llama")), enable_prefix_caching=False), [turn])
     assert _tokens(second) == _tokens(alone)
-
-
-def test_it_can_be_switched_off() -> None:
-    engine = engine_with(parts_of(checkpoint("llama")), enable_prefix_caching=False)
-    prompt = list(range(3, 83))
-    assert len(set(tokens_of(complete(engine, [prompt] * 3)))) == 1
-    assert engine.stats.num_cached_tokens == 0
-    assert engine.stats.num_prefilled_tokens == 240
-
-
-@pytest.mark.parametrize("num_requests", few_of([1_000, 10_000], [1_000]))
-def test_no_page_is_lost(num_requests: int) -> None:
-    """Requests that come, are preempted, aborted and finished at random leave all pages free."""
-    rng = random.Random(num_requests)
-    scheduler = Scheduler(512, max_num_seqs=8, max_prefill_tokens=64, lookahead=4, num_beside=3)
-    texts = [[number] * 20 + [9] * 80 for number in range(5)]
-    left, num_preempted = num_requests, 0
-    while left or scheduler.waiting or scheduler.running:
-        if left and len(scheduler.waiting) < 4:
-            scheduler.add(sequence_of(left, rng.choice(texts)[: rng.randint(1, 100)], rng.randint(1, 60)))
-            left -= 1
-        if scheduler.running and rng.random() < 0.05:
-            scheduler.remove(rng.choice([*scheduler.running, *scheduler.waiting]))
-        step = scheduler.schedule()
-        num_preempted += len(step.preempted)
-        for sequence, chunk in zip(step.prefill, step.chunks, strict=True):
-            sequence.num_computed += chunk.rows.num_rows
-            commit(scheduler, sequence, [rng.randint(0, 1)] if chunk.sample else [])
-        for sequence in step.decode:
-            commit(scheduler, sequence, [rng.randint(0, 1) for _ in range(rng.randint(1, 5))])
-    pool = scheduler.pool
-    assert num_preempted > num_requests // 50
-    assert pool.num_free == pool.num_pages
-    assert not pool._num_users.any()
-    assert not pool._claimed.any()
-    assert sorted(pool._hash_of) == sorted(pool._page_of.values()) == pool._released.nonzero()[0].tolist()
 
 
 def _tokens(output: RequestOutput) -> list[tuple[int, ...]]:

@@ -3,20 +3,17 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from rayspec.choices import FULL, SKIP, Choice, choices_of
 from rayspec.decode import profile
 from rayspec.decode.load_lock import LoadLock
-from rayspec.decode.profile import measure, measurements, profile_key
+from rayspec.decode.profile import measure, measurements
 from rayspec.decode.runner import Runner
 from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_arena import KVArena
@@ -82,25 +79,6 @@ def test_what_is_measured_is_never_negative_and_grows(family: str, num_slots: in
     assert 0 < latency.draft_step_s(choices, context=50, batch=2) < latency.decode_step_s(context=50, batch=2)
 
 
-def test_sublayers_of_one_kind_cost_the_same_and_others_their_own() -> None:
-    latency = measure(_runner(parts_of(checkpoint("qwen3_moe")), 300))
-    seconds = latency.sublayers_s(rows=8, context=32, batch=1)
-    assert len(set(seconds[0::2])) == 1
-    assert seconds[1] == seconds[5] == seconds[7] != seconds[3]
-
-
-@pytest.mark.parametrize(
-    ("num_slots", "contexts"),
-    [(64, {32}), (90, {32}), (640, {32, 608}), (2048, {32, 1024, 2016}), (9000, {32, 1024, 4096})],
-)
-def test_contexts_are_as_long_as_fit(num_slots: int, contexts: set[int]) -> None:
-    """What a context costs is never told from much shorter ones that could have been longer."""
-    runner = _runner(parts_of(checkpoint("llama")), num_slots)
-    found = [one for one in measurements(runner) if one.kind.startswith("attention")]
-    assert {one.context for one in found if one.batch == 1} == contexts
-    assert all(one.batch * one.context + one.rows <= num_slots for one in found)
-
-
 @pytest.mark.parametrize(
     ("num_slots", "expected"),
     [
@@ -141,62 +119,10 @@ def test_a_profile_of_a_smaller_cache_is_measured_again_and_one_of_a_larger_is_n
     assert load_or_measure(small, str(tmp_path)) == load_or_measure(large, str(tmp_path)) == several
 
 
-def test_a_profile_of_an_older_version_is_measured_again(
-    tmp_path: Path, count_measured: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
-    runner = _runner(parts_of(checkpoint("llama")))
-    load_or_measure(runner, str(tmp_path))
-    (path,) = tmp_path.glob("*.json")
-    good, older = json.loads(path.read_text()), json.loads(path.read_text())
-    older["format"] = "rayspec-latency-2"
-    del older["model"]["measured_context"], older["model"]["measured_batch"]
-    for curve in older["model"]["curves"].values():
-        del curve["sequence_s"], curve["masked_s"]
-    path.write_text(json.dumps(older))
-    load_or_measure(runner, str(tmp_path))
-    assert len(count_measured) == 2
-    assert json.loads(path.read_text()) == good
-    assert "rayspec-latency-2" in caplog.text
-
-
-def test_measuring_takes_no_random_numbers_from_others() -> None:
-    torch.manual_seed(7)
-    expected = torch.rand(3)
-    torch.manual_seed(7)
-    measurements(_runner(parts_of(checkpoint("llama")), 100))
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_measuring_leaves_the_clock_of_the_caller_in_charge() -> None:
     ticks = itertools.count()
     latency = measure(_runner(parts_of(checkpoint("llama")), 200), clock=lambda: float(next(ticks)))
     assert latency.sublayer_s(0, rows=4, context=32, batch=1) == pytest.approx(1 / 4)
-
-
-def test_of_several_that_begin_together_one_measures_and_the_others_wait(
-    tmp_path: Path, measured: LatencyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slowly(runner: Runner, *_: Any) -> LatencyModel:
-        calls.append(runner.end_sublayer)
-        time.sleep(0.1)
-        return measured
-
-    calls: list[int] = []
-    monkeypatch.setattr(profile, "measure", slowly)
-    runner = _runner(parts_of(checkpoint("llama")))
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda _: load_or_measure(runner, str(tmp_path)), range(4)))
-    assert (len(calls), found) == (1, [measured] * 4)
-
-
-def test_a_saved_profile_is_used_again(tmp_path: Path, count_measured: list[int]) -> None:
-    runner = _runner(parts_of(checkpoint("llama")))
-    first = load_or_measure(runner, str(tmp_path / "new" / "folder"))
-    again = load_or_measure(runner, str(tmp_path / "new" / "folder"))
-    assert count_measured == [8]
-    for rows, context in itertools.product((1, 7, 40), (0, 900)):
-        expected = first.sublayers_s(rows=rows, context=context, batch=1)
-        np.testing.assert_allclose(again.sublayers_s(rows=rows, context=context, batch=1), expected, rtol=1e-9)
 
 
 def test_another_model_dtype_thread_count_or_mode_is_measured_for_itself(
@@ -231,21 +157,6 @@ def test_every_way_to_run_a_kind_is_measured(family: str) -> None:
     assert "pages" not in latency.choices_of(1), "an MLP reads no keys"
 
 
-def test_other_choices_have_a_profile_of_their_own() -> None:
-    plain, copied = (parts_of(checkpoint("llama"), "float32", copies) for copies in ((), ("int4",)))
-    keys = [
-        profile_key(_runner(parts, choices=choices))
-        for parts, choices in ((plain, ALL_CHOICES), (copied, ALL_CHOICES), (copied, ("full", "skip")))
-    ]
-    assert keys[0] != keys[1] != keys[2] != keys[0]
-    assert profile_key(_runner(plain)) == keys[2], "copies that no draft uses change nothing"
-
-
-def test_the_mode_of_fixed_shapes_has_a_profile_of_its_own() -> None:
-    parts = parts_of(checkpoint("llama"))
-    assert profile_key(_runner(parts)) != profile_key(_runner(parts, bucket_rows=8))
-
-
 def test_a_damaged_profile_is_measured_again_and_replaced(
     tmp_path: Path, count_measured: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -272,14 +183,6 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(
     assert "could not be saved" in caplog.text
 
 
-def test_a_profile_is_for_every_host_with_such_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pods of a deployment have names of their own, and one folder of profiles."""
-    runner = _runner(parts_of(checkpoint("llama")))
-    here = profile_key(runner)
-    monkeypatch.setattr("platform.node", lambda: "another-host")
-    assert profile_key(runner) == here
-
-
 def _coarse_and_whole(runner: Runner, budget_s: float) -> tuple[list[Any], list[Any]]:
     return measurements(runner, budget_s=budget_s), measurements(runner)
 
@@ -294,33 +197,6 @@ def test_without_time_left_a_coarse_grid_is_measured() -> None:
     rows = [{one.rows for one in found if one.kind == HEAD} for found in (coarse, whole)]
     assert rows == [{1, 2, 8, 128}, set(profile.ROW_COUNTS)]
     assert LatencyModel.fit(coarse, parts.curve_names).covers(profile._grid(5000))
-
-
-def test_with_enough_time_everything_is_measured() -> None:
-    coarse, whole = _coarse_and_whole(_runner(parts_of(checkpoint("llama")), 300), 60.0)
-    assert [(one.kind, one.rows, one.context, one.batch) for one in coarse] == [
-        (one.kind, one.rows, one.context, one.batch) for one in whole
-    ]
-
-
-def test_the_time_is_kept() -> None:
-    """By a clock that is read twice per run, and once before it."""
-    ticks = itertools.count()
-    runner = _runner(parts_of(checkpoint("llama")), 5000)
-    least = next(ticks), measurements(runner, budget_s=0.0, clock=lambda: float(next(ticks))), next(ticks)
-    some = next(ticks), measurements(runner, budget_s=100.0, clock=lambda: float(next(ticks))), next(ticks)
-    assert least[2] - least[0] < some[2] - some[0] < least[2] - least[0] + 110
-
-
-def test_a_first_start_says_that_it_measures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    runner = _runner(parts_of(checkpoint("llama")))
-    for expected in (1, 1):
-        load_or_measure(runner, str(tmp_path))
-        lines = [line for line in caplog.messages if "measuring" in line]
-        assert len(lines) == expected
-    (path,) = tmp_path.glob("*.json")
-    assert "for about 5 s" in lines[0]
-    assert str(path) in lines[0]
 
 
 class _Impatient(LoadLock):

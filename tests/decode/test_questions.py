@@ -160,11 +160,6 @@ def test_a_feature_is_the_mean_of_the_last_hidden_states_of_transformers(asked: 
     assert features.vector == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-def test_answers_say_how_long_they_took(asked: _Asked) -> None:
-    for question in (Cosine(num_tokens=6), Feature(num_tokens=6), LayerKnapsack(num_tokens=6, num_skipped=2)):
-        assert 0 < asked.ask(question).seconds < 10
-
-
 def test_a_trial_of_another_models_drafts_is_refused(asked: _Asked) -> None:
     with pytest.raises(ValueError, match="8 choices"):
         asked.try_out([(True,) * 6])

@@ -11,7 +11,6 @@ from rayspec.model.key_budgets import KeyBudget, KeyBudgets
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.types import Plan
 from tests.engines import step_buffers
 from tests.families import MATRIX, checkpoint, parts_of
 
@@ -104,12 +103,6 @@ def test_padding_rows_touch_nothing_that_is_in_use() -> None:
     for layer, keys in runner.arena.keys.items():
         changed = (keys[:, :120] != before[layer]).any(-1).any(0).nonzero().flatten().tolist()
         assert changed == [7]
-
-
-def test_the_prefix_of_a_plan_ends_at_the_first_skipped_sublayer() -> None:
-    for skip, prefix in (((), 4), ((0,), 0), ((3,), 3), ((1, 2), 1)):
-        choices = choices_of([index not in skip for index in range(4)])
-        assert Plan(choices=choices, num_draft_tokens=1, source="").prefix == prefix
 
 
 def _noting_runner(row_counts: RowCounts | None, *, notes_pages: bool = True) -> Runner:

@@ -71,85 +71,11 @@ def random_logits(rows: int, seed: int = 0, vocab_size: int = V) -> Tensor:
     return 3 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
-def reference(params: DecodingParams, logits: Sequence[float], output: Sequence[int]) -> list[float]:
-    x = list(logits)
-    for token, bias in params.logit_bias.items():
-        x[token] += bias
-    if len(output) < params.min_tokens:
-        for token in {*EOS, *params.stop_token_ids}:
-            if token < len(x):
-                x[token] = -math.inf
-    for token in {*PROMPT, *output}:
-        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
-    for token in output:
-        x[token] -= params.frequency_penalty
-    for token in set(output):
-        x[token] -= params.presence_penalty
-    return x if params.greedy else reference_truncated(params, [value / params.temperature for value in x])
-
-
-def reference_truncated(params: DecodingParams, x: list[float]) -> list[float]:
-    def probabilities() -> list[float]:
-        weights = [math.exp(value - max(x)) for value in x]
-        return [weight / sum(weights) for weight in weights]
-
-    p = probabilities()
-    x = [value if p[token] >= params.min_p * max(p) else -math.inf for token, value in enumerate(x)]
-    if params.top_k > 0:
-        x = [value if sum(other > value for other in x) < params.top_k else -math.inf for value in x]
-    p, mass = probabilities(), 0.0
-    for token in sorted(range(len(x)), key=lambda token: (-x[token], token)):
-        if mass >= params.top_p and params.top_p < 1:
-            x[token] = -math.inf
-        mass += p[token]
-    return x
-
-
-@any_params
-@pytest.mark.parametrize("output", [[], [3], [1, 1, 2, 8, 1, 39]], ids=["none", "one", "six"])
-def test_process_equals_the_reference(params: DecodingParams, output: list[int]) -> None:
-    logits = random_logits(30)
-    for row in logits:
-        got = processed(sampler_of(params, output), row[None], [])[0]
-        want = torch.tensor(reference(params, row.tolist(), output), dtype=torch.float64)
-        want = want if params.greedy else want - want.max()
-        assert got.dtype is torch.float32
-        assert torch.equal(got.isinf(), want.isinf())
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-5)
-
-
-@any_params
-def test_pending_history_equals_sequential_application(params: DecodingParams) -> None:
-    output, pending, logits = [8, 1], [1, 7, 1, 3], random_logits(5)
-    speculative = sampler_of(params, output)
-    packed = processed(speculative, logits, pending)
-    sequential = sampler_of(params)
-    sequential.commit(output)
-    for j in range(5):
-        assert sequential.position == len(PROMPT) + 2 + j
-        alone = processed(sequential, logits[j : j + 1], [])
-        assert torch.equal(packed[j : j + 1], alone)
-        assert torch.equal(processed(speculative, logits[j : j + 1], pending, first=j), alone)
-        assert torch.equal(processed(speculative, logits[j:], pending, first=j), packed[j:])
-        sequential.commit(pending[j : j + 1])
-    assert (speculative.num_output_tokens, speculative.position) == (2, len(PROMPT) + 2)
-
-
 @any_params
 def test_values_of_pending_matter_only_where_it_says_so(params: DecodingParams) -> None:
     sampler, logits = sampler_of(params), random_logits(4)
     same = torch.equal(processed(sampler, logits, [9, 9, 9]), processed(sampler, logits, [1, 2, 3]))
     assert same != sampler.reads_history
-
-
-@any_params
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_process_leaves_its_argument_alone_and_computes_in_float32(params: DecodingParams, dtype: torch.dtype) -> None:
-    logits = random_logits(3).to(dtype)
-    before = logits.clone()
-    got = processed(sampler_of(params), logits, [1, 2])
-    assert torch.equal(logits, before)
-    assert torch.equal(got, processed(sampler_of(params), logits.float(), [1, 2]))
 
 
 @pytest.mark.parametrize(
@@ -201,54 +127,6 @@ def test_broken_rows_are_detected_and_do_not_crash_or_touch_others(params: Decod
         assert drafts.confidence.isnan().tolist() == [False, True, False]
 
 
-def test_a_minus_infinity_from_the_model_stays_forbidden() -> None:
-    logits = random_logits(1)
-    logits[0, 3] = -math.inf
-    for params in PARAMS.values():
-        assert processed(sampler_of(params, [3, 3]), logits, [])[0, 3] == -math.inf
-
-
-def test_is_argmax() -> None:
-    plain = {name for name, params in PARAMS.items() if sampler_of(params).is_argmax}
-    assert plain == {"greedy"}
-    lengths = {4: True, 3: False}
-    for length, is_argmax in lengths.items():
-        assert sampler_of(PARAMS["greedy_min_tokens"], [1] * length).is_argmax == is_argmax
-    no_stops = TokenSampler(
-        PARAMS["greedy_min_tokens"].replace(stop_token_ids=()),
-        seed=0,
-        prompt_token_ids=(),
-        eos_token_ids=(),
-        vocab_size=V,
-        device="cpu",
-    )
-    assert no_stops.is_argmax
-
-
-@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, -(2**63), 12345])
-def test_the_coupled_rule_is_argmax_of_logits_and_noise(seed: int) -> None:
-    sampler, logits = sampler_of(PARAMS["all"], [1, 2], seed=seed), random_logits(4)
-    noise = gumbel([seed] * 4, [6, 7, 8, 9], V, Stream.TARGET, "cpu")
-    want = (processed(sampler, logits, [5, 6, 7]) + noise).argmax(1)
-    assert torch.equal(chosen(sampler, logits, [5, 6, 7]), want)
-
-
-def test_packed_rows_equal_each_sequence_alone() -> None:
-    pendings = [[], [1], [2, 2, 3], [4, 5], []]
-    for names in (["greedy"] * 5, ["greedy", "all", "greedy_penalties", "top_p", "plain"], ["greedy_penalties"] * 5):
-        rows, start = [], 1  # row 0 belongs to nobody
-        for index, (name, pending) in enumerate(zip(names, pendings, strict=True)):
-            rows.append(Rows(sampler_of(PARAMS[name], [index], seed=index), start, pending))
-            start = rows[-1].end
-        logits = random_logits(start)
-        packed = target_tokens(logits, rows[::-1])
-        assert packed[0] == logits[0].argmax()
-        for row in rows:
-            assert torch.equal(
-                packed[row.start : row.end], chosen(row.sampler, logits[row.start : row.end], row.pending)
-            )
-
-
 @pytest.mark.parametrize("names", [["greedy", "greedy", "greedy"], ["greedy", "all", "greedy_penalties"], ["all"] * 3])
 def test_draft_tokens(names: list[str]) -> None:
     logits, pending = random_logits(3), [6, 6]
@@ -296,16 +174,6 @@ def test_top_logprobs() -> None:
     assert len(top_logprobs(logits, [1, 0], 20)[0]) == 5
     with pytest.raises(InvalidTokenError, match="token_ids holds token 5"):
         top_logprobs(logits, [1, 5], 1)
-
-
-def test_errors_name_what_is_wrong() -> None:
-    with pytest.raises(InvalidTokenError, match="logit_bias holds token 40: give tokens from 0 to 39"):
-        sampler_of(DecodingParams(logit_bias={40: 1.0}))
-    sampler = sampler_of(PARAMS["repetition"])
-    with pytest.raises(InvalidTokenError, match="token_ids holds token -1"):
-        sampler.commit([-1])
-    with pytest.raises(InvalidTokenError, match="pending holds token 77"):
-        processed(sampler, random_logits(2), [77])
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])

@@ -193,15 +193,6 @@ def _check_grid(step: Step, grid: int) -> None:
             assert first + chunk.rows.num_rows == min(first + grid, num_prompt)
 
 
-def test_a_preempted_sequence_runs_again_before_those_that_never_ran() -> None:
-    world = _World(Scheduler(128, max_num_seqs=2, max_prefill_tokens=500, lookahead=0), 0, 0)
-    for index in range(4):
-        world.add(_sequence(index, 30, 60))
-    world.run()
-    assert world.num_preemptions > 0
-    assert world.finished == ["0", "1", "2", "3"]
-
-
 def test_pages_are_dealt_side_by_side_and_stay_where_they_are() -> None:
     scheduler = Scheduler(320, max_num_seqs=4, max_prefill_tokens=64, lookahead=8)
     world = _World(scheduler, 8, 0)
@@ -211,20 +202,6 @@ def test_pages_are_dealt_side_by_side_and_stay_where_they_are() -> None:
         step = world.step()
         assert not step.preempted
         assert all(len(sequence.table.runs) == 1 for sequence in scheduler.running)
-
-
-def test_a_preempted_sequence_finds_its_pages_again() -> None:
-    scheduler = Scheduler(128, max_num_seqs=2, max_prefill_tokens=500, lookahead=0)
-    world = _World(scheduler, 0, 0)
-    world.add(_sequence(0, 30, 40))
-    world.add(_sequence(1, 33, 60))
-    while has_work(scheduler) and not world.num_preemptions:
-        world.step()
-    num_prefilled = world.num_prefilled
-    while has_work(scheduler):
-        world.step()
-    assert world.num_preemptions == 1
-    assert world.num_prefilled - num_prefilled < 33, "its pages are still there"
 
 
 def test_what_a_failed_sequence_leaves_is_not_shared() -> None:
@@ -268,17 +245,6 @@ def test_background_requests_leave_room_and_wait_behind_others() -> None:
     world.run()
 
 
-def test_background_requests_are_preempted_first() -> None:
-    scheduler = Scheduler(128, max_num_seqs=4, max_prefill_tokens=500, lookahead=0)
-    world = _World(scheduler, 0, 0)
-    world.add(_sequence(0, 30, 60, background=True))
-    world.step()
-    world.add(_sequence(1, 30, 60))
-    world.run()
-    assert world.num_preemptions > 0
-    assert world.finished == ["1", "0"]
-
-
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 4])
 def test_one_background_request_goes_on_under_any_load(max_num_seqs: int) -> None:
     scheduler = Scheduler(400, max_num_seqs=max_num_seqs, max_prefill_tokens=500, lookahead=0)
@@ -299,17 +265,6 @@ def test_one_background_request_goes_on_under_any_load(max_num_seqs: int) -> Non
         assert num_steps < 500
 
 
-def test_prefill_goes_on_while_others_decode() -> None:
-    scheduler = Scheduler(400, max_num_seqs=2, max_prefill_tokens=16, lookahead=2)
-    world = _World(scheduler, 2, 0)
-    world.add(_sequence(0, 10, 30))
-    world.step()
-    world.add(_sequence(1, 100, 5))
-    step = world.step()
-    assert [chunk.rows.num_rows for chunk in step.chunks] == [16]
-    assert [sequence.sequence_id for sequence in step.decode] == ["0"]
-
-
 def _quarter_beside_streams(most: int, streams: bool) -> int:
     return most // 4 if streams else most
 
@@ -328,9 +283,3 @@ def test_beside_texts_that_are_read_as_they_grow_chunks_are_small() -> None:
         assert not scheduler.schedule(num_beside=lambda most, streams: 0).chunks
         scheduler.remove(first)
         assert [chunk.rows.num_rows for chunk in scheduler.schedule(num_beside=lambda most, streams: 0).chunks] == [64]
-
-
-def test_what_cannot_ever_fit_is_known_in_advance() -> None:
-    scheduler = Scheduler(64, max_num_seqs=2, max_prefill_tokens=16, lookahead=2)
-    assert scheduler.fits(_sequence(0, 40, 24))
-    assert not scheduler.fits(_sequence(0, 40, 25))

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rayspec import demo
-from rayspec.decode.output import Detokenizer, StopString
+from rayspec.decode.output import Detokenizer
 from rayspec.decode.sequence import SequenceState
 from rayspec.generation import DecodingParams
-from rayspec.types import CompletionOutput, Logprob, RequestError
+from rayspec.types import CompletionOutput, Logprob
 
 EOS = 1
 
@@ -79,14 +79,6 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), m
 EMOJI = "The fee is 5 €, naïve 👩‍👩‍👧‍👦 and 日本語 🎉 done."
 
 
-@given(TEXTS)
-def test_text_is_what_the_tokens_say(text: str) -> None:
-    sequence = _sequence()
-    tokens = _encode(text)
-    sequence.commit(tokens)
-    assert _output(sequence).text == _tokenizer().decode(tokens)
-
-
 @given(TEXTS, st.data())
 def test_a_stop_string_ends_the_text_wherever_tokens_end(text: str, data: st.DataObject) -> None:
     """Against the rule by the book: the first position, of the text so far, at which a stop string is complete."""
@@ -107,31 +99,11 @@ def test_a_stop_string_ends_the_text_wherever_tokens_end(text: str, data: st.Dat
         assert stop not in _tokenizer().decode(list(output.token_ids)[:-1])
 
 
-def test_a_stop_string_is_found_across_commits_of_any_size() -> None:
-    tokens = _encode(EMOJI)
-    for size in (1, 2, 3, 7):
-        sequence = _sequence(stop=["日本語 🎉", "never"])
-        taken = 0
-        for at in range(0, len(tokens), size):
-            taken += sequence.commit(tokens[at : at + size])
-            if sequence.finished:
-                break
-        assert _output(sequence).text == EMOJI.split("日本語", maxsplit=1)[0]
-        assert taken == len(sequence.output_token_ids) < len(tokens)
-
-
 def test_of_several_stop_strings_the_earliest_counts() -> None:
     sequence = _sequence(stop=["done", "naïve", "fee is 5"])
     sequence.commit(_encode(EMOJI))
     assert _output(sequence).text == "The "
     assert sequence.stop_reason == "fee is 5"
-
-
-def test_text_with_a_stop_string_pending_is_complete_without_it() -> None:
-    sequence = _sequence(stop=["done for good"], max_tokens=len(_encode(EMOJI)))
-    sequence.commit(_encode(EMOJI))
-    output = _output(sequence)
-    assert (output.finish_reason, output.text) == ("length", EMOJI)
 
 
 def test_min_tokens_holds_stop_strings_back_and_keeps_their_text() -> None:
@@ -141,16 +113,6 @@ def test_min_tokens_holds_stop_strings_back_and_keeps_their_text() -> None:
     sequence.commit(tokens)
     assert sequence.output_token_ids == second
     assert _output(sequence).text == "one stop two "
-
-
-def test_tokens_after_the_end_are_not_taken() -> None:
-    words = _encode("some words and more of them")
-    sequence = _sequence()
-    assert sequence.commit([*words, EOS, *words]) == len(words) + 1
-    output = _output(sequence)
-    assert (output.finish_reason, output.stop_reason) == ("stop", None)
-    assert output.token_ids == (*words, EOS)
-    assert output.text == "some words and more of them", "special tokens are not text"
 
 
 @pytest.mark.parametrize(
@@ -173,37 +135,6 @@ def test_where_a_sequence_ends(
         assert sequence.commit(tokens) == taken
         assert sequence.output_token_ids == tokens[:taken]
         assert (sequence.finish_reason, sequence.stop_reason) == (reason, stop_reason)
-
-
-def test_the_models_context_ends_a_sequence() -> None:
-    num_prompt = len(_encode("A prompt."))
-    sequence = _sequence(max_model_len=num_prompt + 2)
-    assert sequence.commit([5, 6, 7, 8]) == 2
-    assert sequence.finish_reason == "length"
-    assert sequence.num_remaining == 0
-
-
-def test_logprobs_stay_with_their_tokens() -> None:
-    rows = [{token: Logprob(logprob=-float(token), rank=1)} for token in (5, 6, EOS, 8)]
-    sequence = _sequence(logprobs=0)
-    sequence.commit([5, 6, EOS, 8], rows)
-    output = _output(sequence)
-    assert output.logprobs == rows[:3]
-    assert output.cumulative_logprob == -(5 + 6 + EOS)
-
-
-def test_an_error_keeps_what_there_is() -> None:
-    sequence = _sequence()
-    sequence.commit([5, 6])
-    sequence.fail(RequestError("broken"))
-    output = _output(sequence)
-    assert (output.finish_reason, output.token_ids) == ("error", (5, 6))
-
-
-def test_a_short_stop_string_that_was_held_back_does_not_count_later() -> None:
-    sequence = _sequence(stop=["two", "a very long stop string"], min_tokens=len(_encode("one two three")))
-    sequence.commit(_encode("one two three four five"))
-    assert not sequence.finished
 
 
 def _streamed(
@@ -321,16 +252,6 @@ def test_only_what_a_stop_string_may_begin_with_is_held_back() -> None:
     rest = _new_output(sequence)
     assert rest is not None
     assert rest.text.startswith("three w")
-
-
-@given(st.text("ab", min_size=1, max_size=8), st.lists(st.text("abc", max_size=5), max_size=12))
-def test_the_beginning_of_a_stop_string_is_the_longest(stop: str, texts: list[str]) -> None:
-    beginning, whole = StopString(stop), ""
-    for text in texts:
-        beginning.push(text)
-        whole += text
-        ends = [length for length in range(len(stop)) if whole.endswith(stop[:length])]
-        assert beginning.length == max(ends)
 
 
 def test_long_stop_strings_cost_no_more_than_short_ones() -> None:

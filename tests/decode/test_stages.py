@@ -11,7 +11,7 @@ from rayspec.choices import FULL, choices_of
 from rayspec.decode.runner import Runner
 from rayspec.decode.search import Cosine
 from rayspec.decode.stages import LocalStages
-from rayspec.decode.work import Chunk, Prefill, Round, RoundEntry, SamplerSpec, TappedToken, TapsGoneError
+from rayspec.decode.work import Chunk, Prefill, Round, RoundEntry, SamplerSpec, TappedToken
 from rayspec.generation import DecodingParams
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.rows import RowSpan, one_run
@@ -84,17 +84,6 @@ def _plan(*skip: int) -> Plan:
     return Plan(choices=choices_of([index not in skip for index in range(8)]), num_draft_tokens=6, source="test")
 
 
-def test_only_chunks_that_sample_give_a_token() -> None:
-    stages = _stages()
-    prompt = KNOWN.prompts[0]
-    first, other = _prefill(stages, [_chunk(0, prompt[:11], sample=False), _chunk(1, KNOWN.prompts[1])])
-    assert first is None
-    assert other is not None
-    (last,) = _prefill(stages, [_chunk(0, prompt[11:], context=11)])
-    assert last is not None
-    assert tuple(last.token_ids) == KNOWN.expected[0][:1]
-
-
 @pytest.mark.parametrize("num_taps", [0, 2])
 @pytest.mark.parametrize("skip", [(), (0,), (3,), (2, 5, 6), tuple(range(8)), (7,)])
 def test_a_round_commits_what_is_accepted_and_one_more(skip: tuple[int, ...], num_taps: int) -> None:
@@ -129,12 +118,6 @@ def test_a_draft_ends_at_an_end_token_and_when_it_is_told_to() -> None:
     assert asked == [[1, 1], [2, 2]]
 
 
-def test_without_a_draft_nothing_is_drafted() -> None:
-    result = _round(_prefilled(), _entries((0, 0, 0)), _plan(2))
-    assert result.num_draft_steps == 0
-    assert [tuple(one.token_ids) for one in result.committed] == [tokens[1:2] for tokens in KNOWN.expected]
-
-
 @pytest.mark.parametrize("num_drafted", [0, 6])
 def test_taps_are_the_targets_states_of_newest_tokens(num_drafted: int) -> None:
     stages = _prefilled()
@@ -150,16 +133,6 @@ def test_taps_are_the_targets_states_of_newest_tokens(num_drafted: int) -> None:
         assert search.similarity(sublayer, states) == pytest.approx([1.0], abs=1e-5)
     assert stages.head.next_tokens(tokens).tolist() == [KNOWN.expected[name][1] for name in range(2)]
     assert search.agreement(states).num_agreed.tolist() == [2]
-
-
-def test_taps_of_long_ago_are_gone() -> None:
-    stages = _prefilled(num_tap_tokens=2)
-    _round(stages, _entries((0, 0, 0)), _plan(), num_taps=3)
-    kept = [TappedToken(str(name), len(KNOWN.prompts[name])) for name in (1, 2)]
-    assert stages.plan_search(kept, _rows(kept)).num_tokens == 2
-    with pytest.raises(TapsGoneError):
-        gone = [TappedToken("0", len(KNOWN.prompts[0]))]
-        stages.plan_search(gone, _rows(gone))
 
 
 def test_passes_searches_and_moves_run_on_the_engine_s_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.device.launches import Launch, LaunchRecorder, first_difference
-from rayspec.choices import FULL, SKIP, Choices, Weights, choices_of
+from rayspec.choices import FULL, SKIP, Choices, choices_of
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.loading import make_buffers
 from rayspec.decode.runner import Batch, Runner
 from rayspec.decode.stages import LocalStages
 from rayspec.model.architecture import Decomposition
-from rayspec.model.bodies import fuse
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.rows import RowSpan, Runs, runs_of_pages
 from rayspec.model.static_rows import Filling, StaticRows
 from rayspec.types import Plan
 from tests.engines import GREEDY, RandomPlans, complete, engine_with, requests_for, step_buffers, tokens_of
 from tests.exhaustive import few_of
-from tests.families import FAMILIES, MATRIX, cases, checkpoint, modules_of, operator_parts_of, parts_of
+from tests.families import FAMILIES, cases, checkpoint, operator_parts_of, parts_of
 
 CPU = torch.device("cpu")
 NUM_SLOTS, MAX_PLACES = 8192, 1024
@@ -33,27 +32,6 @@ NUM_SLOTS, MAX_PLACES = 8192, 1024
 DYNAMIC = {"mixtral", "qwen3_moe"}
 _MAX_SEQUENCES = 8
 TREE = (-1, 0, 0, 1, 3)
-
-
-@pytest.mark.parametrize("family", few_of(FAMILIES, ("llama", "gemma2", "qwen3_moe", "smollm3")))
-def test_greedy_equals_generate_under_a_random_plan_every_round(family: str) -> None:
-    parts, known = operator_parts_of(checkpoint(family)), cases(checkpoint(family), (1, 80, 37, 3), 16)
-    for batch in (1, 4):
-        selector = RandomPlans(batch, len(parts.sublayers))
-        engine = engine_with(parts, selector, max_num_seqs=batch, max_num_batched_tokens=64, is_static=True)
-        assert tokens_of(complete(engine, known.prompts[-batch:])) == known.expected[-batch:]
-        assert engine.stats.num_accepted_tokens > 0
-
-
-@pytest.mark.parametrize("family", MATRIX)
-def test_greedy_equals_generate_when_preempted(family: str) -> None:
-    parts, known = operator_parts_of(checkpoint(family)), cases(checkpoint(family), (1, 80, 37, 3), 16)
-    selector = RandomPlans(99, len(parts.sublayers))
-    engine = engine_with(
-        parts, selector, kv_cache_tokens=208, max_num_seqs=6, max_num_batched_tokens=16, is_static=True
-    )
-    assert tokens_of(complete(engine, known.prompts * 2)) == known.expected * 2
-    assert engine.stats.num_preemptions > 0
 
 
 def _runner(family: str) -> Runner:
@@ -120,19 +98,6 @@ def test_a_bucket_has_the_same_launches_whatever_is_in_it(
     assert first_difference(_launches(runner, one, choices), _launches(runner, other, choices)) is None
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize(("rows", "other_rows"), [((1,), (1,)), ((1, 1, 1), (1, 1, 1, 1))])
-def test_copies_have_the_same_launches_whatever_is_in_a_bucket(
-    weights: Weights, rows: Sequence[int], other_rows: Sequence[int]
-) -> None:
-    fused = fuse(modules_of(checkpoint("llama")), use_operators=True, quantised=[weights])
-    sublayers = tuple(replace(each, body=each.quantised[weights]) for each in fused.sublayers)
-    runner = _runner_of(replace(fused, sublayers=sublayers))
-    one, other = (_launches(runner, _batch(runner, seed, each), None) for seed, each in ((1, rows), (2, other_rows)))
-    assert first_difference(one, other) is None
-    assert sum(launch.name == f"rayspec::{weights}_product" for launch in one) == 2 * len(sublayers)
-
-
 @pytest.mark.parametrize("rows", [(1,), (1,) * 8, (5, 1, 5)])
 def test_a_layer_is_few_launches_whatever_the_batch(rows: Sequence[int]) -> None:
     runner = _runner("llama")
@@ -140,28 +105,6 @@ def test_a_layer_is_few_launches_whatever_the_batch(rows: Sequence[int]) -> None
     batch = _batch(runner, 1, rows)
     counts = [len(_launches(runner, batch, (choice,) * num_sublayers)) for choice in (FULL, SKIP)]
     assert counts[0] - counts[1] <= 10 * (num_sublayers // 2)
-
-
-def _with_a_look_at_the_numbers(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A step whose launches depend on what is in the buffers."""
-
-    def looking(batch: Batch, hidden: Tensor, **options: Any) -> Tensor:
-        left = run(batch, hidden, **options)
-        filling = batch.buckets[0][1]
-        assert isinstance(filling, Filling)
-        return left[:, : filling.spans[0].context % 2 + 1].repeat(1, len(left[0]), 1)[:, : len(left[0])]
-
-    return looking
-
-
-def test_launches_that_depend_on_the_context_are_found() -> None:
-    runner = _runner("llama")
-    runner.run = _with_a_look_at_the_numbers(runner.run)  # type: ignore[method-assign]
-    found = [
-        _launches(runner, runner.batch([RowSpan(_pages(1, 0), context, 2)], token_ids=[1, 2]), None)
-        for context in (6, 7)
-    ]
-    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])

@@ -2,17 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from rayspec.decode.stopwatch import Mark, Stopwatch, TimeShares, queued_s, seconds
+from rayspec.decode.stopwatch import Mark, TimeShares, queued_s, seconds
 from tests.engines import QueuedEvent, RowClock
-
-
-def test_the_host_measures_its_own_work() -> None:
-    clock = RowClock()
-    stopwatch = Stopwatch(clock)
-    first = stopwatch.mark()
-    clock.now_s += 3
-    last = stopwatch.mark()
-    assert (seconds(first, last), queued_s(first, last)) == (3, 0)
 
 
 def test_a_device_that_is_busy_begins_later_and_the_rest_is_its_own() -> None:
@@ -49,14 +40,3 @@ def test_works_under_way_at_the_same_time_divide_it() -> None:
     found += [shares.end(3), shares.end(2)]
     assert found == pytest.approx([1 + 2 + 2, 2 + 1, 2 + 2 + 1])
     assert sum(found) == pytest.approx(13)
-
-
-def test_what_is_lost_leaves_nothing_behind() -> None:
-    clock = RowClock()
-    shares = TimeShares(clock)
-    shares.begin(1)
-    clock.now_s += 9
-    shares.clear()
-    shares.begin(2)
-    clock.now_s += 3
-    assert shares.end(2) == 3

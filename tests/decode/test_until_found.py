@@ -5,19 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 
-from rayspec import demo
 from rayspec.config import SamplingParams
 from rayspec.decode.stages import LocalStages
 from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.decode.work import Draft, RoundResult
 from rayspec.planning.lookup import DraftUntilFound, LookupRecord
 from rayspec.types import Request
-from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
-from tests.exhaustive import few_of
-from tests.families import cases, checkpoint, greedy, parts_of
+from tests.families import cases, checkpoint, parts_of
 from tests.pipeline.loop import TravellingPlans, loop_engine
 from tests.planning.test_lookup import WORTH
 
@@ -57,26 +53,6 @@ class LookingUp(TravellingPlans):
         assert any(one.num_drafted > 1 for one in self.continued)
 
 
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("batch", [3])
-def test_greedy_equals_generate(family: str, verification: str, batch: int) -> None:
-    parts, known = parts_of(checkpoint(family)), cases(checkpoint(family), LENGTHS, 40)
-    selector = LookingUp(4, len(parts.sublayers))
-    engine = engine_with(parts, selector, verification=verification, max_num_seqs=batch, max_num_batched_tokens=32)
-    assert tokens_of(complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=40))) == known.expected
-    selector.require_used()
-
-
-@pytest.mark.parametrize("options", [{"kv_cache_tokens": 170}, {"deterministic": True}])
-def test_greedy_equals_generate_when_preempted_and_in_fixed_shapes(options: dict[str, Any]) -> None:
-    parts, known = parts_of(checkpoint("llama")), cases(checkpoint("llama"), LENGTHS, 40)
-    selector = LookingUp(3, len(parts.sublayers))
-    engine = engine_with(parts, selector, max_num_seqs=5, **options)
-    assert tokens_of(complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=40))) == known.expected
-    selector.require_used()
-
-
 def test_engine_and_head_share_an_index_made_while_the_prompt_is_read() -> None:
     parts, prompt = parts_of(checkpoint("llama")), [index % 50 + 3 for index in range(100)]
     engine = engine_with(parts, LookingUp(4, len(parts.sublayers)), max_num_batched_tokens=32)
@@ -100,35 +76,3 @@ def test_in_two_stages_the_last_one_looks_up() -> None:
         assert tokens_of(outputs) == known.expected
         run.require_clean()
     selector.require_used()
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"temperature": 0.4, "logprobs": 2},
-        {"temperature": 0.5, "presence_penalty": -0.5, "frequency_penalty": 0.1, "min_tokens": 9},
-        {"temperature": 0.4, "top_p": 0.9, "n": 2},
-    ],
-)
-def test_with_a_seed_the_text_is_that_of_plain_decoding(sampling: dict[str, Any]) -> None:
-    parts, prompts = parts_of(checkpoint("qwen2")), cases(checkpoint("qwen2"), LENGTHS, 16).prompts
-    params = [SamplingParams(max_tokens=40, seed=index, **sampling) for index in range(len(prompts))]
-    selector = LookingUp(7, len(parts.sublayers))
-    plain = complete(engine_with(parts), prompts, params)
-    looked_up = complete(engine_with(parts, selector, max_num_seqs=5), prompts, params)
-    for one, other in zip(plain, looked_up, strict=True):
-        assert [each.token_ids for each in other.outputs] == [each.token_ids for each in one.outputs]
-        assert [each.logprobs is None for each in other.outputs] == [each.logprobs is None for each in one.outputs]
-    selector.require_used()
-
-
-@pytest.mark.parametrize("verification", few_of(["coupled", "rejection"], ["coupled"]))
-def test_text_that_is_copied_is_right(verification: str) -> None:
-    parts, prompts = demo_parts(), demo_prompts(4, 8)
-    selector = LookingUp(2, 32, max_draft_tokens=12)
-    engine = engine_with(
-        parts, selector, verification=verification, eos=(EOS,), max_num_seqs=4, max_draft_tokens=12
-    )  # fmt: skip
-    outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=100))
-    assert tokens_of(outputs) == greedy(demo.model_path(), prompts, 100, eos=(EOS,))
-    assert selector.num_right > 10

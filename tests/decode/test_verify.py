@@ -10,14 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayspec.config import Verification
-from rayspec.decode import verify
-from rayspec.decode.noise import Stream, gumbel, uniform
+from rayspec.decode.noise import Stream, gumbel
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.sampling import Rows, draft_tokens
 from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
 from rayspec.generation import DecodingParams
-from rayspec.types import InvalidTokenError
 from tests.decode.samplers import chosen
 
 V = 12
@@ -92,34 +89,6 @@ def mostly_right(sampler: TokenSampler, history: Sequence[int], chance: random.R
     return (always_wrong if chance.random() < 0.3 else always_right)(sampler, history, chance)
 
 
-@any_params
-@pytest.mark.parametrize("drafter", [at_random, always_right, always_wrong, mostly_right])
-def test_coupled_text_is_the_plain_text_whatever_is_drafted(params: DecodingParams, drafter: Drafter) -> None:
-    chance, seeds = random.Random(5), [1, -7, 2**63 - 1]
-    samplers = [sampler_of(params, seed) for seed in seeds]
-    texts: list[list[int]] = [[] for _ in seeds]
-    num_drafted = num_accepted = 0
-    while any(len(text) < NUM_TOKENS for text in texts):
-        rows: list[Rows] = []
-        logits: list[Tensor] = []
-        for sampler, text in zip(samplers, texts, strict=True):
-            pending: list[int] = []
-            for _ in range(chance.randrange(6)):
-                pending.append(drafter(sampler, [*PROMPT, *text, *pending], chance))
-            rows.append(Rows(sampler, sum(len(each) for each in logits), pending))
-            logits.append(model_logits([*PROMPT, *text], pending))
-        for row, text, verdict in zip(rows, texts, verify_coupled(torch.cat(logits), rows), strict=True):
-            assert verdict.token_ids[:-1] == row.pending[: verdict.num_accepted]
-            num_drafted, num_accepted = num_drafted + len(row.pending), num_accepted + verdict.num_accepted
-            row.sampler.commit(verdict.token_ids)
-            text.extend(verdict.token_ids)
-    for seed, text in zip(seeds, texts, strict=True):
-        assert text[:NUM_TOKENS] == plain_text(params, seed)
-    assert num_drafted > 20
-    assert (num_accepted == num_drafted) == (drafter is always_right)
-    assert (num_accepted == 0) == (drafter is always_wrong)
-
-
 def toy_tree(
     history: Sequence[int], num_rows: int, drafter: Drafter, sampler: TokenSampler, chance: random.Random
 ) -> tuple[list[int], list[int], list[list[int]]]:
@@ -183,26 +152,6 @@ def test_of_a_tree_that_was_sampled_the_spine_counts() -> None:
         assert verify_rejection(torch.cat((logits, branches)), [rows], [q]) == want
 
 
-@any_params
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
-def test_an_empty_draft_is_plain_decoding(params: DecodingParams, verification: Verification) -> None:
-    samplers = [sampler_of(params, seed) for seed in range(5)]
-    companion = sampler_of(SAMPLED, 99)  # with a draft, so that the batch takes the general path
-    texts: list[list[int]] = [[] for _ in samplers]
-    for _ in range(NUM_TOKENS):
-        rows = [Rows(sampler, index, []) for index, sampler in enumerate(samplers)] + [Rows(companion, 5, [2])]
-        logits = torch.cat((torch.stack([toy([*PROMPT, *text]) for text in texts]), model_logits(PROMPT, [2])))
-        if verification == "coupled":
-            verdicts = verify_coupled(logits, rows)
-        else:
-            verdicts = verify_rejection(logits, rows, [None] * 6)
-        for sampler, text, verdict in zip(samplers, texts, verdicts[:5], strict=True):
-            assert verdict.num_accepted == 0
-            sampler.commit(verdict.token_ids)
-            text.extend(verdict.token_ids)
-    assert texts == [plain_text(params, seed) for seed in range(5)]
-
-
 def test_greedy_sequences_compare_exactly_under_the_rejection_rule() -> None:
     """Alone, and beside a sampled sequence; draft logits, which disagree with the draft, are ignored."""
     text = plain_text(GREEDY_EVERYTHING, 1)
@@ -218,61 +167,6 @@ def test_greedy_sequences_compare_exactly_under_the_rejection_rule() -> None:
     assert verify_rejection(logits[:11], rows[:2], [None, nonsense]) == want
     assert verify_rejection(logits, rows, [nonsense[:4], None, None])[:2] == want
     assert verify_coupled(logits, rows)[:2] == want
-
-
-def one_round(p: Tensor, q: Tensor | None, drafts: Sequence[int]) -> list[Verdict]:
-    """For seeds 0, 1, ...: a verdict on a draft of one token, with target logits p, and p again for the bonus token."""
-    rows = [Rows(sampler_of(SAMPLED, seed), 2 * seed, [draft]) for seed, draft in enumerate(drafts)]
-    return verify_rejection(p.repeat(2 * len(rows), 1), rows, [None if q is None else q[None]] * len(rows))
-
-
-def test_acceptance_is_the_ratio_against_the_position_noise() -> None:
-    p, q = toy([1]), toy([2])
-    seeds = torch.arange(300)
-    drafts = seeds % V
-    u = uniform(seeds, torch.full_like(seeds, len(PROMPT)), Stream.ACCEPT)
-    for given, q_drafts in ((q, q.softmax(0)[drafts]), (None, torch.ones(300))):
-        want = u * q_drafts.double() <= p.softmax(0)[drafts].double()
-        assert [verdict.num_accepted for verdict in one_round(p, given, drafts.tolist())] == want.long().tolist()
-        assert 0 < want.sum() < 300
-
-
-def test_what_the_target_forbids_never_comes_out() -> None:
-    p = toy([1])
-    p[[2, 5]] = -torch.inf
-    for given in (torch.zeros(V), None):
-        verdicts = one_round(p, given, [2] * 300)
-        assert all(verdict.num_accepted == 0 and verdict.token_ids[0] not in (2, 5) for verdict in verdicts)
-
-
-def test_a_token_that_the_draft_could_not_have_drawn_is_refused() -> None:
-    q = toy([2])
-    q[4] = -torch.inf
-    assert all(verdict.num_accepted == 0 for verdict in one_round(toy([1]), q, [4] * 50))
-
-
-def test_equal_distributions_accept_everything() -> None:
-    p = toy([1])
-    assert all(verdict.num_accepted == 1 for verdict in one_round(p, p, [seed % V for seed in range(300)]))
-
-
-def test_a_rejected_certain_draft_is_never_recovered() -> None:
-    verdicts = one_round(torch.zeros(V), None, [4] * 300)
-    assert {verdict.token_ids[0] for verdict in verdicts if not verdict.num_accepted} == set(range(V)) - {4}
-
-
-def test_an_empty_residual_falls_back_to_the_target() -> None:
-    p = torch.tensor([[0.0, 0.3, 0.7], [0.2, 0.2, 0.6]])
-    residual = verify._residual(p, torch.stack((p[0], torch.tensor([0.6, 0.2, 0.2]))))
-    torch.testing.assert_close(residual, torch.tensor([[0.0, 0.3, 0.7], [0.0, 0.0, 0.4]]))
-
-
-def test_nothing_after_a_rejection_stands() -> None:
-    p = torch.full((V,), -torch.inf)
-    p[3] = 0.0
-    rows = [Rows(sampler_of(SAMPLED), 0, [3, 5, 3, 3])]
-    assert verify_rejection(p.repeat(5, 1), rows, [None]) == [Verdict([3, 3], 1)]
-    assert verify_coupled(p.repeat(5, 1), rows) == [Verdict([3, 3], 1)]
 
 
 @pytest.mark.parametrize("sources", ["sampled", "certain", "mixed"])
@@ -291,31 +185,6 @@ def test_packing_does_not_change_a_verdict(sources: str) -> None:
     for row, alone, given, verdict in zip(rows, logits, draft_logits, together, strict=True):
         assert verify_rejection(alone, [Rows(row.sampler, 0, row.pending)], [given]) == [verdict]
     assert any(0 < verdict.num_accepted < len(row.pending) for row, verdict in zip(rows, together, strict=True))
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_broken_logits_do_not_crash_and_do_not_touch_others(value: float) -> None:
-    rows = [Rows(sampler_of(params, index), 3 * index, [1, 2]) for index, params in enumerate([EVERYTHING] * 3)]
-    logits = torch.cat([model_logits(PROMPT, [1, 2])] * 3)
-    q = model_logits(PROMPT, [2])
-    broken = logits.clone()
-    broken[3:6] = value
-    for got, want in (
-        (verify_coupled(broken, rows), verify_coupled(logits, rows)),
-        (verify_rejection(broken, rows, [q, q, None]), verify_rejection(logits, rows, [q, q, None])),
-    ):
-        assert (got[0], got[2]) == (want[0], want[2])
-        assert all(0 <= token < V for token in got[1].token_ids)
-
-
-def test_errors_name_what_is_wrong() -> None:
-    rows, logits = [Rows(sampler_of(SAMPLED), 0, [1])], torch.zeros(2, V)
-    with pytest.raises(ValueError, match="2 rows for a draft of 1"):
-        verify_rejection(logits, rows, [logits])
-    with pytest.raises(ValueError, match="0 draft_logits for 1 sequences"):
-        verify_rejection(logits, rows, [])
-    with pytest.raises(InvalidTokenError, match="pending holds token -1"):
-        verify_rejection(logits, [Rows(sampler_of(SAMPLED), 0, [-1])], [None])
 
 
 def test_tokens_beyond_the_sampled_ones_are_certain() -> None:

@@ -146,13 +146,6 @@ def test_a_shared_prefix_is_found_where_its_window_is() -> None:
     assert [output.metrics.num_cached_tokens for output in outputs] == [0, 320, 320, 320]
 
 
-def test_the_store_is_separate_where_that_saves_memory() -> None:
-    config = EngineConfig(model="test", max_num_seqs=2, max_num_batched_tokens=64, speculation={"strategy": "ar"})
-    assert cache_size(config, 10_000, None).num_windowed_slots == 0
-    assert cache_size(config, 10_000, 100).num_windowed_slots == (2 * 2 * (2 + 15) + 4) * PAGE_SIZE == 1152
-    assert cache_size(config, 1152, 100).num_windowed_slots == 0
-
-
 def test_free_memory_holds_more_tokens_where_layers_have_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of(checkpoint("gemma2"))  # two layers of four have windows, and a slot takes 256 bytes a layer
     config = EngineConfig(model="test", max_num_seqs=2, max_num_batched_tokens=64, speculation={"strategy": "ar"})
