@@ -65,7 +65,7 @@ class PacedEngine:
         return bool(len(self._requests))
 
     def add(self, request: Request) -> None:
-        self._requests.add(self._requests.admit(request))
+        self._requests[request.request_id] = self._requests.admit(request)
 
     def abort(self, request_id: str) -> None:
         if request_id in self._requests:
@@ -80,8 +80,8 @@ class PacedEngine:
     def advance(self) -> list[NewOutput]:
         time.sleep(max(0.0, self._next_s - time.perf_counter()))
         self._next_s = max(self._next_s + self._period_s, time.perf_counter())
-        for name in self._requests.ids:
-            self._grow(self._requests[name])
+        for live in self._requests.values():
+            self._grow(live)
         return self._requests.outputs()
 
     def ping(self) -> Future[None]:

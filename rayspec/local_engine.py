@@ -157,8 +157,6 @@ def _plain_engine(
     logger.warning("speculation is off for this model, which decodes plainly: %s", reason)
     threads = Threads.of_all_passes(asked_threads(config.num_threads) or num_cores())
     stages = WholeModelStages(model, vocab_size=vocabulary.size, threads=threads)
-    if not stages.divides_prompts:
-        logger.warning("prompts run in one pass: this model computes something else if they are divided into chunks")
     num_slots = whole_pages(config.kv_cache_tokens or config.max_num_seqs * max_model_len)
     config = config.replace(enable_prefix_caching=False)  # each sequence has a cache of its own
     return Engine(

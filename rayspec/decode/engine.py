@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +23,6 @@ from rayspec.decode.round_planner import PlannedRound, RoundPlanner
 from rayspec.decode.scheduler import Scheduler, moves_to_path
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError
-from rayspec.decode.stopwatch import TimeShares
 from rayspec.decode.strategy import Strategy
 from rayspec.decode.work import (
     Committed,
@@ -70,14 +68,15 @@ class EngineInfo:
 @dataclass(slots=True)
 class _WorkUnderWay:
     """prefilled: the sequences of the work's chunks. planned: None for a prefill. share_s: the work's share of the time
-    in seconds; None until the work is done."""
+    so far: every second is divided evenly among the works that are not done, so that no second is counted twice."""
 
     cohort: int
     work: Work
     future: Future[Result]
     prefilled: Sequence[SequenceState]
     planned: PlannedRound | None
-    share_s: float | None = None
+    share_s: float = 0.0
+    is_done: bool = False
 
 
 class Engine:
@@ -123,7 +122,7 @@ class Engine:
         )
         self._under_way: list[_WorkUnderWay] = []
         self._work_ids = itertools.count(1)
-        self._time_shares = TimeShares(clock)
+        self._divided_until_s = 0.0
         self._pace = PrefillPace()
         self._num_mixed: Counter[int] = Counter()  # for each cohort: rounds with chunks since its last round without
 
@@ -180,14 +179,14 @@ class Engine:
         for sequence in live.sequences:
             self._open(sequence)
             self._scheduler.add(sequence)
-        self._requests.add(live)
+        self._requests[request.request_id] = live
         self.stats.num_prompt_tokens += len(live.prompt_token_ids)
 
     def abort(self, request_id: str) -> NewOutput | None:
         """End a request now and free its resources. Return its output so far, or None for an unknown id."""
-        if request_id not in self._requests:
+        live = self._requests.get(request_id)
+        if live is None:
             return None
-        live = self._requests[request_id]
         for sequence in live.sequences:
             if not sequence.finished:
                 sequence.finish_reason = "abort"
@@ -196,7 +195,7 @@ class Engine:
 
     def abort_all(self) -> list[RequestOutput]:
         """Abort all requests and return their outputs so far."""
-        return [output.decoded() for name in self._requests.ids if (output := self.abort(name)) is not None]
+        return [output.decoded() for name in list(self._requests) if (output := self.abort(name)) is not None]
 
     def step(self) -> list[RequestOutput]:
         """Call `advance` and decode the texts of its outputs."""
@@ -212,7 +211,8 @@ class Engine:
                 if not self._is_busy(cohort):
                     self._start(cohort)
             self.stages.wait()
-            for done in [one for one in self._under_way if self._is_done(one)]:
+            self._note_done()
+            for done in [one for one in self._under_way if one.is_done]:
                 self._commit(done)
         except StagesReplacedError:
             self._replay()
@@ -250,7 +250,9 @@ class Engine:
     def _start(self, cohort: int) -> None:
         """Schedule the next step of the cohort, choose the drafts of its round, and run its work."""
         busy = {one.cohort for one in self._under_way}
-        step = self._scheduler.schedule(cohort, busy, partial(self._num_beside, cohort))
+        # After a few rounds with chunks, one without: strategies learn only from the time of such a round.
+        most = self.config.max_num_batched_tokens if self._num_mixed[cohort] < _MOST_MIXED else 0
+        step = self._scheduler.schedule(cohort, busy, most, self._pace.num_rows(most) if most else 0)
         self.stats.num_preemptions += len(step.preempted)
         for sequence in step.preempted:
             self._planner.forget(sequence)
@@ -267,46 +269,45 @@ class Engine:
             planned = self._planner.plan(next(self._work_ids), step.decode, step.chunks if mixes else ())
             self._run(cohort, planned.work, step.prefill if mixes else (), planned)
 
-    def _num_beside(self, cohort: int, most: int, streams: bool) -> int:
-        """Return how many prompt tokens to run together with a round of the cohort. After a few such rounds return 0:
-        strategies learn only from the time of a round without chunks."""
-        if self._num_mixed[cohort] >= _MOST_MIXED:
-            return 0
-        return self._pace.num_rows(most) if streams else most
-
     def _run(
         self, cohort: int, work: Work, prefilled: Sequence[SequenceState], planned: PlannedRound | None = None
     ) -> None:
         """Run the work and measure its time. In one process it is finished at once, and so its time ends here, before
         the next work begins."""
-        self._time_shares.begin(work.id)
-        started = _WorkUnderWay(cohort, work, self.stages.start(work), prefilled, planned)
-        self._under_way.append(started)
-        self._is_done(started)
+        self._divide_time()
+        self._under_way.append(_WorkUnderWay(cohort, work, self.stages.start(work), prefilled, planned))
+        self._note_done()
+
+    def _note_done(self) -> None:
+        for one in self._under_way:
+            if not one.is_done and one.future.done():
+                self._divide_time()
+                one.is_done = True
+
+    def _divide_time(self) -> None:
+        """Divide the seconds since the last call among the works that are not done."""
+        now_s, going_on = self._clock(), [one for one in self._under_way if not one.is_done]
+        for one in going_on:
+            one.share_s += (now_s - self._divided_until_s) / len(going_on)
+        self._divided_until_s = now_s
 
     def _is_busy(self, cohort: int) -> bool:
         return any(one.cohort == cohort for one in self._under_way)
-
-    def _is_done(self, one: _WorkUnderWay) -> bool:
-        if one.share_s is None and one.future.done():
-            one.share_s = self._time_shares.end(one.work.id)
-        return one.share_s is not None
 
     def _commit(self, done: _WorkUnderWay) -> None:
         """Commit the result of finished work to its sequences, and release those that are finished. If the work ran out
         of memory, the sequences of its chunks fail, or else the youngest of the round; the engine goes on."""
         self._under_way.remove(done)
-        share_s = done.share_s or 0.0
         has_round = done.planned is not None
         if not has_round:
-            self.stats.prefill_s += share_s
+            self.stats.prefill_s += done.share_s
         try:
             result = done.future.result()
         except OutOfMemoryError as error:
             for sequence in done.prefilled or (done.planned.sequences[-1:] if done.planned else ()):
                 self._fail(sequence, error)
         else:
-            self._pace.observe(share_s, num_chunk_rows=num_rows(done.work.chunks), has_round=has_round)
+            self._pace.observe(done.share_s, num_chunk_rows=num_rows(done.work.chunks), has_round=has_round)
             chosen = result.committed if isinstance(result, PrefillResult) else result.prefilled
             for sequence, chunk, one in zip(done.prefilled, done.work.chunks, chosen, strict=True):
                 sequence.note_computed(sequence.num_computed + chunk.rows.num_rows)
@@ -421,7 +422,6 @@ class Engine:
     def _give_up_work(self) -> list[SequenceState]:
         """Forget all work under way and return all sequences."""
         self._under_way.clear()
-        self._time_shares.clear()
         return [*self._scheduler.running, *self._scheduler.waiting]
 
 

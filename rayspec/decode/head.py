@@ -50,7 +50,7 @@ class Head:
         self._next_tokens: dict[TappedToken, Tensor] = {}
 
     def open(self, spec: SamplerSpec) -> None:
-        self._samplers[spec.sequence_id] = TokenSampler.of(spec, vocab_size=self._vocab_size, device=self._device)
+        self._samplers[spec.sequence_id] = TokenSampler(spec, vocab_size=self._vocab_size, device=self._device)
         if spec.lookup is not None:
             self._lookups[spec.sequence_id] = spec.lookup
 
@@ -102,27 +102,14 @@ class Head:
             return verify_coupled(logits, rows)
         return verify_rejection(logits, rows, draft_logits)
 
-    def commit(self, logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict]) -> list[Committed]:
-        """Commit the verdicts' tokens to the samplers and return them with their log-probabilities. Everything is
-        computed before any sampler changes."""
-        are_finite = [verdict.is_finite for verdict in verdicts]
-        logprobs = _logprobs(logits, rows, verdicts, are_finite)
-        for row, verdict, is_finite in zip(rows, verdicts, are_finite, strict=True):
-            if is_finite:
-                row.sampler.commit(verdict.token_ids)
-        return [
-            Committed(verdict.token_ids, each, is_finite)
-            for verdict, each, is_finite in zip(verdicts, logprobs, are_finite, strict=True)
-        ]
 
-
-def _logprobs(
-    logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict], are_wanted: Sequence[bool]
-) -> list[Sequence[dict[int, Logprob]]]:
-    """Return the log-probabilities of each sequence's tokens, as many as its parameters ask for; () for none. One host
-    synchronisation per distinct number."""
+def commit(logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict]) -> list[Committed]:
+    """Commit the verdicts' tokens to the samplers and return them with as many log-probabilities as their parameters
+    ask for. Everything is computed before any sampler changes. One host synchronisation per distinct number of
+    log-probabilities."""
+    pairs = list(zip(rows, verdicts, strict=True))
     results: list[Sequence[dict[int, Logprob]]] = [()] * len(rows)
-    asked = [row.sampler.params.logprobs if wanted else None for row, wanted in zip(rows, are_wanted, strict=True)]
+    asked = [row.sampler.params.logprobs if verdict.is_finite else None for row, verdict in pairs]
     for count in {count for count in asked if count is not None}:
         chosen = [index for index, its_count in enumerate(asked) if its_count == count]
         where = []  # the rows whose logits chose the tokens
@@ -133,4 +120,9 @@ def _logprobs(
         table = iter(top_logprobs(logits[integers(where, logits.device)], tokens, count))
         for index in chosen:
             results[index] = list(itertools.islice(table, len(verdicts[index].token_ids)))
-    return results
+    for row, verdict in pairs:
+        if verdict.is_finite:
+            row.sampler.commit(verdict.token_ids)
+    return [
+        Committed(verdict.token_ids, each, verdict.is_finite) for verdict, each in zip(verdicts, results, strict=True)
+    ]

@@ -85,25 +85,15 @@ class TokenSampler:
     """The parameters and the seed of a sequence, and the data of its prompt and output that they need. It is in the LM
     head's process; its tensors are on `device`.
 
-    seed: 64-bit. output_token_ids: tokens generated before a replay. eos_token_ids, and tokens in the checkpoint's
-    rules: those outside the vocabulary can never be generated and are ignored. Raises InvalidTokenError when
-    `logit_bias` or, where a penalty has to count it, a token lies outside the vocabulary.
+    Tokens of the checkpoint's rules that lie outside the vocabulary can never be generated and are ignored. Raises
+    InvalidTokenError when `logit_bias` or, where a penalty has to count it, a token lies outside the vocabulary.
     """
 
-    def __init__(
-        self,
-        params: DecodingParams,
-        *,
-        seed: int,
-        prompt_token_ids: Sequence[int],
-        eos_token_ids: Collection[int],
-        output_token_ids: Sequence[int] = (),
-        vocab_size: int,
-        device: torch.device | str,
-    ) -> None:
-        self.params = params
-        self.seed = seed
+    def __init__(self, spec: SamplerSpec, *, vocab_size: int, device: torch.device | str) -> None:
+        self.params = params = spec.params
+        self.seed = spec.seed
         self.vocab_size = vocab_size
+        prompt_token_ids, eos_token_ids = spec.prompt_token_ids, spec.eos_token_ids
         self.device = device
         self.token_ids = list(prompt_token_ids)  # committed tokens: prompt and output
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -131,20 +121,7 @@ class TokenSampler:
             self.is_in_prompt[integers(prompt_token_ids, device)] = True
             self.counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
             self.uncounted: list[int] = []  # output tokens that are not in `counts` yet
-        self.commit(output_token_ids)
-
-    @classmethod
-    def of(cls, spec: SamplerSpec, *, vocab_size: int, device: torch.device) -> TokenSampler:
-        """Return the sampler of an opened sequence."""
-        return cls(
-            spec.params,
-            seed=spec.seed,
-            prompt_token_ids=spec.prompt_token_ids,
-            output_token_ids=spec.output_token_ids,
-            eos_token_ids=spec.eos_token_ids,
-            vocab_size=vocab_size,
-            device=device,
-        )
+        self.commit(spec.output_token_ids)
 
     @property
     def position(self) -> int:

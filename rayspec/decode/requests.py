@@ -36,7 +36,15 @@ def admitted_tokens(
     InvalidTokenError if the prompt or `logit_bias` has foreign tokens. Checked here, because a stage in another process
     cannot refuse."""
     check_tokens("logit_bias", request.params.logit_bias, vocab_size)
-    token_ids = prompt_tokens(request, tokenizer)
+    prompt: Any = request.prompt
+    if request.prompt_token_ids is None:
+        if isinstance(prompt, str) and tokenizer is None:
+            raise RequestError("the prompt is a text and the engine has no tokenizer: give `prompt_token_ids`")
+        token_ids = text_tokens(prompt, tokenizer)
+    elif isinstance(request.prompt_token_ids, Iterable):
+        token_ids = [_integer(token) for token in request.prompt_token_ids]
+    else:
+        raise RequestError(f"prompt_token_ids is {reprlib.repr(request.prompt_token_ids)}: give a list of token ids")
     if not token_ids:
         raise EmptyPromptError("the prompt has zero tokens: give it some text")
     if len(token_ids) >= max_model_len:
@@ -50,20 +58,6 @@ def admitted_tokens(
             f"prompt token {foreign[0]} is outside the vocabulary of {vocab_size}: use the model's own tokenizer"
         )
     return token_ids
-
-
-def prompt_tokens(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Return the prompt's tokens, without a check of their range. Raises RequestError if the prompt is invalid."""
-    if request.prompt_token_ids is not None:
-        if not isinstance(request.prompt_token_ids, Iterable):
-            raise RequestError(
-                f"prompt_token_ids is {reprlib.repr(request.prompt_token_ids)}: give a list of token ids"
-            )
-        return [_integer(token) for token in request.prompt_token_ids]
-    prompt: Any = request.prompt
-    if isinstance(prompt, str) and tokenizer is None:
-        raise RequestError("the prompt is a text and the engine has no tokenizer: give `prompt_token_ids`")
-    return text_tokens(prompt, tokenizer)
 
 
 def _integer(token: Any) -> int:
@@ -102,11 +96,9 @@ class LiveRequest:
         return all(sequence.finished for sequence in self.sequences)
 
 
-class Requests:
-    """Requests by id, from admission to their last output.
-
-    fits: says whether the KV cache can hold a sequence to its end.
-    """
+class Requests(dict[str, LiveRequest]):
+    """Requests by id, from admission to their last output. fits: says whether the KV cache can hold a sequence to its
+    end."""
 
     def __init__(
         self,
@@ -117,30 +109,17 @@ class Requests:
         fits: Callable[[SequenceState], bool],
         clock: Callable[[], float],
     ) -> None:
+        super().__init__()
         self._vocabulary = vocabulary
         self._max_model_len = max_model_len
         self._tokenizer = tokenizer
         self._fits = fits
         self._clock = clock
         self._texts = TokenTexts(tokenizer) if tokenizer is not None else None
-        self._live: dict[str, LiveRequest] = {}
         self._sequence_ids = itertools.count(1)
 
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._live
-
-    def __getitem__(self, request_id: str) -> LiveRequest:
-        return self._live[request_id]
-
-    @property
-    def ids(self) -> list[str]:
-        return list(self._live)
-
     def admit(self, request: Request) -> LiveRequest:
-        """Create the request's sequences and return them for `add`. Raises RequestError if the id is in use, if the
+        """Return the request with its sequences, for the caller to add. Raises RequestError if the id is in use, if the
         prompt is invalid, empty, too long or has foreign tokens, or if the KV cache is too small."""
         if request.request_id in self:
             raise RequestError(f"request id {request.request_id!r} is in use: give each request its own")
@@ -152,13 +131,10 @@ class Requests:
             live.sequences.append(self._new_sequence(live, index))
         return live
 
-    def add(self, live: LiveRequest) -> None:
-        self._live[live.request.request_id] = live
-
     def outputs(self) -> list[NewOutput]:
         """Return and forget the finished requests, and return the new output of streaming requests."""
         outputs = []
-        for live in list(self._live.values()):
+        for live in list(self.values()):
             if live.finished:
                 outputs.append(self.finish(live))
             elif live.request.stream and any(sequence.has_new_output for sequence in live.sequences):
@@ -167,7 +143,7 @@ class Requests:
 
     def finish(self, live: LiveRequest) -> NewOutput:
         """Return the last output of the request and forget the request."""
-        del self._live[live.request.request_id]
+        del self[live.request.request_id]
         return self._new_output(live)
 
     def _new_output(self, live: LiveRequest) -> NewOutput:

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rayspec.decode.head import Head
+from rayspec.decode.head import Head, commit
 from rayspec.decode.noise import integers
 from rayspec.decode.sampling import Drafts, Rows, draft_tokens
 from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
@@ -85,7 +85,7 @@ def _chosen(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committ
     if not sampling:
         return [None] * len(chunks)
     rows = [Rows(head.sampler(chunk.sequence_id), at, ()) for at, chunk in enumerate(sampling)]
-    committed = iter(head.commit(logits, rows, verify_coupled(logits, rows)))
+    committed = iter(commit(logits, rows, verify_coupled(logits, rows)))
     return [next(committed) if chunk.sample else None for chunk in chunks]
 
 
@@ -113,7 +113,7 @@ def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Ten
         entries = [replace(entry, max_draft_tokens=0, looked_up=(), parents=(), num_probes=0) for entry in work.entries]
         return (yield from _round(msgspec.structs.replace(work, entries=entries, num_taps=0), head, stopwatch))
     head.note_taps(verify.taps, logits)
-    committed = head.commit(logits, rows, verdicts)
+    committed = commit(logits, rows, verdicts)
     ended = stopwatch.mark()
     verify_s = seconds(drafted_at, ended)
     prefill_s = verify_s * num_chunk_rows / len(verify.token_ids)

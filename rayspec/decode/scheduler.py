@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from rayspec.decode.pages import PagePool, WindowedPages
@@ -121,11 +121,15 @@ class Scheduler:
         return [sequence for sequence in self.running if sequence.cohort == cohort]
 
     def schedule(
-        self, cohort: int = 0, in_flight: Collection[int] = (), num_beside: Callable[[int, bool], int] | None = None
+        self,
+        cohort: int = 0,
+        in_flight: Collection[int] = (),
+        most_with_round: int | None = None,
+        most_with_streams: int | None = None,
     ) -> Step:
-        """Return the next step of a cohort, while the cohorts `in_flight` have work under way. num_beside: called with
-        the token budget and whether a sequence of the round streams; returns how many prompt tokens may run together
-        with the round. None: the whole budget."""
+        """Return the next step of a cohort, while the cohorts `in_flight` have work under way. most_with_round,
+        most_with_streams: how many prompt tokens may run together with a round, and with a round in which a sequence
+        streams. None: as many as without a round."""
         step = Step()
         for sequence in self.running:
             self._prefixes.register(sequence)
@@ -133,10 +137,10 @@ class Scheduler:
         self._admit(cohort, step)
         members = self.members(cohort)
         step.decode = [sequence for sequence in members if sequence.prefilled]
-        budget = self._max_prefill_tokens
-        if num_beside is not None and step.decode:
-            budget = num_beside(budget, any(sequence.streams for sequence in step.decode))
-        self._cut_chunks(members, step, budget)
+        most = None
+        if step.decode:
+            most = most_with_streams if any(sequence.streams for sequence in step.decode) else most_with_round
+        self._cut_chunks(members, step, self._max_prefill_tokens if most is None else most)
         return step
 
     def restart(self) -> None:

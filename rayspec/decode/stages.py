@@ -219,11 +219,30 @@ def out_of_memory(error: RuntimeError) -> OutOfMemoryError:
     return OutOfMemoryError(f"{reason}: lower max_num_batched_tokens, max_num_seqs or kv_cache_tokens")
 
 
-class LocalStages:
-    """The whole model in this process."""
+class InProcessStages:
+    """The part of `Stages` that is the same for every model in this process: `start` does the work at once, and there
+    is no other process."""
 
     num_cohorts = 1
     is_recovering = False
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+
+    def wake(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def recent_use(self) -> Sequence[StageUse]:
+        return ()
+
+
+class LocalStages(InProcessStages):
+    """The whole model in this process, cut into sublayers."""
 
     def __init__(
         self,
@@ -234,8 +253,8 @@ class LocalStages:
         num_tap_tokens: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__()
         self.runner = runner
-        self.progress = Progress()
         self._stopwatch = Stopwatch.of(runner.device, clock)
         self.span = SpanRunner(runner, num_taps=num_tap_tokens)
         self.head = Head(
@@ -265,18 +284,6 @@ class LocalStages:
         with self.progress.of(type(work).__name__, work.num_rows), on_device(self.runner.device):
             return done(lambda: self._run(work))
 
-    def wake(self) -> None:
-        """Do nothing: `wait` does not wait."""
-
-    def wait(self) -> None:
-        """Return at once: `start` has already done the work."""
-
-    def check(self) -> None:
-        """Return at once: there is no other process to ask."""
-
-    def recent_use(self) -> Sequence[StageUse]:
-        return ()
-
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         started, num_sublayers = time.perf_counter(), self.num_sublayers
         with self.progress.of("search"), on_device(self.runner.device):
@@ -287,9 +294,6 @@ class LocalStages:
     def plan_search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan]) -> PlanSearch:
         """Return the plan search over these tapped tokens. Raises TapsGoneError."""
         return self.span.search(tokens, rows, self.head.next_tokens(tokens))
-
-    def shutdown(self) -> None:
-        """Do nothing: there are no processes to end."""
 
     @torch.inference_mode()
     def _run(self, work: Work) -> Result:

@@ -41,16 +41,16 @@ class TapsGoneError(RayspecError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSpec:
-    """The data of a sequence that the head needs: its sampling parameters, seed, and committed tokens. lookup: the
-    index of its text, which the head shares with the engine if both are in one process; None if nothing is looked up.
-    """
+    """The data of a sequence that the head needs. seed: 64-bit. output_token_ids: tokens generated before a replay.
+    lookup: the index of its text, which the head shares with the engine if both are in one process; None if nothing is
+    looked up."""
 
     sequence_id: str
     params: DecodingParams
     seed: int
     prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
-    eos_token_ids: Sequence[int]
+    output_token_ids: Sequence[int] = ()
+    eos_token_ids: Sequence[int] = ()
     lookup: LookupIndex | None = None
 
 

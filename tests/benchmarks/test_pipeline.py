@@ -163,7 +163,7 @@ def test_prompts_read_are_counted_while_others_decode(drafting: bool) -> None:
 
 def _num_begun(engine: Any) -> int:
     done = 4 - engine.num_unfinished
-    live = [sequence for one in engine._requests._live.values() for sequence in one.sequences]
+    live = [sequence for one in engine._requests.values() for sequence in one.sequences]
     return done + sum(sequence.metrics.first_token_s is not None for sequence in live)
 
 

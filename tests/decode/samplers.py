@@ -1,4 +1,4 @@
-"""What a sampler makes of raw logits, one sequence alone."""
+"""Samplers for tests, and what they make of raw logits, one sequence alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,28 @@ from torch import Tensor
 
 from rayspec.decode.processing import LogitRow, TokenSampler, process
 from rayspec.decode.sampling import Rows, target_tokens
+from rayspec.decode.work import SamplerSpec
+from rayspec.generation import DecodingParams
+
+
+def sampler_of(
+    params: DecodingParams,
+    vocab_size: int,
+    seed: int = 0,
+    *,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    eos: Sequence[int] = (),
+) -> TokenSampler:
+    spec = SamplerSpec(
+        sequence_id="s",
+        params=params,
+        seed=seed,
+        prompt_token_ids=prompt,
+        output_token_ids=output,
+        eos_token_ids=eos,
+    )
+    return TokenSampler(spec, vocab_size=vocab_size, device="cpu")
 
 
 def processed(sampler: TokenSampler, logits: Tensor, pending: Sequence[int], *, first: int = 0) -> Tensor:

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from rayspec.decode import verify
 from rayspec.decode.noise import Stream, gumbel, uniform
-from rayspec.decode.processing import TokenSampler
 from rayspec.decode.sampling import Rows, draft_tokens, target_tokens
 from rayspec.decode.verify import RejectionBatch, decide, verify_coupled, verify_rejection
 from rayspec.generation import DecodingParams
-from tests.decode.samplers import processed
+from tests.decode.samplers import processed, sampler_of
 
 EVERYTHING = DecodingParams(
     temperature=0.9,
@@ -44,10 +43,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def sampler_of(params: DecodingParams, vocab_size: int, seed: int = 0) -> TokenSampler:
-    return TokenSampler(params, seed=seed, prompt_token_ids=(), eos_token_ids=(0,), vocab_size=vocab_size, device="cpu")
 
 
 def random_logits(vocab_size: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -104,7 +99,7 @@ class Toy:
 
     @classmethod
     def make(cls, params: DecodingParams) -> Toy:
-        sampler = sampler_of(params, VOCAB)
+        sampler = sampler_of(params, VOCAB, eos=(0,))
         raw: list[tuple[Tensor, Tensor]] = []
         both: list[list[Tensor]] = []
         for length in range(NUM_TOKENS + LONGEST):
@@ -290,11 +285,14 @@ def test_coupled_target_tokens(vocab_size: int) -> None:
     """Many positions of one sequence; neighbours must be independent too."""
     num = 100_000 if vocab_size == 16 else 10_000
     params = DecodingParams(temperature=0.8, top_p=0.97, min_p=0.002, logit_bias={3: 1.0})
-    sampler = sampler_of(params, vocab_size, seed=-5)
+    sampler = sampler_of(params, vocab_size, -5)
     logits = random_logits(vocab_size, 8)
     tokens = torch.cat(
         [
-            target_tokens(logits.expand(10_000, -1), [Rows(sampler_at(sampler, begin), 0, range(9_999))])
+            target_tokens(
+                logits.expand(10_000, -1),
+                [Rows(sampler_of(params, vocab_size, -5, prompt=range(begin)), 0, range(9_999))],
+            )
             for begin in range(0, num, 10_000)
         ]
     )
@@ -305,23 +303,12 @@ def test_coupled_target_tokens(vocab_size: int) -> None:
         assert excess(pairs.bincount(minlength=256), p.outer(p)) < 1
 
 
-def sampler_at(sampler: TokenSampler, position: int) -> TokenSampler:
-    return TokenSampler(
-        sampler.params,
-        seed=sampler.seed,
-        prompt_token_ids=range(position),
-        eos_token_ids=(),
-        vocab_size=sampler.vocab_size,
-        device="cpu",
-    )
-
-
 @pytest.mark.parametrize("rule", [reject, couple])
 def test_engine_path_draws_what_the_vectorised_one_draws(toy: Toy, rule: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """TokenSampler, Rows, draft_tokens and verify_*, per sequence, against `generate` with the same seeds."""
     num = 150
     want = generate(toy, num, varied_lengths, rule=rule).tolist()
-    samplers = [sampler_of(toy.params, VOCAB, seed) for seed in range(num)]
+    samplers = [sampler_of(toy.params, VOCAB, seed, eos=(0,)) for seed in range(num)]
     texts: list[list[int]] = [[] for _ in samplers]
     verification = "rejection" if rule is reject else "coupled"
     while live := [index for index, text in enumerate(texts) if len(text) < NUM_TOKENS]:

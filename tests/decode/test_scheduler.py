@@ -265,10 +265,6 @@ def test_one_background_request_goes_on_under_any_load(max_num_seqs: int) -> Non
         assert num_steps < 500
 
 
-def _quarter_beside_streams(most: int, streams: bool) -> int:
-    return most // 4 if streams else most
-
-
 def test_beside_texts_that_are_read_as_they_grow_chunks_are_small() -> None:
     for streams in (False, True):
         scheduler = Scheduler(400, max_num_seqs=2, max_prefill_tokens=64, lookahead=2)
@@ -278,8 +274,8 @@ def test_beside_texts_that_are_read_as_they_grow_chunks_are_small() -> None:
         world.add(first)
         world.step()
         scheduler.add(_sequence(1, 100, 5))
-        step = scheduler.schedule(num_beside=_quarter_beside_streams)
+        step = scheduler.schedule(most_with_streams=16)
         assert [chunk.rows.num_rows for chunk in step.chunks] == [16 if streams else 64]
-        assert not scheduler.schedule(num_beside=lambda most, streams: 0).chunks
+        assert not scheduler.schedule(0, (), 0, 0).chunks
         scheduler.remove(first)
-        assert [chunk.rows.num_rows for chunk in scheduler.schedule(num_beside=lambda most, streams: 0).chunks] == [64]
+        assert [chunk.rows.num_rows for chunk in scheduler.schedule(0, (), 0, 0).chunks] == [64]

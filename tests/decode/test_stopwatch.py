@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rayspec.decode.stopwatch import Mark, TimeShares, queued_s, seconds
+from rayspec.decode.stopwatch import Mark, queued_s, seconds
 from tests.engines import QueuedEvent, RowClock
 
 
@@ -24,19 +24,3 @@ def test_it_waits_for_a_device_that_has_not_come_so_far() -> None:
     assert seconds(Mark(0.0, QueuedEvent(clock, 1.0)), Mark(0.5, QueuedEvent(clock, 7.0))) == pytest.approx(6)
     assert clock.now_s == 7
     assert queued_s(Mark(0.0, QueuedEvent(clock, 0.0)), Mark(2.0, QueuedEvent(clock, 3.0))) == 0, "never negative"
-
-
-def test_works_under_way_at_the_same_time_divide_it() -> None:
-    clock = RowClock()
-    shares = TimeShares(clock)
-    shares.begin(1)
-    clock.now_s += 1
-    shares.begin(2)
-    clock.now_s += 4
-    shares.begin(3)
-    clock.now_s += 6
-    found = [shares.end(1)]
-    clock.now_s += 2
-    found += [shares.end(3), shares.end(2)]
-    assert found == pytest.approx([1 + 2 + 2, 2 + 1, 2 + 2 + 1])
-    assert sum(found) == pytest.approx(13)

@@ -15,6 +15,7 @@ from rayspec.decode.processing import TokenSampler
 from rayspec.decode.sampling import Rows, draft_tokens
 from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
 from rayspec.generation import DecodingParams
+from tests.decode import samplers
 from tests.decode.samplers import chosen
 
 V = 12
@@ -60,7 +61,7 @@ def model_logits(history: Sequence[int], pending: Sequence[int]) -> Tensor:
 
 
 def sampler_of(params: DecodingParams, seed: int = 1) -> TokenSampler:
-    return TokenSampler(params, seed=seed, prompt_token_ids=PROMPT, eos_token_ids=(1,), vocab_size=V, device="cpu")
+    return samplers.sampler_of(params, V, seed, prompt=PROMPT, eos=(1,))
 
 
 def plain_text(params: DecodingParams, seed: int) -> list[int]:

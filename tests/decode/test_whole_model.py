@@ -58,12 +58,6 @@ def test_sampling_with_a_seed_does_not_depend_on_the_batch() -> None:
         assert len(alone.logprobs) == 12
 
 
-def test_only_a_model_that_may_divide_prompts_does(caplog: pytest.LogCaptureFixture) -> None:
-    stages = [load_engine(_config(family), with_tokenizer=False).stages for family in ("gpt2", "bert")]
-    assert [each.divides_prompts for each in stages if isinstance(each, WholeModelStages)] == [True, False]
-    assert caplog.text.count("prompts run in one pass") == 1
-
-
 def test_weights_that_compute_nan_are_refused_at_load(tmp_path: Path) -> None:
     model = build("gpt2")
     model.get_input_embeddings().weight.data.fill_(torch.nan)
