@@ -7,24 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, TypeAlias
 
-__all__ = [
-    "FULL",
-    "QUANTISED_WEIGHTS",
-    "SKIP",
-    "Choice",
-    "Choices",
-    "Keys",
-    "Weights",
-    "choices_of",
-    "combinations",
-    "combined",
-    "described",
-    "keys_of",
-    "nearest",
-    "num_leading_full",
-    "weights_of",
-]
-
 # The weights that a sublayer uses: the target's own weights, or a copy with 8 or 4 bits for each weight.
 Weights: TypeAlias = Literal["full", "int8", "int4"]
 # The keys that attention reads: all; the first and the newest pages; or these and the pages with the most

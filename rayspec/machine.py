@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -35,8 +34,7 @@ def bytes_in_total(root: Path = _ROOT) -> int:
 def num_cores(root: Path = _ROOT, *, affinity: int | None = None) -> int:
     """Return how many threads can run at once: the cores that this process may run on, or the CPU quota of its control
     groups if that is less, rounded down, at least 1. affinity: stands for the number of these cores."""
-    quotas = [quota for group in _groups(root, "cpu") if (quota := _cpu_quota(group)) is not None]
-    return max(1, int(min([affinity or len(os.sched_getaffinity(0)), *quotas])))
+    return max(1, int(min([affinity or len(os.sched_getaffinity(0)), *_cpu_quotas(root)])))
 
 
 def boot_id(root: Path = _ROOT) -> str:
@@ -57,32 +55,17 @@ def cpu_class(root: Path = _ROOT) -> str:
     return next((name for flag, name in (classes | {"bf16": "Arm BF16"}).items() if flag in flags), "other")
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """A control group's folder. version: of control groups, 1 or 2."""
-
-    folder: Path
-    version: int
-
-    def integers(self, name: str) -> list[int | None]:
-        """Return the words of a file as integers, None for `max`; an empty list if there is no such file."""
-        with suppress(OSError):
-            return [None if word == "max" else int(word) for word in (self.folder / name).read_text().split()]
-        return []
-
-    def integer(self, name: str) -> int | None:
-        return next(iter(self.integers(name)), None)
-
-
-def _groups(root: Path, controller: str) -> Iterator[_Group]:
-    """Yield the control groups of this process that limit what `controller` manages: its own and all above it."""
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Yield the folder and the version, 1 or 2, of each control group of this process that limits what `controller`
+    manages: its own group and all above it."""
     own = {
         "" if number == "0" else name: path
         for number, controllers, path in (line.split(":", 2) for line in _lines(root / "proc/self/cgroup"))
         for name in controllers.split(",")
     }
     for line in _lines(root / "proc/self/mountinfo"):
-        fields, _, (kind, _, options, *_) = _mount(line)
+        before, _, after = line.partition(" - ")
+        fields, (kind, _, options, *_) = before.split(" "), after.split(" ")
         if kind not in ("cgroup", "cgroup2") or (kind == "cgroup" and controller not in options.split(",")):
             continue
         path = own.get("" if kind == "cgroup2" else controller, "/")
@@ -91,35 +74,36 @@ def _groups(root: Path, controller: str) -> Iterator[_Group]:
         top = root / fields[4].lstrip("/")
         folder = top / within.strip("/") if ".." not in within else top
         for each in (folder, *folder.parents):
-            yield _Group(each, 2 if kind == "cgroup2" else 1)
+            yield each, 2 if kind == "cgroup2" else 1
             if each == top:
                 break
 
 
-def _mount(line: str) -> tuple[Sequence[str], str, Sequence[str]]:
-    before, separator, after = line.partition(" - ")
-    return before.split(" "), separator, after.split(" ")
-
-
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yield limit and used bytes of each control group with a limit. Reclaimable memory does not count as used."""
-    for group in _groups(root, "memory"):
-        names = ("memory.max", "memory.high") if group.version == 2 else ("memory.limit_in_bytes",)
-        limits = [limit for name in names if (limit := group.integer(name)) is not None]
-        used = group.integer("memory.current" if group.version == 2 else "memory.usage_in_bytes")
-        if limits and used is not None:
-            stat = dict(line.split(" ", 1) for line in _lines(group.folder / "memory.stat"))
-            reclaimable = sum(int(stat.get(name, 0)) for name in _RECLAIMABLE[group.version])
-            yield min(limits), max(0, used - reclaimable)
+    for group, version in _groups(root, "memory"):
+        names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
+        limits = [limit for name in names for limit in _integers(group / name) if limit is not None]
+        used = _integers(group / ("memory.current" if version == 2 else "memory.usage_in_bytes"))
+        if limits and used:
+            stat = dict(line.split(" ", 1) for line in _lines(group / "memory.stat"))
+            reclaimable = sum(int(stat.get(name, 0)) for name in _RECLAIMABLE[version])
+            yield min(limits), max(0, (used[0] or 0) - reclaimable)
 
 
-def _cpu_quota(group: _Group) -> float | None:
-    """Return the cores that a control group may use; None without a limit."""
-    if group.version == 2:
-        quota, period = (group.integers("cpu.max") or [None, None])[:2]
-    else:
-        quota, period = group.integer("cpu.cfs_quota_us"), group.integer("cpu.cfs_period_us")
-    return quota / period if quota is not None and quota > 0 and period else None
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """Yield the cores that each control group with a limit allows."""
+    for group, version in _groups(root, "cpu"):
+        files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        numbers = [number for name in files for number in _integers(group / name)]
+        quota, period = numbers if len(numbers) == 2 else (None, None)
+        if quota is not None and quota > 0 and period:
+            yield quota / period
+
+
+def _integers(path: Path) -> list[int | None]:
+    """Return the words of a file as integers, None for `max`; an empty list if there is no such file."""
+    return [None if word == "max" else int(word) for line in _lines(path) for word in line.split()]
 
 
 def _meminfo(root: Path) -> dict[str, int]:

@@ -22,9 +22,7 @@ from rayspec.types import ConfigError, RayspecError
 
 _MIN_LOCAL_CPUS = 4  # a reservation count, not cores: reading, clients and engine must all fit a small machine
 _WATCH_EVERY_S = 0.5
-_LOSS_SIGNAL = (
-    signal.SIGURG
-)  # ignored by default; SIGINT would not do, because background processes of a shell ignore it
+_LOSS_SIGNAL = signal.SIGURG  # ignored by default; SIGINT is ignored by background processes of a shell
 _LOST = (
     "Ray's control process (gcs_server) has ended; was it killed, or out of memory? What is written so far is kept, "
     "and the same command goes on from there"
@@ -58,10 +56,7 @@ def ray_session() -> Iterator[None]:
         return
     try:
         with _signals_wait():
-            if "RAY_ADDRESS" in os.environ:
-                _attach(os.environ["RAY_ADDRESS"])
-            else:
-                _start_private()
+            _start()
         with _watching():
             yield
     finally:
@@ -72,26 +67,21 @@ def ray_session() -> Iterator[None]:
                 os.kill(process, signal.SIGKILL)
 
 
-def _attach(address: str) -> None:
-    try:
-        ray.init(logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"RAY_ADDRESS is {address!r}, and Ray cannot be used there ({error}): correct it, or unset it to start Ray "
-            "on this machine"
-        ) from error
-
-
-def _start_private() -> None:
+def _start() -> None:
+    if (address := os.environ.get("RAY_ADDRESS")) is not None:
+        try:
+            ray.init(logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"RAY_ADDRESS is {address!r}, and Ray cannot be used there ({error}): correct it, or unset it to start "
+                "Ray on this machine"
+            ) from error
+        return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
+    num_cpus = max(_MIN_LOCAL_CPUS, num_cores())
     try:
-        ray.init(
-            address="local",
-            num_cpus=max(_MIN_LOCAL_CPUS, num_cores()),
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-        )
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises this very class if its processes are too slow
         raise ClusterStartError(
             f"Ray could not start on this machine ({error}): remove the cause, or try again when the machine has less "
@@ -126,10 +116,12 @@ def _signals_wait() -> Iterator[None]:
 
     heeded = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, note) or signal.SIG_DFL for number in heeded}
+    of_ray: list[Callable[[int, FrameType | None], Any]] = []  # its handler for SIGTERM, instead of installing it
+    install, ray_utils.set_sigterm_handler = ray_utils.set_sigterm_handler, of_ray.append
     try:
-        with _handler_of_ray() as of_ray:
-            yield
+        yield
     finally:
+        ray_utils.set_sigterm_handler = install
         for number, handler in before.items():
             signal.signal(number, handler)
     if before.get(signal.SIGTERM) is signal.SIG_DFL and of_ray:
@@ -141,61 +133,34 @@ def _signals_wait() -> Iterator[None]:
 
 
 @contextmanager
-def _handler_of_ray() -> Iterator[list[Callable[[int, FrameType | None], Any]]]:
-    """During a block with ray.init, put Ray's handler for SIGTERM into the list instead of installing it."""
-    handlers: list[Callable[[int, FrameType | None], Any]] = []
-    original = ray_utils.set_sigterm_handler
-    ray_utils.set_sigterm_handler = handlers.append
-    try:
-        yield handlers
-    finally:
-        ray_utils.set_sigterm_handler = original
-
-
-@contextmanager
 def _watching() -> Iterator[None]:
     """During a block that uses a private cluster, raise ClusterLostError soon after its control process has ended."""
-    process = _control_process()
+    process = _own_process("gcs_server")
     if process is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(_LOSS_SIGNAL, signal.default_int_handler) or signal.SIG_DFL
-    watch = _Watch(process)
-    try:
-        yield
-    finally:
-        watch.stop()
-        signal.signal(_LOSS_SIGNAL, before)
-        if watch.is_lost:  # any other error of the block is a consequence
-            raise ClusterLostError(_LOST)
+    stopped, lost = threading.Event(), threading.Event()
 
-
-class _Watch:
-    """A thread that interrupts the main thread when a process ends."""
-
-    def __init__(self, process: Any) -> None:
-        self.is_lost = False
-        self._process = process
-        self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="rayspec-cluster-watch", daemon=True).start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(_WATCH_EVERY_S):
-            if self._process.poll() is not None:
-                self.is_lost = True
+    def watch() -> None:
+        while not stopped.wait(_WATCH_EVERY_S):
+            if process.poll() is not None:
+                lost.set()
                 signal.pthread_kill(threading.main_thread().ident or 0, _LOSS_SIGNAL)
                 return
 
+    before = signal.signal(_LOSS_SIGNAL, signal.default_int_handler) or signal.SIG_DFL
+    threading.Thread(target=watch, name="rayspec-cluster-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        signal.signal(_LOSS_SIGNAL, before)
+        if lost.is_set():  # any other error of the block is a consequence
+            raise ClusterLostError(_LOST)
 
-def _control_process() -> Any:
-    """Return the gcs_server that this process has started; None in a cluster that others have started."""
-    return _process_of("gcs_server")
 
-
-def _process_of(kind: str) -> Any:
+def _own_process(kind: str) -> Any:
+    """Return a process of the private cluster that this process has started; None in a cluster of others."""
     node = ray_worker._global_node
     started = node.all_processes.get(kind) if node is not None else None
     return started[0].process if started else None
@@ -203,7 +168,7 @@ def _process_of(kind: str) -> Any:
 
 def _orphans() -> list[int]:
     """Return processes that Ray's shutdown would leave: without a control process, a raylet's children outlive it."""
-    control, raylet = _control_process(), _process_of("raylet")
+    control, raylet = _own_process("gcs_server"), _own_process("raylet")
     if control is None or raylet is None or control.poll() is None:
         return []
     with suppress(FileNotFoundError):

@@ -7,49 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from rayspec.choices import FULL, SKIP, Choices, keys_of, num_leading_full
-from rayspec.errors import (
-    CheckpointError,
-    ConfigError,
-    EmptyPromptError,
-    InputFileError,
-    InvalidMessagesError,
-    InvalidTokenError,
-    NonFiniteLogitsError,
-    OutOfMemoryError,
-    PromptTooLongError,
-    RayspecError,
-    RequestError,
-    UnsupportedModelError,
-)
+from rayspec.errors import *  # noqa: F403 - programs import the errors from here, too
+from rayspec.errors import RayspecError
 
 if TYPE_CHECKING:
     from rayspec.config import SamplingParams
-
-__all__ = [  # the errors, too: programs import them from here
-    "CheckpointError",
-    "CompletionOutput",
-    "ConfigError",
-    "EmptyPromptError",
-    "EngineLoad",
-    "EngineStats",
-    "FinishReason",
-    "InputFileError",
-    "InvalidMessagesError",
-    "InvalidTokenError",
-    "Logprob",
-    "NonFiniteLogitsError",
-    "OutOfMemoryError",
-    "Plan",
-    "PlanRecord",
-    "PromptTooLongError",
-    "RayspecError",
-    "Request",
-    "RequestError",
-    "RequestMetrics",
-    "RequestOutput",
-    "UnsupportedModelError",
-    "no_draft",
-]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]

@@ -14,15 +14,14 @@ from pathlib import Path
 import pytest
 from ray._private import utils, worker
 
-from rayspec import ray_session as session
-from rayspec.ray_session import _handler_of_ray, _signals_wait
+from rayspec.ray_session import _signals_wait
 from tests.exhaustive import few_of
 
 LOSING = """
     import signal
     import sys
     import ray
-    from rayspec.ray_session import ClusterLostError, _control_process, ray_session
+    from rayspec.ray_session import ClusterLostError, _own_process, ray_session
 
     @ray.remote(num_cpus=0)
     class Busy:
@@ -39,7 +38,7 @@ LOSING = """
             busy = Busy.remote()
             ray.get(busy.ready.remote())
             work = busy.work.remote()
-            _control_process().kill()
+            _own_process("gcs_server").kill()
             ray.get(work)
     except ClusterLostError as error:
         sys.exit(f"lost: {error}")
@@ -152,9 +151,6 @@ def test_handlers_are_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    with _handler_of_ray() as handlers:
-        session.ray_utils.set_sigterm_handler(repr)
-    assert handlers == [repr]
 
 
 def errors_of_a_session(**environment: str) -> str:

@@ -8,22 +8,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from rayspec.demo.corpus import generate_report
-from rayspec.demo.tasks import DOMAINS, Task, generate_task
-
-__all__ = [
-    "BUNDLED",
-    "DOMAINS",
-    "SampleDocument",
-    "Task",
-    "exact_lines",
-    "local_path",
-    "model_path",
-    "python_documents",
-    "sample_documents",
-    "sample_tasks",
-    "tokenizer_path",
-]
-
+from rayspec.demo.tasks import DOMAINS as DOMAINS
+from rayspec.demo.tasks import Task as Task
+from rayspec.demo.tasks import generate_task
 
 # The folder of each bundled model. "demo" was trained with stochastic depth, which makes it tolerant of skipped
 # sublayers; "demo-plain" was trained without.

@@ -15,8 +15,6 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-__all__ = ["WORDS", "Report", "generate_report"]
-
 
 def _split(words: str) -> tuple[str, ...]:
     return tuple(words.split())

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 from rayspec.demo.corpus import WORDS, generate_report
 
-__all__ = ["DOMAINS", "Task", "generate_task"]
-
 _MAX_ROWS = len(WORDS["place"])
 _MAX_VISITS = 40
 _MAX_MONTHS = 12 * 20  # from the earliest start to the end of the last year in WORDS

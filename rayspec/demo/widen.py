@@ -10,8 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-__all__ = ["widen"]
-
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
