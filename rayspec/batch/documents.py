@@ -171,7 +171,7 @@ _Reader = Callable[[Location, Piece, Columns, AbstractSet[int] | None], _Numbere
 def _reader(location: Location, piece: Piece) -> _Reader:
     """Return the function that reads this type of file. Raises UnreadableFileError for a folder or an unknown type."""
     if location.is_folder:
-        location.check_listing()
+        location.entries()
         raise UnreadableFileError(f"{piece.name}: the folder holds no file of a known type; known are {KNOWN_TYPES}")
     kind = file_type(location.file_name)
     if kind is None:
@@ -299,21 +299,22 @@ def pieces_of(inputs: Iterable[str]) -> list[Piece]:
     return [Piece(path=file.path, name=file.name) for file in files]
 
 
-def num_rows_of(piece: Piece) -> int:
-    """Estimate the number of rows of a piece without parsing rows. Empty lines count; an unreadable file has 1."""
+def row_counts(piece: Piece) -> Iterator[int]:
+    """Yield numbers that add up to the number of rows of a piece, without parsing rows. Empty lines count; an
+    unreadable file has 1."""
     try:
         location = Location.parse(piece.path)
         kind = file_type(location.file_name)
         if kind is None or kind.suffix in TEXT_SUFFIXES:
-            return 1
-        if kind.suffix in PARQUET_SUFFIXES:
+            yield 1
+        elif kind.suffix in PARQUET_SUFFIXES:
             first, num_groups = piece.groups or (0, None)
-            sizes = _group_sizes(location)[first:]
-            return sum(num_rows for num_rows, _ in sizes[:num_groups])
-        with opened(location, is_zipped=kind.is_zipped) as file:
-            return sum(block.count(b"\n") for block in iter(lambda: file.read(_BYTES_PER_READ), b""))
+            yield from (num_rows for num_rows, _ in _group_sizes(location)[first:][:num_groups])
+        else:
+            with opened(location, is_zipped=kind.is_zipped) as file:
+                yield from (block.count(b"\n") for block in iter(lambda: file.read(_BYTES_PER_READ), b""))
     except (*FILE_ERRORS, UnreadableFileError):
-        return 1
+        yield 1
 
 
 def _group_sizes(location: Location) -> list[tuple[int, int]]:

@@ -29,57 +29,40 @@ def completing(submit: Submit, rows: Iterator[Row], *, num_wanted: int) -> Itera
     raises the errors of reading.
     """
     feeder = _Feeder(submit, rows, num_wanted)
+    thread = threading.Thread(target=feeder.feed, name="rayspec-feeder", daemon=True)
+    thread.start()
     try:
         yield feeder.completed()
     finally:
-        feeder.stop()
+        feeder.end()
+        thread.join(_JOIN_S)
 
 
 class _Feeder:
-    """A thread that reads rows and submits them to the pool while fewer than `num_wanted` rows are under way."""
+    """Reads rows and submits them to the pool while fewer than `num_wanted` rows are under way."""
 
     def __init__(self, submit: Submit, rows: Iterator[Row], num_wanted: int) -> None:
         self._submit, self._rows = submit, rows
         self._room = threading.Semaphore(num_wanted)
         self._done: queue.SimpleQueue[Row | Exception | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._is_stopped = False
+        self._is_ended = False
         self._num_given = 0
-        self._thread = threading.Thread(target=self._feed, name="rayspec-feeder", daemon=True)
-        self._thread.start()
 
-    def completed(self) -> Iterator[Row]:
-        num_taken = 0
-        while not self._is_stopped or num_taken < self._num_given:
-            match self._done.get():
-                case None:
-                    self._give_no_more()
-                case Exception() as error:
-                    raise error
-                case row:
-                    num_taken += 1
-                    self._room.release()
-                    yield row
-
-    def stop(self) -> None:
-        self._give_no_more()
-        self._room.release()
-        self._thread.join(_JOIN_S)
-
-    def _give_no_more(self) -> None:
-        with self._lock:
-            self._is_stopped = True
-
-    def _feed(self) -> None:
+    def feed(self) -> None:
+        check = DuplicateCheck()
         try:
-            check = DuplicateCheck()
             for row in self._rows:
                 self._room.acquire()
                 with self._lock:
-                    if self._is_stopped:
+                    if self._is_ended:
                         return
                     self._num_given += 1
-                self._give(row if row.error_kind is not None else check(row))
+                checked = row if row.error_kind is not None else check(row)
+                if checked.error_kind is not None:
+                    self._done.put(checked)
+                else:
+                    self._submit(row).add_done_callback(partial(self._take, row))
         except Exception as error:  # noqa: BLE001 - raised where rows are taken
             self._done.put(error)
         finally:
@@ -87,29 +70,35 @@ class _Feeder:
             with suppress(AttributeError, RuntimeError):
                 self._rows.close()  # type: ignore[attr-defined]
 
-    def _give(self, row: Row) -> None:
-        if row.error_kind is not None:
-            self._done.put(row)
-            return
-        self._submit(row).add_done_callback(partial(self._take, row))
-
     def _take(self, row: Row, done: Future[Row]) -> None:
         try:
-            result = _outcome(row, done)
+            result = done.result()
+        except RequestError as error:
+            result = row.failed(error)
+        except (RayspecError, CancelledError) as error:
+            result = row.failed(EngineDeadError(str(error)))
         except Exception as error:  # noqa: BLE001 - raised where rows are taken
             self._done.put(error)
             return
         if not result.is_final:
-            self._give_no_more()
+            self.end()
         self._done.put(result)
 
+    def completed(self) -> Iterator[Row]:
+        num_taken = 0
+        while not self._is_ended or num_taken < self._num_given:
+            match self._done.get():
+                case None:
+                    self.end()
+                case Exception() as error:
+                    raise error
+                case row:
+                    num_taken += 1
+                    self._room.release()
+                    yield row
 
-def _outcome(row: Row, done: Future[Row]) -> Row:
-    """Return the completed row, or the row with the reason why the pool did not complete it. Raises errors that neither
-    a row nor an engine caused."""
-    try:
-        return done.result()
-    except RequestError as error:
-        return row.failed(error)
-    except (RayspecError, CancelledError) as error:
-        return row.failed(EngineDeadError(str(error)))
+    def end(self) -> None:
+        """Give no more rows to the pool."""
+        with self._lock:
+            self._is_ended = True
+        self._room.release()

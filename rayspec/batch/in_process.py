@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from rayspec.batch.documents import Piece, read_piece
+from rayspec.batch.documents import read_piece
 from rayspec.batch.job import Order, Pool, Source, sort_key
 from rayspec.batch.rows import Row
 from rayspec.batch.scan import Scan, scan_of, scan_pieces
@@ -32,9 +32,6 @@ class LocalBackend:
     def scan(self, source: Source) -> Scan:
         tables = scan_pieces(source.pieces, 0, source.columns, source.share, source.limit)
         return scan_of(tables, source.pieces, limit=source.limit)
-
-    def counting(self, pieces: Sequence[Piece]) -> Callable[[], int | None]:
-        return lambda: None
 
     def rows(self, source: Source, left: pa.Table | None, order: Order) -> Generator[Row]:
         """Yield the rows. An order other than that of the input needs memory for all of them."""

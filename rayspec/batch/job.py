@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -19,7 +20,7 @@ import pyarrow as pa
 import yaml
 
 from rayspec.batch.columns import Columns
-from rayspec.batch.documents import Piece, pieces_of
+from rayspec.batch.documents import Piece, pieces_of, row_counts
 from rayspec.batch.feeding import completing
 from rayspec.batch.input_files import InputFiles
 from rayspec.batch.parts import FileFormat
@@ -84,6 +85,27 @@ class Source:
     def share(self) -> Share:
         return Share(self.sample)
 
+    @contextmanager
+    def counting(self) -> Iterator[Callable[[], int | None]]:
+        """Count the rows of the files in a thread while the block runs. Give the block a function that returns about
+        how many are wanted; None while that is not known."""
+        ended, total = threading.Event(), 0
+        num_rows: int | None = None
+
+        def count() -> None:
+            nonlocal num_rows, total
+            for number in chain.from_iterable(map(row_counts, self.pieces)):
+                if ended.is_set():
+                    return
+                total += number
+            num_rows = total if self.sample is None else round(self.sample * total)
+
+        threading.Thread(target=count, name="rayspec-counter").start()
+        try:
+            yield lambda: num_rows
+        finally:
+            ended.set()
+
     def given(self, left: pa.Table | None) -> list[Row]:
         """Return those of `rows` that are wanted. left: a table of SCAN_SCHEMA; None: all."""
         if left is None:
@@ -134,9 +156,6 @@ class Backend(Protocol):
     def scan(self, source: Source) -> Scan:
         """Return the wanted rows of the files, in order, without their documents and messages."""
 
-    def counting(self, pieces: Sequence[Piece]) -> Callable[[], int | None]:
-        """Return a function that returns about how many rows there are; None while that is not known."""
-
     def rows(self, source: Source, left: pa.Table | None, order: Order) -> Generator[Row]:
         """Read and yield rows. left: a table of SCAN_SCHEMA; None: all, where `limit` must be None for files."""
 
@@ -151,6 +170,45 @@ class JobTask(RowTask, Protocol):
     def identity(self) -> dict[str, Any]:
         """The options that decide the content of the rows, as JSON values. All rows of an output folder have the same
         identity."""
+
+
+class Drain:
+    """The end of a job on SIGTERM: rows under way may finish within a grace period, and no new rows begin. A second
+    signal, or the end of the grace period, ends the process at once. requested: the signal has come. on_request: called
+    then."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.requested = False
+        self._grace_s = grace_s
+        self.on_request: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Call `on_request` at the first SIGTERM inside the block. Enter the block after Ray has started, because Ray
+        replaces the signal handler."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
+        signal.signal(signal.SIGTERM, self._take)
+        signal.signal(signal.SIGALRM, self._end)
+        try:
+            yield
+        except SystemExit:
+            if self.requested:  # Ray gives its own code to an exit that comes while it waits
+                raise SystemExit(EXIT_TERMINATED) from None
+            raise
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, frame: object) -> None:
+        again, self.requested = self.requested, True
+        if again or self._grace_s <= 0:  # a timer of 0 s would never fire
+            self._end(number, frame)
+        signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+        self.on_request()
+
+    def _end(self, number: int, frame: object) -> None:
+        raise SystemExit(EXIT_TERMINATED)
 
 
 # Writes additional files into the output folder. The first argument returns an iterator over the rows at each call.
@@ -196,8 +254,9 @@ class Job:
         written, CheckpointError, and SystemExit on SIGTERM.
         """
         location, merged, file_format = output_places(self.output, self.file_format)
+        report, drain = RunReport(references=source.references), Drain(self.drain_s)
         with (
-            RunFolder.open(
+            RunFolder(
                 location,
                 merged=merged or location.join(f"{self.name}.{file_format}"),
                 identity=self.task.identity,
@@ -209,198 +268,103 @@ class Job:
             self.backend.session(),
         ):
             exit_on_sigterm()  # like Ray's own handler, but with our exit code
-            return _Run(self, source, folder).finish()
+            with drain.watching():
+                left, stats = self._catch_up(source, folder, report), EngineStats()
+                if left is None or len(left):
+                    stats = self._complete(source, left, folder, report, drain)
+                self._conclude(folder, report, stats)
+        return report
 
+    def _catch_up(self, source: Source, folder: RunFolder, report: RunReport) -> pa.Table | None:
+        """Take all rows that need no engine: rows of earlier runs, unreadable rows, duplicates. Return the scanned rows
+        that are left; None if all are, which are then not scanned. Raises ConfigError."""
+        left, refused = None, source.refused
+        if not source.inputs or source.limit is not None or len(folder.done):
+            scan = self.backend.scan(source) if source.inputs else scan_rows(source.rows[: source.limit], source.share)
+            found = compared(scan, folder.done, is_whole=source.is_whole)
+            found.check(self.changed)
+            redone = found.redoable if self.changed == "redo" else found.redoable[:0]
+            folder.redo(scan.rows["id"].take(redone))
+            if kinds := folder.kinds:
+                report.add_earlier(kinds, folder.rows)
+                say(f"going on with a run that has {kinds.total()} rows")
+            if changes := found.describe():
+                say(
+                    f"{changes}: {len(redone)} are done again"
+                    if len(redone)
+                    else f"{changes}: the earlier results are kept"
+                )
+            refused = [*refused, *found.errors]
+            left = scan.rows.take(np.sort(np.concatenate([found.left, redone])))
+        for row in refused:
+            folder.add(row)
+            report.add(row)
+        folder.commit()
+        return left
 
-class Drain:
-    """The end of a job on SIGTERM: rows under way may finish within a grace period, and no new rows begin. A second
-    signal, or the end of the grace period, ends the process at once. `requested`: the signal has come."""
-
-    def __init__(self, grace_s: float) -> None:
-        self.requested = False
-        self._grace_s = grace_s
-        self._on_request: Callable[[], None] = lambda: None
-
-    @contextmanager
-    def watching(self, on_request: Callable[[], None]) -> Iterator[None]:
-        """Call `on_request` at the first SIGTERM inside the block. Enter the block after Ray has started, because Ray
-        replaces the signal handler."""
-        self._on_request = on_request
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
-        signal.signal(signal.SIGTERM, self._take)
-        signal.signal(signal.SIGALRM, self._end)
-        try:
-            yield
-        except SystemExit:
-            if self.requested:  # Ray gives its own code to an exit that comes while it waits
-                raise SystemExit(EXIT_TERMINATED) from None
-            raise
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _take(self, number: int, frame: object) -> None:
-        again, self.requested = self.requested, True
-        if again or self._grace_s <= 0:  # a timer of 0 s would never fire
-            self._end(number, frame)
-        signal.setitimer(signal.ITIMER_REAL, self._grace_s)
-        self._on_request()
-
-    def _end(self, number: int, frame: object) -> None:
-        raise SystemExit(EXIT_TERMINATED)
-
-
-class _Run:
-    """One run of a job's driver."""
-
-    def __init__(self, job: Job, source: Source, folder: RunFolder) -> None:
-        self._job, self._source, self._folder = job, source, folder
-        self._report = RunReport(references=source.references)
-        self._drain = Drain(job.drain_s)
-        self._left: pa.Table | None = None  # the scanned rows that are still to be done; None: all rows
-        self._pool: Pool | None = None
-        self._config: dict[str, Any] = dict(folder.manifest.extra.get("config", {}))
-
-    def finish(self) -> RunReport:
-        with self._drain.watching(self._begin_draining):
-            try:
-                if self._catch_up():
-                    self._complete()
-                self._conclude()
-            finally:
-                self._end_engine()
-        return self._report
-
-    def _catch_up(self) -> bool:
-        """Take all rows that need no engine: rows of earlier runs, unreadable rows, duplicates. Return whether rows are
-        left. Raises ConfigError."""
-        if self._source.inputs and self._source.limit is None and len(self._folder.done) == 0:
-            self._refuse(self._source.refused)
-            return True
-        source = self._source
-        scan = self._job.backend.scan(source) if source.inputs else scan_rows(source.rows[: source.limit], source.share)
-        found = compared(scan, self._folder.done, is_whole=self._source.is_whole)
-        found.check(self._job.changed)
-        redone = found.redoable if self._job.changed == "redo" else found.redoable[:0]
-        self._folder.redo(scan.rows["id"].take(redone))
-        self._show_earlier(found.describe(), num_redone=len(redone))
-        self._refuse([*self._source.refused, *found.errors])
-        self._left = scan.rows.take(np.sort(np.concatenate([found.left, redone])))
-        return len(self._left) > 0
-
-    def _show_earlier(self, changes: str, *, num_redone: int) -> None:
-        if kinds := self._folder.kinds:
-            self._report.add_earlier(kinds, self._folder.rows)
-            say(f"going on with a run that has {kinds.total()} rows")
-        if changes:
-            say(f"{changes}: {num_redone} are done again" if num_redone else f"{changes}: the earlier results are kept")
-
-    def _complete(self) -> None:
+    def _complete(
+        self, source: Source, left: pa.Table | None, folder: RunFolder, report: RunReport, drain: Drain
+    ) -> EngineStats:
         """Complete the rows that are left. Raises EngineDeadError if engines die too often; SystemExit on SIGTERM."""
-        self._folder.commit()
         # `auto` may choose another data type on another machine. All rows of a folder have the same.
-        factory = self._job.factory(self._config.get("dtype"))
-        self._pool = self._job.backend.pool(factory, max_restarts=self._job.max_engine_restarts)
-        if self._drain.requested:  # SIGTERM came before the pool existed
-            self._pool.drain()
-        failure = None
+        dtype = folder.manifest.extra.get("config", {}).get("dtype")
+        pool = self.backend.pool(self.factory(dtype), max_restarts=self.max_engine_restarts)
+        drain.on_request = pool.drain
+        if drain.requested:  # SIGTERM came before the pool existed
+            pool.drain()
+        engine, failure = self.task.settings.engine, None
+        num_wanted = 2 * engine.max_num_seqs * (engine.parallel.replicas if engine.parallel is not None else 1)
+        rows = self.backend.rows(source, left, self.order)
         try:
-            with contextlib.closing(self._completed(self._pool)) as rows:
-                failure = self._take_rows(rows)
+            with (
+                completing(pool.submit, rows, num_wanted=num_wanted) as completed,
+                nullcontext(lambda: len(left)) if left is not None else source.counting() as num_left,
+            ):
+                config = pool.begin()
+                folder.location.join(CONFIG_NAME).write(yaml.safe_dump(config, sort_keys=False).encode())
+                folder.note({"config": config})
+                time_left = TimeLeft(num_left=num_left, num_under_way=num_wanted, is_bound=self.order == "longest")
+                with showing_progress(report.tally, error_console(), time_left) as show:
+                    for row in completed:
+                        if not row.is_final:
+                            failure = row
+                            continue
+                        folder.add(row)
+                        report.add(row)
+                        time_left.add(row)
+                        show()
+            if failure is not None and not drain.requested:
+                raise EngineDeadError(str(failure.error))
+            stats = pool.stats()
+            pool.stop()
         except RayspecError as error:
-            if not (self._drain.requested and error.kind == "aborted"):  # no engine takes rows any more
+            if not (drain.requested and error.kind == "aborted"):  # no engine takes rows any more
                 raise
-        if self._drain.requested:
+        finally:
+            pool.kill()  # at once, so that the next job of this process can use their CPUs and GPUs
+        if drain.requested:
             raise SystemExit(EXIT_TERMINATED)
-        if failure is not None:
-            raise EngineDeadError(str(failure.error))
+        return stats
 
-    def _completed(self, pool: Pool) -> Generator[Row]:
-        """Yield the rows as the engines complete them. Reading begins while the engines load."""
-        rows = self._job.backend.rows(self._source, self._left, self._job.order)
-        with completing(pool.submit, rows, num_wanted=self._num_wanted) as completed:
-            self._config = pool.begin()
-            self._folder.location.join(CONFIG_NAME).write(yaml.safe_dump(self._config, sort_keys=False).encode())
-            self._folder.note({"config": self._config})
-            yield from completed
-
-    @property
-    def _num_wanted(self) -> int:
-        """Number of rows under way that keeps all engines busy."""
-        engine = self._job.task.settings.engine
-        return 2 * engine.max_num_seqs * (engine.parallel.replicas if engine.parallel is not None else 1)
-
-    def _time_left(self) -> TimeLeft:
-        """Make the estimate of the time left. Rows that were not scanned are counted while the job runs."""
-        counted = self._job.backend.counting(self._source.pieces) if self._left is None else None
-        return TimeLeft(
-            num_left=partial(self._num_left, counted),
-            num_under_way=self._num_wanted,
-            is_bound=self._job.order == "longest",
-        )
-
-    def _num_left(self, counted: Callable[[], int | None] | None) -> int | None:
-        if counted is None:
-            return len(self._left) if self._left is not None else None
-        num_rows, share = counted(), self._source.sample
-        return num_rows if num_rows is None or share is None else round(share * num_rows)
-
-    def _take_rows(self, rows: Iterable[Row]) -> Row | None:
-        """Take all rows that are final. Return the last row that is not final, whose error says why; None if none."""
-        failure, time_left = None, self._time_left()
-        with showing_progress(self._report.tally, error_console(), time_left) as show:
-            for row in rows:
-                if row.is_final:
-                    self._take(row)
-                    time_left.add(row)
-                    show()
-                else:
-                    failure = row
-        return failure
-
-    def _refuse(self, rows: Sequence[Row]) -> None:
-        """Take rows that failed without an engine."""
-        for row in rows:
-            self._take(row)
-
-    def _take(self, row: Row) -> None:
-        self._folder.add(row)
-        self._report.add(row)
-
-    def _begin_draining(self) -> None:
-        if self._pool is not None:
-            self._pool.drain()
-
-    def _conclude(self) -> None:
+    def _conclude(self, folder: RunFolder, report: RunReport, stats: EngineStats) -> None:
         """Merge the rows and write the report, unless an earlier run has done so and no row has changed since."""
-        self._folder.commit()
-        is_unchanged = self._folder.is_merged
-        stats = EngineStats() if self._pool is None else self._pool.stats()
         if stats.num_lost_replicas:
             say(f"{stats.num_lost_replicas} replicas were lost for good, and the others did their rows; see the log")
-        tally, before = self._report.tally, self._folder.manifest
+        if folder.is_merged:
+            folder.finish(folder.manifest.counts)
+            return
+        tally = report.tally
         counts = {
             "prompt_tokens": tally.num_prompt_tokens,
             "output_tokens": tally.num_output_tokens,
             "seconds": tally.elapsed_s,
             "errors": dict(tally.errors),
         }
-        self._folder.finish(before.counts if is_unchanged else counts, {"config": self._config})
-        if not is_unchanged:
-            self._write_report(stats)
-        if self._pool is not None:
-            self._pool.stop()
-
-    def _write_report(self, stats: EngineStats) -> None:
-        if self._job.export is not None:
-            self._job.export(self._folder.rows, self._folder.location)
+        folder.finish(counts)
+        if self.export is not None:
+            self.export(folder.rows, folder.location)
+        config = folder.manifest.extra.get("config", {})
         with tempfile.TemporaryDirectory() as scratch:
-            self._report.write(Path(scratch), stats=stats, config=self._config, title=self._job.title)
+            report.write(Path(scratch), stats=stats, config=config, title=self.title)
             for path in Path(scratch).iterdir():
-                self._folder.location.join(path.name).write(path.read_bytes())
-
-    def _end_engine(self) -> None:
-        """Kill the engines at once, so that the next job of this process can use their CPUs and GPUs."""
-        if self._pool is not None:
-            self._pool.kill()
+                folder.location.join(path.name).write(path.read_bytes())

@@ -7,6 +7,7 @@ A part is complete or absent, and never changes. A resume reads the ids, hashes 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -31,16 +32,17 @@ _READ_THREADS = 8  # many, because remote stores answer slowly
 _ROWS_PER_GROUP, _BYTES_PER_GROUP = 1024, 2**23
 _MAX_CHUNKS = 1000
 
-Mask = npt.NDArray[np.bool_]
-
 # What is kept in memory of a stored row. source: set where a row was not read or has the id of another row; else null.
+# part, row: where the row is.
 _INDEX_SCHEMA: Final = pa.schema(
     {
         "id": pa.large_string(),
-        "source": pa.string(),
+        "source": pa.large_string(),
         "input_hash": pa.string(),
         "error_kind": pa.string(),
         "is_final": pa.bool_(),
+        "part": pa.int32(),
+        "row": pa.int32(),
     }
 )
 
@@ -82,92 +84,65 @@ class Parts:
 
     def __init__(self, folder: Location, *, text_column: str) -> None:
         self._folder, self._schema = folder, output_schema(text_column)
-        names = [name for name in folder.file_sizes() if re.fullmatch(PART_NAME, name)]
+        names = [name for name in _names_in(folder) if re.fullmatch(PART_NAME, name)]
         names.sort(key=lambda name: (_number(name), name))
         with ThreadPoolExecutor(_READ_THREADS) as threads:
-            tables = list(threads.map(lambda name: _described(self._read(name, _DESCRIBING)), names))
-        self._parts = [(name, len(table)) for name, table in zip(names, tables, strict=True)]
-        self._index = pa.concat_tables([_INDEX_SCHEMA.empty_table(), *tables]).combine_chunks()
-        self._is_ignored = _mask(pc.is_valid(self._index["source"]))
-        self._is_reopened: Mask = np.zeros(len(self._index), dtype=bool)
-        self._counting: Mask | None = None
-
-    @property
-    def num_stored(self) -> int:
-        return len(self._index)
-
-    @property
-    def ignores_some(self) -> bool:
+            tables = list(threads.map(lambda name: self._read(name, _DESCRIBING), names))
+        stored = pa.concat_tables([_INDEX_SCHEMA.empty_table(), *map(_described, tables, itertools.count())])
+        index = stored.filter(pc.is_null(stored["source"]))
+        self.ignores_some = len(index) < len(stored)
         """Whether earlier sessions stored rows that could not be read."""
-        return bool(self._is_ignored.any())
+        self._state = tuple(names), _counting(index).combine_chunks()
 
     def append(self, rows: Sequence[Row], run_id: str) -> None:
         """Write the rows as one part, whole or not at all. Raises OSError."""
-        number = _number(self._parts[-1][0]) + 1 if self._parts else 1
-        name = f"part-{number:06d}-{run_id}.parquet"
+        names, index = self._state
+        name = f"part-{_number(names[-1]) + 1 if names else 1:06d}-{run_id}.parquet"
         columns = list(zip(OUTPUT_COLUMNS, self._schema.names, strict=True))
         table = pa.Table.from_pylist(
             [{column: getattr(row, field) for field, column in columns} for row in rows], schema=self._schema
         )
         with self._folder.join(name).writing() as file:
             pq.write_table(table, file, row_group_size=_ROWS_PER_GROUP, write_page_checksum=True)
-        # In this order, because a signal may interrupt anywhere; the next call then repeats all steps.
-        before = self._index.slice(0, sum(size for _, size in self._parts))
-        index = pa.concat_tables([before, _described(table)])
-        self._index = index.combine_chunks() if index["id"].num_chunks > _MAX_CHUNKS else index
-        self._counting = None
-        self._parts.append((name, len(rows)))
+        index = pa.concat_tables([index, _described(table, len(names))])
+        # In one step: a signal that comes before it leaves a part that the next call replaces.
+        self._state = (*names, name), index.combine_chunks() if index["id"].num_chunks > _MAX_CHUNKS else index
 
     def redo(self, row_ids: pa.Array) -> None:
-        """Mark rows to be done again. Until their new results are appended, the earlier results count. Call this before
-        the first `append`."""
-        is_named = _mask(pc.is_in(self._index["id"], value_set=row_ids.cast(pa.large_string())))
-        self._is_ignored = self._now(self._is_ignored) | is_named & ~self._is_counting
-        self._is_reopened = self._now(self._is_reopened) | is_named
-        self._counting = None
+        """Mark rows to be done again. Until their new results are appended, the earlier results count."""
+        names, index = self._state[0], _counting(self._state[1])
+        is_named = pc.is_in(index["id"], value_set=row_ids.cast(pa.large_string()))
+        is_final = pc.and_(index["is_final"], pc.invert(is_named))
+        self._state = names, index.set_column(index.schema.get_field_index("is_final"), "is_final", is_final)
 
     # --- which rows count ---
 
+    @property
+    def num_stored(self) -> int:
+        """The number of rows, those that do not count any more included."""
+        return len(self._state[1])
+
     def __len__(self) -> int:
         """The number of rows that count."""
-        return int(self._is_counting.sum())
+        return len(_counting(self._state[1]))
 
     @property
     def is_complete(self) -> bool:
         """Whether no row that counts is to be done again."""
-        return bool(self._is_final[self._is_counting].all())
+        return bool(pc.all(_counting(self._state[1])["is_final"], min_count=0).as_py())
 
     @property
     def done(self) -> pa.Table:
         """Table of `id` and `input_hash` of the rows that an engine has done. An unknown hash is null."""
-        is_done = self._is_counting & self._is_final & ~_mask(pc.is_valid(self._index["source"]))
-        return self._index.select(["id", "input_hash"]).filter(is_done)
+        index = _counting(self._state[1])
+        return index.filter(pc.and_(index["is_final"], pc.is_null(index["source"]))).select(["id", "input_hash"])
 
     @property
     def kinds(self) -> Counter[str | None]:
         """Numbers of the final rows by kind of error; None is the kind of those that succeeded."""
-        kinds = self._index["error_kind"].filter(self._is_counting & self._is_final)
+        index = _counting(self._state[1])
+        kinds = index["error_kind"].filter(index["is_final"])
         return Counter({found["values"]: found["counts"] for found in pc.value_counts(kinds).to_pylist()})
-
-    @property
-    def _is_counting(self) -> Mask:
-        if self._counting is None:
-            codes = codes_of(_keys(self._index))
-            place, is_final, is_ignored = np.arange(len(codes)), self._is_final, self._now(self._is_ignored)
-            last = np.full(int(codes.max(initial=-1)) + 1, -1)
-            for group in (~is_final & ~is_ignored, is_final & ~is_ignored):
-                last[codes[group]] = place[group]  # of equal codes the last assignment holds
-            self._counting = np.zeros(len(codes), dtype=bool)
-            self._counting[last[last >= 0]] = True
-        return self._counting
-
-    @property
-    def _is_final(self) -> Mask:
-        return _mask(self._index["is_final"]) & ~self._now(self._is_reopened)
-
-    def _now(self, mask: Mask) -> Mask:
-        """Extend a mask of the first rows to all rows; the later rows are False."""
-        return np.concatenate([mask, np.zeros(len(self._index) - len(mask), dtype=bool)])
 
     # --- reading ---
 
@@ -195,12 +170,11 @@ class Parts:
                 writer.write_table(pa.concat_tables(waiting))
 
     def _tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        start, counting = 0, self._is_counting
-        for name, size in list(self._parts):
-            mask = counting[start : start + size]
-            start += size
-            if mask.any():
-                yield self._read(name, columns).filter(mask)
+        names, index = self._state[0], _counting(self._state[1])
+        bounds = np.searchsorted(index["part"].to_numpy(), np.arange(len(names) + 1))  # the index has the parts' order
+        for name, (start, end) in zip(names, itertools.pairwise(bounds), strict=True):
+            if start < end:
+                yield self._read(name, columns).take(index["row"][start:end])
 
     def _read(self, name: str, columns: Sequence[str]) -> pa.Table:
         place = self._folder.join(name)
@@ -224,41 +198,44 @@ def _damaged(place: Location, detail: str) -> DamagedOutputError:
 
 def parts_in(folder: Location) -> list[str]:
     """Return the names of the files of parts, also of an earlier version."""
-    return [
-        name for name in folder.file_sizes() if re.fullmatch(r"part-\d{6,}-[0-9a-f]{8}\.\w+|\.index\.parquet", name)
-    ]
+    return [name for name in _names_in(folder) if re.fullmatch(r"part-\d{6,}-[0-9a-f]{8}\.\w+|\.index\.parquet", name)]
 
 
-def _described(rows: pa.Table) -> pa.Table:
-    """Return the columns of _INDEX_SCHEMA for output rows."""
+def _names_in(folder: Location) -> list[str]:
+    return [entry.file_name for entry in folder.entries()]
+
+
+def _described(rows: pa.Table, part: int) -> pa.Table:
+    """Return the columns of _INDEX_SCHEMA for the rows of a part."""
     is_transient = pc.is_in(rows["error_kind"], value_set=pa.array(sorted(TRANSIENT_KINDS)))
     is_aborted = pc.fill_null(pc.equal(rows["finish_reason"], "abort"), fill_value=False)
     is_input_error = pc.and_(pc.is_valid(rows["error_kind"]), pc.is_null(rows["input_hash"]))
     columns: dict[str, Any] = {
-        **{name: rows[name] for name in ("id", "input_hash", "error_kind")},
+        "id": rows["id"],
         "source": pc.if_else(is_input_error, pc.fill_null(rows["source"], ""), pa.scalar(None, pa.string())),
+        "input_hash": rows["input_hash"],
+        "error_kind": rows["error_kind"],
         "is_final": pc.invert(pc.or_(is_transient, is_aborted)),
+        "part": np.full(len(rows), part),
+        "row": np.arange(len(rows)),
     }
-    return pa.table({name: columns[name] for name in _INDEX_SCHEMA.names}).cast(_INDEX_SCHEMA)
+    return pa.table(columns).cast(_INDEX_SCHEMA)
 
 
-def _keys(index: pa.Table) -> pa.ChunkedArray:
-    """Return a key for each row: its id, for an error of the input with its source. One row of each key counts."""
-    if index["source"].null_count == len(index):
-        return index["id"]
-    source = index["source"].cast(pa.large_string())
-    with_source = pc.binary_join_element_wise(index["id"], source, pa.scalar("\0", pa.large_string()))
-    return pc.if_else(pc.is_valid(source), with_source, index["id"])
+def _counting(index: pa.Table) -> pa.Table:
+    """Return those of the rows that count: one of each id, and one for each place of an error of the input."""
+    with_source = pc.binary_join_element_wise(index["id"], index["source"], pa.scalar("\0", pa.large_string()))
+    codes = codes_of(pc.coalesce(with_source, index["id"]))
+    rank = np.arange(len(codes)) + len(codes) * np.asarray(index["is_final"].to_numpy(), dtype=np.int64)
+    best = np.full(int(codes.max(initial=-1)) + 1, -1)
+    np.maximum.at(best, codes, rank)
+    return index.filter(pa.array(best[codes] == rank))
 
 
 def codes_of(values: pa.ChunkedArray) -> npt.NDArray[np.int64]:
     """Return numbers from 0 on that are equal where the values are equal."""
     chunks = values.dictionary_encode().chunks
     return np.concatenate([np.empty(0, np.int64), *(chunk.indices.to_numpy(zero_copy_only=False) for chunk in chunks)])
-
-
-def _mask(values: pa.ChunkedArray) -> Mask:
-    return np.asarray(values.to_numpy(), dtype=bool)
 
 
 def _number(name: str) -> int:

@@ -6,8 +6,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -15,10 +15,9 @@ from typing import Any
 import pyarrow as pa
 import ray
 import ray.data
-from ray.exceptions import RayError
 
 from rayspec.batch.columns import Columns
-from rayspec.batch.documents import Piece, num_rows_of, read_piece
+from rayspec.batch.documents import Piece, read_piece
 from rayspec.batch.job import Order, Source, sort_key
 from rayspec.batch.rows import Row
 from rayspec.batch.scan import Scan, Takes, scan_of, scan_pieces, takes_all
@@ -60,9 +59,6 @@ class RayBackend:
         ]
         return scan_of(map(ray.get, itertools.chain.from_iterable(tasks)), pieces, limit=source.limit)
 
-    def counting(self, pieces: Sequence[Piece]) -> Callable[[], int | None]:
-        return CountedRows(pieces)
-
     def rows(self, source: Source, left: pa.Table | None, order: Order) -> Generator[Row]:
         if source.inputs:
             dataset = read_dataset(source.pieces, source.columns, takes=source.share, wanted=source.wanted(left))
@@ -72,26 +68,6 @@ class RayBackend:
 
     def pool(self, factory: EngineFactory, *, max_restarts: int) -> EnginePool:
         return EnginePool(factory, max_restarts=max_restarts)
-
-
-class CountedRows:
-    """Counts the rows of pieces in a separate task, while other work goes on."""
-
-    def __init__(self, found: Sequence[Piece]) -> None:
-        self._counting: Any = ray.remote(_count).options(num_cpus=0).remote(found)
-        self._num_rows: int | None = None
-
-    def __call__(self) -> int | None:
-        """Return about how many rows there are; None while the task counts, and if the task failed."""
-        if self._counting is not None and ray.wait([self._counting], timeout=0)[0]:
-            with suppress(RayError):
-                self._num_rows = ray.get(self._counting)
-            self._counting = None
-        return self._num_rows
-
-
-def _count(found: Sequence[Piece]) -> int:
-    return sum(map(num_rows_of, found))
 
 
 def read_dataset(

@@ -22,12 +22,12 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
 from types import TracebackType
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import pyarrow as pa
 from typing_extensions import Self
@@ -91,79 +91,55 @@ class Manifest:
     def write(self, location: Location) -> None:
         location.write(json.dumps(asdict(self), indent=2, ensure_ascii=False).encode() + b"\n")
 
-    def check_equal(self, other: Manifest, location: Location) -> None:
-        """Check that a run with the manifest `other` may continue this job. Raises ConfigError with the differences."""
-        differences = list(_differences(self._resolved(other), other._deciding))
-        if differences:
-            raise ConfigError(
-                f"option 'output' is {location.name!r}, whose rows were made with other options: "
-                f"{'; '.join(differences)}: choose another folder, or pass --overwrite to begin again"
-            )
 
-    def _resolved(self, other: Manifest) -> dict[str, Any]:
-        """Return what decides the rows. Options of the engine that were left to it have the value that the engine gave
-        them, where `other` names a value."""
-        then, now, config = self._deciding, other._deciding, self.extra.get("config", {})
-        before, engine = then.get("engine"), now.get("engine")
-        if not isinstance(before, Mapping) or not isinstance(engine, Mapping):
-            return then
-        unset = {name for name, value in before.items() if value in _LEFT_TO_THE_ENGINE}
-        named = {name for name in unset & engine.keys() if engine[name] not in _LEFT_TO_THE_ENGINE}
-        return then | {"engine": {**before, **{name: config[name] for name in named & config.keys()}}}
+def _check_equal(before: Manifest, fresh: Manifest, location: Location) -> None:
+    """Check that a run with the manifest `fresh` may continue the job of `before`. Raises ConfigError.
 
-    @property
-    def _deciding(self) -> dict[str, Any]:
-        names = ("text_column", "file_format", "version")
-        return {**self.identity} | {name: getattr(self, name) for name in names}
+    An option that was left to the engine has the value that the engine gave it, where `fresh` names a value.
+    """
+    then, now = (
+        {**each.identity} | {name: getattr(each, name) for name in ("text_column", "file_format", "version")}
+        for each in (before, fresh)
+    )
+    engine, asked, config = then.get("engine"), now.get("engine"), before.extra.get("config", {})
+    if isinstance(engine, Mapping) and isinstance(asked, Mapping):
+        unset = {name for name, value in engine.items() if value in _LEFT_TO_THE_ENGINE}
+        named = {name for name in unset & asked.keys() & config.keys() if asked[name] not in _LEFT_TO_THE_ENGINE}
+        then["engine"] = {**engine, **{name: config[name] for name in named}}
+    differences = list(_differences(then, now))
+    if differences:
+        raise ConfigError(
+            f"option 'output' is {location.name!r}, whose rows were made with other options: "
+            f"{'; '.join(differences)}: choose another folder, or pass --overwrite to begin again"
+        )
 
 
-class _FolderLock:
-    """A lock that one process holds at a time. The kernel releases it when the process ends. Remote stores have
-    none."""
-
-    def __init__(self, location: Location) -> None:
-        """Take the lock. Raises ConfigError if another process holds it."""
-        self._descriptor: int | None = None
-        path = location.join(_LOCK).local_path
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(self._descriptor, 1000, 0).decode(errors="replace") or "another process"
-            self.release()
-            raise ConfigError(
-                f"option 'output' is {location.name!r}, where {holder} is writing: wait for it or choose another folder"
-            ) from error
-        except OSError as error:
-            if error.errno not in {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}:
-                self.release()
-                raise
-            return  # a file system without locks is treated like a remote store
-        with suppress(OSError):  # a full disk: then nobody learns who holds the lock
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"process {os.getpid()} of {platform.node()}, since {_now()},".encode(), 0)
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-class _Timer(Protocol):
-    def cancel(self) -> None: ...
-
-
-def _start_timer(seconds: float, action: Callable[[], None]) -> _Timer:
-    timer = threading.Timer(seconds, action)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
-StartTimer = Callable[[float, Callable[[], None]], _Timer]
+def _locked(location: Location) -> int | None:
+    """Take the lock of a folder and return its descriptor; None where there is no lock. The kernel releases the lock
+    when the process ends. Raises ConfigError for a file and if another process holds the lock."""
+    if location.exists and not location.is_folder:
+        raise ConfigError(f"option 'output' is {location.name!r}, a file: name a folder")
+    path = location.join(_LOCK).local_path
+    if path is None:
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(lock, 1000, 0).decode(errors="replace") or "another process"
+        os.close(lock)
+        if error.errno in {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}:
+            return None  # a file system without locks is treated like a remote store
+        if not isinstance(error, BlockingIOError):
+            raise
+        raise ConfigError(
+            f"option 'output' is {location.name!r}, where {holder} is writing: wait for it or choose another folder"
+        ) from error
+    with suppress(OSError):  # a full disk: then nobody learns who holds the lock
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} of {platform.node()}, since {_now()},".encode(), 0)
+    return lock
 
 
 class RunFolder:
@@ -175,64 +151,50 @@ class RunFolder:
     """
 
     def __init__(
-        self, location: Location, before: Manifest, lock: _FolderLock, *, merged: Location, start_timer: StartTimer
-    ) -> None:
-        """Use `open` instead."""
-        self.location = location
-        self._lock, self._merged, self._start_timer = lock, merged, start_timer
-        self._manifest = replace(before, status="running", sessions=(*before.sessions, _new_session()))
-        self._guard = threading.RLock()
-        self._buffer: list[Row] = []
-        self._timer: _Timer | None = None
-        self._is_overdue = False
-        self._opened_s = time.monotonic()
-        self._parts = Parts(
-            location.join(_ROWS),
-            text_column=before.text_column,
-        )
-        self._is_merged = before.status == "complete" and self._merged.exists and not self._parts.ignores_some
-        self._manifest.write(location.join(MANIFEST))  # last: a folder that cannot be read stays unchanged
-
-    @classmethod
-    def open(
-        cls,
+        self,
         location: Location,
         *,
+        merged: Location,
         identity: Mapping[str, Any],
         overwrite: bool,
         text_column: str,
         file_format: FileFormat,
-        merged: Location | None = None,
         report_files: Collection[str] = (),
-        start_timer: StartTimer = _start_timer,
-    ) -> RunFolder:
+    ) -> None:
         """Begin a job in a new or empty folder, or continue the job that is in the folder.
 
-        identity: the options that decide the content of the rows, as JSON values; nested keys are compared one by one.
-        overwrite: delete the files of an earlier job and begin again; other files stay. report_files: names of other
-        files of the job. merged: the file of all rows; None: "rows" in the folder. start_timer: calls back after some
-        seconds, unless cancelled.
+        merged: the file of all rows. identity: the options that decide the content of the rows, as JSON values; nested
+        keys are compared one by one. overwrite: delete the files of an earlier job and begin again; other files stay.
+        report_files: names of other files of the job.
 
         Raises ConfigError for a folder that holds other files, has another identity, is being written by another
         process, or cannot be reached; DamagedOutputError for files in it that cannot be read.
         """
-        _check_text_column(text_column)
-        merged = location.join(f"rows.{file_format}") if merged is None else merged
+        if text_column in set(OUTPUT_COLUMNS) - {"text"}:
+            raise ConfigError(
+                f"text_column is {text_column!r}, which is another column of the output: choose another name"
+            )
         fresh = Manifest(identity=json.loads(json.dumps(identity)), text_column=text_column, file_format=file_format)
+        self.location, self._merged = location, merged
+        self._guard = threading.RLock()
+        self._buffer: list[Row] = []
+        self._timer: threading.Timer | None = None
+        self._is_overdue = False
+        self._opened_s = time.monotonic()
+        self._lock: int | None = None
         try:
-            if location.exists and not location.is_folder:
-                raise ConfigError(f"option 'output' is {location.name!r}, a file: name a folder")
-            lock = _FolderLock(location)
-            try:
-                manifest = (
-                    _begin(location, fresh, merged, report_files) if overwrite else _continue(location, fresh, merged)
-                )
-                _remove_leftovers(location, merged)
-                return cls(location, manifest, lock, merged=merged, start_timer=start_timer)
-            except BaseException:
-                lock.release()
+            self._lock = _locked(location)
+            before = _begin(location, fresh, merged, report_files) if overwrite else _continue(location, fresh, merged)
+            _remove_leftovers(location, merged)
+            self._parts = Parts(location.join(_ROWS), text_column=text_column)
+            self._is_merged = before.status == "complete" and merged.exists and not self._parts.ignores_some
+            session = Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
+            self._manifest = replace(before, status="running", sessions=(*before.sessions, session))
+            self._manifest.write(location.join(MANIFEST))  # last: a folder that cannot be read stays unchanged
+        except BaseException as error:
+            self._release()
+            if not isinstance(error, UnreadableFileError | OSError):
                 raise
-        except (UnreadableFileError, OSError) as error:
             raise ConfigError(
                 f"option 'output' is {location.name!r}, which cannot be used ({error_detail(error)}): choose another"
             ) from error
@@ -274,7 +236,9 @@ class RunFolder:
             elif self._timer is None:
                 # At most 0.1 % of the time so far is lost in a crash, and a long job has a few thousand parts.
                 seconds = max(_SECONDS_PER_PART, (time.monotonic() - self._opened_s) / 1000)
-                self._timer = self._start_timer(seconds, self._commit_overdue)
+                self._timer = threading.Timer(seconds, self._commit_overdue)
+                self._timer.daemon = True
+                self._timer.start()
 
     def commit(self) -> None:
         """Write the rows that are not on disk yet as one part, whole or not at all. Raises OutputError."""
@@ -298,17 +262,17 @@ class RunFolder:
             self._manifest = replace(self._manifest, extra=extra)
             self._manifest.write(self.location.join(MANIFEST))
 
-    def finish(self, counts: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    def finish(self, counts: Mapping[str, Any]) -> None:
         """Commit, merge the rows into one file if they are fewer than a million, and update the manifest.
 
-        counts, extra: further content of the manifest. The job is complete unless some rows are to be done again.
+        counts: further content of the manifest. The job is complete unless some rows are to be done again.
         Raises OutputError.
         """
         with self._guard, self._naming_output():
             self.commit()
             self._merge()
             status: Status = "complete" if self._parts.is_complete else "interrupted"
-            self._end_session(status, counts=counts, extra=extra)
+            self._end_session(status, counts)
 
     def close(self) -> None:
         """Commit the rows so far and release the lock. A job that did not finish can be resumed. Raises OutputError."""
@@ -319,12 +283,17 @@ class RunFolder:
             try:
                 if self._manifest.status == "running":
                     with suppress(OSError, pa.ArrowException, DamagedOutputError):
-                        if self._is_asked_for and len(self._parts):  # then it has the rows so far
+                        if not self._is_in_the_folder and len(self._parts):  # then it has the rows so far
                             self._merge()
                     with suppress(OSError):  # a manifest that says "running" is that of a killed driver
-                        self._end_session("interrupted", counts=self._manifest.counts, extra=self._manifest.extra)
+                        self._end_session("interrupted", self._manifest.counts)
             finally:
-                self._lock.release()
+                self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> Self:
         return self
@@ -356,12 +325,12 @@ class RunFolder:
             ) from error
 
     @property
-    def _is_asked_for(self) -> bool:
-        """Whether the merged file is the output that the user named."""
-        return not self._merged.is_in(self.location)
+    def _is_in_the_folder(self) -> bool:
+        """Whether the merged file is in the run folder, and not the output that the user named."""
+        return self._merged.is_in(self.location)
 
     def _merge(self) -> None:
-        is_wanted = self._is_asked_for or self._manifest.file_format == "jsonl"  # parts are Parquet
+        is_wanted = not self._is_in_the_folder or self._manifest.file_format == "jsonl"  # parts are Parquet
         if not self._is_merged and (is_wanted or len(self._parts) < _MAX_MERGED_ROWS):
             with self._merged.writing() as file:
                 self._parts.write(file, self._manifest.file_format)
@@ -372,19 +341,19 @@ class RunFolder:
             self._timer.cancel()
             self._timer = None
 
-    def _end_session(self, status: Status, *, counts: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    def _end_session(self, status: Status, counts: Mapping[str, Any]) -> None:
         *before, session = self._manifest.sessions
+        kinds = self.kinds
         self._manifest = replace(
             self._manifest,
             status=status,
             sessions=(*before, replace(session, finished=_now())),
             rows={
-                "total": self.kinds.total(),
-                "succeeded": self.kinds[None],
-                "failed": {kind: number for kind, number in self.kinds.most_common() if kind is not None},
+                "total": kinds.total(),
+                "succeeded": kinds[None],
+                "failed": {kind: number for kind, number in kinds.most_common() if kind is not None},
             },
             counts=counts,
-            extra=extra,
         )
         self._manifest.write(self.location.join(MANIFEST))
 
@@ -401,11 +370,6 @@ def output_places(output: str, file_format: FileFormat | None) -> tuple[Location
     return replace(place, path=f"{place.path}.run"), place, named
 
 
-def _check_text_column(text_column: str) -> None:
-    if text_column in set(OUTPUT_COLUMNS) - {"text"}:
-        raise ConfigError(f"text_column is {text_column!r}, which is another column of the output: choose another name")
-
-
 def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest:
     """Return the manifest of the folder, or `fresh` for a folder without rows. Raises ConfigError,
     DamagedOutputError."""
@@ -414,7 +378,7 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
         previous = Manifest.read(manifest)
         if not parts_in(location.join(_ROWS)):
             return replace(fresh, sessions=previous.sessions)
-        previous.check_equal(fresh, location)
+        _check_equal(previous, fresh, location)
         return previous
     if merged.exists and not merged.is_in(location):
         raise ConfigError(f"option 'output' is {merged.name!r}, which exists: choose another name or pass --overwrite")
@@ -445,13 +409,9 @@ def _remove_leftovers(location: Location, merged: Location) -> None:
     names = "|".join((PART_NAME, re.escape(MANIFEST), rf"{stem}\.(?:parquet|jsonl)"))
     ours = re.compile(rf"\.(?:{names})\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}")
     for folder in (location, location.join(_ROWS), merged.folder):
-        for file in folder.files((PARTIAL_SUFFIX,), recursive=False):
+        for file in folder.entries():
             if ours.fullmatch(file.file_name):
                 file.delete()
-
-
-def _new_session() -> Session:
-    return Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
 
 
 def _now() -> str:

@@ -12,8 +12,8 @@ import stat
 import tempfile
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -32,6 +32,9 @@ _ATOMIC_PUT = {"s3", "gcs", "abfs"}  # an object appears only when it is complet
 _URI = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<authority>[^/?]*)(?P<path>.*?)(?P<query>\?\w+=[^/]*)?", re.DOTALL
 )
+
+
+Kind = Literal["folder", "file"]
 
 
 class UnreadableFileError(InputFileError):
@@ -166,58 +169,48 @@ class Location:
         """Whether the path has characters of a glob pattern. An existing file is no pattern, whatever its name."""
         return glob.has_magic(self.path) and not self.exists
 
-    def files(self, suffixes: Collection[str], *, recursive: bool = True) -> list[Location]:
-        """Return the files below a folder with one of the suffixes, in order; none if there is no folder."""
-        found = (location for location, is_folder in self._entries(recursive=recursive) if not is_folder)
-        return sorted((file for file in found if file.suffix in suffixes), key=_by_parts)
-
     def below(self) -> tuple[list[Location], list[Location]]:
         """Return the files of a folder and of all folders below it, in order, and the folders that cannot be listed.
 
         Files and folders with a leading dot are left out. Links to folders are followed; no folder is listed twice.
         """
-        depth = len(PurePosixPath(self.path).parts)
-        unreadable: list[Location] = []
+        num_above = len(PurePosixPath(self.path).parts)
+        files, unreadable = [], []
         try:
-            found = list(self._entries(recursive=True, unreadable=unreadable, hidden=False))
+            for place, kind in self._walked():
+                is_hidden = any(part.startswith(".") for part in PurePosixPath(place.path).parts[num_above:])
+                if kind is None:
+                    unreadable.append(place)
+                elif kind == "file" and not is_hidden:
+                    files.append(place)
         except UnreadableFileError:
             return [], [self]
-        files = (entry for entry, is_folder in found if not is_folder and not _is_hidden(entry.path, depth))
         return sorted(files, key=_by_parts), sorted(unreadable, key=_by_parts)
-
-    def check_listing(self) -> None:
-        """Check that a folder can be listed. Raises UnreadableFileError otherwise."""
-        unreadable: list[Location] = []
-        for _ in self._entries(recursive=False, unreadable=unreadable):
-            break
-        if unreadable:
-            raise UnreadableFileError(f"{self.name}: the folder could not be listed; check its permissions")
 
     def entries(self) -> list[Location]:
         """Return the files and folders directly in a folder, in order; none if there is no folder."""
-        return sorted((location for location, _ in self._entries(recursive=False)), key=_by_parts)
-
-    def file_sizes(self) -> dict[str, int]:
-        """Return the sizes in bytes of the files directly in a folder, by name; none if there is no folder."""
         with self._asking():
             if self.local_path is not None:
-                return _local_sizes(self.local_path)
+                if not self.exists:
+                    return []
+                return [self.join(name) for name in sorted(os.listdir(self._address or "."))]
             selector = fs.FileSelector(self._address, allow_not_found=True)
-            infos = self.store.filesystem.get_file_info(selector)
-        return {info.base_name: info.size for info in infos if info.type == fs.FileType.File}
+            return sorted(
+                map(self._at, (info.path for info in self.store.filesystem.get_file_info(selector))), key=_by_parts
+            )
 
     def glob(self) -> list[Location]:
         """Return the files and folders that match the path as a pattern of "*", "?", "[...]" and "**", in order.
 
-        "*" does not match across "/", nor a leading dot.
+        "*" does not match across "/", nor a leading dot. "**" does not match folders with a leading dot.
         """
         if self.local_path is not None and "**" not in self.path:
             return [self._at(address) for address in sorted(glob.glob(self._address))]
         parts = PurePosixPath(self.path).parts
         num_fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
         folder, pattern = replace(self, path=posixpath.join("", *parts[:num_fixed])), parts[num_fixed:]
-        entries = folder._entries(recursive=len(pattern) > 1 or "**" in pattern)
-        matching = (entry for entry, _ in entries if _matches(PurePosixPath(entry.path).parts[num_fixed:], pattern))
+        found = (place for place, kind in folder._walked() if kind is not None)
+        matching = (place for place in found if _matches(PurePosixPath(place.path).parts[num_fixed:], pattern))
         return sorted(matching, key=_by_parts)
 
     def open(self) -> io.BufferedReader:
@@ -235,13 +228,52 @@ class Location:
         with self.writing() as file:
             file.write(content)
 
-    def writing(self) -> AbstractContextManager[IO[bytes]]:
+    @contextmanager
+    def writing(self) -> Iterator[IO[bytes]]:
         """Open a temporary file that replaces this file when the block ends. If the block raises, nothing changes.
 
         Missing folders are made. Until the end, and after a crash, readers see the old file; a crash also leaves a
         hidden file that ends in PARTIAL_SUFFIX. On this machine the file is on disk when the block has ended.
         """
-        return self._replacing() if self.local_path is not None else self._uploading()
+        folder, name = posixpath.split(self.path)
+        partial = replace(self, path=posixpath.join(folder, f".{name}.{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}"))
+        if self.local_path is None:
+            with tempfile.NamedTemporaryFile() as spool:
+                yield cast("IO[bytes]", spool)
+                spool.flush()
+                self._upload(spool.name, partial)
+            return
+        self.folder.make_folder()
+        try:
+            with open(partial._address, "xb", opener=_opened_privately if self.is_private else None) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial._address, self._address)
+        except BaseException:
+            partial.delete()
+            raise
+        _sync_folder(self.local_path.parent)
+
+    def _upload(self, path: str, partial: Location) -> None:
+        """Copy a file to this place of a remote store, in one call, which no signal interrupts: closing a stream early
+        would store half a file as complete."""
+        store, target = self.store, self if self.store.has_atomic_put else partial
+        if target is partial:
+            store.filesystem.create_dir(posixpath.dirname(self._address), recursive=True)
+        try:
+            fs.copy_files(
+                path,
+                target._address,
+                source_filesystem=fs.LocalFileSystem(),
+                destination_filesystem=store.filesystem,
+            )
+            if target is partial:
+                store.filesystem.move(partial._address, self._address)
+        except BaseException:
+            if target is partial:
+                partial.delete()
+            raise
 
     def delete(self) -> None:
         """Delete the file. A missing file is no error."""
@@ -278,7 +310,7 @@ class Location:
         return replace(self, path=path)
 
     @property
-    def kind(self) -> Literal["folder", "file"] | None:
+    def kind(self) -> Kind | None:
         """The kind of object at this place; None if there is none. Each use is a request to the store."""
         with self._asking():
             if self.local_path is not None:
@@ -288,25 +320,17 @@ class Location:
             return None
         return "folder" if kind == fs.FileType.Directory else "file"
 
-    def _entries(
-        self, *, recursive: bool, unreadable: list[Location] | None = None, hidden: bool = True
-    ) -> Iterator[tuple[Location, bool]]:
-        """Yield files and folders, each with whether it is a folder.
-
-        unreadable: receives the folders that cannot be listed. hidden: whether to list folders with a leading dot in
-        their name. Both apply to this machine only.
-        """
+    def _walked(self) -> Iterator[tuple[Location, Kind | None]]:
+        """Yield the files and folders below a folder, each with its kind; None is a folder that cannot be listed. On
+        this machine, those with a leading dot are left out."""
         if self.local_path is not None:
-            for path, kind in _walk(str(self.local_path), recursive=recursive, hidden=hidden):
-                if kind != "unreadable":
-                    yield self._at(path), kind == "folder"
-                elif unreadable is not None:
-                    unreadable.append(self._at(path))
+            yield from ((self._at(path), kind) for path, kind in _walk(str(self.local_path)))
             return
         with self._asking():
-            selector = fs.FileSelector(self._address, allow_not_found=True, recursive=recursive)
+            selector = fs.FileSelector(self._address, allow_not_found=True, recursive=True)
             infos = self.store.filesystem.get_file_info(selector)
-        yield from ((self._at(info.path), info.type == fs.FileType.Directory) for info in infos)
+        for info in infos:
+            yield self._at(info.path), "folder" if info.type == fs.FileType.Directory else "file"
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -314,52 +338,6 @@ class Location:
             yield
         except FILE_ERRORS as error:
             raise UnreadableFileError(f"{self.name}: could not be read ({error_detail(error)})") from error
-
-    def _partial(self) -> Location:
-        folder, name = posixpath.split(self.path)
-        return replace(self, path=posixpath.join(folder, f".{name}.{uuid.uuid4().hex[:8]}{PARTIAL_SUFFIX}"))
-
-    @contextmanager
-    def _replacing(self) -> Iterator[IO[bytes]]:
-        path, partial = Path(self._address), Path(self._partial()._address)
-        self.folder.make_folder()
-        try:
-            with open(partial, "xb", opener=_opened_privately if self.is_private else None) as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        _sync_folder(path.parent)
-
-    @contextmanager
-    def _uploading(self) -> Iterator[IO[bytes]]:
-        """Spool the content in a local temporary file, and upload it when the block ends."""
-        with tempfile.NamedTemporaryFile() as spool:
-            yield cast("IO[bytes]", spool)
-            spool.flush()
-            self._upload(spool.name)
-
-    def _upload(self, path: str) -> None:
-        if self.store.has_atomic_put:
-            self._copy_from(path)
-            return
-        partial = self._partial()
-        self.store.filesystem.create_dir(posixpath.dirname(self._address), recursive=True)
-        try:
-            partial._copy_from(path)
-            self.store.filesystem.move(partial._address, self._address)
-        except BaseException:
-            partial.delete()
-            raise
-
-    def _copy_from(self, path: str) -> None:
-        """Copy in one call, which no signal interrupts. Closing a stream early would store half a file as complete."""
-        fs.copy_files(
-            path, self._address, source_filesystem=fs.LocalFileSystem(), destination_filesystem=self.store.filesystem
-        )
 
 
 def _opened_privately(path: str, flags: int) -> int:
@@ -408,7 +386,7 @@ def _escaped(path: str) -> str:
     return "".join(f"%{ord(char) - 0xDC00:02X}" if "\udc80" <= char <= "\udcff" else char for char in escaped)
 
 
-def _local_type(path: str) -> Literal["folder", "file"] | None:
+def _local_type(path: str) -> Kind | None:
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -416,72 +394,40 @@ def _local_type(path: str) -> Literal["folder", "file"] | None:
     return "folder" if stat.S_ISDIR(mode) else "file"
 
 
-def _local_sizes(folder: Path) -> dict[str, int]:
-    try:
-        with os.scandir(folder) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-    except FileNotFoundError:
-        return {}
+def _walk(root: str) -> Iterator[tuple[str, Kind | None]]:
+    """Yield the files and folders below a folder of this machine, each with its kind; None is a folder that cannot be
+    listed. Other objects, such as pipes, are left out, and so are names with a leading dot.
 
-
-def _walk(root: str, *, recursive: bool, hidden: bool) -> Iterator[tuple[str, Literal["file", "folder", "unreadable"]]]:
-    """Yield the files and folders below a folder of this machine. Other objects, such as pipes, are left out.
-
-    Links to folders are followed. No folder is entered twice, because links may form a circle. A folder with several
-    names is listed by its own name if possible, and by a hidden name last. A folder that has vanished is empty.
+    Links to folders are followed, after all other folders: a folder with several names is listed by its own. No folder
+    is entered twice, because links may form a circle. A folder that has vanished is empty.
     """
     seen: set[tuple[int, int]] = set()
-    queues = (deque(["" if root == "." else root]), deque[str](), deque[str]())  # own names, links, hidden names
-    while any(queues):
-        rank = next(index for index, queue in enumerate(queues) if queue)
-        folder = queues[rank].popleft()
+    folders = deque(["" if root == "." else root])
+    while folders:
+        folder = folders.popleft()
         try:
-            entries = _new_entries(folder or ".", seen)
+            status = os.stat(folder or ".")
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(folder or ".") as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
         except OSError:
-            yield folder, "unreadable"
+            yield folder, None
             continue
         for entry in entries:
-            path, is_hidden = os.path.join(folder, entry.name), entry.name.startswith(".")
-            if _entry_is_folder(entry):
+            path = os.path.join(folder, entry.name)
+            if entry.name.startswith("."):
+                continue
+            if os.path.isdir(path):
                 yield path, "folder"
-                if recursive and (hidden or not is_hidden):
-                    queues[max(rank, 2 if is_hidden else int(entry.is_symlink()))].append(path)
-            elif _entry_may_be_file(entry):
+                (folders.append if entry.is_symlink() else folders.appendleft)(path)
+            elif os.path.isfile(path) or not os.path.exists(
+                path
+            ):  # reading a broken or circular link reports the error
                 yield path, "file"
-
-
-def _new_entries(folder: str, seen: set[tuple[int, int]]) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder, in order; none if it has vanished or is in `seen` (device and inode) already."""
-    try:
-        status = os.stat(folder)
-        key = (status.st_dev, status.st_ino)
-        if key in seen:
-            return []
-        seen.add(key)
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _entry_is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
-
-
-def _entry_may_be_file(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a file, or a broken or circular link; reading such a link reports the error."""
-    try:
-        return entry.is_file() or not os.path.exists(entry.path)
-    except OSError:
-        return True
-
-
-def _is_hidden(path: str, depth: int) -> bool:
-    """Return whether a part of the path after the first `depth` parts has a leading dot."""
-    return any(part.startswith(".") for part in PurePosixPath(path).parts[depth:])
 
 
 def _by_parts(location: Location) -> tuple[str, ...]:

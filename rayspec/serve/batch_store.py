@@ -222,7 +222,9 @@ class BatchStore:
     def results(self, batch_id: str) -> Iterator[tuple[str, bool, bytes]]:
         """Yield for each answered line its id, whether it failed, and its result. Of two results, the first counts."""
         seen = set()
-        for part in self._batch(batch_id).join("results").files({".jsonl"}, recursive=False):
+        for part in self._batch(batch_id).join("results").entries():
+            if part.suffix != ".jsonl":
+                continue
             with part.open() as file:
                 for line in file:
                     try:

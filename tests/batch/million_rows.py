@@ -22,11 +22,11 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayspec.batch import job as job_module
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.job import Job, Source
 from rayspec.batch.parts import output_schema
 from rayspec.batch.ray_backend import RayBackend
+from rayspec.batch.run_folder import RunFolder
 from rayspec.command.settings import make_settings
 from rayspec.config import SamplingParams
 
@@ -120,8 +120,10 @@ def resume(folder: Path) -> None:
 
         return marked
 
-    run: Any = job_module._Run
-    run._complete, run._take = marking("engine asked for", run._complete), marking("first row", run._take)
+    run: Any = Job
+    run._complete = marking("engine asked for", run._complete)
+    folder_class: Any = RunFolder
+    folder_class.add = marking("first row", folder_class.add)
     mark("imported")
     report = job_of(folder).run(source_of(folder))
     mark("end")

@@ -101,9 +101,9 @@ def test_a_row_that_is_to_be_done_again_counts_until_it_is(tmp_path: Path) -> No
 
 def test_an_append_that_was_interrupted_can_be_made_again(tmp_path: Path) -> None:
     parts = stored(tmp_path, done("a"))
-    parts._parts, before = [*parts._parts], list(parts._parts)
+    before = parts._state
     parts.append([done("b")], "0a1b2c3d")
-    parts._parts = before  # as if the signal had come before the last step
+    parts._state = before  # as if the signal had come before the last step
     parts.append([done("b"), done("c")], "0a1b2c3d")
     for each in (parts, opened(tmp_path)):
         assert (each.num_stored, [row.id for row in each.rows()]) == (3, ["a", "b", "c"])

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import io
+import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from rayspec.batch import progress
+from rayspec.batch.job import Source
 from rayspec.batch.progress import Tally, TimeLeft, showing_progress, shown_time
 from rayspec.batch.rows import Row
 from rayspec.types import PromptTooLongError
@@ -160,3 +163,14 @@ def test_failed_rows_may_be_accepted_but_not_files_that_could_not_be_read(rows: 
         tally.add(row)
     assert tally.exit_code_of(accepts_failed=True) == code
     assert tally.exit_code_of(accepts_failed=False) == tally.exit_code
+
+
+def test_rows_are_counted_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n" * 30, encoding="utf-8")
+    (tmp_path / "b.txt").write_text("a text", encoding="utf-8")
+    for sample, expected in ((None, 31), (0.5, 16)):
+        with Source(inputs=[str(tmp_path)], sample=sample).counting() as counted:
+            deadline = time.monotonic() + 10
+            while (num_rows := counted()) is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert num_rows == expected

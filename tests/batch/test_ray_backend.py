@@ -24,7 +24,6 @@ from rayspec.batch.in_process import LocalBackend
 from rayspec.batch.job import Backend, Order, Source
 from rayspec.batch.ray_backend import (
     _READER_THREADS,
-    CountedRows,
     RayBackend,
     dataset_of,
     reader_threads,
@@ -87,16 +86,6 @@ def test_a_scan_is_in_order_and_without_texts_and_has_a_limit(tmp_path: Path, ba
 def test_limited_scans_that_end_with_their_tasks_do_the_driver_no_harm(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "t"}\n' * 30, encoding="utf-8")
     assert {len(RayBackend().scan(Source(inputs=[str(tmp_path)], limit=5)).rows) for _ in range(200)} == {5}
-
-
-def test_rows_are_counted_meanwhile(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("{}\n" * 30, encoding="utf-8")
-    (tmp_path / "b.txt").write_text("a text", encoding="utf-8")
-    counted = CountedRows(pieces_of([str(tmp_path)]))
-    deadline = time.monotonic() + 60
-    while (num_rows := counted()) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert num_rows == 31
 
 
 @both

@@ -26,24 +26,6 @@ from rayspec.types import ConfigError
 IDENTITY = {"model": "demo", "sampling": {"temperature": 0.0, "max_tokens": 64}, "prompt": "Summarize:"}
 
 
-class Timers:
-    """Timers that go off when told to."""
-
-    def __init__(self) -> None:
-        self.due: dict[object, Callable[[], None]] = {}
-        self.seconds: list[float] = []
-
-    def __call__(self, seconds: float, action: Callable[[], None]) -> Any:
-        due, timer = self.due, type("Timer", (), {"cancel": lambda self: due.pop(self, None)})()
-        self.due[timer] = action
-        self.seconds.append(seconds)
-        return timer
-
-    def go_off(self) -> None:
-        for action in [self.due.pop(timer) for timer in list(self.due)]:
-            action()
-
-
 def open_folder(location: Path | Location, **changes: Any) -> RunFolder:
     place = location if isinstance(location, Location) else Location.parse(str(location))
     options = {
@@ -51,11 +33,10 @@ def open_folder(location: Path | Location, **changes: Any) -> RunFolder:
         "overwrite": False,
         "text_column": "summary",
         "file_format": "parquet",
-        "start_timer": Timers(),
         **changes,
     }
     options.setdefault("merged", place.join(f"summaries.{options['file_format']}"))
-    return RunFolder.open(place, **options)
+    return RunFolder(place, **options)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -101,7 +82,8 @@ def test_a_job_from_beginning_to_end(tmp_path: Path, file_format: str) -> None:
     with open_folder(tmp_path / "new" / "out", file_format=file_format) as folder:
         for row in [*rows, failed("bad", "prompt_too_long")]:
             folder.add(row)
-        folder.finish({"output_tokens": 7}, {"note": "x"})
+        folder.note({"note": "x"})
+        folder.finish({"output_tokens": 7})
         assert list(folder.rows()) == [*rows, failed("bad", "prompt_too_long")]
     out = tmp_path / "new" / "out"
     assert sorted(p.name for p in out.iterdir()) == [".lock", "manifest.json", "rows", f"summaries.{file_format}"]
@@ -127,7 +109,7 @@ def test_a_job_goes_on_where_it_was(tmp_path: Path) -> None:
         assert done_ids(folder) == {str(number) for number in range(40)}
         assert manifest_of(tmp_path)["status"] == "running"
         folder.add(done("40"))
-        folder.finish({}, {})
+        folder.finish({})
     assert [name[:12] for name in parts_of(tmp_path)] == ["part-000001-", "part-000002-", "part-000003-"]
     assert [session["finished"] is None for session in manifest_of(tmp_path)["sessions"]] == [False, False]
     with open_folder(tmp_path) as folder:
@@ -140,20 +122,6 @@ def test_an_error_commits_what_there_is(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     with open_folder(tmp_path) as folder:
         assert done_ids(folder) == {"a"}
-
-
-def test_rows_are_committed_some_time_after_the_first(tmp_path: Path) -> None:
-    timers = Timers()
-    with open_folder(tmp_path, start_timer=timers) as folder:
-        folder.add(done("a"))
-        folder.add(done("b"))
-        assert (timers.seconds, len(folder.done)) == ([5.0], 0)
-        timers.go_off()
-        assert done_ids(folder) == {"a", "b"}
-        folder.add(done("c"))
-        assert timers.seconds == [5.0, 5.0]
-        folder.commit()
-        assert not timers.due
 
 
 def test_what_is_done_can_be_read_while_another_thread_commits(tmp_path: Path) -> None:
@@ -172,24 +140,39 @@ def test_what_is_done_can_be_read_while_another_thread_commits(tmp_path: Path) -
         assert len(folder.done) == 300
 
 
-def test_a_real_timer_commits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_rows_are_committed_some_time_after_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_long: bool
+) -> None:
+    """After 1/1000 of the time so far where that is more."""
     monkeypatch.setattr("rayspec.batch.run_folder._SECONDS_PER_PART", 0.02)
-    location = Location.parse(str(tmp_path))
-    with RunFolder.open(location, identity={}, overwrite=False, text_column="text", file_format="jsonl") as folder:
+    with open_folder(tmp_path) as folder:
+        folder._opened_s -= 100_000.0 * is_long
         folder.add(done("a"))
-        deadline = time.monotonic() + 10
-        while len(folder.done) == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert done_ids(folder) == {"a"}
+        folder.add(done("b"))
+        if is_long:
+            time.sleep(0.2)
+            assert len(folder.done) == 0
+        else:
+            wait_until(lambda: done_ids(folder) == {"a", "b"})
+            folder.add(done("c"))
+            wait_until(lambda: done_ids(folder) == {"a", "b", "c"})
 
 
 def test_a_commit_that_fails_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timers = Timers()
-    with open_folder(tmp_path, start_timer=timers) as folder:
-        folder.add(done("a"))
+    monkeypatch.setattr("rayspec.batch.run_folder._SECONDS_PER_PART", 0.02)
+    with open_folder(tmp_path) as folder:
         with monkeypatch.context() as patch:
             patch.setattr("os.replace", _raise_disk_full)
-            timers.go_off()
+            folder.add(done("a"))
+            wait_until(lambda: folder._is_overdue)
             with pytest.raises(
                 OutputError, match=rf"the output '{tmp_path}' cannot be written \(disk full\): make room"
             ):
@@ -207,13 +190,13 @@ def test_rows_that_failed_for_no_fault_of_theirs_are_done_again(tmp_path: Path) 
     with open_folder(tmp_path) as folder:
         for row in (failed("a", "engine_dead"), failed("b", "empty_prompt"), replace(done("c"), finish_reason="abort")):
             folder.add(row)
-        folder.finish({}, {})
+        folder.finish({})
         assert done_ids(folder) == {"b"}
     assert manifest_of(tmp_path)["status"] == "interrupted"
     with open_folder(tmp_path) as folder:
         folder.add(done("a"))
         folder.add(done("c", "all of it"))
-        folder.finish({}, {})
+        folder.finish({})
         assert sorted((row.id, row.error_kind, row.text) for row in folder.rows()) == [
             ("a", None, "a summary"),
             ("b", "empty_prompt", None),
@@ -228,12 +211,12 @@ def test_errors_of_the_input_are_those_of_the_last_session(tmp_path: Path) -> No
     with open_folder(tmp_path) as folder:
         for row in (done("a"), failed("b", "prompt_too_long"), unread("f:3", "malformed_row", "f:3")):
             folder.add(row)
-        folder.finish({}, {})
+        folder.finish({})
         assert folder.kinds == {None: 1, "prompt_too_long": 1, "malformed_row": 1}
     with open_folder(tmp_path) as folder:
         assert folder.kinds == {None: 1, "prompt_too_long": 1}
         assert not folder.is_merged
-        folder.finish({}, {})
+        folder.finish({})
         assert [row.id for row in folder.rows()] == ["a", "b"]
     assert [row["id"] for row in merged_rows(tmp_path / "summaries.parquet")] == ["a", "b"]
 
@@ -242,24 +225,24 @@ def test_a_job_that_is_complete_is_merged_once(tmp_path: Path) -> None:
     merged = tmp_path / "summaries.parquet"
     with open_folder(tmp_path) as folder:
         folder.add(done("a"))
-        folder.finish({"output_tokens": 7}, {})
+        folder.finish({"output_tokens": 7})
     before = merged.stat().st_mtime_ns
     with open_folder(tmp_path) as folder:
         assert folder.is_merged
-        folder.finish({}, {})
+        folder.finish({})
     assert merged.stat().st_mtime_ns == before
     with open_folder(tmp_path) as folder:
         folder.add(done("b"))
     with open_folder(tmp_path) as folder:  # the session before was cut off before it merged
         assert not folder.is_merged
-        folder.finish({}, {})
+        folder.finish({})
     assert merged.stat().st_mtime_ns > before
 
 
 def test_a_row_that_is_done_again_replaces_the_earlier_one_when_it_comes(tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder:
         folder.add(done("a", "old"))
-        folder.finish({}, {})
+        folder.finish({})
     with open_folder(tmp_path) as folder:
         folder.redo(pa.array(["a"]))
         assert (done_ids(folder), folder.kinds.total(), folder.is_merged) == (set(), 0, False)
@@ -267,7 +250,7 @@ def test_a_row_that_is_done_again_replaces_the_earlier_one_when_it_comes(tmp_pat
     with open_folder(tmp_path) as folder:
         folder.redo(pa.array(["a"]))
         folder.add(done("a", "new"))
-        folder.finish({}, {})
+        folder.finish({})
         assert [row.text for row in folder.rows()] == ["new"]
     assert manifest_of(tmp_path)["status"] == "complete"
 
@@ -303,7 +286,7 @@ def test_a_manifest_that_a_full_disk_has_no_room_for_is_that_of_a_killed_driver(
     assert manifest_of(tmp_path)["status"] == "running"
     with open_folder(tmp_path) as folder:
         folder.add(done("a"))
-        folder.finish({}, {})
+        folder.finish({})
     assert manifest_of(tmp_path)["status"] == "complete"
 
 
@@ -317,15 +300,6 @@ def test_parts_of_an_earlier_version_are_refused_and_overwritten(tmp_path: Path)
         open_folder(tmp_path)
     open_folder(tmp_path, overwrite=True).close()
     assert parts_of(tmp_path) == []
-
-
-def test_a_long_job_commits_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timers, now = Timers(), 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    with open_folder(tmp_path, start_timer=timers) as folder:
-        now = 20_000.0
-        folder.add(done("a"))
-    assert timers.seconds == [20.0]
 
 
 def test_another_identity_is_refused_by_name(tmp_path: Path) -> None:
@@ -376,7 +350,7 @@ def test_an_identity_is_compared_as_json_has_it(tmp_path: Path) -> None:
 def test_overwriting_removes_what_a_job_left_and_nothing_else(tmp_path: Path) -> None:
     with open_folder(tmp_path, file_format="jsonl") as folder:
         folder.add(done("a"))
-        folder.finish({}, {})
+        folder.finish({})
     for name in ("report.md", "precious.txt", "rows/mine.parquet"):
         (tmp_path / name).touch()
     with open_folder(tmp_path, identity={"model": "other"}, overwrite=True, report_files=["report.md"]) as folder:
@@ -445,13 +419,13 @@ def test_an_output_that_is_a_file_has_the_rows_so_far_however_a_run_ends(tmp_pat
     assert rows() == [f"{number:02}" for number in range(40)]
     with open_folder(folder, merged=merged, file_format=file_format) as run:
         run.add(done("40"))
-        run.finish({}, {})
+        run.finish({})
     assert rows() == [f"{number:02}" for number in range(41)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [output.name, f"{output.name}.run"]
     output.unlink()
     with open_folder(folder, merged=merged, file_format=file_format) as run:
         assert not run.is_merged
-        run.finish({}, {})
+        run.finish({})
     assert len(rows()) == 41
 
 
@@ -462,7 +436,7 @@ def test_a_file_of_something_else_is_not_replaced_unasked(tmp_path: Path) -> Non
         open_folder(folder, merged=merged, file_format="jsonl")
     with open_folder(folder, merged=merged, file_format="jsonl", overwrite=True) as run:
         assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == "precious\n", "until there are rows"
-        run.finish({}, {})
+        run.finish({})
     assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == ""
     with pytest.raises(ConfigError, match=r"option 'format' is 'jsonl' and option 'output' is 'x\.parquet': leave"):
         output_places("x.parquet", "jsonl")
@@ -530,7 +504,7 @@ def test_a_job_in_a_remote_store(bucket: Location) -> None:
     with open_folder(bucket) as folder:
         assert done_ids(folder) == {"a"}
         folder.add(done("b"))
-        folder.finish({}, {})
+        folder.finish({})
     with bucket.join("summaries.parquet").open() as file:
         assert pq.read_table(file)["id"].to_pylist() == ["a", "b"]
 
@@ -552,7 +526,10 @@ from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import RunFolder
 
 location, num_rows = Location.parse(sys.argv[1]), int(sys.argv[2])
-with RunFolder.open(location, identity={}, overwrite=False, text_column="text", file_format="parquet") as folder:
+merged = location.join("rows.parquet")
+with RunFolder(
+    location, merged=merged, identity={}, overwrite=False, text_column="text", file_format="parquet"
+) as folder:
     done = set(folder.done["id"].to_pylist())
     for number in range(num_rows):
         if str(number) not in done:
@@ -560,7 +537,7 @@ with RunFolder.open(location, identity={}, overwrite=False, text_column="text", 
             if number % 3 == 0:
                 folder.commit()
                 print(number, flush=True)
-    folder.finish({}, {})
+    folder.finish({})
 """
 
 

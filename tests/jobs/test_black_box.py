@@ -220,8 +220,10 @@ def test_ten_rows_that_are_left_of_fifty_thousand_start_at_once(jobs: Jobs) -> N
     settings = make_settings(flags=dict(zip(FAST_NAMES, FAST_VALUES, strict=True)), sampling=SamplingParams())
     task = DocumentTask(settings=settings, template=summary_prompt("demo"), instruct=False)
     texts = read_documents([str(jobs.folder / "in.jsonl")], Columns())
-    with RunFolder.open(
-        Location.parse(str(jobs.folder / "out")),
+    output = Location.parse(str(jobs.folder / "out"))
+    with RunFolder(
+        output,
+        merged=output.join("summaries.parquet"),
         identity=task.identity,
         overwrite=False,
         text_column="summary",
