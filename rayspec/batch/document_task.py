@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rayspec.batch.long_documents import Completes, LongDocumentOptions, LongDocuments, PartTemplates, part_templates
+from rayspec.batch.long_documents import LongDocumentOptions, LongDocuments, part_templates
 from rayspec.batch.rows import Row
 from rayspec.command.settings import Settings
 from rayspec.config import SamplingParams
@@ -124,47 +124,36 @@ class DocumentTask:
         }
 
     def handler(self, engine: AsyncEngine) -> Handler:
-        """Make the handler of rows. Raises ConfigError for a template without {text} and options that cannot work."""
-        prompts = PromptBuilder(llm=engine, params=self.settings.sampling, template=self.template, chat=self.chat)
-        templates = part_templates(self.template, instruct=self.instruct)
-        return DocumentHandler(engine=engine, prompts=prompts, templates=templates, options=self.long)
+        """Make the handler of rows. An error that the row causes is stored in the row. A conversation is never cut.
 
-
-class DocumentHandler:
-    """Completes documents of any length through one engine.
-
-    prompts: makes the prompts of documents that fit; its `max_prompt_tokens` is ignored. templates: the prompts of the
-    parts of longer documents. Raises ConfigError for options that cannot work with this context.
-    """
-
-    def __init__(
-        self, *, engine: Completes, prompts: PromptBuilder, templates: PartTemplates, options: LongDocumentOptions
-    ) -> None:
-        self._engine, self._params = engine, prompts.params
-        self._fitting = fitting_prompt_tokens(engine.max_model_len, prompts.params)
-        self._prompts = replace(prompts, max_prompt_tokens=self._fitting if options.mode == "truncate" else None)
-        self._parts: LongDocuments | None = None
-        if options.in_parts:
-            self._parts = LongDocuments(
+        Raises ConfigError for options that cannot work with this context.
+        """
+        params = self.settings.sampling
+        prompts = PromptBuilder(llm=engine, params=params, template=self.template, chat=self.chat)
+        fitting = fitting_prompt_tokens(engine.max_model_len, params)
+        if self.long.mode == "truncate":
+            prompts = replace(prompts, max_prompt_tokens=fitting)
+        long_documents: LongDocuments | None = None
+        if self.long.in_parts:
+            long_documents = LongDocuments(
                 engine=engine,
-                tokenizer=prompts.llm.tokenizer,
-                tokens=replace(prompts, template=_PLACE, max_prompt_tokens=None).fitting_tokens,
-                params=prompts.params,
-                templates=templates,
-                options=options,
+                tokens=replace(prompts, template=_PLACE).fitting_tokens,
+                params=params,
+                templates=part_templates(self.template, instruct=self.instruct),
+                options=self.long,
             )
 
-    async def __call__(self, row: Row) -> Row:
-        """Complete the row. An error that the row causes is stored in the row. Raises EngineDeadError. Cancelling the
-        call aborts all requests for the row. A conversation is never cut."""
-        try:
-            tokens = self._prompts.tokens(row)
-        except RequestError as error:
-            return row.failed(error)
-        if self._parts is None or row.document is None or len(tokens) <= self._fitting:
-            done = row.completed(await self._engine.run(tokens, self._params))
-        else:
-            done = await self._parts.complete(row)
-        if not done.is_final:
-            raise EngineDeadError(f"the engine has failed a row and cannot go on: {done.error}")
-        return done
+        async def complete(row: Row) -> Row:
+            try:
+                tokens = prompts.tokens(row)
+            except RequestError as error:
+                return row.failed(error)
+            if long_documents is None or row.document is None or len(tokens) <= fitting:
+                done = row.completed(await engine.run(tokens, params))
+            else:
+                done = await long_documents.complete(row)
+            if not done.is_final:
+                raise EngineDeadError(f"the engine has failed a row and cannot go on: {done.error}")
+            return done
+
+        return complete

@@ -14,19 +14,24 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
-from rayspec.batch.rows import Row, Usage
+from rayspec.batch.rows import RequestTotals, Row
 from rayspec.config import Options, SamplingParams
-from rayspec.types import ConfigError, RayspecError, RequestError, RequestOutput
+from rayspec.types import ConfigError, RayspecError, RequestError
+
+if TYPE_CHECKING:
+    from rayspec.async_engine import AsyncEngine
 
 Mode = Literal["fail", "truncate", "map-reduce", "refine"]
 
 _BETWEEN = "\n\n"
 _TEXT, _SUMMARY = "{text}", "{summary}"
 _PLACES = re.compile(r"\{(text|summary|number|count)\}")
+_MAX_LEVELS = 6  # of answers in map-reduce, that about chunks included
+_MAX_PARTS_IN_FLIGHT = 8  # map-reduce: prompts of one document in the engine at once
 _ANY_NUMBER = 999  # stands for the numbers of parts where the length of a prompt is estimated
 _SENTENCE_ENDS = ".!?\N{HORIZONTAL ELLIPSIS}"
 # Sentence ends of scripts that put no space between sentences.
@@ -44,7 +49,7 @@ _REFINE = (
 
 
 class DoesNotShrinkError(RequestError):
-    """A part of a document does not fit a prompt, or merging the answers needs more levels than allowed."""
+    """A part of a document does not fit a prompt, or merging the answers needs too many levels."""
 
     kind = "does_not_shrink"
 
@@ -60,8 +65,6 @@ class LongDocumentOptions(Options):
     chunk_tokens: int | None = Field(None, ge=1, description="tokens of a chunk at most; None: what fits")
     overlap_tokens: int = Field(0, ge=0, description="tokens that a chunk shares with the one before")
     level_output_tokens: tuple[int, ...] = Field((), description="output tokens by level; none: as the final answer")
-    max_levels: int = Field(6, ge=2, description="map-reduce: levels of answers, that about chunks included")
-    max_parts_in_flight: int = Field(8, ge=1, description="map-reduce: prompts of one document in the engine at once")
 
     @field_validator("level_output_tokens")
     @classmethod
@@ -79,17 +82,11 @@ class LongDocumentOptions(Options):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTemplates:
     """The prompt templates of parts. "{text}" is the chunk, or the answers to be merged. "{number}" is the part's
-    number, "{count}" the number of parts. In `refine`, "{summary}" is the answer so far. Raises ConfigError."""
+    number, "{count}" the number of parts. In `refine`, "{summary}" is the answer so far."""
 
     part: str
     merge: str
     refine: str
-
-    def __post_init__(self) -> None:
-        needed = (("part", self.part, _TEXT), ("merge", self.merge, _TEXT), ("refine", self.refine, _TEXT))
-        for name, template, place in (*needed, ("refine", self.refine, _SUMMARY)):
-            if place not in template:
-                raise ConfigError(f"the template {name!r} is {template!r}: it must hold {place}")
 
 
 def part_templates(template: str, *, instruct: bool) -> PartTemplates:
@@ -153,16 +150,6 @@ def _filled_up(sizes: Sequence[int], room: int) -> list[range]:
     return [*groups, range(start, len(sizes))] if sizes else []
 
 
-def num_levels(num_chunks: int, capacity: Callable[[int], int]) -> int:
-    """Return the number of levels until one answer is left, including the level of the chunks. capacity: how many
-    answers of a level fit one prompt of the next level, 2 or more."""
-    level = 1
-    while num_chunks > 1:
-        num_chunks = -(-num_chunks // capacity(level))
-        level += 1
-    return level
-
-
 def part_seed(seed: int, level: int, index: int) -> int:
     """Return the seed of one part: a signed number of 64 bits that depends only on the arguments."""
     digest = hashlib.blake2b(f"{seed}/{level}/{index}".encode(), digest_size=8).digest()
@@ -204,7 +191,7 @@ class TokenizedText:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class PartAnswer:
     """An answer about the tokens [start, end) of the document, and the answers that it was made from.
 
     level: 1 for an answer about a chunk. In refine, all earlier answers are children of the last answer, and the range
@@ -217,16 +204,7 @@ class Node:
     num_prompt_tokens: int
     num_output_tokens: int
     text: str
-    children: tuple[Node, ...] = ()
-
-
-class Completes(Protocol):
-    """The interface of AsyncEngine that this module uses."""
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput: ...
+    children: tuple[PartAnswer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +217,7 @@ class _Part:
     prompt: str
     name: str
     final: bool
-    children: tuple[Node, ...] = ()
+    children: tuple[PartAnswer, ...] = ()
 
 
 class _PartFailedError(Exception):
@@ -252,33 +230,21 @@ class _PartFailedError(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Progress:
-    """The finished answers of a document. by_start: the nodes without a parent so far, by their first token."""
+class _Answers:
+    """The finished answers of a document. by_start: the answers without a parent so far, by their first token."""
 
-    usage: Usage = field(default_factory=Usage)
+    totals: RequestTotals = field(default_factory=RequestTotals)
     finish_reason: str | None = None
-    by_start: dict[int, Node] = field(default_factory=dict)
+    by_start: dict[int, PartAnswer] = field(default_factory=dict)
 
     @property
-    def nodes(self) -> tuple[Node, ...]:
-        """The nodes without a parent, in the order of the document."""
+    def roots(self) -> tuple[PartAnswer, ...]:
+        """The answers without a parent, in the order of the document."""
         return tuple(self.by_start[start] for start in sorted(self.by_start))
 
-    def add(self, node: Node) -> None:
-        for child in node.children:
-            del self.by_start[child.start]
-        self.by_start[node.start] = node
-
-    def finished(self, row: Row) -> Row:
-        (root,) = self.nodes
-        return replace(self._counted(row), text=root.text, finish_reason=self.finish_reason)
-
-    def failed(self, row: Row, error: RayspecError, part: str = "") -> Row:
-        return self._counted(row).failed(error, part=part)
-
-    def _counted(self, row: Row) -> Row:
-        tree = [asdict(node) for node in self.nodes]
-        return replace(row.counted(self.usage), tree=json.dumps(tree) if tree else None)
+    def counted(self, row: Row) -> Row:
+        tree = [asdict(answer) for answer in self.roots]
+        return replace(row.counted(self.totals), tree=json.dumps(tree) if tree else None)
 
 
 class LongDocuments:
@@ -292,73 +258,77 @@ class LongDocuments:
     def __init__(
         self,
         *,
-        engine: Completes,
-        tokenizer: Any,
+        engine: AsyncEngine,
         tokens: Callable[[str], list[int]],
         params: SamplingParams,
         templates: PartTemplates,
         options: LongDocumentOptions,
     ) -> None:
-        self._engine = engine
-        self._tokenizer, self._tokens = tokenizer, tokens
-        self._params, self._templates, self._options = params, templates, options
         if params.max_tokens is None:
             raise ConfigError("option 'max_tokens' is null, which leaves no room for parts of documents: give a number")
+        self._engine, self._tokenizer, self._tokens = engine, engine.tokenizer, tokens
+        self._params, self._templates, self._options = params, templates, options
         self._max_tokens = params.max_tokens
         self._budgets = options.level_output_tokens or (self._max_tokens,)
         self._max_prompt_tokens = engine.max_model_len - max(*self._budgets, self._max_tokens)
         self._between_tokens = self._num_tokens(_BETWEEN)
-        self._chunk_tokens = self._checked_chunk_tokens()
+        self._refines = options.mode == "refine"
+        # The answer so far may have more tokens when its text is tokenized again.
+        self._summary_room = self._budgets[0] * 9 // 8 if self._refines else 0
+        part, merge, refine = (
+            len(tokens(filled(template, text="", number=_ANY_NUMBER, count=_ANY_NUMBER)))
+            for template in (templates.part, templates.merge, templates.refine)
+        )
+        self._merge_room = self._max_prompt_tokens - merge
+        chunk_room = self._max_prompt_tokens - self._summary_room - (max(part, refine) if self._refines else part)
+        self._chunk_tokens = chunk_room if options.chunk_tokens is None else options.chunk_tokens
+        self._check_options(chunk_room)
 
     async def complete(self, row: Row) -> Row:
         """Complete the row of a document. An error of the document is stored in the row. The row also has the tree: one
-        root, or, if a part failed, the finished nodes in the order of the document. Raises EngineDeadError. Cancelling
-        the call aborts all requests of the document."""
+        root, or, if a part failed, the finished answers in the order of the document. Raises EngineDeadError.
+        Cancelling the call aborts all requests of the document."""
         text = TokenizedText(self._tokenizer, row.document or "")
-        progress = _Progress()
+        answers = _Answers()
         try:
-            await (self._refine if self._refines else self._map_reduce)(text, progress)
+            await (self._refine if self._refines else self._map_reduce)(text, answers)
         except _PartFailedError as failure:
-            return progress.failed(row, failure.error, failure.part)
+            return answers.counted(row).failed(failure.error, part=failure.part)
         except RequestError as error:
-            return progress.failed(row, error)
-        return progress.finished(row)
+            return answers.counted(row).failed(error)
+        (root,) = answers.roots
+        return replace(answers.counted(row), text=root.text, finish_reason=answers.finish_reason)
 
-    @property
-    def _refines(self) -> bool:
-        return self._options.mode == "refine"
-
-    async def _map_reduce(self, text: TokenizedText, progress: _Progress) -> None:
+    async def _map_reduce(self, text: TokenizedText, answers: _Answers) -> None:
         chunks, level = self._chunks(text), 1
-        self._require_few_levels(len(chunks))
-        await self._answer_all((self._chunk_part(text, chunks, index) for index in range(len(chunks))), progress)
-        while len(nodes := progress.nodes) > 1:
-            groups = self._groups(nodes)
-            if len(groups) == len(nodes) or level == self._options.max_levels:
+        await self._answer_all((self._chunk_part(text, chunks, index) for index in range(len(chunks))), answers)
+        while len(roots := answers.roots) > 1:
+            groups = self._groups(roots)
+            if len(groups) == len(roots) or level == _MAX_LEVELS:
                 raise DoesNotShrinkError(
-                    f"{len(nodes)} answers of level {level} are left, and few or no neighbours fit one prompt: lower "
-                    "level_output_tokens, or raise max_model_len or max_levels"
+                    f"{len(roots)} answers of level {level} are left, and few or no neighbours fit one prompt: lower "
+                    "level_output_tokens, or raise max_model_len or chunk_tokens"
                 )
             level += 1
-            await self._answer_all(self._merge_parts(level, groups, nodes), progress)
+            await self._answer_all(self._merge_parts(level, groups, roots), answers)
 
-    async def _refine(self, text: TokenizedText, progress: _Progress) -> None:
+    async def _refine(self, text: TokenizedText, answers: _Answers) -> None:
         chunks = self._chunks(text)
         for index in range(len(chunks)):
-            done = progress.nodes
+            done = answers.roots
             part = self._chunk_part(text, chunks, index, summary=done[-1].text if done else "")
             if part.final and done:
                 part = replace(part, level=2, span=range(len(text)), children=done)
-            await self._answer(part, progress)
+            await self._answer(part, answers)
 
-    async def _answer_all(self, parts: Iterator[_Part], progress: _Progress) -> None:
+    async def _answer_all(self, parts: Iterator[_Part], answers: _Answers) -> None:
         """Answer the parts. Each part is made when a worker is free, so that few prompts exist at a time."""
 
         async def work() -> None:
             for part in parts:
-                await self._answer(part, progress)
+                await self._answer(part, answers)
 
-        workers = [asyncio.ensure_future(work()) for _ in range(self._options.max_parts_in_flight)]
+        workers = [asyncio.ensure_future(work()) for _ in range(_MAX_PARTS_IN_FLIGHT)]
         try:
             await asyncio.gather(*workers)
         finally:
@@ -366,38 +336,31 @@ class LongDocuments:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _answer(self, part: _Part, progress: _Progress) -> None:
-        tokens = self._tokens(part.prompt)
+    async def _answer(self, part: _Part, answers: _Answers) -> None:
+        tokens, whole = self._tokens(part.prompt), self._params
         if len(tokens) > self._max_prompt_tokens:
             raise _PartFailedError(part, self._does_not_fit(len(tokens)))
-        output = await self._engine.run(tokens, self._params_of(part))
-        progress.usage.add(output)
+        budget = self._max_tokens if part.final else self._budgets[min(part.level, len(self._budgets)) - 1]
+        seed = None if whole.seed is None else part_seed(whole.seed, part.level, part.index)
+        min_tokens = None if whole.min_tokens is None else min(whole.min_tokens, budget)
+        params = whole.replace(max_tokens=budget, min_tokens=min_tokens, seed=seed)
+        output = await self._engine.run(tokens, params)
+        answers.totals.add(output)
         if output.error is not None:
             raise _PartFailedError(part, output.error)
         completion = output.outputs[0]
-        progress.finish_reason = completion.finish_reason
-        progress.add(
-            Node(
-                level=part.level,
-                start=part.span.start,
-                end=part.span.stop,
-                num_prompt_tokens=len(tokens),
-                num_output_tokens=len(completion.token_ids),
-                text=completion.text,
-                children=part.children,
-            )
+        answers.finish_reason = completion.finish_reason
+        for child in part.children:
+            del answers.by_start[child.start]
+        answers.by_start[part.span.start] = PartAnswer(
+            level=part.level,
+            start=part.span.start,
+            end=part.span.stop,
+            num_prompt_tokens=len(tokens),
+            num_output_tokens=len(completion.token_ids),
+            text=completion.text,
+            children=part.children,
         )
-
-    def _params_of(self, part: _Part) -> SamplingParams:
-        whole = self._params
-        budget = self._max_tokens if part.final else self._budget(part.level)
-        seed = None if whole.seed is None else part_seed(whole.seed, part.level, part.index)
-        min_tokens = None if whole.min_tokens is None else min(whole.min_tokens, budget)
-        return whole.replace(max_tokens=budget, min_tokens=min_tokens, seed=seed)
-
-    def _budget(self, level: int) -> int:
-        """Return the number of output tokens for an answer of this level that is not the final answer."""
-        return self._budgets[min(level, len(self._budgets)) - 1]
 
     def _chunks(self, text: TokenizedText) -> list[range]:
         """Cut the text into chunks whose prompts fit. A chunk may have more tokens by itself than in the text, and a
@@ -406,42 +369,41 @@ class LongDocuments:
         limit = self._max_prompt_tokens - self._summary_room
         while chunk >= max(1, 2 * overlap):
             chunks = cut(len(text), chunk, overlap, text.strength)
-            longest = max(len(self._tokens(self._chunk_prompt(text, chunks, index))) for index in range(len(chunks)))
+            longest = max(
+                len(self._tokens(self._chunk_part(text, chunks, index).prompt)) for index in range(len(chunks))
+            )
             if longest <= limit:
                 return chunks
             chunk = chunk * limit // longest
         raise self._does_not_fit(longest)
 
     def _chunk_part(self, text: TokenizedText, chunks: Sequence[range], index: int, summary: str = "") -> _Part:
-        span, count = chunks[index], len(chunks)
+        span, number, count = chunks[index], index + 1, len(chunks)
+        template = self._templates.refine if self._refines and index > 0 else self._templates.part
         return _Part(
             level=1,
             index=index,
             span=span,
-            prompt=self._chunk_prompt(text, chunks, index, summary),
-            name=f"part {index + 1} of {count} (tokens {span.start} to {span.stop})",
-            final=index == count - 1 if self._refines else count == 1,
+            prompt=filled(template, text=text.text(span), number=number, count=count, summary=summary),
+            name=f"part {number} of {count} (tokens {span.start} to {span.stop})",
+            final=number == count if self._refines else count == 1,
         )
 
-    def _chunk_prompt(self, text: TokenizedText, chunks: Sequence[range], index: int, summary: str = "") -> str:
-        template = self._templates.refine if self._refines and index > 0 else self._templates.part
-        return filled(template, text=text.text(chunks[index]), number=index + 1, count=len(chunks), summary=summary)
-
-    def _groups(self, nodes: Sequence[Node]) -> list[range]:
+    def _groups(self, answers: Sequence[PartAnswer]) -> list[range]:
         """Return groups of neighbours that fit one prompt. As with chunks, the prompts are counted."""
-        sizes = [self._num_tokens(node.text) + self._between_tokens for node in nodes]
+        sizes = [self._num_tokens(answer.text) + self._between_tokens for answer in answers]
         room = self._merge_room
         while True:
             groups = group(sizes, room)
-            longest = max((len(self._tokens(part.prompt)) for part in self._merge_parts(2, groups, nodes)), default=0)
+            longest = max((len(self._tokens(part.prompt)) for part in self._merge_parts(2, groups, answers)), default=0)
             if longest <= self._max_prompt_tokens:
                 return groups
             room = room * self._max_prompt_tokens // longest
 
-    def _merge_parts(self, level: int, groups: Sequence[range], nodes: Sequence[Node]) -> Iterator[_Part]:
-        """Yield a prompt for each group of several nodes. A single node needs no merging."""
+    def _merge_parts(self, level: int, groups: Sequence[range], answers: Sequence[PartAnswer]) -> Iterator[_Part]:
+        """Yield a prompt for each group of several answers. A single answer needs no merging."""
         for index, members in enumerate(groups):
-            children = tuple(nodes[members.start : members.stop])
+            children = tuple(answers[members.start : members.stop])
             if len(children) > 1:
                 start, end = children[0].start, children[-1].end
                 text = _BETWEEN.join(child.text.strip() for child in children)
@@ -455,28 +417,6 @@ class LongDocuments:
                     children=children,
                 )
 
-    @property
-    def _chunk_room(self) -> int:
-        """Largest number of tokens of a chunk that fits a prompt together with its template and the answer so far."""
-        templates = (self._templates.part, self._templates.refine) if self._refines else (self._templates.part,)
-        return self._max_prompt_tokens - self._summary_room - max(map(self._overhead, templates))
-
-    @property
-    def _summary_room(self) -> int:
-        """Tokens reserved for the answer so far, which may have more tokens when its text is tokenized again."""
-        return self._budget(1) * 9 // 8 if self._refines else 0
-
-    @property
-    def _merge_room(self) -> int:
-        return self._max_prompt_tokens - self._overhead(self._templates.merge)
-
-    def _capacity(self, level: int) -> int:
-        """Return how many answers of this level always fit one prompt."""
-        return self._merge_room // (self._budget(level) + self._between_tokens)
-
-    def _overhead(self, template: str) -> int:
-        return len(self._tokens(filled(template, text="", number=_ANY_NUMBER, count=_ANY_NUMBER)))
-
     def _num_tokens(self, text: str) -> int:
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -486,32 +426,24 @@ class LongDocuments:
             "chunk_tokens, overlap_tokens or level_output_tokens, or raise max_model_len"
         )
 
-    def _require_few_levels(self, num_chunks: int) -> None:
-        needed, allowed = num_levels(num_chunks, self._capacity), self._options.max_levels
-        if needed > allowed:
-            raise DoesNotShrinkError(
-                f"{num_chunks} chunks may need {needed} levels, max_levels is {allowed}: raise it or chunk_tokens, or "
-                "lower level_output_tokens"
-            )
-
-    def _checked_chunk_tokens(self) -> int:
-        options, room, limit = self._options, self._chunk_room, self._max_prompt_tokens
+    def _check_options(self, chunk_room: int) -> None:
+        options, chunk = self._options, self._chunk_tokens
         if not self._tokenizer.is_fast:
-            raise ConfigError(f"option 'mode' is {options.mode!r}: it needs a fast tokenizer, which knows where in the "
-                              "text its tokens are; use 'truncate'")  # fmt: skip
-        chunk = room if options.chunk_tokens is None else options.chunk_tokens
-        if not 1 <= chunk <= room:
             raise ConfigError(
-                f"option 'chunk_tokens' is {options.chunk_tokens}: {max(0, room)} tokens of a chunk fit beside the "
-                "instruction and the output; lower it, level_output_tokens or max_tokens, or raise max_model_len"
+                f"option 'mode' is {options.mode!r}: it needs a fast tokenizer, which knows where in the text its "
+                "tokens are; use 'truncate'"
+            )
+        if not 1 <= chunk <= chunk_room:
+            raise ConfigError(
+                f"option 'chunk_tokens' is {options.chunk_tokens}: {max(0, chunk_room)} tokens of a chunk fit beside "
+                "the instruction and the output; lower it, level_output_tokens or max_tokens, or raise max_model_len"
             )
         if 2 * options.overlap_tokens > chunk:
             raise ConfigError(
                 f"option 'overlap_tokens' is {options.overlap_tokens}: it must be at most half of a chunk, {chunk // 2}"
             )
-        if options.mode == "map-reduce" and min(map(self._capacity, range(1, len(self._budgets) + 1))) < 2:
+        if not self._refines and 2 * (max(self._budgets) + self._between_tokens) > self._merge_room:
             raise ConfigError(
-                f"option 'level_output_tokens' is {self._budgets}: two such answers must fit one prompt of {limit} "
-                "tokens; lower it or max_tokens, or raise max_model_len"
+                f"option 'level_output_tokens' is {self._budgets}: two such answers must fit one prompt of "
+                f"{self._max_prompt_tokens} tokens; lower it or max_tokens, or raise max_model_len"
             )
-        return chunk

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
-from rayspec.types import RayspecError, RequestMetrics, RequestOutput
+from rayspec.types import RayspecError, RequestOutput
 
 TRANSIENT_KINDS: Final = frozenset({"aborted", "engine_dead", "stage_lost", "stages_replaced", "transport"})
 """Kinds of errors that the engine causes and not the row. Rows with such an error are done again."""
@@ -20,8 +20,8 @@ class Row:
     `document` and `messages`, which are not written.
 
     text: the generated text. error_kind: a stable name; None for a row that succeeded. latency_s: from the first
-    request's arrival at the engine to the last token. decode_s: from the first token to the last, see Usage. tree: the
-    parts of a hierarchical summary, as JSON.
+    request's arrival at the engine to the last token. decode_s: from the first token to the last, see RequestTotals.
+    tree: the parts of a hierarchical summary, as JSON.
     """
 
     id: str
@@ -57,10 +57,10 @@ class Row:
 
     def completed(self, output: RequestOutput) -> Row:
         """Return the row with the first completion of a finished request. A failed request keeps its text so far."""
-        usage, completion = Usage(), output.outputs[0] if output.outputs else None
-        usage.add(output)
+        totals, completion = RequestTotals(), output.outputs[0] if output.outputs else None
+        totals.add(output)
         row = replace(
-            self.counted(usage),
+            self.counted(totals),
             text=completion.text if completion is not None else None,
             finish_reason=completion.finish_reason if completion is not None else None,
         )
@@ -75,17 +75,17 @@ class Row:
         """Return the row with an error of the input, for which no engine is needed."""
         return replace(self.failed(error), input_hash=None)
 
-    def counted(self, usage: Usage) -> Row:
+    def counted(self, totals: RequestTotals) -> Row:
         """Return the row without its input, with the counts and times of all its requests."""
         return replace(
             self.without_input(),
-            num_prompt_tokens=usage.num_prompt_tokens,
-            num_output_tokens=usage.num_output_tokens,
-            num_draft_tokens=usage.num_draft_tokens,
-            num_accepted_tokens=usage.num_accepted_tokens,
-            acceptance_rate=usage.num_accepted_tokens / usage.num_draft_tokens if usage.num_draft_tokens else None,
-            latency_s=usage.latency_s,
-            decode_s=usage.decode_s,
+            num_prompt_tokens=totals.num_prompt_tokens,
+            num_output_tokens=totals.num_output_tokens,
+            num_draft_tokens=totals.num_draft_tokens,
+            num_accepted_tokens=totals.num_accepted_tokens,
+            acceptance_rate=totals.num_accepted_tokens / totals.num_draft_tokens if totals.num_draft_tokens else None,
+            latency_s=totals.latency_s,
+            decode_s=totals.decode_s,
         )
 
 
@@ -93,7 +93,7 @@ OUTPUT_COLUMNS = tuple(field.name for field in fields(Row) if field.name not in 
 
 
 @dataclass(slots=True, kw_only=True)
-class Usage:
+class RequestTotals:
     """Counts and times of all requests for a row. `decode_s` is a sum, also over requests that ran at the same time.
     The times are None until a request has finished."""
 
@@ -106,15 +106,13 @@ class Usage:
     finished_s: float | None = None
 
     def add(self, output: RequestOutput) -> None:
-        metrics = output.metrics
+        metrics, finished_s = output.metrics, output.metrics.finished_s
         self.num_prompt_tokens += len(output.prompt_token_ids)
         self.num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         self.num_draft_tokens += metrics.num_draft_tokens
         self.num_accepted_tokens += metrics.num_accepted_tokens
-        if metrics.finished_s is not None:
-            self._add_times(metrics, metrics.finished_s)
-
-    def _add_times(self, metrics: RequestMetrics, finished_s: float) -> None:
+        if finished_s is None:
+            return
         if metrics.first_token_s is not None:
             self.decode_s = (self.decode_s or 0.0) + finished_s - metrics.first_token_s
         self.arrival_s = metrics.arrival_s if self.arrival_s is None else min(self.arrival_s, metrics.arrival_s)

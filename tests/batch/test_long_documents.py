@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -18,21 +17,21 @@ from hypothesis import strategies as st
 
 from rayspec import LLM, demo
 from rayspec.async_engine import AsyncEngine
-from rayspec.batch.document_task import DocumentHandler, PromptBuilder
+from rayspec.batch.document_task import DocumentTask, PromptBuilder
 from rayspec.batch.documents import input_row
 from rayspec.batch.long_documents import (
     LongDocumentOptions,
-    Node,
-    PartTemplates,
+    PartAnswer,
     TokenizedText,
     cut,
     filled,
     group,
-    num_levels,
     part_seed,
     part_templates,
 )
+from rayspec.batch.row_engine import Handler
 from rayspec.batch.rows import Row
+from rayspec.command.settings import make_settings
 from rayspec.config import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import (
@@ -47,7 +46,6 @@ from tests.demo_model import demo_tokenizer
 
 CONTEXT = 600
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
-BARE = part_templates("{text}", instruct=False)
 
 
 @st.composite
@@ -101,11 +99,6 @@ def partitions(sizes: Sequence[int]) -> list[list[Sequence[int]]]:
     return [[sizes[:end], *rest] for end in range(1, len(sizes) + 1) for rest in partitions(sizes[end:])]
 
 
-@pytest.mark.parametrize(("chunks", "capacity", "levels"), [(1, 2, 1), (2, 2, 2), (17, 15, 3), (16, 2, 5), (15, 15, 2)])
-def test_levels_follow_from_how_many_answers_a_prompt_holds(chunks: int, capacity: int, levels: int) -> None:
-    assert num_levels(chunks, lambda level: capacity) == levels
-
-
 def test_seeds_of_parts_differ_and_are_fixed() -> None:
     seeds = {part_seed(seed, level, index) for seed in (-1, 0, 7) for level in (1, 2) for index in range(50)}
     assert len(seeds) == 300
@@ -123,9 +116,6 @@ def test_templates_ask_of_parts_what_is_asked_of_the_whole() -> None:
     templates = part_templates("List the names.\n{text}", instruct=True)
     assert filled(templates.part, text="Ann", number=1, count=2).startswith("List the names.\n(This is part 1 of 2 ")
     assert all(one.startswith("List the names.\n(") for one in (templates.merge, templates.refine))
-    assert PartTemplates(part="{text}", merge="{text}", refine="{summary}\n{text}") == BARE
-    with pytest.raises(ConfigError, match=r"template 'refine' is '\{text\}': it must hold \{summary\}"):
-        PartTemplates(part="{text}", merge="{text}", refine="{text}")
 
 
 @given(
@@ -170,7 +160,7 @@ class Tokens:
         return list(encoded["input_ids"])
 
 
-class RecordingEngine:
+class RecordingEngine(Tokens):
     """Answers with the prompt's first and last words and its seed, in an order of its own."""
 
     max_model_len = CONTEXT
@@ -221,16 +211,11 @@ class RecordingEngine:
 
 
 def long_documents(
-    engine: Any,
-    *,
-    params: SamplingParams = GREEDY,
-    templates: PartTemplates = BARE,
-    llm: Any = None,
-    template: str = "{text}",
-    **options: Any,
-) -> DocumentHandler:
-    prompts = PromptBuilder(llm=llm or Tokens(), params=params, template=template)
-    return DocumentHandler(engine=engine, prompts=prompts, templates=templates, options=LongDocumentOptions(**options))
+    engine: Any, *, params: SamplingParams = GREEDY, template: str = "{text}", instruct: bool = False, **options: Any
+) -> Handler:
+    settings = make_settings(flags={"model": "demo"}, sampling=params)
+    long = LongDocumentOptions(**options)
+    return DocumentTask(settings=settings, template=template, instruct=instruct, long=long).handler(engine)
 
 
 def document(text: str) -> Row:
@@ -241,7 +226,7 @@ def reports(count: int, num_sentences: int = 40) -> str:
     return "\n\n".join(report.text for report in demo.sample_documents(count, num_sentences=num_sentences, seed=5))
 
 
-def leaves(node: Node) -> list[Node]:
+def leaves(node: PartAnswer) -> list[PartAnswer]:
     return [leaf for child in node.children for leaf in leaves(child)] if node.children else [node]
 
 
@@ -249,13 +234,13 @@ def completed(coroutine: Coroutine[Any, Any, Row]) -> Row:
     return asyncio.run(asyncio.wait_for(coroutine, timeout=60))
 
 
-def roots(row: Row) -> tuple[Node, ...]:
+def roots(row: Row) -> tuple[PartAnswer, ...]:
     """Of the tree of parts."""
     return tuple(map(node_of, json.loads(row.tree or "[]")))
 
 
-def node_of(fields: dict[str, Any]) -> Node:
-    return Node(**fields | {"children": tuple(map(node_of, fields["children"]))})
+def node_of(fields: dict[str, Any]) -> PartAnswer:
+    return PartAnswer(**fields | {"children": tuple(map(node_of, fields["children"]))})
 
 
 @pytest.mark.parametrize("mode", ["fail", "truncate", "map-reduce", "refine"])
@@ -288,7 +273,7 @@ def test_conversations_are_left_alone() -> None:
 
 def test_map_reduce_makes_a_tree_of_the_whole_document() -> None:
     engine, text = RecordingEngine(answer=" ".join(["word"] * 30)), reports(7)
-    long = long_documents(engine, mode="map-reduce", overlap_tokens=20, max_parts_in_flight=3)
+    long = long_documents(engine, mode="map-reduce", overlap_tokens=20)
     outcome = completed(long(document(text)))
     (root,) = roots(outcome)
     chunks, tokenized = leaves(root), TokenizedText(demo_tokenizer(), text)
@@ -299,7 +284,7 @@ def test_map_reduce_makes_a_tree_of_the_whole_document() -> None:
     assert root.level >= 3
     assert all(child.level < root.level for child in root.children)
     assert engine.prompts[-1] == "\n\n".join(child.text for child in root.children)
-    assert engine.most_running == 3
+    assert engine.most_running == min(8, len(chunks))
     calls = len(engine.prompts)
     row = outcome
     assert (row.text, row.finish_reason, row.error, row.latency_s) == (root.text, "stop", None, 3.0)
@@ -309,11 +294,11 @@ def test_map_reduce_makes_a_tree_of_the_whole_document() -> None:
     assert row.num_prompt_tokens == sum_prompts(root)
 
 
-def count_nodes(node: Node) -> int:
+def count_nodes(node: PartAnswer) -> int:
     return 1 + sum(map(count_nodes, node.children))
 
 
-def sum_prompts(node: Node) -> int:
+def sum_prompts(node: PartAnswer) -> int:
     return node.num_prompt_tokens + sum(map(sum_prompts, node.children))
 
 
@@ -333,7 +318,7 @@ def test_the_tree_does_not_depend_on_the_order_in_which_parts_finish(mode: str) 
 
 def test_refine_carries_its_answer_along() -> None:
     engine, text = RecordingEngine(), reports(4)
-    long = long_documents(engine, mode="refine", templates=part_templates("Sum up: {text}", instruct=True))
+    long = long_documents(engine, mode="refine", template="Sum up: {text}", instruct=True)
     outcome = completed(long(document(text)))
     (root,) = roots(outcome)
     tokenized, answers = TokenizedText(demo_tokenizer(), text), [*root.children, root]
@@ -351,14 +336,17 @@ def test_refine_carries_its_answer_along() -> None:
 
 
 @pytest.mark.parametrize("mode", ["map-reduce", "refine"])
-def test_a_failing_part_fails_the_document_and_keeps_what_was_finished(mode: str) -> None:
+def test_a_failing_part_fails_the_document_and_keeps_what_was_finished(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayspec.batch.long_documents._MAX_PARTS_IN_FLIGHT", 1)
     text = reports(5)
     tokenized = TokenizedText(demo_tokenizer(), text)
     good = RecordingEngine()
-    completed(long_documents(good, mode=mode, max_parts_in_flight=1)(document(text)))
+    completed(long_documents(good, mode=mode)(document(text)))
     third = good.prompts[2].split("\n", 1)[-1] if mode == "refine" else good.prompts[2]
     engine = RecordingEngine(fail=lambda prompt: NonFiniteLogitsError("NaN") if third[-90:] in prompt else None)
-    outcome = completed(long_documents(engine, mode=mode, max_parts_in_flight=1)(document(text)))
+    outcome = completed(long_documents(engine, mode=mode)(document(text)))
     row = outcome
     assert (row.error_kind, row.finish_reason, row.text) == ("non_finite_logits", "error", None)
     assert row.error is not None
@@ -374,19 +362,19 @@ def test_a_failing_part_fails_the_document_and_keeps_what_was_finished(mode: str
 def test_the_other_parts_of_a_failed_document_are_cancelled() -> None:
     engine = RecordingEngine(fail=lambda prompt: NonFiniteLogitsError("NaN"))
     engine.frozen_from = 1
-    outcome = completed(long_documents(engine, mode="map-reduce", max_parts_in_flight=4)(document(reports(5))))
+    outcome = completed(long_documents(engine, mode="map-reduce")(document(reports(7))))
     assert outcome.error is not None
-    assert (len(engine.prompts), engine.num_cancelled, engine.num_running) == (4, 3, 0)
+    assert (len(engine.prompts), engine.num_cancelled, engine.num_running) == (8, 7, 0)
 
 
-@pytest.mark.parametrize(("mode", "num_running"), [("map-reduce", 4), ("refine", 1)])
+@pytest.mark.parametrize(("mode", "num_running"), [("map-reduce", 8), ("refine", 1)])
 def test_cancelling_a_document_cancels_all_that_it_has_in_the_engine(mode: str, num_running: int) -> None:
     engine = RecordingEngine()
     engine.frozen_from = 0
 
     async def cancel() -> None:
-        long = long_documents(engine, mode=mode, max_parts_in_flight=4)
-        task = asyncio.ensure_future(long(document(reports(5))))
+        long = long_documents(engine, mode=mode)
+        task = asyncio.ensure_future(long(document(reports(7))))
         while engine.num_running < num_running:
             await asyncio.sleep(0)
         task.cancel()
@@ -419,19 +407,17 @@ def test_answers_that_do_not_shrink_end_the_document() -> None:
     assert str(refined.error).startswith("part 2 of ")
 
 
-def test_too_many_levels_are_refused_before_any_call() -> None:
-    engine = RecordingEngine()
-    long = long_documents(engine, mode="map-reduce", max_levels=2, level_output_tokens=(150,))
-    row = completed(long(document(reports(5))))
-    assert (row.error_kind, engine.prompts) == ("does_not_shrink", [])
-    assert re.search(r"chunks may need [3-9] levels, max_levels is 2", str(row.error))
+def test_too_many_levels_end_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayspec.batch.long_documents._MAX_LEVELS", 2)
+    row = completed(long_documents(RecordingEngine(answer="word " * 40), mode="map-reduce")(document(reports(7))))
+    assert row.error_kind == "does_not_shrink"
+    assert " answers of level 2 are left" in str(row.error)
+    assert {root.level for root in roots(row)} == {2}
 
 
 def test_chunks_and_groups_whose_prompts_are_longer_than_they_are_made_smaller() -> None:
     engine, text = RecordingEngine(), reports(3)
-    twice = PartTemplates(part="{text} {text}", merge="{text} {text}", refine="{summary} {text} {text}")
-    outcome = completed(long_documents(engine, mode="map-reduce", templates=twice)(document(text)))
-    (root,) = roots(outcome)
+    (root,) = roots(completed(long_documents(engine, mode="map-reduce", template="{text} {text}")(document(text))))
     assert max(leaf.num_prompt_tokens for leaf in leaves(root)) <= CONTEXT - 40
     assert sum(leaf.num_prompt_tokens for leaf in leaves(root)) > 2 * root.end
 
@@ -469,10 +455,10 @@ def test_parts_need_a_tokenizer_that_knows_where_its_tokens_are() -> None:
         def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
             return {"input_ids": [1] * len(text)}
 
-    llm = Tokens()
-    llm.tokenizer = Slow()
+    engine = RecordingEngine()
+    engine.tokenizer = Slow()
     with pytest.raises(ConfigError, match="'mode' is 'refine': it needs a fast tokenizer"):
-        long_documents(RecordingEngine(), llm=llm, mode="refine")
+        long_documents(engine, mode="refine")
 
 
 @pytest.fixture(scope="module")
@@ -495,7 +481,7 @@ def demo_engine() -> Any:
 def test_the_bundled_model_answers_parts_as_it_answers_documents(demo_engine: AsyncEngine, mode: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=24)
     text = reports(3)
-    long = long_documents(demo_engine, llm=demo_engine.llm, params=params, mode=mode)
+    long = long_documents(demo_engine, params=params, mode=mode)
     outcome = completed(long(document(text)))
     assert outcome.error is None
     (root,) = roots(outcome)
@@ -514,19 +500,20 @@ import psutil, torch
 from rayspec import LLM, SamplingParams, demo
 from rayspec.async_engine import AsyncEngine
 from rayspec.batch.documents import input_row
-from rayspec.batch.document_task import DocumentHandler, PromptBuilder
-from rayspec.batch.long_documents import LongDocumentOptions, part_templates
+from rayspec.batch.document_task import DocumentTask
+from rayspec.batch.long_documents import LongDocumentOptions
+from rayspec.command.settings import make_settings
 
 torch.set_num_threads(1)
 llm = LLM("demo", device="cpu", dtype="float32", num_threads=1, max_model_len=4096, max_num_seqs=4,
           speculation={"strategy": "ar"})
 engine = AsyncEngine(llm)
-long = DocumentHandler(
-    engine=engine,
-    prompts=PromptBuilder(llm=llm, params=SamplingParams(temperature=0.0, max_tokens=8)),
-    templates=part_templates("{text}", instruct=False),
-    options=LongDocumentOptions(mode="map-reduce", chunk_tokens=1000, max_parts_in_flight=4),
-)
+long = DocumentTask(
+    settings=make_settings(flags={"model": "demo"}, sampling=SamplingParams(temperature=0.0, max_tokens=8)),
+    template="{text}",
+    instruct=False,
+    long=LongDocumentOptions(mode="map-reduce", chunk_tokens=1000),
+).handler(engine)
 
 def text(count):
     return "\\n\\n".join(one.text for one in demo.sample_documents(count, num_sentences=60, seed=7))
