@@ -42,11 +42,11 @@ lint: setup ## ruff and mypy --strict
 	$(BIN)/mypy --strict
 
 bench: setup ## decoding speed on the widened demo model, against transformers generate: bench-out/results.md
-	$(BIN)/rayspec bench --model demo --widen 8 --dtype bfloat16 --threads 2 --input demo --context 1024 \
+	$(BIN)/rayspec bench --model demo --widen 8 --dtype bfloat16 --num-threads 2 --input demo --context 1024 \
 	  --strategies knapspec,auto --max-tokens 128 --num-prompts 4 --batch 1 --repeats 3 --output $(BENCH_OUT)
 
 figures: setup ## KnapSpec's experiments on the widened demo model, with what `rayspec bench` found if BENCH names it
-	$(BIN)/python -m benchmarks figures --model demo --widen 8 --dtype bfloat16 --threads 2 --output $(FIGURES_OUT) \
+	$(BIN)/python -m benchmarks figures --model demo --widen 8 --dtype bfloat16 --num-threads 2 --output $(FIGURES_OUT) \
 	  $(if $(BENCH),--bench $(BENCH))
 
 k8s: setup ## render the manifests of k8s/overlays

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.data import data_markdown, run_data_bench
-from benchmarks.device.run import CHECKS
+from benchmarks.device.run import measure_device
 from benchmarks.feed import FeedOptions, feed_markdown, run_feed_bench
 from benchmarks.figures.run import FigureOptions, run_figures
 from benchmarks.papers.run import run_paper
@@ -23,21 +23,11 @@ from benchmarks.serve import (
 )
 from benchmarks.serve_mix import Mix
 from benchmarks.shared import Context, Input, Json, Seed, Strategies, conclude
-from rayspec.bench.commands import (
-    Batch,
-    ComparedType,
-    Device,
-    MaxTokens,
-    NumThreads,
-    OutFolder,
-    Quick,
-    Repeats,
-    Threads,
-    Widen,
-    run_checks,
-)
+from benchmarks.streams import run_streams
+from rayspec.bench.commands import Batch, ComparedType, Device, MaxTokens, Quick, Repeats, Widen
 from rayspec.bench.options import bench_options, numbers
-from rayspec.bench.result import save_json
+from rayspec.bench.result import bench_markdown, save_json
+from rayspec.bench.selfcheck.report import SelfcheckOptions
 from rayspec.bench.workloads import WorkloadOptions
 from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings
@@ -52,15 +42,20 @@ def device(
     *,
     device: Device = "auto",
     dtype: ComparedType = "bfloat16",
-    num_threads: NumThreads = None,
+    num_threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads")] = None,
     quick: Quick = False,
-    out: OutFolder = None,
+    json: Json = None,
 ) -> None:
     """Measure what a step launches and reads on this device, the bandwidth of matrices, and steps against the roofline.
 
     Exit code 1 if launches or reads of the host are not as they should be. Run nothing else at the same time.
     """
-    run_checks(device, dtype, num_threads, quick, out, checks=CHECKS)
+    with clean_exit():
+        options = SelfcheckOptions(device=device, dtype=dtype, num_threads=num_threads, is_quick=quick)
+        page, is_good = measure_device(options, say, json)
+        output_console().print(page, markup=False, highlight=False, soft_wrap=True)
+    if not is_good:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
@@ -139,6 +134,42 @@ def data(
         )
         result = run_data_bench(options, say)
         conclude(result, data_markdown(result), json)
+
+
+@app.command()
+@with_settings()
+def streams(
+    *,
+    asked: Asked,
+    inputs: Annotated[list[str], typer.Option("--input", help="as of `rayspec bench`: two domains or more")],
+    ratios: Annotated[str, typer.Option(help="chances that a prompt is of another domain, with commas")] = "0,0.5,1",
+    context: Context = 512,
+    strategies: Strategies = "ar,knapspec",
+    max_tokens: MaxTokens = 64,
+    num_prompts: Annotated[int, typer.Option(min=1, help="of each stream")] = 8,
+    repeats: Repeats = 2,
+    widen: Widen = 1,
+    seed: Seed = 0,
+    plans: Annotated[list[str] | None, typer.Option(metavar="STRATEGY=FILE", help="as of `rayspec bench`")] = None,
+    json: Json = None,
+) -> None:
+    """Compare strategies on streams of prompts, one by one, whose domain changes now and then (KNN-SSD, section 4)."""
+
+    with clean_exit():
+        options = bench_options(
+            asked,
+            WorkloadOptions(inputs=tuple(inputs), contexts=(context,), num_prompts=num_prompts, seed=seed),
+            strategies=strategies,
+            max_tokens=max_tokens,
+            batch=1,
+            repeats=repeats,
+            widen=widen,
+            plans=plans,
+        )
+        result = run_streams(options, numbers("ratios", ratios, float), say)
+        output_console().print(bench_markdown(result), markup=False, highlight=False, soft_wrap=True)
+        if json is not None:
+            save_json(result, json)
 
 
 @app.command()
@@ -230,13 +261,11 @@ def figures(
     shares: Annotated[str, typer.Option(help="of the time, for searches")] = "0.005,0.01,0.02,0.05,0.2",
     seed: Seed = 0,
     widen: Widen = 1,
-    threads: Threads = None,
 ) -> None:
     """Run the experiments of the KnapSpec paper, and plot them. They show predicted against measured speed, skipped
     sublayers by context, the threshold at which drafts end, and the interval between plan searches."""
 
     with clean_exit():
-        asked.flags["num_threads"] = threads if threads is not None else asked.flags["num_threads"]
         options = FigureOptions(
             engine=asked.settings().engine,
             output=output,

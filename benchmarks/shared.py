@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
 from rayspec.bench.result import save_json
-from rayspec.bench.selfcheck.report import Outcome, Table, judged
+from rayspec.bench.selfcheck.report import Outcome
 from rayspec.command.terminal import EXIT_FAILED, output_console
 
 Input = Annotated[str, typer.Option("--input", help="a file of documents, or 'demo' for the bundled ones")]
@@ -60,7 +61,29 @@ def cache_bytes(device: torch.device) -> int:
     )
 
 
-def measured(found: str, *, numbers: Any, tables: Sequence[Table], counted: str = "") -> Outcome:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """The first column names the row."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured(Outcome):
+    """An outcome with tables for people. counted: explains the numbers."""
+
+    tables: Sequence[Table] = ()
+    counted: str = ""
+
+
+def judged(*, is_good: bool, found: str, numbers: Any, tables: Sequence[Table], counted: str = "") -> Measured:
+    """Return a passed or failed outcome."""
+    status: Literal["passed", "failed"] = "passed" if is_good else "failed"
+    return Measured(status=status, found=found, numbers=numbers, tables=tables, counted=counted)
+
+
+def measured(found: str, *, numbers: Any, tables: Sequence[Table], counted: str = "") -> Measured:
     """Return a passed outcome: a measurement without a bound cannot fail."""
     return judged(is_good=True, found=found, numbers=numbers, tables=tables, counted=counted)
 

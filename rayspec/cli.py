@@ -29,7 +29,12 @@ _ROWS = {
 _REPLACED_OF_COMMANDS = {
     "summarize": _ROWS,
     "generate": _ROWS,
-    "bench": {"paper": "is not in the package any more: run `python -m benchmarks papers` in a checkout"},
+    "bench": {
+        "paper": "is not in the package any more: run `python -m benchmarks papers` in a checkout",
+        "stream": "is not in the package any more: run `python -m benchmarks streams --ratios ...` in a checkout",
+        "threads": "is now '--num-threads'",
+    },
+    "selfcheck": {"out": "is now '--json FILE', for the numbers"},
     "tune": REPLACED["TuningOptions"],
 }
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from benchmarks.device.bandwidth import read_bytes_per_s
-from benchmarks.shared import fastest_seconds, measured
+from benchmarks.shared import Table, fastest_seconds, measured
 from rayspec.bench.selfcheck.models import Prepared, bundled_model, prepare
-from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions, Table
+from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions
 from rayspec.choices import Choice, choices_of
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.bodies import fuse

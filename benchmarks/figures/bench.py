@@ -1,4 +1,5 @@
-"""Speed-ups of strategies by context and by mix of domains, read from the results of `rayspec bench`."""
+"""Speed-ups of strategies by context and by mix of domains, read from the results of `rayspec bench` or of
+`python -m benchmarks streams`."""
 
 from __future__ import annotations
 
@@ -37,14 +38,14 @@ def read_bench(path: Path) -> BenchSpeedUps:
     at = f"option 'bench' is {str(path)!r}"
     try:
         workloads = json.loads(path.read_text(encoding="utf-8"))["workloads"]
-        domains = sorted({one["domain"] for one in workloads if one["mix_ratio"] is None})
+        domains = sorted({one["domain"] for one in workloads if one.get("mix_ratio") is None})
         by_context = {
             domain: _speed_ups(
-                (one for one in workloads if one["mix_ratio"] is None and one["domain"] == domain), "context"
+                (one for one in workloads if one.get("mix_ratio") is None and one["domain"] == domain), "context"
             )
             for domain in domains
         }
-        by_mix = _speed_ups((one for one in workloads if one["mix_ratio"] is not None), "mix_ratio")
+        by_mix = _speed_ups((one for one in workloads if one.get("mix_ratio") is not None), "mix_ratio")
     except OSError as error:
         raise ConfigError(
             f"{at}: it cannot be read ({error.strerror}): name a results.json of `rayspec bench`"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console, say
 from rayspec.config import DType
-
-if TYPE_CHECKING:
-    from rayspec.bench.selfcheck.checks import Check
 
 app = typer.Typer()
 
@@ -23,12 +19,11 @@ NumPrompts = Annotated[int, typer.Option(min=1, help="of each workload, at most"
 Batch = Annotated[int, typer.Option(min=1, help="sequences decoded at once")]
 Repeats = Annotated[int, typer.Option(min=1, help="rounds in which everything is measured once")]
 Widen = Annotated[int, typer.Option(min=1, help="make the model so many times as wide, with the same text")]
-Threads = Annotated[int | None, typer.Option(min=1, help="the same as --num-threads")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 ComparedType = Annotated[DType, typer.Option(help="compared in addition to float32", show_choices=False)]
-NumThreads = Annotated[int | None, typer.Option(min=1, help="torch CPU threads")]
+NumThreads = Annotated[int, typer.Option(min=1, help="torch CPU threads; models this small run best with 1")]
 Quick = Annotated[bool, typer.Option("--quick", help="fewer models and sizes")]
-OutFolder = Annotated[Path | None, typer.Option(help="folder for selfcheck.md and selfcheck.json")]
+Json = Annotated[Path | None, typer.Option(help="file to write the numbers to")]
 
 
 @app.command()
@@ -54,37 +49,27 @@ def bench(
     num_prompts: NumPrompts = 4,
     batch: Batch = 1,
     repeats: Repeats = 3,
-    stream: Annotated[
-        str | None,
-        typer.Option(
-            help="a workload for each of these ratios, with commas, instead of one for each input: prompts one by "
-            "one, with that probability of another domain than the one before"
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option("--workload-seed", help="of the bundled prompts and of streams")] = 0,
+    seed: Annotated[int, typer.Option("--workload-seed", help="of the bundled prompts")] = 0,
     widen: Widen = 1,
-    threads: Threads = None,
     plans: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="STRATEGY=FILE", help="saved plans for one strategy, rather than --warm-start's; repeatable"
-        ),
+        typer.Option(metavar="STRATEGY=FILE", help="saved plans for one strategy, as self-sd=plans.json; repeatable"),
     ] = None,
     hf: Annotated[bool, typer.Option(help="compare with transformers generate")] = True,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="folder for results.json and results.md, renewed as it goes")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="file to write the numbers to")] = None,
+    json: Json = None,
 ) -> None:
     """Compare strategies, and transformers generate, on the same prompts in the same run.
 
-    'all' names the strategies that need no further option. With --warm-start or --plans it includes the strategies that
-    use saved plans, self-sd and knn-ssd; --warm-start affects only these two. With --skip it includes static.
+    'all' names the strategies that need no further option, those that --plans has a file for, and static with --skip.
     """
     with clean_exit():
-        from rayspec.bench.options import bench_options, workload_options  # noqa: PLC0415 - brings pyarrow
+        from rayspec.bench.options import bench_options, numbers  # noqa: PLC0415 - brings pyarrow
         from rayspec.bench.result import bench_markdown, save_json  # noqa: PLC0415
         from rayspec.bench.run import run_bench  # noqa: PLC0415 - brings torch
+        from rayspec.bench.workloads import WorkloadOptions  # noqa: PLC0415
 
         def keep(result: dict[str, Any]) -> None:
             if output is not None:
@@ -93,7 +78,12 @@ def bench(
             if json is not None:
                 save_json(result, json)
 
-        workloads = workload_options(inputs, context, num_prompts=num_prompts, mix_ratios=stream, seed=seed)
+        workloads = WorkloadOptions(
+            inputs=tuple(inputs or ("demo",)),
+            contexts=numbers("context", context, int),
+            num_prompts=num_prompts,
+            seed=seed,
+        )
         options = bench_options(
             asked,
             workloads,
@@ -102,7 +92,6 @@ def bench(
             batch=batch,
             repeats=repeats,
             widen=widen,
-            threads=threads,
             plans=plans,
             hf=hf,
         )
@@ -115,38 +104,27 @@ def selfcheck(
     *,
     device: Device = "auto",
     dtype: ComparedType = "bfloat16",
-    num_threads: NumThreads = None,
+    num_threads: NumThreads = 1,
     quick: Quick = False,
-    out: OutFolder = None,
+    json: Json = None,
 ) -> None:
     """Check an installation on this device: all implementations compute the same, drafted text equals plain text, and
     launches can be captured.
 
     Exit code 1 if any check failed.
     """
-    run_checks(device, dtype, num_threads or 1, quick, out)  # a second thread makes models this small slower
-
-
-def run_checks(
-    device: str,
-    dtype: DType,
-    num_threads: int | None,
-    quick: bool,
-    out: Path | None,
-    *,
-    checks: Mapping[str, Check] | None = None,
-) -> None:
-    """Run the checks, by default those of `selfcheck`; print their report, and save it in `out`. Raises typer.Exit with
-    the code of failure if any failed."""
     with clean_exit():
         # Imported here, so that other commands do not wait for torch.
-        from rayspec.bench.selfcheck.checks import CHECKS, run_selfcheck  # noqa: PLC0415
+        from rayspec.bench.result import markdown_table  # noqa: PLC0415
+        from rayspec.bench.selfcheck.checks import CHECKS, run_selfcheck, save_outcomes  # noqa: PLC0415
         from rayspec.bench.selfcheck.report import SelfcheckOptions  # noqa: PLC0415
 
         options = SelfcheckOptions(device=device, dtype=dtype, num_threads=num_threads, is_quick=quick)
-        report = run_selfcheck(options, say, checks=CHECKS if checks is None else checks)
-        if out is not None:
-            report.save(out)
-        output_console().print(report.as_markdown(), markup=False, highlight=False, soft_wrap=True)
-    if report.has_failed:
+        outcomes = run_selfcheck(options, say, checks=CHECKS)
+        if json is not None:
+            save_outcomes(outcomes, options, json)
+        rows = [[name, one.status, f"{seconds:.1f}", one.found] for name, (one, seconds) in outcomes.items()]
+        table = markdown_table(("check", "status", "seconds", "found"), rows)
+        output_console().print(table, markup=False, highlight=False, soft_wrap=True)
+    if any(outcome.status == "failed" for outcome, _ in outcomes.values()):
         raise typer.Exit(EXIT_FAILED)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from rayspec.bench.result import Sample
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.model.fast_dtype import in_fast_dtype
@@ -20,33 +20,15 @@ from rayspec.model.weights import resolve_device
 from rayspec.strategies.by_name import make_strategy
 from rayspec.types import EngineStats, PlanRecord, Request, RequestOutput
 
-T = TypeVar("T")
-
-_TASKS = Path("/proc/self/task")
 _COUNTS = ("num_rounds", "num_plain_rounds", "num_draft_tokens", "num_accepted_tokens")
 _TIMES = ("draft_s", "verify_s", "optimise_s", "prefill_s", "total_s")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completed:
-    """All prompts completed once. prefill_s, prefill_cpu_s: wall and CPU seconds of the prefill."""
-
-    seconds: float
-    prefill_s: float
-    prefill_cpu_s: float
-    token_ids: list[list[int]]
-
-
 # Work under way: the generator yields the number of tokens so far after each increment, and returns what it completed.
-Writing: TypeAlias = Generator[int, None, Completed]
+Writing: TypeAlias = Generator[int, None, Sample]
 
 
 class Contender(Protocol):
     """Something that completes prompts."""
-
-    @property
-    def device(self) -> torch.device | None:
-        """Device that the contender runs on; None if it runs in other processes."""
 
     @property
     def used(self) -> EngineStats:
@@ -61,32 +43,6 @@ class Contender(Protocol):
         """Complete the prompts in increments, with no work between them. Raises the error of a failed prompt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Seconds of CPU time of all threads of this process. waited_s: seconds in which threads were ready to run but had
-    no core; None if unknown."""
-
-    cpu_s: float
-    waited_s: float | None
-
-
-def measured(work: Callable[[], T]) -> tuple[T, Cost]:
-    """Run `work` and return its result and its cost."""
-    waited, cpu = waited_seconds(), time.process_time()
-    given = work()
-    cpu, now = time.process_time() - cpu, waited_seconds()
-    # At least 0: the later sum lacks the threads that have ended since.
-    return given, Cost(cpu_s=cpu, waited_s=None if waited is None or now is None else max(0.0, now - waited))
-
-
-def waited_seconds() -> float | None:
-    """Return the seconds that the current threads have waited for a core (Linux schedstat); None if unknown."""
-    try:
-        return sum(int((task / "schedstat").read_text().split()[1]) for task in _TASKS.iterdir()) / 1e9
-    except (OSError, IndexError):
-        return None
-
-
 class Ours:
     """A strategy of our engine."""
 
@@ -99,11 +55,6 @@ class Ours:
         """Keep the statistics as they are. Plan records keep growing, so each is kept with a copy."""
         self._before = copy.copy(self.engine.stats)
         self._plans_before = [(record, copy.copy(record)) for record in self.engine.stats.plans]
-
-    @property
-    def device(self) -> torch.device | None:
-        config = self.engine.config
-        return torch.device(config.device) if config.parallel is None else None
 
     @property
     def used(self) -> EngineStats:
@@ -134,41 +85,31 @@ class Ours:
     def write(self, prompts: Sequence[list[int]], max_tokens: int) -> Writing:
         """Yield after each step. A model in other processes runs without a pause: the whole run is one increment."""
         engine, stats = self.engine, self.engine.stats
+        device = torch.device(engine.config.device) if engine.config.parallel is None else None
         before = copy.copy(stats)
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         names = [f"bench-{next(self._num_requests)}" for _ in prompts]
         for name, prompt in zip(names, prompts, strict=True):
             engine.add(Request(request_id=name, params=params, prompt_token_ids=prompt))
         outputs: dict[str, RequestOutput] = {}
-        prefill_cpu_s = left_s = 0.0
+        left_s = 0.0
         while engine.has_unfinished:
-            cpu_s, prefill_s, total_s = time.process_time(), stats.prefill_s, stats.total_s
             for output in engine.step():
                 if output.error is not None:
                     raise output.error
                 outputs[output.request_id] = output
-            left_s += self._settle()
-            if stats.prefill_s > prefill_s:
-                share = min(1.0, (stats.prefill_s - prefill_s) / (stats.total_s - total_s))
-                prefill_cpu_s += share * (time.process_time() - cpu_s)
-            if self.device is not None:
+            if device is not None and device.type == "cuda":
+                # No other contender runs before the GPU is done. Only prefill leaves launches behind.
+                started = time.perf_counter()
+                torch.cuda.synchronize(device)
+                left_s += time.perf_counter() - started
+            if device is not None:
                 yield stats.num_generated_tokens - before.num_generated_tokens
-        return Completed(
+        return Sample(
             seconds=stats.total_s - before.total_s + left_s,
             prefill_s=stats.prefill_s - before.prefill_s + left_s,
-            prefill_cpu_s=prefill_cpu_s,
             token_ids=[list(outputs[name].outputs[0].token_ids) for name in names],
         )
-
-    def _settle(self) -> float:
-        """Wait for the GPU before another contender runs, and return the seconds. Only prefill leaves launches behind:
-        a round ends when the host has its tokens."""
-        device = self.device
-        if device is None or device.type != "cuda":
-            return 0.0
-        started = time.perf_counter()
-        torch.cuda.synchronize(device)
-        return time.perf_counter() - started
 
 
 class HfGenerate:
@@ -178,7 +119,7 @@ class HfGenerate:
 
     def __init__(self, config: EngineConfig, *, batch: int) -> None:
         self._batch = batch
-        self.device = resolve_device(config.device)
+        self._device = resolve_device(config.device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -187,12 +128,12 @@ class HfGenerate:
             trust_remote_code=config.trust_remote_code,
             dtype=config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         )
-        self._model: Any = in_fast_dtype(model.to(self.device).eval(), config)
+        self._model: Any = in_fast_dtype(model.to(self._device).eval(), config)
         eos = self._model.generation_config.eos_token_id
         self._eos = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
         pad = self._model.generation_config.pad_token_id
         self._pad = pad if pad is not None else min(self._eos, default=0)
-        self._prefill_s = self._prefill_cpu_s = 0.0
+        self._prefill_s = 0.0
 
     def forget(self) -> None:
         """Do nothing: `generate` learns nothing from text."""
@@ -200,10 +141,10 @@ class HfGenerate:
     def warm_up(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
         """Complete one batch, then measure the prefill time of all prompts."""
         self._complete(prompts[: self._batch], max_tokens)
-        started, started_cpu = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
         for first in range(0, len(prompts), self._batch):
             self._complete(prompts[first : first + self._batch], 1)
-        self._prefill_s, self._prefill_cpu_s = time.perf_counter() - started, time.process_time() - started_cpu
+        self._prefill_s = time.perf_counter() - started
 
     def write(self, prompts: Sequence[list[int]], max_tokens: int) -> Writing:
         """Yield after each batch of prompts."""
@@ -213,8 +154,7 @@ class HfGenerate:
             outputs += self._complete(prompts[first : first + self._batch], max_tokens)
             seconds += time.perf_counter() - started
             yield sum(map(len, outputs))
-        prefill_s, prefill_cpu_s = self._prefill_s, self._prefill_cpu_s
-        return Completed(seconds=seconds, prefill_s=prefill_s, prefill_cpu_s=prefill_cpu_s, token_ids=outputs)
+        return Sample(seconds=seconds, prefill_s=self._prefill_s, token_ids=outputs)
 
     @torch.inference_mode()
     def _complete(self, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
@@ -222,8 +162,8 @@ class HfGenerate:
         rows = [[self._pad] * (width - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         output = self._model.generate(
-            input_ids=torch.tensor(rows, device=self.device),
-            attention_mask=torch.tensor(mask, device=self.device),
+            input_ids=torch.tensor(rows, device=self._device),
+            attention_mask=torch.tensor(mask, device=self._device),
             max_new_tokens=max_tokens,
             do_sample=False,
             pad_token_id=self._pad,

@@ -43,19 +43,15 @@ def bench_options(
     batch: int,
     repeats: int,
     widen: int,
-    threads: int | None = None,
     plans: Sequence[str] | None = None,
     hf: bool = False,
 ) -> BenchOptions:
     """Parse the options. strategies: comma-separated names. plans: "STRATEGY=FILE" each. Raises ConfigError."""
-    asked.flags["num_threads"] = threads if threads is not None else asked.flags["num_threads"]
     is_static = asked.flags["skip"] or asked.flags["static_choice"]
     asked.flags["strategy"] = "static" if is_static else None  # each contender gets its own strategy later
     names = tuple(filter(None, map(str.strip, strategies.split(","))))
     if not names:
         raise ConfigError(f"option 'strategies' is {strategies!r}: name at least one, as ar,knapspec")
-    if workloads.mix_ratios and batch > 1:
-        raise ConfigError(f"option 'batch' is {batch}: the prompts of a stream run one by one, leave it 1")
     return BenchOptions(
         engine=asked.settings().engine,
         workloads=workloads,
@@ -66,19 +62,6 @@ def bench_options(
         widen=widen,
         plans=dict(map(_strategy_and_file, plans or ())),
         hf=hf,
-    )
-
-
-def workload_options(
-    inputs: list[str] | None, contexts: str, *, num_prompts: int, mix_ratios: str | None, seed: int
-) -> WorkloadOptions:
-    """Parse the options. contexts, mix_ratios: comma-separated numbers. Raises ConfigError."""
-    return WorkloadOptions(
-        inputs=tuple(inputs or ("demo",)),
-        contexts=numbers("context", contexts, int),
-        num_prompts=num_prompts,
-        mix_ratios=numbers("stream", mix_ratios, float) if mix_ratios is not None else (),
-        seed=seed,
     )
 
 

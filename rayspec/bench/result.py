@@ -14,25 +14,21 @@ from rayspec.types import EngineStats, PlanRecord
 BASELINE, HF = "ar", "hf"
 
 _LEAST_S = 1e-9  # lower bound of divisors
-_SPEED = ("strategy", "tokens/s", "min to max", "vs ar", "vs hf", "CPU vs ar", "all/s", "vs ar", "vs hf", "identical")
-_WORK = ("strategy", "acceptance", "tokens a round", "predicted", "measured", "draft", "verify", "search", "quiet")
+_SPEED = ("strategy", "tokens/s", "min to max", "vs ar", "vs hf", "all/s", "vs ar", "vs hf", "identical")
+_WORK = ("strategy", "acceptance", "tokens a round", "predicted", "measured", "draft", "verify", "search")
 _NOTE = (
-    "tokens/s: decoding; CPU vs ar: by CPU time; all/s: with prompts; predicted, measured: of one sequence; draft, "
-    "verify, search: shares of the engine's time; quiet: of the time that threads wanted a core, how much they had one"
+    "tokens/s: decoding; all/s: with prompts; predicted, measured: of one sequence; draft, verify, search: shares of "
+    "the engine's time"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One run over all prompts. seconds: with prefill. decode_cpu_s: CPU seconds of decoding, over all threads; None if
-    the contender ran in other processes. quiet_share: CPU time over CPU time plus the time that threads waited for a
-    core, which is 1 on a machine without other load; None if unknown."""
+    """All prompts completed once. seconds: with prefill."""
 
     token_ids: list[list[int]]
     seconds: float
     prefill_s: float
-    decode_cpu_s: float | None
-    quiet_share: float | None
 
     @property
     def num_tokens(self) -> int:
@@ -53,11 +49,6 @@ class Sample:
         """Tokens per second of decoding, without the prefill time."""
         return self.num_decoded_tokens / max(_LEAST_S, self.seconds - self.prefill_s)
 
-    @property
-    def tokens_per_cpu_s(self) -> float | None:
-        """Decoded tokens per CPU second of all threads of the process."""
-        return None if self.decode_cpu_s is None else self.num_decoded_tokens / max(_LEAST_S, self.decode_cpu_s)
-
 
 def bench_row(name: str, samples: Mapping[str, Sequence[Sample]], stats: EngineStats) -> dict[str, Any]:
     """Return the JSON row of a strategy. samples: by strategy, repeat by repeat. stats: of its engine in that time.
@@ -70,9 +61,8 @@ def bench_row(name: str, samples: Mapping[str, Sequence[Sample]], stats: EngineS
     """
     own, plain, hf = samples[name], samples[BASELINE], samples.get(HF)
 
-    def ratios(other: Sequence[Sample] | None, rate: Callable[[Sample], float | None]) -> list[float]:
-        pairs = [(rate(a), rate(b)) for a, b in zip(own, other or (), strict=other is not None)]
-        return [a / max(_LEAST_S, b) for a, b in pairs if a is not None and b is not None]
+    def ratios(other: Sequence[Sample] | None, rate: Callable[[Sample], float]) -> list[float]:
+        return [rate(a) / max(_LEAST_S, rate(b)) for a, b in zip(own, other or (), strict=other is not None)]
 
     def speed(sample: Sample) -> float:
         return sample.tokens_per_s
@@ -84,7 +74,6 @@ def bench_row(name: str, samples: Mapping[str, Sequence[Sample]], stats: EngineS
     predicted_s = sum(one.num_tokens / one.predicted_tpt for one in predicted)
     measured_s = sum(one.sequence_s for one in stats.plans)
     vs_plain, reference = ratios(plain, speed), plain[0].token_ids
-    quiet = [one.quiet_share for one in own if one.quiet_share is not None]
     return {
         "strategy": name,
         "tokens_per_s": median(map(speed, own)),
@@ -92,11 +81,9 @@ def bench_row(name: str, samples: Mapping[str, Sequence[Sample]], stats: EngineS
         "speedup_vs_ar": median(vs_plain),
         "speedup_spread": _spread(vs_plain),
         "speedup_vs_hf": _median(ratios(hf, speed)),
-        "cpu_speedup_vs_ar": _median(ratios(plain, lambda sample: sample.tokens_per_cpu_s)),
         "end_to_end_tokens_per_s": median(map(whole_speed, own)),
         "end_to_end_speedup_vs_ar": median(ratios(plain, whole_speed)),
         "end_to_end_speedup_vs_hf": _median(ratios(hf, whole_speed)),
-        "quiet_share": _median(quiet),
         "acceptance_rate": stats.acceptance_rate,
         "mean_accepted_length": stats.mean_accepted_length,
         "predicted_tpt": _divided(sum(one.num_tokens for one in predicted), predicted_s),
@@ -168,8 +155,7 @@ def bench_markdown(result: Mapping[str, Any]) -> str:
     for workload in workloads:
         lengths, rows = workload["prompt_tokens"], workload["results"]
         left_out = f", {workload['num_left_out']} longer ones left out" if workload["num_left_out"] else ""
-        mixed = f" of {workload['domain']}" if workload["mix_ratio"] is not None else ""
-        prompts = f"{len(lengths)} prompts{mixed} of {min(lengths)} to {max(lengths)} tokens{left_out}."
+        prompts = f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens{left_out}."
         lines += ["", f"## {workload['name']}", "", prompts, ""]
         lines += [markdown_table(_SPEED, map(_speed_cells, rows), num_left=1), ""]
         lines += [markdown_table(_WORK, map(_work_cells, rows), num_left=1)]
@@ -195,7 +181,7 @@ def _speed_cells(row: Mapping[str, Any]) -> list[str]:
         row["strategy"],
         f"{row['tokens_per_s']:.1f}",
         f"{row['spread']['min']:.1f} to {row['spread']['max']:.1f}",
-        *(_times(row[key]) for key in ("speedup_vs_ar", "speedup_vs_hf", "cpu_speedup_vs_ar")),
+        *(_times(row[key]) for key in ("speedup_vs_ar", "speedup_vs_hf")),
         f"{row['end_to_end_tokens_per_s']:.1f}",
         *(_times(row[key]) for key in ("end_to_end_speedup_vs_ar", "end_to_end_speedup_vs_hf")),
         f"{row['identical']} of {row['total']}",
@@ -204,7 +190,7 @@ def _speed_cells(row: Mapping[str, Any]) -> list[str]:
 
 def _work_cells(row: Mapping[str, Any]) -> list[str]:
     numbers = [row[key] for key in ("mean_accepted_length", "predicted_tpt", "measured_tpt")]
-    shares = [row[key] for key in ("draft_share", "verify_share", "optimise_share", "quiet_share")]
+    shares = [row[key] for key in ("draft_share", "verify_share", "optimise_share")]
     return [
         row["strategy"],
         _percent(row["acceptance_rate"]),

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import rayspec
 from rayspec import demo
 from rayspec.batch.document_task import summary_prompt
-from rayspec.bench.contenders import Completed, Contender, Cost, HfGenerate, Ours, measured
+from rayspec.bench.contenders import Contender, HfGenerate, Ours
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.result import BASELINE, HF, Sample, bench_row
 from rayspec.bench.workloads import Workload, make_workloads
@@ -41,109 +41,101 @@ def run_bench(
     keep: called after each workload with the result so far. Raises ConfigError, CheckpointError, and the error of a
     failed prompt.
     """
-    names = strategy_names(options)
-    hide_progress_bars()
-    exit_on_sigterm()  # so that the folder of a widened model is removed
-    found: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"environment": {}, "options": options.as_json(), "workloads": found}
-    with model_folder(options.engine, options.widen) as folder, ExitStack() as stack:
-        say("loading")
-        configs = {name: engine_config(options, folder, BASELINE if name == HF else name) for name in names}
-        ours = {name: config for name, config in configs.items() if name != HF}
-        # The strategy with the most quantised copies of weights, so that the other engines can share them.
-        first = max(ours, key=lambda name: len(ours[name].speculation.draft_weights))
-        llm = stack.enter_context(load_llm(ours[first]))
-        loaded = _one_engine(llm)
-        result |= {"environment": describe_environment(), "dtype": loaded.config.dtype}
-        workloads = make_workloads(llm, options.workloads, template=summary_prompt(options.engine.model))
-        contenders: dict[str, Contender] = {}
-        for name, config in configs.items():
-            if name == HF:
-                contenders[name] = HfGenerate(config, batch=options.batch)
-            elif name == first:
-                contenders[name] = Ours(loaded)
-            else:
-                engine = engine_like(loaded, config)
-                contenders[name] = Ours(engine or _one_engine(stack.enter_context(load_llm(config))))
-        for workload in workloads:
+    with loaded_contenders(options, say) as (llm, contenders):
+        result = empty_result(options, llm)
+        for workload in make_workloads(llm, options.workloads, template=summary_prompt(options.engine.model)):
             if not workload.prompts:
                 say(f"{workload.name}: left out, as all of its {workload.num_left_out} prompts are longer")
                 continue
             samples = take_turns(contenders, workload, options, say)
-            found.append(
-                {
-                    "name": workload.name,
-                    "domain": workload.domain,
-                    "context": workload.context,
-                    "mix_ratio": workload.mix_ratio,
-                    "num_left_out": workload.num_left_out,
-                    "prompt_tokens": [len(prompt) for prompt in workload.prompts],
-                    "prompt_domains": workload.domains,
-                    "results": [bench_row(name, samples, one.used) for name, one in contenders.items()],
-                }
-            )
+            result["workloads"].append(workload_result(workload, samples, contenders))
             keep(result)
     return result
+
+
+@contextmanager
+def loaded_contenders(options: BenchOptions, say: Say) -> Iterator[tuple[rayspec.LLM, dict[str, Contender]]]:
+    """Load all contenders; engines share their weights where they can. Also yield an LLM of the same model. Raises
+    ConfigError, CheckpointError."""
+    names = strategy_names(options)
+    hide_progress_bars()
+    exit_on_sigterm()  # so that the folder of a widened model is removed
+    with model_folder(options.engine, options.widen) as folder, ExitStack() as stack:
+
+        def loaded(config: EngineConfig) -> tuple[rayspec.LLM, Engine]:
+            llm = stack.enter_context(load_llm(config))
+            if llm.client.engine is None:
+                raise ConfigError("option 'replicas' is more than 1: one replica is measured at a time, leave it out")
+            return llm, llm.client.engine
+
+        say("loading")
+        configs = {name: engine_config(options, folder, BASELINE if name == HF else name) for name in names}
+        # The strategy with the most quantised copies of weights, so that the other engines can share them.
+        ours = [name for name in names if name != HF]
+        first = max(ours, key=lambda name: len(configs[name].speculation.draft_weights))
+        llm, engine = loaded(configs[first])
+        contenders: dict[str, Contender] = {}
+        for name, config in configs.items():
+            if name == HF:
+                contenders[name] = HfGenerate(config, batch=options.batch)
+            else:
+                own = engine if name == first else engine_like(engine, config) or loaded(config)[1]
+                contenders[name] = Ours(own)
+        yield llm, contenders
+
+
+def empty_result(options: BenchOptions, llm: rayspec.LLM) -> dict[str, Any]:
+    """Return a result without workloads."""
+    environment = {"environment": describe_environment(), "options": options.as_json(), "dtype": llm.config.dtype}
+    return environment | {"workloads": []}
+
+
+def workload_result(
+    workload: Workload, samples: Mapping[str, Sequence[Sample]], contenders: Mapping[str, Contender]
+) -> dict[str, Any]:
+    return {
+        "name": workload.name,
+        "domain": workload.domain,
+        "context": workload.context,
+        "num_left_out": workload.num_left_out,
+        "prompt_tokens": [len(prompt) for prompt in workload.prompts],
+        "results": [bench_row(name, samples, one.used) for name, one in contenders.items()],
+    }
 
 
 def strategy_names(options: BenchOptions) -> list[str]:
     """Return the names, with "all" expanded and the baseline first. Raises ConfigError. Its message names the nearest
     strategy for an unknown name, or the option that a strategy lacks."""
-    asked = [one for name in options.strategies for one in (_all_strategies(options) if name == _ALL else (name,))]
+    speculation = options.engine.speculation
+    if speculation.warm_start is not None:
+        raise ConfigError(
+            f"option 'warm_start' is {speculation.warm_start!r}: name the strategy that the saved plans are for, as "
+            f"--plans self-sd={speculation.warm_start}"
+        )
+    needs_more = {name for name in _WITH_SAVED_PLANS if name not in options.plans}
+    if not speculation.skip and speculation.static_choice == FULL:
+        needs_more.add("static")
+    every = [name for name in get_args(Strategy) if name not in needs_more]
+    asked = [one for name in options.strategies for one in (every if name == _ALL else (name,))]
     for name in asked:
         if name != HF:
             engine_config(options, options.engine.model, name)
-    _check_plans_are_used(asked, options)
-    return list(dict.fromkeys([BASELINE, *asked, *([HF] if options.hf else [])]))
-
-
-def _all_strategies(options: BenchOptions) -> list[str]:
-    """Return all strategies whose required options are set."""
-    missing = {name for name in _WITH_SAVED_PLANS if _plans_of(options, name) is None}
-    if not options.engine.speculation.skip and options.engine.speculation.static_choice == FULL:
-        missing.add("static")
-    return [name for name in get_args(Strategy) if name not in missing]
-
-
-def _plans_of(options: BenchOptions, strategy: str) -> str | None:
-    """Return a strategy's file of saved plans: from `plans`, else `warm_start` if the strategy requires plans."""
-    of_all = options.engine.speculation.warm_start if strategy in _WITH_SAVED_PLANS else None
-    return options.plans.get(strategy, of_all)
-
-
-def _check_plans_are_used(names: Sequence[str], options: BenchOptions) -> None:
-    """Check that a strategy uses each file of saved plans; otherwise raise ConfigError."""
     for name, file in options.plans.items():
-        if name not in names:
+        if name not in asked:
             raise ConfigError(f"option 'plans' has {file!r} for {name!r}, which does not run: add it to 'strategies'")
-    of_all = options.engine.speculation.warm_start
-    if of_all is not None and not set(names) & set(_WITH_SAVED_PLANS):
-        raise ConfigError(
-            f"option 'warm_start' is {of_all!r}, and none of the strategies {', '.join(names)} needs saved plans: add "
-            f"{' or '.join(_WITH_SAVED_PLANS)}, or say for which one they are with 'plans'"
-        )
-
-
-def _one_engine(llm: rayspec.LLM) -> Engine:
-    if llm.client.engine is None:
-        raise ConfigError("option 'replicas' is more than 1: one replica is measured at a time, leave it out")
-    return llm.client.engine
+    return list(dict.fromkeys([BASELINE, *asked, *([HF] if options.hf else [])]))
 
 
 def take_turns(
     contenders: Mapping[str, Contender], workload: Workload, options: BenchOptions, say: Say
 ) -> dict[str, list[Sample]]:
-    """Return the samples of each contender, repeat by repeat. Contenders forget what they learned before each workload,
-    and in a stream before each repeat."""
+    """Return the samples of each contender, repeat by repeat. Contenders forget what they learned before."""
     for name, contender in contenders.items():
         say(f"{workload.name}: warming up {name}")
         contender.forget()
         contender.warm_up(workload.prompts, _WARM_UP_TOKENS)
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
     for repeat in range(options.repeats):
-        if workload.is_stream:
-            for contender in contenders.values():
-                contender.forget()
         for name, sample in _side_by_side(contenders, workload, options.max_tokens, random.Random(repeat)).items():
             samples[name].append(sample)
             done = f"{workload.name}: repeat {repeat + 1} of {options.repeats}"
@@ -159,40 +151,16 @@ def _side_by_side(
     broken at random, so that the caches that one contender leaves behind favour no other."""
     writings = {name: contender.write(workload.prompts, max_tokens) for name, contender in contenders.items()}
     num_written = dict.fromkeys(contenders, 0)
-    costs: dict[str, list[Cost]] = {name: [] for name in contenders}
     samples: dict[str, Sample] = {}
-
-    def increment(name: str) -> int | Completed:
-        try:
-            return next(writings[name])
-        except StopIteration as end:
-            completed: Completed = end.value
-            return completed
-
     while num_written:
         least = min(num_written.values())
         name = rng.choice([name for name, num_tokens in num_written.items() if num_tokens == least])
-        written, cost = measured(lambda: increment(name))  # noqa: B023 - called at once
-        costs[name].append(cost)
-        if isinstance(written, Completed):
-            samples[name] = _sample(written, costs[name] if contenders[name].device is not None else [])
+        try:
+            num_written[name] = next(writings[name])
+        except StopIteration as end:
+            samples[name] = end.value
             del num_written[name]
-        else:
-            num_written[name] = written
     return samples
-
-
-def _sample(completed: Completed, costs: Sequence[Cost]) -> Sample:
-    """Return the sample of a contender. costs: of its increments; empty if it ran in other processes."""
-    cpu_s, waits = sum(cost.cpu_s for cost in costs), [cost.waited_s for cost in costs if cost.waited_s is not None]
-    is_known = len(waits) == len(costs) > 0 and cpu_s > 0
-    return Sample(
-        token_ids=completed.token_ids,
-        seconds=completed.seconds,
-        prefill_s=completed.prefill_s,
-        decode_cpu_s=cpu_s - completed.prefill_cpu_s if costs else None,
-        quiet_share=cpu_s / (cpu_s + sum(waits)) if is_known else None,
-    )
 
 
 @contextmanager
@@ -223,7 +191,7 @@ def engine_config(options: BenchOptions, folder: str, strategy: str) -> EngineCo
         strategy=strategy,
         skip=base.speculation.skip if is_static else (),
         static_choice=base.speculation.static_choice if is_static else FULL,
-        warm_start=_plans_of(options, strategy),
+        warm_start=options.plans.get(strategy),
     )
     return base.replace(
         model=folder,

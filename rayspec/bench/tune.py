@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,14 @@ from rayspec.choices import FULL, SKIP
 from rayspec.command.loading import load_llm
 from rayspec.config import EngineConfig, TuningOptions
 from rayspec.decode.engine import Engine
-from rayspec.strategies.saved_plans import ModelIdentity, SavedPlan, SavedPlans
+from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.strategies.tuning import Tried, knapspec_plan, tune_domains, tune_plan
 from rayspec.types import ConfigError
 
 _SUFFIX = ".json"
 # Seed of the bundled prompts, far from those of benchmarks, which start at 0.
 _SEED = 7000
-_TELL_EVERY_S = 5.0
+_ANY = "any text"
 _UNUSED_SKIP = (0,)  # placeholder: each trial sets its own plan
 
 
@@ -66,15 +65,43 @@ class TuneOptions:
 def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
     """Tune, save and return the plans. say: called with progress messages. Raises ConfigError, CheckpointError, and the
     error of an invalid input."""
-    _make_place(options.output)
-    with model_folder(options.engine, options.widen) as folder, load_llm(_engine_config(options, folder)) as llm:
+    folder = options.output.absolute().parent
+    try:  # before hours of tuning
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"option 'output' is {str(options.output)!r}: {error.strerror}; choose another place"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"option 'output' is {str(options.output)!r}: {str(folder)!r} cannot be written to")
+    with model_folder(options.engine, options.widen) as model, load_llm(_engine_config(options, model)) as llm:
         engine = llm.engine
         if not isinstance(engine, Engine):
             raise ConfigError("option 'replicas' is more than 1: plans are tuned on one replica, which serves them all")
         domains = calibration_prompts(llm, options)
+        for domain, prompts in domains.items():
+            longest = max(map(len, prompts), default=0)
+            say(f"{domain or _ANY}: {len(prompts)} prompts of up to {longest} tokens")
+        width = f", {options.widen} times as wide" if options.widen > 1 else ""
         identity = ModelIdentity.of(engine.config, engine.stages.num_sublayers)
-        model = msgspec.structs.replace(identity, name=_model_name(options))
-        saved = _tune(engine, domains, options.tuning, model, say)
+        tuned = msgspec.structs.replace(identity, name=f"{options.engine.model}{width}")
+        best = dict.fromkeys(domains, 0.0)
+
+        def tell(tried: Tried) -> None:
+            """Report each new best plan."""
+            if tried.best_tokens_per_s > best[tried.domain]:
+                best[tried.domain] = tried.best_tokens_per_s
+                say(
+                    f"{tried.domain or _ANY}: plan {tried.number} of {options.tuning.num_tries} makes "
+                    f"{tried.best_tokens_per_s:.1f} tokens/s (plain {tried.plain_tokens_per_s:.1f})"
+                )
+
+        if list(domains) != [""]:
+            saved = tune_domains(engine, domains, options.tuning, model=tuned, tell=tell)
+        elif options.tuning.plans_by == "knapspec":
+            saved = SavedPlans(model=tuned, plans=(knapspec_plan(engine, domains[""], options.tuning),))
+        else:
+            saved = SavedPlans(model=tuned, plans=(tune_plan(engine, domains[""], options.tuning, tell=tell),))
     saved.save(options.output)
     return saved
 
@@ -104,64 +131,21 @@ def plans_table(saved: SavedPlans) -> Table:
     table.add_column("domain")
     for heading in ("skipped attention", "skipped MLP", "draft", "acceptance", "tokens/s", "plain", "gain", "radius"):
         table.add_column(heading, justify="right")
+    num_layers = saved.model.num_sublayers // 2
     for plan in saved.plans:
-        table.add_row(plan.domain or "any text", *_cells(plan, saved.model.num_sublayers))
+        num_attention, num_mlp = (plan.choices[kind::2].count(SKIP) for kind in (0, 1))
+        table.add_row(
+            plan.domain or _ANY,
+            f"{num_attention} of {num_layers}",
+            f"{num_mlp} of {num_layers}",
+            str(plan.num_draft_tokens),
+            f"{100 * plan.acceptance:.0f} %",
+            f"{plan.tokens_per_s:.1f}",
+            f"{plan.plain_tokens_per_s:.1f}",
+            f"x{plan.tokens_per_s / plan.plain_tokens_per_s:.2f}",
+            f"{plan.radius:.3f}" if plan.anchors else "-",
+        )
     return table
-
-
-def _cells(plan: SavedPlan, num_sublayers: int) -> list[str]:
-    skipped = [index for index, choice in enumerate(plan.choices) if choice == SKIP]
-    num_mlp = sum(index % 2 for index in skipped)
-    num_layers = num_sublayers // 2
-    return [
-        f"{len(skipped) - num_mlp} of {num_layers}",
-        f"{num_mlp} of {num_layers}",
-        str(plan.num_draft_tokens),
-        f"{100 * plan.acceptance:.0f} %",
-        f"{plan.tokens_per_s:.1f}",
-        f"{plan.plain_tokens_per_s:.1f}",
-        f"x{plan.tokens_per_s / plan.plain_tokens_per_s:.2f}",
-        f"{plan.radius:.3f}" if plan.anchors else "-",
-    ]
-
-
-def _tune(
-    engine: Engine,
-    domains: dict[str, list[list[int]]],
-    options: TuningOptions,
-    model: ModelIdentity,
-    say: Callable[[str], None],
-) -> SavedPlans:
-    for domain, prompts in domains.items():
-        say(f"{_shown(domain)}: {len(prompts)} prompts of up to {max(map(len, prompts), default=0)} tokens")
-    tell = _Progress(options, say)
-    if list(domains) != [""]:
-        return tune_domains(engine, domains, options, model=model, tell=tell)
-    if options.plans_by == "knapspec":
-        return SavedPlans(model=model, plans=(knapspec_plan(engine, domains[""], options),))
-    return SavedPlans(model=model, plans=(tune_plan(engine, domains[""], options, tell=tell),))
-
-
-class _Progress:
-    """Reports the first plan of each domain, each new best plan, and otherwise one plan every few seconds."""
-
-    def __init__(self, options: TuningOptions, say: Callable[[str], None]) -> None:
-        self._num_tries = options.num_tries
-        self._say = say
-        self._said_s = time.monotonic()
-        self._best = 0.0
-
-    def __call__(self, tried: Tried) -> None:
-        best, plain = tried.best_tokens_per_s, tried.plain_tokens_per_s
-        now = time.monotonic()
-        if tried.number == 1 or best > self._best or now - self._said_s >= _TELL_EVERY_S:
-            gain = f" (x{best / plain:.2f} of plain)" if plain else ""
-            self._say(
-                f"{_shown(tried.domain)}: plan {tried.number} of {self._num_tries} makes {tried.tokens_per_s:.1f} "
-                f"tokens/s, the best {best:.1f}{gain}"
-            )
-            self._said_s = now
-        self._best = best
 
 
 def _engine_config(options: TuneOptions, folder: str) -> EngineConfig:
@@ -181,10 +165,6 @@ def _engine_config(options: TuneOptions, folder: str) -> EngineConfig:
     )
 
 
-def _model_name(options: TuneOptions) -> str:
-    return options.engine.model + (f", {options.widen} times as wide" if options.widen > 1 else "")
-
-
 def _domain_and_source(name: str) -> tuple[str | None, str]:
     """Split "[DOMAIN=]INPUT". The name of an existing file is never split at its "=". Raises ConfigError."""
     domain, equals, source = name.partition("=")
@@ -193,18 +173,3 @@ def _domain_and_source(name: str) -> tuple[str | None, str]:
     if not domain or not source:
         raise ConfigError(f"option 'input' is {name!r}: write it as FILE or DOMAIN=FILE")
     return domain, source
-
-
-def _shown(domain: str) -> str:
-    return domain or "any text"
-
-
-def _make_place(output: Path) -> None:
-    """Create the output folder and check that it is writable, before hours of tuning. Raises ConfigError."""
-    folder = output.absolute().parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"option 'output' is {str(output)!r}: {error.strerror}; choose another place") from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"option 'output' is {str(output)!r}: {str(folder)!r} cannot be written to")

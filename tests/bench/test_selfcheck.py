@@ -16,10 +16,7 @@ from rayspec.bench.selfcheck import checks
 from rayspec.bench.selfcheck.checks import (
     CHECKS,
     Difference,
-    check_captured_against_eager,
     check_drafted_text,
-    check_kernels,
-    kernel_differences,
     logit_differences,
     replay_differences,
     run_selfcheck,
@@ -28,7 +25,6 @@ from rayspec.bench.selfcheck.models import RANDOM_FAMILIES, Way, prepare, prepar
 from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions, not_here
 from rayspec.cli import app
 from rayspec.model.attention import Rows
-from rayspec.model.cuda import operations
 from rayspec.model.graphs import CapturedGraph, Work
 from rayspec.model.sublayers import Body
 from tests.graph_driver import RecordingDriver
@@ -50,38 +46,32 @@ def invoke(*arguments: object) -> Any:
 
 
 def test_a_quick_check_of_this_installation(tmp_path: Path) -> None:
-    result = invoke("--quick", "--out", tmp_path / "out")
+    result = invoke("--quick", "--json", tmp_path / "out" / "c.json")
     assert result.exit_code == 0, result.output
-    saved = json.loads((tmp_path / "out" / "selfcheck.json").read_text(encoding="utf-8"))
+    saved = json.loads((tmp_path / "out" / "c.json").read_text(encoding="utf-8"))
     assert saved["ok"]
     assert saved["device"] == "cpu"
     status = {check["name"]: check["status"] for check in saved["checks"]}
     assert list(status) == list(CHECKS)
-    absent = {"kernels against plain torch", "captured against eager"}
-    assert {name for name, each in status.items() if each == "not here"} == absent
-    assert {name for name, each in status.items() if each == "passed"} == set(CHECKS) - absent
-    page = (tmp_path / "out" / "selfcheck.md").read_text(encoding="utf-8")
-    assert page in result.stdout
-    assert all(f"## {name}: " in page for name in CHECKS)
+    assert status == dict.fromkeys(CHECKS, "passed") | {"captured against eager": "not here"}, "a CPU has no graphs"
+    assert all(f"| {name} | {each} |" in result.stdout for name, each in status.items())
 
 
 def test_a_check_that_breaks_fails_and_stops_no_other() -> None:
     said: list[str] = []
     three = {"first": breaks, "second": passes, "third": lambda options: not_here("no such thing")}
-    report = run_selfcheck(HERE, said.append, checks=three)
-    assert [outcome.status for outcome, _ in report.outcomes.values()] == ["failed", "passed", "not here"]
-    assert report.has_failed
-    assert report.summary == "1 failed, 1 passed, 1 not here"
-    assert "RuntimeError: no luck" in said[0]
-    assert 'raise RuntimeError("no luck")' in report.as_markdown()
+    outcomes = run_selfcheck(HERE, said.append, checks=three)
+    assert [outcome.status for outcome, _ in outcomes.values()] == ["failed", "passed", "not here"]
+    assert 'raise RuntimeError("no luck")' in said[0]
+    assert "the check raised RuntimeError: no luck" in said[1]
 
 
 def test_the_exit_code_says_whether_a_check_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for check, code in ((passes, 0), (breaks, 1)):
         monkeypatch.setattr(checks, "CHECKS", {"only": check})
-        result = invoke("--out", tmp_path)
+        result = invoke("--json", tmp_path / "c.json")
         assert result.exit_code == code, result.output
-        assert json.loads((tmp_path / "selfcheck.json").read_text(encoding="utf-8"))["ok"] == (code == 0)
+        assert json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))["ok"] == (code == 0)
 
 
 def test_a_device_that_there_is_not_is_a_clean_error() -> None:
@@ -122,25 +112,6 @@ def _scaled(body: Body, error: float) -> Body:
         return out
 
     return run
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_device_agrees_with_itself(dtype: torch.dtype) -> None:
-    found = kernel_differences(dtype, CPU)
-    assert len(found) == 12
-    assert {one.largest for one in found} == {0.0}
-
-
-def test_a_kernel_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    gated, calls = operations.gated, []
-
-    def wrong_the_second_time(packed: Tensor, activation: str) -> Tensor:
-        calls.append(activation)
-        return gated(packed, activation) * (1.0 if len(calls) % 2 else 1.01)
-
-    monkeypatch.setattr(operations, "gated", wrong_the_second_time)
-    wrong = [one.what for one in kernel_differences(torch.float32, CPU) if not one.is_small]
-    assert wrong == ["gated, silu, float32", "gated, gelu_tanh, float32"]
 
 
 @pytest.mark.parametrize("identical", [3, 2])
@@ -186,8 +157,3 @@ def test_replays_have_the_bits_of_eager_passes() -> None:
 def test_a_part_that_cannot_be_captured_and_a_wrong_graph_are_found() -> None:
     assert not all(one.is_small for one in replayed(RecordingDriver(refuses=lambda number: number == 5)))
     assert not all(one.is_small for one in replayed(_Mixed()))
-
-
-def test_a_cpu_has_neither_kernels_nor_graphs() -> None:
-    assert check_kernels(HERE).found.startswith("cpu has no Triton kernels")
-    assert check_captured_against_eager(HERE).found == "cpu has no graphs"

@@ -13,14 +13,13 @@ from typer.testing import CliRunner
 import rayspec
 from rayspec import demo
 from rayspec.bench.run import model_folder
-from rayspec.bench.tune import TuneOptions, _Progress, calibration_prompts
+from rayspec.bench.tune import TuneOptions, calibration_prompts
 from rayspec.bench.workloads import demo_prompts
 from rayspec.choices import SKIP
 from rayspec.cli import app
 from rayspec.config import EngineConfig, TuningOptions
 from rayspec.model.fingerprint import weights_fingerprint
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
-from rayspec.strategies.tuning import Tried
 from rayspec.types import ConfigError
 
 MODEL = ("--model", "demo", "--dtype", "float32", "--num-threads", "1")
@@ -136,13 +135,6 @@ def test_inputs_that_are_none(llm: rayspec.LLM, inputs: list[str], message: str)
         calibration_prompts(llm, options(*inputs))
 
 
-def test_a_file_that_cannot_be_read_fails_the_command(run: Run) -> None:
-    result = run(*MODEL, *FAST, "--input", "law=absent.jsonl", "-o", "plans.json")
-    assert result.exit_code == 2, result.output
-    assert "absent.jsonl" in result.stderr
-    assert not Path("plans.json").exists()
-
-
 def test_domains_are_named_by_their_inputs(llm: rayspec.LLM, tmp_path: Path) -> None:
     file = str(write_documents(tmp_path / "law=new.jsonl", 5))
     assert {domain: len(prompts) for domain, prompts in calibration_prompts(llm, options(file)).items()} == {"": 3}
@@ -167,18 +159,3 @@ def test_a_widened_model_has_the_same_weights_every_time() -> None:
         with model_folder(config, 2) as folder:
             fingerprints.append(weights_fingerprint(config.replace(model=folder)))
     assert fingerprints[0] == fingerprints[1] != weights_fingerprint(config.replace(model=demo.model_path()))
-
-
-def test_progress_is_told_when_there_is_something_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, said = [0.0], []
-    monkeypatch.setattr("rayspec.bench.tune.time.monotonic", lambda: now[0])
-    progress = _Progress(TuningOptions(num_tries=9), said.append)
-    for number, (second, best) in enumerate([(1, 5.0), (2, 5.0), (3, 8.0), (4, 8.0), (9, 8.0)], 1):
-        now[0] = second
-        tried = {"number": number, "tokens_per_s": 5.0, "best_tokens_per_s": best, "plain_tokens_per_s": 4.0}
-        progress(Tried(domain="law", **tried))  # type: ignore[arg-type]
-    assert said == [
-        "law: plan 1 of 9 makes 5.0 tokens/s, the best 5.0 (x1.25 of plain)",
-        "law: plan 3 of 9 makes 5.0 tokens/s, the best 8.0 (x2.00 of plain)",
-        "law: plan 5 of 9 makes 5.0 tokens/s, the best 8.0 (x2.00 of plain)",
-    ]

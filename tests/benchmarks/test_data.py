@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.data import BARE, RAY_DATA, DataSample, data_markdown, data_rows, run_data_bench, timed
 from rayspec.batch.rows import Row
 from rayspec.bench.options import BenchOptions
@@ -82,33 +78,6 @@ def test_a_row_that_fails_cannot_be_measured() -> None:
         timed(lambda: [ROW, failed])
 
 
-def test_a_sample_is_of_all_rows_from_the_start_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rows() -> Iterator[Row]:
-        yield ROW
-        now_s[0] += 5.0
-        yield replace(ROW, id="b")
-
-    now_s = [7.0]
-    monkeypatch.setattr("benchmarks.data.time.perf_counter", lambda: now_s[0])
-    sample = timed(rows)
-    assert (sample.num_tokens, sample.texts) == (6, {"a": "text", "b": "text"})
-    assert (sample.first_row_s, sample.seconds) == (0.0, 5.0)
-
-
-@pytest.mark.ray
-@pytest.mark.exhaustive
-def test_documents_that_cannot_be_read_end_the_measurement(ray_cluster: None, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
-    with pytest.raises(Exception, match="there is nothing to work on"):
-        run_data_bench(options(input_=str(tmp_path / "a.jsonl")), lambda line: None)
-
-
 def test_one_strategy_at_a_time() -> None:
     with pytest.raises(ConfigError, match="one at a time"):
         run_data_bench(options(strategies=("ar", "knapspec")), lambda line: None)
-
-
-def test_the_command_refuses_what_it_cannot_do() -> None:
-    result = CliRunner().invoke(app, ["data", "--model", "demo", "--strategies", "knapspac,ar"])
-    assert result.exit_code == 2
-    assert "option 'strategies' is 'knapspac,ar'" in result.stderr

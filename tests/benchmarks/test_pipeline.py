@@ -8,19 +8,14 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.pipeline import (
-    case_config,
-    num_prefilled,
-    num_prompts_for,
     parse_cases,
     run_pipeline_bench,
 )
 from benchmarks.pipeline_result import Case, HopTimes, PipelineRun, TimedPart, pipeline_markdown, pipeline_rows
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.workloads import WorkloadOptions
-from rayspec.config import EngineConfig, SamplingParams
-from rayspec.types import ConfigError, EngineStats
-from tests.engines import RandomPlans, engine_with, requests_for
-from tests.families import checkpoint, parts_of, ragged_prompts
+from rayspec.config import EngineConfig
+from rayspec.types import ConfigError
 
 
 def options(*, num_prompts: int = 2, **changes: Any) -> BenchOptions:
@@ -72,20 +67,6 @@ def test_what_is_no_case_is_refused(text: str) -> None:
         parse_cases(text)
 
 
-def test_prompts_fill_every_cohort_of_every_case() -> None:
-    assert num_prompts_for(parse_cases("1x1,2x4,3x6"), batch=2) == 24
-    assert num_prompts_for(parse_cases("2x3"), batch=1) == 3
-
-
-def test_a_case_has_room_for_all_its_cohorts_and_one_thread_a_shard() -> None:
-    config = case_config(options(batch=2), "folder", "ar", Case(stages=2, cohorts=3))
-    assert config.parallel is not None
-    assert (config.parallel.stages, config.parallel.num_cohorts) == (2, 3)
-    assert (config.max_num_seqs, config.num_threads, config.max_model_len) == (6, 1, 174)
-    assert config.kv_cache_tokens == 6 * (174 + 16)
-    assert case_config(options(batch=2), "folder", "ar", None).parallel is None
-
-
 def test_a_round_s_time_is_split_into_stages_hops_and_the_rest() -> None:
     one, two = pipeline_rows(RUNS, HOPS)
     assert (one.case, one.round_ms, one.rest_ms) == ("one process", pytest.approx(300), None)
@@ -114,20 +95,6 @@ def test_outputs_that_differ_are_counted_and_said() -> None:
     assert "all 4 of 4 outputs" in pipeline_markdown(_result([RUNS[0], RUNS[2]]))
 
 
-def test_a_single_shard_has_no_hops() -> None:
-    assert part(1.0, "a", busy_s=(0.5,), num_passes=(30,)).num_hops == 0
-
-
-def test_tables_are_markdown() -> None:
-    lines = pipeline_markdown(_result(RUNS)).splitlines()
-    tables = [line for line in lines if line.startswith("|")]
-    assert len({line.count("|") for line in tables[:4]}) == 1
-    assert any(
-        line.startswith("| 2x3 | ar | 3 / 5 | 1.2 / 1.8 | 20.00 / 100.00 | 2.0 | 40.00 | 440.00") for line in lines
-    )
-    assert "| 2x3 | x | 10000 | 500000 | 9 |" in lines
-
-
 def _result(runs: list[PipelineRun]) -> dict[str, Any]:
     return {
         "environment": {"hardware": "a machine", "commit": "c"},
@@ -143,28 +110,6 @@ def _result(runs: list[PipelineRun]) -> dict[str, Any]:
         "hops": [{name: getattr(one, name) for name in one.__slots__} for one in HOPS],
         "results": [{name: getattr(row, name) for name in row.__slots__} for row in pipeline_rows(runs, HOPS)],
     }
-
-
-@pytest.mark.parametrize("drafting", [False, True])
-def test_prompts_read_are_counted_while_others_decode(drafting: bool) -> None:
-    """In chunks of 16 tokens the first requests decode, with or without drafts, long before the last is read."""
-    selector = RandomPlans(1, 8) if drafting else None
-    engine = engine_with(parts_of(checkpoint("llama")), selector, max_num_batched_tokens=16)
-    before = EngineStats()
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    requests = requests_for(ragged_prompts([5, 30, 60, 90]), params)
-    for request in requests:
-        engine.add(request)
-    while engine.has_unfinished:
-        assert num_prefilled(before, engine.stats) == _num_begun(engine)
-        engine.step()
-    assert num_prefilled(before, engine.stats) == len(requests)
-
-
-def _num_begun(engine: Any) -> int:
-    done = 4 - engine.num_unfinished
-    live = [sequence for one in engine._requests.values() for sequence in one.sequences]
-    return done + sum(sequence.metrics.first_token_s is not None for sequence in live)
 
 
 @pytest.mark.exhaustive
@@ -183,12 +128,6 @@ def test_a_real_pipeline_is_measured(ray_cluster: None) -> None:
     assert two["tokens_per_s"] > 0
     assert [one["link"] for one in result["hops"]] == ["0 and 1", "1 and 0"]
     assert all(1e-5 < one["p50_s"] <= one["p99_s"] < 0.1 for one in result["hops"])
-
-
-@pytest.mark.ray
-def test_too_few_tokens_to_measure_are_refused(ray_cluster: None) -> None:
-    with pytest.raises(ConfigError, match="option 'max_tokens' is 2"):
-        run_pipeline_bench(options(max_tokens=2, num_prompts=12, batch=12), [], lambda line: None)
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
-from rayspec.choices import SKIP
 from rayspec.ops.plan.gpus import KNOWN_GPUS
 
 H200 = ACCELERATORS["H200"]
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_shape_has_the_parameters_of_its_name(name: str) -> None:
-    """Names are rounded; the smallest Llamas are called less than they are."""
-    billions = {"Llama-3.2-1B": 1.24, "Llama-3.2-3B": 3.21}.get(name, float(name.rsplit("-", 1)[1].removesuffix("B")))
-    assert SHAPES[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.06)
 
 
 @pytest.mark.parametrize("name", ["Llama-3.2-3B", "Qwen3-4B"])
@@ -67,20 +59,6 @@ def test_steps_of_plain_decoding(name: str, bytes_per_weight: float, millisecond
     assert steps == pytest.approx(milliseconds, rel=0.02)
 
 
-def test_attention_beside_mlp() -> None:
-    """Microseconds of a sublayer on an H200, and how many tokens of KV cache make them alike."""
-    for name, context, expected in (
-        ("Llama-3.1-8B", 1024, (18, 73)),
-        ("Llama-3.1-8B", 131072, (129, 73)),
-        ("Llama-3.1-70B", 16384, (77, 294)),
-    ):
-        sublayers = ideal_latency(SHAPES[name], H200).sublayers_s(rows=1, context=context, batch=1)
-        assert tuple(round(1e6 * seconds) for seconds in sublayers[:2].tolist()) == expected
-    for name, tokens in (("Llama-3.1-8B", 66e3), ("Qwen3-32B", 146e3), ("Llama-3.1-70B", 270e3)):
-        sublayers = ideal_latency(SHAPES[name], H200).sublayers_s(rows=1, context=tokens, batch=1)
-        assert sublayers[0] == pytest.approx(sublayers[1], rel=0.01)
-
-
 def test_the_reference_path_makes_attention_the_heavy_one() -> None:
     for name, ideal, reference in (("Llama-3.1-8B", 0.39, 1.88), ("Llama-3.1-70B", 0.25, 0.92)):
         by_kernels = ideal_latency(SHAPES[name], H200)
@@ -88,22 +66,3 @@ def test_the_reference_path_makes_attention_the_heavy_one() -> None:
         for latency, ratio in ((by_kernels, ideal), (by_reference, reference)):
             attention, mlp = latency.sublayers_s(rows=1, context=12_800, batch=1)[:2].tolist()
             assert attention / mlp == pytest.approx(ratio, abs=0.01)
-
-
-def test_every_forward_of_the_reference_path_copies_the_cache_of_all_layers() -> None:
-    """Also one that runs none of them: 320 KiB a token of a 70B model, read and written."""
-    shape = SHAPES["Llama-3.1-70B"]
-    nothing = (SKIP,) * 2 * shape.num_layers
-    ideal, reference = ideal_latency(shape, H200), reference_latency(shape, H200, context=10_000)
-    more_s = reference.draft_step_s(nothing, context=10_000, batch=1) - ideal.draft_step_s(
-        nothing, context=10_000, batch=1
-    )
-    assert more_s == pytest.approx(2 * 320 * 1024 * 10_000 / 4.8e12)
-
-
-def test_a_verify_is_free_up_to_the_knee() -> None:
-    assert [ACCELERATORS[name].knee_rows(2) for name in ("H200", "H100", "A100")] == [134, 192, 99]
-    latency = ideal_latency(SHAPES["Llama-3.1-8B"], H200)
-    plain, many, twice = (latency.verify_s(rows=rows, context=0, batch=1) for rows in (1, 134, 268))
-    assert many == pytest.approx(plain)
-    assert twice == pytest.approx(2 * plain)

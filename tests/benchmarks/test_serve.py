@@ -29,10 +29,6 @@ def llm() -> Iterator[rayspec.LLM]:
 
 
 class TestMix:
-    def test_the_same_options_ask_the_same(self) -> None:
-        assert MIX.asks() == MIX.asks()
-        assert MIX.asks() != replace(MIX, seed=1).asks()
-
     def test_everything_occurs_and_is_a_request(self) -> None:
         asks = MIX.asks()
         assert len(asks) == 200
@@ -50,11 +46,6 @@ class TestMix:
         }
         expected = [100, 120, 100, 40, 60, 40, 28, 12]
         assert all(abs(found - mean) < 4 * mean**0.5 for found, mean in zip(shares.values(), expected, strict=True))
-
-    def test_without_a_share_nobody_leaves(self) -> None:
-        assert all(
-            ask.cut_after_s is None and ask.cut_after_events is None for ask in replace(MIX, cut_share=0.0).asks()
-        )
 
 
 class TestAnswers:

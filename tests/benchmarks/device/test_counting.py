@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from benchmarks.device.counting import meta_layer, share_of, step_ledger
-from benchmarks.device.launches import Launch, num_kernels
+from benchmarks.device.launches import Launch
 from benchmarks.device.predictions import predictions_page
 from benchmarks.device.static_launches import launches_of
 from benchmarks.roofline import SHAPES, ModelShape
 from rayspec.bench.selfcheck.models import PassShape, prepare, random_model, split
-from rayspec.choices import FULL, SKIP, choices_of
+from rayspec.choices import choices_of
 
 ROOT = Path(__file__).parent.parent.parent.parent
 LLAMA = SHAPES["Llama-3.1-8B"]
@@ -40,12 +40,6 @@ def test_a_step_reads_every_weight_once(name: str) -> None:
     assert step_ledger(shape, 1).kv_bytes_per_place == shape.num_layers * shape.kv_bytes_per_token
 
 
-def test_kernels_do_not_depend_on_the_batch() -> None:
-    alone, together = step_ledger(LLAMA, 1), step_ledger(LLAMA, 8)
-    assert alone.num_kernels == together.num_kernels <= 12 * LLAMA.num_layers
-    assert alone.num_all_reduces == 0
-
-
 def test_ranks_share_all_but_norms() -> None:
     large = SHAPES["Llama-3.1-70B"]
     one, eight = step_ledger(large, 1), step_ledger(large, 1, num_ranks=8)
@@ -53,13 +47,6 @@ def test_ranks_share_all_but_norms() -> None:
     assert one.kv_bytes_per_place == 8 * eight.kv_bytes_per_place
     assert eight.num_all_reduces == 2 * large.num_layers
     assert share_of(large, 8).num_kv_heads == 1
-
-
-def test_kernels_of_an_operator_layer() -> None:
-    fused = prepare(split(random_model("llama", torch.float32, torch.device("cpu")), "operators"), is_static=True)
-    state = PassShape(name="", contexts=(5,), num_rows=(1,))
-    ends, all_four = (num_kernels(launches_of(fused, state, (choice,) * 8)) for choice in (SKIP, FULL))
-    assert (all_four - ends) / 4 == 10
 
 
 def test_the_page_of_predictions_is_what_the_module_prints() -> None:

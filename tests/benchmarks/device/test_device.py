@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.device import bandwidth, step_times
+from benchmarks.device.kernels import kernel_differences
 from benchmarks.device.run import CHECKS
+from rayspec.model.cuda import operations
 
 
 def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,9 +24,32 @@ def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bandwidth, "_MAX_BYTES_QUICK", 2**20)
     monkeypatch.setattr(bandwidth, "_NUM_REPEATS", 1)
     monkeypatch.setattr(step_times, "_WIDER_QUICK", 2)
-    arguments = ["device", "--device", "cpu", "--num-threads", "1", "--quick", "--out", str(tmp_path)]
+    arguments = ["device", "--device", "cpu", "--num-threads", "1", "--quick", "--json", str(tmp_path / "d.json")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    saved = json.loads((tmp_path / "selfcheck.json").read_text(encoding="utf-8"))
+    saved = json.loads((tmp_path / "d.json").read_text(encoding="utf-8"))
     status = {check["name"]: check["status"] for check in saved["checks"]}
-    assert status == dict.fromkeys(CHECKS, "passed")
+    assert status == dict.fromkeys(CHECKS, "passed") | {"kernels against plain torch": "not here"}, "a CPU has none"
+    assert all(f"## {name}: " in result.stdout for name in CHECKS)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_device_agrees_with_itself(dtype: torch.dtype) -> None:
+    found = kernel_differences(dtype, CPU)
+    assert len(found) == 12
+    assert {one.largest for one in found} == {0.0}
+
+
+def test_a_kernel_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated, calls = operations.gated, []
+
+    def wrong_the_second_time(packed: Tensor, activation: str) -> Tensor:
+        calls.append(activation)
+        return gated(packed, activation) * (1.0 if len(calls) % 2 else 1.01)
+
+    monkeypatch.setattr(operations, "gated", wrong_the_second_time)
+    wrong = [one.what for one in kernel_differences(torch.float32, CPU) if not one.is_small]
+    assert wrong == ["gated, silu, float32", "gated, gelu_tanh, float32"]

@@ -51,8 +51,3 @@ def test_speed_ups_by_context_and_by_mix(tmp_path: Path) -> None:
 def test_what_is_no_bench_is_refused(tmp_path: Path, content: object) -> None:
     with pytest.raises(ConfigError, match=r"option 'bench' is .*results\.json.* not what `rayspec bench --output`"):
         read_bench(saved(tmp_path, content))
-
-
-def test_a_bench_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        read_bench(tmp_path / "absent.json")

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import rayspec
-from benchmarks.figures.runs import Gain, Spread, TimedStrategy, gain_of, latency_of, local_engine, take_turns
-from benchmarks.figures.skips import every, run_skips
-from benchmarks.figures.sweeps import run_intervals, run_thresholds
-from benchmarks.figures.tpt import Estimates, context_of, estimate_plans, predict, run_tpt
-from rayspec.choices import FULL, SKIP, Choices, choices_of
+from benchmarks.figures.runs import TimedStrategy, latency_of, local_engine, take_turns
+from benchmarks.figures.skips import run_skips
+from benchmarks.figures.sweeps import run_thresholds
+from benchmarks.figures.tpt import Estimates, context_of, predict, run_tpt
+from rayspec.choices import FULL, Choices, choices_of
 from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.strategies.fixed import FixedPlan
-from rayspec.strategies.knapspec import Candidate, KnapSpec
-from rayspec.types import ConfigError, Plan
+from rayspec.strategies.knapspec import Candidate
+from rayspec.types import Plan
 from tests.demo_model import demo_prompts
 from tests.engines import require_idle
 
@@ -80,43 +80,6 @@ def test_contenders_take_turns_and_write_the_same(llm: rayspec.LLM, prompts: lis
         assert one.num_rounds == 2
 
 
-def test_plans_are_estimated_on_tokens_that_the_search_did_not_see(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
-    found = estimate_plans(llm, prompts, num_plans=9, max_tokens=33)
-    assert len(found.candidates) == 9
-    assert tuple(found.origins) == tuple(one.choices for one in found.candidates)
-    assert set(found.origins.values()) == {"knapsack", "early exit", "random"}
-    # Each prompt's 32 rounds tap 32 tokens; 8 of the first prompt went into the search. The last ones are not asked.
-    num_captured = found.candidates[0].num_captured
-    assert num_captured in (40, 48)
-    for one in found.candidates:
-        assert one.choices.count(FULL) < len(one.choices)
-        assert one.num_captured == num_captured
-        assert 0 <= one.num_agreed <= num_captured
-    light = min(found.candidates, key=lambda one: one.choices.count(SKIP))
-    heavy = max(found.candidates, key=lambda one: one.choices.count(SKIP))
-    assert light.estimate > heavy.estimate
-    again = estimate_plans(llm, prompts, num_plans=9, max_tokens=33)
-    assert again.origins == found.origins
-    assert again.candidates == found.candidates
-
-
-def test_predictions_are_eq_4_of_what_knapspec_expects(llm: rayspec.LLM) -> None:
-    latency, estimates = latency_of(llm), given(EARLY, MOST)
-    prediction = predict(llm, estimates.candidates, context=200, max_draft_tokens=5)
-    expected = KnapSpec(llm.config.speculation, latency).acceptance_of(estimates.candidates)
-    assert prediction.acceptance == pytest.approx(expected)
-    for index, prefix in enumerate((16, 9)):
-        a, choices = expected[index], estimates.candidates[index].choices
-        for length in (1, 3, 5):
-            seconds = (
-                length * latency.draft_step_s(choices, context=200, batch=1)
-                + latency.verify_s(rows=length + 1, context=200, batch=1, from_sublayer=prefix, leading_rows=1)
-                + latency.round_s
-            )
-            tokens = sum(a**power for power in range(length + 1))
-            assert prediction.tpt[index, length - 1] == pytest.approx(tokens / seconds, rel=1e-6)
-
-
 def test_every_plan_runs_at_every_length(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
     estimates = given(EARLY, ALL, MOST)
     found = run_tpt(llm, estimates, prompts, draft_lengths=(2, 5), max_tokens=14)
@@ -155,17 +118,6 @@ def test_plans_in_use_are_counted_by_context(llm: rayspec.LLM) -> None:
     assert found.by_context[1].mlp_s == found.by_context[0].mlp_s
 
 
-def test_a_free_knapspec_searches_at_its_interval(llm: rayspec.LLM) -> None:
-    trigger = every(40)
-    assert trigger.reason(context=10, batch=1) == "no plan yet"
-    for _ in range(3):
-        trigger.planned(changed=False, context=10, batch=1)
-        trigger.observe(num_tokens=39)
-        assert trigger.reason(context=1000, batch=1) is None
-        trigger.observe(num_tokens=1)
-        assert trigger.reason(context=10, batch=1) is not None
-
-
 def test_drafts_get_shorter_with_the_threshold(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
     found = run_thresholds(llm, given(EARLY, MOST, num_agreed=16), prompts, thresholds=(1.0, 0.0, 0.6), max_tokens=30)
     settings = found.thresholds.settings
@@ -180,38 +132,3 @@ def test_drafts_get_shorter_with_the_threshold(llm: rayspec.LLM, prompts: list[l
     assert found.thresholds.own.value is None
     assert found.thresholds.own.mean_draft_length > 0
     assert found.thresholds.best in settings
-
-
-@pytest.mark.exhaustive
-def test_searches_are_as_many_as_the_schedule_lets(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
-    # A round commits 7 tokens at most, so these are 18 rounds or more: enough for a second review after 16.
-    found = run_intervals(llm, prompts[:1], intervals=(500, 2), shares=(1.0, 0.0), max_tokens=64)
-    often, rarely = found.intervals.settings
-    none, any_ = found.shares.settings
-    assert (often.value, rarely.value, none.value, any_.value) == (2, 500, 0.0, 1.0)
-    assert often.num_searches > rarely.num_searches == 1
-    assert often.search_share > rarely.search_share > 0
-    assert (none.num_searches, none.search_share, none.acceptance) == (0, pytest.approx(0, abs=1e-3), None)
-    assert any_.num_searches >= 1
-    assert found.shares.own is found.intervals.own
-    assert found.plain.least <= found.plain.median <= found.plain.most
-
-
-def test_speed_ups_are_of_the_same_prompt(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
-    passages = take_turns(llm, {"a": fixed(ALL, 0), "b": fixed(MOST)}, prompts, max_tokens=12)
-    ratios = [b.tokens_per_s / a.tokens_per_s for a, b in zip(passages["a"], passages["b"], strict=True)]
-    found = gain_of(passages["b"], passages["a"])
-    assert (found.least, found.most) == (min(ratios), max(ratios))
-    seconds = {name: sum(one.seconds for one in each) for name, each in passages.items()}
-    assert found.overall == pytest.approx(seconds["a"] / seconds["b"])
-    assert str(Gain(overall=1.5, least=1.0, most=1.75)) == "1.50 (1.00 to 1.75)"
-    assert str(Spread.of([3.0, 1.0, 2.0])) == "2.00 (1.00 to 3.00)"
-
-
-def test_an_engine_that_was_not_measured_has_no_figures() -> None:
-    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_model_len": 256}
-    with (
-        rayspec.LLM("demo", speculation={"strategy": "ar"}, **options) as one,
-        pytest.raises(ConfigError, match="does not draft for itself"),
-    ):
-        latency_of(one)

@@ -17,7 +17,7 @@ from rayspec.config import EngineConfig
 from rayspec.types import ConfigError
 from tests.benchmarks.figures.test_bench import WORKLOADS
 
-MODEL = ("--model", "demo", "--dtype", "float32", "--threads", "1")
+MODEL = ("--model", "demo", "--dtype", "float32", "--num-threads", "1")
 SMALL = (
     *(
         "--context",
@@ -130,9 +130,3 @@ def test_usage_errors_end_the_command_before_anything_is_loaded(tmp_path: Path, 
     result = CliRunner().invoke(app, ["figures", "--model", "absent", "--output", str(tmp_path / "out"), *arguments])
     assert result.exit_code == 2, result.output
     assert arguments[0].removeprefix("--") in result.output
-
-
-def test_what_is_drawn_without_a_bench() -> None:
-    assert OPTIONS.wanted == ("tpt", "skips", "thresholds", "intervals")
-    assert dataclasses.replace(OPTIONS, bench=Path("x")).wanted[0] == "speedup"
-    assert dataclasses.replace(OPTIONS, only=("skips",)).wanted == ("skips",)

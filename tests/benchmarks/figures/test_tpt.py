@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
 
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ from benchmarks.figures.runs import Spread
 from benchmarks.figures.skips import (
     attention_outweighs_from,
 )
-from benchmarks.figures.tpt import PlanPoint, TptExperiment, pearson, plan_spread, spearman
-from rayspec.choices import FULL, SKIP, choices_of
+from benchmarks.figures.tpt import PlanPoint, TptExperiment, pearson, spearman
+from rayspec.choices import FULL, SKIP
 from rayspec.planning.latency import Curve, LatencyModel
 
 VALUES = st.lists(st.integers(-3, 3), min_size=3, max_size=20)
@@ -71,24 +70,6 @@ def test_what_an_experiment_correlates() -> None:
     alone = dataclasses.replace(found, points=points[:1])
     assert set(alone.correlations().values()) == {None}
     assert found.median_ratio == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize("num_plans", [1, 5, 12])
-@pytest.mark.parametrize("num_found", [0, 1, 20])
-def test_a_spread_of_plans(num_plans: int, num_found: int) -> None:
-    found = [choices_of([index >= skipped for index in range(24)]) for skipped in range(1, num_found + 1)]
-    spread = plan_spread(found, 24, num_plans, random.Random(0))
-    assert len(spread) == num_plans
-    origins = list(spread.values())
-    assert origins.count("knapsack") == min(num_found, max(1, num_plans // 2))
-    assert all(len(choices) == 24 and SKIP in choices for choices in spread)
-    if num_found == 20 and num_plans > 1:
-        assert found[0] in spread
-        assert num_plans < 4 or found[-1] in spread
-    if num_plans == 12:
-        exits = [choices for choices, origin in spread.items() if origin == "early exit"]
-        assert exits == [(FULL,) * num_full + (SKIP,) * (24 - num_full) for num_full in (12, 18, 20)]
-    assert spread == plan_spread(found, 24, num_plans, random.Random(0))
 
 
 def latency(attention_s: float, mlp_s: float, kv_s: float) -> LatencyModel:
