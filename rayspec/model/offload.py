@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +62,23 @@ def offload(
     offloaded already, UnsupportedModelError for weights that are not plain tensors; the model is then unchanged.
     """
     device = parts.device if device is None else device
-    chosen = _chosen(parts, sublayers)
-    _check(parts, chosen, to, device)
+    if to not in ("cpu", "disk"):
+        raise ConfigError(f"option 'to' is {to!r}: use cpu or disk")
+    if to == "cpu" and device.type == "cpu":
+        raise ConfigError("option 'to' is 'cpu', where the model runs already: use disk, or a CUDA device")
+    held = [sublayer.index for sublayer in parts.sublayers]
+    if foreign := sorted(set(sublayers) - set(held)):
+        raise ValueError(f"sublayers {foreign} cannot be offloaded: here are {held[0]} to {held[-1]}")
+    chosen = [sublayer for sublayer in parts.sublayers if sublayer.index in sublayers]
+    for sublayer in chosen:
+        for module in _modules(sublayer):
+            if any(isinstance(hook, Fetch) for hook in module._forward_pre_hooks.values()):
+                raise ValueError(f"sublayer {sublayer.index} is offloaded already")
+            if any(type(p) is not nn.Parameter or type(p.data) is not Tensor for p in module.parameters()):
+                raise UnsupportedModelError(
+                    f"{parts.config.model_type}: weights of sublayer {sublayer.index} are quantized or sharded, not "
+                    "plain tensors, and cannot be offloaded: load the model without quantization_config"
+                )
     layouts = {sublayer.index: _ImageLayout.of(parts, sublayer) for sublayer in chosen}
     largest = max((layout.num_bytes for layout in layouts.values()), default=0)
     total = sum(layout.num_bytes for layout in layouts.values())
@@ -73,8 +88,8 @@ def offload(
     store = _DiskStore(folder, total) if to == "disk" else _HostStore()
     for number, (index, layout) in enumerate(layouts.items()):
         image = hosts[number % len(hosts)][: layout.num_bytes]
-        for piece in layout.pieces:
-            piece.view_in(image).copy_(piece.parameter.data)
+        for parameter, view in layout.views_in(image):
+            view.copy_(parameter.data)
         store.put(index, image)
     places = {
         index: destinations[number % len(destinations)][: layout.num_bytes]
@@ -82,11 +97,12 @@ def offload(
     }
     weights = OffloadedWeights(parts.sublayers, store, places, num_bytes=total - largest * len(destinations))
     for index, layout in layouts.items():
-        for piece in layout.pieces:
-            _page_out(piece.parameter.data)
-            piece.parameter.data = piece.view_in(places[index])
+        for parameter, view in layout.views_in(places[index]):
+            _page_out(parameter.data)
+            parameter.data = view
         layout.entrance.register_forward_pre_hook(Fetch(weights, index))
-    _trim_heap()
+    with suppress(AttributeError):  # a C library other than glibc
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))  # malloc keeps freed blocks unless they were large
     return weights
 
 
@@ -94,7 +110,12 @@ class OffloadedWeights:
     """The offloaded weights of a model or span. The sublayers' hooks call `fetch`."""
 
     def __init__(
-        self, sublayers: Sequence[Sublayer], store: _Store, places: dict[int, Tensor], *, num_bytes: int
+        self,
+        sublayers: Sequence[Sublayer],
+        store: _HostStore | _DiskStore,
+        places: dict[int, Tensor],
+        *,
+        num_bytes: int,
     ) -> None:
         self._indices = [sublayer.index for sublayer in sublayers]
         self._store = store
@@ -120,9 +141,16 @@ class OffloadedWeights:
         the same time, less the part that is read ahead.
         """
         seconds = dict.fromkeys(self._indices, 0.0)
-        for index in self._places:
+        for index, place in self._places.items():
             self.fetch(index)  # not measured: these weights may have been read ahead
-            seconds[index] = min(self._seconds(index, clock) for _ in range(_NUM_REPEATS))
+            times = []
+            for _ in range(_NUM_REPEATS):
+                _synchronise(place.device)
+                started = clock()
+                self.fetch(index)
+                _synchronise(place.device)
+                times.append(clock() - started)
+            seconds[index] = min(times)
         return tuple(seconds.values())
 
     @contextmanager
@@ -133,14 +161,6 @@ class OffloadedWeights:
             yield
         finally:
             self._paused = False
-
-    def _seconds(self, index: int, clock: Callable[[], float]) -> float:
-        device = self._places[index].device
-        _synchronise(device)
-        started = clock()
-        self.fetch(index)
-        _synchronise(device)
-        return clock() - started
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,35 +175,25 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class _ImagePart:
-    """A parameter and its byte offset in the image of its sublayer, see `_ImageLayout`."""
-
-    parameter: nn.Parameter
-    offset: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.parameter.nbytes
-
-    def view_in(self, image: Tensor) -> Tensor:
-        """Return the parameter's tensor as a view in `image`, [num_bytes] uint8."""
-        return image[self.offset : self.end].view(self.parameter.dtype).view(self.parameter.shape)
-
-
-@dataclass(frozen=True, slots=True)
 class _ImageLayout:
-    """The weights that one sublayer fetches, as one byte image of all its parameters. entrance: the module before which
-    they are fetched."""
+    """The weights that one sublayer fetches, as one byte image of all its parameters. offsets: of each parameter in the
+    image. entrance: the module before which they are fetched."""
 
     entrance: nn.Module
-    pieces: tuple[_ImagePart, ...]
+    offsets: Sequence[tuple[nn.Parameter, int]]
     num_bytes: int
 
     @classmethod
     def of(cls, parts: Decomposition, sublayer: Sublayer) -> _ImageLayout:
-        elsewhere = _parameters_outside(parts, sublayer)
+        ends = (parts.embedding, parts.rotary, parts.final_norm, parts.lm_head)
+        others = [
+            *(module for other in parts.sublayers if other is not sublayer for module in _modules(other)),
+            *(module for module in ends if module is not None),
+        ]
+        elsewhere = {id(parameter) for module in others for parameter in module.parameters()}
         modules = _modules(sublayer)
-        entrance, pieces, end = modules[-1], [], 0
+        entrance, end = modules[-1], 0
+        offsets: list[tuple[nn.Parameter, int]] = []
         for module in reversed(modules):
             own = [parameter for parameter in module.parameters() if id(parameter) not in elsewhere]
             if own:
@@ -191,24 +201,21 @@ class _ImageLayout:
             for parameter in own:
                 # The offset of a row in its cache line decides the order in which CPU kernels sum it.
                 offset = _round_up(end, _CACHE_LINE) + parameter.data_ptr() % _CACHE_LINE
-                pieces.append(_ImagePart(parameter, offset))
-                end = pieces[-1].end
-        return cls(entrance, tuple(pieces), _round_up(end, _PAGE))
+                offsets.append((parameter, offset))
+                end = offset + parameter.nbytes
+        return cls(entrance, offsets, _round_up(end, _PAGE))
 
-
-class _Store(Protocol):
-    """Keeps the images of offloaded sublayers."""
-
-    def put(self, index: int, image: Tensor) -> None:
-        """Keep a copy of `image`, [num_bytes] uint8 in CPU memory."""
-
-    def get(self, index: int, destination: Tensor) -> None:
-        """Copy the image into `destination`, [num_bytes] uint8 on the device that runs the sublayer."""
+    def views_in(self, image: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with its tensor as a view in `image`, [num_bytes] uint8."""
+        for parameter, offset in self.offsets:
+            view = image[offset : offset + parameter.nbytes]
+            yield parameter, view.view(parameter.dtype).view(parameter.shape)
 
 
 class _HostStore:
-    """A store in pinned CPU memory. Copies and kernels are in one stream. A copy therefore waits for the kernels that
-    still use the old weights, and later kernels wait for the copy."""
+    """Keeps the images of offloaded sublayers, [num_bytes] uint8, in pinned CPU memory. Copies and kernels are in one
+    stream. A copy therefore waits for the kernels that still use the old weights, and later kernels wait for the copy.
+    """
 
     def __init__(self) -> None:
         self._images: dict[int, Tensor] = {}
@@ -221,7 +228,7 @@ class _HostStore:
 
 
 class _DiskStore:
-    """A store in one nameless file. Reads bypass the page cache, so that offloaded weights take no CPU memory.
+    """Keeps the images in one nameless file. Reads bypass the page cache, so that offloaded weights take no CPU memory.
 
     An image is read into the host buffer in which `put` received it. While a sublayer computes, a thread reads ahead
     the image that followed the last time, if it uses the other buffer. A wrong guess costs one useless read.
@@ -241,7 +248,9 @@ class _DiskStore:
                 os.posix_fallocate(self._file.fileno(), 0, num_bytes)
         except OSError as error:
             raise self._refused(error) from error
-        _bypass_page_cache(self._file.fileno())
+        descriptor = self._file.fileno()
+        with suppress(OSError):  # a file system without direct I/O
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
 
     def put(self, index: int, image: Tensor) -> None:
         content, descriptor = image.numpy().data, self._file.fileno()
@@ -292,43 +301,9 @@ class _DiskStore:
         return ConfigError(f"option 'folder' is {str(self._folder)!r}, which cannot take the weights: {error}")
 
 
-def _chosen(parts: Decomposition, sublayers: Collection[int]) -> list[Sublayer]:
-    held = [sublayer.index for sublayer in parts.sublayers]
-    foreign = sorted(set(sublayers) - set(held))
-    if foreign:
-        raise ValueError(f"sublayers {foreign} cannot be offloaded: here are {held[0]} to {held[-1]}")
-    return [sublayer for sublayer in parts.sublayers if sublayer.index in sublayers]
-
-
-def _check(parts: Decomposition, chosen: Sequence[Sublayer], to: str, device: torch.device) -> None:
-    if to not in ("cpu", "disk"):
-        raise ConfigError(f"option 'to' is {to!r}: use cpu or disk")
-    if to == "cpu" and device.type == "cpu":
-        raise ConfigError("option 'to' is 'cpu', where the model runs already: use disk, or a CUDA device")
-    for sublayer in chosen:
-        for module in _modules(sublayer):
-            if any(isinstance(hook, Fetch) for hook in module._forward_pre_hooks.values()):
-                raise ValueError(f"sublayer {sublayer.index} is offloaded already")
-            if any(type(p) is not nn.Parameter or type(p.data) is not Tensor for p in module.parameters()):
-                raise UnsupportedModelError(
-                    f"{parts.config.model_type}: weights of sublayer {sublayer.index} are quantized or sharded, not "
-                    "plain tensors, and cannot be offloaded: load the model without quantization_config"
-                )
-
-
 def _modules(sublayer: Sublayer) -> list[nn.Module]:
     """Return the sublayer's modules in the order in which they run."""
     return [module for module in (sublayer.pre_norm, sublayer.block, sublayer.post_norm) if module is not None]
-
-
-def _parameters_outside(parts: Decomposition, sublayer: Sublayer) -> set[int]:
-    """Return the `id` of each parameter that another sublayer, the embedding, rotary, final norm or head uses."""
-    ends = (parts.embedding, parts.rotary, parts.final_norm, parts.lm_head)
-    others = [
-        *(module for other in parts.sublayers if other is not sublayer for module in _modules(other)),
-        *(module for module in ends if module is not None),
-    ]
-    return {id(parameter) for module in others for parameter in module.parameters()}
 
 
 def _page_aligned(num_bytes: int, *, pinned: bool) -> Tensor:
@@ -355,22 +330,7 @@ def _page_out(weight: Tensor) -> None:
     if weight.device.type == "cpu":
         start, end = _round_up(weight.data_ptr(), _PAGE), (weight.data_ptr() + weight.nbytes) // _PAGE * _PAGE
         if start < end:
-            _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_PAGEOUT)
-
-
-def _trim_heap() -> None:
-    """Return freed memory to the operating system: malloc keeps freed blocks unless they were large."""
-    with suppress(AttributeError):  # a C library other than glibc
-        _libc().malloc_trim(ctypes.c_size_t(0))
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
-def _bypass_page_cache(descriptor: int) -> None:
-    with suppress(OSError):  # a file system without direct I/O
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_PAGEOUT)
 
 
 def _round_up(number: int, multiple: int) -> int:

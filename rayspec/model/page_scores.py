@@ -7,7 +7,7 @@ of its own row. All steps of a draft write to the same few pages, so they find t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from rayspec.model.few_keys import pages_of, reads_all
 from rayspec.model.key_budgets import KeyBudget
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena
-from rayspec.model.rows import Path, RowSpan, Run, Runs, runs_between
+from rayspec.model.rows import Path, RowSpan, Runs, runs_between, slots_between
 
 # A draft starts in a page of the verify's rows or right after them, and continues for some tokens.
 _NOTED_TOKENS_AHEAD = 64
@@ -25,21 +25,14 @@ _LONG_RUN = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """Keys that a row reads. places: their places in the sequence. slots: their slots in the cache."""
-
-    places: slice | Tensor
-    slots: slice | Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class NewestRows:
-    """The R rows of a batch whose pages are noted. rows: their indices in the batch. looks: the keys that each reads.
-    num_pages: pages of the longest sequence. own: int64 [R], the page of each row's position, counted in its sequence.
-    pages: int64 [M], pages of the cache that get a note. owners: int64 [M], which of the R rows each note is about."""
+    """The R rows of a batch whose pages are noted. rows: their indices in the batch. keys: by row, the keys that it
+    reads, as pairs of their places in the sequence and their slots in the cache. num_pages: pages of the longest
+    sequence. own: int64 [R], the page of each row's position, counted in its sequence. pages: int64 [M], pages of the
+    cache that get a note. owners: int64 [M], which of the R rows each note is about."""
 
     rows: Sequence[int]
-    looks: Sequence[Sequence[_Look]]
+    keys: Sequence[Sequence[tuple[slice | Tensor, slice | Tensor]]]
     num_pages: int
     own: Tensor
     pages: Tensor
@@ -54,27 +47,43 @@ def newest_rows(
     device: torch.device,
 ) -> NewestRows | None:
     """Return the newest row of each sequence that needs a note, or None if no sequence does. In a tree it is the row
-    that is farthest from the root.
+    that is farthest from the root. The rows of a sequence may be several spans.
 
     A sequence needs a note if a draft will not read it in full and its rows are in more than one page. Scoring all keys
     costs half of a verify, and a note stays useful for some pages.
     """
-    newest = [
-        row
-        for row in _newest_of_sequences(spans, paths)
+    newest: dict[Runs, tuple[int, Path]] = {}
+    context: dict[Runs, int] = {}  # places that were filled before the batch
+    last: dict[Runs, int] = {}  # the newest row's own place
+    end = 0
+    for span, tree in zip(spans, paths, strict=True):
+        first, end = end, end + span.num_rows
+        row, path = max(enumerate(tree), key=lambda each: each[1].position) if tree else (span.num_rows - 1, None)
+        path = path or Path(span.end, ())
+        context.setdefault(span.runs, span.context)
+        if span.runs not in newest or path.position > newest[span.runs][1].position:
+            newest[span.runs] = first + row, path
+            last[span.runs] = span.context + row
+    noted = [
+        runs
+        for runs, (_, path) in newest.items()
+        if context[runs] // PAGE_SIZE < last[runs] // PAGE_SIZE
         # The draft may reach the next page.
-        if row.begins_page and not reads_all(budget, row.path.position + PAGE_SIZE, sliding_window)
+        and not reads_all(budget, path.position + PAGE_SIZE, sliding_window)
     ]
-    if not newest:
+    if not noted:
         return None
-    noted = [row.next_pages() for row in newest]
-    owners = torch.arange(len(newest)).repeat_interleave(torch.tensor([len(pages) for pages in noted]))
+    next_pages = [
+        pages_of(runs)[context[runs] // PAGE_SIZE : (last[runs] + _NOTED_TOKENS_AHEAD) // PAGE_SIZE + 1]
+        for runs in noted
+    ]
+    owners = torch.arange(len(noted)).repeat_interleave(torch.tensor([len(pages) for pages in next_pages]))
     return NewestRows(
-        rows=[row.number for row in newest],
-        looks=[_looks(row, sliding_window, device) for row in newest],
-        num_pages=max(row.last for row in newest) // PAGE_SIZE + 1,
-        own=torch.tensor([row.path.position // PAGE_SIZE for row in newest], device=device),
-        pages=torch.cat(noted).to(device),
+        rows=[newest[runs][0] for runs in noted],
+        keys=[_keys_seen(runs, newest[runs][1], sliding_window, device) for runs in noted],
+        num_pages=max(last[runs] for runs in noted) // PAGE_SIZE + 1,
+        own=torch.tensor([newest[runs][1].position // PAGE_SIZE for runs in noted], device=device),
+        pages=torch.cat(next_pages).to(device),
         owners=owners.to(device),
     )
 
@@ -106,11 +115,11 @@ def page_masses(keys: Tensor, newest: NewestRows, query: Tensor, *, scaling: flo
     rows of the batch."""
     shape = (len(newest.rows), len(keys), len(query) // len(keys), newest.num_pages * PAGE_SIZE)
     scores = query.new_full(shape, float("-inf"), dtype=torch.float32)
-    for own, row, looks in zip(scores, newest.rows, newest.looks, strict=True):
+    for own, row, seen in zip(scores, newest.rows, newest.keys, strict=True):
         folded = query[:, row].reshape(len(keys), -1, query.shape[-1]).transpose(1, 2)
-        for look in looks:
+        for places, slots in seen:
             # With keys as the left operand, the product is more than twice as fast on a CPU.
-            own[..., look.places] = (keys[:, look.slots] @ folded).transpose(1, 2).float()
+            own[..., places] = (keys[:, slots] @ folded).transpose(1, 2).float()
     scores *= scaling
     if softcap:
         scores = (torch.tanh(scores / softcap) * softcap).where(scores.isfinite(), scores)
@@ -118,72 +127,21 @@ def page_masses(keys: Tensor, newest: NewestRows, query: Tensor, *, scaling: flo
     return weights.view(len(weights), -1, PAGE_SIZE).sum(-1)
 
 
-@dataclass(frozen=True, slots=True)
-class _NewestRow:
-    """The newest row of the sequence in `runs`. number: index in the batch. path: the places that the row sees.
-    context: number of places that were filled before the batch. last: the row's own place."""
-
-    number: int
-    path: Path
-    runs: Runs
-    context: int
-    last: int
-
-    @property
-    def begins_page(self) -> bool:
-        """Whether the rows of the sequence in this batch are in more than one page."""
-        return self.context // PAGE_SIZE < self.last // PAGE_SIZE
-
-    def next_pages(self) -> Tensor:
-        """Return the pages to which the sequence may write next, as a tensor on the host."""
-        first, last = self.context // PAGE_SIZE, (self.last + _NOTED_TOKENS_AHEAD) // PAGE_SIZE
-        return pages_of(self.runs)[first : last + 1]
-
-    def places(self, sliding_window: int | None) -> tuple[range, Sequence[int]]:
-        """Return the places that the row sees: those of the shared context, and those of the tree's rows."""
-        lowest = max(0, self.path.position + 1 - sliding_window) if sliding_window else 0
-        return range(lowest, self.path.shared), self.path.own[max(0, lowest - self.path.shared) :]
-
-
-def _newest_of_sequences(spans: Sequence[RowSpan], paths: Sequence[Sequence[Path]]) -> Iterable[_NewestRow]:
-    """Return the newest row of each sequence, whose rows may be several spans."""
-    found: dict[Runs, _NewestRow] = {}
-    end = 0
-    for span, tree in zip(spans, paths, strict=True):
-        first, end = end, end + span.num_rows
-        row, path = max(enumerate(tree), key=_position) if tree else (span.num_rows - 1, Path(span.end, ()))
-        before = found.get(span.runs)
-        if before is None or path.position > before.path.position:
-            context = before.context if before else span.context
-            found[span.runs] = _NewestRow(first + row, path, span.runs, context, span.context + row)
-    return found.values()
-
-
-def _position(row: tuple[int, Path]) -> int:
-    return row[1].position
-
-
-def _looks(row: _NewestRow, sliding_window: int | None, device: torch.device) -> list[_Look]:
-    shared, own = row.places(sliding_window)
-    runs = _with_places(row.runs, shared)
-    short = [(place, run) for place, run in runs if run.length < _LONG_RUN]
-    short += [pair for place in own for pair in _with_places(row.runs, range(place, place + 1))]
-    looks = [
-        _Look(slice(place, place + run.length), slice(run.start, run.end))
-        for place, run in runs
-        if run.length >= _LONG_RUN
-    ]
-    if short:
-        places = [each for place, run in short for each in range(place, place + run.length)]
-        slots = [slot for _, run in short for slot in run.slots]
-        looks.append(_Look(torch.tensor(places, device=device), torch.tensor(slots, device=device)))
-    return looks
-
-
-def _with_places(runs: Runs, places: range) -> list[tuple[int, Run]]:
-    """Return the runs that hold the places, each with the first of its places."""
-    found, place = [], places.start
-    for run in runs_between(runs, places.start, places.stop):
-        found.append((place, run))
+def _keys_seen(
+    runs: Runs, path: Path, sliding_window: int | None, device: torch.device
+) -> list[tuple[slice | Tensor, slice | Tensor]]:
+    """Return places and slots of the keys that a row sees: those of each long run, and all others together."""
+    lowest = place = max(0, path.position + 1 - sliding_window) if sliding_window else 0
+    found: list[tuple[slice | Tensor, slice | Tensor]] = []
+    others: list[tuple[int, int]] = []
+    for run in runs_between(runs, lowest, path.shared):
+        if run.length >= _LONG_RUN:
+            found.append((slice(place, place + run.length), slice(run.start, run.end)))
+        else:
+            others.extend(zip(range(place, place + run.length), run.slots, strict=True))
         place += run.length
+    others += [(own, *slots_between(runs, own, own + 1)) for own in path.own[max(0, lowest - path.shared) :]]
+    if others:
+        places, slots = torch.tensor(others, device=device).T
+        found.append((places, slots))
     return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -121,11 +121,7 @@ class Int4Matrix(_QuantisedMatrix):
         return product[:, : self.num_rows]
 
 
-class _Make(Protocol):
-    def __call__(self, linears: Sequence[nn.Linear], *, use_operators: bool = False) -> LinearMap: ...
-
-
-QUANTISED: Mapping[Weights, _Make] = {"int8": Int8Matrix, "int4": Int4Matrix}
+QUANTISED: Mapping[Weights, type[Int8Matrix | Int4Matrix]] = {"int8": Int8Matrix, "int4": Int4Matrix}
 
 
 def has_int8_products(device: torch.device) -> bool:

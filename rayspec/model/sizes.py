@@ -126,18 +126,17 @@ def model_sizes(
     tied = any(parameter is model.get_input_embeddings().weight for parameter in head)
     ends = [parameter for parameter in model.parameters() if id(parameter) not in known]
     ends += [model.get_input_embeddings().weight] if tied else []
-    in_layers = _Scale(
-        itemsize=dtype.itemsize,
-        linear_bytes=BYTES_PER_LINEAR_WEIGHT[quantization] if quantization else dtype.itemsize,
-        num_ranks=tensor,
-    )
-    whole = _Scale(itemsize=dtype.itemsize, linear_bytes=dtype.itemsize, num_ranks=1)
+    size = dtype.itemsize
+    linear_bytes = BYTES_PER_LINEAR_WEIGHT[quantization] if quantization else size
     return ModelSizes(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        embedding_bytes=whole.weigh(parameter for parameter in ends if parameter.ndim > 1),
+        embedding_bytes=_bytes_of((parameter for parameter in ends if parameter.ndim > 1), size, size),
         layers=tuple(
             LayerSizes(
-                sublayer_bytes=tuple(map(in_layers.weigh, _sublayer_parameters(layer, splits=splits))),
+                sublayer_bytes=tuple(
+                    _bytes_of(parameters, size, linear_bytes, tensor)
+                    for parameters in _sublayer_parameters(layer, splits=splits)
+                ),
                 copy_bytes=sum(
                     _copy_bytes(block, kind, weights, dtype, tensor)
                     for kind, block in _blocks(layer)
@@ -152,8 +151,8 @@ def model_sizes(
             )
             for layer, own in zip(layers, calls, strict=True)
         ),
-        norm_bytes=whole.weigh(parameter for parameter in ends if parameter.ndim == 1),
-        head_bytes=whole.weigh(head),
+        norm_bytes=_bytes_of((parameter for parameter in ends if parameter.ndim == 1), size, size),
+        head_bytes=_bytes_of(head, size, size),
         tied=tied,
     )
 
@@ -195,22 +194,13 @@ def _copy_bytes(
         return 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scale:
-    """Bytes per parameter on a rank: linear_bytes for matrices, which ranks share; itemsize for vectors, which each
-    rank holds in full."""
-
-    itemsize: int
-    linear_bytes: float
-    num_ranks: int
-
-    def weigh(self, parameters: Iterable[nn.Parameter]) -> int:
-        return sum(
-            math.ceil(each.numel() * self.linear_bytes / self.num_ranks)
-            if each.ndim > 1
-            else each.numel() * self.itemsize
-            for each in parameters
-        )
+def _bytes_of(parameters: Iterable[nn.Parameter], itemsize: int, linear_bytes: float, num_ranks: int = 1) -> int:
+    """Return the bytes on a rank: linear_bytes for each number of a matrix, which ranks share; itemsize for each of a
+    vector, which every rank holds in full."""
+    return sum(
+        math.ceil(each.numel() * linear_bytes / num_ranks) if each.ndim > 1 else each.numel() * itemsize
+        for each in parameters
+    )
 
 
 def _meta_model(config: PretrainedConfig) -> Any:

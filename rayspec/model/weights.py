@@ -76,8 +76,9 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
     `layers`: transformers would fill such tensors with random numbers and continue. Raises UnsupportedModelError for
     `layers` of a model without a list of decoder layers, and the errors of `read_config`.
     """
-    load_config(config)
+    described = load_config(config)
     device = resolve_device(config.device)
+    source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     options: dict[str, Any] = {
         "dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         "attn_implementation": None,  # the family's default, whatever config.json says
@@ -87,7 +88,10 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
     if config.quantization_config is not None:
         options |= {"quantization_config": config.quantization_config, "device_map": {"": device}}
     try:
-        model, info = _load_whole(config, options) if layers is None else _load_span(config, layers, options)
+        if layers is None:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(config.model, config=described, **source, **options)
+        else:
+            loaded = _load_span(config, layers, options)
     except LOADING_ERRORS as error:
         raise CheckpointError(f"model {config.model!r} could not be loaded: {in_one_line(error)}") from error
     except _UNPICKLING_ERRORS as error:  # torch's message recommends to run the file's code
@@ -95,6 +99,7 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
             f"model {config.model!r} could not be loaded: its .bin files are damaged or hold more than tensors; use a "
             "checkpoint in safetensors"
         ) from error
+    model, info = loaded
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(str(name) for name in info.get(problem) or ())
         if names:
@@ -125,16 +130,6 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_whole(config: EngineConfig, options: dict[str, Any]) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        config.model,
-        config=load_config(config),
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        **options,
-    )
-
-
 def _load_span(config: EngineConfig, layers: range, options: dict[str, Any]) -> Any:
     """Load the layers with a model class that has no other modules.
 
@@ -145,7 +140,9 @@ def _load_span(config: EngineConfig, layers: range, options: dict[str, Any]) -> 
             load_config(config), trust_remote_code=config.trust_remote_code, attn_implementation="eager"
         )
     foreign = _foreign_modules(whole, layers)
-    foreign_keys = _keys_of(foreign, whole.base_model_prefix)
+    prefix = whole.base_model_prefix  # some checkpoints were saved without it
+    names = "|".join(re.escape(name.removeprefix(f"{prefix}.")) for name in foreign)
+    foreign_keys = re.compile(rf"^({re.escape(prefix)}\.)?({names})\." if names else r"(?!)")
     with TemporaryDirectory(prefix="rayspec-span-") as folder:
         _link_files(config, Path(folder), foreign_keys)
         span: Any = _span_class(type(whole), foreign, foreign_keys)
@@ -173,12 +170,6 @@ def _foreign_modules(model: Any, layers: range) -> list[str]:
         modules.append(trunk.norm)
     names = {id(module): name for name, module in model.named_modules()}
     return [names[id(module)] for module in modules]
-
-
-def _keys_of(modules: list[str], prefix: str) -> re.Pattern[str]:
-    """Return a pattern for the checkpoint keys of these modules. Some checkpoints were saved without the prefix."""
-    names = "|".join(re.escape(name.removeprefix(f"{prefix}.")) for name in modules)
-    return re.compile(rf"^({re.escape(prefix)}\.)?({names})\." if names else r"(?!)")
 
 
 def _span_class(
