@@ -140,7 +140,7 @@ def _keys_seen(
         else:
             others.extend(zip(range(place, place + run.length), run.slots, strict=True))
         place += run.length
-    others += [(own, *slots_between(runs, own, own + 1)) for own in path.own[max(0, lowest - path.shared) :]]
+    others += [(own, slots_between(runs, own, own + 1)[0]) for own in path.own[max(0, lowest - path.shared) :]]
     if others:
         places, slots = torch.tensor(others, device=device).T
         found.append((places, slots))
