@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
-
-from msgspec import UNSET, UnsetType
+from typing import TYPE_CHECKING, Any
 
 from rayspec.config import SamplingParams
 from rayspec.decode.output import TokenTexts
-from rayspec.openai.errors import InvalidRequestError
-from rayspec.openai.requests import ChatRequest, Input, Request, check_served, is_token_ids
-from rayspec.openai.responses import Chunks, Part, Response, Stamp, response
+from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.openai.requests import Input, Request, check_served, is_token_ids
+from rayspec.openai.responses import END_OF_EVENTS, Answer, Response, event
 from rayspec.openai.tokenizing import check_tokens, in_thread_if_large, prompt_tokens
 from rayspec.types import EmptyPromptError, RequestOutput
 
@@ -69,12 +67,12 @@ async def respond(
     background: the request runs behind other requests, within this limit.
     """
     prompts = await _prompts(request, engine, served)
+    answer = Answer(request, TokenTexts(engine.tokenizer), name=name, created=created, model=served[0])
     tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
     try:
-        outputs = await asyncio.gather(*tasks)
+        return answer.whole(await asyncio.gather(*tasks))
     finally:
         await _end(tasks)
-    return response(request, outputs, TokenTexts(engine.tokenizer), _stamp(request, name, created, served))
 
 
 async def stream(
@@ -84,25 +82,30 @@ async def stream(
     *,
     name: str,
     created: int,
+    failure: Callable[[Exception], ApiError],
     interval_s: float = 0.0,
-) -> AsyncGenerator[Part, None]:
-    """Run a request like `respond`, and yield the response in parts as it is generated. There is at least one part.
+) -> AsyncGenerator[bytes, None]:
+    """Run a request like `respond`, and yield the response as server-sent events, at least once.
 
-    interval_s: shortest time between two outputs of a prompt, see `PieceQueue`. An error of the request raises
-    before the first part, a later error after the parts that precede it. Closing the generator, or cancelling the wait
-    for a part, ends all prompts.
+    interval_s: shortest time between two outputs of a prompt, see `PieceQueue`. An error before the first events is
+    raised, because the HTTP status can still change. A later error is the last event, as `failure` converts it for
+    clients. Closing the generator, or cancelling the wait for events, ends all prompts.
     """
     prompts = await _prompts(request, engine, served)
-    chunks = Chunks(request, TokenTexts(engine.tokenizer), _stamp(request, name, created, served))
-    num_running = len(prompts)
+    answer = Answer(request, TokenTexts(engine.tokenizer), name=name, created=created, model=served[0])
+    num_running, has_begun = len(prompts), False
     async with aclosing(_stream_together(engine, prompts, interval_s)) as pieces:
-        async for prompt_index, piece in pieces:
-            num_running -= piece.finished
-            new = list(chunks.of(prompt_index, piece))
-            if not num_running:
-                new += chunks.end()
-            if new or not num_running:
-                yield Part(chunks=new, is_last=not num_running)
+        try:
+            async for prompt_index, piece in pieces:
+                num_running -= piece.finished
+                chunks = [*answer.chunks(prompt_index, piece), *(() if num_running else answer.end())]
+                if chunks or not num_running:
+                    yield b"".join(map(event, chunks)) + (b"" if num_running else END_OF_EVENTS)
+                    has_begun = True
+        except Exception as error:
+            if not has_begun:
+                raise
+            yield event(failure(error)) + END_OF_EVENTS
 
 
 async def _prompts(request: Request, engine: AsyncEngine, served: Sequence[str]) -> list[Prompt]:
@@ -139,13 +142,6 @@ def _tokens(prompt: Input, engine: AsyncEngine) -> list[int]:
     if not token_ids:
         raise EmptyPromptError("the prompt has zero tokens: give it some text")
     return token_ids
-
-
-def _stamp(request: Request, name: str, created: int, served: Sequence[str]) -> Stamp:
-    if not isinstance(request, ChatRequest):
-        return Stamp(id=f"cmpl-{name}", created=created, model=served[0])
-    tier: Literal["default"] | UnsetType = UNSET if request.service_tier is None else "default"
-    return Stamp(id=f"chatcmpl-{name}", created=created, model=served[0], service_tier=tier)
 
 
 async def _run(engine: AsyncEngine, prompt: Prompt, background: BackgroundLimit | None) -> RequestOutput:

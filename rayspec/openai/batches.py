@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -19,7 +20,6 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 FINAL: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
 
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_WINDOW = re.compile(r"([1-9]\d{0,5})([smhd])")
 _MOST_WINDOW_S = 30 * 86400
 _MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
 
@@ -38,10 +38,12 @@ class FileObject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileDeleted:
+class Deleted:
+    """Says that a file is deleted; or a batch, as an extra of rayspec: OpenAI keeps batches."""
+
     id: str
+    object: Literal["file", "batch"]
     deleted: bool = True
-    object: Literal["file"] = "file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,45 +87,26 @@ class Batch:
     object: Literal["batch"] = "batch"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchDeleted:
-    """An extra of rayspec: OpenAI keeps batches."""
-
-    id: str
-    deleted: bool = True
-    object: Literal["batch"] = "batch"
+T = TypeVar("T", FileObject, Batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileList:
-    """A page of files, with the ids of its first and last file."""
+class Page(Generic[T]):
+    """A part of a list, with the ids of its first and last object."""
 
-    data: Sequence[FileObject]
+    data: Sequence[T]
     has_more: bool
     first_id: str | None
     last_id: str | None
     object: Literal["list"] = "list"
 
     @classmethod
-    def of(cls, data: Sequence[FileObject], *, has_more: bool) -> Self:
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return cls(data=data, has_more=has_more, first_id=ends[0], last_id=ends[1])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchList:
-    """A page of batches, the newest first, with the ids of its first and last batch."""
-
-    data: Sequence[Batch]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: Literal["list"] = "list"
-
-    @classmethod
-    def of(cls, data: Sequence[Batch], *, has_more: bool) -> Self:
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return cls(data=data, has_more=has_more, first_id=ends[0], last_id=ends[1])
+    def of(cls, found: Iterable[T], limit: int) -> Self:
+        """Take the first `limit` of the objects."""
+        data = list(itertools.islice(found, limit + 1))
+        shown = data[:limit]
+        ends = (shown[0].id, shown[-1].id) if shown else (None, None)
+        return cls(data=shown, has_more=len(data) > limit, first_id=ends[0], last_id=ends[1])
 
 
 class BatchRequest(StrictBody):
@@ -138,8 +121,7 @@ class BatchRequest(StrictBody):
     @field_validator("completion_window")
     @classmethod
     def _a_time(cls, text: str) -> str:
-        match = _WINDOW.fullmatch(text)
-        if match is None or int(match[1]) * _UNIT_S[match[2]] > _MOST_WINDOW_S:
+        if not 0 < _seconds_of(text) <= _MOST_WINDOW_S:
             raise PydanticCustomError("invalid_value", "it must be a time up to 30 days, as '24h', '30m' or '7d'")
         return text
 
@@ -156,9 +138,12 @@ class BatchRequest(StrictBody):
 
     @property
     def window_s(self) -> int:
-        match = _WINDOW.fullmatch(self.completion_window)
-        assert match is not None
-        return int(match[1]) * _UNIT_S[match[2]]
+        return _seconds_of(self.completion_window)
+
+
+def _seconds_of(window: str) -> int:
+    match = re.fullmatch(r"([1-9]\d{0,5})([smhd])", window)
+    return 0 if match is None else int(match[1]) * _UNIT_S[match[2]]
 
 
 class PageRequest(StrictBody):

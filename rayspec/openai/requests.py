@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar
 
 import pydantic
 from pydantic import Field, field_validator, model_validator
@@ -31,8 +31,7 @@ _MESSAGE_CHARACTERS = 200  # names, and what a template adds
 _MAX_STOP_STRINGS, _MAX_STOP_CHARACTERS = 16, 1000
 _MAX_TOKENS_NAMED = 1024
 
-ServiceTier = Literal["auto", "default"]
-"""The names of the only tier that is served. OpenAI's other tiers promise a price or a speed."""
+ONLY_TIER = ("auto", "default")  # OpenAI's other tiers promise a price or a speed
 
 Name = Annotated[str, Field(max_length=256)]
 Input = str | list[int] | list[dict[str, Any]]
@@ -177,32 +176,23 @@ class GenerationRequest(StrictBody):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    @abstractmethod
-    def num_prompts(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def num_characters(self) -> int:
-        """Number of characters that must be tokenized."""
+    def num_prompts(self) -> int:
+        return 1
 
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """Number of most likely tokens to report for each chosen token; None: no log-probabilities."""
 
-    @property
     @abstractmethod
-    def prompts(self) -> Sequence[Input]: ...
-
-    @abstractmethod
-    def _num_output_tokens(self, room: int) -> int:
+    def _asked_tokens(self, room: int) -> int:
         """Return the most tokens to generate. room: the number for a request that may fill the context."""
 
     def num_output_tokens(self, num_prompt_tokens: int, max_model_len: int, max_new_tokens: int | None = None) -> int:
         """Return the most tokens to generate for a prompt of that many tokens. Raises PromptTooLongError if prompt and
         output together exceed the context, as OpenAI does. max_new_tokens: the checkpoint's default."""
         room = max(1, max_model_len - num_prompt_tokens)
-        num_output_tokens = self._num_output_tokens(min(room, max_new_tokens or room))
+        num_output_tokens = self._asked_tokens(min(room, max_new_tokens or room))
         if num_prompt_tokens + num_output_tokens > max_model_len:
             raise PromptTooLongError(
                 f"This model's maximum context length is {max_model_len} tokens. However, you requested "
@@ -218,12 +208,8 @@ class GenerationRequest(StrictBody):
         try:
             return SamplingParams(**asked | {"max_tokens": num_output_tokens, "logprobs": self.num_logprobs})
         except ConfigError as error:
-            raise InvalidRequestError(str(error), param=_first_named(asked, str(error)), code="invalid_value") from None
-
-
-def _first_named(fields: Mapping[str, Any], message: str) -> str | None:
-    found = {name: re.search(rf"\b{name}\b", message) for name in fields}
-    return min((match.start(), name) for name, match in found.items() if match)[1] if any(found.values()) else None
+            named = (word for word in re.findall(r"\w+", str(error)) if word in asked)
+            raise InvalidRequestError(str(error), param=next(named, None), code="invalid_value") from None
 
 
 class ChatRequest(GenerationRequest):
@@ -239,6 +225,7 @@ class ChatRequest(GenerationRequest):
         "prediction": (),
         "reasoning_effort": ("none",),
         "response_format": ({"type": "text"},),
+        "service_tier": ONLY_TIER,
         "tool_choice": ("none", "auto"),
         "tools": ([],),
         "verbosity": ("medium",),
@@ -248,7 +235,6 @@ class ChatRequest(GenerationRequest):
 
     messages: Conversation
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    service_tier: ServiceTier | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
 
@@ -259,18 +245,15 @@ class ChatRequest(GenerationRequest):
         return self
 
     @property
-    def num_prompts(self) -> int:
-        return 1
-
-    @property
     def num_characters(self) -> int:
+        """Number of characters that must be tokenized, here and in CompletionRequest."""
         return num_characters(self.messages)
 
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def _num_output_tokens(self, room: int) -> int:
+    def _asked_tokens(self, room: int) -> int:
         asked = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return room if asked is None else asked
 
@@ -289,7 +272,7 @@ class CompletionRequest(GenerationRequest):
     refused: ClassVar[Refusals] = {
         "best_of": (1,),
         "echo": (False,),
-        "service_tier": get_args(ServiceTier),
+        "service_tier": ONLY_TIER,
         "suffix": ("",),
     }
 
@@ -322,7 +305,7 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    def _num_output_tokens(self, room: int) -> int:
+    def _asked_tokens(self, room: int) -> int:
         default: int = SamplingParams.model_fields["max_tokens"].default
         return min(default, room) if self.max_tokens is None else self.max_tokens
 

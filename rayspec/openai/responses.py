@@ -5,9 +5,8 @@ A field that is UNSET does not appear in JSON.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -16,11 +15,10 @@ from typing_extensions import Self
 
 from rayspec.decode.output import TextOffsets, TokenTexts
 from rayspec.openai.errors import ApiError
-from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
+from rayspec.openai.requests import ChatRequest, Request
 from rayspec.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 FinishReason = Literal["stop", "length"]
-ServedTier = Literal["default"]
 END_OF_EVENTS = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # what OpenAI writes for "very unlikely"; JSON has no minus infinity
 
@@ -66,7 +64,7 @@ class Usage:
     def of(cls, outputs: Collection[RequestOutput], num_output_tokens: int | None = None) -> Self:
         """outputs: one for each prompt. num_output_tokens: None: those in `outputs`."""
         if num_output_tokens is None:
-            num_output_tokens = sum(_num_output_tokens(output) for output in outputs)
+            num_output_tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
         num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         num_cached = sum(output.metrics.num_cached_tokens for output in outputs)
         return cls(
@@ -118,10 +116,7 @@ class TopLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
-    token: str
-    logprob: float
-    bytes: list[int] | None
+class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
@@ -135,15 +130,15 @@ class ChatLogprobs:
         """num_top: most likely tokens to report for each chosen token; None: no log-probabilities."""
         if num_top is None or completion.logprobs is None:
             return None
+
+        def named(token_id: int, logprob: Logprob) -> dict[str, Any]:
+            return {"token": texts.text(token_id), "logprob": _finite(logprob), "bytes": texts.utf8(token_id)}
+
         content = []
-        for token_id, row in _chosen(completion):
+        for token_id, row in zip(completion.token_ids, completion.logprobs, strict=True):
             ranked = sorted(row.items(), key=lambda item: item[1].rank)[:num_top]
-            top = [
-                TopLogprob(token=texts.text(one), logprob=_finite(logprob), bytes=texts.utf8(one))
-                for one, logprob in ranked
-            ]
-            token, logprob = texts.text(token_id), _finite(row[token_id])
-            content.append(TokenLogprob(token=token, logprob=logprob, bytes=texts.utf8(token_id), top_logprobs=top))
+            top = [TopLogprob(**named(*one)) for one in ranked]
+            content.append(TokenLogprob(**named(token_id, row[token_id]), top_logprobs=top))
         return cls(content=content)
 
 
@@ -162,84 +157,48 @@ class CompletionLogprobs:
         """offsets: at the end of the text so far; the call advances them over the new tokens."""
         if completion.logprobs is None:
             return None
-        rows = list(_chosen(completion))
-        token_ids = [token_id for token_id, _ in rows]
+        token_ids, rows = completion.token_ids, completion.logprobs
         return cls(
             tokens=[texts.text(token_id) for token_id in token_ids],
-            token_logprobs=[_finite(row[token_id]) for token_id, row in rows],
-            top_logprobs=[{texts.text(one): _finite(logprob) for one, logprob in row.items()} for _, row in rows],
+            token_logprobs=[_finite(row[token_id]) for token_id, row in zip(token_ids, rows, strict=True)],
+            top_logprobs=[{texts.text(one): _finite(logprob) for one, logprob in row.items()} for row in rows],
             text_offset=offsets.of(token_ids),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stamp:
-    """The fields that identify a response. created: Unix seconds. model: the served name. service_tier: the tier that
-    served the request, if a chat request names a tier."""
+class ChatText:
+    """A whole message, or what a chunk adds to it. A stream begins with the role."""
 
-    id: str
-    created: int
-    model: str
-    service_tier: ServedTier | UnsetType = UNSET
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AssistantMessage:
     content: str
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
+    role: Literal["assistant"] | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatChoice:
-    """stop_reason, here and below: vLLM's extra field, the stop string or token that ended the text."""
+    """message: in a whole response. delta: in a chunk. finish_reason: None until the choice ends. stop_reason, here and
+    below: vLLM's extra field, the stop string or token that ended the text."""
 
     index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatCompletion:
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    service_tier: ServedTier | UnsetType = UNSET
-    metrics: SpecDecodeMetrics | UnsetType = UNSET
-    object: Literal["chat.completion"] = "chat.completion"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatDelta:
-    content: str
-    role: Literal["assistant"] | UnsetType = UNSET
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatChunkChoice:
-    """finish_reason, here and below: None until the choice ends."""
-
-    index: int
-    delta: ChatDelta
+    message: ChatText | UnsetType = UNSET
+    delta: ChatText | UnsetType = UNSET
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatCompletionChunk:
+class ChatCompletion:
+    """A chat completion, or a chunk of one. id, created, model: as in `Answer`."""
+
     id: str
     created: int
     model: str
-    choices: list[ChatChunkChoice]
+    choices: list[ChatChoice]
     usage: Usage | UnsetType | None = UNSET
-    service_tier: ServedTier | UnsetType = UNSET
     metrics: SpecDecodeMetrics | UnsetType = UNSET
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    object: Literal["chat.completion", "chat.completion.chunk"] = "chat.completion"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,16 +208,6 @@ class CompletionChoice:
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
-
-    @classmethod
-    def of(cls, index: int, completion: CompletionOutput, texts: TokenTexts, offsets: TextOffsets) -> Self:
-        return cls(
-            index=index,
-            text=completion.text,
-            logprobs=CompletionLogprobs.of(completion, texts, offsets),
-            finish_reason=_finish_reason(completion) if completion.finished else None,
-            stop_reason=completion.stop_reason,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,101 +224,80 @@ class Completion:
 
 
 Response = ChatCompletion | Completion
-Chunk = ChatCompletionChunk | Completion
 
 
-def response(request: Request, outputs: Sequence[RequestOutput], texts: TokenTexts, stamp: Stamp) -> Response:
-    """Make the response from `outputs`, one for each prompt, all finished and without an error. Their completions
-    become choices in this order."""
-    usage, metrics = Usage.of(outputs), SpecDecodeMetrics.of(output.metrics for output in outputs)
-    named: Any = {"id": stamp.id, "created": stamp.created, "model": stamp.model, "usage": usage}
-    named["metrics"] = metrics if request.return_spec_decode_metrics else UNSET
-    completions = [one for output in outputs for one in output.outputs]
-    if isinstance(request, CompletionRequest):
-        texts_of = [CompletionChoice.of(n, one, texts, _offsets(request, texts)) for n, one in enumerate(completions)]
-        return Completion(choices=texts_of, **named)
-    choices = [
-        ChatChoice(
-            index=one.index,
-            message=AssistantMessage(content=one.text),
-            logprobs=ChatLogprobs.of(one, request.num_logprobs, texts),
-            finish_reason=_finish_reason(one),
-            stop_reason=one.stop_reason,
-        )
-        for one in completions
-    ]
-    return ChatCompletion(choices=choices, service_tier=stamp.service_tier, **named)
+class Answer:
+    """Makes the response to one request, either as a whole or in chunks with one choice each.
 
+    name: the end of the response's id. created: Unix seconds. model: the served name.
+    """
 
-class Chunks:
-    """Makes the chunks of a stream, with one choice each, from new output of each prompt, and counts the usage. The
-    last chunk of a choice has its finish reason."""
-
-    def __init__(self, request: Request, texts: TokenTexts, stamp: Stamp) -> None:
+    def __init__(self, request: Request, texts: TokenTexts, *, name: str, created: int, model: str) -> None:
         self._request, self._texts = request, texts
-        usage = None if request.include_usage else UNSET
-        named: Any = {"id": stamp.id, "created": stamp.created, "model": stamp.model, "choices": [], "usage": usage}
-        self._chat = ChatCompletionChunk(service_tier=stamp.service_tier, **named)
-        self._text = Completion(**named)
-        self._begun: set[int] = set()  # choices of a chat
+        self._is_chat = isinstance(request, ChatRequest)
+        self._id = f"chatcmpl-{name}" if self._is_chat else f"cmpl-{name}"
+        self._created, self._model = created, model
+        self._begun: set[int] = set()  # choices of a streamed chat
         self._offsets: dict[int, TextOffsets] = {}
         self._latest: dict[int, RequestOutput] = {}
         self._num_output_tokens = 0
 
-    @property
-    def usage(self) -> Usage:
-        return Usage.of(self._latest.values(), self._num_output_tokens)
+    def whole(self, outputs: Sequence[RequestOutput]) -> Response:
+        """Make the response from the outputs of all prompts, finished and without an error. Their completions become
+        choices in this order."""
+        completions = [one for output in outputs for one in output.outputs]
+        choices = [self._choice(index, one, "message") for index, one in enumerate(completions)]
+        return self._body(choices, usage=Usage.of(outputs), metrics=self._metrics(outputs))
 
-    def of(self, prompt_index: int, piece: RequestOutput) -> Iterator[Chunk]:
+    def chunks(self, prompt_index: int, piece: RequestOutput) -> Iterator[Response]:
         """Yield the chunks for new output of a prompt."""
         self._latest[prompt_index] = piece
-        self._num_output_tokens += _num_output_tokens(piece)
+        self._num_output_tokens += sum(len(one.token_ids) for one in piece.outputs)
         for one in piece.outputs:
-            # There is nothing to send while half of a character is held back.
-            is_shown = bool(one.text or one.logprobs or one.finished)
-            if isinstance(self._request, ChatRequest):
-                yield from self._of_chat(self._request, one, is_shown=is_shown)
-            elif is_shown:
-                index = prompt_index * (self._request.n or 1) + one.index
-                if index not in self._offsets:
-                    self._offsets[index] = _offsets(self._request, self._texts)
-                choice = CompletionChoice.of(index, one, self._texts, self._offsets[index])
-                yield replace(self._text, choices=[choice])
+            index = prompt_index * (self._request.n or 1) + one.index
+            if self._is_chat and index not in self._begun:
+                self._begun.add(index)
+                yield self._chunk([ChatChoice(index=index, delta=ChatText(role="assistant", content=""))])
+            if one.text or one.logprobs or one.finished:  # nothing is shown while half of a character is held back
+                yield self._chunk([self._choice(index, one, "delta")])
 
-    def end(self) -> Iterator[Chunk]:
+    def end(self) -> Iterator[Response]:
         """Yield the chunk without choices that ends the stream, if the request asks for it."""
-        request = self._request
-        if request.include_usage or request.return_spec_decode_metrics:
-            metrics = SpecDecodeMetrics.of(piece.metrics for piece in self._latest.values())
-            yield replace(
-                self._chat if isinstance(request, ChatRequest) else self._text,
-                usage=self.usage if request.include_usage else UNSET,
-                metrics=metrics if request.return_spec_decode_metrics else UNSET,
-            )
+        if self._request.include_usage or self._request.return_spec_decode_metrics:
+            usage = Usage.of(self._latest.values(), self._num_output_tokens) if self._request.include_usage else UNSET
+            yield self._chunk([], usage=usage, metrics=self._metrics(self._latest.values()))
 
-    def _of_chat(self, request: ChatRequest, one: CompletionOutput, *, is_shown: bool) -> Iterator[Chunk]:
-        """Yield the chunks of a choice, which begins with its role."""
-        if one.index not in self._begun:
-            self._begun.add(one.index)
-            begin = ChatChunkChoice(index=one.index, delta=ChatDelta(role="assistant", content=""))
-            yield replace(self._chat, choices=[begin])
-        if is_shown:
-            choice = ChatChunkChoice(
-                index=one.index,
-                delta=ChatDelta(content=one.text),
-                logprobs=ChatLogprobs.of(one, request.num_logprobs, self._texts),
-                finish_reason=_finish_reason(one) if one.finished else None,
-                stop_reason=one.stop_reason,
-            )
-            yield replace(self._chat, choices=[choice])
+    def _choice(
+        self, index: int, one: CompletionOutput, place: Literal["message", "delta"]
+    ) -> ChatChoice | CompletionChoice:
+        reason = one.finish_reason
+        assert reason in {None, "stop", "length"}, f"a completion without an error has the finish reason {reason!r}"
+        common: Any = {"index": index, "finish_reason": reason, "stop_reason": one.stop_reason}
+        if isinstance(self._request, ChatRequest):
+            whole: Any = {"role": "assistant", "refusal": None} if place == "message" else {}
+            logprobs = ChatLogprobs.of(one, self._request.num_logprobs, self._texts)
+            common[place] = ChatText(content=one.text, **whole)
+            return ChatChoice(**common, logprobs=logprobs)
+        if index not in self._offsets:
+            skip_special = self._request.skip_special_tokens is not False
+            self._offsets[index] = TextOffsets(self._texts, skip_special=skip_special)
+        return CompletionChoice(
+            **common, text=one.text, logprobs=CompletionLogprobs.of(one, self._texts, self._offsets[index])
+        )
 
+    def _chunk(self, choices: Sequence[Any], **fields: Any) -> Response:
+        kind = {"object": "chat.completion.chunk"} if self._is_chat else {}
+        return self._body(choices, **{"usage": None if self._request.include_usage else UNSET, **kind, **fields})
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Chunks of a stream that are sent together. is_last: no part follows. Only the last part may have no chunks."""
+    def _body(self, choices: Sequence[Any], **fields: Any) -> Response:
+        make: Any = ChatCompletion if self._is_chat else Completion
+        body: Response = make(id=self._id, created=self._created, model=self._model, choices=list(choices), **fields)
+        return body
 
-    chunks: Sequence[Chunk]
-    is_last: bool
+    def _metrics(self, outputs: Iterable[RequestOutput]) -> SpecDecodeMetrics | UnsetType:
+        if not self._request.return_spec_decode_metrics:
+            return UNSET
+        return SpecDecodeMetrics.of(output.metrics for output in outputs)
 
 
 def json_body(body: Any) -> bytes:
@@ -383,50 +311,9 @@ def plain_body(body: Any) -> dict[str, Any]:
     return plain
 
 
-def event(body: Chunk | ApiError) -> bytes:
+def event(body: Response | ApiError) -> bytes:
     return b"data: " + json_body(body) + b"\n\n"
-
-
-async def events(
-    parts: AsyncGenerator[Part, None], told: Callable[[Exception], ApiError]
-) -> AsyncGenerator[bytes, None]:
-    """Yield the whole body of a streamed response, a part at a time.
-
-    An error before the first part is raised, because the HTTP status can still change. A later error becomes an event.
-    told: converts an error to the form for clients. Closing the generator closes the parts.
-    """
-    has_begun = False
-    async with aclosing(parts):
-        try:
-            async for part in parts:
-                yield b"".join(map(event, part.chunks)) + (END_OF_EVENTS if part.is_last else b"")
-                has_begun = True
-        except Exception as error:
-            if not has_begun:
-                raise
-            yield event(told(error)) + END_OF_EVENTS
-
-
-def _finish_reason(completion: CompletionOutput) -> FinishReason:
-    """Return the finish reason of a completion that has ended without an error."""
-    reason = completion.finish_reason
-    assert reason in {"stop", "length"}, f"a completion without an error has the finish reason {reason!r}"
-    return "stop" if reason == "stop" else "length"
-
-
-def _offsets(request: CompletionRequest, texts: TokenTexts) -> TextOffsets:
-    """Make the offsets for the tokens of one completion."""
-    return TextOffsets(texts, skip_special=request.skip_special_tokens is not False)
-
-
-def _chosen(completion: CompletionOutput) -> Iterator[tuple[int, dict[int, Logprob]]]:
-    """Return each generated token with its row of log-probabilities, also the token that ended the text."""
-    return zip(completion.token_ids, completion.logprobs or (), strict=True)
 
 
 def _finite(logprob: Logprob) -> float:
     return max(logprob.logprob, _LEAST_LOGPROB)
-
-
-def _num_output_tokens(output: RequestOutput) -> int:
-    return sum(len(one.token_ids) for one in output.outputs)

@@ -12,16 +12,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from rayspec.openai.batches import (
-    Batch,
-    BatchDeleted,
-    BatchList,
-    BatchRequest,
-    FileDeleted,
-    FileList,
-    FileObject,
-    PageRequest,
-)
+from rayspec.openai.batches import Batch, BatchRequest, Deleted, FileObject, Page, PageRequest
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.serve.access import response_of
 from rayspec.serve.batch_store import BatchStore
@@ -69,13 +60,12 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
         return _answer(batch)
 
     @app.get(
-        "/v1/batches", responses=described.answers(BatchList) | errors(*_ERRORS), summary="Batches, the newest first"
+        "/v1/batches", responses=described.answers(Page[Batch]) | errors(*_ERRORS), summary="Batches, the newest first"
     )
     async def batches(request: Request) -> Response:
         query = PageRequest.parse(dict(request.query_params))
         limit = min(query.limit or _FEW_BATCHES, _MOST_BATCHES)
-        data, has_more = await asyncio.to_thread(store().batches, after=query.after, limit=limit)
-        return _answer(BatchList.of(data, has_more=has_more))
+        return _answer(await asyncio.to_thread(store().batches, after=query.after, limit=limit))
 
     @app.get(
         "/v1/batches/{batch_id}",
@@ -87,12 +77,12 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
 
     @app.delete(
         "/v1/batches/{batch_id}",
-        responses=described.answers(BatchDeleted) | errors(*_ERRORS, 409),
+        responses=described.answers(Deleted) | errors(*_ERRORS, 409),
         summary="Delete a batch that has ended, but not its files",
     )
     async def delete_batch(batch_id: str) -> Response:
         await asyncio.to_thread(store().delete_batch, batch_id)
-        return _answer(BatchDeleted(id=batch_id))
+        return _answer(Deleted(id=batch_id, object="batch"))
 
     @app.post(
         "/v1/batches/{batch_id}/cancel",
@@ -120,14 +110,15 @@ def _add_file_routes(
     async def upload(request: Request) -> Response:
         return _answer(await _upload(request, store(), options))
 
-    @app.get("/v1/files", responses=described.answers(FileList) | errors(*_ERRORS), summary="The files that are kept")
+    @app.get(
+        "/v1/files", responses=described.answers(Page[FileObject]) | errors(*_ERRORS), summary="The files that are kept"
+    )
     async def files(request: Request) -> Response:
         query = PageRequest.parse(dict(request.query_params))
         limit, purpose = query.limit or _MOST_FILES, query.purpose
         found = partial(store().files, after=query.after, limit=limit, order=query.order, purpose=purpose)
         async with listing:
-            data, has_more = await asyncio.to_thread(found)
-        return _answer(FileList.of(data, has_more=has_more))
+            return _answer(await asyncio.to_thread(found))
 
     @app.get(
         "/v1/files/{file_id}", responses=described.answers(FileObject) | errors(*_ERRORS), summary="What a file is"
@@ -146,12 +137,10 @@ def _add_file_routes(
         headers = {"x-content-type-options": "nosniff"}
         return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
-    @app.delete(
-        "/v1/files/{file_id}", responses=described.answers(FileDeleted) | errors(*_ERRORS), summary="Delete a file"
-    )
+    @app.delete("/v1/files/{file_id}", responses=described.answers(Deleted) | errors(*_ERRORS), summary="Delete a file")
     async def delete_file(file_id: str) -> Response:
         await asyncio.to_thread(store().delete_file, file_id)
-        return _answer(FileDeleted(id=file_id))
+        return _answer(Deleted(id=file_id, object="file"))
 
 
 async def _upload(request: Request, store: BatchStore, options: ServeOptions) -> FileObject:
@@ -186,7 +175,7 @@ async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
             yield piece
 
 
-def _answer(body: FileObject | FileList | FileDeleted | Batch | BatchList | BatchDeleted) -> Response:
+def _answer(body: Any) -> Response:
     return response_of(Reply(status=200, body=msgspec.json.encode(body)))
 
 

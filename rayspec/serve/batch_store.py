@@ -30,7 +30,7 @@ from typing_extensions import Self
 
 from rayspec.command.locations import PARTIAL_SUFFIX, Location
 from rayspec.openai.batch import BatchLine, BatchResult, limited_lines, read_batch
-from rayspec.openai.batches import FINAL, Batch, BatchRequest, FileObject, Purpose
+from rayspec.openai.batches import FINAL, Batch, BatchRequest, FileObject, Page, Purpose
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.types import ConfigError
 
@@ -129,10 +129,10 @@ class BatchStore:
 
     def files(
         self, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: Purpose | None
-    ) -> tuple[list[FileObject], bool]:
-        """Return a page of files after the id `after`, and whether there are more."""
+    ) -> Page[FileObject]:
+        """Return the files after the id `after`."""
         found = self._all("files", self.file, after=after, order=order)
-        return _page((one for one in found if purpose in (None, one.purpose)), limit)
+        return Page.of((one for one in found if purpose in (None, one.purpose)), limit)
 
     def new_batch(self, asked: BatchRequest) -> Batch:
         """Save and return a new batch. Raises InvalidRequestError where its input was not uploaded for batches."""
@@ -168,9 +168,9 @@ class BatchStore:
     def save(self, batch: Batch) -> None:
         self._batch(batch.id).join("batch.json").write(msgspec.json.encode(batch))
 
-    def batches(self, *, after: str | None, limit: int) -> tuple[list[Batch], bool]:
-        """Return a page of batches after the id `after`, newest first, and whether there are more."""
-        return _page(self._all("batches", self.batch, after=after, order="desc"), limit)
+    def batches(self, *, after: str | None, limit: int) -> Page[Batch]:
+        """Return the batches after the id `after`, newest first."""
+        return Page.of(self._all("batches", self.batch, after=after, order="desc"), limit)
 
     def batch_ids(self) -> list[str]:
         """Return the ids of all batches, oldest first."""
@@ -289,15 +289,6 @@ class BatchStore:
 
     def _ids(self, folder: str) -> list[str]:
         return [one.file_name for one in self.folder.join(folder).entries()]
-
-
-def _page(found: Iterable[T], limit: int) -> tuple[list[T], bool]:
-    page: list[T] = []
-    for one in found:
-        if len(page) == limit:
-            return page, True
-        page.append(one)
-    return page, False
 
 
 def _unknown(name: str) -> InvalidRequestError:

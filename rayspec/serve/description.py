@@ -58,17 +58,17 @@ class Description:
     def __init__(self) -> None:
         self._schemas: dict[str, Any] = {}
 
-    def answers(self, model: type, *, streamed: bool = False) -> Responses:
+    def answers(self, model: Any, *, streamed: bool = False) -> Responses:
         """Return the `responses` of a route that answers with a `model` body or, if `streamed`, with events on
         request."""
-        _, found = msgspec.json.schema_components([model], ref_template=_SCHEMAS + "{name}")
+        (schema,), found = msgspec.json.schema_components([model], ref_template=_SCHEMAS + "{name}")
         self._schemas |= found
-        content: dict[str, Any] = {"application/json": {"schema": {"$ref": _SCHEMAS + model.__name__}}}
+        content: dict[str, Any] = {"application/json": {"schema": schema}}
         events = {"text/event-stream": {"schema": _EVENT}} if streamed else {}
         return {200: {"description": "The answer.", "content": content | events}}
 
     def takes(
-        self, request: type[pydantic.BaseModel], answer: type, *statuses: int, streamed: bool = False
+        self, request: type[pydantic.BaseModel], answer: Any, *statuses: int, streamed: bool = False
     ) -> dict[str, Any]:
         """Return the options of a route that parses a `request` body itself, and may fail with these statuses; without
         statuses, with those of a model's answer."""

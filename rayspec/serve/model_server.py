@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
@@ -15,14 +15,13 @@ import ray
 
 from rayspec.async_engine import AsyncEngine
 from rayspec.command.loading import load_llm
-from rayspec.command.plain_values import plain_values
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.model.weights import load_config, num_layers
 from rayspec.openai.answer import BackgroundLimit, respond, stream
 from rayspec.openai.batch import BatchLine, BatchResult, answer
 from rayspec.openai.errors import ApiError
-from rayspec.openai.requests import ENDPOINTS, Request
-from rayspec.openai.responses import ModelCard, Response, events, json_body, plain_body
+from rayspec.openai.requests import Request
+from rayspec.openai.responses import ModelCard, json_body
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -42,7 +41,6 @@ from rayspec.types import RayspecError, RequestError
 
 _SAMPLE_EVERY_S = 0.5
 _PING_EVERY_S = 0.5
-_FROM_RAY_DATA = {"request_id", "idx_in_batch"}
 
 _logger = logging.getLogger(__name__)
 
@@ -80,7 +78,8 @@ class ModelServer:
 
     async def respond(self, request: Request, name: str) -> Reply:
         """Return the whole answer. name: end of its id."""
-        return await _reply(self._respond(request, name), name)
+        created = int(time.time())
+        return await _reply(respond(request, self._engine, self._served, name=name, created=created), name)
 
     async def answer(self, line: BatchLine) -> BatchResult:
         """Return the result of a batch line; interactive requests go first. Raises EngineDeadError and StageLostError
@@ -103,28 +102,19 @@ class ModelServer:
     async def stream(self, request: Request, name: str) -> AsyncGenerator[Reply | bytes, None]:
         """Yield a reply, then the answer as server-sent events. An ok reply contains the first event; after another
         reply there are no events. A later error is an event too. Closing the generator ends the request."""
-        created = int(time.time())
-        parts = stream(
-            request, self._engine, self._served, name=name, created=created, interval_s=self._stream_interval_s
+        events = stream(
+            request,
+            self._engine,
+            self._served,
+            name=name,
+            created=int(time.time()),
+            failure=partial(_failure, name=name),
+            interval_s=self._stream_interval_s,
         )
-        pieces = events(parts, partial(_failure, name=name))
-        async with aclosing(pieces):
-            try:
-                first = Reply(status=200, body=await anext(pieces))
-            except Exception as error:  # noqa: BLE001 - reported to the client, and logged
-                first = Reply.failed(_failure(error, name))
-            yield first
-            async for piece in pieces:
-                yield piece
-
-    async def chat(self, row: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield one dict, the body of the response, for `ray.data.llm`'s ServeDeploymentProcessorConfig. Raises
-        ValueError for an invalid row."""
-        yield await self._row("/v1/chat/completions", row)
-
-    async def completions(self, row: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield one dict, as `chat` does."""
-        yield await self._row("/v1/completions", row)
+        async with aclosing(events):
+            yield await _reply(anext(events), name)
+            async for event in events:
+                yield event
 
     async def check_health(self) -> None:
         """Check the engine for Serve, which ends the replica after several errors in a row. Raises StageLostError, and
@@ -156,17 +146,6 @@ class ModelServer:
             return "engine dead"
         return "stuck" if self._problem is not None else "ready"
 
-    async def _respond(self, request: Request, name: str) -> Response:
-        return await respond(request, self._engine, self._served, name=name, created=int(time.time()))
-
-    async def _row(self, endpoint: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        fields = {name: plain_values(value) for name, value in row.items() if name not in _FROM_RAY_DATA}
-        try:
-            request = ENDPOINTS[endpoint].parse({"model": self._served[0]} | fields)
-            return plain_body(await self._respond(request, str(row.get("request_id", ""))))
-        except RequestError as error:
-            raise ValueError(str(error)) from None
-
     def _keep(self, work: Any) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(work))
 
@@ -190,9 +169,10 @@ class ModelServer:
 
 
 async def _reply(work: Awaitable[Any], name: str) -> Reply:
-    """Return a reply with the body that the work returns, or with its error."""
+    """Return a reply with the body that the work returns, encoded or not, or with its error."""
     try:
-        return Reply(status=200, body=json_body(await work))
+        body = await work
+        return Reply(status=200, body=body if isinstance(body, bytes) else json_body(body))
     except Exception as error:  # noqa: BLE001 - reported to the client, and logged
         return Reply.failed(_failure(error, name))
 

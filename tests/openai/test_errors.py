@@ -9,11 +9,6 @@ from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.stages import StageLostError
 from rayspec.openai.errors import ApiError, InvalidRequestError, parse_json
 from rayspec.types import (
-    ConfigError,
-    EmptyPromptError,
-    InvalidMessagesError,
-    InvalidTokenError,
-    NonFiniteLogitsError,
     OutOfMemoryError,
     PromptTooLongError,
     RayspecError,
@@ -32,9 +27,6 @@ def test_what_is_not_json_is_refused(content: bytes) -> None:
     ("error", "status", "kind", "code"),
     [
         (PromptTooLongError("long"), 400, "invalid_request_error", "context_length_exceeded"),
-        (EmptyPromptError("none"), 400, "invalid_request_error", "empty_prompt"),
-        (InvalidTokenError("foreign"), 400, "invalid_request_error", "invalid_token"),
-        (InvalidMessagesError("odd"), 400, "invalid_request_error", "invalid_messages"),
         (
             InvalidRequestError("who", code="model_not_found", status=404),
             404,
@@ -42,10 +34,8 @@ def test_what_is_not_json_is_refused(content: bytes) -> None:
             "model_not_found",
         ),
         (OutOfMemoryError("full"), 500, "server_error", "out_of_memory"),
-        (NonFiniteLogitsError("nan"), 500, "server_error", "non_finite_logits"),
         (EngineDeadError("at /secret/place"), 503, "server_error", "engine_dead"),
         (StageLostError("at 10.0.0.1"), 503, "server_error", "stage_lost"),
-        (ConfigError("in /secret/config"), 503, "server_error", "config"),
     ],
 )
 def test_errors_have_a_status_and_a_code(error: RayspecError, status: int, kind: str, code: str) -> None:

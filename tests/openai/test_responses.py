@@ -1,8 +1,8 @@
-"""Responses that the official client can read."""
+"""Responses, whole and in chunks, that the official client can read."""
 
 from __future__ import annotations
 
-from functools import cache
+import json
 from typing import Any
 
 import openai.types as official
@@ -13,49 +13,49 @@ from openai.types.completion_usage import PromptTokensDetails
 from rayspec.decode.output import TokenTexts
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, check_served
-from rayspec.openai.responses import ModelCard, ModelList, SpecDecodeMetrics, Stamp, Usage, plain_body, response
+from rayspec.openai.responses import Answer, ModelCard, ModelList, json_body, plain_body
 from rayspec.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tests.demo_model import demo_tokenizer
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
-STAMP = Stamp(id="id-1", created=1_700_000_000, model="m")
+HAN = demo_tokenizer()("世", add_special_tokens=False)["input_ids"]
 
 
-def _output(*completions: CompletionOutput, num_prompt_tokens: int = 3) -> RequestOutput:
-    tokens = tuple(range(num_prompt_tokens))
-    return RequestOutput(request_id="r", prompt=None, prompt_token_ids=tokens, outputs=list(completions), finished=True)
+def answer(body: dict[str, Any], **more: Any) -> Answer:
+    kind: Any = ChatRequest if "messages" in body else CompletionRequest
+    return Answer(kind.parse(body | more), TokenTexts(demo_tokenizer()), name="1", created=1_700_000_000, model="m")
 
 
-def _completion(text: str, *, index: int = 0, logprobs: bool = False, **values: Any) -> CompletionOutput:
-    token_ids = demo_tokenizer()(text)["input_ids"]
-    rows = [
-        {
-            token_id: Logprob(logprob=float("-inf"), rank=3),
-            40: Logprob(logprob=-0.5, rank=1),
-            41: Logprob(logprob=-1.5, rank=2),
-        }
-        for token_id in token_ids
-    ]
+def output(*completions: CompletionOutput, num_prompt_tokens: int = 3, **metrics: int) -> RequestOutput:
+    return RequestOutput(
+        request_id="r",
+        prompt=None,
+        prompt_token_ids=tuple(range(num_prompt_tokens)),
+        outputs=list(completions),
+        finished=True,
+        metrics=RequestMetrics(**metrics),
+    )
+
+
+def completion(text: str, *, index: int = 0, logprobs: bool = False, **values: Any) -> CompletionOutput:
+    token_ids = values.pop("token_ids", None) or demo_tokenizer()(text)["input_ids"]
+    top = {40: Logprob(logprob=-0.5, rank=1), 41: Logprob(logprob=-1.5, rank=2)}
+    rows = [{token_id: Logprob(logprob=float("-inf"), rank=3)} | top for token_id in token_ids]
     values = {"finish_reason": "stop"} | values
     return CompletionOutput(index=index, text=text, token_ids=token_ids, logprobs=rows if logprobs else None, **values)
 
 
-@cache
-def demo_texts() -> TokenTexts:
-    return TokenTexts(demo_tokenizer())
-
-
 def test_a_chat_completion_is_read_by_the_official_client() -> None:
-    request = ChatRequest.parse(CHAT | {"logprobs": True, "top_logprobs": 2})
-    first = _completion("Hi é", logprobs=True)
-    second = _completion("Yo", index=1, logprobs=True, finish_reason="length")
-    body = plain_body(response(request, [_output(first, second)], demo_texts(), STAMP))
+    first = completion("Hi é", logprobs=True)
+    second = completion("Yo", index=1, logprobs=True, finish_reason="length")
+    body = plain_body(answer(CHAT, logprobs=True, top_logprobs=2).whole([output(first, second)]))
     parsed = official_chat.ChatCompletion.model_validate(body, strict=True)
-    assert (parsed.id, parsed.created, parsed.model, parsed.object) == ("id-1", 1_700_000_000, "m", "chat.completion")
-    assert [choice.message.content for choice in parsed.choices] == ["Hi é", "Yo"]
-    assert [choice.finish_reason for choice in parsed.choices] == ["stop", "length"]
-    assert [choice.index for choice in parsed.choices] == [0, 1]
+    assert (parsed.id, parsed.created, parsed.model) == ("chatcmpl-1", 1_700_000_000, "m")
+    assert parsed.object == "chat.completion"
+    found = [(choice.index, choice.message.content, choice.finish_reason) for choice in parsed.choices]
+    assert found == [(0, "Hi é", "stop"), (1, "Yo", "length")]
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hi é", "refusal": None}
     content = parsed.choices[0].logprobs.content  # type: ignore[union-attr]
     assert b"".join(bytes(token.bytes) for token in content) == "Hi é".encode()
     assert all(token.logprob == -9999.0 for token in content)
@@ -72,19 +72,13 @@ def test_a_chat_completion_is_read_by_the_official_client() -> None:
 
 
 def test_a_text_completion_is_read_by_the_official_client() -> None:
-    request = CompletionRequest.parse(TEXT | {"logprobs": 2})
     outputs = [
-        _output(_completion("ab é c", logprobs=True), _completion("d", index=1, logprobs=True)),
-        _output(_completion("e", logprobs=True, finish_reason="length", stop_reason=None), num_prompt_tokens=4),
+        output(completion("ab é c", logprobs=True), completion("d", index=1, logprobs=True)),
+        output(completion("e", logprobs=True, finish_reason="length"), num_prompt_tokens=4),
     ]
-    parsed = official.Completion.model_validate(
-        plain_body(response(request, outputs, demo_texts(), STAMP)), strict=True
-    )
-    assert [(choice.index, choice.text, choice.finish_reason) for choice in parsed.choices] == [
-        (0, "ab é c", "stop"),
-        (1, "d", "stop"),
-        (2, "e", "length"),
-    ]
+    parsed = official.Completion.model_validate(plain_body(answer(TEXT, logprobs=2).whole(outputs)), strict=True)
+    found = [(choice.index, choice.text, choice.finish_reason) for choice in parsed.choices]
+    assert found == [(0, "ab é c", "stop"), (1, "d", "stop"), (2, "e", "length")]
     logprobs = parsed.choices[0].logprobs
     assert logprobs is not None
     num_tokens = len(outputs[0].outputs[0].token_ids)
@@ -97,19 +91,15 @@ def test_a_text_completion_is_read_by_the_official_client() -> None:
 
 
 def test_logprobs_are_there_when_asked_for_only() -> None:
-    chat = response(ChatRequest.parse(CHAT), [_output(_completion("a"))], demo_texts(), STAMP)
-    assert chat.choices[0].logprobs is None
-    text = response(CompletionRequest.parse(TEXT), [_output(_completion("a"))], demo_texts(), STAMP)
-    assert text.choices[0].logprobs is None
-    plain = ChatRequest.parse(CHAT | {"logprobs": True})
-    rows = response(plain, [_output(_completion("a", logprobs=True))], demo_texts(), STAMP).choices[0].logprobs
-    assert rows is not None
-    assert rows.content[0].top_logprobs == []
+    for body in (CHAT, TEXT):
+        assert answer(body).whole([output(completion("a"))]).choices[0].logprobs is None
+    (choice,) = plain_body(answer(CHAT, logprobs=True).whole([output(completion("a", logprobs=True))]))["choices"]
+    assert choice["logprobs"]["content"][0]["top_logprobs"] == []
 
 
-def test_what_drafting_did_is_told_when_asked_for_only() -> None:
-    output = _output(_completion("a"))
-    output.metrics = RequestMetrics(num_rounds=7, num_plain_rounds=3, num_draft_tokens=10, num_accepted_tokens=6)
+@pytest.mark.parametrize("body", [CHAT, TEXT])
+def test_what_drafting_did_is_told_when_asked_for_only(body: dict[str, Any]) -> None:
+    drafted = {"num_rounds": 7, "num_plain_rounds": 3, "num_draft_tokens": 10, "num_accepted_tokens": 6}
     told = {
         "mean_acceptance_length": 2.5,
         "draft_acceptance_rate": 0.6,
@@ -117,25 +107,52 @@ def test_what_drafting_did_is_told_when_asked_for_only() -> None:
         "num_accepted_draft_tokens": 6,
         "num_spec_steps": 4,
     }
-    asks = {"return_spec_decode_metrics": True}
-    for wanted, extra in ((told, asks), (None, {}), (None, {"return_spec_decode_metrics": False})):
-        chat = response(ChatRequest.parse(CHAT | extra), [output], demo_texts(), STAMP)
-        assert plain_body(chat).get("metrics") == wanted
-        text = response(CompletionRequest.parse(TEXT | extra), [output], demo_texts(), STAMP)
-        assert plain_body(text).get("metrics") == wanted
-    assert "metrics" not in plain_body(text)
+    asked = answer(body, return_spec_decode_metrics=True)
+    assert plain_body(asked.whole([output(completion("a"), **drafted)]))["metrics"] == told
+    assert "metrics" not in plain_body(answer(body).whole([output(completion("a"), **drafted)]))
+    nothing = plain_body(asked.whole([output(completion("a"), num_rounds=4, num_plain_rounds=4)]))["metrics"]
+    assert (nothing["mean_acceptance_length"], nothing["draft_acceptance_rate"]) == (None, None)
 
 
-def test_a_prompt_counts_once_and_every_completion_counts() -> None:
-    outputs = [_output(_completion("ab"), _completion("abcd", index=1)), _output(_completion("a"), num_prompt_tokens=5)]
-    usage = Usage.of(outputs)
-    num_tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (8, num_tokens, 8 + num_tokens)
+def choices_of(made: Answer, *pieces: tuple[int, CompletionOutput]) -> list[dict[str, Any]]:
+    chunks = [plain_body(chunk) for prompt, one in pieces for chunk in made.chunks(prompt, output(one))]
+    return [choice for chunk in chunks for choice in chunk["choices"]]
 
 
-def test_means_of_nothing_are_none() -> None:
-    metrics = SpecDecodeMetrics.of([RequestMetrics(num_rounds=4, num_plain_rounds=4)])
-    assert (metrics.mean_acceptance_length, metrics.draft_acceptance_rate, metrics.num_spec_steps) == (None, None, 0)
+def test_what_is_held_back_gives_no_chunk_unless_it_has_log_probabilities() -> None:
+    texts = ("", "", "世")
+    held = [(0, completion(text, token_ids=[one], finish_reason=None)) for text, one in zip(texts, HAN, strict=True)]
+    assert [one["text"] for one in choices_of(answer(TEXT), *held)] == ["世"]
+    held = [(0, completion("", token_ids=[one], logprobs=True, finish_reason=None)) for one in HAN]
+    assert [len(one["logprobs"]["tokens"]) for one in choices_of(answer(TEXT, logprobs=0), *held)] == [1] * len(HAN)
+    end = completion("", token_ids=[HAN[0]], finish_reason="stop")
+    assert choices_of(answer(CHAT), (0, end))[-1]["finish_reason"] == "stop"
+
+
+def test_offsets_go_on_over_chunks_and_over_halves_of_characters() -> None:
+    (a,) = demo_tokenizer()("a")["input_ids"]
+    pieces = [
+        (prompt, completion("?", token_ids=[one], logprobs=True, finish_reason=None))
+        for one in [a, *HAN, a]
+        for prompt in (0, 1)
+    ]
+    told = choices_of(answer(TEXT, logprobs=0), *pieces)
+    for index in (0, 1):
+        offsets = [one["logprobs"]["text_offset"] for one in told if one["index"] == index]
+        assert offsets == [[0], *[[1]] * len(HAN), [2]]
+    special = completion("?", token_ids=[a, demo_tokenizer().eos_token_id, a], logprobs=True)
+    for skip, place in ((None, 0), (False, len(demo_tokenizer().eos_token))):
+        (choice,) = choices_of(answer(TEXT, logprobs=0, skip_special_tokens=skip), (0, special))
+        assert choice["logprobs"]["text_offset"] == [0, 1, 1 + place]
+
+
+def test_json_is_compact_and_leaves_out_what_is_unset() -> None:
+    (begin, chunk) = answer(CHAT).chunks(0, output(completion("é\n\n", finish_reason=None)))
+    rest = ',"logprobs":null,"finish_reason":null,"stop_reason":null}],"object":"chat.completion.chunk"}'
+    head = '{"id":"chatcmpl-1","created":1700000000,"model":"m","choices":[{"index":0,"delta":'
+    assert json_body(begin).decode() == head + '{"content":"","role":"assistant"}' + rest
+    assert json_body(chunk).decode() == head + r'{"content":"é\n\n"}' + rest
+    assert plain_body(chunk) == json.loads(json_body(chunk))
 
 
 def test_models_are_read_by_the_official_client() -> None:

@@ -12,6 +12,7 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 
+from rayspec.openai.batches import FileObject, Page
 from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.description import Description
@@ -19,9 +20,9 @@ from rayspec.serve.options import LLMConfig, ModelLoadingConfig, ServeOptions
 
 
 def test_lists_leave_threads_to_other_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow_list(*_: Any, **__: Any) -> tuple[list[Any], bool]:
+    def slow_list(*_: Any, **__: Any) -> Page[FileObject]:
         time.sleep(0.1)
-        return [], False
+        return Page.of([], 1)
 
     async def asked() -> float:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))

@@ -402,8 +402,8 @@ def test_broken_entries_are_skipped_and_named_once(
     (results / "0-a.jsonl").write_bytes(b'{"id": "x"}\n[]\n{"id')
     (kept / "batches" / batches[2].id / "cancel").write_bytes(b"")
     for _ in range(3):
-        assert len(store.files(after=None, limit=10, order="desc", purpose=None)[0]) == 2
-        assert [one.id for one in store.batches(after=None, limit=10)[0]] == [batches[2].id, batches[1].id]
+        assert len(store.files(after=None, limit=10, order="desc", purpose=None).data) == 2
+        assert [one.id for one in store.batches(after=None, limit=10).data] == [batches[2].id, batches[1].id]
         assert store.batch(batches[2].id).status == "cancelling"
         with pytest.raises(InvalidRequestError, match="no object"):
             store.file(batches[0].input_file_id)

@@ -160,18 +160,6 @@ class TestAnswers:
         assert endpoint.post("/tokenize", {"messages": MESSAGES}).json()["count"] > 10
         assert endpoint.post("/detokenize", {"tokens": [10**9]}).status_code == 400
 
-    def test_ray_data_can_ask_a_model(self, endpoint: Endpoint, llm: rayspec.LLM) -> None:
-        handle = serve.get_deployment_handle("Model:demo", APP).options(stream=True)
-        row = {"request_id": "7", "idx_in_batch": 0, "messages": MESSAGES} | GREEDY
-        found = next(iter(handle.chat.remote(row)))
-        assert (
-            found["choices"][0]["message"]["content"] == llm.chat(MESSAGES, SamplingParams(**GREEDY))[0].outputs[0].text
-        )
-        bad = handle.completions.remote({"request_id": "8", "idx_in_batch": 1, "prompt": "x", "max_tokens": 0})
-        with pytest.raises(ray.exceptions.RayTaskError) as raised:
-            next(iter(bad))
-        assert isinstance(raised.value.cause, ValueError)
-
 
 class TestErrors:
     @pytest.mark.parametrize(
