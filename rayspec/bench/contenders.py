@@ -10,13 +10,12 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from rayspec.bench.result import Sample
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.model.fast_dtype import in_fast_dtype
-from rayspec.model.weights import resolve_device
+from rayspec.model.weights import load_model, resolve_device
 from rayspec.strategies.by_name import make_strategy
 from rayspec.types import EngineStats, PlanRecord, Request, RequestOutput
 
@@ -122,13 +121,7 @@ class HfGenerate:
         self._device = resolve_device(config.device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            config.model,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            dtype=config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
-        )
-        self._model: Any = in_fast_dtype(model.to(self._device).eval(), config)
+        self._model: Any = in_fast_dtype(load_model(config), config)
         eos = self._model.generation_config.eos_token_id
         self._eos = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
         pad = self._model.generation_config.pad_token_id

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import struct
+from functools import lru_cache
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
+from rayspec.model.gguf import find_gguf, located
 from rayspec.model.sources import check_source
 from rayspec.types import CheckpointError, UnsupportedModelError
 
@@ -19,18 +23,32 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
     """
     if not Path(source).is_file():
         check_source(source, revision=revision)
+    file = find_gguf(source, revision)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            source, revision=revision, trust_remote_code=trust_remote_code
-        )
+        if file is None:
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                source, revision=revision, trust_remote_code=trust_remote_code
+            )
+        else:
+            config = copy.deepcopy(_of_gguf(file, file.stat().st_mtime_ns))
     except StrictDataclassError as error:
         raise invalid_config(source, error) from error
-    # The last two for JSON with unexpected types.
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError) as error:
+    # The last four for JSON with unexpected types and for damaged GGUF files.
+    except (
+        *(OSError, ValueError, KeyError, RuntimeError, ImportError),
+        *(TypeError, AttributeError, IndexError, struct.error),
+    ) as error:
         raise CheckpointError(f"config of model {source!r} could not be read: {in_one_line(error)}") from error
     # A config may name a kernel of the hub, which transformers would fetch and run. The setter sets parts, too.
     config._attn_implementation = "eager"
     _require_causal_lm(source, config)
+    return config
+
+
+@lru_cache(maxsize=2)  # reading takes seconds, and a load asks several times; a file that was replaced is read again
+def _of_gguf(file: Path, modified_ns: int) -> PretrainedConfig:
+    with located(str(file)) as (place, keywords):
+        config: PretrainedConfig = AutoConfig.from_pretrained(place, **keywords)
     return config
 
 

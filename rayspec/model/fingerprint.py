@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from rayspec.config import EngineConfig
+from rayspec.model.gguf import find_gguf
 from rayspec.model.weights import load_config
 from rayspec.types import CheckpointError
 
@@ -23,13 +24,13 @@ def weights_fingerprint(config: EngineConfig) -> str:
 
     Raises CheckpointError if there are no weight files, they cannot be read, or the hub's commit is unknown.
     """
-    folder = Path(config.model)
-    if not folder.is_dir():
+    folder, gguf = Path(config.model), find_gguf(config.model, config.revision)
+    if gguf is None and not folder.is_dir():
         commit = getattr(load_config(config), "_commit_hash", None)
         if not commit:
             raise CheckpointError(f"model {config.model!r} is neither a folder nor of a known commit of the hub")
         return str(commit)[:16]
-    files = next((found for kind in _KINDS if (found := sorted(folder.glob(kind)))), [])
+    files = [gguf] if gguf else next((found for kind in _KINDS if (found := sorted(folder.glob(kind)))), [])
     if not files:
         raise CheckpointError(f"model {config.model!r} has no weight files ({' or '.join(_KINDS)}): fetch it again")
     digest = hashlib.sha256()

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from rayspec.config import EngineConfig
 from rayspec.generation import DecodingParams, GenerationDefaults
+from rayspec.model.gguf import find_gguf
 from rayspec.model.sources import check_source
 from rayspec.model.weights import LOADING_ERRORS, load_config
 from rayspec.types import CheckpointError, ConfigError
@@ -93,6 +94,8 @@ def generation_defaults(config: EngineConfig) -> GenerationDefaults:
 def _read(config: EngineConfig) -> GenerationConfig:
     """Return the file's content; that of config.json if the file is missing or broken, as transformers does."""
     check_source(config.model, revision=config.revision)
+    if find_gguf(config.model, config.revision) is not None:
+        return GenerationConfig()  # type: ignore[no-untyped-call]  # the file has no defaults for sampling
     revision = config.revision or "main"
     try:
         try:

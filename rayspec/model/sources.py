@@ -24,6 +24,14 @@ _BUNDLED = ("demo", "demo-plain")
 _SIMILAR = 0.75  # difflib's ratio: one letter more, less or different in "demo"
 _CACHED_FILES = ("config.json", "tokenizer_config.json")
 _REMEDY = "name a folder that exists, a hub id such as Qwen/Qwen3-8B, or demo"
+GGUF_SUFFIX = ".gguf"
+
+
+def gguf_of_hub(name: str) -> tuple[str, str] | None:
+    """Return repository and file of `owner/repository:FILE.gguf`, or None for another name."""
+    repository, colon, file = name.rpartition(":")
+    is_one = colon and file.endswith(GGUF_SUFFIX) and repository.count("/") == 1 and not _is_path(repository)
+    return (repository, file) if is_one and not Path(name).exists() else None
 
 
 def check_name(name: str, *, option: str = "model", is_elsewhere: bool = False) -> None:
@@ -32,11 +40,14 @@ def check_name(name: str, *, option: str = "model", is_elsewhere: bool = False) 
     is_elsewhere: other machines load the model, so a folder may exist only on those. Raises ConfigError.
     """
     path = Path(name)
-    if name and path.is_dir():
+    if name and (path.is_dir() or (path.is_file() and path.suffix == GGUF_SUFFIX)):
         return
     asked = f"option {option!r} is {name!r}"
     if path.is_file():
-        raise ConfigError(f"{asked}, which is a file: name the folder of a whole checkpoint")
+        raise ConfigError(f"{asked}, which is a file: name the folder of a whole checkpoint, or a GGUF file")
+    if (of_hub := gguf_of_hub(name)) is not None:
+        _check_hub_id(of_hub[0], asked)
+        return
     meant = difflib.get_close_matches(name.lower(), _BUNDLED, n=1, cutoff=_SIMILAR)
     if meant and name not in _BUNDLED:
         raise ConfigError(f"{asked}, and there is no such folder; did you mean {meant[0]!r}?")
@@ -55,10 +66,13 @@ def check_source(name: str, *, option: str = "model", revision: str | None = Non
     """
     check_name(name, option=option)
     folder = Path(name)
+    if folder.is_file():
+        return
     if not folder.is_dir():
-        if not _is_cached(name, revision):
-            _ask_hub(name, option, revision)
-    elif option == "model" and not (folder / "config.json").exists():
+        repository, _ = gguf_of_hub(name) or (name, "")
+        if not _is_cached(repository, revision):
+            _ask_hub(repository, option, revision)
+    elif option == "model" and not (folder / "config.json").exists() and not any(folder.glob(f"*{GGUF_SUFFIX}")):
         if (folder / "adapter_config.json").exists():
             raise CheckpointError(
                 f"option 'model' is {name!r}, the folder of a PEFT adapter: merge it into its base model "

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from rayspec.config import EngineConfig
+from rayspec.model import gguf
 from rayspec.model.architecture import trunk_and_layers
 from rayspec.model.configs import in_one_line, invalid_config, read_config
 from rayspec.model.sources import check_source
@@ -78,7 +79,6 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
     """
     described = load_config(config)
     device = resolve_device(config.device)
-    source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     options: dict[str, Any] = {
         "dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         "attn_implementation": None,  # the family's default, whatever config.json says
@@ -88,10 +88,7 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
     if config.quantization_config is not None:
         options |= {"quantization_config": config.quantization_config, "device_map": {"": device}}
     try:
-        if layers is None:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(config.model, config=described, **source, **options)
-        else:
-            loaded = _load_span(config, layers, options)
+        model, info = _load(config, described, layers, options)
     except LOADING_ERRORS as error:
         raise CheckpointError(f"model {config.model!r} could not be loaded: {in_one_line(error)}") from error
     except _UNPICKLING_ERRORS as error:  # torch's message recommends to run the file's code
@@ -99,7 +96,6 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
             f"model {config.model!r} could not be loaded: its .bin files are damaged or hold more than tensors; use a "
             "checkpoint in safetensors"
         ) from error
-    model, info = loaded
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(str(name) for name in info.get(problem) or ())
         if names:
@@ -118,9 +114,10 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
     source = config.model if config.tokenizer is None else config.tokenizer
     check_source(source, option=option, revision=config.revision)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        with gguf.located(source, config.revision) as (place, keywords):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                place, revision=config.revision, trust_remote_code=config.trust_remote_code, **keywords
+            )
     except StrictDataclassError as error:
         raise invalid_config(source, error) from error
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -130,24 +127,46 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_span(config: EngineConfig, layers: range, options: dict[str, Any]) -> Any:
-    """Load the layers with a model class that has no other modules.
+def _load(config: EngineConfig, described: PretrainedConfig, layers: range | None, options: dict[str, Any]) -> Any:
+    """Load the whole model, or some layers with a model class that has no other modules.
 
     transformers itself loads them, so its key conversions and quantizers apply.
     """
-    with torch.device("meta"):
-        whole: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            load_config(config), trust_remote_code=config.trust_remote_code, attn_implementation="eager"
-        )
-    foreign = _foreign_modules(whole, layers)
-    prefix = whole.base_model_prefix  # some checkpoints were saved without it
-    names = "|".join(re.escape(name.removeprefix(f"{prefix}.")) for name in foreign)
-    foreign_keys = re.compile(rf"^({re.escape(prefix)}\.)?({names})\." if names else r"(?!)")
-    with TemporaryDirectory(prefix="rayspec-span-") as folder:
-        _link_files(config, Path(folder), foreign_keys)
-        span: Any = _span_class(type(whole), foreign, foreign_keys)
-        model, info = span.from_pretrained(folder, config=whole.config, **options)
+    file = gguf.find_gguf(config.model, config.revision)
+
+    def is_wanted(name: str) -> bool:  # of the tensors of a GGUF file
+        tied = bool(getattr(described, "tie_word_embeddings", False))
+        return layers is None or gguf.is_in_span(name, layers, num_layers(described), tied=tied)
+
+    if file is not None:
+        if options["dtype"] == "auto":
+            options["dtype"] = gguf.stored_dtype(file)
+        gguf.check_memory(config.model, file, is_wanted, options["dtype"])
+    own_code = {"trust_remote_code": config.trust_remote_code}
+    with gguf.located(config.model, config.revision, is_wanted) as (place, keywords):
+        if layers is None:
+            options |= {"revision": config.revision, **own_code, **keywords}
+            loaded: Any = AutoModelForCausalLM.from_pretrained(place, config=described, **options)
+            model, info = loaded
+        else:
+            with torch.device("meta"):
+                whole: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    described, attn_implementation="eager", **own_code
+                )
+            foreign = _foreign_modules(whole, layers)
+            prefix = whole.base_model_prefix  # some checkpoints were saved without it
+            names = "|".join(re.escape(name.removeprefix(f"{prefix}.")) for name in foreign)
+            foreign_keys = re.compile(rf"^({re.escape(prefix)}\.)?({names})\." if names else r"(?!)")
+            span: Any = _span_class(type(whole), foreign, foreign_keys)
+            with TemporaryDirectory(prefix="rayspec-span-") as folder:
+                if not keywords:
+                    _link_files(config, Path(folder), foreign_keys)
+                source = place if keywords else folder
+                model, info = span.from_pretrained(source, config=whole.config, **options, **keywords)
     model.config.name_or_path = model.name_or_path = config.model
+    if file is not None:
+        gguf.as_dense(model)
+        gguf.forget_parsed()
     return model, info
 
 

@@ -53,9 +53,18 @@ def test_a_folder_may_be_on_other_machines_only() -> None:
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="which is a file"):
-        check_name(str(tmp_path / "model.gguf"))
+        check_name(str(tmp_path / "model.safetensors"))
+
+
+def test_a_gguf_file_is_one_here_or_on_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    check_source(str(tmp_path / "model.gguf"))
+    check_source(str(tmp_path))
+    check_name("owner/repository:model.gguf")
+    with pytest.raises(ConfigError, match="neither a folder nor a hub id"):
+        check_name("owner name/repository:model.gguf")
 
 
 def test_a_folder_without_a_config_is_no_checkpoint(tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""GGUF files, the checkpoints of llama.cpp. transformers reads them and turns their blocks into plain matrices."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+
+from rayspec.machine import bytes_available
+from rayspec.model.sources import GGUF_SUFFIX, check_source, gguf_of_hub
+from rayspec.types import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_LOCK = threading.RLock()
+_GIB = 2**30
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def find_gguf(model: str, revision: str | None = None) -> Path | None:
+    """Return the GGUF file that `model` names, fetched from the hub if needed, or None for another checkpoint.
+
+    model: a file, a folder that holds one and no config.json, or `owner/repository:FILE.gguf` of the hub. Raises
+    ConfigError for a folder with several GGUF files, for one part of several, and where the package gguf is missing;
+    CheckpointError for a file that cannot be fetched.
+    """
+    path, of_hub = Path(model), gguf_of_hub(model)
+    if path.is_dir():
+        files = [] if (path / "config.json").exists() else sorted(path.glob(f"*{GGUF_SUFFIX}"))
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files[:4])
+            raise ConfigError(f"option 'model' is {model!r}, a folder with several GGUF files ({names}): name one")
+    else:
+        files = [path] if path.is_file() and path.suffix == GGUF_SUFFIX else []
+    if not files and of_hub is None:
+        return None
+    _require_whole(model, files[0].name if files else model)
+    if of_hub is None:
+        return files[0]
+    repository, name = of_hub
+    check_source(repository, revision=revision)
+    try:
+        return Path(hf_hub_download(repository, name, revision=revision))
+    except EntryNotFoundError as error:
+        raise CheckpointError(f"option 'model' is {model!r}: {repository} has no file {name}: correct it") from error
+
+
+def _require_whole(model: str, name: str) -> None:
+    if _PART.search(name):
+        raise ConfigError(
+            f"option 'model' is {model!r}, of which {name} is one part: join the parts (llama-gguf-split --merge)"
+        )
+    if find_spec("gguf") is None:
+        raise ConfigError(
+            f"option 'model' is {model!r}, a GGUF file, which needs the package gguf: pip install 'rayspec[gguf]'"
+        )
+
+
+@contextmanager
+def located(
+    model: str, revision: str | None = None, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the keywords by which transformers' `from_pretrained` finds a checkpoint, GGUF or not.
+
+    Meanwhile its loader parses a GGUF file once, and sees only the tensors that are `wanted`, by their names in the
+    file. By itself it parses the file anew for config and weights, 2 s each time for a vocabulary of 49k tokens, and
+    turns every tensor into numbers, also those that a span of layers leaves out. Raises the errors of `find_gguf`.
+    """
+    file = find_gguf(model, revision)
+    if file is None:
+        yield model, {}
+        return
+    library: Any = import_module("gguf")  # an optional package
+
+    class Reader:
+        def __init__(self, path: str, *_: Any) -> None:
+            parsed = _parsed(Path(path), Path(path).stat().st_mtime_ns)
+            self.fields = parsed.fields
+            self.tensors = [tensor for tensor in parsed.tensors if wanted(tensor.name)]
+
+    with _LOCK:
+        _parsed(file, file.stat().st_mtime_ns)  # with gguf's own reader
+        own, library.GGUFReader = library.GGUFReader, Reader
+        try:
+            yield str(file.parent), {"gguf_file": file.name}
+        finally:
+            library.GGUFReader = own
+
+
+@lru_cache(maxsize=1)  # modified_ns: a file that was replaced is read again
+def _parsed(file: Path, modified_ns: int) -> Any:
+    return import_module("gguf").GGUFReader(file)
+
+
+def forget_parsed() -> None:
+    """Free what `located` keeps from one call to the next: several small objects for each token."""
+    _parsed.cache_clear()
+
+
+def _tensors(file: Path) -> list[Any]:
+    return list(_parsed(file, file.stat().st_mtime_ns).tensors)
+
+
+def stored_dtype(file: Path) -> torch.dtype:
+    """Return the data type of the file's matrices; bfloat16 for blocks of quantised numbers."""
+    types = {tensor.tensor_type.name for tensor in _tensors(file) if len(tensor.shape) > 1}
+    return _FLOATS[types.pop()] if len(types) == 1 and types <= _FLOATS.keys() else torch.bfloat16
+
+
+def check_memory(model: str, file: Path, wanted: Callable[[str], bool], dtype: torch.dtype) -> None:
+    """Say how much memory the wanted tensors take in `dtype`. Raises CheckpointError if so much is not free."""
+    tensors = [tensor for tensor in _tensors(file) if wanted(tensor.name)]
+    read, needed = sum(int(each.n_bytes) for each in tensors), sum(int(each.n_elements) for each in tensors)
+    needed *= dtype.itemsize
+    name = str(dtype).removeprefix("torch.")
+    if needed > (free := bytes_available()):
+        raise CheckpointError(
+            f"model {model!r} takes {needed / _GIB:.1f} GiB in {name}, and {free / _GIB:.1f} GiB of memory are free: "
+            "choose a smaller data type with option 'dtype', or more stages with option 'parallel'"
+        )
+    logger.info("%s: %.2f GiB of blocks become %.2f GiB in %s", file.name, read / _GIB, needed / _GIB, name)
+
+
+def as_dense(model: Any) -> None:
+    """Let nothing treat the model as quantised: its blocks have become plain matrices. Changes it in place."""
+    model.hf_quantizer, model.is_quantized = None, False
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+
+
+def is_in_span(name: str, layers: range, num_layers: int, *, tied: bool) -> bool:
+    """Return whether a span of layers holds the tensor of this name in a GGUF file."""
+    is_first, is_last = layers.start == 0, layers.stop == num_layers
+    block = re.match(r"blk\.(\d+)\.", name)
+    if block is not None:
+        return int(block[1]) in layers
+    if name.startswith("token_embd."):
+        return is_first or (tied and is_last)
+    return is_last or not name.startswith(("output.", "output_norm."))

@@ -1,0 +1,70 @@
+"""Writes GGUF files of tiny models, as llama.cpp's converter names their tensors and fields."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+from transformers import PreTrainedModel
+
+from rayspec import demo
+
+ARCHITECTURES = {"gemma3_text": "gemma3"}  # those with another name than transformers' model type
+
+
+def write_gguf(model: PreTrainedModel, path: Path, matrices: str = "Q8_0", *, head: str | None = None) -> Path:
+    """matrices: the type of tensors with two dimensions. head: another type for the LM head."""
+    config: Any = model.config
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters.get("rope_theta", 10_000.0))
+    writer.add_rope_dimension_count(config.head_dim)
+    _add_tokenizer(writer)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stem, _, suffix = name.rpartition(".")
+        found = names.get_name(stem)
+        assert found is not None, name
+        numbers = weight.float().numpy()
+        kind = "F32" if weight.ndim == 1 else head if head and name == "lm_head.weight" else matrices
+        quantised = gguf.quantize(numbers, gguf.GGMLQuantizationType[kind])
+        writer.add_tensor(f"{found}.{suffix}", quantised, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    """The bundled tokenizer and its chat template."""
+    folder = Path(demo.model_path())
+    known = json.loads((folder / "tokenizer.json").read_text())
+    vocab = known["model"]["vocab"] | {each["content"]: each["id"] for each in known["added_tokens"]}
+    special = {each["content"] for each in known["added_tokens"]}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in known["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(1)
+    writer.add_pad_token_id(0)
+    writer.add_chat_template((folder / "chat_template.jinja").read_text())

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import rayspec.model.gguf
+from rayspec import LLM, SamplingParams, demo
+from rayspec.config import EngineConfig
+from rayspec.model.fingerprint import weights_fingerprint
+from rayspec.model.sizes import quantisation_of
+from rayspec.model.weights import load_config, load_model, load_tokenizer
+from rayspec.types import CheckpointError, ConfigError
+from tests.families import build
+from tests.gguf_files import write_gguf
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "phi3")
+PROMPTS = [{"prompt_token_ids": [7 * n + k for n in range(1, 21)]} for k in range(3)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file of each family."""
+    folder = tmp_path_factory.mktemp("gguf")
+    for family in FAMILIES:
+        head_dim = 128 if family == "qwen3" else 16  # transformers does not read the field for qwen3
+        model = build(family, vocab_size=2048, head_dim=head_dim)
+        write_gguf(model, folder / f"{family}.gguf", head=None if model.config.tie_word_embeddings else "Q4_0")
+    return folder
+
+
+def _config(path: Path, **options: str) -> EngineConfig:
+    return EngineConfig(model=str(path), device="cpu", **{"dtype": "float32", **options})  # type: ignore[arg-type]
+
+
+def _by_transformers(path: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32
+    )
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_loads_as_transformers_loads_it(folder: Path, family: str) -> None:
+    path = folder / f"{family}.gguf"
+    expected, model = _by_transformers(path).state_dict(), load_model(_config(path))
+    assert model.state_dict().keys() == expected.keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    assert quantisation_of(model.config) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # tied and not
+def test_a_span_reads_only_its_own_tensors(folder: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, sizes = folder / f"{family}.gguf", []
+    own = gguf.dequantize
+    monkeypatch.setattr(gguf, "dequantize", lambda data, kind: sizes.append(data.nbytes) or own(data, kind))  # type: ignore[func-returns-value]
+    whole = load_model(_config(path))
+    num_bytes_of_all = sum(sizes)
+    for layers in (range(2), range(2, 4)):
+        sizes.clear()
+        span = load_model(_config(path), layers=layers)
+        for name, tensor in span.state_dict().items():
+            assert torch.equal(tensor, whole.state_dict()[name]), name
+        assert sum(sizes) < 0.8 * num_bytes_of_all
+
+
+def test_drafts_do_not_change_what_generate_writes(folder: Path) -> None:
+    path = folder / "llama.gguf"
+    model = _by_transformers(path)
+    llm = LLM(str(path), dtype="float32", num_threads=1, speculation={"strategy": "lookup"})
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=24, temperature=0, ignore_eos=True), use_tqdm=False)
+    llm.shutdown()
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        tokens = torch.tensor([prompt["prompt_token_ids"]])
+        written = model.generate(tokens, do_sample=False, max_new_tokens=24, eos_token_id=None)  # type: ignore[operator]
+        assert list(output.outputs[0].token_ids) == written[0, 20:].tolist()
+
+
+def test_tokenizer_and_chat_template_come_from_the_file(folder: Path) -> None:
+    own, tokenizer = AutoTokenizer.from_pretrained(demo.model_path()), load_tokenizer(_config(folder / "llama.gguf"))
+    text = "The audit of 2024 found <|document|> nothing."
+    assert tokenizer.encode(text) == own.encode(text)
+    chat = [{"role": "user", "content": "Hello"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == own.apply_chat_template(chat, tokenize=False)
+
+
+def test_a_folder_with_one_file_is_a_checkpoint_and_with_several_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "qwen2.gguf", tmp_path)
+    assert load_config(_config(tmp_path)).model_type == "qwen2"
+    with pytest.raises(ConfigError, match=r"several GGUF files \(gemma3_text\.gguf, llama\.gguf"):
+        load_config(_config(folder))
+
+
+def test_dtype_auto_is_that_of_the_matrices(folder: Path, tmp_path: Path) -> None:
+    path = write_gguf(build("qwen2", vocab_size=2048), tmp_path / "half.gguf", matrices="F16")
+    assert load_model(_config(path, dtype="auto")).dtype == torch.float16
+    assert load_model(_config(folder / "qwen2.gguf", dtype="auto")).dtype == torch.bfloat16
+
+
+def test_a_file_that_was_replaced_is_read_again(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(folder / "llama.gguf", path)
+    before = weights_fingerprint(_config(path))
+    assert load_config(_config(path)).model_type == "llama"
+    shutil.copy(folder / "phi3.gguf", path)
+    assert load_config(_config(path)).model_type == "phi3"
+    assert weights_fingerprint(_config(path)) != before
+
+
+def test_damaged_files_are_refused(folder: Path, tmp_path: Path) -> None:
+    whole = (folder / "llama.gguf").read_bytes()
+    for number, content in enumerate((b"", b"GGUF", whole[:5000], whole[:-5000], b"x" * 5000)):
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=path.name):
+            load_model(_config(path))
+
+
+def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "big-00001-of-00003.gguf"
+    path.touch()
+    with pytest.raises(ConfigError, match="llama-gguf-split --merge"):
+        load_config(_config(path))
+
+
+def test_without_the_package_its_name_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rayspec.model.gguf, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'rayspec\[gguf\]'"):
+        load_config(_config(folder / "llama.gguf"))
+
+
+def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rayspec.model.gguf, "bytes_available", lambda: 1000)
+    with pytest.raises(CheckpointError, match=r"0\.0 GiB of memory are free: choose a smaller data type"):
+        load_model(_config(folder / "llama.gguf"))
