@@ -10,13 +10,11 @@ from rayspec.choices import (
     Choice,
     Keys,
     Weights,
-    choices_of,
     combinations,
     combined,
     described,
     keys_of,
     nearest,
-    num_leading_full,
     weights_of,
 )
 
@@ -45,19 +43,6 @@ def test_the_nearest_choice_does_no_more_damage(choice: Choice, possible: tuple[
     assert nearest(choice, possible) == expected
 
 
-@pytest.mark.parametrize(
-    ("allowed", "expected"),
-    [
-        ([], ("full",)),
-        (["skip"], ("full", "skip")),
-        (["int4", "pages"], ("full", "int4", "pages", "int4+pages")),
-        (["window", "int8", "skip"], ("full", "int8", "window", "int8+window", "skip")),
-    ],
-)
-def test_combinations_consist_of_what_is_allowed(allowed: list[str], expected: tuple[Choice, ...]) -> None:
-    assert combinations(allowed) == expected
-
-
 def test_all_choices_allowed_are_all_choices() -> None:
     every = combinations(["int8", "int4", "window", "pages", "skip"])
     assert set(every) == set(get_args(Choice))
@@ -65,19 +50,6 @@ def test_all_choices_allowed_are_all_choices() -> None:
     assert (every[0], every[-1]) == (FULL, SKIP)
 
 
-def test_flags_become_choices() -> None:
-    assert choices_of([True, False, True]) == ("full", "skip", "full")
-    assert choices_of([]) == ()
-
-
 def test_choices_are_counted_in_words() -> None:
     assert described(("full", "skip", "full", "int4+pages", "full", "skip")) == "3 full, 2 skip, 1 int4+pages"
     assert described(("full",) * 8) == "8 full"
-
-
-@pytest.mark.parametrize(
-    ("choices", "count"),
-    [((), 0), (("full",) * 4, 4), (("full", "full", "int8", "full"), 2), (("skip", "full"), 0), (("window",), 0)],
-)
-def test_choices_other_than_full_end_the_prefix(choices: tuple[Choice, ...], count: int) -> None:
-    assert num_leading_full(choices) == count

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -130,48 +128,3 @@ def test_this_machine() -> None:
     assert 0 < bytes_available() <= bytes_in_total()
     assert 1 <= num_cores() <= len(os.sched_getaffinity(0))
     assert cpu_name()
-
-
-def _in_process(group: Path | None, code: str) -> str:
-    """Return what a new process prints that enters a control group first and may run on one core."""
-    enter = f"open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))" if group is not None else ""
-    script = f"import os\n{enter}\nfrom rayspec.machine import *\nfrom rayspec.machine import num_cores\n{code}"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout.strip()
-
-
-def test_the_cores_that_a_process_may_run_on() -> None:
-    core = min(os.sched_getaffinity(0))
-    assert _in_process(None, f"os.sched_setaffinity(0, [{core}])\nprint(num_cores())") == "1"
-
-
-def _limited(base: Path, limits: Mapping[str, str]) -> Path:
-    """Make a control group with limits below `base`. Skip the test if this process may not."""
-    if not (base / "cgroup.procs").exists():
-        pytest.skip(f"{base} is no control group")
-    group = base / f"rayspec-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        for name, value in limits.items():
-            (group / name).write_text(value)
-    except OSError as error:
-        if group.is_dir():
-            group.rmdir()
-        pytest.skip(f"no control group can be made here: {error}")
-    return group
-
-
-@pytest.mark.parametrize(
-    ("base", "limits", "code"),
-    [
-        ("cpu", {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "100000"}, "print(num_cores() == 1)"),
-        ("memory", {"memory.limit_in_bytes": str(GIB)}, f"print(0 < bytes_available() < bytes_in_total() == {GIB})"),
-        (".", {"cpu.max": "100000 100000", "memory.max": str(GIB)}, f"print(num_cores(), bytes_in_total() == {GIB})"),
-    ],
-)
-def test_a_real_group(base: str, limits: Mapping[str, str], code: str) -> None:
-    group = _limited(Path("/sys/fs/cgroup") / base, limits)
-    try:
-        assert _in_process(group, code) in ("True", "1 True")
-    finally:
-        group.rmdir()

@@ -94,20 +94,7 @@ def test_bfloat16_weights_stay_exact_for_powers_of_two() -> None:
     assert wide.get_parameter("lm_head.weight") is wide.get_parameter("model.embed_tokens.weight")
 
 
-@pytest.mark.parametrize("k", [0, -2])
-def test_k_below_one_is_refused(k: int) -> None:
-    with pytest.raises(ValueError, match=f"k={k}"):
-        widen(random_model("llama-tied"), k)
-
-
 def test_other_families_are_refused_by_name() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32))
     with pytest.raises(ValueError, match="model_type='gpt2'"):
         widen(gpt2, 2)
-
-
-def test_quantized_models_are_refused() -> None:
-    model = random_model("llama-tied")
-    object.__setattr__(model, "hf_quantizer", object())
-    with pytest.raises(ValueError, match="quantized"):
-        widen(model, 2)
