@@ -30,7 +30,7 @@ import yaml
 import rayspec
 from rayspec import demo
 from rayspec.config import SamplingParams
-from rayspec.ops.k8s.pods import JOBS_FOLDER
+from rayspec.ops.k8s.render import JOBS_FOLDER
 from rayspec.serve.run import Address
 from tests.ops.k8s import kustomization
 

@@ -24,7 +24,6 @@ _MAX_NAME: dict[Kind, int] = {"job": 47, "service": 47, "cluster": 53}
 _DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 # Two shells read an entrypoint, the submitter's and that of Ray's job runner: it has no special characters.
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9@%+=:,./_~*\[\]-]+")
-_NAMES = ("name", "namespace", "models_claim", "hf_secret", "bucket_secret", "api_keys_secret", "redis_secret")
 _WHERE: dict[str, tuple[Kind, ...]] = {
     "inputs": ("job",),
     "output": ("job",),

@@ -2,48 +2,74 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import math
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import yaml
 
 import rayspec
-from rayspec.ops.k8s.network import network_policy
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
-from rayspec.ops.k8s.pods import Manifest, image, labels, models_claim, quantity
-from rayspec.ops.k8s.ray_kinds import ray_resource
-from rayspec.ops.k8s.sizing import GIB, ClusterPlan, PodShape, plan_cluster
+from rayspec.ops.k8s.sizing import GIB, ClusterPlan, plan_cluster
 from rayspec.types import ConfigError
 
 OPTIONS_NAME, MANIFEST_NAME = "options.yaml", "manifest.yaml"
+JOBS_FOLDER = "/opt/rayspec/jobs"
+# The excepted addresses are metadata services of clouds, which hand out a node's credentials.
+Manifest = dict[str, Any]
+_ANYWHERE: Manifest = {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}}
 
 
 def render(options: RenderOptions) -> str:
     """Return YAML documents. The same options give the same text. Raises ConfigError, CheckpointError."""
     plan = plan_cluster(options)
-    return f"{_header(options, plan)}---\n" + "---\n".join(_text(one) for one in manifests(options, plan))
+    placement, each = plan.placement, " on each GPU" if plan.num_ranks > 1 else ""
+    lines = [
+        "Made by `rayspec k8s`: change the options and render again, rather than numbers here.",
+        f"{options.model}: {placement.num_parameters / 1e9:.2f} billion parameters in {placement.dtype}.",
+        f"{plan.concurrency} sequences of {plan.placement.options.num_tokens} tokens at once, on each copy of it.",
+        f"Layout: {placement.choice}.",
+    ]
+    for number, stage in enumerate(placement.stages):
+        lines.append(
+            f"  stage {number}: layers {stage.layers[0]}-{stage.layers[-1]}, {stage.weight_bytes / GIB:.1f} GiB of "
+            f"weights and {stage.kv_bytes / GIB:.1f} GiB of keys and values{each}"
+        )
+    for shape in plan.pods:
+        gpus = f"{shape.num_gpus} {shape.gpu.label}" if shape.gpu is not None else "no GPU"
+        size = f"{gpus}, {shape.cpus} CPUs, {_gib(shape.memory_bytes)}"
+        lines.append(f"  pods: {shape.num_pods}, each with {size}, for {shape.num_shards} of its shards")
+    header = "".join(f"# {line}\n" for line in lines)
+    documents = (yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=4096) for one in manifests(options, plan))
+    return f"{header}---\n" + "---\n".join(documents)
 
 
 def manifests(options: RenderOptions, plan: ClusterPlan) -> list[Manifest]:
     """Return a service account without rights, the network policy, a claim for models, and the Ray resource."""
-    found: list[Manifest] = [
-        {
-            "apiVersion": "v1",
-            "kind": "ServiceAccount",
-            "metadata": {"name": options.name, "labels": labels(options)},
-            "automountServiceAccountToken": False,
-        },
-        network_policy(options),
-    ]
-    if options.uses_hub and options.models_claim is None:
-        found.append(models_claim(options, plan))
-    image_name = image(options, rayspec.__version__)
-    found.append(ray_resource(options, plan, image=image_name, ray_version=metadata.version("ray")))
-    if options.namespace is not None:
-        for one in found:
-            one["metadata"]["namespace"] = options.namespace
-    return found
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,  # noqa: S701 - YAML: texts are quoted by tojson
+    )
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    environment.filters["gib"] = _gib
+    text = environment.get_template("manifests.yaml.j2").render(
+        o=options,
+        plan=plan,
+        version=rayspec.__version__,
+        ray_version=metadata.version("ray"),
+        anywhere=_ANYWHERE,
+        redis=_redis(options.redis_address),
+        entrypoint=_entrypoint(options, plan) if options.kind == "job" else None,
+        serve_config=yaml.safe_dump(_serve_config(options, plan), sort_keys=False),
+    )
+    return list(yaml.safe_load_all(text))
 
 
 def stale_overlays(folder: Path) -> dict[Path, str]:
@@ -60,32 +86,95 @@ def stale_overlays(folder: Path) -> dict[Path, str]:
     return stale
 
 
-def _header(options: RenderOptions, plan: ClusterPlan) -> str:
-    placement = plan.placement
-    lines = [
-        "Made by `rayspec k8s`: change the options and render again, rather than numbers here.",
-        f"{options.model}: {placement.num_parameters / 1e9:.2f} billion parameters in {placement.dtype}.",
-        f"{plan.concurrency} sequences of {plan.placement.options.num_tokens} tokens at once, on each copy of it.",
-        f"Layout: {placement.choice}.",
-        *(_stage_line(plan, number) for number in range(plan.num_stages)),
-        *(_pod_line(shape) for shape in plan.pods),
-    ]
-    return "".join(f"# {line}\n" for line in lines)
+def _entrypoint(options: RenderOptions, plan: ClusterPlan) -> str:
+    values = {"model": options.model} | _engine_values(options, plan) | _parallel_values(options, plan)
+    words = ["python", f"{JOBS_FOLDER}/summarize.py"]
+    words += [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", f"{value}")]
+    if options.long != "fail":
+        words += ["--long", options.long]
+    return " ".join([*words, "--accept-failed-rows", "--output", str(options.output), *options.inputs])
 
 
-def _stage_line(plan: ClusterPlan, number: int) -> str:
-    stage = plan.placement.stages[number]
-    each = " on each GPU" if plan.num_ranks > 1 else ""
-    return (
-        f"  stage {number}: layers {stage.layers[0]}-{stage.layers[-1]}, {stage.weight_bytes / GIB:.1f} GiB of weights "
-        f"and {stage.kv_bytes / GIB:.1f} GiB of keys and values{each}"
-    )
+def _serve_config(options: RenderOptions, plan: ClusterPlan) -> Manifest:
+    engine, parallel = _engine_values(options, plan), _parallel_values(options, plan)
+    deployment: dict[str, Any] = {"num_replicas": plan.num_copies}
+    if options.max_replicas is not None:
+        scaling = {"min_replicas": plan.num_copies, "max_replicas": options.max_replicas}
+        deployment = {"autoscaling_config": scaling | {"target_ongoing_requests": plan.concurrency}}
+    if options.cpus is not None and not parallel:
+        deployment["ray_actor_options"] = {"num_cpus": options.cpus}
+    model = {
+        "model_loading_config": {
+            "model_id": options.served_model_name or options.model,
+            "model_source": options.model,
+        },
+        "engine_kwargs": engine | ({"parallel": parallel} if parallel else {}),
+        "deployment_config": deployment,
+    }
+    application = {
+        "name": "rayspec",
+        "route_prefix": "/",
+        "import_path": "rayspec.serve:build_openai_app",
+        "args": {"llm_configs": [model]},
+    }
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": "0.0.0.0", "port": 8000},  # noqa: S104 - the network policy says who may
+        "applications": [application],
+    }
 
 
-def _pod_line(shape: PodShape) -> str:
-    gpus = f"{shape.num_gpus} {shape.gpu.label}" if shape.gpu is not None else "no GPU"
-    size = f"{gpus}, {shape.cpus} CPUs, {quantity(shape.memory_bytes)}"
-    return f"  pods: {shape.num_pods}, each with {size}, for {shape.num_shards} of its shards"
+def _engine_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
+    """Return the options of EngineConfig, without model and parallel."""
+    values: dict[str, Any] = {
+        "device": "cpu" if options.cpus is not None else "cuda",
+        "max_model_len": plan.placement.options.num_tokens,
+        "max_num_seqs": plan.concurrency,
+    }
+    if options.dtype != "auto":
+        values["dtype"] = options.dtype
+    if options.cpus is not None:
+        values["num_threads"] = options.cpus
+    return values
+
+
+def _parallel_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
+    """Return the options of ParallelOptions; empty where the engine makes a single copy of the model, in one process.
+    For a service, Serve makes the replicas, not the engine."""
+    replicas = plan.num_copies if options.kind == "job" else 1
+    if plan.num_shards == 1 and replicas == 1:
+        return {}
+    values: dict[str, Any] = {"stages": plan.num_stages, "start_timeout_s": plan.start_timeout_s}
+    if plan.num_ranks > 1:
+        values["tensor"] = plan.num_ranks
+    if replicas > 1:
+        values["replicas"] = replicas
+    if options.cpus is not None:
+        values["cpus_per_shard"] = float(options.cpus)
+    return values
+
+
+def _redis(place: str | None) -> dict[str, Any] | None:
+    """Return the port of a Redis, and the peer that stands for its host, because a policy cannot name a host. An IP
+    address stands for itself. A service of the cluster (SERVICE, SERVICE.NAMESPACE or SERVICE.NAMESPACE.svc...) becomes
+    the pods of its namespace. Any other name becomes all outside addresses."""
+    if place is None:
+        return None
+    host, _, port = place.rpartition(":")
+    peer: Manifest = {"podSelector": {}}
+    namespace = host.split(".")[1:]
+    if namespace:
+        peer["namespaceSelector"] = {"matchLabels": {"kubernetes.io/metadata.name": namespace[0]}}
+    if len(namespace) > 1 and namespace[1] != "svc":
+        peer = _ANYWHERE
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        peer = {"ipBlock": {"cidr": f"{address}/{address.max_prefixlen}"}}
+    return {"peer": peer, "port": int(port)}
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{math.ceil(num_bytes / GIB)}Gi"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -100,7 +189,3 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represent_text)
-
-
-def _text(manifest: Manifest) -> str:
-    return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=4096)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -19,7 +18,6 @@ from rayspec.ops.plan.forecast import place_best
 from rayspec.ops.plan.gpus import Gpu, are_ranks_alike, parse_gpus
 from rayspec.ops.plan.options import PlacementOptions
 from rayspec.ops.plan.placement import Placement, placed_dtype
-from rayspec.planning.partition import StageCost
 from rayspec.types import ConfigError
 
 GIB = 2**30
@@ -96,41 +94,16 @@ class ClusterPlan:
 
 
 def plan_cluster(options: RenderOptions) -> ClusterPlan:
-    """Plan the pods of a model. Raises ConfigError if it does not fit, CheckpointError for an unreadable config."""
+    """Plan the pods of a model. Raises ConfigError if it does not fit, also while it loads, or if the copies would be
+    on different kinds of GPUs; CheckpointError for an unreadable config."""
     config = read_config(
         demo.model_path(options.model) if options.model in demo.BUNDLED else options.sizes_from or options.model
     )
-    placement = _placed(config, options)
-    _check_fit(placement, options)
-    num_copies = options.replicas or placement.num_copies
-    max_copies = options.max_replicas or num_copies
-    return ClusterPlan(
-        placement=placement,
-        pods=tuple(_gpu_pods(placement, options, max_copies, _copies_in_memory(config, placement)))
-        if options.gpus is not None
-        else (_cpu_pod(placement, options),),
-        checkpoint_bytes=_checkpoint_bytes(config, placement.options),
-        num_copies=num_copies,
-        max_copies=max_copies,
-    )
-
-
-def _placed(config: PretrainedConfig, options: RenderOptions) -> Placement:
-    """Return the placement of one copy. Raises ConfigError if the copies would be on different kinds of GPUs."""
-    max_replicas = 1 if options.names_copies else None
-    asked = _placement_options(options)
-    placement, *unlike = place_best(config, asked, gpus_per_node=options.gpus_per_node, max_replicas=max_replicas)
-    if unlike:
-        raise _mixed(options)
-    return placement
-
-
-def _placement_options(options: RenderOptions) -> PlacementOptions:
     gpus, stages, tensor = options.gpus, options.stages, options.tensor
     if gpus is None:
         stages, tensor = stages or 1, tensor or 1
         gpus = f"{stages * tensor}x{_ANY_CPU}"
-    return PlacementOptions(
+    asked = PlacementOptions(
         gpus=gpus,
         stages=stages,
         tensor=tensor,
@@ -140,16 +113,10 @@ def _placement_options(options: RenderOptions) -> PlacementOptions:
         draft_weights=SpeculationOptions().draft_weights if options.gpus is None else (),
         dtype=options.dtype,
     )
-
-
-def _checkpoint_bytes(config: PretrainedConfig, options: PlacementOptions) -> int:
-    """Return the bytes of the whole model. A sum over ranks would count the embedding and the head several times."""
-    sizes = model_sizes(config, dtype=placed_dtype(options.dtype, config), quantization=options.quantization)
-    return sizes.embedding_bytes + sum(layer.weight_bytes for layer in sizes.layers) + sizes.last_stage_bytes(1)
-
-
-def _check_fit(placement: Placement, options: RenderOptions) -> None:
-    """Check that the model fits, also while it loads. Raises ConfigError."""
+    max_replicas = 1 if options.names_copies else None
+    placement, *unlike = place_best(config, asked, gpus_per_node=options.gpus_per_node, max_replicas=max_replicas)
+    if unlike:
+        raise _mixed(options)
     ranks = placement.options.num_ranks
     if placement.missing_bytes:
         raise ConfigError(
@@ -162,6 +129,22 @@ def _check_fit(placement: Placement, options: RenderOptions) -> None:
             f"option 'tensor' is {ranks}: while it loads, each GPU holds a whole layer beside its share, and "
             f"{placement.loading_bytes_missing / GIB:.1f} GiB are missing on one GPU; use more stages"
         )
+    num_copies = options.replicas or placement.num_copies
+    max_copies = options.max_replicas or num_copies
+    # The whole model: a sum over ranks would count the embedding and the head several times.
+    sizes = model_sizes(
+        config, dtype=placed_dtype(placement.options.dtype, config), quantization=placement.options.quantization
+    )
+    layer_bytes = sum(layer.weight_bytes for layer in sizes.layers)
+    return ClusterPlan(
+        placement=placement,
+        pods=_gpu_pods(config, placement, options, max_copies)
+        if options.gpus is not None
+        else (_cpu_pod(placement, options),),
+        checkpoint_bytes=sizes.embedding_bytes + layer_bytes + sizes.last_stage_bytes(1),
+        num_copies=num_copies,
+        max_copies=max_copies,
+    )
 
 
 def _mixed(options: RenderOptions) -> ConfigError:
@@ -171,20 +154,11 @@ def _mixed(options: RenderOptions) -> ConfigError:
     )
 
 
-def _copies_in_memory(config: PretrainedConfig, placement: Placement) -> int:
-    """Return how many copies of a GPU stage's weights a pod's memory holds during loading. Ranks map the same files and
-    so share one copy. Each rank has its own copy of weights that differ from the files: weights of another dtype, and
-    experts, which transformers merges during loading."""
-    as_in_files = placed_dtype("auto", config) == getattr(torch, placement.dtype)
-    has_experts = any(
-        getattr(config.get_text_config(decoder=True), name, None) for name in ("num_experts", "num_local_experts")
-    )
-    return 1 if as_in_files and not has_experts else placement.options.num_ranks
-
-
-def _gpu_pods(placement: Placement, options: RenderOptions, max_copies: int, copies: int) -> list[PodShape]:
-    """Return one shape for each kind of GPU. max_copies: of the model. copies: of a stage in a pod's memory during
-    loading. Raises ConfigError for GPUs that Ray could not tell apart."""
+def _gpu_pods(
+    config: PretrainedConfig, placement: Placement, options: RenderOptions, max_copies: int
+) -> tuple[PodShape, ...]:
+    """Return one shape for each kind of GPU, which spreads its stages evenly over as few pods as the size of a node
+    allows. max_copies: of the model. Raises ConfigError for GPUs that Ray could not tell apart."""
     tensor = placement.options.num_ranks
     if tensor > options.gpus_of_a_pod:
         raise ConfigError(
@@ -199,28 +173,35 @@ def _gpu_pods(placement: Placement, options: RenderOptions, max_copies: int, cop
         )
     owners = [(gpus[number * tensor], stage) for number, stage in enumerate(placement.stages)]
     kinds = [(gpu, [stage for _, stage in found]) for gpu, found in groupby(owners, key=lambda owner: owner[0])]
-    if len({gpu.label for gpu, _ in kinds}) > 1 and max_copies > 1:
+    labels = {gpu.label for gpu, _ in kinds}
+    if len(labels) > 1 and max_copies > 1:
         raise _mixed(options)
-    if len({gpu.label for gpu, _ in kinds}) < len(kinds):
+    if len(labels) < len(kinds):
         raise ConfigError(f"option 'gpus' is {options.gpus!r}: name the GPUs of one kind side by side")
-    return [_gpu_pod(gpu, stages, tensor, options.gpus_of_a_pod, copies) for gpu, stages in kinds]
-
-
-def _gpu_pod(gpu: Gpu, stages: Sequence[StageCost], tensor: int, gpus_of_a_node: int, copies: int) -> PodShape:
-    """Return a shape that spreads stages evenly over as few pods as the size of a node allows."""
-    stages_of_a_node = gpus_of_a_node // tensor
-    num_pods = math.ceil(len(stages) / stages_of_a_node)
-    num_stages = math.ceil(len(stages) / num_pods)
-    heaviest = sorted((stage.weight_bytes * tensor for stage in stages), reverse=True)[:num_stages]
-    num_shards = num_stages * tensor
-    return _pod(
-        group=gpu.label.lower(),
-        gpu=gpu,
-        num_pods=num_pods,
-        num_shards=num_shards,
-        cpus=num_shards,
-        model_bytes=copies * sum(heaviest),  # weights are read into memory, and then moved
-    )
+    # Weights are read into memory, and then moved. Ranks map the same files and so share one copy. Each rank has its
+    # own copy of weights that differ from the files: of another dtype, and experts, which transformers merges.
+    as_in_files = placed_dtype("auto", config) == getattr(torch, placement.dtype)
+    text_config = config.get_text_config(decoder=True)
+    has_experts = any(getattr(text_config, name, None) for name in ("num_experts", "num_local_experts"))
+    copies = 1 if as_in_files and not has_experts else tensor
+    shapes = []
+    for gpu, stages in kinds:
+        num_pods = math.ceil(len(stages) / (options.gpus_of_a_pod // tensor))
+        num_stages = math.ceil(len(stages) / num_pods)
+        heaviest = sorted((stage.weight_bytes * tensor for stage in stages), reverse=True)[:num_stages]
+        num_shards = num_stages * tensor
+        shared_bytes = _OBJECT_STORE_BYTES + num_shards * _NCCL_BYTES
+        shape = PodShape(
+            group=gpu.label.lower(),
+            gpu=gpu,
+            num_pods=num_pods,
+            num_shards=num_shards,
+            cpus=num_shards + _CPUS_BESIDE_SHARDS,
+            memory_bytes=copies * sum(heaviest) + num_shards * _SHARD_BYTES + shared_bytes + _POD_BYTES,
+            shared_bytes=shared_bytes,
+        )
+        shapes.append(shape)
+    return tuple(shapes)
 
 
 def _cpu_pod(placement: Placement, options: RenderOptions) -> PodShape:
@@ -228,26 +209,13 @@ def _cpu_pod(placement: Placement, options: RenderOptions) -> PodShape:
     assert options.cpus is not None
     ranks = placement.options.num_ranks
     num_shards = len(placement.stages) * ranks
-    stage_bytes = sum(stage.weight_bytes * ranks + stage.kv_bytes for stage in placement.stages)
-    return _pod(
+    model_bytes = ranks * sum(stage.weight_bytes * ranks + stage.kv_bytes for stage in placement.stages)
+    return PodShape(
         group="cpu",
         gpu=None,
         num_pods=1,
         num_shards=num_shards,
-        cpus=num_shards * options.cpus,
-        model_bytes=ranks * stage_bytes,
-    )
-
-
-def _pod(*, group: str, gpu: Gpu | None, num_pods: int, num_shards: int, cpus: int, model_bytes: int) -> PodShape:
-    shared_bytes = _OBJECT_STORE_BYTES + (num_shards * _NCCL_BYTES if gpu is not None else 0)
-    memory_bytes = model_bytes + num_shards * (_SHARD_BYTES if gpu is not None else GIB) + shared_bytes
-    return PodShape(
-        group=group,
-        gpu=gpu,
-        num_pods=num_pods,
-        num_shards=num_shards,
-        cpus=cpus + _CPUS_BESIDE_SHARDS,
-        memory_bytes=memory_bytes + (_POD_BYTES if gpu is not None else 2 * GIB),
-        shared_bytes=shared_bytes,
+        cpus=num_shards * options.cpus + _CPUS_BESIDE_SHARDS,
+        memory_bytes=model_bytes + (num_shards + 2) * GIB + _OBJECT_STORE_BYTES,
+        shared_bytes=_OBJECT_STORE_BYTES,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rayspec
-from rayspec.ops.k8s.pods import JOBS_FOLDER
+from rayspec.ops.k8s.render import JOBS_FOLDER
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "k8s" / "docker"

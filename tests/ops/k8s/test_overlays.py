@@ -6,7 +6,6 @@ import copy
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -18,9 +17,7 @@ from ray._common.utils import import_attr
 from ray.serve.schema import ServeDeploySchema
 
 from rayspec.config import EngineConfig
-from rayspec.ops.k8s.options import read_render_options
-from rayspec.ops.k8s.pods import JOBS_FOLDER
-from rayspec.ops.k8s.render import render, stale_overlays
+from rayspec.ops.k8s.render import JOBS_FOLDER, stale_overlays
 from rayspec.serve.options import ServeOptions, serve_options
 from tests.cluster.commands import engine_of_job
 from tests.ops.k8s import kustomization
@@ -69,11 +66,6 @@ def ray_resource(folder: Path) -> Manifest:
     return found
 
 
-def test_there_is_an_overlay_of_every_kind() -> None:
-    assert {Path(name).name for name in NAMES} == {"job", "service", "cluster"}
-    assert {Path(name).parent.name for name in NAMES} == {"cpu-demo", "gpu-8", "gpu-2x8", "spot"}
-
-
 def test_manifests_in_the_tree_are_what_their_options_give(overlays: Path) -> None:
     for name in IN_THE_TREE:
         in_the_tree = K8S / "overlays" / name / "manifest.yaml"
@@ -84,14 +76,6 @@ def test_one_manifest_of_each_kind_is_in_the_tree_and_the_readme_applies_only_th
     assert sorted(Path(name).name for name in IN_THE_TREE) == ["cluster", "job", "service"]
     applied = re.findall(r"^kubectl apply -k k8s/overlays/(\S+)$", (K8S / "README.md").read_text("utf-8"), re.MULTILINE)
     assert sorted(applied) == sorted(IN_THE_TREE)
-
-
-def test_a_number_edited_by_hand_is_found(overlays: Path, tmp_path: Path) -> None:
-    shutil.copytree(overlays / "cpu-demo" / "job", tmp_path / "job")
-    path = tmp_path / "job" / "manifest.yaml"
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace("maxReplicas: 1", "maxReplicas: 2"), encoding="utf-8")
-    assert stale_overlays(tmp_path) == {path: text}
 
 
 @needs_ray_schemas
@@ -188,14 +172,6 @@ def test_the_entrypoint_is_a_job_that_takes_these_options(folder: Path) -> None:
     assert _engine(ray_resource(folder))[0].max_model_len
 
 
-def test_what_kustomize_makes_is_what_the_reader_here_does(folder: Path) -> None:
-    if shutil.which("kubectl") is None:
-        pytest.skip("no kubectl")
-    made = subprocess.run(["kubectl", "kustomize", folder], check=True, capture_output=True, timeout=60).stdout
-    expected = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(made)}
-    assert {(one["kind"], one["metadata"]["name"]): one for one in built(folder)} == expected
-
-
 def test_metrics_and_dashboard(overlays: Path) -> None:
     found = {one["kind"]: one for one in kustomization.build(K8S / "grafana")}
     assert found.keys() == {"PodMonitor", "ConfigMap"}
@@ -229,16 +205,8 @@ WORKERS = "spec.rayClusterConfig.workerGroupSpecs.0"
     ("kind", "planted"),
     [
         ("RayService", _set("spec.serveConfigV3", "")),
-        ("RayService", _set("spec.rayClusterConfig.authOptions.mode", "tokens")),
-        ("RayService", _set(f"{WORKERS}.replicas", "1")),
-        ("RayService", _set(f"{WORKERS}.rayStartParams.num-cpus", 4)),
         ("RayService", _set(f"{HEAD}.containers.0.securityContext.readOnlyRootFileSystem", True)),
-        ("RayService", _set("metadata.label", {})),
-        ("RayService", _set("apiVersion", "ray.io/v1alpha2")),
         ("NetworkPolicy", _set("spec.podselector", {})),
-        ("PersistentVolumeClaim", _set("spec.accessMode", [])),
-        ("StatefulSet", _set("spec.template.spec.containers.0.imagePullPolice", "Always")),
-        ("Namespace", _set("metadata.labels", [])),
     ],
 )
 def test_a_planted_typo_is_found(overlays: Path, kind: str, planted: Callable[[Manifest], None]) -> None:
@@ -252,19 +220,10 @@ def test_a_planted_typo_is_found(overlays: Path, kind: str, planted: Callable[[M
     ("kind", "planted"),
     [
         ("service", _set("metadata.name", "Rayspec")),
-        ("service", _set("metadata.name", "r" * 48)),
-        ("service", _set("spec.rayClusterConfig.rayVersion", "2.51.0")),
-        ("service", _set("spec.rayClusterConfig.upgradeStrategy", {"type": "Recreate"})),
         ("service", _set(f"{WORKERS}.minReplicas", 3)),
-        ("service", _set(f"{WORKERS}.template.spec.restartPolicy", "Always")),
-        ("service", _set("spec.rayClusterConfig.headGroupSpec.resources", {"CPU": "1"})),
         ("service", _set(f"{HEAD}.automountServiceAccountToken", False)),
-        ("service", _set(f"{HEAD}.containers.0.env", [{"name": "REDIS_PASSWORD", "value": "x"}])),
         ("service", _set(f"{HEAD}.securityContext.runAsUser", 0)),
-        ("service", _set(f"{HEAD}.initContainers.0.securityContext", {})),
-        ("job", _set("spec.submissionMode", "SidecarMode")),
         ("job", _set("spec.shutdownAfterJobFinishes", False)),
-        ("job", _set("spec.rayClusterSpec.gcsFaultToleranceOptions", {"redisAddress": "redis:6379"})),
         ("job", _set("spec.submitterPodTemplate.spec.securityContext", {})),
     ],
 )
@@ -275,17 +234,6 @@ def test_what_operator_or_namespace_would_refuse_is_found(
     assert violations(manifest) == []
     planted(manifest)
     assert violations(manifest)
-
-
-def test_an_unknown_part_of_kustomize_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "kustomization.yaml").write_text("kind: Kustomization\npatches: []\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="patches"):
-        kustomization.build(tmp_path)
-
-
-def test_rendering_again_gives_the_same_text() -> None:
-    options = read_render_options(K8S / "overlays" / "cpu-demo" / "job" / "options.yaml", {})
-    assert render(options) == render(options)
 
 
 def _name(manifest: Manifest) -> str:
