@@ -60,7 +60,7 @@ FLOORS = (
     Floor(name="rayspec.decode", below=DECODE, without=NO_RAY),
     Floor(name="rayspec.strategies", below=STRATEGIES, without=NO_RAY),
     # The documents of the demo are plain Python; what makes and changes the model needs torch.
-    Floor(name="rayspec.demo", below=frozenset({"rayspec.demo"}), without=NO_RAY),
+    Floor(name="rayspec.demo", below=BASEMENT | {"rayspec.demo", "rayspec.machine"}, without=NO_RAY),
     Floor(name="rayspec.pipeline", below=PIPELINE),
     Floor(name="rayspec.pool", below=POOL),
     Floor(name="rayspec.ray_session", below=BASEMENT, only=frozenset({"ray"})),
