@@ -370,21 +370,19 @@ def _check_masks(model: PreTrainedModel, trunk: Any, parts: Decomposition, numbe
         with _attention_implementation(model, "eager"):
             masks = layers.mask(context, hidden)
         for number, mask in masks.items():
-            if mask is None or not _hides(mask, context, parts.windows.get(number)):
+            window, is_same = parts.windows.get(number), False
+            if mask is not None:
+                num_rows, num_keys = mask.shape
+                rows = torch.arange(context, context + num_rows, device=mask.device)[:, None]
+                keys = torch.arange(context + num_rows - num_keys, context + num_rows, device=mask.device)
+                lowest = rows - window if window else torch.full_like(rows, -1)
+                is_complete = bool((lowest + 1).clamp(min=0).min() >= keys[0])
+                is_same = is_complete and torch.equal(mask, (keys <= rows) & (keys > lowest))
+            if not is_same:
                 raise UnsupportedModelError(
                     f"{model.config.model_type}: from token {context} on, the mask of layer {number} hides other keys "
-                    f"than the layer's sliding window, which is {parts.windows.get(number)}"
+                    f"than the layer's sliding window, which is {window}"
                 )
-
-
-def _hides(mask: Tensor, context: int, window: int | None) -> bool:
-    """Return whether the mask, as `TransformersLayers.mask` has it, shows the keys of the window and no other key."""
-    num_rows, num_keys = mask.shape
-    rows = torch.arange(context, context + num_rows, device=mask.device)[:, None]
-    keys = torch.arange(context + num_rows - num_keys, context + num_rows, device=mask.device)
-    lowest = rows - window if window else torch.full_like(rows, -1)
-    is_complete = bool((lowest + 1).clamp(min=0).min() >= keys[0])
-    return is_complete and torch.equal(mask, (keys <= rows) & (keys > lowest))
 
 
 def _check_ends(model: PreTrainedModel, trunk: Any, parts: Decomposition) -> None:

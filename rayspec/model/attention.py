@@ -202,17 +202,13 @@ class PackedRows(Rows):
             return attention.of_branches()
         self.arena.write(layer, self.slots, key, value, first_head=first_head)
         if self.scores_pages and self.arena.looked_at is not None and first_head == 0:
-            self._note_pages(layer, query, cached[0], kind)
+            window = kind.sliding_window
+            if window not in self.newest:
+                budget = self.arena.budgets.pages
+                self.newest[window] = newest_rows(budget, self.spans, self.paths, window, query.device)
+            if (newest := self.newest[window]) is not None:
+                note_pages(self.arena, layer, newest, query, cached[0], scaling=kind.scaling, softcap=kind.softcap)
         return attention.of_rows()
-
-    def _note_pages(self, layer: int, query: Tensor, keys: Tensor, kind: AttentionKind) -> None:
-        window = kind.sliding_window
-        if window not in self.newest:
-            budget = self.arena.budgets.pages
-            self.newest[window] = newest_rows(budget, self.spans, self.paths, window, query.device)
-        newest = self.newest[window]
-        if newest is not None:
-            note_pages(self.arena, layer, newest, query, keys, scaling=kind.scaling, softcap=kind.softcap)
 
 
 def pack(

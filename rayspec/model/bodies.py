@@ -353,7 +353,7 @@ class _Fuser:
             sublayer=sublayer,
             pre_norm=self._norm(sublayer.pre_norm),
             gate_up=self._matrix(linears),
-            weigh=partial(_weighed_by_operator, name) if name else partial(_weighed, activation),
+            weigh=(lambda gate_up: gated(gate_up[0], name)[None]) if name else partial(_weighed, activation),
             down=self._last(last),
         )
         return body, [*linears, *filter(is_plain, [last])]
@@ -389,7 +389,7 @@ class _Fuser:
 
     def _norm(self, norm: nn.Module | None) -> Norm:
         if norm is None:
-            return _unchanged
+            return lambda hidden: hidden
         return as_operator(norm) if self._use_operators else norm
 
 
@@ -399,19 +399,11 @@ def _require_plain(block: nn.Module, linears: Sequence[nn.Linear]) -> None:
         raise TypeError(f"{type(block).__name__} is more than its matrices")
 
 
-def _unchanged(hidden: Tensor) -> Tensor:
-    return hidden
-
-
 def _weighed(activation: nn.Module, gate_up: Tensor) -> Tensor:
     """Return act(gate) * up. gate_up: the gate's columns, then those of up."""
     gate, up = gate_up.chunk(2, -1)
     weighed: Tensor = activation(gate) * up
     return weighed
-
-
-def _weighed_by_operator(activation: str, gate_up: Tensor) -> Tensor:
-    return gated(gate_up[0], activation)[None]
 
 
 def _added(sublayer: Sublayer, matrix: nn.Module, hidden: Tensor, rows: Tensor, *, in_place: bool) -> Tensor:

@@ -36,18 +36,13 @@ def weights_fingerprint(config: EngineConfig) -> str:
     digest = hashlib.sha256()
     try:
         for file in files:
-            _add_blocks(digest, file)
+            size = file.stat().st_size
+            digest.update(size.to_bytes(8, "little"))
+            last = max(0, size - _BLOCK_BYTES)
+            with file.open("rb") as content:
+                for index in range(_NUM_BLOCKS):
+                    content.seek(last * index // (_NUM_BLOCKS - 1))
+                    digest.update(content.read(_BLOCK_BYTES))
     except OSError as error:
         raise CheckpointError(f"model {config.model!r}: its weights cannot be read: {error}") from error
     return digest.hexdigest()[:16]
-
-
-def _add_blocks(digest: hashlib._Hash, path: Path) -> None:
-    """Add the file's size, its first and last block, and evenly spaced blocks between them."""
-    size = path.stat().st_size
-    digest.update(size.to_bytes(8, "little"))
-    last = max(0, size - _BLOCK_BYTES)
-    with path.open("rb") as file:
-        for index in range(_NUM_BLOCKS):
-            file.seek(last * index // (_NUM_BLOCKS - 1))
-            digest.update(file.read(_BLOCK_BYTES))

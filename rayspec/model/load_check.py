@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,10 +55,6 @@ class CheckSequence:
     @property
     def num_rows(self) -> int:
         return sum(self.counts)
-
-    def span(self, number: int, pages: Sequence[int]) -> RowSpan:
-        """Return the rows of pass `number`. pages: those of the cache that the sequence has."""
-        return RowSpan(runs_of_pages(pages, PAGE_SIZE), sum(self.counts[:number]), self.counts[number])
 
 
 def boundaries(config: PretrainedConfig, end: int | None) -> list[int]:
@@ -110,11 +107,24 @@ class CheckRows:
             for one in sequences
         ]
         self.hidden = self.in_passes(self.states)
-        pages = _pages(sequences)
+        # The sequences take turns, so pages of a sequence are not adjacent in the cache.
+        counter = itertools.count()
+        pages: list[list[int]] = [[] for _ in sequences]
+        for first in range(0, max(one.num_rows for one in sequences), PAGE_SIZE):
+            for one, own in zip(sequences, pages, strict=True):
+                if first < one.num_rows:
+                    own.append(next(counter))
         self._arena = KVArena(shapes, sum(map(len, pages)) * PAGE_SIZE, dtype=dtype, device=device)
-        self.passes = [self._packed(number, pages, device) for number in range(len(self.hidden))]
-        for hidden, rows in zip(self.hidden, self.passes, strict=True):
-            rotate(hidden, rows)
+        self.passes: list[PackedRows] = []
+        for number, hidden in enumerate(self.hidden):
+            spans = [
+                RowSpan(runs_of_pages(own, PAGE_SIZE), sum(one.counts[:number]), one.counts[number])
+                for one, own in zip(sequences, pages, strict=True)
+            ]
+            rows = pack(self._arena, spans, device=device)
+            firsts = [one.first for one in sequences for _ in range(one.counts[number])]
+            self.passes.append(replace(rows, positions=rows.positions + torch.tensor(firsts, device=device)))
+            rotate(hidden, self.passes[-1])
 
     def in_passes(self, by_sequence: Sequence[Tensor]) -> list[Tensor]:
         """Return rows in the order of the passes: [n, ...] of each sequence -> [1, N, ...] of each pass."""
@@ -140,23 +150,6 @@ class CheckRows:
     def branch(self, outputs: Tensor) -> Tensor:
         """Return what a body that reads `hidden` has added to it: float32 [1, rows, hidden_size]."""
         return outputs.float() - torch.cat(self.hidden, 1).float()
-
-    def _packed(self, number: int, pages: Sequence[Sequence[int]], device: torch.device) -> PackedRows:
-        spans = [one.span(number, own) for one, own in zip(self.sequences, pages, strict=True)]
-        rows = pack(self._arena, spans, device=device)
-        firsts = [one.first for one in self.sequences for _ in range(one.counts[number])]
-        return replace(rows, positions=rows.positions + torch.tensor(firsts, device=device))
-
-
-def _pages(sequences: Sequence[CheckSequence]) -> list[list[int]]:
-    """Return the cache's pages of each sequence. The sequences take turns, so pages of a sequence are not adjacent."""
-    counter = itertools.count()
-    pages: list[list[int]] = [[] for _ in sequences]
-    for first in range(0, max(one.num_rows for one in sequences), PAGE_SIZE):
-        for one, own in zip(sequences, pages, strict=True):
-            if first < one.num_rows:
-                own.append(next(counter))
-    return pages
 
 
 @dataclass(slots=True)
@@ -275,8 +268,15 @@ class TransformersLayers:
             if number not in forwards:
                 _lengthen(cache, number, hidden)
                 return hidden
-            with _inputs(after_attention[number]) as middle:
+            middle: list[Tensor] = []
+            handle = after_attention[number].register_forward_pre_hook(
+                lambda _, args, options: middle.append(args[0] if args else next(iter(options.values()))),
+                with_kwargs=True,
+            )
+            try:
                 leaving = forwards[number](*args, **options)
+            finally:
+                handle.remove()
             if len(middle) != 1:
                 raise ValueError(
                     f"layer {number} calls its {type(after_attention[number]).__name__} {len(middle)} times"
@@ -318,19 +318,6 @@ def _hidden_of(args: Sequence[Any], options: Mapping[str, Any]) -> Tensor:
     return hidden
 
 
-@contextmanager
-def _inputs(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect what the module is called with."""
-    found: list[Tensor] = []
-    handle = module.register_forward_pre_hook(
-        lambda _, args, options: found.append(args[0] if args else next(iter(options.values()))), with_kwargs=True
-    )
-    try:
-        yield found
-    finally:
-        handle.remove()
-
-
 def _lengthen(cache: DynamicCache, layer: int, rows: Tensor) -> None:
     """Append keys of a layer to the cache that nothing reads, as many as there are rows [B, n, ...]."""
     unread = torch.zeros(rows.shape[0], 1, rows.shape[1], 1, dtype=torch.bool, device=rows.device)
@@ -345,7 +332,7 @@ def _forwards(trunk: Any, forwards: Mapping[int, Callable[..., Tensor]]) -> Iter
     norm, trunk.norm = trunk.norm, nn.Identity()
     try:
         for number, layer in zip(forwards, layers, strict=True):
-            layer.forward = _numbered(forwards[number], number)
+            layer.forward = partial(forwards[number], number)
         yield
     finally:
         trunk.norm = norm
@@ -353,7 +340,3 @@ def _forwards(trunk: Any, forwards: Mapping[int, Callable[..., Tensor]]) -> Iter
             del layer.forward
             if forward is not None:
                 layer.forward = forward
-
-
-def _numbered(forward: Callable[..., Tensor], number: int) -> Callable[..., Tensor]:
-    return lambda *args, **options: forward(number, *args, **options)

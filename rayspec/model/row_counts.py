@@ -69,7 +69,12 @@ def independent_row_counts(parts: Decomposition) -> RowCounts:
         allowed = [count for count in _LEAST_ROWS if least <= count <= most]
         if allowed:
             can_share = parts.device.type == "cpu" and parts.dtype == torch.bfloat16 and most >= LONGEST_CHAIN
-            shares = can_share and _chains_are_exact(parts, allowed[0])
+            shares = can_share and all(
+                _chain_is_exact(parts, sublayer, context, allowed[0])
+                for sublayer in _one_of_each_kind(parts)
+                if sublayer.kind == "attention"
+                for context in _CHAIN_CONTEXTS
+            )
             return RowCounts(allowed[0], most, LONGEST_CHAIN if shares else 1)
     return FIXED
 
@@ -77,18 +82,12 @@ def independent_row_counts(parts: Decomposition) -> RowCounts:
 def _one_of_each_kind(parts: Decomposition) -> list[Sublayer]:
     """Return one sublayer of each kind. A kind is a curve name with the same kernels: one name may cover bodies and
     modules (fetched weights, layers without rotary embedding), or matrices of several sizes."""
-    kinds = zip(parts.curve_names, map(_kernels, parts.sublayers), strict=True)
-    return list(dict(zip(kinds, parts.sublayers, strict=True)).values())
-
-
-def _kernels(sublayer: Sublayer) -> tuple[object, ...]:
-    """Return a key that is equal for sublayers whose matrices run the same kernels."""
-    sizes = tuple(
-        (module.in_features, module.out_features)
-        for module in sublayer.block.modules()
-        if isinstance(module, nn.Linear)
-    )
-    return sublayer.body is None, sizes
+    found: dict[object, Sublayer] = {}
+    for name, sublayer in zip(parts.curve_names, parts.sublayers, strict=True):
+        linears = [module for module in sublayer.block.modules() if isinstance(module, nn.Linear)]
+        sizes = tuple((linear.in_features, linear.out_features) for linear in linears)
+        found[name, sublayer.body is None, sizes] = sublayer
+    return list(found.values())
 
 
 def _agreement_of_kind(parts: Decomposition, sublayer: Sublayer) -> dict[int, int]:
@@ -120,17 +119,8 @@ def _agreement(result: Callable[[int, int], Tensor]) -> dict[int, int]:
     return least
 
 
-def _chains_are_exact(parts: Decomposition, least: int) -> bool:
-    """Return whether the rows of a chain have the same bits in shared attention calls as alone, in the tested cases."""
-    return all(
-        _chain_is_exact(parts, sublayer, context, least)
-        for sublayer in _one_of_each_kind(parts)
-        if sublayer.kind == "attention"
-        for context in _CHAIN_CONTEXTS
-    )
-
-
 def _chain_is_exact(parts: Decomposition, sublayer: Sublayer, context: int, least: int) -> bool:
+    """Return whether the rows of a chain have the same bits in shared attention calls as alone."""
     num_slots = whole_pages(context + LONGEST_CHAIN)
     arena = _arena(parts, sublayer, num_slots, num_spare=least)
     generator = torch.Generator().manual_seed(context)

@@ -112,19 +112,16 @@ class StaticRows(Rows):
     def _mixed(self, cached: tuple[Tensor, Tensor], query: Tensor, kind: AttentionKind) -> Tensor:
         """Return the attention of the queries [N, H, D]. cached: keys and values of all slots, those of the rows
         included."""
-        if self.keys == "window" and self._reads_window(kind):
+        is_tree, num_read = self.bucket.is_tree, self.window_table.shape[1] * PAGE_SIZE
+        is_narrow = kind.sliding_window is not None and kind.sliding_window <= num_read
+        if self.keys == "window" and self.bucket.max_rows == 1 and not is_tree and not is_narrow:
             return self._mixed_in_window(cached, query, kind)
-        is_tree = self.bucket.is_tree
         return attend(
             query, *cached, self.page_table, self.row_starts, self.contexts, self.positions,
             self.shared if is_tree else None, self.bits if is_tree else None,
             scaling=kind.scaling, window=kind.sliding_window or 0, softcap=kind.softcap or 0.0, page_size=PAGE_SIZE,
             max_rows=self.bucket.max_rows, max_context=self.page_table.shape[1] * PAGE_SIZE,
         )  # fmt: skip
-
-    def _reads_window(self, kind: AttentionKind) -> bool:
-        is_narrow = kind.sliding_window is not None and kind.sliding_window <= self._window_places
-        return self.bucket.max_rows == 1 and not self.bucket.is_tree and not is_narrow
 
     def _mixed_in_window(self, cached: tuple[Tensor, Tensor], query: Tensor, kind: AttentionKind) -> Tensor:
         """Return the attention of single rows over the pages of `window_table`. The row's place in these pages replaces
@@ -134,12 +131,8 @@ class StaticRows(Rows):
         return attend(
             query, *cached, self.window_table, self.row_starts, self.window_contexts,
             places, None, None, scaling=kind.scaling, window=window, softcap=kind.softcap or 0.0,
-            page_size=PAGE_SIZE, max_rows=1, max_context=self._window_places,
+            page_size=PAGE_SIZE, max_rows=1, max_context=self.window_table.shape[1] * PAGE_SIZE,
         )  # fmt: skip
-
-    @property
-    def _window_places(self) -> int:
-        return self.window_table.shape[1] * PAGE_SIZE
 
 
 class StepBuffers:

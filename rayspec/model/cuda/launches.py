@@ -7,7 +7,6 @@ in the batch, because tiles and splits depend neither on the number of sequences
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,10 +132,16 @@ def attend(
     tile = choose_tile(group=group, dim=dim, itemsize=query.element_size(), max_rows=max_rows)
     splits = choose_splits(num_kv_heads=num_kv_heads, max_rows=max_rows, max_context=max_context)
     tiles = _ceil_div(max_rows, tile.rows)
-    _check_reach(keys)
-    _check_reach(values)
+    for cache in (keys, values):
+        if cache.shape[1] * cache.stride(1) >= 2**31:  # the kernels have 32-bit offsets in a head
+            raise ValueError(
+                f"a KV cache of {cache.shape[1]} slots at a stride of {cache.stride(1)} is too large: use fewer slots"
+            )
     output = query.new_empty(query.shape)
-    parts, log_sums = _workspace(output, splits)
+    parts, log_sums = output, None
+    if splits.number > 1:
+        parts = output.new_empty((num_rows, num_heads, splits.number, dim), dtype=torch.float32)
+        log_sums = output.new_empty((num_rows, num_heads, splits.number), dtype=torch.float32)
     rows = Launch(
         kernels.attend_rows,
         (len(contexts) * tiles + 1, num_kv_heads, splits.number),
@@ -169,24 +174,6 @@ def attend(
         {"num_warps": 4, "enable_fp_fusion": True},
     )  # fmt: skip
     return Call(output, (rows, merge))
-
-
-def _check_reach(cache: Tensor) -> None:
-    """Refuse a cache whose heads are too large for the kernels' 32-bit offsets, by ValueError."""
-    if cache.shape[1] * cache.stride(1) >= 2**31:
-        raise ValueError(
-            f"a KV cache of {cache.shape[1]} slots at a stride of {cache.stride(1)} is too large: use fewer slots"
-        )
-
-
-def _workspace(output: Tensor, splits: Splits) -> tuple[Tensor, Tensor | None]:
-    """Return the tensors that attention writes: the output, or parts [N, H, splits, D] and log sums [N, H, splits]."""
-    if splits.number == 1:
-        return output, None
-    shape = (*output.shape[:2], splits.number)
-    return output.new_empty((*shape, output.shape[-1]), dtype=torch.float32), output.new_empty(
-        shape, dtype=torch.float32
-    )
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Call:
@@ -252,17 +239,14 @@ def choose_product_tile(*, num_rows: int, num_outputs: int, itemsize: int) -> Pr
 
 
 def int8_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Call:
-    return _product(kernels.int8_product_tiles, rows, weight, scales, lambda tile: {"TILE_SIZE": tile.size})
+    return _product(kernels.int8_product_tiles, rows, weight, scales)
 
 
 def int4_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Call:
-    group = rows.shape[1] // len(scales)
-    return _product(kernels.int4_product_tiles, rows, weight, scales, lambda tile: {"GROUP": group})
+    return _product(kernels.int4_product_tiles, rows, weight, scales, GROUP=rows.shape[1] // len(scales))
 
 
-def _product(
-    kernel: Any, rows: Tensor, weight: Tensor, scales: Tensor, constants: Callable[[ProductTile], dict[str, int]]
-) -> Call:
+def _product(kernel: Any, rows: Tensor, weight: Tensor, scales: Tensor, **constants: int) -> Call:
     num_rows, size = rows.shape
     num_outputs = len(weight)
     tile = choose_product_tile(num_rows=num_rows, num_outputs=num_outputs, itemsize=rows.element_size())
@@ -270,7 +254,7 @@ def _product(
     arguments = {
         "rows": rows, "weight": weight, "scales": scales, "output": output, "num_rows": num_rows,
         "row_stride": rows.stride(0), "SIZE": size, "OUTPUTS": num_outputs,
-        "TILE_ROWS": tile.rows, "TILE_OUTPUTS": tile.outputs, **constants(tile),
+        "TILE_ROWS": tile.rows, "TILE_OUTPUTS": tile.outputs, **(constants or {"TILE_SIZE": tile.size}),
         "UPCAST": triton.knobs.runtime.interpret, "STAGES": tile.num_stages,
     }  # fmt: skip
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}

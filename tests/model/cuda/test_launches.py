@@ -217,8 +217,10 @@ def test_splits_cover_the_bucket_and_are_whole_tiles(max_context: int, num_kv_he
 
 
 def test_a_cache_beyond_32_bits_is_refused() -> None:
+    batch = lay_out([random_rows(5, 1)])
+    batch["values"] = torch.empty(1, 2**24, 128, device="meta")
     with pytest.raises(ValueError, match="use fewer slots"):
-        launches._check_reach(torch.empty(1, 2**24, 128, device="meta"))
+        launches.attend(*batch.values(), SCALING, 0, 0.0, PAGE_SIZE, *DECODE_OR_VERIFY)
 
 
 @pytest.mark.parametrize("size", [64, 100, 1536])
