@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from pydantic import Field
@@ -15,16 +15,14 @@ from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
 from rayspec.batch.documents import input_row
 from rayspec.batch.in_process import LocalBackend
-from rayspec.batch.input_files import KNOWN_TYPES, InputFiles, found_inputs
-from rayspec.batch.job import Backend, Job, Order, Source
+from rayspec.batch.input_files import KNOWN_TYPES, InputFiles, find_files
+from rayspec.batch.job import Backend, Job, JobOptions, Source
 from rayspec.batch.long_documents import LongDocumentOptions
-from rayspec.batch.parts import FileFormat
 from rayspec.batch.report import DOCUMENT_HEADINGS, RunReport
 from rayspec.batch.run_folder import MANIFEST, output_places
-from rayspec.batch.scan import Changed
 from rayspec.command.options import Asked, with_settings
-from rayspec.command.terminal import clean_exit, output_console
-from rayspec.config import Options, SamplingParams
+from rayspec.command.terminal import clean_exit, error_console, output_console
+from rayspec.config import SamplingParams
 from rayspec.demo import BUNDLED, SampleDocument, python_documents, sample_documents
 from rayspec.types import ConfigError
 
@@ -52,27 +50,6 @@ Output = Annotated[
         "with .run after its name for the rest",
     ),
 ]
-
-
-class JobOptions(Options):
-    """Options of a job over rows, which every command has."""
-
-    overwrite: bool = Field(False, description="begin again, in place of what an earlier run has left there")
-    changed: Changed = Field("keep", description="what becomes of rows with other text than when they were done")
-    max_engine_restarts: int = Field(
-        3, ge=0, description="on Ray: engines started again in a row, without a row completed in between"
-    )
-    format: FileFormat | None = Field(None, description="of an output folder: parquet or jsonl; None: parquet")
-    drain_s: float = Field(2.0, ge=0, description="seconds for rows under way, after SIGTERM")
-    order: Order = Field(
-        "input", description="of the rows: longest (first), or prefix (rows that begin alike are neighbours)"
-    )
-    accept_failed_rows: bool = Field(
-        False, description="exit code 0 when every row has its result, also an error: the same command would do nothing"
-    )
-
-    def exit_code(self, report: RunReport) -> int:
-        return report.tally.exit_code_of(accepts_failed=self.accept_failed_rows)
 
 
 class DocumentOptions(JobOptions):
@@ -131,10 +108,18 @@ def summarize(
             sample=options.sample,
             references={sample.id: sample.summary for sample in samples if sample.summary is not None},
         )
-        job = _job(context, task, output, options, name="summaries", title="Summaries", text_column="summary")
+        job = Job(
+            backend=_backend(context),
+            task=task,
+            output=output,
+            options=options,
+            name="summaries",
+            title="Summaries",
+            text_column="summary",
+        )
         report = job.run(source)
         _show(report, output)
-    raise typer.Exit(options.exit_code(report))
+    raise typer.Exit(report.tally.exit_code_of(accepts_failed=options.accept_failed_rows))
 
 
 def generate(
@@ -159,10 +144,18 @@ def generate(
             limit=options.limit,
             sample=options.sample,
         )
-        job = _job(context, task, output, options, name="texts", title="Texts", text_column="text")
+        job = Job(
+            backend=_backend(context),
+            task=task,
+            output=output,
+            options=options,
+            name="texts",
+            title="Texts",
+            text_column="text",
+        )
         report = job.run(source)
         _show(report, output)
-    raise typer.Exit(options.exit_code(report))
+    raise typer.Exit(report.tally.exit_code_of(accepts_failed=options.accept_failed_rows))
 
 
 def openai_batch(
@@ -184,11 +177,11 @@ def openai_batch(
         settings, options = asked.settings(), asked.own_options(JobOptions)
         requests, refused = read_requests(batch)
         task = BatchTask(settings=settings, served=served_model_name or settings.engine.model)
-        job = _job(
-            context,
-            task,
-            output,
-            options,
+        job = Job(
+            backend=_backend(context),
+            task=task,
+            output=output,
+            options=options,
             name="lines",
             title="Batch",
             text_column="line",
@@ -198,7 +191,7 @@ def openai_batch(
         report = job.run(Source(rows=requests, refused=refused))
         folder = output_places(output, options.format)[0]
         output_console().print(f"{report.tally}\n{OUTPUT_NAME} and {ERRORS_NAME} are in {folder}", soft_wrap=True)
-    raise typer.Exit(options.exit_code(report))
+    raise typer.Exit(report.tally.exit_code_of(accepts_failed=options.accept_failed_rows))
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -211,21 +204,6 @@ def add_commands(app: typer.Typer) -> None:
         group.command("summarize", epilog=_EPILOG)(summaries)
         group.command("generate", epilog=_EPILOG)(texts)
     on_ray.command("openai-batch", epilog=_EPILOG)(with_settings(own=(JobOptions, "Job"))(openai_batch))
-
-
-def _job(context: typer.Context, task: Any, output: str, options: JobOptions, **more: Any) -> Job:
-    return Job(
-        backend=_backend(context),
-        task=task,
-        output=output,
-        file_format=options.format,
-        overwrite=options.overwrite,
-        changed=options.changed,
-        max_engine_restarts=options.max_engine_restarts,
-        drain_s=options.drain_s,
-        order=options.order,
-        **more,
-    )
 
 
 def _backend(context: typer.Context) -> Backend:
@@ -242,7 +220,9 @@ def _found(inputs: Sequence[str], output: str, options: JobOptions) -> InputFile
     leave_out = [folder.name]
     if file is not None and folder.join(MANIFEST).exists:
         leave_out.append(file.name)
-    found = found_inputs(inputs, outputs=leave_out)
+    found = find_files(inputs, outputs=leave_out)
+    if found.warning is not None:
+        error_console().print(found.warning, markup=False, highlight=False, soft_wrap=True)
     if file is not None and any(os.path.realpath(name) == os.path.realpath(file.path) for name in found):
         raise ConfigError(f"option 'output' is {file.name!r}, which is an input too: choose another name")
     return found

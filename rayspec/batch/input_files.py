@@ -9,7 +9,6 @@ from itertools import takewhile
 from pathlib import PurePosixPath
 
 from rayspec.command.locations import Location, UnreadableFileError
-from rayspec.command.terminal import error_console
 from rayspec.types import ConfigError
 
 TEXT_SUFFIXES = (".txt", ".md")
@@ -204,11 +203,3 @@ def _files_of(match: Location) -> tuple[list[Location], list[Location]]:
 def _counts(by_suffix: Mapping[str, int]) -> str:
     shown = sorted(by_suffix.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{suffix} ({number})" for suffix, number in shown)
-
-
-def found_inputs(inputs: Iterable[str], *, outputs: Iterable[str] = ()) -> InputFiles:
-    """Find the files that the inputs name, see `find_files`. Print how many are left out. Raises ConfigError."""
-    files = find_files(inputs, outputs=outputs)
-    if files.warning is not None:
-        error_console().print(files.warning, markup=False, highlight=False, soft_wrap=True)
-    return files

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import pyarrow as pa
 import yaml
+from pydantic import Field
 
 from rayspec.batch.columns import Columns
 from rayspec.batch.documents import Piece, pieces_of, row_counts
@@ -32,7 +33,7 @@ from rayspec.batch.run_folder import RunFolder, output_places
 from rayspec.batch.scan import Changed, Scan, compared, scan_rows
 from rayspec.command.locations import Location
 from rayspec.command.terminal import EXIT_TERMINATED, error_console, exit_on_sigterm, say
-from rayspec.config import DType
+from rayspec.config import DType, Options
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import EngineStats, RayspecError
 
@@ -211,6 +212,24 @@ class Drain:
         raise SystemExit(EXIT_TERMINATED)
 
 
+class JobOptions(Options):
+    """Options of a job over rows. changed: how rows are treated whose text has changed, see `scan.Changed`."""
+
+    overwrite: bool = Field(False, description="begin again, in place of what an earlier run has left there")
+    changed: Changed = Field("keep", description="what becomes of rows with other text than when they were done")
+    max_engine_restarts: int = Field(
+        3, ge=0, description="on Ray: engines started again in a row, without a row completed in between"
+    )
+    format: FileFormat | None = Field(None, description="of an output folder: parquet or jsonl; None: parquet")
+    drain_s: float = Field(2.0, ge=0, description="seconds for rows under way, after SIGTERM")
+    order: Order = Field(
+        "input", description="of the rows: longest (first), or prefix (rows that begin alike are neighbours)"
+    )
+    accept_failed_rows: bool = Field(
+        False, description="exit code 0 when every row has its result, also an error: the same command would do nothing"
+    )
+
+
 # Writes additional files into the output folder. The first argument returns an iterator over the rows at each call.
 Export = Callable[[Callable[[], Iterable[Row]], Location], None]
 
@@ -220,10 +239,8 @@ class Job:
     """A job over rows.
 
     output: a folder; or a .parquet or .jsonl file, beside which a folder with ".run" after its name is made. name: stem
-    of the file of all rows in a folder. text_column: of the output. file_format: None: parquet, or that of the file.
-    changed: how rows are treated whose text has changed since an earlier run, see `scan.Changed`.
-    max_engine_restarts: restarts of an engine that died, without a row completed in between. drain_s: seconds that rows
-    under way have to finish after SIGTERM. export: writes more files at the end, with the names `export_names`.
+    of the file of all rows in a folder. text_column: of the output. export: writes more files at the end, with the
+    names `export_names`.
     """
 
     backend: Backend
@@ -232,12 +249,7 @@ class Job:
     name: str
     title: str
     text_column: str
-    file_format: FileFormat | None = None
-    overwrite: bool = False
-    changed: Changed = "keep"
-    order: Order = "input"
-    max_engine_restarts: int = 3
-    drain_s: float = 2.0
+    options: JobOptions = field(default_factory=JobOptions)
     export: Export | None = None
     export_names: Sequence[str] = ()
 
@@ -253,14 +265,14 @@ class Job:
         and `changed` is "fail". Raises EngineDeadError if engines died too often, OutputError if rows cannot be
         written, CheckpointError, and SystemExit on SIGTERM.
         """
-        location, merged, file_format = output_places(self.output, self.file_format)
-        report, drain = RunReport(references=source.references), Drain(self.drain_s)
+        location, merged, file_format = output_places(self.output, self.options.format)
+        report, drain = RunReport(references=source.references), Drain(self.options.drain_s)
         with (
             RunFolder(
                 location,
                 merged=merged or location.join(f"{self.name}.{file_format}"),
                 identity=self.task.identity,
-                overwrite=self.overwrite,
+                overwrite=self.options.overwrite,
                 text_column=self.text_column,
                 file_format=file_format,
                 report_files=(*_REPORT_FILES, *self.export_names),
@@ -282,8 +294,8 @@ class Job:
         if not source.inputs or source.limit is not None or len(folder.done):
             scan = self.backend.scan(source) if source.inputs else scan_rows(source.rows[: source.limit], source.share)
             found = compared(scan, folder.done, is_whole=source.is_whole)
-            found.check(self.changed)
-            redone = found.redoable if self.changed == "redo" else found.redoable[:0]
+            found.check(self.options.changed)
+            redone = found.redoable if self.options.changed == "redo" else found.redoable[:0]
             folder.redo(scan.rows["id"].take(redone))
             if kinds := folder.kinds:
                 report.add_earlier(kinds, folder.rows)
@@ -308,13 +320,13 @@ class Job:
         """Complete the rows that are left. Raises EngineDeadError if engines die too often; SystemExit on SIGTERM."""
         # `auto` may choose another data type on another machine. All rows of a folder have the same.
         dtype = folder.manifest.extra.get("config", {}).get("dtype")
-        pool = self.backend.pool(self.factory(dtype), max_restarts=self.max_engine_restarts)
+        pool = self.backend.pool(self.factory(dtype), max_restarts=self.options.max_engine_restarts)
         drain.on_request = pool.drain
         if drain.requested:  # SIGTERM came before the pool existed
             pool.drain()
         engine, failure = self.task.settings.engine, None
         num_wanted = 2 * engine.max_num_seqs * (engine.parallel.replicas if engine.parallel is not None else 1)
-        rows = self.backend.rows(source, left, self.order)
+        rows = self.backend.rows(source, left, self.options.order)
         try:
             with (
                 completing(pool.submit, rows, num_wanted=num_wanted) as completed,
@@ -323,7 +335,9 @@ class Job:
                 config = pool.begin()
                 folder.location.join(CONFIG_NAME).write(yaml.safe_dump(config, sort_keys=False).encode())
                 folder.note({"config": config})
-                time_left = TimeLeft(num_left=num_left, num_under_way=num_wanted, is_bound=self.order == "longest")
+                time_left = TimeLeft(
+                    num_left=num_left, num_under_way=num_wanted, is_bound=self.options.order == "longest"
+                )
                 with showing_progress(report.tally, error_console(), time_left) as show:
                     for row in completed:
                         if not row.is_final:

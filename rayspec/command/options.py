@@ -63,28 +63,18 @@ def with_settings(
     addition to the engine's, and the title of its flags.
     """
 
-    def decorate(command: _Command) -> _Command:
-        parameters = [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in _own_parameters(command)
-            if parameter.name != "asked"
-        ]
-        owned = list(_group_flags(*own)) if own is not None else []
-        generated = [flag for options, panel in _PANELS for flag in _group_flags(options, panel)]
-        if sampling is not None:
-            for name, info in SamplingParams.model_fields.items():
-                if name not in _NOT_FLAGS:
-                    generated += _flag(name, info, default=getattr(sampling, name), panel=_SAMPLING_PANEL)
+    owned = list(_group_flags(*own)) if own is not None else []
+    generated = [flag for options, panel in _PANELS for flag in _group_flags(options, panel)]
+    if sampling is not None:
+        for name, info in SamplingParams.model_fields.items():
+            if name not in _NOT_FLAGS:
+                generated += _flag(name, info, default=getattr(sampling, name), panel=_SAMPLING_PANEL)
 
-        def run(**values: Any) -> None:
-            flags = {parameter.name: values.pop(parameter.name) for parameter in generated}
-            mine = {parameter.name: values.pop(parameter.name) for parameter in owned}
-            file, overrides = values.pop("config"), values.pop("set_") or ()
-            command(asked=Asked(file=file, overrides=overrides, flags=flags, sampling=sampling, own=mine), **values)
+    def asked(values: dict[str, Any]) -> Asked:
+        flags, mine = ({flag.name: values[flag.name] for flag in some} for some in (generated, owned))
+        return Asked(file=values["config"], overrides=values["set_"] or (), flags=flags, sampling=sampling, own=mine)
 
-        return _as_command(command, run, [*parameters, *owned, *_FILE_FLAGS, *generated])
-
-    return decorate
+    return lambda command: _with(command, [*owned, *_FILE_FLAGS, *generated], asked)
 
 
 def with_flags(options: type[Options], *, from_file: bool = False) -> Callable[[_Command], _Command]:
@@ -95,40 +85,37 @@ def with_flags(options: type[Options], *, from_file: bool = False) -> Callable[[
     """
 
     def decorate(command: _Command) -> _Command:
-        own = {parameter.name: parameter for parameter in _own_parameters(command)}
-        parameters: list[inspect.Parameter] = []
-        for parameter in own.values():
-            if parameter.name != "asked":
-                parameters.append(parameter)
-                continue
-            for name, info in options.model_fields.items():
-                if info.description is not None and name not in own:
-                    required = info.is_required() and not from_file
-                    parameters += _flag(name, info, default=info.default, is_text=True, is_required=required)
-
-        def run(**values: Any) -> None:
-            names = [parameter.name for parameter in parameters if parameter.name not in own]
-            flags = {name: value for name in names if (value := values.pop(name)) is not None}
-            command(asked=flags, **values)
-
-        return _as_command(command, run, parameters)
+        own = inspect.signature(command).parameters
+        flags = [
+            flag
+            for name, info in options.model_fields.items()
+            if info.description is not None and name not in own
+            for flag in _flag(
+                name, info, default=info.default, is_text=True, is_required=info.is_required() and not from_file
+            )
+        ]
+        return _with(command, flags, lambda values: {name: each for name, each in values.items() if each is not None})
 
     return decorate
 
 
-def _own_parameters(command: _Command) -> list[inspect.Parameter]:
+def _with(command: _Command, flags: Sequence[inspect.Parameter], asked: Callable[[dict[str, Any]], Any]) -> _Command:
+    """Return a command with flags in place of the parameter `asked`, which gets what `asked` makes of their values."""
     hints = get_type_hints(command, include_extras=True)
-    return [
-        parameter.replace(annotation=hints[name]) for name, parameter in inspect.signature(command).parameters.items()
+    own = [
+        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(command).parameters.items()
+        if name != "asked"
     ]
 
+    def run(**values: Any) -> None:
+        given = {flag.name: values.pop(flag.name) for flag in flags}
+        command(asked=asked(given), **values)
 
-def _as_command(command: _Command, run: _Command, parameters: Sequence[inspect.Parameter]) -> _Command:
-    """Return `run` with the name and the docstring of `command`, and with these parameters."""
     wrapper = wraps(command)(run)
     del wrapper.__dict__["__wrapped__"]
     wrapper.__annotations__ = {}
-    wrapper.__signature__ = inspect.Signature(list(parameters))  # type: ignore[attr-defined]
+    wrapper.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
     return wrapper
 
 

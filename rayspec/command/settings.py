@@ -10,12 +10,17 @@ from typing import Any
 
 import yaml
 
-from rayspec.config import EngineConfig, ParallelOptions, SamplingParams, SpeculationOptions
+from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, SpeculationOptions
 from rayspec.types import ConfigError
 
 _SAMPLING = "sampling"
 _SPECULATION = "speculation"
 _PARALLEL = "parallel"
+_GROUPS: dict[tuple[str, ...], type[Options]] = {
+    (): EngineConfig,
+    (_PARALLEL,): ParallelOptions,
+    (_SPECULATION,): SpeculationOptions,
+}
 _DECIDING = (
     "model",
     "tokenizer",
@@ -70,7 +75,10 @@ def make_settings(
     given = [*map(_of_override, overrides), *_of_flags(flags or {})]
     _refuse_contradictions(given)
     for one in given:
-        _apply(options, one)
+        target = options
+        for group in one.path[:-1]:
+            target = _group(target, group)
+        target[one.path[-1]] = one.value
     asked = _group(options, _SAMPLING)
     del options[_SAMPLING]
     if asked.get("n", 1) != 1:
@@ -85,10 +93,6 @@ class _GivenValue:
     path: tuple[str, ...]
     value: Any
     source: str
-
-    def leaves(self) -> dict[tuple[str, ...], Any]:
-        """Return the value of every single option that is set; a mapping sets several options."""
-        return dict(_leaves(self.path, self.value))
 
 
 def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -114,7 +118,8 @@ def _of_override(override: str) -> _GivenValue:
 def _of_flags(flags: Mapping[str, Any]) -> Iterator[_GivenValue]:
     for name, value in flags.items():
         if value is not None:
-            yield _GivenValue(path=(*_home(name), name), value=value, source=_as_flag(name, value))
+            home = next((path for path, options in _GROUPS.items() if name in options.model_fields), (_SAMPLING,))
+            yield _GivenValue(path=(*home, name), value=value, source=_as_flag(name, value))
 
 
 def _as_flag(name: str, value: Any) -> str:
@@ -124,35 +129,19 @@ def _as_flag(name: str, value: Any) -> str:
     return " ".join(f"--{flag} {one}" for one in (value if isinstance(value, list | tuple) else [value]))
 
 
-def _home(flag: str) -> tuple[str, ...]:
-    """Return the path of the group that has this option; the path of the top level is empty."""
-    if flag in EngineConfig.model_fields:
-        return ()
-    if flag in ParallelOptions.model_fields:
-        return (_PARALLEL,)
-    return (_SPECULATION,) if flag in SpeculationOptions.model_fields else (_SAMPLING,)
-
-
 def _refuse_contradictions(given: Sequence[_GivenValue]) -> None:
     """Check that no option has two different values. Raises ConfigError."""
-    for index, one in enumerate(given):
-        for earlier in given[:index]:
-            option = _contradiction(earlier.leaves(), one)
-            if option is not None:
+    said: dict[tuple[str, ...], _GivenValue] = {}  # by the path of a single option
+    for one in given:
+        leaves = dict(_leaves(one.path, one.value))
+        for path, earlier in said.items():
+            is_replaced = path[: len(one.path)] == one.path
+            if leaves[path] != earlier.value if path in leaves else is_replaced:
                 raise ConfigError(
-                    f"option {'.'.join(option)!r} is given two values, by {earlier.source} and by {one.source}: "
+                    f"option {'.'.join(path)!r} is given two values, by {earlier.source} and by {one.source}: "
                     "remove one of them"
                 )
-
-
-def _contradiction(said: Mapping[tuple[str, ...], Any], one: _GivenValue) -> tuple[str, ...] | None:
-    """Return the first option in `said` that `one` changes or drops; None if there is none."""
-    leaves = one.leaves()
-    for path, value in said.items():
-        is_replaced = path[: len(one.path)] == one.path
-        if leaves[path] != value if path in leaves else is_replaced:
-            return path
-    return None
+        said |= {path: _GivenValue(path=path, value=value, source=one.source) for path, value in leaves.items()}
 
 
 def _group(options: dict[str, Any], name: str) -> dict[str, Any]:
@@ -176,13 +165,6 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"option 'config' is {str(file)!r}: it must hold options, as 'name: value' lines")
     return content
-
-
-def _apply(options: dict[str, Any], one: _GivenValue) -> None:
-    target = options
-    for group in one.path[:-1]:
-        target = _group(target, group)
-    target[one.path[-1]] = one.value
 
 
 class NotYamlError(ValueError):

@@ -35,7 +35,7 @@ _ROWS_PER_GROUP = 10_000
 _TEXT = "The annual review of the northern region names {number} reasons for the delay of the new bridge. " * 3
 
 
-def job_of(folder: Path, **options: Any) -> Job:
+def job_of(folder: Path) -> Job:
     settings = make_settings(flags=_ENGINE, sampling=SamplingParams(temperature=0.0, max_tokens=8))
     task = DocumentTask(settings=settings, template="{text}")
     return Job(
@@ -45,7 +45,6 @@ def job_of(folder: Path, **options: Any) -> Job:
         name="texts",
         title="Texts",
         text_column="text",
-        **options,
     )
 
 

@@ -25,7 +25,7 @@ import ray
 
 from rayspec import LLM, demo
 from rayspec.batch.documents import input_row
-from rayspec.batch.job import Job, Share, Source
+from rayspec.batch.job import Job, JobOptions, Share, Source
 from rayspec.batch.ray_backend import RayBackend
 from rayspec.batch.rows import Row
 from rayspec.decode.engine_loop import EngineDeadError
@@ -52,7 +52,7 @@ def job(task: NotedTask, output: Path | str, **options: Any) -> Job:
         name="summaries",
         title="Summaries",
         text_column="summary",
-        **options,
+        options=JobOptions(**options),
     )
 
 
@@ -333,7 +333,7 @@ def test_other_options_are_refused_before_anything_is_started(tmp_path: Path, mo
 @on_ray
 def test_rows_in_json_lines_at_a_uri(tmp_path: Path) -> None:
     output = f"file://{tmp_path / 'out'}"
-    report = job(noted(tmp_path), output, file_format="jsonl").run(Source(rows=documents(3)))
+    report = job(noted(tmp_path), output, format="jsonl").run(Source(rows=documents(3)))
     assert report.tally.exit_code == 0
     lines = (tmp_path / "out" / "summaries.jsonl").read_text(encoding="utf-8").splitlines()
     assert sorted(json.loads(line)["id"] for line in lines) == sorted(document.id for document in documents(3))
