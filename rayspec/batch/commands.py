@@ -223,7 +223,7 @@ def _found(inputs: Sequence[str], output: str, options: JobOptions) -> InputFile
     found = find_files(inputs, outputs=leave_out)
     if found.warning is not None:
         error_console().print(found.warning, markup=False, highlight=False, soft_wrap=True)
-    if file is not None and any(os.path.realpath(name) == os.path.realpath(file.path) for name in found):
+    if file is not None and any(os.path.realpath(each.path) == os.path.realpath(file.path) for each in found):
         raise ConfigError(f"option 'output' is {file.name!r}, which is an input too: choose another name")
     return found
 

@@ -12,11 +12,10 @@ import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -76,20 +75,15 @@ def _hash(text: str | None, messages: str | None) -> str:
     return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
-def read_documents(inputs: Iterable[str], columns: Columns) -> Iterator[Row]:
+def read_documents(inputs: Iterable[str] | InputFiles, columns: Columns) -> Iterator[Row]:
     """Yield the rows of files, folders and glob patterns. Files are read on demand.
 
     An error in the content of a file yields an error row. Raises ConfigError as `find_files` does.
     """
     check = DuplicateCheck()
-    for file in expand(inputs).files:
-        for row in read_file(file.path, columns, name=file.name):
+    for file in find_files(inputs):
+        for _, row in read_piece(Piece(path=file.path, name=file.name), columns):
             yield check(row)
-
-
-def expand(inputs: Iterable[str]) -> InputFiles:
-    """Find the files with `find_files`, or return `inputs` if they are its result already. Raises ConfigError."""
-    return inputs if isinstance(inputs, InputFiles) else find_files(inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +104,6 @@ class Piece:
         return f"{self.name}:{number}" if number else self.name
 
 
-def read_file(path: str, columns: Columns, *, name: str | None = None) -> Iterator[Row]:
-    """Yield the rows of one file, see `read_piece`. name: the file's name in rows and errors; None uses the path."""
-    return (row for _, row in read_piece(Piece(path=path, name=name or path), columns))
-
-
 def read_piece(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None = None) -> Iterator[tuple[int, Row]]:
     """Yield the rows of a piece, each with its number in the file, from 1 on. If the file cannot be read or ends early,
     an error row with number 0 replaces the rows that are missing.
@@ -124,8 +113,7 @@ def read_piece(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None =
     """
     num_rows, failure = 0, None  # type: int, InputFileError | None
     try:
-        location = Location.parse(piece.path)
-        for number, fields in _reader(location, piece)(location, piece, columns, wanted):
+        for number, fields in _read(Location.parse(piece.path), piece, columns, wanted):
             num_rows += 1
             yield number, _row_of(fields, piece.source(number), columns)
     except InputFileError as error:
@@ -133,18 +121,13 @@ def read_piece(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None =
     except FILE_ERRORS as error:
         where = f"after {piece.num_before + num_rows} rows " if num_rows and wanted is None else ""
         failure = UnreadableFileError(f"{piece.name}: could not be read {where}({error_detail(error)})")
-    missing = failure or _missing(piece, num_rows, wanted)
-    if missing is not None and (wanted is None or num_rows < len(wanted)):
-        yield 0, Row(id=piece.name, source=piece.name).refused(missing)
-
-
-def _missing(piece: Piece, num_rows: int, wanted: AbstractSet[int] | None) -> InputFileError | None:
-    """Return why a piece that was read to its end has too few rows; None if it has enough."""
-    if wanted is not None and num_rows < len(wanted):
-        return UnreadableFileError(f"{piece.name}: {len(wanted) - num_rows} rows are gone; do not change the input")
-    if num_rows == 0:
-        return EmptyFileError(f"{piece.name}: the file is empty; give it rows or leave it out")
-    return None
+    num_missing = len(wanted) - num_rows if wanted is not None else 0
+    if failure is None and num_missing:
+        failure = UnreadableFileError(f"{piece.name}: {num_missing} rows are gone; do not change the input")
+    elif failure is None and num_rows == 0:
+        failure = EmptyFileError(f"{piece.name}: the file is empty; give it rows or leave it out")
+    if failure is not None and (wanted is None or num_missing):
+        yield 0, Row(id=piece.name, source=piece.name).refused(failure)
 
 
 class DuplicateCheck:
@@ -165,36 +148,24 @@ def as_duplicate(row: Row, first: str | None) -> Row:
 
 _Fields = Mapping[Any, Any] | InputFileError
 _Numbered = Iterator[tuple[int, _Fields]]
-_Reader = Callable[[Location, Piece, Columns, AbstractSet[int] | None], _Numbered]
 
 
-def _reader(location: Location, piece: Piece) -> _Reader:
-    """Return the function that reads this type of file. Raises UnreadableFileError for a folder or an unknown type."""
+def _read(location: Location, piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _Numbered:
+    """Yield the fields of rows, each with its number. A text file is one row with number 0."""
     if location.is_folder:
-        location.entries()
+        location.entries()  # raises the error of a folder that cannot be listed
         raise UnreadableFileError(f"{piece.name}: the folder holds no file of a known type; known are {KNOWN_TYPES}")
     kind = file_type(location.file_name)
     if kind is None:
         raise UnreadableFileError(f"{piece.name}: its type is not known; known are {KNOWN_TYPES}")
     if kind.suffix in PARQUET_SUFFIXES:
-        return _read_parquet
-    return partial(_read_text if kind.suffix in TEXT_SUFFIXES else _read_jsonl, is_zipped=kind.is_zipped)
-
-
-def _read_text(
-    location: Location, piece: Piece, columns: Columns, _wanted: AbstractSet[int] | None, *, is_zipped: bool
-) -> _Numbered:
-    """Yield the whole file as one document."""
-    with opened(location, is_zipped=is_zipped) as file:
-        content = file.read()
-    if content:
-        yield 0, {columns.text: _decoded(content, piece.name), columns.id_name: piece.name}
-
-
-def _read_jsonl(
-    location: Location, piece: Piece, _columns: Columns, wanted: AbstractSet[int] | None, *, is_zipped: bool
-) -> _Numbered:
-    with opened(location, is_zipped=is_zipped) as file:
+        yield from _read_parquet(location, piece, columns, wanted)
+        return
+    with opened(location, is_zipped=kind.is_zipped) as file:
+        if kind.suffix in TEXT_SUFFIXES:
+            if content := file.read():
+                yield 0, {columns.text: _decoded(content, piece.name), columns.id_name: piece.name}
+            return
         for number, line in enumerate(file, start=1):
             if (wanted is None or number in wanted) and line.strip():
                 try:
@@ -255,20 +226,18 @@ def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: Ab
                 yield from (row for row in rows if wanted is None or row[0] in wanted)
 
 
-def _parquet_rows(batch: pa.RecordBatch, numbers: Sequence[int], piece: Piece) -> Sequence[_Fields]:
-    try:
-        return batch.to_pylist()  # type: ignore[no-any-return]
-    except (ValueError, OverflowError):
-        return [_parquet_row(batch, index, piece.source(number)) for index, number in enumerate(numbers)]
-
-
-def _parquet_row(batch: pa.RecordBatch, index: int, source: str) -> _Fields:
-    try:
-        return {name: batch.column(name)[index].as_py() for name in batch.schema.names}
-    except UnicodeDecodeError as error:
-        return NotUtf8Error(f"{source}: not UTF-8 at byte {error.start}: {error.reason}; write the file again")
-    except (ValueError, OverflowError) as error:
-        return InvalidValueError(f"{source}: a value cannot be read ({error}); text and ids must be text")
+def _parquet_rows(batch: pa.RecordBatch, numbers: Sequence[int], piece: Piece) -> Iterator[_Fields]:
+    with suppress(ValueError, OverflowError):
+        yield from batch.to_pylist()
+        return
+    for index, number in enumerate(numbers):
+        source = piece.source(number)
+        try:
+            yield {name: batch.column(name)[index].as_py() for name in batch.schema.names}
+        except UnicodeDecodeError as error:
+            yield NotUtf8Error(f"{source}: not UTF-8 at byte {error.start}: {error.reason}; write the file again")
+        except (ValueError, OverflowError) as error:
+            yield InvalidValueError(f"{source}: a value cannot be read ({error}); text and ids must be text")
 
 
 def pieces(file: InputFile, num_bytes: int) -> Iterator[Piece]:
@@ -291,9 +260,9 @@ def pieces(file: InputFile, num_bytes: int) -> Iterator[Piece]:
         yield whole
 
 
-def pieces_of(inputs: Iterable[str]) -> list[Piece]:
+def pieces_of(inputs: Iterable[str] | InputFiles) -> list[Piece]:
     """Split files, folders and patterns into pieces for read tasks. Of few files, Parquet files are split too."""
-    files = expand(inputs).files
+    files = find_files(inputs).files
     if len(files) < _NUM_FILES_TO_SPLIT:
         return [piece for file in files for piece in pieces(file, _BYTES_PER_PIECE)]
     return [Piece(path=file.path, name=file.name) for file in files]

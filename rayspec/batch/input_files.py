@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import PurePosixPath
@@ -38,21 +39,19 @@ def file_type(file_name: str) -> FileType | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
-    """A file to read. given: the name that the user gave. path: an absolute path or URI. name: the path below the
-    folder that all inputs share.
+    """A file to read. path: an absolute path or URI. name: the path below the folder that all inputs share.
 
     Ids of rows without an id of their own are made from `name`. Therefore `name` is the same for a relative path, an
     absolute path, a symbolic link to a folder and another mount point.
     """
 
-    given: str
     path: str
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFiles:
-    """Files in the order in which they are read, each once. Iterates over their names as the user gave them.
+    """Files in the order in which they are read, each once.
 
     skipped: number of files in folders and patterns that are left out because of their type, by suffix.
     """
@@ -60,15 +59,11 @@ class InputFiles:
     files: tuple[InputFile, ...]
     skipped: Mapping[str, int] = field(default_factory=dict)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+    def __iter__(self) -> Iterator[InputFile]:
+        return iter(self.files)
 
     def __len__(self) -> int:
         return len(self.files)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(file.given for file in self.files)
 
     @property
     def warning(self) -> str | None:
@@ -80,7 +75,7 @@ class InputFiles:
         return f"{files} skipped: {_counts(self.skipped)}; known are {KNOWN_TYPES}"
 
 
-def find_files(inputs: Iterable[str], *, outputs: Iterable[str] = ()) -> InputFiles:
+def find_files(inputs: Iterable[str] | InputFiles, *, outputs: Iterable[str] = ()) -> InputFiles:
     """Find the files that paths and URIs name. A folder stands for all files of known types below it.
 
     Hidden files and folders below a folder are left out. A name that cannot be read stays in the list: reading yields
@@ -89,106 +84,104 @@ def find_files(inputs: Iterable[str], *, outputs: Iterable[str] = ()) -> InputFi
 
     outputs: files and folders of the command's results. Folders and patterns leave them out.
     """
+    if isinstance(inputs, InputFiles):
+        return inputs
     search = _Search(outputs)
     for name in inputs:
         search.add(name)
-    return search.found()
+    if search.useless and len(search.useless) == len(search.found):
+        place, reason = next(iter(search.useless.items()))
+        if len(search.useless) > 1:
+            reason += f", and {len(search.useless) - 1} more inputs cannot be read either"
+        name = str(search.found[place])
+        raise ConfigError(f"input {name!r}: {reason}; name files, folders or patterns that exist")
+    num_shared = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*search.bases, strict=False)))
+    files = (_input_file(file, parts[num_shared:]) for parts, file in search.found.items())
+    return InputFiles(files=tuple(files), skipped=Counter(search.left_out.values()))
 
 
 class _Search:
+    """found: files by the parts of their canonical path, so that each is there once; a name in place of a file that no
+    store answers for. useless: inputs among these that cannot be read, with the reason. left_out: suffixes of the files
+    of unknown types, by absolute name. bases: canonical paths of the inputs' base folders."""
+
     def __init__(self, outputs: Iterable[str]) -> None:
-        self._outputs = [parts for output in outputs if (parts := _canonical_parts(output)) is not None]
-        self._base = Location.parse(".")  # base folder of the input that is being added
-        self._bases: list[tuple[str, ...]] = []
-        self._found: dict[tuple[str, ...], Location | str] = {}  # by canonical path: each once
-        self._useless: dict[tuple[str, ...], str] = {}  # inputs among these that cannot be read, with the reason
-        self._left_out: dict[str, str] = {}  # suffixes of the files of unknown types, by absolute name
+        self.found: dict[tuple[str, ...], Location | str] = {}
+        self.useless: dict[tuple[str, ...], str] = {}
+        self.left_out: dict[str, str] = {}
+        self.bases: list[tuple[str, ...]] = []
+        self._num_base_parts = 0
+        self._outputs = []
+        for output in outputs:
+            with suppress(UnreadableFileError):
+                self._outputs.append(_parts(Location.parse(output)))
 
     def add(self, name: str) -> None:
         try:
             location = Location.parse(name)
             kind = location.kind
-            self._base = location.base
-            self._bases.append(self._canonical(self._base))
-            reason = None
-            if kind == "folder":
-                if not self._keep_all(*location.below()):
-                    reason = f"the folder holds no file of a known type{self._shown_types()}"
-            elif kind is None and location.is_pattern:
-                matches = location.glob()
-                if not sum(self._keep_all(*_files_of(match)) for match in matches):
-                    found = f"no file of a known type{self._shown_types()}" if matches else "nothing"
-                    raise ConfigError(f"input {name!r}: it matches {found}; correct it, or leave it out")
-            elif kind is None:
-                reason = "there is no such file"
-            elif file_type(location.file_name) is None:
-                reason = f"its type is not known; known are {KNOWN_TYPES}"
-            else:
-                self._keep(location)
-            if reason is not None:
-                self._useless[self._keep(location)] = reason
+            self.bases.append(_parts(location.base))
+            self._num_base_parts = len(PurePosixPath(location.base.path).parts)
         except UnreadableFileError:
-            self._found.setdefault((name,), name)
+            self.found.setdefault((name,), name)
+            return
+        reason = None
+        if kind == "folder":
+            if not self._keep_all(*location.below()):
+                reason = f"the folder holds no file of a known type{self._shown_types()}"
+        elif kind is None and location.is_pattern:
+            matches = location.glob()
+            if not sum(self._keep_all(*_files_of(match)) for match in matches):
+                found = f"no file of a known type{self._shown_types()}" if matches else "nothing"
+                raise ConfigError(f"input {name!r}: it matches {found}; correct it, or leave it out")
+        elif kind is None:
+            reason = "there is no such file"
+        elif file_type(location.file_name) is None:
+            reason = f"its type is not known; known are {KNOWN_TYPES}"
+        else:
+            self._keep(location)
+        if reason is not None:
+            self.useless[self._keep(location)] = reason
 
-    def found(self) -> InputFiles:
-        if self._useless and len(self._useless) == len(self._found):
-            raise ConfigError(self._explanation())
-        num_shared = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*self._bases, strict=False)))
-        files = (_input_file(file, parts[num_shared:]) for parts, file in self._found.items())
-        return InputFiles(files=tuple(files), skipped=Counter(self._left_out.values()))
+    def _canonical(self, place: Location) -> tuple[str, ...]:
+        return (*self.bases[-1], *PurePosixPath(place.path).parts[self._num_base_parts :])
 
-    def _canonical(self, location: Location) -> tuple[str, ...]:
-        """Return the parts of the canonical path, which are the same for every way to name the input."""
-        below = PurePosixPath(location.path).parts[len(PurePosixPath(self._base.path).parts) :]
-        return (*self._base.canonical_name.split("/"), *below)
+    def _keep(self, place: Location) -> tuple[str, ...]:
+        parts = self._canonical(place)
+        self.found.setdefault(parts, place)
+        return parts
 
     def _keep_all(self, files: Iterable[Location], unreadable: Iterable[Location]) -> int:
         """Keep the files of known types and the unreadable folders; record the others. Return how many are kept."""
         kept = list(unreadable)
         for file in files:
-            if self._is_output(file):
+            parts = self._canonical(file)
+            if any(parts[: len(output)] == output for output in self._outputs):
                 continue
             if file_type(file.file_name) is None:
-                self._left_out[file.absolute().name] = file.suffix or "no suffix"
+                self.left_out[file.absolute().name] = file.suffix or "no suffix"
             else:
                 kept.append(file)
-        for location in sorted(kept, key=lambda one: PurePosixPath(one.path).parts):
-            self._keep(location)
+        for place in sorted(kept, key=lambda each: PurePosixPath(each.path).parts):
+            self._keep(place)
         return len(kept)
 
-    def _keep(self, location: Location) -> tuple[str, ...]:
-        place = self._canonical(location)
-        self._found.setdefault(place, location)
-        return place
-
-    def _is_output(self, file: Location) -> bool:
-        place = self._canonical(file)
-        return any(place[: len(output)] == output for output in self._outputs)
-
     def _shown_types(self) -> str:
-        return f" ({_counts(Counter(self._left_out.values()))} left out)" if self._left_out else ""
-
-    def _explanation(self) -> str:
-        place, reason = next(iter(self._useless.items()))
-        if len(self._useless) > 1:
-            reason += f", and {len(self._useless) - 1} more inputs cannot be read either"
-        return f"input {str(self._found[place])!r}: {reason}; name files, folders or patterns that exist"
+        return f" ({_counts(Counter(self.left_out.values()))} left out)" if self.left_out else ""
 
 
-def _canonical_parts(name: str) -> tuple[str, ...] | None:
-    """Return the parts of the canonical path; None for a store that does not answer."""
-    try:
-        return tuple(Location.parse(name).canonical_name.split("/"))
-    except UnreadableFileError:
-        return None
+def _parts(location: Location) -> tuple[str, ...]:
+    """Return the parts of the canonical path, which are the same for every way to name the place."""
+    return tuple(location.canonical_name.split("/"))
 
 
 def _input_file(found: Location | str, parts: Sequence[str]) -> InputFile:
     if isinstance(found, str):  # in a store that does not answer
-        return InputFile(given=found, path=found, name=found)
-    shown, name = found.printable(), "/".join(parts) or found.name
-    printable_name = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
-    return InputFile(given=shown.name, path=shown.absolute().name, name=printable_name)
+        return InputFile(path=found, name=found)
+    name = "/".join(parts) or found.name
+    return InputFile(
+        path=found.absolute().name, name=name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    )
 
 
 def _files_of(match: Location) -> tuple[list[Location], list[Location]]:

@@ -145,14 +145,6 @@ class Location:
         """An absolute name without symbolic links, the same for every way to name this place."""
         return os.path.realpath(self._address) if self.store.is_local else f"{self.store.uri}/{self.path}"
 
-    def printable(self) -> Location:
-        """Return the same place with a name in valid text: a path that is not UTF-8 becomes a URI with "%xx"."""
-        try:
-            self.name.encode()
-        except UnicodeEncodeError:
-            return Location.parse(f"file://{_escaped(str(Path(self.path).absolute()))}")
-        return self
-
     def join(self, *names: str) -> Location:
         return replace(self, path=posixpath.join(self.path, *names))
 

@@ -15,7 +15,8 @@ import pytest
 from pyarrow import fs
 
 from rayspec.batch.columns import Columns
-from rayspec.batch.documents import DuplicateCheck, expand, input_row, pieces, read_documents, read_file, row_counts
+from rayspec.batch.documents import DuplicateCheck, input_row, pieces, read_documents, row_counts
+from rayspec.batch.input_files import find_files
 from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
 
@@ -43,17 +44,6 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("Grüße,\n世界", encoding="utf-8")
     assert read(path) == [input_row("a.txt", source="a.txt", text="Grüße,\n世界")]
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "absent.txt", "empty.txt"])
-def test_a_file_can_go_by_another_name(tmp_path: Path, name: str) -> None:
-    (tmp_path / "a.txt").write_text("fine", encoding="utf-8")
-    (tmp_path / "empty.txt").touch()
-    write_lines(tmp_path / "a.jsonl", {"text": "fine"}, {"text": None})
-    for document in read_file(str(tmp_path / name), TEXT, name="shown"):
-        assert document.id.startswith("shown")
-        assert document.source.startswith("shown")
-        assert document.error is None or str(document.error).startswith("shown")
 
 
 def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
@@ -342,7 +332,7 @@ def test_messages_stand_in_for_the_text(tmp_path: Path) -> None:
         {"messages": [{"role": "user"}]},
         {"messages": "hello"},
     )
-    documents = list(read_file(path, Columns(text="prompt", messages="messages")))
+    documents = read(path, columns=Columns(text="prompt", messages="messages"))
     assert json.loads(documents[0].messages or "") == [*chat[:2], {"role": "tool", "content": "hello\nhello"}]
     assert [outcome(d) for d in documents[1:]] == ["no chat", "invalid_value", "invalid_value", "invalid_value"]
 
@@ -431,14 +421,11 @@ def test_odd_names_are_read(tmp_path: Path, name: str) -> None:
         assert [outcome(d) for d in read(place)] == ["fine"]
 
 
-def test_a_name_that_is_no_text_goes_by_a_uri(tmp_path: Path) -> None:
+def test_a_name_that_is_no_text_is_read(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"caf\xe9 100%.txt")).write_text("fine", encoding="utf-8")
     for place in (tmp_path, f"file://{tmp_path}"):
         (document,) = read(place)
         assert (document.document, document.source) == ("fine", r"caf\xe9 100%.txt")
-        (given,) = expand([str(place)])
-        assert given == f"file://{tmp_path}/caf%E9 100%25.txt"
-        assert [outcome(d) for d in read(given)] == ["fine"]
 
 
 def test_parts_of_text_are_a_content_in_every_file(tmp_path: Path) -> None:
@@ -519,7 +506,7 @@ def test_a_parquet_file_with_any_damage_is_rows_and_errors(tmp_path: Path) -> No
         damaged[random.randrange(len(damaged))] = random.randrange(256)
         path.write_bytes(damaged)
         kinds |= {row.error_kind for row in read(path, columns=Columns(messages="messages"))}
-        for piece in pieces(expand([str(path)]).files[0], 100):
+        for piece in pieces(find_files([str(path)]).files[0], 100):
             assert sum(row_counts(piece)) > 0
     errors = []
     for name in re.finditer(b"text", content):
