@@ -134,7 +134,7 @@ def _documents(prompts: PromptBuilder, options: WorkloadOptions) -> list[Row]:
 @contextmanager
 def _loaded_pool(config: EngineConfig, params: SamplingParams, template: str) -> Iterator[EnginePool]:
     settings = Settings(engine=config, sampling=params)
-    task = DocumentTask(settings=settings, template=template, long=LongDocumentOptions(mode="truncate"))
+    task = DocumentTask(settings=settings, template=template, long=LongDocumentOptions(long="truncate"))
     pool = EnginePool(RowEngineFactory(task), max_restarts=0)
     try:
         pool.begin()

@@ -40,7 +40,7 @@ REQUIRED: dict[type[Options], dict[str, Any]] = {
 }
 # Options that go together only, or whose values are like no other's.
 TOGETHER: dict[type[Options], list[dict[str, Any]]] = {
-    LongDocumentOptions: [{"mode": "refine", "overlap_tokens": 2, "level_output_tokens": (8, 4)}],
+    LongDocumentOptions: [{"long": "refine", "overlap_tokens": 2, "level_tokens": (8, 4)}],
     DecodingParams: [{"bad_words_ids": ((1, 2), (3,))}, {"sequence_bias": (((1, 2), -5.0),)}],
     LLMConfig: [{"engine_kwargs": {"parallel": {"stages": 2, "topology": {"ray.io/node-id": "STRICT_PACK"}}}}],
     ModelLoadingConfig: [{"model_source": "a", "tokenizer_source": "b"}],

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, NoReturn
 
 import typer
 from pydantic import Field
@@ -18,7 +18,7 @@ from rayspec.batch.in_process import LocalBackend
 from rayspec.batch.input_files import KNOWN_TYPES, InputFiles, find_files
 from rayspec.batch.job import Backend, Job, JobOptions, Source
 from rayspec.batch.long_documents import LongDocumentOptions
-from rayspec.batch.report import DOCUMENT_HEADINGS, RunReport
+from rayspec.batch.report import DOCUMENT_HEADINGS
 from rayspec.batch.run_folder import MANIFEST, output_places
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import clean_exit, error_console, output_console
@@ -52,31 +52,14 @@ Output = Annotated[
 ]
 
 
-class DocumentOptions(JobOptions):
+class DocumentOptions(JobOptions, LongDocumentOptions):
     """Options of a job over documents or prompts."""
 
     id_column: str | None = Field(
         None, description="column of the row's id; None: 'id', else file and row number; none: always the latter"
     )
-    long: Literal["fail", "truncate", "map-reduce", "refine"] = Field(
-        "fail", description="what becomes of documents beyond the context"
-    )
-    chunk_tokens: int | None = Field(None, ge=1, description="tokens of a part of a long document; None: what fits")
-    overlap_tokens: int = Field(0, ge=0, description="tokens that a part shares with the one before")
-    level_tokens: tuple[int, ...] = Field(
-        (), description="output tokens about parts, about groups of these, ...; repeatable"
-    )
     limit: int | None = Field(None, ge=1, description="only the first so many rows")
     sample: float | None = Field(None, ge=0, le=1, description="only this share of the rows, always the same ones")
-
-    @property
-    def long_documents(self) -> LongDocumentOptions:
-        return LongDocumentOptions(
-            mode=self.long,
-            chunk_tokens=self.chunk_tokens,
-            overlap_tokens=self.overlap_tokens,
-            level_output_tokens=self.level_tokens,
-        )
 
 
 def summarize(
@@ -96,7 +79,7 @@ def summarize(
         task = DocumentTask(
             settings=settings,
             template=prompt or summary_prompt(settings.engine.model),
-            long=options.long_documents,
+            long=options,
             instruct=settings.engine.model not in BUNDLED,
         )
         samples = [] if inputs else bundled_documents()
@@ -108,18 +91,7 @@ def summarize(
             sample=options.sample,
             references={sample.id: sample.summary for sample in samples if sample.summary is not None},
         )
-        job = Job(
-            backend=_backend(context),
-            task=task,
-            output=output,
-            options=options,
-            name="summaries",
-            title="Summaries",
-            text_column="summary",
-        )
-        report = job.run(source)
-        _show(report, output)
-    raise typer.Exit(report.tally.exit_code_of(accepts_failed=options.accept_failed_rows))
+        _run_documents(context, task, source, output, options, name="summaries", text_column="summary")
 
 
 def generate(
@@ -137,25 +109,14 @@ def generate(
         if not inputs:
             raise ConfigError("no inputs: name files, folders or patterns")
         settings, options = asked.settings(), asked.own_options(DocumentOptions)
-        task = DocumentTask(settings=settings, template="{text}", chat=chat, long=options.long_documents)
+        task = DocumentTask(settings=settings, template="{text}", chat=chat, long=options)
         source = Source(
             inputs=_found(inputs, output, options),
             columns=Columns(text=prompt_column, id=options.id_column, messages=messages_column),
             limit=options.limit,
             sample=options.sample,
         )
-        job = Job(
-            backend=_backend(context),
-            task=task,
-            output=output,
-            options=options,
-            name="texts",
-            title="Texts",
-            text_column="text",
-        )
-        report = job.run(source)
-        _show(report, output)
-    raise typer.Exit(report.tally.exit_code_of(accepts_failed=options.accept_failed_rows))
+        _run_documents(context, task, source, output, options, name="texts", text_column="text")
 
 
 def openai_batch(
@@ -191,7 +152,7 @@ def openai_batch(
         report = job.run(Source(rows=requests, refused=refused))
         folder = output_places(output, options.format)[0]
         output_console().print(f"{report.tally}\n{OUTPUT_NAME} and {ERRORS_NAME} are in {folder}", soft_wrap=True)
-    raise typer.Exit(report.tally.exit_code_of(accepts_failed=options.accept_failed_rows))
+    raise typer.Exit(report.tally.exit_code(accepts_failed=options.accept_failed_rows))
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -204,6 +165,43 @@ def add_commands(app: typer.Typer) -> None:
         group.command("summarize", epilog=_EPILOG)(summaries)
         group.command("generate", epilog=_EPILOG)(texts)
     on_ray.command("openai-batch", epilog=_EPILOG)(with_settings(own=(JobOptions, "Job"))(openai_batch))
+
+
+def _run_documents(
+    context: typer.Context,
+    task: DocumentTask,
+    source: Source,
+    output: str,
+    options: DocumentOptions,
+    *,
+    name: str,
+    text_column: str,
+) -> NoReturn:
+    """Run the job, print the first rows, the totals of all rows, and where they are, and exit."""
+    job = Job(
+        backend=_backend(context),
+        task=task,
+        output=output,
+        options=options,
+        name=name,
+        title=name.capitalize(),
+        text_column=text_column,
+    )
+    report = job.run(source)
+    table = Table(title=str(report.tally), title_justify="left")
+    for heading in DOCUMENT_HEADINGS:
+        text = heading in {"id", "error"}
+        table.add_column(heading, justify="left" if text else "right", no_wrap=text)
+    for cells in report.listed:
+        table.add_row(*cells)
+    console = output_console()
+    console.print(table)
+    if report.num_reference_lines:
+        console.print(f"{report.num_exact_lines} of {report.num_reference_lines} reference lines are exact")
+    folder, file, _ = output_places(output, None)
+    where = f"rows are in {file}, report and picture" if file is not None else "rows, report and picture"
+    console.print(f"{where} are in {folder}", soft_wrap=True)
+    raise typer.Exit(report.tally.exit_code(accepts_failed=options.accept_failed_rows))
 
 
 def _backend(context: typer.Context) -> Backend:
@@ -236,23 +234,6 @@ def bundled_documents() -> list[SampleDocument]:
         for index, num_sentences in enumerate(_REPORT_SENTENCES)
     ]
     return [*reports, *python_documents(_NUM_PYTHON_DOCUMENTS)[::_PYTHON_STEP]]
-
-
-def _show(report: RunReport, output: str) -> None:
-    """Print the first rows, the totals of all rows, and where they are."""
-    table = Table(title=str(report.tally), title_justify="left")
-    for heading in DOCUMENT_HEADINGS:
-        text = heading in {"id", "error"}
-        table.add_column(heading, justify="left" if text else "right", no_wrap=text)
-    for cells in report.listed:
-        table.add_row(*cells)
-    console = output_console()
-    console.print(table)
-    if report.num_reference_lines:
-        console.print(f"{report.num_exact_lines} of {report.num_reference_lines} reference lines are exact")
-    folder, file, _ = output_places(output, None)
-    where = f"rows are in {file}, report and picture" if file is not None else "rows, report and picture"
-    console.print(f"{where} are in {folder}", soft_wrap=True)
 
 
 app = typer.Typer()

@@ -118,7 +118,11 @@ class DocumentTask:
     def identity(self) -> dict[str, Any]:
         """The options that decide the content of the rows. All rows of an output folder have the same identity."""
         return {
-            "task": {"template": self.template, "chat": self.chat, "long": self.long.model_dump(mode="json")},
+            "task": {
+                "template": self.template,
+                "chat": self.chat,
+                "long": self.long.model_dump(mode="json", include=set(LongDocumentOptions.model_fields)),
+            },
             "sampling": self.settings.sampling.model_dump(mode="json"),
             "engine": self.settings.deciding,
         }
@@ -131,7 +135,7 @@ class DocumentTask:
         params = self.settings.sampling
         prompts = PromptBuilder(llm=engine, params=params, template=self.template, chat=self.chat)
         fitting = fitting_prompt_tokens(engine.max_model_len, params)
-        if self.long.mode == "truncate":
+        if self.long.long == "truncate":
             prompts = replace(prompts, max_prompt_tokens=fitting)
         long_documents: LongDocuments | None = None
         if self.long.in_parts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import tempfile
 import threading
@@ -30,7 +29,7 @@ from rayspec.batch.report import PLOT_NAME, RunReport
 from rayspec.batch.row_engine import RowEngineFactory, RowTask
 from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import RunFolder, output_places
-from rayspec.batch.scan import Changed, Scan, compared, scan_rows
+from rayspec.batch.scan import Changed, Scan, Share, compared, scan_rows
 from rayspec.command.locations import Location
 from rayspec.command.terminal import EXIT_TERMINATED, error_console, exit_on_sigterm, say
 from rayspec.config import DType, Options
@@ -43,19 +42,6 @@ if TYPE_CHECKING:
 CONFIG_NAME = "config.yaml"
 _PREFIX_CHARS = 4096
 _REPORT_FILES = (CONFIG_NAME, "report.md", PLOT_NAME)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Selects a share of the rows by a hash of their ids, so that every run selects the same rows. None selects all."""
-
-    of_rows: float | None
-
-    def __call__(self, row_id: str) -> bool:
-        if self.of_rows is None:
-            return True
-        digest = hashlib.blake2b(row_id.encode(errors="surrogatepass"), digest_size=4).digest()
-        return int.from_bytes(digest, "big") < self.of_rows * 2**32
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,16 +57,18 @@ class DoesNotShrinkError(RequestError):
 class LongDocumentOptions(Options):
     """How documents are treated that do not fit the context together with their output.
 
-    level_output_tokens: output tokens of an answer about a chunk, about a group of chunks, and so on; the last number
-    also holds for all higher levels. The answer about the whole document has `max_tokens` of the sampling parameters.
+    level_tokens: output tokens of an answer about a chunk, about a group of chunks, and so on; the last number also
+    holds for all higher levels. The answer about the whole document has `max_tokens` of the sampling parameters.
     """
 
-    mode: Mode = "fail"
-    chunk_tokens: int | None = Field(None, ge=1, description="tokens of a chunk at most; None: what fits")
-    overlap_tokens: int = Field(0, ge=0, description="tokens that a chunk shares with the one before")
-    level_output_tokens: tuple[int, ...] = Field((), description="output tokens by level; none: as the final answer")
+    long: Mode = Field("fail", description="what becomes of documents beyond the context")
+    chunk_tokens: int | None = Field(None, ge=1, description="tokens of a part of a long document; None: what fits")
+    overlap_tokens: int = Field(0, ge=0, description="tokens that a part shares with the one before")
+    level_tokens: tuple[int, ...] = Field(
+        (), description="output tokens about parts, about groups of these, ...; repeatable"
+    )
 
-    @field_validator("level_output_tokens")
+    @field_validator("level_tokens")
     @classmethod
     def _positive(cls, budgets: tuple[int, ...]) -> tuple[int, ...]:
         if min(budgets, default=1) < 1:
@@ -76,7 +78,7 @@ class LongDocumentOptions(Options):
     @property
     def in_parts(self) -> bool:
         """Whether documents that do not fit are read in parts."""
-        return self.mode in {"map-reduce", "refine"}
+        return self.long in {"map-reduce", "refine"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,10 +271,10 @@ class LongDocuments:
         self._engine, self._tokenizer, self._tokens = engine, engine.tokenizer, tokens
         self._params, self._templates, self._options = params, templates, options
         self._max_tokens = params.max_tokens
-        self._budgets = options.level_output_tokens or (self._max_tokens,)
+        self._budgets = options.level_tokens or (self._max_tokens,)
         self._max_prompt_tokens = engine.max_model_len - max(*self._budgets, self._max_tokens)
         self._between_tokens = self._num_tokens(_BETWEEN)
-        self._refines = options.mode == "refine"
+        self._refines = options.long == "refine"
         # The answer so far may have more tokens when its text is tokenized again.
         self._summary_room = self._budgets[0] * 9 // 8 if self._refines else 0
         part, merge, refine = (
@@ -307,7 +309,7 @@ class LongDocuments:
             if len(groups) == len(roots) or level == _MAX_LEVELS:
                 raise DoesNotShrinkError(
                     f"{len(roots)} answers of level {level} are left, and few or no neighbours fit one prompt: lower "
-                    "level_output_tokens, or raise max_model_len or chunk_tokens"
+                    "level_tokens, or raise max_model_len or chunk_tokens"
                 )
             level += 1
             await self._answer_all(self._merge_parts(level, groups, roots), answers)
@@ -423,20 +425,20 @@ class LongDocuments:
     def _does_not_fit(self, num_tokens: int) -> DoesNotShrinkError:
         return DoesNotShrinkError(
             f"its prompt has {num_tokens} tokens, and {self._max_prompt_tokens} fit beside the output: lower "
-            "chunk_tokens, overlap_tokens or level_output_tokens, or raise max_model_len"
+            "chunk_tokens, overlap_tokens or level_tokens, or raise max_model_len"
         )
 
     def _check_options(self, chunk_room: int) -> None:
         options, chunk = self._options, self._chunk_tokens
         if not self._tokenizer.is_fast:
             raise ConfigError(
-                f"option 'mode' is {options.mode!r}: it needs a fast tokenizer, which knows where in the text its "
+                f"option 'long' is {options.long!r}: it needs a fast tokenizer, which knows where in the text its "
                 "tokens are; use 'truncate'"
             )
         if not 1 <= chunk <= chunk_room:
             raise ConfigError(
                 f"option 'chunk_tokens' is {options.chunk_tokens}: {max(0, chunk_room)} tokens of a chunk fit beside "
-                "the instruction and the output; lower it, level_output_tokens or max_tokens, or raise max_model_len"
+                "the instruction and the output; lower it, level_tokens or max_tokens, or raise max_model_len"
             )
         if 2 * options.overlap_tokens > chunk:
             raise ConfigError(
@@ -444,6 +446,6 @@ class LongDocuments:
             )
         if not self._refines and 2 * (max(self._budgets) + self._between_tokens) > self._merge_room:
             raise ConfigError(
-                f"option 'level_output_tokens' is {self._budgets}: two such answers must fit one prompt of "
+                f"option 'level_tokens' is {self._budgets}: two such answers must fit one prompt of "
                 f"{self._max_prompt_tokens} tokens; lower it or max_tokens, or raise max_model_len"
             )

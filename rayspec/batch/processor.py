@@ -24,7 +24,7 @@ from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParam
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pool.worker import answer, call, num_engines, start_supervisor
 from rayspec.prompts import without_nulls
-from rayspec.types import ConfigError, RayspecError, RequestError, RequestMetrics, RequestOutput
+from rayspec.types import ConfigError, RayspecError, RequestError, RequestOutput
 
 if TYPE_CHECKING:
     from rayspec.async_engine import AsyncEngine
@@ -122,7 +122,13 @@ class Processor:
         """Return the dataset of completed rows. Raises CheckpointError, PlacementError and EngineDeadError if the
         engine cannot be started."""
         if self._supervisor is None:
-            self._supervisor = self._started()
+            supervisor = start_supervisor(RowEngineFactory(self._task), max_restarts=self._config.max_engine_restarts)
+            try:
+                call(supervisor.begin.remote())
+            except BaseException:
+                ray.kill(supervisor)
+                raise
+            self._supervisor = supervisor
         client: Any = RowClient
         num_blocks = self._config.num_concurrent_batches
         return (
@@ -137,15 +143,6 @@ class Processor:
                 num_cpus=_CLIENT_CPUS,
             )
         )
-
-    def _started(self) -> Any:
-        supervisor = start_supervisor(RowEngineFactory(self._task), max_restarts=self._config.max_engine_restarts)
-        try:
-            call(supervisor.begin.remote())
-        except BaseException:
-            ray.kill(supervisor)
-            raise
-        return supervisor
 
     def shutdown(self) -> None:
         """End the engine. Rows that are not done fail. Repeated calls do nothing. Never raises."""
@@ -184,31 +181,24 @@ class RowClient:
         ray.wait([supervisor.begin.remote()])  # if the engine cannot be started, each row reports why
 
     async def __call__(self, row: Row) -> Row:
+        functions = self._functions
         try:
-            return await self._complete(row)
+            ready = row | (functions.preprocess(dict(row)) if functions.preprocess else {})
+            try:
+                done: Row = ready | await answer(self._supervisor.handle.remote(plain_values(ready)))
+            except RayActorError:
+                raise EngineDeadError("the processor was shut down before the dataset was done") from None
+            if not done[ERROR_COLUMN]:
+                return functions.postprocess(done) if functions.postprocess else done
         except EngineDeadError:
             raise
         except Exception as error:
-            if not self._functions.should_continue:
+            if not functions.should_continue:
                 raise
             return row | {ERROR_COLUMN: _text_of(error)}
-
-    async def _complete(self, row: Row) -> Row:
-        functions = self._functions
-        ready = row | (functions.preprocess(dict(row)) if functions.preprocess else {})
-        done = ready | await self._completed(plain_values(ready))
-        if not done[ERROR_COLUMN]:
-            return functions.postprocess(done) if functions.postprocess else done
         if not functions.should_continue:
             raise RequestError(done[ERROR_COLUMN])
         return done
-
-    async def _completed(self, row: Row) -> Row:
-        try:
-            completed: Row = await answer(self._supervisor.handle.remote(row))
-        except RayActorError:
-            raise EngineDeadError("the processor was shut down before the dataset was done") from None
-        return completed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +213,12 @@ class PreparedRowTask:
                 params = _sampling_params(self.settings.sampling, row.get("sampling_params"))
                 output = await engine.run(_prompt_tokens(engine, row), params)
             except (RequestError, ConfigError) as error:
-                return _columns_of_error(error)
+                return {
+                    "generated_text": "",
+                    "num_input_tokens": 0,
+                    "num_generated_tokens": 0,
+                    ERROR_COLUMN: _text_of(error),
+                }
             if output.error is not None and output.error.kind in _ENGINE_LOST:
                 raise EngineDeadError(str(output.error))
             return _columns(output, params)
@@ -256,6 +251,11 @@ def _columns(output: RequestOutput, params: SamplingParams) -> Row:
     """Return the columns of the first completion; with n > 1, `generated_texts` has the texts of all."""
     texts = [one.text for one in output.outputs]
     first = output.outputs[0] if output.outputs else None
+    metrics = output.metrics
+    first_token_s, finished_s = (
+        seconds - metrics.arrival_s if seconds is not None else None
+        for seconds in (metrics.first_token_s, metrics.finished_s)
+    )
     return {
         "request_id": output.request_id,
         "prompt_token_ids": list(output.prompt_token_ids),
@@ -265,24 +265,15 @@ def _columns(output: RequestOutput, params: SamplingParams) -> Row:
         "num_generated_tokens": sum(len(one.token_ids) for one in output.outputs),
         "finish_reason": first.finish_reason if first else None,
         "params": params.model_dump_json(exclude_defaults=True),
-        "metrics": _metrics(output.metrics),
+        "metrics": {
+            "num_draft_tokens": metrics.num_draft_tokens,
+            "num_accepted_tokens": metrics.num_accepted_tokens,
+            "acceptance_rate": metrics.acceptance_rate,
+            "time_to_first_token_s": first_token_s,
+            "latency_s": finished_s,
+        },
         ERROR_COLUMN: _text_of(output.error),
     } | ({"generated_texts": texts} if params.n > 1 else {})
-
-
-def _metrics(metrics: RequestMetrics) -> dict[str, float | int | None]:
-    first, finished = metrics.first_token_s, metrics.finished_s
-    return {
-        "num_draft_tokens": metrics.num_draft_tokens,
-        "num_accepted_tokens": metrics.num_accepted_tokens,
-        "acceptance_rate": metrics.acceptance_rate,
-        "time_to_first_token_s": first - metrics.arrival_s if first is not None else None,
-        "latency_s": finished - metrics.arrival_s if finished is not None else None,
-    }
-
-
-def _columns_of_error(error: Exception) -> Row:
-    return {"generated_text": "", "num_input_tokens": 0, "num_generated_tokens": 0, ERROR_COLUMN: _text_of(error)}
 
 
 def _text_of(error: Exception | None) -> str:

@@ -69,28 +69,19 @@ class Tally:
     def acceptance_rate(self) -> float | None:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
-    @property
-    def _kinds(self) -> str:
-        """The most frequent kinds of errors, with their counts."""
-        counts = [f"{kind} {count}" for kind, count in self.errors.most_common(_MAX_KINDS)]
-        return ", ".join(counts) + (", ..." if len(self.errors) > _MAX_KINDS else "")
-
-    def exit_code_of(self, *, accepts_failed: bool) -> int:
-        """Return the exit code. accepts_failed: it is 0 even if rows failed, unless a file could not be read, because
-        another run may succeed in reading it."""
+    def exit_code(self, *, accepts_failed: bool = False) -> int:
+        """Return the exit code: 0 if every row succeeded, 1 if none did, 3 if some failed. accepts_failed: it is 0 even
+        if rows failed, unless a file could not be read, because another run may succeed in reading it."""
         is_final = not self.errors.keys() & _PASSING_KINDS
-        return EXIT_OK if accepts_failed and is_final and self.num_rows > 0 else self.exit_code
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code: 0 if every row succeeded, 1 if none did, 3 if some failed."""
-        if self.num_failed == 0 and self.num_rows > 0:
+        if self.num_rows > 0 and (self.num_failed == 0 or (accepts_failed and is_final)):
             return EXIT_OK
         return EXIT_FAILED if self.num_failed == self.num_rows else EXIT_SOME_FAILED
 
     def __str__(self) -> str:
         acceptance = "" if self.acceptance_rate is None else f", acceptance {self.acceptance_rate:.2f}"
-        failed = f", {self.num_failed} failed ({self._kinds})" if self.num_failed else ""
+        kinds = [f"{kind} {count}" for kind, count in self.errors.most_common(_MAX_KINDS)]
+        kinds += ["..."] * (len(self.errors) > _MAX_KINDS)
+        failed = f", {self.num_failed} failed ({', '.join(kinds)})" if self.num_failed else ""
         speed = f"{self.num_output_tokens} tokens, {self.tokens_per_s:.1f} tokens/s"
         earlier = f" ({self.num_earlier} of an earlier run)" if self.num_earlier else ""
         return f"{self.num_rows} rows{earlier}{failed}, {speed}{acceptance}"
@@ -131,13 +122,9 @@ class TimeLeft:
         total = self.num_left()
         if total is None:
             return ""
-        seconds = self.seconds
-        time_left = "time left not known yet" if seconds is None else f"{self._about} {shown_time(seconds)} left"
+        seconds, about = self.seconds, "at most" if self.is_bound else "about"
+        time_left = "time left not known yet" if seconds is None else f"{about} {shown_time(seconds)} left"
         return f", {max(0, total - self.num_done)} rows to do, {time_left}"
-
-    @property
-    def _about(self) -> str:
-        return "at most" if self.is_bound else "about"
 
 
 def shown_time(seconds: float) -> str:

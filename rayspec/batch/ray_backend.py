@@ -20,7 +20,7 @@ from rayspec.batch.columns import Columns
 from rayspec.batch.documents import Piece, read_piece
 from rayspec.batch.job import Order, Source, sort_key
 from rayspec.batch.rows import Row
-from rayspec.batch.scan import Scan, Takes, scan_of, scan_pieces, takes_all
+from rayspec.batch.scan import ALL_ROWS, Scan, Share, scan_of, scan_pieces
 from rayspec.pool.pool import EnginePool
 from rayspec.pool.worker import EngineFactory
 from rayspec.ray_session import ray_session
@@ -64,7 +64,10 @@ class RayBackend:
             dataset = read_dataset(source.pieces, source.columns, takes=source.share, wanted=source.wanted(left))
         else:
             dataset = dataset_of(source.given(left))
-        return rows_of(ordered(dataset, order))
+        if order != "input":  # Ray Data spills rows that do not fit in memory to disk
+            keyed = dataset.map(partial(_with_key, order=order), num_cpus=_READ_CPUS)
+            dataset = keyed.sort(_KEY).drop_columns([_KEY])
+        return rows_of(dataset)
 
     def pool(self, factory: EngineFactory, *, max_restarts: int) -> EnginePool:
         return EnginePool(factory, max_restarts=max_restarts)
@@ -74,7 +77,7 @@ def read_dataset(
     found: Sequence[Piece],
     columns: Columns,
     *,
-    takes: Takes = takes_all,
+    takes: Share = ALL_ROWS,
     wanted: Mapping[int, Sequence[int]] | None = None,
 ) -> ray.data.Dataset:
     """Return a dataset of the rows of pieces. Each row is a dict with the fields of `Row`.
@@ -87,14 +90,6 @@ def read_dataset(
     blocks = ray.data.from_items(items, override_num_blocks=max(1, min(len(items), _MAX_READ_TASKS)))
     how = {"columns": columns, "takes": takes}
     return blocks.flat_map(_read, fn_kwargs=how, num_cpus=_READ_CPUS)  # type: ignore[arg-type]
-
-
-def ordered(rows: ray.data.Dataset, order: Order) -> ray.data.Dataset:
-    """Sort the rows, see `job.Order`. Ray Data spills rows that do not fit in memory to disk."""
-    if order == "input":
-        return rows
-    keyed = rows.map(partial(_with_key, order=order), num_cpus=_READ_CPUS)
-    return keyed.sort(_KEY).drop_columns([_KEY])
 
 
 def dataset_of(rows: Sequence[Row]) -> ray.data.Dataset:
@@ -151,7 +146,7 @@ def rows_of(dataset: ray.data.Dataset) -> Generator[Row]:
             yield from (Row(**fields) for fields in batch.to_pylist())
 
 
-def _read(item: dict[str, Any], columns: Columns, takes: Takes) -> Iterator[dict[str, Any]]:
+def _read(item: dict[str, Any], columns: Columns, takes: Share) -> Iterator[dict[str, Any]]:
     wanted = None if item["wanted"] is None else frozenset(item["wanted"])
     yield from (asdict(row) for _, row in read_piece(item["piece"], columns, wanted) if takes(row.id))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
 import numpy as np
@@ -67,10 +68,10 @@ class Comparison:
     """
 
     left: Indices
-    errors: Sequence[Row] = ()
-    changed: pa.ChunkedArray = field(default_factory=lambda: _ids([]))
-    absent: pa.ChunkedArray = field(default_factory=lambda: _ids([]))
-    redoable: Indices = field(default_factory=lambda: np.empty(0, np.int64))
+    errors: Sequence[Row]
+    changed: pa.ChunkedArray
+    absent: pa.ChunkedArray
+    redoable: Indices
 
     def check(self, changed: Changed) -> None:
         """Check the input for changes. Raises ConfigError if it has changed and `changed` is "fail"."""
@@ -89,16 +90,24 @@ class Comparison:
         return ", and ".join(f"{len(ids)} rows {what} ({_named(ids)})" for ids, what in parts if len(ids))
 
 
-Takes = Callable[[str], bool]
-"""Decides by a row's id whether the row is wanted."""
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Selects a share of the rows by a hash of their ids, so that every run selects the same rows. None selects all."""
+
+    of_rows: float | None
+
+    def __call__(self, row_id: str) -> bool:
+        if self.of_rows is None:
+            return True
+        digest = hashlib.blake2b(row_id.encode(errors="surrogatepass"), digest_size=4).digest()
+        return int.from_bytes(digest, "big") < self.of_rows * 2**32
 
 
-def takes_all(_row_id: str) -> bool:
-    return True
+ALL_ROWS = Share(None)
 
 
 def scan_pieces(
-    found: Sequence[Piece], first: int, columns: Columns, takes: Takes, limit: int | None
+    found: Sequence[Piece], first: int, columns: Columns, takes: Share, limit: int | None
 ) -> Iterator[pa.Table]:
     """Yield tables of the rows of some pieces, up to `limit` rows. first: the index of the first of these pieces."""
     num_left = sys.maxsize if limit is None else limit
@@ -106,20 +115,15 @@ def scan_pieces(
         rows = ((number, row.without_input()) for number, row in read_piece(piece, columns))
         while some := list(itertools.islice(rows, min(_ROWS_AT_ONCE, num_left))):
             num_left -= len(some)
-            yield _seen(some, index, takes)
-
-
-def _seen(rows: Sequence[tuple[int, Row]], piece: int, takes: Takes) -> pa.Table:
-    ids = [row.id for _, row in rows]
-    columns = {
-        "id": ids,
-        "input_hash": [row.input_hash for _, row in rows],
-        "piece": np.full(len(rows), piece, np.int32),
-        "number": np.fromiter((number for number, _ in rows), np.int64, len(rows)),
-        "is_taken": np.fromiter(map(takes, ids), bool, len(rows)),
-        "error": [json.dumps(asdict(row)) if row.error_kind is not None else None for _, row in rows],
-    }
-    return pa.table(columns, schema=_SCHEMA_WITH_ERRORS)
+            fields = {
+                "id": [row.id for _, row in some],
+                "input_hash": [row.input_hash for _, row in some],
+                "piece": np.full(len(some), index, np.int32),
+                "number": [number for number, _ in some],
+                "is_taken": [takes(row.id) for _, row in some],
+                "error": [json.dumps(asdict(row)) if row.error_kind is not None else None for _, row in some],
+            }
+            yield pa.table(fields, schema=_SCHEMA_WITH_ERRORS)
 
 
 def scan_of(scanned: Iterable[pa.Table], found: Sequence[Piece], *, limit: int | None = None) -> Scan:
@@ -139,7 +143,7 @@ def scan_of(scanned: Iterable[pa.Table], found: Sequence[Piece], *, limit: int |
     return Scan(rows=good, names=[piece.name for piece in found], errors=errors)
 
 
-def scan_rows(rows: Sequence[Row], takes: Takes = takes_all) -> Scan:
+def scan_rows(rows: Sequence[Row], takes: Share = ALL_ROWS) -> Scan:
     """Return the same as `scan_of`, for rows in memory. Each row is a piece."""
     taken = [index for index, row in enumerate(rows) if takes(row.id) and row.error_kind is None]
     columns = {
@@ -173,7 +177,7 @@ def compared(scan: Scan, done: pa.Table, *, is_whole: bool = True) -> Comparison
         left=kept[is_left[kept]],
         errors=[*scan.errors, *errors],
         changed=ids.take(pa.array(redoable)),
-        absent=done_ids.filter(pc.invert(pc.is_in(done_ids, value_set=ids))) if is_whole else _ids([]),
+        absent=done_ids.filter(pc.invert(pc.is_in(done_ids, value_set=ids))) if is_whole else done_ids[:0],
         redoable=redoable,
     )
 
@@ -196,10 +200,6 @@ def _one_of_each(scan: Scan, is_done_text: npt.NDArray[np.bool_]) -> tuple[Indic
             row, first = first, row
         errors.append(as_duplicate(row, first.source))
     return np.sort(keeper), errors
-
-
-def _ids(values: Sequence[str]) -> pa.ChunkedArray:
-    return pa.chunked_array([values], pa.large_string())
 
 
 def _named(ids: pa.ChunkedArray) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ def task(*, sampling: dict[str, Any] | None = None, **options: Any) -> DocumentT
         {"verification": "rejection"},
         {"template": "Say: {text}"},
         {"chat": False},
-        {"long": LongDocumentOptions(mode="refine")},
+        {"long": LongDocumentOptions(long="refine")},
         {"sampling": {"seed": 5}},
         {"sampling": {"max_tokens": 3}},
     ],
@@ -45,8 +44,3 @@ def test_what_decides_the_texts_is_in_the_identity(options: dict[str, Any]) -> N
 )
 def test_what_decides_only_the_speed_is_not(options: dict[str, Any]) -> None:
     assert task().identity == task(**options).identity
-
-
-def test_the_identity_survives_json() -> None:
-    identity = task(long=LongDocumentOptions(level_output_tokens=(10, 20))).identity
-    assert json.loads(json.dumps(identity))["task"]["long"]["level_output_tokens"] == [10, 20]

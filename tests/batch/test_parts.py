@@ -6,7 +6,6 @@ import io
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,15 +129,6 @@ def test_which_rows_count_does_not_depend_on_how_they_came(tmp_path: Path) -> No
                 last[row.id] = place
         expected = [row for place, row in enumerate(rows) if last[row.id] == place]
         assert list(parts.rows()) == list(opened(tmp_path / str(number)).rows()) == expected
-
-
-@pytest.mark.parametrize("damage", [lambda content: content[:100], lambda _: b"", lambda _: b"PAR1", lambda _: b"{}\n"])
-def test_a_part_that_is_cut_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    stored(tmp_path, *map(done, "abcd"))
-    (part,) = tmp_path.glob("part-000003-*.parquet")
-    part.write_bytes(damage(part.read_bytes()))
-    with pytest.raises(DamagedOutputError, match=f"{part.name}: .*delete it to have its rows done again"):
-        opened(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["The agency paid the fee in May.", "fee " * 300])

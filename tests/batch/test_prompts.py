@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rayspec import demo
-from rayspec.batch.document_task import PromptBuilder, fitting_prompt_tokens, summary_prompt
+from rayspec.batch.document_task import PromptBuilder, fitting_prompt_tokens
 from rayspec.batch.documents import input_row
 from rayspec.batch.rows import Row
 from rayspec.config import SamplingParams
@@ -39,12 +39,6 @@ def document(text: str) -> Row:
 def prompt_of(builder: PromptBuilder, document: Row) -> str:
     tokenizer = builder.llm.tokenizer
     return str(tokenizer.decode(list(builder.request("r", document).prompt_token_ids or ())))
-
-
-def test_a_document_becomes_a_users_message(llm: DemoTokens) -> None:
-    assert (
-        prompt_of(PromptBuilder(llm=llm, params=PARAMS), document("Some text.")) == "<|document|>Some text.<|summary|>"
-    )
 
 
 def test_the_template_wraps_the_text_only(llm: DemoTokens) -> None:
@@ -86,7 +80,7 @@ def test_messages_for_a_model_without_chats_are_one_bad_row() -> None:
         PromptBuilder(llm=Untemplated(), params=PARAMS).request("r", chat)
 
 
-@pytest.mark.parametrize("limit", [3, 50, 51, 400])
+@pytest.mark.parametrize("limit", [3, 51, 400])
 def test_a_long_document_is_cut_at_its_end_to_fit(llm: DemoTokens, limit: int) -> None:
     text = "".join(f"Zeile {n}: 世界 ünïcode. " for n in range(300))
     builder = PromptBuilder(llm=llm, params=PARAMS, template="Sum: {text}!", max_prompt_tokens=limit)
@@ -100,21 +94,6 @@ def test_a_long_document_is_cut_at_its_end_to_fit(llm: DemoTokens, limit: int) -
         assert len(tokens) > limit - 8
 
 
-def test_a_document_that_fits_is_not_cut(llm: DemoTokens) -> None:
-    builder = PromptBuilder(llm=llm, params=PARAMS, max_prompt_tokens=100)
-    assert prompt_of(builder, document("Some text.")) == "<|document|>Some text.<|summary|>"
-
-
-def test_a_template_needs_a_place_for_the_document(llm: DemoTokens) -> None:
-    with pytest.raises(ConfigError, match=r"option 'prompt' is 'Sum up': it must hold \{text\}"):
-        PromptBuilder(llm=llm, params=PARAMS, template="Sum up")
-
-
 def test_an_output_has_its_room() -> None:
     assert fitting_prompt_tokens(1000, SamplingParams(max_tokens=300)) == 700
     assert fitting_prompt_tokens(100, SamplingParams(max_tokens=300)) == 1
-
-
-def test_only_the_bundled_model_needs_no_instruction() -> None:
-    assert summary_prompt("demo") == "{text}"
-    assert summary_prompt("some/model").startswith("Summarize")

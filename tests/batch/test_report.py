@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from rayspec.batch.plots import plot_plans
-from rayspec.batch.report import DOCUMENT_HEADINGS, PLOT_NAME, RunReport
+from rayspec.batch.report import PLOT_NAME, RunReport
 from rayspec.batch.rows import Row
 from rayspec.choices import Choice
 from rayspec.types import EngineStats, Plan, PlanRecord, PromptTooLongError, no_draft
@@ -102,19 +102,6 @@ def test_texts_of_others_are_no_markup(tmp_path: Path) -> None:
     assert re.findall(r"<(?:a|img|code|em|script)\b[^>]{0,20}", body) == [f'<img src="{PLOT_NAME}" ']
     for text in MARKUP:
         assert f"<td>{escape(text)}</td>" in body
-
-
-def test_tables_have_as_many_cells_as_headings(tmp_path: Path) -> None:
-    report = RunReport()
-    for row in rows():
-        report.add(row)
-    path = report.write(tmp_path, stats=stats_of([record(random.Random(0))]), config=CONFIG, title="Run")
-    width = None
-    for line in path.read_text(encoding="utf-8").splitlines():
-        cells = line.replace("\\|", "").count("|") - 1 if line.startswith("|") else None
-        assert width is None or cells is None or cells == width
-        width = cells
-    assert all(len(cells) == len(DOCUMENT_HEADINGS) for cells in report.listed)
 
 
 def test_a_report_of_many_rows_lists_the_first_and_counts_all(tmp_path: Path) -> None:

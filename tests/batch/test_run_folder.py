@@ -116,19 +116,11 @@ def test_a_job_goes_on_where_it_was(tmp_path: Path) -> None:
         assert [row.id for row in folder.rows()] == [str(number) for number in range(41)]
 
 
-def test_an_error_commits_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), open_folder(tmp_path) as folder:
-        folder.add(done("a"))
-        raise KeyboardInterrupt
-    with open_folder(tmp_path) as folder:
-        assert done_ids(folder) == {"a"}
-
-
 def test_what_is_done_can_be_read_while_another_thread_commits(tmp_path: Path) -> None:
     with open_folder(tmp_path, file_format="jsonl") as folder, ThreadPoolExecutor() as pool:
 
         def commit_all() -> None:
-            for number in range(300):
+            for number in range(60):
                 folder.add(done(str(number)))
                 folder.commit()
 
@@ -137,7 +129,7 @@ def test_what_is_done_can_be_read_while_another_thread_commits(tmp_path: Path) -
             before, seen = seen, len(folder.done)
             assert before <= seen <= folder.kinds.total()
         writing.result()
-        assert len(folder.done) == 300
+        assert len(folder.done) == 60
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -319,14 +311,7 @@ def test_another_identity_is_refused_by_name(tmp_path: Path) -> None:
         assert part in str(caught.value)
     assert "max_tokens" not in str(caught.value)
     assert manifest_of(tmp_path) == before
-
-
-def test_a_long_value_is_shown_by_its_beginning(tmp_path: Path) -> None:
-    with open_folder(tmp_path, identity={"prompt": "x" * 5000}) as folder:
-        folder.add(done("a"))
-    with pytest.raises(ConfigError) as caught:
-        open_folder(tmp_path, identity={"prompt": "y" * 5000})
-    assert len(str(caught.value)) < 600
+    open_folder(tmp_path).close()  # the refusal has given the lock back
 
 
 def test_a_value_that_the_engine_chose_may_be_named(tmp_path: Path) -> None:
@@ -340,11 +325,6 @@ def test_a_value_that_the_engine_chose_may_be_named(tmp_path: Path) -> None:
     open_folder(tmp_path, identity=identity()).close()
     with pytest.raises(ConfigError, match=r'engine\.dtype was "bfloat16" and is "float32"; engine\.revision was null'):
         open_folder(tmp_path, identity=identity(dtype="float32", max_model_len=64, revision="other"))
-
-
-def test_an_identity_is_compared_as_json_has_it(tmp_path: Path) -> None:
-    open_folder(tmp_path, identity={"skip": (1, 2)}).close()
-    open_folder(tmp_path, identity={"skip": [1, 2]}).close()
 
 
 def test_overwriting_removes_what_a_job_left_and_nothing_else(tmp_path: Path) -> None:
@@ -367,22 +347,17 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
         assert (tmp_path / "thesis.tex").exists()
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "out").touch()
-    with pytest.raises(ConfigError, match="a file: name a folder"):
-        open_folder(tmp_path / "out")
-
-
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="a file: name a folder"):
+        open_folder(tmp_path / "file")
     with pytest.raises(ConfigError, match=r"option 'output' is .*which cannot be used"):
         open_folder(tmp_path / "file" / "out")
 
 
-@pytest.mark.parametrize("name", ["id", "error", "tree"])
-def test_the_text_needs_a_column_of_its_own(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"text_column is '{name}'"):
-        open_folder(tmp_path, text_column=name)
+def test_the_text_needs_a_column_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="text_column is 'tree'"):
+        open_folder(tmp_path, text_column="tree")
 
 
 def test_a_second_driver_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
@@ -444,14 +419,6 @@ def test_a_file_of_something_else_is_not_replaced_unasked(tmp_path: Path) -> Non
     assert output_places(str(tmp_path / "x.parquet"), None)[1] is None, "a folder, whatever its name"
 
 
-def test_a_refusal_gives_the_lock_back(tmp_path: Path) -> None:
-    with open_folder(tmp_path) as folder:
-        folder.add(done("a"))
-    with pytest.raises(ConfigError, match="model"):
-        open_folder(tmp_path, identity={})
-    open_folder(tmp_path).close()
-
-
 @pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda _: b"", lambda _: b"{}\n"])
 def test_a_damaged_part_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     with open_folder(tmp_path) as folder:
@@ -468,7 +435,7 @@ def test_a_damaged_part_is_named(tmp_path: Path, damage: Callable[[bytes], bytes
         assert done_ids(folder) == {"32"}
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}'])
+@pytest.mark.parametrize("content", ["{", '{"version": 1}'])
 def test_a_damaged_manifest_is_named(tmp_path: Path, content: str) -> None:
     open_folder(tmp_path).close()
     (tmp_path / "manifest.json").write_text(content, encoding="utf-8")
@@ -507,16 +474,13 @@ def test_a_job_in_a_remote_store(bucket: Location) -> None:
         folder.finish({})
     with bucket.join("summaries.parquet").open() as file:
         assert pq.read_table(file)["id"].to_pylist() == ["a", "b"]
-
-
-def test_two_drivers_in_a_remote_store_do_not_overwrite_each_other(bucket: Location) -> None:
-    with open_folder(bucket) as first, open_folder(bucket) as second:
-        for folder, own in ((first, "a"), (second, "b")):
+    with open_folder(bucket) as first, open_folder(bucket) as second:  # two drivers, which a store does not refuse
+        for folder, own in ((first, "c"), (second, "d")):
             folder.add(done(own))
             folder.add(done("both"))
             folder.commit()
     with open_folder(bucket) as folder:
-        assert sorted(row.id for row in folder.rows()) == ["a", "b", "both"]
+        assert sorted(row.id for row in folder.rows()) == ["a", "b", "both", "c", "d"]
 
 
 _WRITER = """

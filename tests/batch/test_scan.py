@@ -26,13 +26,6 @@ def errors_of(found: Comparison) -> list[tuple[str, str | None, str | None]]:
     return [(row.id, row.source, row.error_kind) for row in found.errors]
 
 
-def test_rows_that_have_moved_are_done() -> None:
-    """One row was inserted at the top: ids decide, not places."""
-    scan = of(*(row(f"r{number}", f"a:{number + 1}") for number in range(44)))
-    found = compared(scan, done({f"r{number}": "h" for number in range(1, 44)}))
-    assert (found.left.tolist(), found.errors, len(found.changed), len(found.absent)) == ([0], [], 0, 0)
-
-
 def test_changed_and_absent_rows_are_found() -> None:
     found = compared(of(row("a", "f:1"), row("b", "f:2", "new")), done({"a": "h", "b": "old", "c": "h"}))
     assert (found.changed.to_pylist(), found.absent.to_pylist(), found.left.tolist()) == (["b"], ["c"], [])
@@ -45,22 +38,6 @@ def test_changed_and_absent_rows_are_found() -> None:
 
 def test_a_part_of_the_input_says_nothing_of_absent_rows() -> None:
     assert len(compared(of(row("a", "f:1")), done({"a": "h", "b": "h"}), is_whole=False).absent) == 0
-
-
-def test_an_unknown_hash_is_no_change() -> None:
-    assert len(compared(of(row("a", "f:1")), done({"a": None})).changed) == 0
-
-
-def test_the_first_row_keeps_an_id() -> None:
-    found = compared(of(row("a", "f:1"), row("a", "f:2"), row("a", "f:1")), done({}))
-    assert errors_of(found) == [("a", "f:2", "duplicate_id")]
-    assert (found.left.tolist(), len(found.changed)) == ([0], 0)
-
-
-def test_the_row_that_was_done_keeps_its_id_before_the_first() -> None:
-    found = compared(of(row("a", "f:1", "new"), row("a", "f:2", "old"), row("a", "f:3", "old")), done({"a": "old"}))
-    assert errors_of(found) == [("a", "f:1", "duplicate_id"), ("a", "f:3", "duplicate_id")]
-    assert (found.left.tolist(), len(found.changed)) == ([], 0)
 
 
 def test_rows_that_cannot_be_read_are_errors() -> None:

@@ -5,7 +5,6 @@ Each job is a process of its own with a private Ray. Its other processes are fou
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -18,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -31,7 +29,7 @@ from rayspec.batch.run_folder import RunFolder
 from rayspec.command.locations import Location
 from rayspec.command.settings import make_settings
 from rayspec.config import SamplingParams
-from tests.jobs.job_process import FAST, committed, num_committed, start, wait_until, wait_until_gone, write_lines
+from tests.jobs.job_process import FAST, num_committed, start, wait_until, wait_until_gone, write_lines
 
 OPTIONS = (*FAST, "--max-model-len", "256", "--max-tokens", "8", "--temperature", "0")
 ENGINE, SHARD, COORDINATOR = "EngineWorker", "ray::Shard", "ray::Coordinator"
@@ -119,71 +117,6 @@ def undisturbed() -> dict[str, str]:
         prompts = PromptBuilder(llm=llm, params=params, template=summary_prompt("demo"))
         outputs = llm.stream(prompts.request(row.id, row) for row in rows)
         return {output.request_id: output.outputs[0].text for output in outputs}
-
-
-def write_parquet(path: Path, rows: list[dict[str, str]]) -> None:
-    pq.write_table(pa.Table.from_pylist(rows), path)
-
-
-@pytest.mark.parametrize("with_ids", [True, False])
-def test_a_finished_job_is_finished_by_whatever_path_its_input_is_named(jobs: Jobs, with_ids: bool) -> None:
-    rows = documents(43)
-    write_parquet(jobs.folder / "in.parquet", rows if with_ids else [{"text": row["text"]} for row in rows])
-    (jobs.folder / "mount").symlink_to(jobs.folder)
-    jobs.run("in.parquet", "-o", "out")
-    before = jobs.rows()
-    assert len(before) == 43
-    for name in ("./in.parquet", str(jobs.folder / "in.parquet"), "mount/in.parquet", "*.parquet", "."):
-        started = time.monotonic()
-        said = jobs.run(name, "-o", "out")
-        assert "43 rows (43 of an earlier run), 0 tokens" in said
-        assert "changed" not in said
-        assert jobs.rows() == before
-        assert time.monotonic() - started < 60
-    assert len(committed(jobs.folder / "out")) == 43
-
-
-def test_a_row_that_is_inserted_and_taken_out_again_is_one_row(jobs: Jobs) -> None:
-    rows = documents(43)
-    write_parquet(jobs.folder / "in.parquet", rows)
-    jobs.run("in.parquet", "-o", "out")
-    before = jobs.texts()
-    extra = {"id": "extra", "text": "The annual review."}
-    write_parquet(jobs.folder / "in.parquet", [extra, *rows])
-    assert "44 rows (43 of an earlier run)" in jobs.run("in.parquet", "-o", "out")
-    with_extra = jobs.texts()
-    assert {row_id: with_extra[row_id] for row_id in before} == before
-    write_parquet(jobs.folder / "in.parquet", rows)
-    said = jobs.run("in.parquet", "-o", "out")
-    assert "1 rows of the output are no longer in the input ('extra'): the earlier results are kept" in said
-    assert jobs.texts() == with_extra
-
-
-def test_rows_whose_text_has_changed_are_named_and_done_again_when_asked(jobs: Jobs) -> None:
-    rows = documents(10)
-    write_lines(jobs.folder / "in.jsonl", rows)
-    jobs.run("in.jsonl", "-o", "out")
-    before = jobs.texts()
-    rows[4]["text"] = documents(1, seed=9)[0]["text"]
-    write_lines(jobs.folder / "in.jsonl", rows)
-    said = jobs.run("in.jsonl", "-o", "out")
-    assert f"1 rows have other text than when they were done ('{rows[4]['id']}'): the earlier results are kept" in said
-    assert jobs.texts() == before
-    assert "option 'changed' is 'fail'" in jobs.run("in.jsonl", "-o", "out", "--changed", "fail", code=2)
-    assert "1 are done again" in jobs.run("in.jsonl", "-o", "out", "--changed", "redo")
-    after = jobs.texts()
-    assert [row_id for row_id in before if before[row_id] != after[row_id]] == [rows[4]["id"]]
-    assert "other text" not in jobs.run("in.jsonl", "-o", "out", "--changed", "fail")
-
-
-def test_an_input_that_is_repaired_leaves_no_error_behind(jobs: Jobs) -> None:
-    good = [json.dumps(row) for row in documents(3)]
-    (jobs.folder / "in.jsonl").write_text("\n".join([*good, "no json", good[0]]) + "\n", encoding="utf-8")
-    assert "2 failed (" in jobs.run("in.jsonl", "-o", "out", code=3)
-    assert len(jobs.rows()) == 5
-    (jobs.folder / "in.jsonl").write_text("\n".join(good) + "\n", encoding="utf-8")
-    jobs.run("in.jsonl", "-o", "out")
-    assert len(jobs.texts()) == 3
 
 
 def test_quick_kills_from_outside_condemn_no_row(jobs: Jobs, undisturbed: dict[str, str]) -> None:

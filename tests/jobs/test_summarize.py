@@ -95,55 +95,6 @@ def test_a_job_that_is_killed_goes_on_with_the_rows_that_are_left(
     assert {row["id"]: row["summary"] for row in whole} == {row_id: row["summary"] for row_id, row in rows.items()}
 
 
-@pytest.mark.exhaustive
-def test_a_document_beyond_the_context_is_summarized_by_its_parts(
-    tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (sample,) = demo.sample_documents(1, num_sentences=700)
-    (tmp_path / "long.txt").write_text(sample.text, encoding="utf-8")
-    options = ("--max-model-len", "2048", "--max-tokens", "24")
-    result = CliRunner().invoke(
-        app,
-        [
-            "job",
-            "summarize",
-            "long.txt",
-            "--output",
-            "out",
-            *FAST,
-            *options,
-            "--long",
-            "map-reduce",
-            "--format",
-            "jsonl",
-        ],
-    )
-    assert result.exit_code == 0, result.output
-    (row,) = map(json.loads, (tmp_path / "out" / "summaries.jsonl").read_text(encoding="utf-8").splitlines())
-    (root,) = json.loads(row["tree"])
-    assert len(root["children"]) >= 2
-    assert row["summary"]
-    assert row["num_prompt_tokens"] > 8000
-
-
-@pytest.mark.exhaustive
-def test_other_options_are_refused_and_other_speeds_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_lines(tmp_path / "a.jsonl", [{"id": "a", "text": "The annual review."}])
-    arguments = ["a.jsonl", "--output", "out", *FAST, "--max-model-len", "64"]
-    assert CliRunner().invoke(app, ["job", "summarize", *arguments, "--max-tokens", "2"]).exit_code == 0
-    refused = CliRunner().invoke(app, ["job", "summarize", *arguments, "--max-tokens", "3"])
-    assert refused.exit_code == 2
-    assert "sampling.max_tokens was 2 and is 3: choose another folder, or pass --overwrite" in refused.stderr
-    assert (
-        CliRunner().invoke(app, ["job", "summarize", *arguments, "--max-tokens", "2", "--max-num-seqs", "3"]).exit_code
-        == 0
-    )
-
-
 def test_the_saved_options_can_be_given_back_and_the_data_type_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
 ) -> None:

@@ -1,0 +1,122 @@
+"""What a next run makes of an output whose input is another, or goes by another name. In this process; jobs on Ray run
+the same code."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from rayspec import demo
+from rayspec.batch.scan import Share
+from rayspec.cli import app
+from tests.jobs.job_process import FAST, committed, write_lines
+
+OPTIONS = ("-o", "out", *FAST, "--max-model-len", "256", "--max-tokens", "8")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    """What the command wrote to its terminal."""
+    result = CliRunner().invoke(app, ["summarize", *arguments, *OPTIONS])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def documents(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
+    samples = demo.sample_documents(num_rows, num_sentences=4, seed=seed)
+    return [{"id": sample.id, "text": sample.text} for sample in samples]
+
+
+def rows() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = pq.read_table("out/summaries.parquet").to_pylist()
+    return found
+
+
+def texts() -> dict[str, str]:
+    assert {row["error_kind"] for row in rows()} == {None}
+    return {row["id"]: row["summary"] for row in rows()}
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_a_finished_job_is_finished_by_whatever_path_its_input_is_named(folder: Path, with_ids: bool) -> None:
+    given = documents(7) if with_ids else [{"text": row["text"]} for row in documents(7)]
+    pq.write_table(pa.Table.from_pylist(given), "in.parquet")
+    (folder / "mount").symlink_to(folder)
+    run("in.parquet")
+    before = rows()
+    for name in ("./in.parquet", str(folder / "in.parquet"), "mount/in.parquet", f"file://{folder}/*.parquet", "."):
+        said = run(name)
+        assert "7 rows (7 of an earlier run), 0 tokens" in said
+        assert "changed" not in said
+    assert rows() == before
+    assert len(committed(folder / "out")) == len(before) == 7
+
+
+def test_rows_come_and_go_and_change(folder: Path) -> None:
+    given = documents(7)
+    write_lines(folder / "in.jsonl", given)
+    run("in.jsonl")
+    before = texts()
+    write_lines(folder / "in.jsonl", [{"id": "extra", "text": "The annual review."}, *given])
+    assert "8 rows (7 of an earlier run)" in run("in.jsonl")
+    with_extra = texts()
+    assert with_extra == before | {"extra": with_extra["extra"]}
+    given[4]["text"] = documents(1, seed=9)[0]["text"]
+    write_lines(folder / "in.jsonl", given)
+    said = run("in.jsonl")
+    assert f"1 rows have other text than when they were done ('{given[4]['id']}')" in said
+    assert "1 rows of the output are no longer in the input ('extra'): the earlier results are kept" in said
+    assert texts() == with_extra
+    assert "option 'changed' is 'fail'" in run("in.jsonl", "--changed", "fail", code=2)
+    assert "1 are done again" in run("in.jsonl", "--changed", "redo")
+    after = texts()
+    assert [row_id for row_id in with_extra if with_extra[row_id] != after[row_id]] == [given[4]["id"]]
+    assert "other text" not in run("in.jsonl")
+
+
+def test_an_input_that_is_repaired_leaves_no_error_behind(folder: Path) -> None:
+    good = [json.dumps(row) for row in documents(3)]
+    (folder / "in.jsonl").write_text("\n".join([*good, "no json", good[0]]) + "\n", encoding="utf-8")
+    assert "2 failed (" in run("in.jsonl", code=3)
+    assert len(rows()) == 5
+    (folder / "in.jsonl").write_text("\n".join(good) + "\n", encoding="utf-8")
+    run("in.jsonl")
+    assert len(texts()) == 3
+
+
+def test_duplicates_are_found_across_runs_and_counted_once(folder: Path) -> None:
+    write_lines(folder / "a.jsonl", [{"id": "x", "text": "The annual review."}, {"id": "y", "text": "The review."}])
+    write_lines(folder / "b.jsonl", [{"id": "x", "text": "Another."}, {"id": "z", "text": "The annual report."}])
+    run("a.jsonl")
+    for _ in range(2):  # the second time nothing is left to do
+        said = run("a.jsonl", "b.jsonl", code=3)
+        assert "4 rows (" in said
+        assert "1 failed (duplicate_id 1)" in said
+    assert Counter((row["id"], row["error_kind"]) for row in rows()) == Counter(
+        [("x", None), ("x", "duplicate_id"), ("y", None), ("z", None)]
+    )
+
+
+def test_a_limited_run_is_taken_further_and_a_share_is_the_same_every_time(folder: Path) -> None:
+    write_lines(folder / "a.jsonl", [{"id": f"r{n}", "text": "The review."} for n in range(30)])
+    run("a.jsonl", "--limit", "5")
+    run("a.jsonl", "--limit", "9")
+    assert set(texts()) == {f"r{n}" for n in range(9)}
+    share = {f"r{n}" for n in range(30) if Share(0.4)(f"r{n}")}
+    assert 0 < len(share) < 30
+    run("a.jsonl", "--sample", "0.4")
+    assert set(texts()) == {f"r{n}" for n in range(9)} | share
+    assert len(committed(folder / "out")) == len(rows())
