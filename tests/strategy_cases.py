@@ -34,6 +34,12 @@ def latency_model(
     )
 
 
+def verify_after_draft_s(model: LatencyModel, *, rows: int, context: float, batch: int, prefix: int) -> float:
+    """Seconds of a verify whose first `prefix` sublayers run one row of each sequence: the draft ran the others."""
+    every, one = (model.sublayers_s(rows=count, context=context, batch=batch)[:prefix].sum() for count in (rows, batch))
+    return model.verify_s(rows=rows, context=context, batch=batch) - float(every - one)
+
+
 def latency(num_sublayers: int = 8) -> LatencyModel:
     """Sublayers take all the time, so that every draft that is accepted pays."""
     return latency_model(num_sublayers // 2, sublayer_s=1e-3, row_s=1e-5)

@@ -17,30 +17,10 @@ from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import NEVER, PRIOR_TOKENS, CalibrationCurve, StopRule, expected_draft
 
 Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-
-
-def expected_tokens(acceptance: ArrayLike, num_draft_tokens: ArrayLike) -> Floats:
-    """Return the expected tokens that a round commits: 1 + a + ... + a^g = (1 - a^(g+1)) / (1 - a), and g + 1 at a = 1
-    (Leviathan et al., eq. 1). Here a is `acceptance` and g is `num_draft_tokens`.
-
-    The arguments broadcast. Raises ValueError outside 0 <= a <= 1, g >= 0.
-    """
-    a, terms = np.broadcast_arrays(np.asarray(acceptance, float), np.asarray(num_draft_tokens, float) + 1)
-    if not ((a >= 0) & (a <= 1) & (terms >= 1)).all():
-        raise ValueError("acceptance must lie between 0 and 1, and num_draft_tokens be 0 or more")
-    with np.errstate(divide="ignore", invalid="ignore"):
-        total = -np.expm1(terms * np.log(a)) / (1 - a)
-    return np.asarray(np.where(a == 1, terms, total))
 
 
 def shrink(matches: float, total: float, prior: float) -> float:
-    """Estimate acceptance from `matches` of `total` tokens that agreed. `prior` counts as PRIOR_TOKENS more tokens.
-
-    Raises ValueError unless 0 <= matches <= total and 0 <= prior <= 1.
-    """
-    if not (0 <= matches <= total and 0 <= prior <= 1):
-        raise ValueError("need 0 <= matches <= total and 0 <= prior <= 1")
+    """Estimate acceptance from `matches` of `total` tokens that agreed. `prior` counts as PRIOR_TOKENS more tokens."""
     return (matches + PRIOR_TOKENS * prior) / (total + PRIOR_TOKENS)
 
 
@@ -143,28 +123,18 @@ def tokens_per_time(
     return tpt
 
 
-def worth_drafting(survival: ArrayLike, acceptance: ArrayLike, *, rate: float, step_s: float, row_s: float) -> Flags:
-    """Return [num_sequences]: whether each sequence should draft one more token; all False where the step does not pay.
+class DraftWhileWorth(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Draft while the next token is worth its time. The rule is serializable, and can be sent to the process that
+    drafts.
 
-    survival: probability that all tokens drafted so far are accepted. acceptance: probability that the next token is.
-    rate: current tokens per second of the whole batch. step_s: fixed seconds of a draft step. row_s: extra seconds for
-    each sequence that takes part, its row in the verify included.
+    curve: acceptance of a drafted token by its confidence. usual: acceptance of a token not drafted yet. rate: current
+    tokens per second of the whole batch. step_s: fixed seconds of a draft step. row_s: extra seconds for each sequence
+    that takes part, its row in the verify included.
 
     By the renewal-reward argument, the best policy drafts while the marginal tokens - rate * seconds is not negative.
-    Here `rate` is the best rate itself. Survival only falls, so looking one token ahead is enough. So a sequence takes
-    part iff survival * acceptance > rate * row_s. The step takes place iff the surplus of these sequences, summed,
-    exceeds rate * step_s. For one sequence: survival * acceptance > rate * (step_s + row_s).
-    """
-    surplus = np.atleast_1d(np.asarray(survival, float) * np.asarray(acceptance, float)) - rate * row_s
-    takes_part = surplus > 0
-    return takes_part & (float(surplus[takes_part].sum()) > rate * step_s)
-
-
-class DraftWhileWorth(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """`worth_drafting` as a serializable rule, which can be sent to the process that drafts.
-
-    curve: acceptance of a drafted token by its confidence. usual: acceptance of a token not drafted yet. rate, step_s,
-    row_s: see `worth_drafting`.
+    Here `rate` is the best rate itself. The survival of a draft, the probability that all its tokens are accepted, only
+    falls, so looking one token ahead is enough. So a sequence takes part iff survival * usual > rate * row_s. The step
+    takes place iff the surplus of these sequences, summed, exceeds rate * step_s.
     """
 
     curve: CalibrationCurve
@@ -175,8 +145,9 @@ class DraftWhileWorth(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     def __call__(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Return for each sequence whether it drafts one more token. confidences: of its drafted tokens so far."""
-        survival = [float(np.prod(self.curve.acceptance(one))) for one in confidences]
-        worth: list[bool] = worth_drafting(
-            survival, self.usual, rate=self.rate, step_s=self.step_s, row_s=self.row_s
-        ).tolist()
+        survival = np.asarray([np.prod(self.curve.acceptance(one)) for one in confidences])
+        surplus = survival * self.usual - self.rate * self.row_s
+        takes_part = surplus > 0
+        pays = float(surplus[takes_part].sum()) > self.rate * self.step_s
+        worth: list[bool] = (takes_part & pays).tolist()
         return worth

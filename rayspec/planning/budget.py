@@ -19,8 +19,6 @@ class Budget:
     """Bounds the time of plan searches by `share` of all time. A search must fit by its predicted cost, in advance."""
 
     def __init__(self, share: float) -> None:
-        if not 0 <= share <= 1:
-            raise ValueError(f"share is {share}; it must lie between 0 and 1")
         self._share = share
         self.spent_s = 0.0
 
@@ -36,11 +34,6 @@ class Budget:
         """Whether the first searches may cost so much together, beyond their share: up to FIRST_SEARCH_SHARE of the
         time that their plan is expected to save. With a share of 0 there are no searches."""
         return self._share > 0 and self.spent_s + predicted_cost_s <= FIRST_SEARCH_SHARE * saving_s
-
-    def spend(self, seconds: float) -> None:
-        if seconds < 0:
-            raise ValueError(f"cannot spend {seconds} s")
-        self.spent_s += seconds
 
 
 class Trigger:
@@ -59,8 +52,6 @@ class Trigger:
         patience_tokens: int = round(TOKENS_HALF_LIFE),
         max_patience_tokens: int = MAX_PATIENCE_TOKENS,
     ) -> None:
-        if not 0 < cooldown_tokens <= patience_tokens <= max_patience_tokens:
-            raise ValueError("need 0 < cooldown_tokens <= patience_tokens <= max_patience_tokens")
         self._cooldown_tokens = cooldown_tokens
         self._patience_tokens = patience_tokens
         self._max_patience_tokens = max_patience_tokens

@@ -54,23 +54,20 @@ class Expansion(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """A draft: the choice of each sublayer. saved: units of time that it saves. index: row in the terminal batch."""
+    """A draft: the choice of each sublayer. saved: units of time that it saves."""
 
     choices: tuple[Choice, ...]
     saved: int
     similarity: float
-    index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """candidates: patterns by rising saved time, of which the first saves nothing. states: the terminal batch, with a
-    row for each candidate. num_rows_run: for each sublayer, the number of states that ran it in full.
-    """
+    row for each candidate."""
 
     candidates: list[Pattern]
     states: Any
-    num_rows_run: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +112,8 @@ def solve(
     most that could be saved. With `drop_dominated`, it drops states that save no more than another state and are
     no more similar. A row of more than `max_states` states is thinned over saved time. band=None, drop_dominated=False,
     min_similarity=-inf and a large `max_states` give the exact recurrence. A choice that saves 0 competes with `full`
-    at equal saved time: it is taken only where the state becomes more similar and another sublayer saves time. Raises
-    ValueError for negative savings, savings of `full`, a negative `max_saved` or `band`, and max_states below 2.
+    at equal saved time: it is taken only where the state becomes more similar and another sublayer saves time.
     """
-    _check(savings, max_saved, max_states, band)
     names = _names(savings)
     menus = _menus(savings, names)
     low, high = _limits(menus, max_saved, band)
@@ -127,19 +122,15 @@ def solve(
     batch, saved = _Batch(expansion.start(), 1), np.zeros(1, np.int64)
     similarity = np.ones(1)
     codes: Codes = np.zeros((1, len(menus)), np.int8)  # [num_states, num_sublayers]: the choices made
-    num_rows_run = []
     for sublayer, menu in enumerate(menus):
         grown = saved + menu.savings[:, None]
         admitted = (grown >= low[sublayer]) & (grown <= high[sublayer])
         admitted[0, 0] = True
         option, source = np.nonzero(admitted)  # of each new state, choice by choice
         parents = {choice: source[option == position] for position, choice in enumerate(menu.choices)}
-        batch, num_rows = _grow_cheaply(sublayer, batch, parents, expansion)
-        num_rows_run.append(num_rows)
+        batch = _grow_cheaply(sublayer, batch, parents, expansion)
         saved = grown[admitted]
         similarity = np.asarray(expansion.similarity(sublayer, batch.states), float)
-        if similarity.shape != saved.shape:
-            raise ValueError(f"similarity() returned shape {similarity.shape} for {len(saved)} states")
         kept = _kept(saved, similarity, min_similarity, max_states, drop_dominated)
         codes = codes[source[kept]]
         codes[:, sublayer] = menu.codes[option[kept]]
@@ -147,19 +138,15 @@ def solve(
         expansion.keep([batch.states])
     found = zip(codes.tolist(), saved.tolist(), similarity.tolist(), strict=True)
     candidates = [
-        Pattern(choices=tuple(names[code] for code in chosen), saved=units, similarity=similar, index=index)
-        for index, (chosen, units, similar) in enumerate(found)
+        Pattern(choices=tuple(names[code] for code in chosen), saved=units, similarity=similar)
+        for chosen, units, similar in found
     ]
-    return Solution(candidates=candidates, states=batch.states, num_rows_run=num_rows_run)
+    return Solution(candidates=candidates, states=batch.states)
 
 
 def follow(choice_patterns: Sequence[Sequence[Choice]], expansion: Expansion) -> Any:
     """Return the terminal states of given drafts, a row for each, in their order. Drafts that begin alike share a
-    state, which runs once per sublayer and choice. Raises ValueError without drafts, or for different lengths."""
-    if len(choice_patterns) == 0 or len({len(pattern) for pattern in choice_patterns}) != 1:
-        raise ValueError(
-            f"{len(choice_patterns)} drafts cannot be followed: give one or more, each with a choice a sublayer"
-        )
+    state, which runs once per sublayer and choice. There is at least one draft, and all have the same length."""
     names = _names([dict.fromkeys(pattern) for pattern in choice_patterns])
     batch = _Batch(expansion.start(), 1)
     row_of = np.zeros(len(choice_patterns), np.int64)  # by draft
@@ -183,7 +170,6 @@ def count_rows(
     band: float | None = BAND,
 ) -> list[int]:
     """Return the most states that `solve` can run through each sublayer, to predict the search time in advance."""
-    _check(savings, max_saved, max_states, band)
     menus = _menus(savings, _names(savings))
     reachable, counts = 1, []  # bit w: a state that saves w is reachable
     for menu, least, most in zip(menus, *map(np.ndarray.tolist, _limits(menus, max_saved, band)), strict=True):
@@ -206,12 +192,9 @@ def quantize(seconds: Sequence[Mapping[Choice, float]], resolution: int) -> list
     made finer, by a factor of at most 32; `solve` bounds its states itself.
 
     The result leaves out `full` and choices that are not faster. It also leaves out choices other than `skip` that save
-    less than half a unit, because trying these would cost more than they can save. Raises ValueError for seconds below
-    0 or not finite, and for a resolution below 1.
+    less than half a unit, because trying these would cost more than they can save.
     """
     total = float(sum(costs[FULL] for costs in seconds))
-    if resolution < 1 or not np.isfinite(total) or any(min(costs.values()) < 0 for costs in seconds):
-        raise ValueError(f"cannot cut seconds {list(seconds)} into {resolution} units: need finite seconds >= 0")
     shares = [
         {choice: (costs[FULL] - cost) / total for choice, cost in costs.items() if cost < costs[FULL]}
         for costs in seconds
@@ -263,11 +246,8 @@ def _kept(saved: Ints, similarity: Floats, min_similarity: float, max_states: in
     return alive[_thin(saved[alive], similarity[alive], max_states)] if len(alive) > max_states else alive
 
 
-def _grow_cheaply(
-    sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion
-) -> tuple[_Batch, int]:
-    """Grow as `_grow` does, but run every state once, in full, and derive the other choices from that. Also return how
-    many states ran."""
+def _grow_cheaply(sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion) -> _Batch:
+    """Grow as `_grow` does, but run every state once, in full, and derive the other choices from that."""
     running = np.unique(np.concatenate([rows for choice, rows in parents.items() if choice != SKIP]))
     ran = _Batch(expansion.run(sublayer, FULL, _take([batch], running, expansion).states), len(running))
     grown = []
@@ -277,7 +257,7 @@ def _grow_cheaply(
         states = _take([ran], np.searchsorted(running, rows), expansion).states
         grown.append(_Batch(states if choice == FULL else expansion.vary(sublayer, choice, states), len(rows)))
         expansion.keep([one.states for one in (batch, ran, *grown)])
-    return _with_skipped(grown, batch, parents, expansion), len(running)
+    return _with_skipped(grown, batch, parents, expansion)
 
 
 def _grow(sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion) -> _Batch:
@@ -347,14 +327,3 @@ def _names(used: Sequence[Mapping[Choice, object]]) -> tuple[Choice, ...]:
 def _menus(savings: Sequence[Mapping[Choice, int]], names: Sequence[Choice]) -> list[_Menu]:
     code_of = {choice: code for code, choice in enumerate(names)}
     return [_Menu.of(each, code_of) for each in savings]
-
-
-def _check(savings: Sequence[Mapping[Choice, int]], max_saved: int, max_states: int, band: float | None) -> None:
-    if max_saved < 0 or any(saved < 0 for each in savings for saved in each.values()):
-        raise ValueError(f"savings and max_saved ({max_saved}) must be 0 or more")
-    if any(each.get(FULL, 0) for each in savings):
-        raise ValueError(f"a sublayer in full saves nothing compared to itself: leave {FULL!r} out of the savings")
-    if max_states < 2:
-        raise ValueError(f"max_states is {max_states}; the search needs 2 or more")
-    if band is not None and band < 0:
-        raise ValueError(f"band is {band}; use None to switch it off")

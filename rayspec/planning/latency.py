@@ -14,8 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -64,8 +65,7 @@ class Curve:
     line. It never falls, is constant below the first knot and continues beyond the last with the slope of the upper
     half; with a single knot it is proportional to the rows. sequence_s: seconds of each sequence but the first, which
     base contains, since attention is called once per sequence. masked_s: extra seconds of a sequence with several rows,
-    which need a mask. several: the share of such sequences, rows / batch - 1, at most 1. residual: median relative
-    error on the measurements.
+    which need a mask. several: the share of such sequences, rows / batch - 1, at most 1.
     """
 
     rows: tuple[int, ...]
@@ -74,20 +74,12 @@ class Curve:
     masked_s: float = 0.0
     kv_s: float = 0.0
     score_s: float = 0.0
-    residual: float = 0.0
-
-    CONTEXT_KIND: ClassVar[str] = "attention"
 
     @classmethod
     def fit(cls, measurements: Sequence[Measurement]) -> Curve:
-        """Fit a curve to measurements of one kind on one device. Repeated measurements count by their median.
-
-        Raises ValueError for a measurement that is impossible, such as one of 0 rows or 0 seconds.
-        """
+        """Fit a curve to measurements of one kind on one device. Repeated measurements count by their median."""
         repeats: dict[tuple[int, int, int], list[float]] = defaultdict(list)
         for each in measurements:
-            if each.rows < 1 or each.context < 0 or each.batch < 1 or not 0 < each.seconds < float("inf"):
-                raise ValueError(f"{each} cannot be: rows and batch start at 1, context at 0, seconds above 0")
             repeats[each.rows, each.context, each.batch].append(each.seconds)
         cells = np.asarray(list(repeats), np.float64)
         seconds = np.asarray([float(np.median(values)) for values in repeats.values()])
@@ -102,21 +94,17 @@ class Curve:
         matrix = np.concatenate(columns, axis=1).astype(np.float64)
         matrix[:, ~independent_columns(matrix)] = 0.0  # what the measurements cannot separate is left to base
         found = robust_relative_fit(matrix, seconds)
-        sequence_s, masked_s, kv_s, score_s = found[len(knots) :] if len(columns) > 1 else (0.0, 0.0, 0.0, 0.0)
+        names = ("sequence_s", "masked_s", "kv_s", "score_s")
         return cls(
             rows=tuple(int(count) for count in knots),
-            base_s=tuple(float(value) for value in np.cumsum(found[: len(knots)])),
-            sequence_s=float(sequence_s),
-            masked_s=float(masked_s),
-            kv_s=float(kv_s),
-            score_s=float(score_s),
-            residual=float(np.median(np.abs(matrix @ found / seconds - 1))),
+            base_s=tuple(np.cumsum(found[: len(knots)]).tolist()),
+            **dict(zip(names, found[len(knots) :].tolist(), strict=False)),
         )
 
-    @classmethod
-    def reads_context(cls, kind: str) -> bool:
+    @staticmethod
+    def reads_context(kind: str) -> bool:
         """Whether sublayers of this kind take longer with a longer context."""
-        return kind.startswith(cls.CONTEXT_KIND)
+        return kind.startswith("attention")
 
     def seconds(self, *, rows: float, context: float = 0, batch: float = 1) -> float:
         if rows <= 0:
@@ -189,15 +177,11 @@ class LatencyModel:
         devices: device of each sublayer, required if the measurements come from several devices; the head is on the
         last one. Raises ValueError if a sublayer or the head has no measurement.
         """
-        if not sublayer_kinds:
-            raise ValueError("sublayer_kinds is empty: name the kind of each sublayer")
         grouped: dict[str, list[Measurement]] = defaultdict(list)
         for each in measurements:
             grouped[_curve_name(each.kind, each.device)].append(each)
         found = {each.device for each in measurements}
-        if devices is None and len(found) > 1:
-            raise ValueError(f"measurements come from {sorted(found)}: tell the device of each sublayer in `devices`")
-        places = list(devices) if devices is not None else list(found or {""}) * len(sublayer_kinds)
+        places = list(devices) if devices is not None else list(found) * len(sublayer_kinds)
         return cls(
             sublayers=tuple(map(_curve_name, sublayer_kinds, places)),
             curves={
@@ -283,45 +267,28 @@ class LatencyModel:
         sublayers = self.sublayers_s(rows=batch, context=context, batch=batch, choices=choices)
         return self._forward_s(float(sublayers.sum()), batch, choices)
 
-    def verify_s(
-        self, *, rows: float, context: float, batch: float, from_sublayer: int = 0, leading_rows: float = 0
-    ) -> float:
-        """Return the seconds of one forward of the target over `rows` rows.
-
-        If the draft has already run the sublayers before `from_sublayer`, only `leading_rows` rows still need them:
-        usually one per sequence, because the last drafted token has not run yet.
-        """
-        if from_sublayer == 0:
-            return self._whole_s(rows, context, batch)
-        sublayers = self.sublayers_s(rows=rows, context=context, batch=batch)[from_sublayer:].sum()
-        leading = self.sublayers_s(rows=leading_rows, context=context, batch=batch)[:from_sublayer].sum()
-        return self._forward_s(float(sublayers + leading), rows, (FULL,) * len(self.sublayers))
+    def verify_s(self, *, rows: float, context: float, batch: float) -> float:
+        """Return the seconds of one forward of the target over `rows` rows. Every round calls this, and all curves are
+        linear in the context; so the sum's intercept and slope are cached for each number of rows and sequences."""
+        if (rows, batch) not in self._lines:
+            in_full = (FULL,) * len(self.sublayers)
+            near_s, far_s = (
+                self._forward_s(float(self.sublayers_s(rows=rows, context=far, batch=batch).sum()), rows, in_full)
+                for far in (0, _FAR)
+            )
+            self._lines[rows, batch] = near_s, (far_s - near_s) / _FAR
+        least, slope = self._lines[rows, batch]
+        return least + slope * context
 
     def decode_step_s(self, *, context: float, batch: float) -> float:
         """Return the seconds of a round without a draft: one row of each sequence through the whole model, and the
         round's overhead."""
-        return self._whole_s(batch, context, batch) + self.round_s
+        return self.verify_s(rows=batch, context=context, batch=batch) + self.round_s
 
     def row_s(self, *, context: float, batch: float) -> float:
         """Return the seconds of one more row of one sequence in a verify."""
         one, many = (self.verify_s(rows=rows * batch, context=context, batch=batch) for rows in (1, 8))
         return (many - one) / (7 * batch)
-
-    def _whole_s(self, rows: float, context: float, batch: float) -> float:
-        """Return the seconds of a forward of the target. Every round calls this, and all curves are linear in the
-        context; so the sum's intercept and slope are cached for each number of rows and sequences."""
-        if (rows, batch) not in self._lines:
-            ends = [
-                self._forward_s(
-                    float(self.sublayers_s(rows=rows, context=far, batch=batch).sum()),
-                    rows,
-                    (FULL,) * len(self.sublayers),
-                )
-                for far in (0, _FAR)
-            ]
-            self._lines[rows, batch] = ends[0], (ends[1] - ends[0]) / _FAR
-        least, slope = self._lines[rows, batch]
-        return least + slope * context
 
     def _forward_s(self, sublayers_s: float, rows: float, choices: Sequence[Choice]) -> float:
         return sublayers_s + self.head_s(rows) + self.overhead_s + self.hops_s(choices)
@@ -341,25 +308,26 @@ class LatencyModel:
         """Read a model that was saved under the same key. Raises FileNotFoundError, or StaleProfileError, whose message
         names the differences."""
         try:
-            content = json.loads(Path(path).read_text())
-            if content["format"] != FORMAT:
-                raise StaleProfileError(
-                    f"profile {path} has format {content['format']!r}, not {FORMAT!r}: profile again"
-                )
-            saved, wanted = content["key"], json.loads(json.dumps(dict(key)))
-            names = [name for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]
-            differing = [f"{name} is {saved.get(name)!r}, not {wanted.get(name)!r}" for name in names]
+            content = msgspec.json.decode(Path(path).read_bytes(), type=_Saved)
+            if content.format != FORMAT:
+                raise StaleProfileError(f"profile {path} has format {content.format!r}, not {FORMAT!r}: profile again")
+            saved, wanted = content.key, json.loads(json.dumps(dict(key)))
+            differing = [
+                f"{name} is {saved.get(name)!r}, not {wanted.get(name)!r}"
+                for name in sorted({*saved, *wanted})
+                if saved.get(name) != wanted.get(name)
+            ]
             if differing:
                 raise StaleProfileError(f"profile {path} is for something else: {'; '.join(differing)}: profile again")
-            values = content["model"]
-            curves = {
-                name: Curve(**{**curve, "rows": tuple(curve["rows"]), "base_s": tuple(curve["base_s"])})
-                for name, curve in values["curves"].items()
-            }
-            lists = {name: tuple(values.get(name, ())) for name in ("sublayers", "stages", "transfer_s", "link_s")}
-            return cls(**{**values, **lists, "curves": curves})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return msgspec.json.decode(content.model, type=cls)
+        except (ValueError, msgspec.MsgspecError) as error:
             raise StaleProfileError(f"profile {path} is not readable ({error!r}): profile again") from error
+
+
+class _Saved(msgspec.Struct):
+    format: str
+    key: dict[str, Any]
+    model: msgspec.Raw
 
 
 def _several(rows: Floats | float, batch: Floats | float) -> Floats:

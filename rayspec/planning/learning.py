@@ -63,12 +63,10 @@ class Discounted:
     whenever `half_life` of further weight, or of explicit age, has been added.
 
     prior: the value before the first observation, which counts as an observation of weight `strength`. With strength 0
-    the first observation replaces it. Raises ValueError if half_life is not above 0, or strength is negative.
+    the first observation replaces it.
     """
 
     def __init__(self, half_life: float, *, prior: float = 0.0, strength: float = 0.0) -> None:
-        if half_life <= 0 or strength < 0:
-            raise ValueError(f"half_life ({half_life}) must be above 0, strength ({strength}) 0 or more")
         self._half_life = half_life
         self._prior = prior
         self._strength = strength
@@ -110,10 +108,7 @@ class Correction:
         self._expected = Discounted(TOKENS_HALF_LIFE)
 
     def observe(self, estimated: float, *, num_accepted: int, num_tested: int) -> None:
-        """Record tested tokens of a plan. estimated: its acceptance before correction. Raises ValueError unless
-        0 <= num_accepted <= num_tested."""
-        if not 0 <= num_accepted <= num_tested:
-            raise ValueError(f"{num_accepted} of {num_tested} tokens accepted cannot be")
+        """Record tested tokens of a plan. estimated: its acceptance before correction."""
         self._accepted.observe(num_accepted, num_tested)
         self._expected.observe(num_tested * estimated, num_tested)
 
@@ -160,13 +155,9 @@ class Calibration:
         self._excess = [Discounted(TOKENS_HALF_LIFE, strength=PRIOR_TOKENS) for _ in range(_NUM_BINS)]
 
     def observe(self, confidence: ArrayLike, accepted: ArrayLike) -> None:
-        """Record tested tokens: those of a draft up to and including its first rejected token.
-
-        confidence, accepted: [num_tested]. Raises ValueError for unequal shapes and for confidences outside 0 to 1.
-        """
-        values, hits = np.atleast_1d(np.asarray(confidence, float)), np.atleast_1d(np.asarray(accepted, bool))
-        if values.shape != hits.shape or not ((values >= 0) & (values <= 1)).all():
-            raise ValueError("need as many confidences, between 0 and 1, as outcomes")
+        """Record tested tokens: those of a draft up to and including its first rejected token. confidence, accepted:
+        [num_tested]."""
+        values, hits = np.asarray(confidence, float), np.asarray(accepted, bool)
         bins = np.searchsorted(self._edges[1:-1], values, side="right")
         counts, sums = np.bincount(bins, minlength=_NUM_BINS), np.bincount(bins, hits - values, _NUM_BINS)
         for excess, total, count in zip(self._excess, sums.tolist(), counts.tolist(), strict=True):

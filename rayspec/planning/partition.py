@@ -39,10 +39,6 @@ class LayerCost:
     kv_bytes: int = 0
     seconds: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        if min(self.weight_bytes, self.kv_bytes, *self.seconds) < 0 or not np.isfinite(self.seconds).all():
-            raise ValueError(f"{self} cannot be: bytes and seconds are 0 or more, and finite")
-
     @property
     def total_bytes(self) -> int:
         return self.weight_bytes + self.kv_bytes
@@ -85,8 +81,7 @@ def partition(costs: ModelCosts, devices: Sequence[Device], pinned: Sequence[int
     whose slowest stage takes least time, because that stage sets the throughput of a full pipeline. Of equal ones, take
     the least sum of squared times: the most even partition on equal devices, and less total work on unequal devices.
 
-    pinned: number of layers of each stage. It overrides even the memory limit, because bytes are estimates: see
-    `shortfalls`.
+    pinned: number of layers of each stage. It overrides even the memory limit, because bytes are estimates.
 
     Raises ConfigError if there are more stages than layers, if `pinned` does not add up, or if nothing fits.
     """
@@ -114,7 +109,7 @@ def partition(costs: ModelCosts, devices: Sequence[Device], pinned: Sequence[int
         )
     by_layer = np.asarray([layer.seconds for layer in costs.layers]).T
     seconds = _span_sums(by_layer, costs.embedding.seconds[0], costs.head.seconds[-1])
-    seconds[_span_bytes(costs, len(devices)) > _bytes_free(devices)] = np.inf
+    seconds[_bytes_over(costs, devices) > 0] = np.inf
     slowest_s, _ = _best_cut(seconds, np.maximum)
     even = np.where(seconds <= slowest_s * (1 + _ROUNDING), seconds**2, np.inf)
     return _best_cut(even, np.add)[1]
@@ -126,8 +121,7 @@ def bytes_missing(costs: ModelCosts, devices: Sequence[Device]) -> int:
     Raises ConfigError if there are more stages than layers.
     """
     _check(costs, devices)
-    over = np.maximum(_span_bytes(costs, len(devices)) - _bytes_free(devices), 0)
-    return int(_best_cut(over, np.add)[0])
+    return int(_best_cut(np.maximum(_bytes_over(costs, devices), 0), np.add)[0])
 
 
 def stage_costs(costs: ModelCosts, devices: Sequence[Device], spans: Sequence[range]) -> tuple[StageCost, ...]:
@@ -149,29 +143,18 @@ def stage_costs(costs: ModelCosts, devices: Sequence[Device], spans: Sequence[ra
     return tuple(stages)
 
 
-def shortfalls(stages: Sequence[StageCost]) -> tuple[int, ...]:
-    """Return the bytes that each stage lacks; 0 for a stage that fits."""
-    return tuple(max(0, -stage.bytes_left) for stage in stages)
-
-
 def _check(costs: ModelCosts, devices: Sequence[Device]) -> None:
     if not 1 <= len(devices) <= len(costs.layers):
         raise ConfigError(
             f"option 'stages' is {len(devices)}: a model of {len(costs.layers)} layers has 1 to {len(costs.layers)}"
         )
-    for part in (costs.embedding, *costs.layers, costs.head):
-        if len(part.seconds) != len(devices):
-            raise ValueError(f"{part} has seconds for {len(part.seconds)} devices, not {len(devices)}")
 
 
-def _bytes_free(devices: Sequence[Device]) -> Floats:
-    """Return the free bytes of each stage, [stage, 1, 1]."""
-    return np.asarray([device.bytes_free for device in devices], np.float64)[:, None, None]
-
-
-def _span_bytes(costs: ModelCosts, num_stages: int) -> Floats:
-    layers = np.tile([layer.total_bytes for layer in costs.layers], (num_stages, 1))
-    return _span_sums(layers, costs.embedding.total_bytes, costs.head.total_bytes)
+def _bytes_over(costs: ModelCosts, devices: Sequence[Device]) -> Floats:
+    """Return [stage, start, end]: bytes of layers start .. end - 1 beyond those that the stage's device has free."""
+    layers = np.tile([layer.total_bytes for layer in costs.layers], (len(devices), 1))
+    free = np.asarray([device.bytes_free for device in devices], np.float64)[:, None, None]
+    return _span_sums(layers, costs.embedding.total_bytes, costs.head.total_bytes) - free
 
 
 def _span_sums(layers: NDArray[np.generic], first: float, last: float) -> Floats:

@@ -5,24 +5,31 @@ visits the stages that run any of its sublayers, and the last stage sends the ne
 one pass at a time, by due time: rounds are due at once, prefills a moment later. A cohort continues when both its
 prefill and its round are finished.
 
+Every stage that a pass visits takes the model's `overhead_s`, because each stage builds its own batch. So a pass over
+several stages takes longer than `LatencyModel` predicts, by `overhead_s` for each stage but one.
+
 Not modelled: memory (see `partition`), processes that share a core, plan searches, lost shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rayspec.choices import Choices, num_leading_full
-from rayspec.planning.event_pipeline import EventPipeline, PassCosts, Work
+from rayspec.choices import SKIP, Choices, num_leading_full
 from rayspec.planning.latency import LatencyModel
 
 # How long a stage of the pipeline lets a prefill wait for rounds that arrive later.
 _PREFILL_PATIENCE_S = 0.03
 _ENDLESS = 2**62  # tokens
+# Seconds are linear in the context; the slope is taken over this many tokens.
+_FAR = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +40,6 @@ class Drafting:
     choices: Choices
     num_draft_tokens: int
     acceptance: float
-
-    def __post_init__(self) -> None:
-        if self.num_draft_tokens < 1 or not 0 <= self.acceptance <= 1:
-            raise ValueError(f"{self} cannot be: drafts have 1 token or more, and acceptance lies between 0 and 1")
-
-    @property
-    def prefix(self) -> int:
-        """Number of leading sublayers that the draft runs in full; the verify reuses their results."""
-        return num_leading_full(self.choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +54,6 @@ class SimulatedLoad:
     output_tokens: int | None
     concurrency: int
     chunk_tokens: int = 1024
-
-    def __post_init__(self) -> None:
-        output_tokens = 1 if self.output_tokens is None else self.output_tokens
-        if min(self.prompt_tokens, output_tokens, self.concurrency, self.chunk_tokens) < 1:
-            raise ValueError(f"{self} cannot be: every number is 1 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,26 +85,80 @@ def simulate(
     cohorts: int = 1,
     drafting: Drafting | None = None,
     prefill: LatencyModel | None = None,
-    num_tokens: int | None = None,
+    num_tokens: int,
     seed: int = 0,
 ) -> Simulated:
     """Simulate until `num_tokens` are committed, from a state in which answers of all lengths are under way.
 
-    num_tokens: None for the total length of one answer per user. prefill: a separate latency model for prompts.
-    cohorts: batches under way at the same time, over which the users are distributed. The same arguments give the same
-    result. Raises ValueError for `choices` of another model, for cohorts below 1, and if neither `num_tokens` nor the
-    length of answers is given.
+    latency: its stages are numbered 0, 1, ... without gaps. prefill: a separate model for prompts. cohorts: batches
+    under way at the same time, over which the users are distributed. The same arguments give the same result.
     """
-    if cohorts < 1:
-        raise ValueError(f"cohorts is {cohorts}; it must be 1 or more")
-    if drafting is not None and len(drafting.choices) != len(latency.sublayers):
-        raise ValueError(f"choices has {len(drafting.choices)} entries for {len(latency.sublayers)} sublayers")
-    if num_tokens is None:
-        if workload.output_tokens is None:
-            raise ValueError("answers do not end: say how many tokens are to be committed, with num_tokens")
-        num_tokens = workload.concurrency * workload.output_tokens
     replica = _Replica(latency, prefill or latency, workload, drafting, np.random.default_rng(seed))
     return replica.run(cohorts, num_tokens)
+
+
+class _PassCosts:
+    """Costs of passes, cached by shape; each shape is computed once, for all contexts."""
+
+    def __init__(self, latency: LatencyModel) -> None:
+        self.num_stages = max(latency.stages) + 1
+        self._latency = latency
+        self._known: dict[tuple[object, ...], list[tuple[int, float, float]]] = {}
+
+    def visits(
+        self,
+        context: float,
+        *,
+        rows: int,
+        batch: int,
+        choices: Choices | None = None,
+        prefix: int = 0,
+        head_rows: int | None = None,
+    ) -> list[tuple[int, float]]:
+        """Return the stages that a pass visits, in order, and the seconds on each.
+
+        The pass has `rows` rows of `batch` sequences, and runs all sublayers and the head. choices: of a draft step;
+        None: all in full. prefix: leading sublayers that run only one row per sequence, as in a verify. head_rows: rows
+        of the head, if they are others, as in a prompt.
+        """
+        shape = (rows, batch, choices, prefix, head_rows)
+        if shape not in self._known:
+            latency, stages = self._latency, np.asarray(self._latency.stages)
+
+            def seconds(context: float) -> NDArray[np.float64]:
+                found = latency.sublayers_s(rows=rows, context=context, batch=batch, choices=choices)
+                if prefix:
+                    found[:prefix] = latency.sublayers_s(rows=batch, context=context, batch=batch)[:prefix]
+                return np.bincount(stages, weights=found, minlength=self.num_stages).astype(np.float64)
+
+            near, far = seconds(0), seconds(_FAR)
+            base_s, slope_s = near + latency.overhead_s, (far - near) / _FAR
+            base_s[-1] += latency.head_s(rows if head_rows is None else head_rows)
+            visited = stages if choices is None else stages[[choice != SKIP for choice in choices]]
+            at = sorted({0, self.num_stages - 1, *visited.tolist()})
+            self._known[shape] = list(zip(at, base_s[at].tolist(), slope_s[at].tolist(), strict=True))
+        return [(stage, base_s + slope_s * context) for stage, base_s, slope_s in self._known[shape]]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Work:
+    """What visits servers one after the other. visits: number of each server, and the seconds there; the engine is
+    last. when_done: called with the time. patience_s: how long the work lets later arrivals go first at a server."""
+
+    visits: list[tuple[int, float]]
+    when_done: Callable[[float], None]
+    patience_s: float = 0.0
+    num_visited: int = 0
+
+
+@dataclass(slots=True)
+class _Server:
+    """A stage, or the engine. It serves one work at a time: by due time, then by arrival."""
+
+    inbox: list[tuple[float, int, _Work]] = field(default_factory=list)
+    working: bool = False
+    busy_s: float = 0.0
+    idle_since_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -131,17 +178,13 @@ class _Cohort:
     num_under_way: int = 0
 
 
-@dataclass(slots=True)
-class _Tally:
-    num_tokens: int = 0
-    num_rounds: int = 0
-    num_sequence_rounds: int = 0
-    num_sequence_tokens: int = 0
-    rounds_s: float = 0.0
-
-
 class _Replica:
-    """The engine: it assigns sequences to cohorts and starts the next work of each cohort."""
+    """The engine, which starts the next work of each cohort, and the stages, as queues.
+
+    The engine is assumed to run next to the first stage: only the way back from the last stage is a hop. With a single
+    stage there are no hops. A pass takes longer by the model's wake_s on a stage that was idle for longer than that.
+    This does not apply to a single stage, because the engine keeps its core busy in the meantime.
+    """
 
     def __init__(
         self,
@@ -151,38 +194,74 @@ class _Replica:
         drafting: Drafting | None,
         rng: np.random.Generator,
     ) -> None:
-        self._costs, self._prefill_costs = PassCosts(latency), PassCosts(prefill)
-        self._pipeline = EventPipeline(
-            self._costs.num_stages, hop_s=latency.hop_s, round_s=latency.round_s, wake_s=latency.wake_s
-        )
+        self._costs, self._prefill_costs = _PassCosts(latency), _PassCosts(prefill)
         self._workload, self._drafting, self._rng = workload, drafting, rng
-        self._tally = _Tally()
+        self._engine = self._costs.num_stages  # the number of its server
+        self._servers = [_Server() for _ in range(self._engine + 1)]
+        has_hops = self._engine > 1
+        self._hop_s, self._wake_s = (latency.hop_s, latency.wake_s) if has_hops else (0.0, 0.0)
+        self._round_s = latency.round_s
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._now = 0.0
+        self._num_tokens = self._num_rounds = self._num_sequence_rounds = self._num_sequence_tokens = 0
+        self._rounds_s = 0.0
         self._first_token_s: list[float] = []
 
     def run(self, num_cohorts: int, num_tokens: int) -> Simulated:
         for cohort in self._cohorts(num_cohorts):
             self._start(cohort)
-        while self._tally.num_tokens < num_tokens:
-            self._pipeline.step()
-        tally, seconds = self._tally, self._pipeline.now
+        while self._num_tokens < num_tokens:
+            self._now, _, happen = heapq.heappop(self._events)
+            happen()
         return Simulated(
-            seconds=seconds,
-            num_tokens=tally.num_tokens,
-            num_rounds=tally.num_rounds,
-            round_s=tally.rounds_s / max(1, tally.num_rounds),
-            tokens_per_round=tally.num_sequence_tokens / max(1, tally.num_sequence_rounds),
-            idle_shares=tuple(max(0.0, 1 - busy_s / seconds) for busy_s in self._pipeline.busy_s),
+            seconds=self._now,
+            num_tokens=self._num_tokens,
+            num_rounds=self._num_rounds,
+            round_s=self._rounds_s / max(1, self._num_rounds),
+            tokens_per_round=self._num_sequence_tokens / max(1, self._num_sequence_rounds),
+            idle_shares=tuple(max(0.0, 1 - stage.busy_s / self._now) for stage in self._servers[:-1]),
             first_token_s=tuple(self._first_token_s),
         )
 
+    def _after(self, seconds: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._now + seconds, next(self._order), happen))
+
+    def _arrive(self, work: _Work) -> None:
+        """Put the work into the queue of its next server."""
+        server = self._servers[work.visits[work.num_visited][0]]
+        heapq.heappush(server.inbox, (self._now + work.patience_s, next(self._order), work))
+        if not server.working:
+            self._serve(server)
+
+    def _serve(self, server: _Server) -> None:
+        """Start the work that is due first, if any work waits."""
+        server.working = bool(server.inbox)
+        if server.working:
+            work = heapq.heappop(server.inbox)[-1]
+            number, seconds = work.visits[work.num_visited]
+            if number != self._engine and self._now - server.idle_since_s > self._wake_s:
+                seconds += self._wake_s
+            server.busy_s += seconds
+            server.idle_since_s = self._now + seconds
+            self._after(seconds, partial(self._served, server, work))
+
+    def _served(self, server: _Server, work: _Work) -> None:
+        work.num_visited += 1
+        if work.num_visited < len(work.visits):
+            self._after(self._hop_s, partial(self._arrive, work))
+        else:
+            work.when_done(self._now)
+        self._serve(server)
+
     def _cohorts(self, num_cohorts: int) -> list[_Cohort]:
         """Return the cohorts. Progress is spread evenly over the users, and users are distributed over the cohorts."""
-        work, cohorts = self._workload, [_Cohort([]) for _ in range(num_cohorts)]
-        for place, user in enumerate(self._rng.permutation(work.concurrency).tolist()):
-            sequence = _Sequence(work.prompt_tokens, 0, _ENDLESS)
-            if work.output_tokens is not None:
-                num_done = int(work.output_tokens * (user + 0.5) / work.concurrency)
-                sequence = _Sequence(work.prompt_tokens + num_done, 0, max(1, work.output_tokens - num_done))
+        load, cohorts = self._workload, [_Cohort([]) for _ in range(num_cohorts)]
+        for place, user in enumerate(self._rng.permutation(load.concurrency).tolist()):
+            sequence = _Sequence(load.prompt_tokens, 0, _ENDLESS)
+            if load.output_tokens is not None:
+                num_done = int(load.output_tokens * (user + 0.5) / load.concurrency)
+                sequence = _Sequence(load.prompt_tokens + num_done, 0, max(1, load.output_tokens - num_done))
             cohorts[place % num_cohorts].members.append(sequence)
         return cohorts
 
@@ -197,27 +276,27 @@ class _Replica:
         decoding = [sequence for sequence in cohort.members if sequence.num_missing == 0]
         if chunks:
             cohort.num_under_way += 1
-            self._start_prefill(cohort, chunks)
+            visits = self._prefill_costs.visits(
+                _mean_context([sequence for sequence, _ in chunks]),
+                rows=sum(count for _, count in chunks),
+                batch=len(chunks),
+                head_rows=sum(sequence.num_missing == count for sequence, count in chunks),
+            )
+            self._submit(visits, partial(self._finish_prefill, cohort, chunks), _PREFILL_PATIENCE_S)
         if decoding:
             cohort.num_under_way += 1
             self._start_round(cohort, decoding)
+
+    def _submit(
+        self, visits: list[tuple[int, float]], when_done: Callable[[float], None], patience_s: float = 0.0
+    ) -> None:
+        engine = [(self._engine, self._round_s)]
+        self._arrive(_Work(visits=visits + engine, when_done=when_done, patience_s=patience_s))
 
     def _finish(self, cohort: _Cohort) -> None:
         cohort.num_under_way -= 1
         if cohort.num_under_way == 0:
             self._start(cohort)
-
-    def _start_prefill(self, cohort: _Cohort, chunks: Sequence[tuple[_Sequence, int]]) -> None:
-        num_sampled = sum(sequence.num_missing == count for sequence, count in chunks)
-        rows = sum(count for _, count in chunks)
-        cost = self._prefill_costs.of(rows=rows, batch=len(chunks), head_rows=num_sampled)
-        work = Work(
-            passes=[cost],
-            context=_mean_context([sequence for sequence, _ in chunks]),
-            when_done=partial(self._finish_prefill, cohort, chunks),
-            patience_s=_PREFILL_PATIENCE_S,
-        )
-        self._pipeline.submit(work)
 
     def _finish_prefill(self, cohort: _Cohort, chunks: Sequence[tuple[_Sequence, int]], now: float) -> None:
         for sequence, count in chunks:
@@ -230,45 +309,43 @@ class _Replica:
         self._finish(cohort)
 
     def _start_round(self, cohort: _Cohort, sequences: Sequence[_Sequence]) -> None:
-        drafting, batch = self._drafting, len(sequences)
-        lengths = [0] * batch
-        passes = []
+        drafting, batch, context = self._drafting, len(sequences), _mean_context(sequences)
+        lengths, prefix = [0] * batch, 0
+        visits = []
         if drafting is not None:
             lengths = [min(drafting.num_draft_tokens, sequence.num_left - 1) for sequence in sequences]
             for step in range(max(lengths)):
                 num_drafting = sum(length > step for length in lengths)
-                passes.append(self._costs.of(rows=num_drafting, batch=num_drafting, choices=drafting.choices))
-        prefix = drafting.prefix if drafting is not None and passes else 0
-        passes.append(self._costs.of(rows=batch + sum(lengths), batch=batch, prefix=prefix))
-        when_done = partial(self._finish_round, cohort, sequences, lengths, self._pipeline.now)
-        self._pipeline.submit(Work(passes=passes, context=_mean_context(sequences), when_done=when_done))
+                visits += self._costs.visits(context, rows=num_drafting, batch=num_drafting, choices=drafting.choices)
+            # The verify reuses the sublayers that the draft ran in full.
+            prefix = num_leading_full(drafting.choices) if visits else 0
+        visits += self._costs.visits(context, rows=batch + sum(lengths), batch=batch, prefix=prefix)
+        self._submit(visits, partial(self._finish_round, cohort, sequences, lengths, self._now))
 
     def _finish_round(
         self, cohort: _Cohort, sequences: Sequence[_Sequence], lengths: Sequence[int], started: float, now: float
     ) -> None:
-        tally = self._tally
-        tally.num_rounds += 1
-        tally.rounds_s += now - started
+        self._num_rounds += 1
+        self._rounds_s += now - started
         for sequence, length in zip(sequences, lengths, strict=True):
             num_accepted = 0  # up to the first rejected token
             if self._drafting is not None and length:
                 rejected = 1 - self._drafting.acceptance
                 num_accepted = min(length, int(self._rng.geometric(rejected)) - 1) if rejected > 0 else length
-            num_tokens = 1 + num_accepted
-            tally.num_sequence_rounds += 1
-            tally.num_sequence_tokens += num_tokens
-            self._commit(sequence, num_tokens, now)
+            self._num_sequence_rounds += 1
+            self._num_sequence_tokens += 1 + num_accepted
+            self._commit(sequence, 1 + num_accepted, now)
         self._finish(cohort)
 
     def _commit(self, sequence: _Sequence, num_tokens: int, now: float) -> None:
         """Commit tokens. After the last token of an answer, the user's next request takes its place."""
-        self._tally.num_tokens += num_tokens
+        self._num_tokens += num_tokens
         sequence.context += num_tokens
         sequence.num_left -= num_tokens
         if sequence.num_left <= 0:
-            work = self._workload
+            load = self._workload
             sequence.context, sequence.sent_s = 0, now
-            sequence.num_missing, sequence.num_left = work.prompt_tokens, work.output_tokens or _ENDLESS
+            sequence.num_missing, sequence.num_left = load.prompt_tokens, load.output_tokens or _ENDLESS
 
 
 def _mean_context(sequences: Sequence[_Sequence]) -> float:

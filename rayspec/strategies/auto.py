@@ -24,23 +24,6 @@ from rayspec.types import Plan, PlanRecord, no_draft
 PLAN, LOOKUP, BOTH = "plan", "prompt lookup", "plan and prompt lookup"
 
 
-class _PlanRounds:
-    """Recent averages over rounds with KnapSpec's draft. committed, drafted: tokens per sequence for which the model
-    drafted, looked-up tokens excluded. num_steps: draft steps per round."""
-
-    def __init__(self) -> None:
-        self.committed = Discounted(TEXT_HALF_LIFE, prior=1.0)
-        self.drafted = Discounted(TEXT_HALF_LIFE)
-        self.num_steps = Discounted(TEXT_HALF_LIFE)
-
-    def observe(self, own: RoundResult) -> None:
-        drafting = [draft.num_drafted for draft in own.drafts if not draft.looked_up]
-        committed = 1 + sum(own.num_accepted) / len(drafting)
-        self.committed.observe(committed, age=committed)
-        self.drafted.observe(sum(drafting) / len(drafting), age=committed)
-        self.num_steps.observe(own.num_draft_steps, age=committed)
-
-
 class Auto:
     """KnapSpec finds plans; the gate decides which rounds use them.
 
@@ -65,7 +48,10 @@ class Auto:
         self._latency = latency
         self._gate = Gate(latency, trusted=(LOOKUP, BOTH))
         self._lookup = LookupRecord()
-        self._plan_rounds = _PlanRounds()
+        # Means over rounds with KnapSpec's draft: tokens per sequence that were committed, and drafted by the model
+        # (looked-up tokens excluded), of the sequences for which it drafted; and draft steps per round.
+        self._committed = Discounted(TEXT_HALF_LIFE, prior=1.0)
+        self._drafted, self._num_steps = Discounted(TEXT_HALF_LIFE), Discounted(TEXT_HALF_LIFE)
         # Of the text that no lookup copies faster than any plan could generate it. Without lookup, that is all of it.
         self._new_text_share = Discounted(TEXT_HALF_LIFE, prior=0.0 if looks_up else 1.0, strength=PRIOR_TOKENS)
         self._num_rounds = self._num_looked_up = 0
@@ -92,7 +78,7 @@ class Auto:
         self._num_rounds += 1
         self._num_looked_up += any(len(one.token_ids) > one.num_drafted for one in result.drafts)
         # A round copies if lookup is expected to be faster than any plan.
-        rate, plain_rate = (self._gate.rate(chosen, way) for way in (chosen.way, PLAIN))
+        rate, plain_rate = (self._gate.rate(way, chosen.rates) for way in (chosen.way, PLAIN))
         copies = plan.num_lookup_tokens > 0 and rate > MAX_PLAN_GAIN * plain_rate
         self._new_text_share.observe(0.0 if copies else num_tokens / state.batch, num_tokens / state.batch)
         if plan.num_lookup_tokens and not result.num_draft_steps:
@@ -101,7 +87,11 @@ class Auto:
         accepted = zip(result.num_accepted, result.drafts, strict=True)
         own = msgspec.structs.replace(result, num_accepted=[min(count, one.num_drafted) for count, one in accepted])
         if result.num_draft_steps:
-            self._plan_rounds.observe(own)
+            drafting = [draft.num_drafted for draft in own.drafts if not draft.looked_up]
+            committed = 1 + sum(own.num_accepted) / len(drafting)
+            self._committed.observe(committed, age=committed)
+            self._drafted.observe(sum(drafting) / len(drafting), age=committed)
+            self._num_steps.observe(own.num_draft_steps, age=committed)
         self._knapspec.observe(state, chosen.proposed, own, num_tokens, seconds)
 
     def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
@@ -116,11 +106,11 @@ class Auto:
         complete the draft: those that followed the drafted tokens earlier in the text."""
         if not taken.plan.num_draft_tokens:
             return None
-        rate, plain_rate = (self._gate.rate(taken, way) for way in (taken.way, PLAIN))
+        rate, plain_rate = (self._gate.rate(way, taken.rates) for way in (taken.way, PLAIN))
         worth = self._knapspec.keep_drafting(state, max(rate, plain_rate))
         if worth is None or not self._looks_up:
             return worth
-        best = max(self._gate.rate(taken, way) for way in taken.rates)
+        best = max(self._gate.rate(way, taken.rates) for way in taken.rates)
         return DraftUntilFound(
             worth=worth,
             by_class=self._lookup.by_class,
@@ -159,16 +149,16 @@ class Auto:
 
     def _looked_up(self, state: BatchState, base: Plan) -> Proposed:
         """Return the plan with the best numbers of looked-up tokens; sequences with 0 of them use the plan `base`."""
-        context, batch, latency, like = state.context, state.batch, self._latency, self._plan_rounds
+        context, batch, latency = state.context, state.batch, self._latency
         survivals = [survival(self._lookup.by_class, one.match_classes) for one in state.proposals()]
 
         def seconds(lengths: Sequence[int]) -> float:
             num_drafting = lengths.count(0) if base.drafts else 0
             step_s = latency.draft_step_s(base.choices, context=context, batch=num_drafting) if num_drafting else 0.0
-            rows = round(batch + sum(lengths) + num_drafting * like.drafted.value)
+            rows = round(batch + sum(lengths) + num_drafting * self._drafted.value)
             verify_s = latency.verify_s(rows=rows, context=context, batch=batch)
-            return like.num_steps.value * step_s + verify_s + latency.round_s
+            return self._num_steps.value * step_s + verify_s + latency.round_s
 
-        found = best_lookup(survivals, seconds, committed_without=like.committed.value if base.drafts else 1.0)
+        found = best_lookup(survivals, seconds, committed_without=self._committed.value if base.drafts else 1.0)
         plan = replace(base, num_lookup_tokens=max(found.lengths), lookup_lengths=found.lengths)
         return Proposed(plan, found.rate)

@@ -13,7 +13,6 @@ continues from the exit. With a `search_interval` above 1, most rounds also cont
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,7 +25,7 @@ from rayspec.decode.strategy import BatchState
 from rayspec.decode.work import KeepDrafting
 from rayspec.planning.acceptance import best_choice
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.learning import Discounted, DraftWhileSure
+from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.periodic import PeriodicStrategy
 from rayspec.types import ConfigError, PlanRecord
 
@@ -37,30 +36,30 @@ class ExitRecord:
     """Acceptance and confidences of one-token drafts at each exit. Each observation scales old ones by `memory`."""
 
     def __init__(self, num_exits: int, *, memory: float) -> None:
-        self._age = -math.log2(memory) if memory else math.inf
-        self._agreed, self._confidence, self._missed_confidence = (
-            [Discounted(1.0) for _ in range(num_exits)] for _ in ("of all tokens", "of matches", "of misses")
-        )
+        self._memory = memory
+        self._num_tokens = 0.0
+        # Of matches and of misses, by exit: their number, and the sum of their confidences.
+        self._matched, self._missed = (np.zeros((2, num_exits)) for _ in range(2))
 
     def observe(self, drafts: Sequence[FoundDraft], num_tokens: int) -> None:
         """Record a comparison over `num_tokens` tokens. drafts: one for each exit."""
-        for index, one in enumerate(drafts):
-            num_missed = num_tokens - one.num_agreed
-            self._agreed[index].observe(one.num_agreed, num_tokens, age=self._age)
-            self._confidence[index].observe(one.num_agreed * (one.confidence or 0.0), one.num_agreed, age=self._age)
-            self._missed_confidence[index].observe(
-                num_missed * (one.missed_confidence or 0.0), num_missed, age=self._age
-            )
+        agreed = np.asarray([one.num_agreed for one in drafts])
+        confidence = np.asarray([[one.confidence or 0.0, one.missed_confidence or 0.0] for one in drafts]).T
+        self._num_tokens = self._num_tokens * self._memory + num_tokens
+        self._matched = self._matched * self._memory + np.stack([agreed, agreed * confidence[0]])
+        missed = num_tokens - agreed
+        self._missed = self._missed * self._memory + np.stack([missed, missed * confidence[1]])
 
     @property
     def acceptance(self) -> NDArray[np.float64]:
         """Acceptance at each exit, [num_exits]; valid only after the first `observe`."""
-        return np.asarray([one.value for one in self._agreed])
+        return np.asarray(self._matched[0] / self._num_tokens)
 
     def threshold(self, index: int) -> float | None:
         """Return the confidence that separates the matches of an exit from its misses; None before there are both."""
-        matched, missed = self._confidence[index], self._missed_confidence[index]
-        return (matched.value + missed.value) / 2 if matched.is_known and missed.is_known else None
+        matched, missed = self._matched[:, index], self._missed[:, index]
+        has_both = matched[0] > 0 and missed[0] > 0
+        return float(matched[1] / matched[0] + missed[1] / missed[0]) / 2 if has_both else None
 
 
 class DEL(PeriodicStrategy):

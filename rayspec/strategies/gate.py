@@ -132,11 +132,14 @@ class Gate:
         best = self._best(predicted)
         if self._trial is None:
             self.taken = best if best not in self._trusted else self.taken
-            challenger = self._challenger(predicted, best)
-            self._trial = _TrialRecord(challenger) if challenger is not None else None
+            rates = {way: self._optimistic_rate(way, predicted) for way in predicted if not self.is_known(way)}
+            way = max(rates, key=rates.__getitem__, default=best)
+            may_win = way != best and rates[way] > self.rate(best, predicted)
+            if may_win and self._lost_s < self._allowance_s(way, predicted):
+                self._trial = _TrialRecord(way)
         trial, way = self._trial, best
         if trial is not None and trial.way in predicted and not trial.was_last:
-            is_hopeful = self._optimistic_rate(trial.way, predicted) > self._rate(best, predicted)
+            is_hopeful = self._optimistic_rate(trial.way, predicted) > self.rate(best, predicted)
             way = trial.way if is_hopeful else best
         proposed = ways[way]
         plan, rate = proposed.plan, proposed.rate
@@ -155,11 +158,8 @@ class Gate:
         self, state: BatchState, taken: Taken, num_tokens: float, seconds: float, *, counts: bool = True
     ) -> None:
         """Record a finished round: tokens committed over the batch, and wall seconds. counts: whether the round
-        says anything about the speed of its way. Raises ValueError for a negative number of tokens, and for times or
-        rates that are not above 0."""
+        says anything about the speed of its way."""
         way, predicted = taken.way, taken.rates
-        if num_tokens < 0 or seconds <= 0 or min(taken.rate, *predicted.values()) <= 0:
-            raise ValueError(f"{num_tokens} tokens in {seconds} s with {predicted} tokens/s predicted cannot be")
         self._elapsed_s += seconds
         self._num_outstanding = max(state.num_outstanding_tokens - num_tokens, 0)
         for each in self._records.values():
@@ -172,8 +172,11 @@ class Gate:
         record.num_rounds += 1
         record.seconds += seconds
         record.expected_s += expected_s
-        if self._trial is not None:
-            self._observe_trial(self._trial, way, num_tokens, seconds, predicted)
+        if self._trial is None:
+            return
+        self._trial.was_last = way == self._trial.way
+        if self._trial.was_last:
+            self._observe_trial(self._trial, num_tokens, seconds, predicted)
 
     def renew(self, way: Way) -> None:
         """Forget what was learned about a way whose plan has changed, and end its trial. A way in use stays in use; its
@@ -190,9 +193,9 @@ class Gate:
         round, so that a way that seemed slow is not abandoned forever."""
         return self._record(way).factor(prior_rounds=way in self._trusted) * self._pace(way)
 
-    def rate(self, taken: Taken, way: Way) -> float:
-        """Return the expected tokens per second of a way that was available to a round."""
-        return self._rate(way, taken.rates)
+    def rate(self, way: Way, predicted: Mapping[Way, float]) -> float:
+        """Return the expected tokens per second of a way. predicted: tokens per second by way, as in `Taken.rates`."""
+        return predicted[way] * self.factor(way)
 
     def is_known(self, way: Way) -> bool:
         """Whether the way needs no trial: it is home, in use, or trusted."""
@@ -211,7 +214,7 @@ class Gate:
             return f"drafting is {switch} (trying the {self.trial})"
         if not self._record(way).num_rounds or self._last is None or way not in self._last.rates:
             return f"drafting is off ({way} not tried yet)"
-        gain = self.rate(self._last, way) / self.rate(self._last, self._home)
+        gain = self.rate(way, self._last.rates) / self.rate(self._home, self._last.rates)
         predicted = self._last.rates[way] / self._last.rates[self._home]
         return f"drafting is {switch} (measured {gain:.2f}x plain decoding, predicted {predicted:.2f}x)"
 
@@ -223,9 +226,6 @@ class Gate:
         """Return the recent factor of the home way, which scales the other ways; 1 for the home way itself. A machine
         that is slower than predicted is slower for all ways."""
         return 1.0 if way == self._home else self._record(self._home).factor()
-
-    def _rate(self, way: Way, predicted: Mapping[Way, float]) -> float:
-        return predicted[way] * self.factor(way)
 
     def _error(self, way: Way, predicted: Mapping[Way, float]) -> float:
         """Return the standard error of the expected rate."""
@@ -239,27 +239,16 @@ class Gate:
     def _best(self, predicted: Mapping[Way, float]) -> Way:
         """Return the way with the highest expected rate among the known ways that no trial is testing; else home."""
         known = [way for way in predicted if way != self.trial and self.is_known(way)]
-        return max(known, key=lambda way: self._rate(way, predicted), default=self._home)
-
-    def _challenger(self, predicted: Mapping[Way, float], best: Way) -> Way | None:
-        """Return the way with the highest optimistic rate, if that beats `best` and trials may lose more time."""
-        rates = {way: self._optimistic_rate(way, predicted) for way in predicted if not self.is_known(way)}
-        way = max(rates, key=rates.__getitem__, default=best)
-        if way == best or rates[way] <= self._rate(best, predicted):
-            return None
-        return way if self._lost_s < self._allowance_s(way, predicted) else None
+        return max(known, key=lambda way: self.rate(way, predicted), default=self._home)
 
     def _observe_trial(
-        self, trial: _TrialRecord, way: Way, num_tokens: float, seconds: float, predicted: Mapping[Way, float]
+        self, trial: _TrialRecord, num_tokens: float, seconds: float, predicted: Mapping[Way, float]
     ) -> None:
         """Judge the trial after a round of it. It ends when its loss, its clear result or its length is enough."""
-        trial.was_last = way == trial.way
-        if not trial.was_last:
-            return
-        best = self._best(predicted)
+        way, best = trial.way, self._best(predicted)
         trial.num_rounds += 1
-        trial.lost_s += seconds - num_tokens / self._rate(best, predicted)
-        difference = self._rate(way, predicted) - self._rate(best, predicted)
+        trial.lost_s += seconds - num_tokens / self.rate(best, predicted)
+        difference = self.rate(way, predicted) - self.rate(best, predicted)
         error = math.hypot(self._error(way, predicted), self._error(best, predicted))
         is_judged = trial.num_rounds >= MIN_ROUNDS
         next_loss_s = max(trial.lost_s, 0.0) / trial.num_rounds
@@ -282,7 +271,7 @@ class Gate:
         if self._num_outstanding is not None:
             saved = 1 - predicted[self._home] / predicted[way]
             share = max(FIRST_SHARE, SAVING_SHARE * saved)
-            known_s = self._elapsed_s + self._num_outstanding / self._rate(self._home, predicted)
+            known_s = self._elapsed_s + self._num_outstanding / self.rate(self._home, predicted)
             first_s = min(first_s, share * known_s)
         return LOSS_SHARE * self._elapsed_s + first_s
 

@@ -324,7 +324,7 @@ class KnapSpec:
                     one.used = previous.used
             if all(one.choices != previous.choices for one in self._candidates):
                 self._candidates.append(previous)
-        self._budget.spend(found.seconds)
+        self._budget.spent_s += found.seconds
         self._is_provisional = found.num_tokens < self._options.num_tap_tokens
         return self._decide(state, self._reason, found.seconds)
 

@@ -24,7 +24,7 @@ from rayspec.decode.work import RoundResult
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.gate import Gated
-from rayspec.strategies.saved_plans import SavedPlan, SavedPlans
+from rayspec.strategies.saved_plans import SavedPlans, Vector
 from rayspec.strategies.self_sd import TARGET_ACCEPTANCE, DraftThreshold, SelfSD
 from rayspec.types import ConfigError, PlanRecord, no_draft
 
@@ -42,14 +42,6 @@ _SLACK = 2.0
 _MAX_SEQUENCES = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nearest:
-    """The domain of the nearest anchor, and the cosine distance to it: 0 (same direction) to 2."""
-
-    domain: str
-    distance: float
-
-
 def unit_rows(vectors: ArrayLike) -> Floats:
     """Return [count, size], each row scaled to length 1. Raises ValueError for a row of zeros."""
     rows = np.atleast_2d(np.asarray(vectors, float))
@@ -59,20 +51,13 @@ def unit_rows(vectors: ArrayLike) -> Floats:
     return np.asarray(rows / lengths)
 
 
-def nearest(anchors: Mapping[str, Sequence[Sequence[float]]], feature: Sequence[float]) -> Nearest | None:
-    """Return the domain of the nearest anchor; None without anchors. anchors: unit vectors, by domain.
-
-    Raises ValueError for a feature of zeros, or of another size than the anchors.
-    """
+def nearest(anchors: Mapping[str, Sequence[Vector]], feature: Sequence[float]) -> tuple[str, float]:
+    """Return the domain of the nearest anchor, and the cosine distance to it: 0 (same direction) to 2. anchors: unit
+    vectors, by domain. Raises ValueError for a feature of zeros, or of another size than the anchors."""
     (direction,) = unit_rows(feature)
-    found = None
-    for domain, vectors in anchors.items():
-        if not vectors:
-            continue
-        distance = float(1 - (np.asarray(vectors) @ direction).max())
-        if found is None or distance < found.distance:
-            found = Nearest(domain=domain, distance=distance)
-    return found
+    distances = {domain: float(1 - (np.asarray(vectors) @ direction).max()) for domain, vectors in anchors.items()}
+    domain = min(distances, key=distances.__getitem__)
+    return domain, distances[domain]
 
 
 def representatives(features: ArrayLike, count: int) -> Floats:
@@ -105,36 +90,6 @@ def radius(features: ArrayLike, anchors: Floats, others: Sequence[Floats] = ()) 
     return max(_SLACK * spread, gap / 2)
 
 
-class Domains:
-    """Selects a saved plan by a feature of text. Raises ConfigError if no saved plan has anchors."""
-
-    def __init__(self, saved: SavedPlans) -> None:
-        self._saved = saved
-        self._anchors = {plan.domain: plan.anchors for plan in saved.plans if plan.anchors}
-        if not self._anchors:
-            raise ConfigError(
-                "strategy 'knn-ssd' tells domains by anchors, and none of the plans in option 'warm_start' has any: "
-                "tune the model by domains"
-            )
-
-    @property
-    def plans(self) -> Sequence[SavedPlan]:
-        """All plans that may be selected."""
-        return [plan for plan in self._saved.plans if plan.anchors or plan.domain == ANY_DOMAIN]
-
-    def nearest(self, feature: Sequence[float]) -> Nearest:
-        """Return the nearest domain. Raises ValueError for a feature of another size than the anchors."""
-        found = nearest(self._anchors, feature)
-        assert found is not None
-        return found
-
-    def plan_for(self, found: Nearest) -> SavedPlan | None:
-        """Return the plan of the nearest domain; if that is too far, the plan for any text, or None without one."""
-        plan = self._saved.of_domain(found.domain)
-        assert plan is not None
-        return plan if found.distance <= plan.radius else self._saved.of_domain(ANY_DOMAIN)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Voted(RoundPlan):
     """The choice of the drafter that the batch voted for. own: as the drafter made it."""
@@ -144,18 +99,27 @@ class _Voted(RoundPlan):
 
 
 class KnnSSD:
-    """The first round of each sequence captures hidden states, to classify the sequence by its feature (`Domains`).
+    """The first round of each sequence captures hidden states, to classify the sequence by its feature.
 
     Each domain has a drafter: Self-SD with the domain's plan and a fixed threshold. The sequences of a batch vote for
-    their drafters. Sequences not yet classified do not vote; sequences of no domain vote against drafting.
+    their drafters. Sequences not yet classified do not vote; sequences of no domain vote against drafting. Raises
+    ConfigError if no saved plan has anchors.
     """
 
     def __init__(self, saved: SavedPlans, options: SpeculationOptions, latency: LatencyModel) -> None:
-        self._domains = Domains(saved)
+        self._saved = saved
+        self._anchors = {plan.domain: plan.anchors for plan in saved.plans if plan.anchors}
+        if not self._anchors:
+            raise ConfigError(
+                "strategy 'knn-ssd' tells domains by anchors, and none of the plans in option 'warm_start' has any: "
+                "tune the model by domains"
+            )
         self._no_domain: Strategy = FixedPlan(no_draft(len(latency.sublayers), "knn-ssd: of no domain"))
         self._drafters: dict[str, Strategy] = {}
         threshold = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
-        for plan in self._domains.plans:
+        for plan in saved.plans:
+            if not plan.anchors and plan.domain != ANY_DOMAIN:
+                continue  # no text is ever near it
             drafter = SelfSD(
                 plan.plan(max_draft_tokens=options.max_draft_tokens, source="knn-ssd"),
                 DraftThreshold(threshold, target=TARGET_ACCEPTANCE, adaptive=False),
@@ -214,11 +178,13 @@ class KnnSSD:
         if asked is not None and asked.exception() is None:
             features = asked.result()
             assert isinstance(features, Features)
-            found = self._domains.nearest(features.vector)
-            plan = self._domains.plan_for(found)
-            drafter = self._no_domain if plan is None else self._drafters[plan.domain]
-            far = "" if plan is not None and plan.domain == found.domain else ", too far"
-            self._last = (f"the last text began {found.distance:.3f} from {found.domain!r}{far}", drafter)
+            domain, distance = nearest(self._anchors, features.vector)
+            plan = self._saved.of_domain(domain)
+            assert plan is not None
+            is_near = distance <= plan.radius
+            drafter = self._drafters.get(domain if is_near else ANY_DOMAIN, self._no_domain)
+            far = "" if is_near else ", too far"
+            self._last = (f"the last text began {distance:.3f} from {domain!r}{far}", drafter)
         self._drafter_by_sequence[name] = drafter
         if len(self._drafter_by_sequence) > _MAX_SEQUENCES:
             del self._drafter_by_sequence[next(iter(self._drafter_by_sequence))]

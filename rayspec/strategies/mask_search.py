@@ -34,10 +34,6 @@ class MaskSearch:
     def __init__(
         self, num_sublayers: int, free: Sequence[int], *, num_skipped: int | None, suggest_every: int, seed: int
     ) -> None:
-        if not free or not all(0 <= index < num_sublayers for index in free):
-            raise ValueError(f"sublayers that may be skipped must be some of {num_sublayers}: {list(free)}")
-        if num_skipped is not None and not 0 < num_skipped <= len(free):
-            raise ValueError(f"num_skipped is {num_skipped}; {len(free)} sublayers may be skipped")
         self._num_sublayers = num_sublayers
         self._free = np.asarray(free, np.int64)
         self._num_skipped = num_skipped

@@ -46,6 +46,15 @@ class Tested:
             reached_length=all(length == plan.num_draft_tokens for length in lengths if length),
         )
 
+    def add_to(self, record: PlanRecord, num_tokens: int, sequence_s: float) -> None:
+        """Count the round in the record of its plan."""
+        record.add_round(
+            num_tokens=num_tokens,
+            sequence_s=sequence_s,
+            num_accepted=self.num_accepted,
+            num_tested=self.num_tested,
+        )
+
 
 class CurrentPlan:
     """Current plan of a strategy that chooses how to run each sublayer; the gate decides whether drafting pays.
@@ -60,15 +69,10 @@ class CurrentPlan:
         self._latency = latency
         self._record: PlanRecord | None = None
 
-    def observe(self, state: BatchState, plan: Plan, tested: Tested, num_tokens: int, seconds: float) -> None:
+    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         """Add a round to the current plan's record; ignore rounds by other plans."""
         if self._record is not None and plan is self._record.plan:
-            self._record.add_round(
-                num_tokens=num_tokens,
-                sequence_s=seconds * state.batch,
-                num_accepted=tested.num_accepted,
-                num_tested=tested.num_tested,
-            )
+            Tested.of(plan, result).add_to(self._record, num_tokens, seconds * state.batch)
 
     def take(
         self,
@@ -140,33 +144,28 @@ class PeriodicStrategy(ABC):
     def observe(
         self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
     ) -> None:
-        self._current.observe(state, chosen.plan, Tested.of(chosen.plan, result), num_tokens, seconds)
+        self._current.observe(state, chosen.plan, result, num_tokens, seconds)
         self._num_tokens += num_tokens / state.batch
 
     def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
         """Take the step that is due after a round: begin to capture, ask the question, or decide by its answer."""
-        answer = None
+        asked = None
         if self._num_captured is not None:
             self._num_captured += state.batch
             question = self._question(state)
             if self._asked is None and self._num_captured >= question.num_tokens:
                 self._asked = ask(question)
-            answer = self._take_answer()
+            if self._asked is not None and self._asked.done():
+                asked, self._asked = self._asked, None
+                self._num_captured = self._num_captured if asked.cancelled() else None
         if self._num_captured is None and self._num_tokens >= self._interval:
             self._num_captured, self._num_tokens = 0, 0.0
-        return None if answer is None else self._decide(state, answer)
-
-    def _take_answer(self) -> Answer | None:
-        if self._asked is None or not self._asked.done():
+        if asked is None or asked.cancelled():
             return None
-        asked, self._asked = self._asked, None
-        if asked.cancelled():
-            return None
-        self._num_captured = None
         if (error := asked.exception()) is not None:
             logger.warning("a plan search failed, the plan stays: %s", error)
             return None
-        return asked.result()
+        return self._decide(state, asked.result())
 
     @abstractmethod
     def _rule(self) -> KeepDrafting | None:

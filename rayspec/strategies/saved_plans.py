@@ -7,7 +7,6 @@ import logging
 import math
 import os
 from collections.abc import Collection, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -19,7 +18,7 @@ from rayspec.config import EngineConfig
 from rayspec.model.fingerprint import weights_fingerprint
 from rayspec.model.weights import load_config
 from rayspec.strategies.knapspec import Candidate
-from rayspec.types import ConfigError, Plan, PlanRecord
+from rayspec.types import ConfigError, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +68,6 @@ class Provenance(_Strict, frozen=True, kw_only=True):
     rayspec: str
     date: dt.datetime
 
-    @classmethod
-    def now(cls, config: EngineConfig, *, method: str, calibration: str) -> Self:
-        return cls(
-            method=method,
-            calibration=calibration,
-            device=config.device,
-            dtype=config.dtype,
-            rayspec=metadata.version("rayspec"),
-            date=dt.datetime.now(dt.timezone.utc).replace(microsecond=0),
-        )
-
 
 class SavedPlan(_Strict, frozen=True, kw_only=True):
     """A plan, and its acceptance and speed when it was saved.
@@ -110,25 +98,6 @@ class SavedPlan(_Strict, frozen=True, kw_only=True):
             raise ValueError("`anchors` must be of one length")
         if any(not math.isclose(math.hypot(*anchor), 1.0, abs_tol=1e-3) for anchor in self.anchors):
             raise ValueError("`anchors` must be unit vectors")
-
-    @classmethod
-    def of(cls, record: PlanRecord, *, domain: str, threshold: float | None, provenance: Provenance) -> Self:
-        """Return the saved form of a plan, from its record. Raises ValueError if no draft token of it was tested."""
-        if record.observed_acceptance is None or record.measured_tpt is None:
-            raise ValueError("the plan was not in use: there is nothing to save")
-        return cls(
-            domain=domain,
-            choices=record.plan.choices,
-            num_draft_tokens=record.plan.num_draft_tokens,
-            threshold=threshold,
-            acceptance=record.observed_acceptance,
-            num_tested_tokens=record.num_tested_tokens,
-            tokens_per_s=record.measured_tpt,
-            plain_tokens_per_s=record.plain_tpt,
-            context=record.context,
-            batch=record.batch,
-            provenance=provenance,
-        )
 
     def plan(self, *, max_draft_tokens: int, source: str) -> Plan:
         length = min(self.num_draft_tokens, max_draft_tokens)
@@ -218,9 +187,3 @@ def known_candidates(saved: SavedPlans) -> list[Candidate]:
         candidate.used.observe(plan.acceptance * num_tested, num_tested)
         candidates.append(candidate)
     return candidates
-
-
-def best_record(records: Sequence[PlanRecord], *, min_tested_tokens: int = 32) -> PlanRecord | None:
-    """Return the record of the fastest plan that drafted and has at least `min_tested_tokens`; None without one."""
-    used = [one for one in records if one.plan.drafts and one.num_tested_tokens >= min_tested_tokens]
-    return max(used, key=lambda one: one.measured_tpt or 0.0, default=None)

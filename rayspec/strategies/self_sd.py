@@ -104,12 +104,7 @@ class SelfSD:
             self.record = replace(self._new_record, elapsed_s=state.elapsed_s, context=state.context, batch=state.batch)
         if chosen.plan is self.record.plan:
             tested = Tested.of(chosen.plan, result)
-            self.record.add_round(
-                num_tokens=num_tokens,
-                sequence_s=seconds * state.batch,
-                num_accepted=tested.num_accepted,
-                num_tested=tested.num_tested,
-            )
+            tested.add_to(self.record, num_tokens, seconds * state.batch)
             self.threshold.observe(tested)
 
     def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future
 
-from rayspec.choices import SKIP, choices_of
+from rayspec.choices import choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, Trial
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan
@@ -19,7 +19,7 @@ from rayspec.decode.work import RoundResult
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.mask_search import Keep, MaskSearch
-from rayspec.strategies.periodic import ALWAYS_DRAFTS, CurrentPlan, Tested
+from rayspec.strategies.periodic import ALWAYS_DRAFTS, CurrentPlan
 from rayspec.types import ConfigError, PlanRecord
 
 logger = logging.getLogger(__name__)
@@ -38,97 +38,59 @@ _SKIP_RATIO = 0.45  # of the sublayers between the first and the last layer
 _TREE_WIDTHS = (1, 3, 5, 10)
 
 
-class SwiftSearch:
-    """The search by itself: the next set to try, and the best set so far. A set is [num_sublayers] flags, True = keep.
-
-    Raises ConfigError if the ratio skips no sublayer between the first and the last layer.
-    """
-
-    def __init__(
-        self,
-        num_sublayers: int,
-        *,
-        skip_ratio: float = _SKIP_RATIO,
-        max_score: float = _MAX_SCORE,
-        max_tries_without_gain: int = _MAX_TRIES_WITHOUT_GAIN,
-        max_tries: int = _MAX_TRIES,
-        suggest_every: int = _SUGGEST_EVERY,
-    ) -> None:
-        free = range(2, num_sublayers - 2)
-        num_skipped = int(len(free) * skip_ratio)
-        if num_skipped < 1:
-            raise ConfigError(
-                f"strategy 'swift' keeps the first and the last layer; of the {len(free)} sublayers between them, "
-                f"{skip_ratio:.0%} leave none to skip: choose another strategy"
-            )
-        self._max_score, self._max_tries, self._max_tries_without_gain = max_score, max_tries, max_tries_without_gain
-        self._sets = MaskSearch(num_sublayers, free, num_skipped=num_skipped, suggest_every=suggest_every, seed=_SEED)
-        self._num_tries = self._num_without_gain = 0
-        self.best: Keep = odd_layers_skipped(num_sublayers)
-        self.best_score = 0.0
-
-    @property
-    def end(self) -> str | None:
-        """Why the search is over; None while it continues."""
-        if self.best_score > self._max_score:
-            return f"a set agrees on {self.best_score:.1%} of the tokens"
-        if self._num_without_gain >= self._max_tries_without_gain:
-            return f"{self._num_without_gain} sets were tried in vain"
-        return f"{self._num_tries} sets were tried" if self._num_tries >= self._max_tries else None
-
-    def propose(self) -> Keep:
-        """Return the set to try next; at first, the initial set."""
-        return self._sets.propose() if self._num_tries else self.best
-
-    def observe(self, keep: Keep, score: float) -> bool:
-        """Record the score of a set, and return whether it is the new best. score: share of tokens on which a draft by
-        the set agreed with the target."""
-        self._num_tries += 1
-        self._sets.observe(keep, score)
-        gained = score > self.best_score
-        self._num_without_gain = 0 if gained else self._num_without_gain + 1
-        if gained:
-            self.best, self.best_score = keep, score
-        return gained
-
-
-def odd_layers_skipped(num_sublayers: int) -> Keep:
-    """Return the set that skips both sublayers of layers 1, 3, ..., but never the last layer. Layers count from 0."""
-    last = num_sublayers // 2 - 1
-    return tuple(index // 2 % 2 == 0 or index // 2 == last for index in range(num_sublayers))
-
-
 class Swift:
     """Until the search ends, each round tries one set, and each new best set becomes the plan. The seconds of tries
-    without a gain are reported with the next gain, or with the end of the search.
+    without a gain are reported with the next gain, or with the end of the search. A set has a flag for each sublayer,
+    True = keep.
+
+    Raises ConfigError if the ratio skips no sublayer between the first and the last layer.
     """
 
     status = ALWAYS_DRAFTS
 
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
+        num_sublayers = len(latency.sublayers)
+        free = range(2, num_sublayers - 2)
+        num_skipped = int(len(free) * _SKIP_RATIO)
+        if num_skipped < 1:
+            raise ConfigError(
+                f"strategy 'swift' keeps the first and the last layer; of the {len(free)} sublayers between them, "
+                f"{_SKIP_RATIO:.0%} leave none to skip: choose another strategy"
+            )
         threshold = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
         self._rule = DraftWhileSure(threshold=threshold)
         self._num_search_tokens = options.num_search_tokens or _NUM_SEARCH_TOKENS
         self._max_draft_tokens = options.max_draft_tokens
-        self._search = SwiftSearch(len(latency.sublayers))
         self._current = CurrentPlan("swift", latency)
-        self._trying: Keep | None = None
+        self._sets = MaskSearch(num_sublayers, free, num_skipped=num_skipped, suggest_every=_SUGGEST_EVERY, seed=_SEED)
+        self._best, self._best_score = odd_layers_skipped(num_sublayers), 0.0
+        self._num_tries = self._num_without_gain = 0
+        self._trying: Keep | None = self._best
         self._asked: Future[Answer] | None = None
         self._spent_s = 0.0
 
+    @property
+    def _end(self) -> str | None:
+        """Why the search is over; None while it continues."""
+        if self._best_score > _MAX_SCORE:
+            return f"a set agrees on {self._best_score:.1%} of the tokens"
+        if self._num_without_gain >= _MAX_TRIES_WITHOUT_GAIN:
+            return f"{self._num_without_gain} sets were tried in vain"
+        return f"{self._num_tries} sets were tried" if self._num_tries >= _MAX_TRIES else None
+
     def choose(self, state: BatchState) -> RoundPlan:
-        return RoundPlan(plan=self._current.plan, keep_drafting=self._rule, capture=self._search.end is None)
+        return RoundPlan(plan=self._current.plan, keep_drafting=self._rule, capture=self._end is None)
 
     def observe(
         self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
     ) -> None:
-        self._current.observe(state, chosen.plan, Tested.of(chosen.plan, result), num_tokens, seconds)
+        self._current.observe(state, chosen.plan, result, num_tokens, seconds)
 
     def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
         """Begin a trial, or conclude the one under way."""
-        if self._search.end is not None:
+        if self._end is not None:
             return None
-        self._trying = self._trying or self._search.propose()
+        self._trying = self._trying or self._sets.propose()
         if self._asked is None:
             self._asked = ask(Trial(num_tokens=self._num_search_tokens, patterns=(choices_of(self._trying),)))
         if self._asked is None or not self._asked.done():
@@ -141,21 +103,29 @@ class Swift:
             return None
         found = asked.result()
         assert isinstance(found, Found)
-        (draft,), self._trying = found.drafts, None
+        tried, self._trying = self._trying, None
+        score = found.drafts[0].num_agreed / found.num_tokens
+        self._sets.observe(tried, score)
+        self._num_tries += 1
+        self._num_without_gain += 1
         self._spent_s += found.seconds
-        gained = self._search.observe(
-            tuple(choice != SKIP for choice in draft.choices), draft.num_agreed / found.num_tokens
-        )
-        end = self._search.end
-        if not gained and end is None:
+        if score > self._best_score:
+            self._best, self._best_score, self._num_without_gain = tried, score, 0
+        elif self._end is None:
             return None
         spent_s, self._spent_s = self._spent_s, 0.0
         return self._current.take(
             state,
-            choices_of(self._search.best),
+            choices_of(self._best),
             self._max_draft_tokens,
-            acceptance=self._search.best_score,
-            reason="the best set so far" if end is None else f"the search is over: {end}",
+            acceptance=self._best_score,
+            reason="the best set so far" if self._end is None else f"the search is over: {self._end}",
             optimise_s=spent_s,
             tree_widths=_TREE_WIDTHS,
         )
+
+
+def odd_layers_skipped(num_sublayers: int) -> Keep:
+    """Return the set that skips both sublayers of layers 1, 3, ..., but never the last layer. Layers count from 0."""
+    last = num_sublayers // 2 - 1
+    return tuple(index // 2 % 2 == 0 or index // 2 == last for index in range(num_sublayers))

@@ -5,6 +5,7 @@ The measured runs equal later runs of Self-SD: the same drafts, ended by the sam
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from typing import TypeAlias
 
 import msgspec
@@ -25,7 +27,7 @@ from rayspec.strategies.auto import Auto
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.knn_ssd import radius, representatives
 from rayspec.strategies.mask_search import Keep, MaskSearch
-from rayspec.strategies.saved_plans import ModelIdentity, Provenance, SavedPlan, SavedPlans, best_record
+from rayspec.strategies.saved_plans import ModelIdentity, Provenance, SavedPlan, SavedPlans
 from rayspec.strategies.self_sd import FIRST_THRESHOLD, TARGET_ACCEPTANCE, DraftThreshold, SelfSD
 from rayspec.types import ConfigError, Plan, PlanRecord, Request, no_draft
 
@@ -136,13 +138,17 @@ def knapspec_plan(engine: Engine, prompts: Sequence[Prompt], options: TuningOpti
     earlier = engine.stats.plans
     with selecting(engine, Auto(speculation, engine.latency, looks_up=False)):
         _generate(engine, prompts, options.max_tokens)
-    records = [record for record in engine.stats.plans if all(record is not one for one in earlier)]
-    best = best_record(records, min_tested_tokens=1)
-    if best is None:
+    used = [
+        record
+        for record in engine.stats.plans
+        if record.plan.drafts and record.num_tested_tokens and all(record is not one for one in earlier)
+    ]
+    if not used:
         raise ConfigError(
             f"KnapSpec drafted nothing on the prompts of domain {domain!r}: give more of them, raise max_tokens, or "
             "choose 'trials' for option 'plans_by'"
         )
+    best = max(used, key=lambda record: record.measured_tpt or 0.0)
     plain = bench.measure(no_draft(bench.num_sublayers, "tuning"))[0]
     return bench.confirmed(best.plan, plain, domain=domain, method="the fastest of KnapSpec's")
 
@@ -157,9 +163,11 @@ def features_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Sequence[floa
         classifier = _Classifier(engine.stages.num_sublayers)
         with selecting(engine, classifier):
             _generate(engine, [prompt], _TOKENS_TO_LOOK, until=classifier.has_answer)
-        if classifier.vector is None:
+        if not classifier.has_answer() or classifier.asked is None:
             raise ConfigError("a calibration prompt leaves no room for an answer: shorten it, or raise max_model_len")
-        features.append(classifier.vector)
+        answer = classifier.asked.result()
+        assert isinstance(answer, Features)
+        features.append(answer.vector)
     return features
 
 
@@ -199,12 +207,27 @@ class _Bench:
         best, threshold = self.measure(plan, plain=plain)
         if (best.measured_tpt or 0.0) <= (plain.measured_tpt or 0.0):
             logger.warning("for %r no plan is faster than plain decoding on the calibration prompts", domain)
-        calibration = f"{len(self._prompts)} prompts, {self._options.max_tokens} tokens generated from each"
-        return SavedPlan.of(
-            best,
+        if best.observed_acceptance is None or best.measured_tpt is None:
+            raise ConfigError("no draft was tested on the calibration prompts: raise max_tokens")
+        return SavedPlan(
             domain=domain,
+            choices=plan.choices,
+            num_draft_tokens=plan.num_draft_tokens,
             threshold=threshold.value,
-            provenance=Provenance.now(self._engine.config, method=method, calibration=calibration),
+            acceptance=best.observed_acceptance,
+            num_tested_tokens=best.num_tested_tokens,
+            tokens_per_s=best.measured_tpt,
+            plain_tokens_per_s=best.plain_tpt,
+            context=best.context,
+            batch=best.batch,
+            provenance=Provenance(
+                method=method,
+                calibration=f"{len(self._prompts)} prompts, {self._options.max_tokens} tokens generated from each",
+                device=self._engine.config.device,
+                dtype=self._engine.config.dtype,
+                rayspec=metadata.version("rayspec"),
+                date=dt.datetime.now(dt.timezone.utc).replace(microsecond=0),
+            ),
         )
 
 
@@ -218,26 +241,17 @@ class _Classifier(FixedPlan):
 
     def __init__(self, num_sublayers: int) -> None:
         super().__init__(no_draft(num_sublayers, "features"))
-        self._asked: Future[Answer] | None = None
+        self.asked: Future[Answer] | None = None
 
     def choose(self, state: BatchState) -> RoundPlan:
-        return RoundPlan(plan=self.chosen.plan, capture=self._asked is None)
+        return RoundPlan(plan=self.chosen.plan, capture=self.asked is None)
 
     def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
-        self._asked = self._asked or ask(Feature(num_tokens=1))
+        self.asked = self.asked or ask(Feature(num_tokens=1))
         return None
 
     def has_answer(self) -> bool:
-        return self.vector is not None
-
-    @property
-    def vector(self) -> Sequence[float] | None:
-        """The feature, or None before there is an answer. Raises the error of a failed question."""
-        if self._asked is None or not self._asked.done() or self._asked.cancelled():
-            return None
-        features = self._asked.result()
-        assert isinstance(features, Features)
-        return features.vector
+        return self.asked is not None and self.asked.done() and not self.asked.cancelled()
 
 
 @contextmanager

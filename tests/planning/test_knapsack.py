@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayspec.choices import FULL, SKIP, Choice, choices_of
-from rayspec.planning.knapsack import Pattern, Solution, count_rows, follow, quantize, solve
+from rayspec.choices import FULL, SKIP, Choice
+from rayspec.planning.knapsack import Solution, count_rows, follow, quantize, solve
 
 EXACT: dict[str, Any] = {"min_similarity": -np.inf, "max_states": 10**6, "band": None, "drop_dominated": False}
 CHEAPER: tuple[Choice, ...] = (SKIP, "int4", "int8")
@@ -112,7 +112,6 @@ def check_consistent(solution: Solution, savings: Savings, damages: Damages, num
     assert [c.saved for c in solution.candidates] == sorted({c.saved for c in solution.candidates})
     total = sum(each.get(SKIP, 0.0) for each in damages)
     for row, candidate in enumerate(solution.candidates):
-        assert candidate.index == row
         assert candidate.saved == saved_by(savings, candidate.choices)
         damage = saved_by(damages, candidate.choices)
         assert candidate.similarity == pytest.approx(1 - damage, abs=1e-9)
@@ -152,28 +151,16 @@ def test_pruned_is_consistent_never_better_and_never_over_its_limits(
     for candidate in solution.candidates:
         assert candidate.similarity <= best[candidate.saved] + 1e-9
         assert candidate.saved == 0 or candidate.similarity >= floor
-    check_within_bound(solution, savings, expansion, limits)
+    check_within_bound(savings, expansion, limits)
     assert expansion.num_similarity_calls == len(savings)
 
 
-def check_within_bound(solution: Solution, savings: Savings, expansion: Additive, limits: dict[str, Any]) -> None:
+def check_within_bound(savings: Savings, expansion: Additive, limits: dict[str, Any]) -> None:
     """One run a sublayer, in full, of no more rows than the price in advance; at most one variation a choice."""
-    assert solution.num_rows_run == expansion.num_rows_run
     bound = count_rows(savings, **limits)
-    assert all(ran <= most <= limits["max_states"] for ran, most in zip(solution.num_rows_run, bound, strict=True))
+    assert all(ran <= most <= limits["max_states"] for ran, most in zip(expansion.num_rows_run, bound, strict=True))
     assert len(expansion.varied) == len(set(expansion.varied))
     assert all(choice in savings[sublayer] for sublayer, choice in expansion.varied)
-
-
-@pytest.mark.parametrize(("max_states", "mean_gap"), [(16, 0.35), (32, 0.15)])
-def test_gap_of_a_thinned_search(max_states: int, mean_gap: float) -> None:
-    """Mean excess damage at 20, 35, 50 and 65 % saved, over 8 instances of 64 sublayers."""
-    gaps = []
-    for seed in range(8):
-        weights, damages = deep_instance(seed)
-        gaps += gaps_of(skips(weights), skip_damages(damages), max_states)
-    assert min(gaps) >= -1e-9
-    assert np.mean(gaps) < mean_gap
 
 
 @pytest.mark.parametrize(("max_states", "mean_gap"), [(16, 0.35), (32, 0.2)])
@@ -200,40 +187,11 @@ def test_dominated_states_lose_nothing_that_is_best_for_its_saved_time_or_more()
         assert damage_at(frontier, saved) == pytest.approx(damage_at(exact, saved))
 
 
-def test_a_choice_that_is_not_among_the_savings_is_not_made() -> None:
-    savings, damages = deep_choices(1, num_layers=3)
-    allowed = [
-        {choice: saved for choice, saved in each.items() if choice != CHEAPER[k % 3]} for k, each in enumerate(savings)
-    ]
-    solution = solve(allowed, Additive(damages), max_saved=10**6, **EXACT)
-    assert all(
-        choice in (FULL, *each) for c in solution.candidates for choice, each in zip(c.choices, allowed, strict=True)
-    )
-    assert len(solution.candidates) > 1
-
-
 def test_all_in_a_cheaper_way_and_nothing_skipped_is_a_candidate() -> None:
     savings: Savings = [{"int4": 2}] * 20
     damages: Damages = [{"int4": 0.001, SKIP: 1.0}] * 20
     solution = solve(savings, Additive(damages), max_saved=40, min_similarity=0.5, max_states=4)
     assert solution.candidates[-1].choices == ("int4",) * 20
-
-
-def test_offloaded_sublayers_are_skipped_first() -> None:
-    seconds = [800.0 if k % 3 == 0 else 1.0 for k in range(60)]
-    savings = quantize([{FULL: each, SKIP: 0.0} for each in seconds], 128)
-    solution = solve(
-        savings,
-        Additive(skip_damages([0.01] * 60)),
-        max_saved=sum(each[SKIP] for each in savings),
-        min_similarity=0.5,
-        max_states=16,
-    )
-    fastest = min(
-        solution.candidates,
-        key=lambda c: sum(s for s, choice in zip(seconds, c.choices, strict=True) if choice == FULL),
-    )
-    assert all(choice == SKIP for s, choice in zip(seconds, fastest.choices, strict=True) if s > 1)
 
 
 class Spoiled(Additive):
@@ -244,23 +202,6 @@ class Spoiled(Additive):
 def test_nothing_finite_leaves_the_one_that_saves_nothing() -> None:
     solution = solve(skips([1, 2]), Spoiled(skip_damages([1, 1])), max_saved=3, min_similarity=0.5, max_states=4)
     assert [c.choices for c in solution.candidates] == [(FULL, FULL)]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"max_saved": -1},
-        {"max_states": 1},
-        {"band": -0.1},
-        {"savings": [{SKIP: 1}, {SKIP: -1}]},
-        {"savings": [{FULL: 1}, {SKIP: 1}]},
-    ],
-)
-def test_arguments_that_cannot_be(changes: dict[str, Any]) -> None:
-    arguments: dict[str, Any] = {"max_saved": 1, "min_similarity": 0.0, "max_states": 4, **changes}
-    savings = arguments.pop("savings", [{SKIP: 1}, {SKIP: 1}])
-    with pytest.raises(ValueError):
-        solve(savings, Additive(skip_damages([1, 1])), **arguments)
 
 
 class Residual:
@@ -304,7 +245,7 @@ class Residual:
         pass
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_on_a_network_whose_damages_do_not_add_up_it_is_nearly_as_good_as_brute_force(seed: int) -> None:
     """All 4^8 patterns: at each budget, the most similar one that saves as much, over the whole frontier."""
     rng = np.random.default_rng(seed)
@@ -321,27 +262,16 @@ def test_on_a_network_whose_damages_do_not_add_up_it_is_nearly_as_good_as_brute_
     max_saved = 3 * int(saved.max()) // 4
     limits = {"max_saved": max_saved, "max_states": 16}
     solution = solve(savings, network, min_similarity=0.0, **limits)
-    truly = {c.index: similarity[patterns.index(c.choices)] for c in solution.candidates}
+    truly = {c.saved: similarity[patterns.index(c.choices)] for c in solution.candidates}
     shares = [
-        max(truly[c.index] for c in solution.candidates if c.saved >= budget) / similarity[saved >= budget].max()
+        max(truly[c.saved] for c in solution.candidates if c.saved >= budget) / similarity[saved >= budget].max()
         for budget in range(solution.candidates[-1].saved + 1)
     ]
     assert solution.candidates[-1].saved > 0.9 * max_saved
     assert np.mean(shares) >= 0.98
-    bound = count_rows(savings, **limits)
-    assert all(ran <= most for ran, most in zip(solution.num_rows_run, bound, strict=True))
-    errors = [abs(c.similarity - truly[c.index]) for c in solution.candidates]
+    errors = [abs(c.similarity - truly[c.saved]) for c in solution.candidates]
     assert errors[0] < 1e-9
     assert np.mean(errors) < 0.01, "what a choice changes is nearly the same in every state"
-
-
-@given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=80), st.integers(16, 256))
-def test_quantize_keeps_the_proportions(seconds: list[float], resolution: int) -> None:
-    weights = np.asarray([each[SKIP] for each in quantize([{FULL: s, SKIP: 0.0} for s in seconds], resolution)])
-    assert (weights >= 0).all()
-    share = weights / weights.sum()
-    assert np.abs(share - np.asarray(seconds) / sum(seconds)).sum() < 0.11
-    assert weights.sum() < 33.5 * resolution
 
 
 @given(
@@ -379,9 +309,6 @@ def test_quantize_examples() -> None:
     offloaded = quantize([{FULL: s, SKIP: 0.0, "int4": s / 2} for s in [800.0] * 48 + [1.0] * 112], 128)
     assert min(each[SKIP] for each in offloaded[:48]) > 0
     assert offloaded[48:] == [{SKIP: 0}] * 112
-    for bad in (float("nan"), float("inf"), -1.0):
-        with pytest.raises(ValueError):
-            quantize([{FULL: 1.0, SKIP: 0.0}, {FULL: bad, SKIP: 0.0}], 16)
 
 
 class _Histories:
@@ -411,7 +338,7 @@ class _Histories:
         pass
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(8))
 def test_followed_drafts_end_in_their_own_states_and_share_their_past(seed: int) -> None:
     rng = np.random.default_rng(seed)
     names: list[Choice] = [FULL, SKIP, "int4", "pages"]
@@ -429,25 +356,3 @@ def test_followed_drafts_end_in_their_own_states_and_share_their_past(seed: int)
     }
     assert {(index, choice): count for index, choice, count in histories.runs} == expected
     assert len(histories.runs) == len(expected)
-
-
-def test_drafts_that_differ_in_nothing_are_run_once() -> None:
-    histories = _Histories()
-    pattern = choices_of((True, False, True))
-    assert follow([pattern] * 3, histories) == [((0, FULL), (2, FULL))] * 3
-    assert histories.runs == [(0, FULL, 1), (2, FULL, 1)]
-
-
-@pytest.mark.parametrize("patterns", [[], [(FULL,), (FULL, SKIP)]])
-def test_drafts_that_cannot_be_followed_are_refused(patterns: Any) -> None:
-    with pytest.raises(ValueError, match="cannot be followed"):
-        follow(patterns, _Histories())
-
-
-def test_candidates_name_choices_not_codes() -> None:
-    solution = solve([{SKIP: 2, "int4": 1}], Additive([{SKIP: 0.5, "int4": 0.1}]), max_saved=2, **EXACT)
-    assert solution.candidates == [
-        Pattern(choices=(FULL,), saved=0, similarity=1.0, index=0),
-        Pattern(choices=("int4",), saved=1, similarity=pytest.approx(0.9), index=1),
-        Pattern(choices=(SKIP,), saved=2, similarity=0.5, index=2),
-    ]

@@ -65,7 +65,6 @@ def test_recovers_what_was_planted(noise: float) -> None:
     attention = fitted.curves["attention"]
     assert attention.kv_s == pytest.approx(4e-9, rel=0.15 if noise else 0.01)
     assert attention.score_s == pytest.approx(1e-9, rel=0.15 if noise else 0.01)
-    assert attention.residual < (0.06 if noise else 1e-3)
     assert (fitted.overhead_s, fitted.round_s) == (20e-6, 50e-6)
 
 
@@ -148,13 +147,6 @@ def test_columns_that_say_nothing_new_are_found(seed: int) -> None:
     assert independent_columns(matrix).tolist() == [True, False, False, True, False, True]
 
 
-def test_what_was_measured_is_known() -> None:
-    fitted = LatencyModel.fit(called([(1, 32, 1), (8, 300, 8)]) + measure(), ["attention", "mlp"])
-    assert fitted.covers([(64, 16384, 8), (1, 0, 1)])
-    assert not fitted.covers([(1, 16385, 1)])
-    assert not fitted.covers([(16, 32, 16)])
-
-
 @given(
     st.lists(
         st.tuples(st.integers(1, 64), st.integers(0, 20000), st.integers(1, 4), st.floats(1e-6, 1e-2)),
@@ -191,8 +183,6 @@ def test_forwards_add_up() -> None:
     verify = fitted.verify_s(rows=3, context=2000, batch=1)
     assert verify == pytest.approx(every.sum() + fitted.head_s(3) + fitted.overhead_s)
     one = fitted.sublayers_s(rows=1, context=2000, batch=1)
-    reused = fitted.verify_s(rows=3, context=2000, batch=1, from_sublayer=3, leading_rows=1)
-    assert reused == pytest.approx(one[:3].sum() + every[3:].sum() + fitted.head_s(3) + fitted.overhead_s)
     draft = fitted.draft_step_s((FULL, SKIP) * 4, context=2000, batch=1)
     assert draft == pytest.approx(one[::2].sum() + fitted.head_s(1) + fitted.overhead_s)
     assert fitted.decode_step_s(context=2000, batch=1) == pytest.approx(
@@ -215,14 +205,6 @@ def model_of_choices(device: str = "", **options: object) -> LatencyModel:
     return LatencyModel.fit(full + cheaper, ["attention", "mlp"] * 2, **options)  # type: ignore[arg-type]
 
 
-def test_measurements_of_a_choice_have_its_name_but_for_full() -> None:
-    assert [kind_of("attention", choice) for choice in ("full", "int4", "int4+pages")] == [
-        "attention",
-        "attention int4",
-        "attention int4+pages",
-    ]
-
-
 @pytest.mark.parametrize("device", ["", "cuda:0"])
 def test_each_choice_has_its_curve(device: str) -> None:
     fitted = model_of_choices(device)
@@ -237,8 +219,8 @@ def test_each_choice_has_its_curve(device: str) -> None:
     draft_s = fitted.draft_step_s(("int4+window", "int4", "skip", "full"), context=5000, batch=1)
     one_row_s = fitted.sublayers_s(rows=1, context=5000, batch=1)
     assert draft_s == pytest.approx(one_row_s @ (0.3, 0.4, 0, 1) + fitted.head_s(1), rel=1e-3)
-    with pytest.raises(ValueError):
-        fitted.sublayers_s(**cell, choices=("full",) * 3)
+    with pytest.raises(ValueError, match="choice 'pages' was not measured"):
+        fitted.sublayer_s(0, **cell, choice="pages")
 
 
 def test_a_sublayer_has_the_choices_that_were_measured() -> None:
@@ -246,12 +228,6 @@ def test_a_sublayer_has_the_choices_that_were_measured() -> None:
         assert fitted.choices_of(0) == ("full", "int8", "int4", "window", "int4+window", "skip")
         assert fitted.choices_of(3) == ("full", "int4", "skip")
     assert model().choices_of(0) == ("full", "skip")
-
-
-def test_curves_of_choices_are_saved_too(tmp_path: Path) -> None:
-    fitted = model_of_choices()
-    fitted.save(tmp_path / "p.json", KEY)
-    assert LatencyModel.load(tmp_path / "p.json", KEY).choices_of(0) == fitted.choices_of(0)
 
 
 def test_hops_bypass_stages_with_nothing_to_run() -> None:
@@ -276,13 +252,6 @@ def test_a_hop_takes_the_time_of_its_own_link() -> None:
     assert replace(fitted, wake_s=0.5).hops_s((SKIP,) * 8) == 31
 
 
-def test_transfers_are_paid_by_whoever_runs() -> None:
-    fitted = model(transfer_s=[0.0] * 7 + [1.0])
-    assert fitted.draft_step_s((FULL,) * 7 + (SKIP,), context=100, batch=1) < 1
-    assert fitted.verify_s(rows=4, context=100, batch=1) > 1
-    assert fitted.verify_s(rows=4, context=100, batch=1, from_sublayer=8) < 1
-
-
 def test_only_the_full_weights_are_transferred() -> None:
     """A copy with fewer bits is on the device already."""
     fitted = model_of_choices(transfer_s=[1.0] * 4)
@@ -296,8 +265,6 @@ def test_only_the_full_weights_are_transferred() -> None:
 
 def test_devices_have_their_own_curves() -> None:
     measured = measure(device="fast") + measure(device="slow", slower=3.0)
-    with pytest.raises(ValueError, match="devices"):
-        LatencyModel.fit(measured, ["attention", "mlp"])
     fitted = LatencyModel.fit(measured, ["attention", "mlp"] * 2, devices=["fast", "fast", "slow", "slow"])
     seconds = fitted.sublayers_s(rows=2, context=5000, batch=1)
     assert seconds[2:] == pytest.approx(3 * seconds[:2], rel=1e-3)
@@ -307,15 +274,16 @@ def test_devices_have_their_own_curves() -> None:
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    fitted = model(0.05, stages=[0] * 4 + [1] * 4, link_s=[1e-3, 2e-3])
+    fitted = model_of_choices(stages=[0, 0, 1, 1], link_s=[1e-3, 2e-3])
+    assert fitted.covers([(64, 16384, 4), (1, 0, 1)])
+    assert not fitted.covers([(1, 16385, 1)])
+    assert not fitted.covers([(16, 32, 5)])
     path = tmp_path / "profiles" / "p.json"
     fitted.save(path, KEY)
     assert LatencyModel.load(path, KEY) == fitted
     assert list(path.parent.iterdir()) == [path]
     with pytest.raises(StaleProfileError, match="threads is 2, not 4"):
         LatencyModel.load(path, {**KEY, "threads": 4})
-    with pytest.raises(StaleProfileError, match="device"):
-        LatencyModel.load(path, {**KEY, "device": "cpu"})
     older = path.read_text().replace("rayspec-latency-3", "rayspec-latency-2")
     path.write_text(older)
     with pytest.raises(StaleProfileError, match="'rayspec-latency-2', not 'rayspec-latency-3': profile again"):
@@ -328,13 +296,6 @@ def test_save_and_load(tmp_path: Path) -> None:
         LatencyModel.load(tmp_path / "none.json", KEY)
 
 
-def test_impossible_measurements_are_refused() -> None:
-    for changes in ({"rows": 0}, {"seconds": 0.0}, {"seconds": float("nan")}, {"context": -1}):
-        values = {"kind": "mlp", "rows": 1, "context": 0, "batch": 1, "seconds": 1.0, **changes}
-        with pytest.raises(ValueError):
-            Curve.fit([Measurement(**values)])  # type: ignore[arg-type]
-
-
 @given(st.integers(0, 10**6))
 def test_nonnegative_least_squares_is_optimal(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -344,8 +305,3 @@ def test_nonnegative_least_squares_is_optimal(seed: int) -> None:
     assert (solution >= 0).all()
     assert (gradient > -1e-7).all()
     assert np.abs(gradient * solution).max() < 1e-7
-
-
-def test_a_choice_that_was_not_measured_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="choice 'int8' was not measured"):
-        model().sublayer_s(0, rows=1, context=0, batch=1, choice="int8")

@@ -15,7 +15,6 @@ from rayspec.planning.partition import (
     StageCost,
     bytes_missing,
     partition,
-    shortfalls,
     stage_costs,
 )
 from rayspec.types import ConfigError
@@ -59,6 +58,10 @@ def score(stages: Sequence[StageCost]) -> tuple[float, float]:
     return max(stage.seconds for stage in stages), sum(stage.seconds**2 for stage in stages)
 
 
+def missing(stages: Sequence[StageCost]) -> int:
+    return sum(max(0, -stage.bytes_left) for stage in stages)
+
+
 def sizes(spans: Sequence[range]) -> list[int]:
     return [len(span) for span in spans]
 
@@ -83,11 +86,11 @@ def instances(draw: Any) -> tuple[ModelCosts, list[Device]]:
 def test_brute_force_finds_nothing_better(instance: tuple[ModelCosts, list[Device]]) -> None:
     costs, places = instance
     cuts = [stage_costs(costs, places, spans) for spans in all_cuts(len(costs.layers), len(places))]
-    assert bytes_missing(costs, places) == min(sum(shortfalls(stages)) for stages in cuts)
-    fitting = [stages for stages in cuts if not any(shortfalls(stages))]
+    assert bytes_missing(costs, places) == min(map(missing, cuts))
+    fitting = [stages for stages in cuts if not missing(stages)]
     if fitting:
         found = stage_costs(costs, places, partition(costs, places))
-        assert not any(shortfalls(found))
+        assert not missing(found)
         assert score(found) == min(map(score, fitting))
     else:
         with pytest.raises(ConfigError, match="missing"):
@@ -151,7 +154,7 @@ def test_pinned_layers_win_and_only_report_what_is_missing() -> None:
     places = devices(4 * GIB, 4 * GIB)
     spans = partition(costs, places, pinned=[6, 2])
     assert spans == (range(6), range(6, 8))
-    assert shortfalls(stage_costs(costs, places, spans)) == (2 * GIB, 0)
+    assert [stage.bytes_left for stage in stage_costs(costs, places, spans)] == [-2 * GIB, 2 * GIB]
 
 
 @pytest.mark.parametrize(
@@ -160,8 +163,6 @@ def test_pinned_layers_win_and_only_report_what_is_missing() -> None:
         ([8], "'layers' is 8: it has 1 numbers for 2 stages"),
         ([4, 5], "'layers' is 4,5, 9 layers in all: the model has 8"),
         ([8, 0], "each stage at least 1"),
-        ([9, -1], "each stage at least 1"),
-        ([], "0 numbers for 2 stages"),
     ],
 )
 def test_pinned_layers_must_add_up(pinned: list[int], message: str) -> None:
@@ -174,11 +175,3 @@ def test_stages_must_have_a_layer_each(num_stages: int) -> None:
     costs = model([1.0] * 3, (1,) * num_stages) if num_stages else model([1.0] * 3)
     with pytest.raises(ConfigError, match=f"'stages' is {num_stages}: a model of 3 layers has 1 to 3"):
         partition(costs, devices(*[1] * num_stages))
-
-
-def test_seconds_are_of_every_device() -> None:
-    with pytest.raises(ValueError, match="seconds for 1 devices, not 2"):
-        partition(model([1.0] * 3), devices(1, 1))
-    for wrong in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="cannot be"):
-            LayerCost(weight_bytes=1, seconds=(wrong,))

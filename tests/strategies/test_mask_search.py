@@ -57,16 +57,6 @@ def test_suggestions_find_the_best_of_many_sets_with_few_trials(num_skipped: int
     assert at_random.best[1] < 1.0
 
 
-def test_only_each_so_many_th_proposal_is_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
-    search = MaskSearch(10, range(10), num_skipped=4, suggest_every=5, seed=1)
-    suggested: list[int] = []
-    real = search._suggest
-    monkeypatch.setattr(search, "_suggest", lambda: (suggested.append(search._num_proposed), real())[1])
-    for _ in range(21):
-        search.observe(search.propose(), 0.5)
-    assert suggested == [5, 10, 15, 20]
-
-
 def test_a_suggestion_is_new_where_there_is_one() -> None:
     search = MaskSearch(4, range(4), num_skipped=2, suggest_every=1, seed=1)
     tried = []
@@ -114,9 +104,3 @@ def test_the_bound_is_mean_and_deviations_of_the_process_by_the_book() -> None:
         results.append((likelihood, (mean + 2.5 * np.sqrt(variance)) * scores.std() + scores.mean()))
     expected = max(results, key=lambda result: result[0])[1]
     np.testing.assert_allclose(upper_bound(observed, scores, candidates), expected, atol=1e-6)
-
-
-@pytest.mark.parametrize(("free", "num_skipped"), [([], None), ([9], None), ([1, 2], 3), ([1, 2], 0)])
-def test_what_cannot_be_searched_is_refused(free: list[int], num_skipped: int | None) -> None:
-    with pytest.raises(ValueError, match="skip"):
-        MaskSearch(9, free, num_skipped=num_skipped, suggest_every=1, seed=0)

@@ -1,20 +1,19 @@
 from __future__ import annotations
 
-import random
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from rayspec import demo
-from rayspec.choices import SKIP, choices_of
+from rayspec.choices import SKIP, Choices, choices_of
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.search import Answer, Found, FoundDraft, Question, Trial
 from rayspec.decode.strategy import RoundPlan
 from rayspec.local_engine import load_engine
 from rayspec.planning.learning import DraftWhileSure
-from rayspec.strategies.mask_search import Keep
-from rayspec.strategies.swift import Swift, SwiftSearch, odd_layers_skipped
+from rayspec.strategies.swift import Swift, odd_layers_skipped
 from rayspec.types import ConfigError
 from tests.demo_model import EOS, demo_prompts
 from tests.engines import complete, tokens_of
@@ -22,110 +21,86 @@ from tests.exhaustive import few_of
 from tests.families import greedy
 from tests.strategy_cases import Asker, latency, result, state
 
-WINDOW = 32
+NUM_TOKENS = 32
+ODD_LAYERS = choices_of(odd_layers_skipped(8))
 
 
-def _scores(search: SwiftSearch, scores: list[float]) -> list[bool]:
-    return [search.observe(search.propose(), score) for score in scores]
-
-
-def _found(keep: Keep, num_agreed: int, num_tokens: int = WINDOW) -> Found:
-    return Found([FoundDraft(choices_of(keep), 0.9, num_agreed)], num_tokens, 0.25)
-
-
-def _kept(trial: Trial) -> Keep:
-    """Of a trial of one set."""
-    (pattern,) = trial.patterns
-    return tuple(choice != SKIP for choice in pattern)
-
-
-def test_it_starts_by_skipping_odd_layers_but_never_the_last() -> None:
-    skipped = [index for index, kept in enumerate(odd_layers_skipped(12)) if not kept]
-    assert skipped == [2, 3, 6, 7], "of layers 0 to 5, layers 1 and 3"
-    assert [index for index, kept in enumerate(odd_layers_skipped(10)) if not kept] == [2, 3, 6, 7]
-    assert SwiftSearch(12).propose() == odd_layers_skipped(12)
-
-
-@pytest.mark.parametrize(("num_layers", "ratio", "size"), [(32, 0.45, 27), (40, 0.5, 38), (4, 0.45, 1)])
-def test_all_others_have_the_same_size_and_keep_the_first_and_last_layer(
-    num_layers: int, ratio: float, size: int
-) -> None:
-    search = SwiftSearch(2 * num_layers, skip_ratio=ratio, suggest_every=5)
-    rng = random.Random(0)
-    _scores(search, [0.1])
-    for _ in range(12):
-        keep = search.propose()
-        assert sum(not kept for kept in keep) == size
-        assert all(keep[:2])
-        assert all(keep[-2:])
-        search.observe(keep, rng.random())
-
-
-def test_only_a_higher_score_is_a_gain() -> None:
-    search = SwiftSearch(16)
-    assert _scores(search, [0.5, 0.4, 0.5, 0.6]) == [True, False, False, True]
-    assert search.best_score == 0.6
-    assert search.best != odd_layers_skipped(16)
-
-
-def test_it_ends_above_the_wanted_score_and_not_at_it() -> None:
-    search = SwiftSearch(16, max_score=0.75)
-    _scores(search, [0.75])
-    assert search.end is None
-    _scores(search, [0.76])
-    assert search.end == "a set agrees on 76.0% of the tokens"
-
-
-def test_it_ends_after_so_many_tries_without_gain() -> None:
-    search = SwiftSearch(16, max_tries_without_gain=4)
-    _scores(search, [0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.2, 0.2])
-    assert search.end is None
-    _scores(search, [0.1])
-    assert search.end == "4 sets were tried in vain"
-
-
-def test_it_ends_after_so_many_tries_in_all() -> None:
-    search = SwiftSearch(16, max_tries=6)
-    _scores(search, [0.1, 0.2, 0.3, 0.4, 0.5])
-    assert search.end is None
-    _scores(search, [0.6])
-    assert search.end == "6 sets were tried"
-
-
-def test_where_nothing_is_left_to_skip_it_says_so() -> None:
-    with pytest.raises(ConfigError, match="20% leave none to skip"):
-        SwiftSearch(8, skip_ratio=0.2)
-
-
-def test_one_set_a_round_is_tried_and_the_best_drafts() -> None:
-    swift = Swift(SpeculationOptions(strategy="swift"), latency())
-    agreed = iter([8, 4, 16, 31])
+def _swift(agreed: Iterable[int], *, num_layers: int = 4) -> tuple[Swift, Asker]:
+    """The strategy, and answers: of 32 tokens, so many agree."""
+    numbers = iter(agreed)
 
     def reply(question: Question) -> Answer:
         assert isinstance(question, Trial)
-        return _found(_kept(question), next(agreed))
+        (pattern,) = question.patterns
+        return Found([FoundDraft(tuple(pattern), 0.9, next(numbers))], question.num_tokens, 0.25)
 
-    here, asker = state(), Asker(reply)
+    return Swift(SpeculationOptions(strategy="swift"), latency(2 * num_layers)), Asker(reply)
+
+
+def _tried(asker: Asker) -> list[Choices]:
+    trials = [question for question in asker.asked if isinstance(question, Trial)]
+    assert {(len(trial.patterns), trial.num_tokens) for trial in trials} == {(1, NUM_TOKENS)}
+    return [tuple(trial.patterns[0]) for trial in trials]
+
+
+def test_it_starts_by_skipping_odd_layers_but_never_the_last() -> None:
+    for num_sublayers in (12, 10):
+        skipped = [index for index, kept in enumerate(odd_layers_skipped(num_sublayers)) if not kept]
+        assert skipped == [2, 3, 6, 7], "of layers 0 to 5 or 4, layers 1 and 3"
+
+
+@pytest.mark.parametrize(("num_layers", "size"), [(32, 27), (4, 1)])
+def test_all_other_sets_have_the_same_size_and_keep_the_first_and_last_layer(num_layers: int, size: int) -> None:
+    swift, asker = _swift([1, 2, 3, 4] * 8, num_layers=num_layers)
+    for _ in range(27):
+        swift.search(state(), asker)
+    for choices in _tried(asker)[1:]:
+        assert choices.count(SKIP) == size
+        assert SKIP not in choices[:2] + choices[-2:]
+
+
+@pytest.mark.parametrize(
+    ("agreed", "num_tries", "reason"),
+    [
+        ([30, 31], 2, "a set agrees on 96.9% of the tokens"),
+        ([3, 4, *[4] * 999], 302, "300 sets were tried in vain"),
+    ],
+    ids=["good enough", "no gain"],
+)
+def test_the_search_ends(agreed: list[int], num_tries: int, reason: str) -> None:
+    swift, asker = _swift(agreed)
+    records = [swift.search(state(), asker) for _ in range(320)]
+    assert len(asker.asked) == num_tries
+    (last,) = [record for record in records if record is not None][2:] or [records[num_tries - 1]]
+    assert last is not None
+    assert last.reason == f"the search is over: {reason}"
+    assert not swift.choose(state()).capture
+
+
+def test_where_nothing_is_left_to_skip_it_says_so() -> None:
+    with pytest.raises(ConfigError, match="of the 2 sublayers between them, 45% leave none to skip"):
+        Swift(SpeculationOptions(strategy="swift"), latency(6))
+
+
+def test_one_set_a_round_is_tried_and_the_best_drafts() -> None:
+    swift, asker = _swift([8, 4, 16, 31])
+    here = state()
     assert not swift.choose(here).plan.drafts
     records = []
     for number in range(4):
         assert swift.choose(here).capture
         records.append(swift.search(here, asker))
         assert len(asker.asked) == number + 1
-    assert not swift.choose(here).capture
     assert swift.search(here, asker) is None
-    trials = [question for question in asker.asked if isinstance(question, Trial)]
-    assert {(len(trial.patterns), trial.num_tokens) for trial in trials} == {(1, WINDOW)}
-    assert records[1] is None
-    first, third, last = records[0], records[2], records[3]
+    assert records[1] is None, "only a higher score is a gain"
+    first, _, third, last = records
     assert first is not None
     assert third is not None
     assert last is not None
-    assert (first.plan.keep, first.plan.num_draft_tokens) == (odd_layers_skipped(8), 16)
-    assert (third.plan.keep, third.optimise_s) == (_kept(trials[2]), 0.5), "with the time of the one in vain"
+    assert (first.plan.choices, first.plan.num_draft_tokens) == (ODD_LAYERS, 16)
+    assert (third.plan.choices, third.optimise_s) == (_tried(asker)[2], 0.5), "with the time of the one in vain"
     assert (first.estimated_acceptance, third.estimated_acceptance) == (0.25, 0.5)
     assert first.predicted_tpt < third.predicted_tpt < last.predicted_tpt
-    assert "96.9%" in last.reason
     assert swift.choose(here).plan is last.plan
     assert swift.choose(here).keep_drafting == DraftWhileSure(threshold=0.8)
     swift.observe(here, RoundPlan(plan=last.plan), result([5], [3]), 4, 0.5)
@@ -134,47 +109,37 @@ def test_one_set_a_round_is_tried_and_the_best_drafts() -> None:
 
 
 def test_a_trial_that_was_cancelled_is_made_again_and_one_that_failed_too() -> None:
-    swift = Swift(SpeculationOptions(strategy="swift"), latency())
-    futures: list[Future[Answer]] = []
-    asked: list[Question] = []
+    swift, asker = _swift([10, 20])
+    pending: list[Future[Answer]] = []
 
     def search(question: Question) -> Future[Answer]:
-        asked.append(question)
-        futures.append(Future())
-        return futures[-1]
+        asker.asked.append(question)
+        pending.append(Future())
+        return pending[-1]
 
     here = state()
-    swift.search(here, Asker(lambda question: _found(odd_layers_skipped(8), 10)))
+    swift.search(here, asker)
     assert swift.search(here, lambda question: None) is None, "too few tokens yet"
-    assert swift.search(here, search) is None
-    futures[0].cancel()
-    assert swift.search(here, search) is None
-    assert swift.search(here, search) is None
-    futures[1].set_exception(RuntimeError("the stage was busy"))
-    assert swift.search(here, search) is None
-    assert swift.search(here, search) is None
-    assert len(asked) == 3
-    assert asked[0] == asked[1] == asked[2]
-    assert isinstance(asked[0], Trial)
-    assert _kept(asked[0]) != odd_layers_skipped(8)
-    futures[2].set_result(_found(_kept(asked[0]), 20))
-    assert swift.search(here, search) is not None
-
-
-@pytest.fixture(scope="module")
-def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("profiles")
+    for end in (lambda future: future.cancel(), lambda future: future.set_exception(RuntimeError("busy"))):
+        assert swift.search(here, search) is None
+        end(pending[-1])
+        assert swift.search(here, search) is None
+    assert swift.search(here, asker) is not None
+    first, *again = _tried(asker)
+    assert first == ODD_LAYERS
+    assert len(again) == 3
+    assert len({*again, first}) == 2
 
 
 @pytest.mark.parametrize("gate", few_of([False, True], [True]))
-def test_a_loaded_engine_finds_a_set_that_is_right_more_often_than_not(gate: bool, profiles: Path) -> None:
+def test_a_loaded_engine_finds_a_set_that_is_right_more_often_than_not(gate: bool, tmp_path: Path) -> None:
     config = EngineConfig(
         model=demo.model_path(),
         dtype="float32",
         device="cpu",
         max_model_len=1024,
         kv_cache_tokens=2048,
-        profile_cache=str(profiles),
+        profile_cache=str(tmp_path),
         speculation={"strategy": "swift", "gate": gate, "num_search_tokens": 16},  # type: ignore[arg-type]
     )
     prompts = demo_prompts(2, 12)

@@ -30,7 +30,6 @@ from rayspec.planning.partition import (
     StageCost,
     bytes_missing,
     partition,
-    shortfalls,
     stage_costs,
 )
 from rayspec.types import ConfigError, UnsupportedModelError
@@ -128,7 +127,7 @@ def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions
         num_parameters=sizes.num_parameters,
         splits=sizes.splits,
         stages=stages,
-        missing_bytes=sum(shortfalls(stages)),
+        missing_bytes=sum(max(0, -stage.bytes_left) for stage in stages),
         loading_bytes_missing=max(_loading_shortfall(sizes, stage, options.num_ranks) for stage in stages),
         choice=choice,
     )
