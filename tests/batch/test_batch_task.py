@@ -4,40 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rayspec.batch.batch_task import BatchFiles, BatchTask, answered, read_requests
+from rayspec.batch.batch_task import BatchFiles, answered, read_requests
 from rayspec.batch.documents import input_row
 from rayspec.batch.rows import Row
 from rayspec.command.locations import Location
-from rayspec.command.settings import make_settings
 from rayspec.openai.batch import BatchLine
 from rayspec.types import ConfigError
-
-
-def line_of(custom_id: str) -> bytes:
-    body = {"model": "demo", "prompt": "x"}
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}).encode()
-
-
-def task(**options: Any) -> BatchTask:
-    return BatchTask(settings=make_settings(flags={"model": "demo", "max_model_len": 64} | options), served="demo")
-
-
-def test_a_file_becomes_documents_and_rows_that_failed_with_ids_that_stay(tmp_path: Path) -> None:
-    path = tmp_path / "batch.jsonl"
-    path.write_bytes(b"\n".join([line_of("a"), b"no json", line_of("b"), line_of("a")]))
-    documents, refused = read_requests(str(path))
-    lines = [BatchLine(**json.loads(document.document or "")) for document in documents]
-    assert [line.custom_id for line in lines] == ["a", "b"]
-    assert [document.id for document in documents] == [line.result(200, {}).id for line in lines]
-    assert [(row.error_kind, row.num_output_tokens) for row in refused] == [
-        ("invalid_json", 0), ("duplicate_custom_id", 0)
-    ]  # fmt: skip
-    assert len({*(document.id for document in documents), *(row.id for row in refused)}) == 4
-    assert read_requests(str(path)) == (documents, refused)
 
 
 def test_a_file_that_cannot_be_read_is_told_by_name(tmp_path: Path) -> None:
@@ -61,10 +36,3 @@ def test_answers_and_failures_go_to_their_files(tmp_path: Path) -> None:
     assert json.loads(failure)["response"]["status_code"] == 400
     result = json.loads(unanswered)
     assert (result["custom_id"], result["response"], result["error"]["code"]) == ("c", None, "stage_lost")
-
-
-def test_what_decides_the_answers_is_the_identity() -> None:
-    assert task().identity == task(strategy="ar", max_num_seqs=2, num_threads=1).identity
-    assert task().identity != task(max_model_len=128).identity
-    assert task().identity != task(verification="rejection").identity
-    json.dumps(task().identity)

@@ -14,7 +14,7 @@ import pytest
 from pyarrow import fs
 
 from rayspec.batch.columns import Columns
-from rayspec.batch.documents import DuplicateCheck, input_row, pieces, read_documents, row_counts
+from rayspec.batch.documents import input_row, pieces, read_documents, row_counts
 from rayspec.batch.input_files import find_files
 from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
@@ -91,20 +91,55 @@ def test_a_bad_line_is_one_bad_row(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ({"id": "x", "body": "one"}, "no column 'text' for the text; the row has 'id', 'body'"),
+        (
+            {"chat": [CALLS, {"role": "user", "content": [{"type": "image"}]}]},
+            "column 'chat' holds no conversation: messages.1.content: a part of type 'image' is not supported;",
+        ),
+        (b'{"id": "x", "text": "a", "text": "b"}', "key 'text' stands twice in one object; leave one out"),
+        (b'{"text": "a", "o": [{"k": 1, "k": 1}]}', "key 'k' stands twice in one object; leave one out"),
+        *(({"id": value, "text": "fine"}, f"the id is {value!r}; it must be") for value in (1.5, 2.0**53, True, "")),
+    ],
+)
+def test_an_error_names_place_and_remedy(tmp_path: Path, line: Any, error: str) -> None:
+    bad, good = read(write_lines(tmp_path / "a.jsonl", line, {"text": "fine"}), columns=Columns(messages="chat"))
+    assert str(bad.error).startswith(f"a.jsonl:1: {error}")
+    assert outcome(good) == "fine"
+
+
 def test_a_row_that_is_nested_too_deeply_is_one_bad_row(tmp_path: Path) -> None:
     """At some depths a row can just be parsed, but not be encoded again, as is done for rows with escapes."""
     depths = range(100, 1100)
     deep = [b'{"text": "\\u0041", "other": ' + b"[" * depth + b"]" * depth + b"}" for depth in depths]
-    path = write_lines(tmp_path / "a.jsonl", *deep, {"text": "fine"})
-    outcomes = [outcome(d) for d in read(path)]
+    outcomes = [outcome(d) for d in read(write_lines(tmp_path / "a.jsonl", *deep, {"text": "fine"}))]
     assert set(outcomes) == {"A", "malformed_row", "fine"}
     assert outcomes == [*sorted(outcomes[:-1], key=["A", "malformed_row"].index), "fine"]
 
 
-def test_an_error_names_place_and_remedy(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", {"id": "x", "body": "one"})
-    error = read(path)[0].error
-    assert str(error) == "a.jsonl:1: no column 'text' for the text; the row has 'id', 'body'"
+_DATES = pa.array([None, 2**31 - 1, None], pa.date32())
+_TEXTS = pa.array(["a", "b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (
+            {"text": pa.array([b"a", b"caf\xe9", b"c"]).cast(pa.string(), safe=False)},
+            ["a", "not_utf8", "c"],
+        ),
+        ({"id": _DATES, "text": _TEXTS}, ["a", "invalid_value", "c"]),
+        ({"id": _TEXTS, "text": _DATES}, ["invalid_value"] * 3),
+        ({"id": _TEXTS.dictionary_encode(), "text": _TEXTS.cast(pa.large_string())}, ["a", "b", "c"]),
+    ],
+)
+def test_parquet_values_of_other_types_are_text_or_one_bad_row(
+    tmp_path: Path, columns: dict[str, Any], expected: list[str]
+) -> None:
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert [outcome(d) for d in read(tmp_path / "a.parquet")] == expected
 
 
 def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
@@ -136,27 +171,6 @@ def test_a_damaged_parquet_file_yields_the_rows_before_the_damage(tmp_path: Path
     outcomes = [outcome(d) for d in read(path)]
     assert outcomes[0] == rows[0]["text"]
     assert outcomes[-1] == "unreadable_file"
-
-
-def test_parquet_text_that_is_not_utf8_is_one_bad_row(tmp_path: Path) -> None:
-    text = pa.array([b"good", b"caf\xe9", b"fine"]).cast(pa.string(), safe=False)
-    pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
-    assert [outcome(d) for d in read(tmp_path / "a.parquet")] == ["good", "not_utf8", "fine"]
-
-
-@pytest.mark.parametrize("name", ["id", "text"])
-def test_parquet_values_beyond_pythons_types_are_one_bad_row(tmp_path: Path, name: str) -> None:
-    texts = pa.array(["a", "b", "c"])
-    columns = {"id": texts, "text": texts, name: pa.array([None, 2**31 - 1, None], pa.date32())}
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    expected = ["a", "invalid_value", "c"] if name == "id" else ["invalid_value"] * 3
-    assert [outcome(d) for d in read(tmp_path / "a.parquet")] == expected
-
-
-def test_parquet_text_may_be_large_or_dictionary_coded(tmp_path: Path) -> None:
-    columns = {"id": pa.array(["x"]).dictionary_encode(), "text": pa.array(["fine"], pa.large_string())}
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    assert [(d.id, d.document) for d in read(tmp_path / "a.parquet")] == [("x", "fine")]
 
 
 def test_a_uri_is_read_like_a_path(tmp_path: Path) -> None:
@@ -227,19 +241,6 @@ def test_the_hash_is_of_what_is_asked() -> None:
     assert hashed(messages=[{"role": "user", "content": "one"}]) != hashed(
         messages=[{"role": "system", "content": "one"}]
     )
-
-
-def test_ids_are_unique_across_files(tmp_path: Path) -> None:
-    first = write_lines(tmp_path / "a.jsonl", {"id": "x", "text": "one"})
-    second = write_lines(tmp_path / "b.jsonl", {"id": "x", "text": "two"})
-    documents = read(first, second)
-    assert [outcome(d) for d in documents] == ["one", "duplicate_id"]
-    assert "a.jsonl:1" in str(documents[1].error)
-
-
-def test_a_row_that_is_read_again_is_no_duplicate() -> None:
-    check, document = DuplicateCheck(), input_row("x", source="a.jsonl:1", text="one")
-    assert check(document) == check(document) == document
 
 
 def test_messages_stand_in_for_the_text(tmp_path: Path) -> None:
@@ -342,15 +343,6 @@ def test_parts_of_text_are_a_content_in_every_file(tmp_path: Path) -> None:
     assert [row.messages for row in read(*sorted(tmp_path.glob("*.parquet")), columns=columns)] == expected
 
 
-def test_a_message_at_fault_is_named_with_its_column(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", {"chat": [CALLS, {"role": "user", "content": [{"type": "image"}]}]})
-    (row,) = read(path, columns=Columns(messages="chat"))
-    assert str(row.error) == (
-        "a.jsonl:1: column 'chat' holds no conversation: messages.1.content: a part of type 'image' is not supported; "
-        "give text parts only"
-    )
-
-
 @pytest.mark.parametrize("explicit", [False, True])
 def test_whole_numbers_that_pandas_made_floats_are_ids(tmp_path: Path, explicit: bool) -> None:
     ids = pa.array([1.0, None, 2.0**52, float("nan"), -0.0], pa.float64())
@@ -359,14 +351,6 @@ def test_whole_numbers_that_pandas_made_floats_are_ids(tmp_path: Path, explicit:
     assert [row.id for row in rows] == ["1", "a.parquet:2", str(2**52), "a.parquet:4", "0"]
     nulls = "invalid_value" if explicit else None
     assert [row.error_kind for row in rows] == [None, nulls, None, nulls, None]
-
-
-@pytest.mark.parametrize("value", [1.5, 2.0**53, True, ""])
-def test_an_id_that_is_no_name_is_an_error_with_a_way_out(tmp_path: Path, value: Any) -> None:
-    path = write_lines(tmp_path / "a.jsonl", {"id": value, "text": "fine"})
-    assert f"the id is {value!r}; it must be" in str(read(path)[0].error)
-    (row,) = read(path, columns=Columns(id="none"))
-    assert (row.id, outcome(row)) == ("a.jsonl:1", "fine")
 
 
 def test_without_an_id_column_places_are_ids(tmp_path: Path) -> None:
@@ -387,14 +371,6 @@ def test_a_column_that_stands_twice_in_parquet_is_an_error_where_it_is_asked_for
     else:
         assert (row.id, row.error_kind) == ("a.parquet", "duplicate_column")
         assert str(row.error) == f"a.parquet: two columns are called {name!r}; rename one"
-
-
-@pytest.mark.parametrize("line", [b'{"id": "x", "text": "a", "text": "b"}', b'{"text": "a", "o": [{"k": 1, "k": 1}]}'])
-def test_a_key_that_stands_twice_in_a_line_is_one_bad_row(tmp_path: Path, line: bytes) -> None:
-    rows = read(write_lines(tmp_path / "a.jsonl", line, {"text": "fine"}))
-    assert [outcome(row) for row in rows] == ["duplicate_column", "fine"]
-    name = "text" if b"id" in line else "k"
-    assert str(rows[0].error) == f"a.jsonl:1: key {name!r} stands twice in one object; leave one out"
 
 
 def test_a_parquet_file_with_any_damage_is_rows_and_errors(tmp_path: Path) -> None:

@@ -67,12 +67,6 @@ def test_chunks_hold_every_token_and_share_what_was_asked(case: tuple[int, int, 
         assert min(map(len, spans)) >= overlap + max(1, (chunk - overlap) // 4)
 
 
-def test_chunks_are_equal_where_nothing_says_otherwise() -> None:
-    assert [len(span) for span in cut(1001, 100, 0)] == [91] * 11
-    assert cut(10, 10, 3) == [range(10)]
-    assert cut(11, 10, 3) == [range(7), range(4, 11)]
-
-
 def test_the_strongest_place_near_the_equal_one_wins_and_then_the_nearest() -> None:
     assert cut(200, 120, 0, lambda place: {80: 1, 90: 2, 111: 2, 70: 0}.get(place, 0))[0].stop == 90
     assert cut(200, 180, 0, lambda place: 4 if place in {54, 146} else 0)[0].stop == 100  # both too far away
@@ -254,13 +248,6 @@ def test_a_document_that_fits_runs_as_it_always_did(mode: str) -> None:
     assert roots(outcome) == ()
 
 
-def test_conversations_are_left_alone() -> None:
-    engine = RecordingEngine()
-    long = long_documents(engine, long="map-reduce")
-    completed(long(input_row("d", source="d", messages=[{"role": "user", "content": "word " * 100}])))
-    assert [prompt.split() for prompt in engine.prompts] == [["word"] * 100]
-
-
 def test_map_reduce_makes_a_tree_of_the_whole_document() -> None:
     engine, text = RecordingEngine(answer=" ".join(["word"] * 30)), reports(7)
     long = long_documents(engine, long="map-reduce", overlap_tokens=20)
@@ -429,13 +416,6 @@ def test_chunks_and_groups_whose_prompts_are_longer_than_they_are_made_smaller()
 def test_options_that_cannot_work_are_refused_at_once(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         long_documents(RecordingEngine(), **options)
-
-
-def test_parts_need_a_number_of_output_tokens() -> None:
-    endless = GREEDY.replace(max_tokens=None)
-    with pytest.raises(ConfigError, match=r"'max_tokens' is null.*give a number"):
-        long_documents(RecordingEngine(), params=endless, long="map-reduce")
-    long_documents(RecordingEngine(), params=endless, long="truncate")
 
 
 def test_parts_need_a_tokenizer_that_knows_where_its_tokens_are() -> None:

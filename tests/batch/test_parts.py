@@ -66,16 +66,6 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path, again: bool) -> Non
     assert pq.ParquetFile(table).num_row_groups <= 3
 
 
-def test_of_an_id_the_last_row_counts_but_no_transient_one_after_a_final_one(tmp_path: Path) -> None:
-    rows = [done("a"), failed("b", "stage_lost"), done("a", "x"), failed("a", "engine_dead"), failed("b", "aborted")]
-    parts = stored(tmp_path, *rows)
-    assert list(parts.rows()) == [rows[2], rows[4]]
-    assert (parts.kinds, len(parts), parts.is_complete) == (Counter({None: 1}), 2, False)
-    assert parts.done.to_pylist() == [{"id": "a", "input_hash": "x"}]
-    aborted = stored(tmp_path / "other", replace(done("a"), finish_reason="abort"))
-    assert not aborted.is_complete
-
-
 def test_a_row_with_another_ones_id_stands_beside_it_until_the_next_session(tmp_path: Path) -> None:
     rows = [duplicate("a", "f:2"), done("a", "h"), duplicate("a", "f:3"), duplicate("a", "f:2")]
     parts = stored(tmp_path, *rows)

@@ -108,14 +108,6 @@ def test_the_engine_outlives_a_dataset_and_nothing_is_placed_by_ray_data(process
 
 
 @pytest.mark.exhaustive
-def test_without_continuing_a_bad_row_fails_the_job(processor: Processor) -> None:
-    strict = built(should_continue_on_error=False)
-    strict._supervisor = processor._supervisor  # no second engine for this
-    with pytest.raises(Exception, match="none of 'messages'"):
-        strict(ray.data.from_items([{"id": "bare", "text": "bare"}])).take_all()
-
-
-@pytest.mark.exhaustive
 def test_an_engine_killed_in_mid_dataset_is_replaced_and_every_row_comes_once(
     processor: Processor, tmp_path: Path
 ) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
-import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +15,7 @@ import pytest
 import ray.data
 from ray.data.exceptions import ExecutionTimeoutError
 
-from rayspec.batch import documents, ray_backend
+from rayspec.batch import documents
 from rayspec.batch.documents import input_row, pieces_of
 from rayspec.batch.in_process import LocalBackend
 from rayspec.batch.job import Backend, Order, Source
@@ -105,7 +102,7 @@ def _slow(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_run_may_stand_still_for_any_time() -> None:
-    """While its rows are made here; while they are used in the test below, which needs a Ray of its own."""
+    """While its rows are made."""
     context = ray.data.DataContext.get_current()
     usual, context.execution_no_progress_timeout_s = context.execution_no_progress_timeout_s, 1.0
     try:
@@ -116,19 +113,6 @@ def test_a_run_may_stand_still_for_any_time() -> None:
         assert rows.context.execution_no_progress_timeout_s == 1.0
     finally:
         context.execution_no_progress_timeout_s = usual
-
-
-@pytest.mark.exhaustive
-def test_a_slow_consumer_gets_all_rows(tmp_path: Path) -> None:
-    """Of more text than the object store holds, so that reading waits for the consumer."""
-    for number in range(60):
-        rows = [{"id": f"{number} {half}", "text": "text " * 600_000} for half in "ab"]
-        write_rows(tmp_path / f"{number:02}.jsonl.gz", rows)
-    script = Path(__file__).with_name("slow_consumer.py")
-    run = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert run.stdout.splitlines()[-1:] == ["120 rows"], run.stderr[-2000:]
 
 
 @both
@@ -160,17 +144,3 @@ def test_a_dataset_that_is_not_read_to_its_end_leaves_no_thread_that_could_come_
 
 def unchanged(row: dict[str, Any]) -> dict[str, Any]:
     return row
-
-
-def test_readers_that_do_not_end_are_not_waited_for_for_ever(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(ray_backend, "_READERS_END_WITHIN_S", 0.1)
-    release = threading.Event()
-    stuck = threading.Thread(target=release.wait, name="iter_threaded", daemon=True)
-    stuck.start()
-    with reading():
-        pass
-    assert "has not ended: iter_threaded" in caplog.text
-    release.set()
-    stuck.join()

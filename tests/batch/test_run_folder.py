@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
@@ -65,11 +64,6 @@ def done(row_id: str, text: str = "a summary") -> Row:
 
 def failed(row_id: str, kind: str, source: str | None = None, input_hash: str | None = "0f") -> Row:
     return Row(id=row_id, finish_reason="error", error_kind=kind, error="why", source=source, input_hash=input_hash)
-
-
-def unread(row_id: str, kind: str, source: str) -> Row:
-    """A row that never reached an engine."""
-    return failed(row_id, kind, source, input_hash=None)
 
 
 @pytest.fixture(params=["parquet", "jsonl"])
@@ -198,21 +192,6 @@ def test_rows_that_failed_for_no_fault_of_theirs_are_done_again(tmp_path: Path) 
     assert (manifest["status"], manifest["rows"]["failed"]) == ("complete", {"empty_prompt": 1})
 
 
-def test_errors_of_the_input_are_those_of_the_last_session(tmp_path: Path) -> None:
-    """A row that could not be read then may be readable now, and a duplicate may be gone."""
-    with open_folder(tmp_path) as folder:
-        for row in (done("a"), failed("b", "prompt_too_long"), unread("f:3", "malformed_row", "f:3")):
-            folder.add(row)
-        folder.finish({})
-        assert folder.kinds == {None: 1, "prompt_too_long": 1, "malformed_row": 1}
-    with open_folder(tmp_path) as folder:
-        assert folder.kinds == {None: 1, "prompt_too_long": 1}
-        assert not folder.is_merged
-        folder.finish({})
-        assert [row.id for row in folder.rows()] == ["a", "b"]
-    assert [row["id"] for row in merged_rows(tmp_path / "summaries.parquet")] == ["a", "b"]
-
-
 def test_a_job_that_is_complete_is_merged_once(tmp_path: Path) -> None:
     merged = tmp_path / "summaries.parquet"
     with open_folder(tmp_path) as folder:
@@ -229,22 +208,6 @@ def test_a_job_that_is_complete_is_merged_once(tmp_path: Path) -> None:
         assert not folder.is_merged
         folder.finish({})
     assert merged.stat().st_mtime_ns > before
-
-
-def test_a_row_that_is_done_again_replaces_the_earlier_one_when_it_comes(tmp_path: Path) -> None:
-    with open_folder(tmp_path) as folder:
-        folder.add(done("a", "old"))
-        folder.finish({})
-    with open_folder(tmp_path) as folder:
-        folder.redo(pa.array(["a"]))
-        assert (done_ids(folder), folder.kinds.total(), folder.is_merged) == (set(), 0, False)
-        assert [row.text for row in folder.rows()] == ["old"]
-    with open_folder(tmp_path) as folder:
-        folder.redo(pa.array(["a"]))
-        folder.add(done("a", "new"))
-        folder.finish({})
-        assert [row.text for row in folder.rows()] == ["new"]
-    assert manifest_of(tmp_path)["status"] == "complete"
 
 
 SMALL_DISK = """

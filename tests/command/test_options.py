@@ -55,10 +55,6 @@ def test_choices_are_given_one_by_one() -> None:
         settings_of("--model", "m", "--choices", "skip", "--choices", "widow")
 
 
-def test_what_is_not_said_is_left_to_the_defaults() -> None:
-    assert settings_of("--model", "m").engine == EngineConfig(model="m")
-
-
 def test_help_shows_the_defaults_of_the_option_groups() -> None:
     text = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output.split())
     assert f"sequences decoded at once [default: {EngineConfig.model_fields['max_num_seqs'].default}]" in text
@@ -84,8 +80,3 @@ def test_a_wrong_name_of_a_model_is_refused_before_anything_is_loaded(option: st
         Asked(flags={"model": "demo", option: "demoo"}).settings()
     with pytest.raises(ConfigError, match=f"option '{option}' is '/no/where', and there is no such folder"):
         Asked(flags={"model": "demo", option: "/no/where"}).settings()
-
-
-def test_a_cluster_may_have_a_folder_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert Asked(flags={"model": "/no/where"}).settings().engine.model == "/no/where"

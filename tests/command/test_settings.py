@@ -41,9 +41,7 @@ def test_overrides_and_flags_win_over_the_file(tmp_path: Path) -> None:
             "option 'speculation.strategy' is given two values, by --set speculation.strategy=ar and by --strategy",
         ),
         (["max_num_seqs=3"], {"max_num_seqs": 4}, "by --set max_num_seqs=3 and by --max-num-seqs 4"),
-        (["sampling.seed=3"], {"seed": 4}, "option 'sampling.seed'"),
         (["speculation.gate=true"], {"gate": False}, "and by --no-gate"),
-        (["speculation.skip=[1]"], {"skip": [2, 3]}, "and by --skip 2 --skip 3"),
         (["parallel={stages: 2}"], {"stages": 3}, "option 'parallel.stages'"),
         (["max_num_seqs=3", "max_num_seqs=4"], {}, "by --set max_num_seqs=3 and by --set max_num_seqs=4"),
         (["speculation.gate=false", "speculation={strategy: ar}"], {}, "option 'speculation.gate' is given two values"),
@@ -85,7 +83,6 @@ def test_a_saved_config_gives_the_same_settings(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["model"], "option 'set' is 'model': write it as name=value"),
-        (["=x"], "write it as name=value"),
         (["speculation..gate=1"], "write it as name=value"),
         (["model=m", "speculation=fast"], "speculation"),
         (["model=m", "sampling.n=2"], "option 'sampling.n' is 2: a row has one output"),
@@ -100,7 +97,7 @@ def test_an_override_that_means_nothing_is_refused(overrides: list[str], message
         make_settings(overrides=overrides)
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "just text", "a: [", "1: 2"])
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "1: 2"])
 def test_a_file_that_holds_no_options_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="option 'config'"):
         make_settings(file=write(tmp_path / "c.yaml", text))
@@ -109,8 +106,3 @@ def test_a_file_that_holds_no_options_is_refused(tmp_path: Path, text: str) -> N
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"option 'config' is .*absent.yaml': No such file"):
         make_settings(file=tmp_path / "absent.yaml")
-
-
-def test_an_empty_group_is_as_good_as_none(tmp_path: Path) -> None:
-    settings = make_settings(file=write(tmp_path / "c.yaml", "model: m\nsampling:\n"), flags={"max_tokens": 3})
-    assert settings.sampling == SamplingParams(max_tokens=3)
