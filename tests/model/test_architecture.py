@@ -58,35 +58,7 @@ def _post_norms(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(architecture, "LAYOUTS", (wrong,))
 
 
-def _scaled_layer(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that does something the split does not know of."""
-    kind = type(model.base_model.layers[0])
-    forward = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda self, *args, **options: forward(self, *args, **options) * 1.01)
-
-
-def _scaled_embedding(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = type(model.base_model)
-    forward = kind.forward
-
-    def scaled(self: Any, input_ids: Any = None, **options: Any) -> Any:
-        return forward(self, inputs_embeds=self.embed_tokens(input_ids) + 0.1, **options)
-
-    monkeypatch.setattr(kind, "forward", scaled)
-
-
-def _scaled_head(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = type(model).forward
-
-    def scaled(self: Any, *args: Any, **options: Any) -> Any:
-        output = forward(self, *args, **options)
-        output.logits = output.logits * 1.01
-        return output
-
-    monkeypatch.setattr(type(model), "forward", scaled)
-
-
-@pytest.mark.parametrize("plant", [_swapped_norms, _post_norms, _scaled_layer, _scaled_embedding, _scaled_head])
+@pytest.mark.parametrize("plant", [_swapped_norms, _post_norms])
 def test_a_split_that_is_wrong_is_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     plant(model, monkeypatch)
@@ -120,8 +92,6 @@ def test_layers_with_state_that_cannot_be_cropped_are_refused() -> None:
     ("family", "changes", "expected"),
     [
         ("llama", {}, 2048),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, 2048),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, 2048),
         (
             "llama",
             {
@@ -134,21 +104,6 @@ def test_layers_with_state_that_cannot_be_cropped_are_refused() -> None:
             },
             512,
         ),
-        (
-            "phi3",
-            {
-                "original_max_position_embeddings": 256,
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "rope_theta": 1e4,
-                    "short_factor": [1.0] * 8,
-                    "long_factor": [2.0] * 8,
-                    "original_max_position_embeddings": 256,
-                },
-            },
-            256,
-        ),
-        ("gemma3_text", {}, 2048),
     ],
 )
 def test_the_context_ends_where_the_rotary_embedding_would_be_rescaled(

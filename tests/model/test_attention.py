@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rayspec.model import attention
-from rayspec.model.attention import Division, pack, pack_branches, packed_attention
+from rayspec.model.attention import Division, PackedRows, pack, pack_branches, packed_attention
 from rayspec.model.kv_arena import KVArena, LayerShape
 from rayspec.model.rows import Path, RowSpan, Run, Runs, one_run, slots_between
 
@@ -57,72 +57,6 @@ def _arena(kv_heads: int, num_spare: int = 0, num_slots: int = SLOTS, value_dim:
     return arena
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_ragged_rows_attend_to_their_own_sequence_only(kv_heads: int, options: dict[str, Any]) -> None:
-    arena = _arena(kv_heads, num_spare=4)
-    spans = [
-        RowSpan(one_run(60, 1000), 0, 1),
-        RowSpan(one_run(0, 1000), 17, 1),
-        RowSpan(one_run(20, 1000), 3, 36),
-        RowSpan(one_run(70, 1000), 9, 6),
-    ]
-    assert spans[2].num_rows > 32, "more than what is folded into rows"
-    num_rows = sum(span.num_rows for span in spans)
-    rows = pack(arena, spans, device=CPU, pad_to=num_rows + 2)
-    query = torch.randn(1, HEADS, num_rows + 2, DIM)
-    key, value = torch.randn(1, kv_heads, num_rows + 2, DIM), torch.randn(1, kv_heads, num_rows + 2, VALUE_DIM)
-    before = arena.keys[3].clone()
-    output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
-    assert output.shape == (1, num_rows + 2, HEADS, VALUE_DIM)
-    at, written = 0, set()
-    for span in spans:
-        start = span.runs[0].start
-        for position in range(span.context, span.context + span.num_rows):
-            assert torch.equal(arena.keys[3][:, start + position], key[0, :, at])
-            written.add(start + position)
-            keys, values = arena.keys[3][:, start:SLOTS], arena.values[3][:, start:SLOTS]
-            expected = _expected(query[0, :, at], keys, values, position, **options)
-            torch.testing.assert_close(output[0, at], expected, atol=2e-5, rtol=2e-5)
-            assert rows.positions[at] == position
-            at += 1
-    untouched = [slot for slot in range(SLOTS) if slot not in written]
-    assert torch.equal(arena.keys[3][:, untouched], before[:, untouched])
-    assert not output[0, num_rows:].any(), "padding rows attend to nothing"
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("single", [False, True], ids=["together", "one by one"])
-def test_rows_of_a_tree_see_their_ancestors_only(kv_heads: int, options: dict[str, Any], single: bool) -> None:
-    """Two trees, one too long to be folded into rows, and a chain between them. One by one: each row is a group."""
-    arena, rng = _arena(kv_heads), random.Random(kv_heads)
-    spans = [RowSpan(one_run(60, 1000), 9, 12), RowSpan(one_run(82, 1000), 6, 3), RowSpan(one_run(2, 1000), 11, 40)]
-    paths: list[list[Path]] = [_random_paths(rng, 9, 12), [], _random_paths(rng, 11, 40)]
-    if single:
-        cut = [RowSpan(span.runs, span.context + row, 1) for span in spans for row in range(span.num_rows)]
-        rows = pack(arena, cut, device=CPU, paths=[[one] for tree in (paths[0], CHAIN, paths[2]) for one in tree])
-    else:
-        rows = pack(arena, spans, device=CPU, paths=paths)
-    query = torch.randn(1, HEADS, 55, DIM)
-    key, value = torch.randn(1, kv_heads, 55, DIM), torch.randn(1, kv_heads, 55, VALUE_DIM)
-    output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
-    at = 0
-    for span, tree in zip(spans, (paths[0], CHAIN, paths[2]), strict=True):
-        start = span.runs[0].start
-        for row in range(span.num_rows):
-            assert torch.equal(arena.keys[3][:, start + span.context + row], key[0, :, at])
-            seen = [start + slot for slot in (*range(tree[row].shared), *tree[row].own)]
-            assert rows.positions[at] == len(seen) - 1
-            keys, values = arena.keys[3][:, seen], arena.values[3][:, seen]
-            expected = _expected(query[0, :, at], keys, values, len(seen) - 1, **options)
-            torch.testing.assert_close(output[0, at], expected, atol=2e-5, rtol=2e-5)
-            at += 1
-
-
-CHAIN = [Path(6, (6, 7, 8)[: row + 1]) for row in range(3)]
-
-
 def _random_paths(rng: random.Random, first: int, num_rows: int) -> list[Path]:
     """Of a tree behind `first` filled slots; some rows hang on one of the last of these."""
     paths: list[Path] = []
@@ -131,6 +65,31 @@ def _random_paths(rng: random.Random, first: int, num_rows: int) -> list[Path]:
         before = paths[parent] if parent >= 0 else Path(first + 1 + parent, ())
         paths.append(Path(before.shared, (*before.own, first + row)))
     return paths
+
+
+def _require_attention(arena: KVArena, rows: PackedRows, num_padding: int = 0, **options: Any) -> None:
+    """Random rows write their keys where they should, change nothing else, and see what they should."""
+    num_rows = sum(span.num_rows for span in rows.spans) + num_padding
+    kv_heads, value_dim = len(arena.keys[3]), arena.values[3].shape[-1]
+    query, key = torch.randn(1, HEADS, num_rows, DIM), torch.randn(1, kv_heads, num_rows, DIM)
+    value, before = torch.randn(1, kv_heads, num_rows, value_dim), arena.keys[3].clone()
+    output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
+    at, written = 0, set()
+    for span, tree in zip(rows.spans, rows.paths, strict=True):
+        slots = slots_between(span.runs, 0, span.end)
+        for row in range(span.num_rows):
+            places = [*range(tree[row].shared), *tree[row].own] if tree else range(span.context + row + 1)
+            seen, own = [slots[place] for place in places], slots[span.context + row]
+            assert torch.equal(arena.keys[3][:, own], key[0, :, at])
+            assert rows.positions[at] == len(seen) - 1
+            keys, values = arena.keys[3][:, seen], arena.values[3][:, seen]
+            expected = _expected(query[0, :, at], keys, values, len(seen) - 1, **options)
+            torch.testing.assert_close(output[0, at], expected, atol=2e-5, rtol=2e-5)
+            written.add(own)
+            at += 1
+    untouched = [slot for slot in range(arena.num_slots) if slot not in written]
+    assert torch.equal(arena.keys[3][:, untouched], before[:, untouched])
+    assert not output[0, at:].any(), "padding rows attend to nothing"
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -169,50 +128,36 @@ def _scattered(rng: random.Random, shared: Runs, first: int, num_slots: int) -> 
     return [(*shared, *runs[index::4]) for index in range(4)]
 
 
-@pytest.mark.parametrize("division", ["runs", "places"])
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(("division", "value_dim"), [("runs", DIM), ("runs", VALUE_DIM), ("places", DIM)])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_keys_are_found_wherever_they_lie(
-    kv_heads: int, options: dict[str, Any], division: Division, monkeypatch: pytest.MonkeyPatch
+def test_rows_see_their_own_keys_wherever_they_lie(
+    kv_heads: int, options: dict[str, Any], division: Division, value_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Single rows, a few rows, a chunk, a tree and a row of a tree, of sequences that share their first keys."""
+    """Single rows, a few rows, a chunk, trees and a row of a tree, of sequences that share their first keys or lie in
+    one run. Results for values of another size cannot be merged."""
     monkeypatch.setattr(attention, "_LONG_RUN_BYTES", 16 * kv_heads * DIM * 4)
-    num_slots = 600
-    arena, rng = _arena(kv_heads, num_slots=num_slots, value_dim=DIM), random.Random(kv_heads)
+    arena, rng = _arena(kv_heads, num_spare=4, num_slots=720, value_dim=value_dim), random.Random(kv_heads)
     shared = (Run(96, 24), Run(40, 3), Run(0, 20))
-    places = _scattered(rng, shared, 120, num_slots)
+    places = _scattered(rng, shared, 120, 600)
     spans = [
         RowSpan(places[0], 48, 1),
         RowSpan(places[1], 60, 5),
         RowSpan(places[2], 70, 40),
         RowSpan(places[3], 55, 6),
         RowSpan(places[0], 60, 1),
+        RowSpan(one_run(600, 60), 0, 1),
+        RowSpan(one_run(660, 60), 11, 40),
     ]
-    trees: list[list[Path]] = [[], [], [], *(RowSpan((), *tree).paths() for tree in TREES)]
-    num_rows = sum(span.num_rows for span in spans)
-    rows = pack(arena, spans, device=CPU, paths=trees, division=division)
-    query, key, value = (torch.randn(1, heads, num_rows, DIM) for heads in (HEADS, kv_heads, kv_heads))
-    output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
-    at = 0
-    for span, tree in zip(spans, trees, strict=True):
-        slots = slots_between(span.runs, 0, span.end)
-        for row in range(span.num_rows):
-            seen = [*range(tree[row].shared), *tree[row].own] if tree else list(range(span.context + row + 1))
-            where = [slots[place] for place in seen]
-            assert torch.equal(arena.keys[3][:, slots[span.context + row]], key[0, :, at])
-            keys, values = arena.keys[3][:, where], arena.values[3][:, where]
-            expected = _expected(query[0, :, at], keys, values, len(seen) - 1, **options)
-            torch.testing.assert_close(output[0, at], expected, atol=2e-5, rtol=2e-5)
-            at += 1
+    trees: list[list[Path]] = [[], [], [], *(RowSpan((), *tree).paths() for tree in TREES), []]
+    trees.append(_random_paths(rng, 11, 40))
+    rows = pack(arena, spans, device=CPU, paths=trees, division=division, pad_to=96)
+    _require_attention(arena, rows, num_padding=2, **options)
     (calls,) = rows.calls.values()
-    if options["sliding_window"] is None and not options["softcap"]:
-        assert any(isinstance(look.rows, Tensor) for look in calls.pieces) == (division == "runs"), (
-            "shared keys are read once"
-        )
-    if options["sliding_window"] == 40 and not options["softcap"]:
-        assert any(isinstance(look.slots, slice) for look in calls.pieces) == (division == "runs"), (
-            "long runs of a window are read in place"
-        )
+    if options["sliding_window"] in (None, 40) and not options["softcap"] and value_dim == DIM:
+        shares_keys = any(isinstance(call.rows, Tensor) for call in calls.pieces)
+        reads_in_place = any(isinstance(call.slots, slice) for call in calls.pieces)
+        assert (reads_in_place if options["sliding_window"] else shares_keys) == (division == "runs")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -250,22 +195,8 @@ def test_in_blocks_every_row_sees_its_own_keys(kv_heads: int, options: dict[str,
         (RowSpan(one_run(103, 10), 0, 1), []),
         *((RowSpan(scattered[1], 40 + row, 1), [] if path.is_straight else [path]) for row, path in enumerate(tree)),
     ]
-    num_rows = sum(span.num_rows for span, _ in pieces)
     spans, paths = [span for span, _ in pieces], [path for _, path in pieces]
-    rows = pack(arena, spans, device=CPU, paths=paths, division="blocks")
-    query, key, value = (torch.randn(1, heads, num_rows, DIM) for heads in (HEADS, kv_heads, kv_heads))
-    output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
-    at = 0
-    for span, path in pieces:
-        slots = slots_between(span.runs, 0, span.end)
-        for row in range(span.num_rows):
-            places = [*range(path[0].shared), *path[0].own] if path else range(span.context + row + 1)
-            seen = [slots[place] for place in places]
-            expected = _expected(
-                query[0, :, at], arena.keys[3][:, seen], arena.values[3][:, seen], len(seen) - 1, **options
-            )
-            torch.testing.assert_close(output[0, at], expected, atol=2e-5, rtol=2e-5)
-            at += 1
+    _require_attention(arena, pack(arena, spans, device=CPU, paths=paths, division="blocks"), **options)
 
 
 def test_in_blocks_what_is_not_finite_stays_with_its_sequence() -> None:

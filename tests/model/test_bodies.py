@@ -12,7 +12,7 @@ from rayspec.choices import Choices, Weights, choices_of
 from rayspec.model import bodies
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import pack
-from rayspec.model.bodies import AttentionBody, FusedBody, GatedBody, bytes_of_copies, fuse, matrices_of
+from rayspec.model.bodies import FusedBody, fuse, matrices_of
 from rayspec.model.kv_arena import KVArena
 from rayspec.model.matrices import Matrix
 from rayspec.model.offload import offload
@@ -48,18 +48,10 @@ def test_bodies_compute_what_the_modules_do(family: str, use_operators: bool) ->
     choices = choices_of([index % 3 != 1 for index in range(len(modules_of(checkpoint(family)).sublayers))])
     expected = [logits_of(modules_of(checkpoint(family)), TOKENS, each) for each in (None, choices)]
     fused = fuse(modules_of(checkpoint(family)), use_operators=use_operators)
-    actual = [logits_of(fused, TOKENS, each) for each in (None, choices)]
-    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("family", MATRIX)
-def test_sublayers_of_the_common_layout_have_bodies(family: str) -> None:
-    fused = fuse(modules_of(checkpoint(family)))
     left = {sublayer.kind for sublayer in fused.sublayers if sublayer.body is None}
     assert left == MODULES_LEFT.get(family, set())
-    bodies = [type(sublayer.body) for sublayer in fused.sublayers if sublayer.body is not None]
-    assert bodies
-    assert set(bodies) <= {AttentionBody, GatedBody}
+    actual = [logits_of(fused, TOKENS, each) for each in (None, choices)]
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 
 def test_weights_are_held_once() -> None:
@@ -74,12 +66,6 @@ def test_a_tied_matrix_stays_and_another_head_is_packed() -> None:
     heads = {tied: fuse(decompose(build("llama", tie_word_embeddings=tied))).lm_head for tied in (False, True)}
     assert isinstance(heads[False], Matrix)
     assert isinstance(heads[True], nn.Linear)
-
-
-def test_sublayers_apart_stay_as_they_are() -> None:
-    fused = fuse(modules_of(checkpoint("llama")), apart_from=[1, 2])
-    assert [sublayer.index for sublayer in fused.sublayers if sublayer.body is None] == [1, 2]
-    assert all(parameter.nbytes for parameter in fused.sublayers[1].block.parameters())
 
 
 class _Louder(nn.Module):
@@ -158,38 +144,6 @@ def test_copies_compute_what_modules_do_with_their_weights(
     torch.testing.assert_close(logits_of(fused, TOKENS), full, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", MATRIX)
-def test_each_sublayer_with_a_body_has_copies(family: str, dtype: str) -> None:
-    fused = fuse(modules_of(checkpoint(family), dtype), quantised=["int8", "int4"])
-    for sublayer in fused.sublayers:
-        assert list(sublayer.quantised) == ([] if sublayer.body is None else ["int8", "int4"])
-        assert all(type(body) is type(sublayer.body) for body in sublayer.quantised.values())
-
-
-def test_copies_share_norms_and_have_matrices_of_their_own() -> None:
-    [sublayer, *_] = fuse(modules_of(checkpoint("qwen3")), quantised=["int8"]).sublayers
-    full, copied = sublayer.body, sublayer.quantised["int8"]
-    assert isinstance(full, AttentionBody)
-    assert isinstance(copied, AttentionBody)
-    assert copied.pre_norm is full.pre_norm
-    assert copied.heads == full.heads
-    assert copied.matrices[0] is not full.matrices[0]
-
-
-def test_a_copy_runs_where_it_is_asked_for() -> None:
-    fused = fuse(modules_of(checkpoint("llama")), quantised=["int4"])
-    sublayer = fused.sublayers[1]
-    arena = KVArena(fused.shapes, 3, dtype=fused.dtype, device=CPU)
-    rows = pack(arena, [RowSpan(one_run(0, 3), 0, 3)], device=CPU)
-    hidden = torch.randn(1, 3, 64)
-    assert torch.equal(sublayer(hidden, rows, "int4"), sublayer.quantised["int4"](hidden, rows))
-    assert torch.equal(sublayer(hidden, rows, "full"), sublayer(hidden, rows))
-    assert not torch.equal(sublayer(hidden, rows), sublayer(hidden, rows, "int4"))
-    with pytest.raises(KeyError, match="sublayer 1 has no int8 copy of its weights"):
-        sublayer(hidden, rows, "int8")
-
-
 def test_a_copy_that_is_far_off_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bodies._LARGEST_ERROR, "int4", 0.01)
     fused = fuse(modules_of(checkpoint("llama")), quantised=["int8", "int4"])
@@ -202,14 +156,6 @@ def test_a_copy_that_cannot_be_made_is_left_out(caplog: pytest.LogCaptureFixture
     left = [list(sublayer.quantised) for sublayer in fused.sublayers[:2]]
     assert left == [["int8", "int4"], ["int8"]]
     assert "4 of 8 sublayers have no int4 copy for drafts: 4 LlamaMLP (" in caplog.text
-
-
-def test_bytes_of_copies_are_summed() -> None:
-    fused = fuse(modules_of(checkpoint("llama")), quantised=["int8", "int4"])
-    num_rows, weights = 4 * (128 + 64 + 192 + 64), 4 * (128 * 64 + 64 * 64 + 192 * 64 + 64 * 96)
-    num_scales = 4 * (128 + 64 + 192 + 64 * 3)  # in groups of 64, of the last matrix of 32
-    assert bytes_of_copies(fused) == {"int8": weights + 4 * num_rows, "int4": weights // 2 + 2 * 4 * num_scales}
-    assert bytes_of_copies(fuse(modules_of(checkpoint("llama")))) == {}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
@@ -230,12 +176,3 @@ def test_offloaded_sublayers_have_copies_that_fetch_nothing(
 
 def _refuse(*_: object) -> None:
     raise AssertionError("a copy fetched weights")
-
-
-def test_offloaded_sublayers_of_another_layout_have_none(tmp_path: Path) -> None:
-    parts = modules_of(checkpoint("glm4"))
-    expected = logits_of(parts, TOKENS)
-    offload(parts, [0, 1], to="disk", folder=tmp_path)
-    fused = fuse(parts, apart_from=[0, 1], quantised=["int8"])
-    assert [list(sublayer.quantised) for sublayer in fused.sublayers[:2]] == [[], ["int8"]]
-    torch.testing.assert_close(logits_of(fused, TOKENS), expected, atol=2e-4, rtol=1e-4)

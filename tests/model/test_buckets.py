@@ -36,8 +36,3 @@ def test_single_rows_chains_trees_and_chunks_have_buckets_of_their_own() -> None
     assert (chain.num_rows, chain.max_rows, chain.is_tree) == (8, MAX_TREE_ROWS, False)
     assert (tree.num_rows, tree.max_rows, tree.is_tree) == (8, MAX_TREE_ROWS, True)
     assert chunk.max_rows == 224
-
-
-def test_contexts_and_pages_do_not_matter() -> None:
-    other = [RowSpan(one_run(160, 64), 3, 1), RowSpan(one_run(0, 16), 0, 1)]
-    assert bucket_of(other, [(), ()]) == bucket_of(spans_of(1, 1), [(), ()])

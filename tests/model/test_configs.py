@@ -17,14 +17,14 @@ from tests.every_type import build
 from tests.families import checkpoint
 
 
-@pytest.mark.parametrize("family", ["bart", "marian", "t5", "whisper", "musicgen"])
+@pytest.mark.parametrize("family", ["t5", "musicgen"])
 def test_an_encoder_decoder_model_is_called_that(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "is_encoder_decoder": True}))
     with pytest.raises(UnsupportedModelError, match=f"'{family}' is an encoder-decoder model, which is not supported"):
         load_engine(EngineConfig(model=str(tmp_path)), with_tokenizer=False)
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "clip"])
+@pytest.mark.parametrize("family", ["llava", "clip"])
 def test_a_model_without_a_causal_lm_is_refused_in_one_sentence(family: str, tmp_path: Path) -> None:
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=f"'{family}' is not a causal LM in transformers") as caught:
@@ -54,7 +54,7 @@ def test_a_config_with_its_own_code_is_not_refused_by_its_type(tmp_path: Path) -
     assert read_config(str(tmp_path)).model_type == "clip"
 
 
-@pytest.mark.parametrize("family", ["mamba", "gpt2", "gemma3"])
+@pytest.mark.parametrize("family", ["mamba", "gpt2"])
 def test_a_model_that_does_not_split_is_not_cut_into_stages(family: str, tmp_path: Path) -> None:
     build(family).save_pretrained(tmp_path)
     config = EngineConfig(model=str(tmp_path), device="cpu", max_model_len=128, parallel=ParallelOptions(stages=2))

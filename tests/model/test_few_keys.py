@@ -13,7 +13,7 @@ from rayspec.choices import Keys
 from rayspec.model.attention import PackedRows, pack, pack_branches, packed_attention
 from rayspec.model.key_budgets import KeyBudget, KeyBudgets
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena, LayerShape
-from rayspec.model.rows import RowSpan, Runs, one_run, runs_of_pages, slots_between
+from rayspec.model.rows import RowSpan, Runs, runs_of_pages, slots_between
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM, VALUE_DIM, NUM_PAGES = 4, 2, 8, 6, 60
@@ -172,9 +172,3 @@ def test_a_branch_sees_what_a_row_of_a_draft_sees(options: dict[str, Any], keys:
 def test_budgets_that_mean_nothing_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least"):
         KeyBudget(**changes)
-
-
-def test_rows_of_sequences_in_half_pages_are_refused() -> None:
-    rows = pack(_arena(), [RowSpan(one_run(8, 400), 120, 1)], device=CPU).seeing("window")
-    with pytest.raises(AssertionError, match="whole pages"):
-        _attend(rows, 6)

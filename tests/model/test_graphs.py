@@ -21,7 +21,7 @@ from rayspec.model.buckets import Bucket, bucket_of, decode_and_verify_buckets
 from rayspec.model.graphs import GraphLimits, StepGraphs, is_capturable
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.model.static_rows import Filling, StaticRows
+from rayspec.model.static_rows import Filling
 from rayspec.model.static_step import StaticStep
 from tests.engines import step_buffers
 from tests.families import checkpoint, modules_of, operator_parts_of
@@ -119,15 +119,6 @@ def test_a_bucket_is_captured_at_its_second_pass_and_no_plan_or_context_captures
     assert graphs.buckets == (Bucket(2, 2, 1, False),)
 
 
-def test_one_pass_through_several_spans_counts_once() -> None:
-    driver = RecordingDriver()
-    graphs = captured(driver)
-    work = filling((1,))
-    for _ in range(3):
-        run(graphs, work)
-    assert driver.num_captures == 0
-
-
 def test_a_plan_is_the_list_of_graphs_that_are_replayed() -> None:
     driver = RecordingDriver()
     graphs = captured(driver)
@@ -148,18 +139,6 @@ def test_experts_run_eagerly_between_graphs() -> None:
     kept = [sublayer for sublayer in sublayers if is_capturable(sublayer)]
     assert [sublayer.index for sublayer in sublayers if sublayer not in kept] == [1, 5, 7]
     assert driver.num_captures == 2 + len(kept)
-
-
-def test_passes_with_a_tap_run_eagerly_and_see_every_sublayer() -> None:
-    driver = RecordingDriver()
-    graphs = captured(driver)
-    graphs.warm_up([filling((1,)).bucket])
-    seen: list[int] = []
-    rows = graphs.hold(filling((1,)))
-    num_replays = driver.num_replays
-    graphs.run(graphs._step.parts.sublayers, rows, tap=lambda index, hidden: seen.append(index))
-    assert seen == list(range(8))
-    assert driver.num_replays == num_replays
 
 
 def test_large_buckets_and_chunks_of_prompts_run_eagerly() -> None:
@@ -258,19 +237,6 @@ def test_a_rotation_that_fails_half_way_leaves_the_buffers_cosines() -> None:
     with pytest.raises(RuntimeError, match="not permitted"):
         step.rotate(rows)
     assert list(rows.rope.values()) == list(rope.values())
-
-
-def test_rows_in_other_buffers_are_not_replayed() -> None:
-    driver = RecordingDriver()
-    graphs, other = captured(driver), eager_step()
-    graphs.warm_up([filling((1,)).bucket])
-    work = filling((1,), 3)
-    expected = run(eager_step(), work)
-    rows: StaticRows = other.hold(work)
-    graphs.embed(rows)
-    num_replays = driver.num_replays
-    assert torch.equal(graphs.run(other.parts.sublayers, rows), expected)
-    assert driver.num_replays == num_replays
 
 
 def test_hooks_keep_a_sublayer_from_being_captured() -> None:

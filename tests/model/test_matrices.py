@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rayspec.model.matrices import Matrix, empty_linears, has_blocked_layout, is_plain
+from rayspec.model.matrices import Matrix, has_blocked_layout, is_plain
 
 SHAPES = [(1, 16), (3, 16), (1, 2, 16), (200, 16)]
 
@@ -61,25 +61,6 @@ def test_only_plain_linear_layers_are_taken() -> None:
     before.register_forward_pre_hook(lambda module, inputs: None)
     assert is_plain(nn.Linear(4, 4))
     assert not any(map(is_plain, [Scaled(4, 4), hooked, before, nn.Embedding(4, 4), None]))
-
-
-def test_other_types_have_no_blocked_layout() -> None:
-    assert not has_blocked_layout(torch.zeros(4, 4, dtype=torch.float16))
-    assert not has_blocked_layout(torch.zeros(4, 4, device="meta"))
-
-
-@torch.inference_mode()
-def test_the_originals_can_be_freed() -> None:
-    layers = linears(7, 5, bias=[True, True])
-    rows = torch.randn(2, 16)
-    expected = torch.cat([layer(rows) for layer in layers], -1)
-    matrix = Matrix(layers, blocked=True)
-    empty_linears(layers)
-    assert (
-        sum(parameter.nbytes for layer in layers for name, parameter in layer.named_parameters() if name == "weight")
-        == 0
-    )
-    torch.testing.assert_close(matrix(rows), expected)
 
 
 def test_a_processor_without_the_layout_in_bfloat16_keeps_the_layout_of_the_checkpoint(

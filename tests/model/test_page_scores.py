@@ -26,12 +26,10 @@ OPTIONS = [
 TREE = (-1, 0, 0, 2, 1, -3)
 
 
-def _arena(*, notes_pages: bool = True) -> KVArena:
+def _arena() -> KVArena:
     # The other layer shows that each layer has notes of its own.
     shapes = {1: LayerShape(1, 4, 4), 3: LayerShape(KV_HEADS, DIM, DIM)}
-    arena = KVArena(
-        shapes, NUM_PAGES * PAGE_SIZE, dtype=torch.float32, device=CPU, budgets=BUDGETS, notes_pages=notes_pages
-    )
+    arena = KVArena(shapes, NUM_PAGES * PAGE_SIZE, dtype=torch.float32, device=CPU, budgets=BUDGETS, notes_pages=True)
     torch.manual_seed(0)
     arena.keys[3].normal_().mul_(2)
     arena.values[3].normal_()
@@ -123,11 +121,11 @@ def test_rows_one_by_one_leave_the_note_of_the_last() -> None:
     assert torch.equal(together.looked_at, single.looked_at)
 
 
-@pytest.mark.parametrize("context", [40, 62])
-def test_sequences_that_drafts_read_in_full_leave_no_note(context: int) -> None:
+@pytest.mark.parametrize(("context", "num_rows"), [(40, 2), (62, 2), (112, 4)])
+def test_sequences_that_drafts_read_in_full_and_rows_within_a_page_leave_no_note(context: int, num_rows: int) -> None:
     arena, (runs, *_) = _arena(), _runs()
     assert arena.looked_at is not None
-    _attend(pack(arena, [RowSpan(runs, context, 2)], device=CPU, scores_pages=True))
+    _attend(pack(arena, [RowSpan(runs, context, num_rows)], device=CPU, scores_pages=True))
     assert bool((arena.looked_at == -1).all())
 
 
@@ -139,16 +137,3 @@ def test_notes_do_not_change_what_rows_see(options: dict[str, Any]) -> None:
         spans = [RowSpan(runs[0], 110, 4), RowSpan(runs[1], 142, 6, TREE), RowSpan(runs[2], 80, 45)]
         results.append(_attend(pack(arena, spans, device=CPU, scores_pages=scores_pages), **options)[1])
     assert torch.equal(*results)
-
-
-def test_an_arena_without_room_gets_no_notes() -> None:
-    arena, (runs, *_) = _arena(notes_pages=False), _runs()
-    _attend(pack(arena, [RowSpan(runs, 110, 2)], device=CPU, scores_pages=True))
-    assert arena.looked_at is None
-
-
-def test_rows_that_stay_within_a_page_leave_the_note_as_it_is() -> None:
-    arena, runs = _arena(), _runs()
-    assert arena.looked_at is not None
-    _attend(pack(arena, [RowSpan(runs[0], 112, 4)], device=CPU, scores_pages=True))
-    assert bool((arena.looked_at == -1).all())

@@ -13,7 +13,7 @@ from rayspec.decode.runner import Runner
 from rayspec.model.attention import Rows
 from rayspec.model.bodies import fuse
 from rayspec.model.kv_arena import PAGE_SIZE, KVArena
-from rayspec.model.row_counts import FIXED, RowCounts, has_experts, independent_row_counts
+from rayspec.model.row_counts import FIXED, RowCounts, independent_row_counts
 from rayspec.model.rows import RowSpan, one_run, runs_of_pages
 from tests.exhaustive import few_of
 from tests.families import checkpoint, modules_of, parts_of
@@ -118,11 +118,6 @@ def test_a_count_in_the_middle_that_matters_is_found(count: int, expected: RowCo
     bodies = tuple(replace(sublayer, body=body) for sublayer in parts.sublayers)
     changed = replace(parts, sublayers=bodies, lm_head=torch.nn.Identity())
     assert independent_row_counts(changed) == expected
-
-
-def test_experts_are_known() -> None:
-    assert has_experts(parts_of(checkpoint("mixtral")))
-    assert not has_experts(parts_of(checkpoint("llama")))
 
 
 def test_modules_beside_bodies_are_asked_for_themselves() -> None:

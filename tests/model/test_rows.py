@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayspec.model.rows import Run, joined, one_run, runs_between, runs_of_pages, slots_between
+from rayspec.model.rows import joined, runs_between, runs_of_pages, slots_between
 
 PAGES = st.lists(st.integers(0, 12), unique=True, max_size=9)
 
@@ -25,8 +25,3 @@ def test_positions_are_found(pages: list[int], first: int, end: int) -> None:
     slots = [slot for run in runs for slot in run.slots]
     assert slots_between(runs, first, end) == slots[first:end]
     assert all(run.length > 0 for run in runs_between(runs, first, end))
-
-
-def test_one_run() -> None:
-    assert one_run(5, 3) == (Run(5, 3),)
-    assert slots_between(one_run(5, 3), 1, 3) == [6, 7]

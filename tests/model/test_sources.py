@@ -18,32 +18,16 @@ from rayspec.types import CheckpointError, ConfigError
     ("name", "message"),
     [
         ("demoo", "option 'model' is 'demoo', and there is no such folder; did you mean 'demo'?"),
-        ("Demo", "did you mean 'demo'"),
-        ("dmo", "did you mean 'demo'"),
         ("/no/where", "option 'model' is '/no/where', and there is no such folder: name a folder that exists"),
-        ("./nowhere", "no such folder"),
         ("a/b/c", "no such folder"),
-        ("~/models/x", "no such folder"),
         ("", "option 'model' is '', which is neither a folder nor a hub id"),
         ("two words", "neither a folder nor a hub id"),
-        ("s3://bucket/model", "no such folder"),
     ],
 )
 def test_a_name_that_cannot_be_a_model_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_name(name)
     assert message in str(caught.value)
-
-
-def test_names_of_folders_of_the_bundled_model_and_of_the_hub_pass(tmp_path: Path) -> None:
-    for name in ("demo", "gpt2", "org/name", "Qwen/Qwen3-0.6B", str(tmp_path), "."):
-        check_name(name)
-
-
-def test_a_folder_may_have_a_name_like_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "demo2").mkdir()
-    monkeypatch.chdir(tmp_path)
-    check_name("demo2")
 
 
 def test_a_folder_may_be_on_other_machines_only() -> None:

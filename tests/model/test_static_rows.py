@@ -66,11 +66,6 @@ def test_rows_of_a_tree_say_what_they_see() -> None:
     assert [bin(bits) for bits in rows.bits.tolist()] == ["0b1", "0b11", "0b100", "0b1011"]
 
 
-def test_drawn_tokens_come_from_the_device() -> None:
-    rows, _ = _buffers().hold(_filling([RowSpan(PAGES, 3, 1)], torch.tensor([9])))
-    assert rows.tokens.tolist() == [9]
-
-
 def test_a_pass_is_uploaded_once_and_again_after_another_one() -> None:
     buffers = _buffers()
     first, other = _filling([RowSpan(PAGES, 3, 1)]), _filling([RowSpan(one_run(0, 16), 4, 1)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from typing import Any
 
 import numpy as np
@@ -121,22 +120,6 @@ def test_chunks_of_prompts(window: int, dtype: torch.dtype) -> None:
     _agree(sequences, bucket=CHUNK, window=window)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tree_of_63_rows(dtype: torch.dtype) -> None:
-    rng = random.Random(0)
-    parents = tuple(rng.randint(-2, row - 1) for row in range(63))
-    _agree([random_rows(20, 63, parents=parents, dtype=dtype), random_rows(30, 2, dtype=dtype)], bucket=(63, 256))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    """Triton's interpreter rounds to bfloat16 towards zero, hence the tolerance."""
-    sequences = [random_rows(300, 7, parents=TREE, dtype=dtype), random_rows(20, 1, dtype=dtype)]
-    found = _attend(sequences, bucket=LONG)
-    tolerance = 2e-3 if dtype == torch.float16 else 2e-2
-    torch.testing.assert_close(found.double(), naive(sequences, scaling=SCALING), atol=tolerance, rtol=tolerance)
-
-
 def test_a_batch_of_padding_only() -> None:
     for bucket in (DECODE_OR_VERIFY, LONG):
         found = _attend([random_rows(0, 0), random_rows(5, 0)], bucket=bucket, num_padding=20)
@@ -185,24 +168,11 @@ def test_bits_of_a_tree_are_the_same_in_any_company(dtype: torch.dtype, window: 
         _same(_attend([tree.first(num_rows)], seed=4, **options), alone[:num_rows], f"{num_rows} rows")
 
 
-@pytest.mark.parametrize("bucket", [DECODE_OR_VERIFY, LONG])
-def test_a_chain_has_the_same_bits_as_a_tree_without_branches(bucket: tuple[int, int]) -> None:
-    chain = random_rows(60, 5)
-    tree = Rows(context=60, query=chain.query, keys=chain.keys, values=chain.values, parents=(-1, 0, 1, 2, 3))
-    _same(_attend([tree], bucket=bucket), _attend([chain], bucket=bucket), "as a tree")
-
-
 @pytest.mark.parametrize("rows", [1, 8, 17, 64])
 @pytest.mark.parametrize("max_context", [256, 1024])
 def test_buckets_of_few_rows_have_the_same_bits(rows: int, max_context: int) -> None:
     chain = random_rows(60, 1)
     _same(_attend([chain], bucket=(rows, max_context)), _attend([chain], bucket=(1, max_context)), f"{rows} rows")
-
-
-def test_other_splits_have_other_bits() -> None:
-    """So the tests of company would find splits by length."""
-    chain = random_rows(500, 8)
-    assert not torch.equal(_attend([chain], bucket=(8, 1024)), _attend([chain], bucket=(8, 128 * 1024)))
 
 
 @pytest.mark.parametrize("max_context", [1, 100, 4096, 131072, 10**6])
@@ -301,14 +271,6 @@ def test_groups_of_int4_have_their_own_scales(group: int) -> None:
         torch.testing.assert_close(row, (level - 8) * scales[place, :, 0] + scales[place, :, 1])
 
 
-@pytest.mark.parametrize("num_rows", [0, 1])
-def test_products_of_no_rows_launch_nothing(num_rows: int) -> None:
-    (weight, scales), _ = _quantised(20, 64, 32)
-    call = launches.int8_product(torch.ones(num_rows, 64), weight, scales)
-    assert all(call.launches[0].grid) == bool(num_rows)
-    assert call.run().shape == (num_rows, 20)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_a_product_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     (int8, int8_scales), (int4, int4_scales) = _quantised(40, 96, 32)
@@ -323,17 +285,6 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_company(dtype: torch.dtype)
             _same(product(rows[:count], *matrix).run(), few[:count], f"{count} rows")
         many = product(rows, *matrix).run()
         _same(product(rows[:33], *matrix).run(), many[:33], "33 rows")
-
-
-def test_products_launch_by_the_number_of_rows_alone() -> None:
-    (weight, scales), _ = _quantised(40, 96, 32)
-    calls = [launches.int8_product(rows, weight, scales) for rows in (torch.zeros(5, 96), torch.randn(5, 96))]
-    first, second = (call.launches[0] for call in calls)
-    numbers = [
-        {name: each for name, each in one.arguments.items() if not isinstance(each, Tensor)} for one in (first, second)
-    ]
-    assert numbers[0] == numbers[1]
-    assert (first.grid, first.options) == (second.grid, second.options)
 
 
 def _close_to_the_largest(found: Tensor, expected: Tensor) -> None:

@@ -61,12 +61,6 @@ def _engine_attention(sequences: list[Rows], batch: dict[str, Any], **options: A
     return packed_attention(MODULE, query[None], *own_rows, None, packed=packed, **options)[0][0]
 
 
-def test_a_row_that_sees_nothing_is_zeros() -> None:
-    batch = lay_out([random_rows(5, 1)])
-    batch["shared"], batch["bits"] = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    assert not reference.attend(*batch.values(), 1.0, 0, 0.0, PAGE_SIZE, *BUCKET).any()
-
-
 @pytest.mark.parametrize(("bucket", "option"), [((2, 512), "max_rows=2"), ((64, 32), "max_context=32")])
 def test_a_sequence_beyond_the_bucket_is_refused(bucket: tuple[int, int], option: str) -> None:
     batch = lay_out([random_rows(30, 3)])
