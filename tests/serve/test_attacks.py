@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
@@ -19,7 +18,7 @@ from typing_extensions import Self
 
 from tests.exhaustive import few_of
 from tests.serve.conftest import MAX_BYTES, MAX_FILE_BYTES
-from tests.serve.endpoint_process import EndpointProcess, serving, session_pids, wait_until
+from tests.serve.endpoint_process import EndpointProcess, session_pids, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -293,105 +292,3 @@ def test_odd_forms(demo_endpoint: EndpointProcess) -> None:
         odd = {"content-type": f"multipart/form-data; boundary*{'9' * 4400}=b"}
         assert http.post("/v1/files", content=b"x", headers=odd).status_code in {400, 415}
         assert http.post("/v1/files", content=b"x" * 2**20, headers=FORM).status_code == 400
-
-
-@pytest.mark.exhaustive
-def test_a_form_that_comes_byte_by_byte(demo_endpoint: EndpointProcess) -> None:
-    head = head_of("/v1/files", 1000).replace(b"application/json", FORM["content-type"].encode())
-    with raw(demo_endpoint) as connection, attacked(demo_endpoint):
-        connection.sendall(head)
-        start_s, answer = time.monotonic(), b""
-        connection.settimeout(0.2)
-        while not answer and time.monotonic() - start_s < 30:
-            connection.sendall(b"x")
-            with suppress(TimeoutError):
-                answer = connection.recv(12)
-        assert answer == b"HTTP/1.1 408"
-        assert time.monotonic() - start_s < 15
-
-
-@pytest.fixture(scope="module")
-def endpoint(ray_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EndpointProcess]:
-    """With the limits that an endpoint has by default."""
-    folder = tmp_path_factory.mktemp("endpoint")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with serving(folder, environment, batches=str(folder / "kept"), engine_timeout_s=30.0) as endpoint:
-        yield endpoint
-
-
-LARGE_BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
-    "empty messages": lambda: ("chat/completions", chat(b",".join([EMPTY] * 480_000))),
-    "lists": lambda: ("completions", b'{"model":"demo","metadata":[' + b"[]," * 5_000_000 + b"1]}"),
-    "texts": lambda: ("completions", completion(prompt=["a " * 4_000_000, "b" * 8_000_000])),
-    "bad prompts": lambda: ("completions", b'{"model":"demo","prompt":[' + b'"a",' * 4_000_000 + b"1]}"),
-    "token ids": lambda: ("completions", b'{"model":"demo","prompt":[' + b"1," * 8_000_000 + b"1]}"),
-    "fields": lambda: (
-        "completions",
-        b'{"model":"demo","metadata":{' + b",".join(b'"%d":1' % number for number in range(10**6)) + b"}}",
-    ),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", LARGE_BODIES)
-def test_large_bodies_of_many_clients(endpoint: EndpointProcess, name: str) -> None:
-    path, body = LARGE_BODIES[name]()
-
-    def send(index: int) -> None:
-        with suppress(OSError), raw(endpoint) as connection:
-            connection.sendall(head_of(f"/v1/{path}", len(body)) + body)
-            if index % 2:
-                connection.recv(1)
-
-    with attacked(endpoint):
-        at_once(send, 8)
-    wait_until(endpoint.is_idle, 60)
-
-
-LARGE_FILES: dict[str, Callable[[], bytes]] = {
-    "a field's name of 60 MB": lambda: line(**{"a" * 60_000_000: 1}),
-    "names of 2 MB": lambda: b"".join(line(str(number), **{"a" * 2_000_000: 1}) for number in range(12)),
-    "bodies of 15 MB": lambda: b"".join(line(str(number), prompt="a " * 7_500_000) for number in range(12)),
-    "a custom_id of 20 MB": lambda: line("a" * 20_000_000, url="/v1/chat/completions"),
-    "lists": lambda: line(x=[]).replace(b"[]", b"[" + b"[]," * 5_000_000 + b"1]"),
-    "lists in many lines": lambda: b"".join(
-        line(str(number), metadata=[]).replace(b"[]", b"[" + b"[]," * 90_000 + b"1]") for number in range(100)
-    ),
-    "empty lines": lambda: b"\n" * 190_000_000,
-    "lines of a byte": lambda: b"1\n" * 50_000,
-    "empty bodies": lambda: b"".join(
-        b'{"custom_id":"%d","method":"POST","url":"/v1/completions","body":{}}\n' % number for number in range(50_000)
-    ),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", LARGE_FILES)
-def test_large_files_of_lines(endpoint: EndpointProcess, name: str) -> None:
-    content = LARGE_FILES[name]()
-    with client_for_files(endpoint) as http:
-        file_id = uploaded(http, content)
-        with attacked(endpoint):
-            batch = ended(http, created(http, file_id), 300)
-        assert batch["status"] in {"completed", "failed"}
-        assert batch["request_counts"]["completed"] == 0
-        assert len(json.dumps(batch)) < 100_000
-        assert http.delete(f"/v1/files/{file_id}").status_code == 200
-
-
-@pytest.mark.exhaustive
-def test_many_batches_of_a_large_file(endpoint: EndpointProcess) -> None:
-    content = b"".join(line(str(number), prompt="a " * 10_000, max_tokens=1) for number in range(1000))
-    with client_for_files(endpoint) as http, attacked(endpoint):
-        file_id = uploaded(http, content)
-        batches = [created(http, file_id) for _ in range(30)]
-        time.sleep(20)
-        for batch in batches:
-            http.post(f"/v1/batches/{batch['id']}/cancel")
-        assert {ended(http, batch)["status"] for batch in batches} <= {"cancelled", "completed"}
-
-
-@pytest.mark.exhaustive
-def test_a_large_preamble(endpoint: EndpointProcess) -> None:
-    with client_for_files(endpoint) as http, attacked(endpoint):
-        assert http.post("/v1/files", content=b"x" * 230_000_000, headers=FORM).status_code == 400

@@ -3,15 +3,12 @@ test_endpoint.)"""
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 
@@ -23,37 +20,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 MESSAGES: Any = [{"role": "user", "content": "Summarize: The agency spent 40 million dollars on roads."}]
 GREEDY: Any = {"temperature": 0.0, "max_tokens": 30}
-NODE_CLIENT = "openai@7.57.0"
-NPM_TIMEOUT_S = 60
-SCRIPT = """
-import OpenAI, { BadRequestError, NotFoundError } from "openai";
-const [url, messages, options] = [process.argv[2], JSON.parse(process.argv[3]), JSON.parse(process.argv[4])];
-const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
-const found = { models: [], pieces: [], errors: [] };
-for await (const model of await client.models.list()) found.models.push(model.id);
-found.whole = await client.chat.completions.create({ model: "demo", messages, logprobs: true, ...options });
-const stream = await client.chat.completions.create({
-  model: "demo", messages, stream: true, stream_options: { include_usage: true }, ...options,
-});
-for await (const chunk of stream) {
-  found.pieces.push(chunk.choices[0]?.delta.content ?? "");
-  found.usage = chunk.usage ?? found.usage;
-}
-found.helper = await client.chat.completions.stream({ model: "demo", messages, ...options }).finalContent();
-found.completion = (await client.completions.create({ model: "demo", prompt: "The", ...options })).choices[0].text;
-for (const body of [{ model: "demo", messages, top_p: 7 }, { model: "absent", messages }]) {
-  try {
-    await client.chat.completions.create(body);
-  } catch (error) {
-    found.errors.push([error instanceof BadRequestError, error instanceof NotFoundError, error.code, error.param]);
-  }
-}
-const cut = await client.chat.completions.create({
-  model: "demo", messages, stream: true, max_tokens: 2000, temperature: 0, ignore_eos: true,
-});
-for await (const chunk of cut) break;
-console.log(JSON.stringify(found));
-"""
 
 
 @pytest.fixture(scope="module")
@@ -65,38 +31,6 @@ def llm() -> Iterator[rayspec.LLM]:
 @pytest.fixture(scope="module")
 def answer(llm: rayspec.LLM) -> str:
     return llm.chat(MESSAGES, SamplingParams(**GREEDY))[0].outputs[0].text
-
-
-@pytest.fixture(scope="module")
-def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With OpenAI's client for Node."""
-    npm = shutil.which("npm")
-    if npm is None or shutil.which("node") is None:
-        pytest.skip("no Node here")
-    folder = tmp_path_factory.mktemp("node")
-    command = [npm, "install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", str(folder), NODE_CLIENT]
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=NPM_TIMEOUT_S)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"npm cannot install {NODE_CLIENT}: {error}")
-    (folder / "client.mjs").write_text(SCRIPT, encoding="utf-8")
-    return folder
-
-
-@pytest.mark.exhaustive
-def test_node(demo_endpoint: EndpointProcess, node_folder: Path, llm: rayspec.LLM, answer: str) -> None:
-    command = ["node", "client.mjs", demo_endpoint.url, json.dumps(MESSAGES), json.dumps(GREEDY)]
-    run = subprocess.run(command, cwd=node_folder, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
-    assert found["models"] == ["demo", "short"]
-    assert found["whole"]["choices"][0]["message"]["content"] == answer
-    assert len(found["whole"]["choices"][0]["logprobs"]["content"]) == found["whole"]["usage"]["completion_tokens"]
-    assert "".join(found["pieces"]) == found["helper"] == answer
-    counts = ("prompt_tokens", "completion_tokens", "total_tokens")  # without those of the prompt that are cached
-    assert [found["usage"][name] for name in counts] == [found["whole"]["usage"][name] for name in counts]
-    assert found["completion"] == llm.generate("The", SamplingParams(**GREEDY))[0].outputs[0].text
-    assert found["errors"] == [[True, False, "invalid_value", "top_p"], [False, True, "model_not_found", "model"]]
 
 
 def test_python_helpers(demo_endpoint: EndpointProcess, answer: str) -> None:
@@ -130,13 +64,6 @@ def test_what_comes_out_goes_back_in(demo_endpoint: EndpointProcess, llm: rayspe
         assert told.value.param == "messages.1.audio"
 
 
-def test_a_zipped_body(demo_endpoint: EndpointProcess, answer: str) -> None:
-    body = gzip.compress(json.dumps({"model": "demo", "messages": MESSAGES, **GREEDY}).encode())
-    headers = {"content-type": "application/json", "content-encoding": "gzip"}
-    found = httpx2.post(f"{demo_endpoint.url}/v1/chat/completions", content=body, headers=headers, timeout=60)
-    assert found.json()["choices"][0]["message"]["content"] == answer
-
-
 @pytest.mark.parametrize("version", ["--http1.0", "--http1.1"])
 def test_curl(demo_endpoint: EndpointProcess, answer: str, version: str) -> None:
     if shutil.which("curl") is None:
@@ -150,13 +77,6 @@ def test_curl(demo_endpoint: EndpointProcess, answer: str, version: str) -> None
     assert lines[-2:] == ["[DONE]", ""]
     chunks = [json.loads(line) for line in lines[:-2]]
     assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == answer
-
-
-def test_curl_that_asks_for_http2_is_answered_in_http_1(demo_endpoint: EndpointProcess, answer: str) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("no curl here")
-    whole = json.loads(_curl(demo_endpoint, "--http2", {"model": "demo", "messages": MESSAGES, **GREEDY}))
-    assert whole["choices"][0]["message"]["content"] == answer
 
 
 def _curl(endpoint: EndpointProcess, version: str, body: dict[str, Any]) -> str:

@@ -139,13 +139,6 @@ class TestAnswers:
                 texts[chunk.choices[0].index] += chunk.choices[0].text
         assert texts == expected
 
-    def test_many_at_once_are_kept_apart(self, client: openai.OpenAI, llm: rayspec.LLM) -> None:
-        prompts = [f"Finding {number}: the" for number in range(12)]
-        expected = [output.outputs[0].text for output in llm.generate(prompts, SamplingParams(**GREEDY))]
-        with ThreadPoolExecutor(12) as pool:
-            found = pool.map(lambda prompt: client.completions.create(model="demo", prompt=prompt, **GREEDY), prompts)
-            assert [one.choices[0].text for one in found] == expected
-
     def test_models(self, client: openai.OpenAI) -> None:
         assert [model.id for model in client.models.list()] == ["demo", "org/narrow"]
         assert client.models.retrieve("org/narrow").id == "org/narrow"
@@ -288,20 +281,6 @@ class TestLimits:
         for response in refused:
             assert error_of(response)["code"] == "rate_limit_exceeded"
             assert int(response.headers["retry-after"]) > 0
-
-    def test_by_default_three_times_what_is_decoded_at_once_is_taken(self, endpoint: Endpoint) -> None:
-        num_places, num_asked = 4, 20
-        body = ENDLESS | {"max_tokens": 80}
-
-        def ask(_: int) -> tuple[int, float]:
-            response = endpoint.post("/v1/completions", body)
-            return response.status_code, response.elapsed.total_seconds()
-
-        with ThreadPoolExecutor(num_asked) as pool:
-            answers = list(pool.map(ask, range(num_asked)))
-        refused_s = [seconds for status, seconds in answers if status == 429]
-        assert len(refused_s) == num_asked - 3 * num_places, answers
-        assert max(refused_s) < min(seconds for status, seconds in answers if status == 200)
 
 
 class TestWhatOperatorsSee:

@@ -223,16 +223,6 @@ class TestReplicas:
         assert "is killed" not in simple.errors.read_text(encoding="utf-8")[before:]
 
     @pytest.mark.exhaustive
-    def test_two_in_a_row(self, simple: EndpointProcess, llm: rayspec.LLM) -> None:
-        """The second while it is being made."""
-        os.kill(simple.pids(REPLICA)[0], signal.SIGKILL)
-        wait_until(lambda: simple.health() == 503, 15)
-        wait_until(lambda: bool(simple.pids(REPLICA)), BACK_S)
-        os.kill(simple.pids(REPLICA)[0], signal.SIGKILL)
-        until_served(simple)
-        assert_serves(simple, llm)
-
-    @pytest.mark.exhaustive
     def test_the_controller_is_not_missed(self, simple: EndpointProcess, llm: rayspec.LLM) -> None:
         answers = under_load(simple, lambda: os.kill(simple.pids("ray::ServeController")[0], signal.SIGKILL))
         assert endings(answers) == {"finished": 16}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -228,60 +226,12 @@ def test_a_strange_body(http: httpx2.Client, name: str) -> None:
     assert stream.status_code in {400, 404, 413}
 
 
-def test_of_fields_given_twice_the_last_counts(http: httpx2.Client) -> None:
-    response = http.post("/v1/completions", content=b'{"model": "x", "model": "short", "prompt": "a", "max_tokens": 1}')
-    assert response.status_code == 200
-
-
-@pytest.mark.parametrize(("encoding", "status"), [("gzip", 400), ("deflate", 400), ("br", 415), ("nonsense", 415)])
-def test_a_body_that_is_not_as_its_encoding_says(http: httpx2.Client, encoding: str, status: int) -> None:
-    response = http.post("/v1/completions", content=b"\x1f\x8b\x08\x00", headers={"content-encoding": encoding})
-    assert response.status_code == status
-    assert_answered(response)
-
-
-@pytest.mark.parametrize("path", ["/health", "/status", "/v1/models", "/v1/models/short", "/metrics", "/"])
-def test_a_body_where_none_belongs(http: httpx2.Client, path: str) -> None:
-    assert http.request("GET", path, content=b"x" * 10**5).status_code == 200
-
-
-@pytest.mark.parametrize(
-    "path", ["/v1/models/%00", "/v1/models/%ff", "/v1/models/" + "a" * 5000, "/%2e%2e/%2e%2e/etc/passwd", "/?%00=%ff"]
-)
-def test_a_strange_path(http: httpx2.Client, path: str) -> None:
-    assert_answered(http.get(path))
-
-
 def test_strange_headers(http: httpx2.Client) -> None:
     names = ("authorization", "x-request-id", "content-type", "accept", "transfer-encodin", "traceparent")
     for name in (*names, "content-encoding", "origin", "range", "if-range", "expect"):
         for value in (b"", b"a" * 5000, b"\xff\xfe", b"Bearer " + b"\xe4" * 100):
             response = http.post("/v1/completions", json=VALID["/v1/completions"], headers={name.encode(): value})
             assert response.status_code < 500
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999999999999\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcde",
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"\x00\x01\x02\x03\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET /" + b"a" * 10**5 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    ],
-)
-def test_what_is_no_http(demo_endpoint: EndpointProcess, sent: bytes) -> None:
-    """It is refused, or the connection is closed, at once; the bytes of a TLS client may be waited on."""
-    url = httpx2.URL(demo_endpoint.url)
-    with socket.create_connection((url.host, url.port or 0), timeout=ANSWER_S) as connection:
-        connection.sendall(sent)
-        connection.shutdown(socket.SHUT_WR)
-        answer = connection.recv(2000)
-    assert not re.match(rb"HTTP/1\.1 (2|5)", answer)
 
 
 def assert_answered(response: httpx2.Response) -> None:

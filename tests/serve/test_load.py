@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -19,7 +16,7 @@ import pytest
 import rayspec
 from benchmarks.serve import ServeBenchOptions, run_serve_bench, succeeded
 from benchmarks.serve_mix import Mix
-from tests.serve.endpoint_process import ENGINE, PAGE, EndpointProcess, serving, session_pids, wait_until
+from tests.serve.endpoint_process import ENGINE, PAGE, EndpointProcess, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -31,11 +28,6 @@ REQUEST = {"model": "demo", "prompt": "The", "temperature": 0.0, "ignore_eos": T
 def llm() -> Iterator[rayspec.LLM]:
     with rayspec.LLM("demo", **ENGINE) as loaded:
         yield loaded
-
-
-@pytest.fixture(scope="module")
-def environment(ray_environment: None) -> Mapping[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def mixed(endpoint: EndpointProcess, num_requests: int, **shares: Any) -> ServeBenchOptions:
@@ -57,12 +49,6 @@ def test_a_mixture_of_which_some_leave(demo_endpoint: EndpointProcess, llm: rays
     wait_until(demo_endpoint.is_idle, 10)
 
 
-def test_all_of_them_leave(demo_endpoint: EndpointProcess) -> None:
-    result = run_serve_bench(mixed(demo_endpoint, 30, cut_share=1.0, longest_wait_s=1.0), None, lambda _: None)
-    assert set(result["results"]["endings"]) <= {"cut", "finished"}
-    wait_until(demo_endpoint.is_idle, 10)
-
-
 class TestSlowClients:
     def test_who_reads_a_byte_now_and_then_holds_up_nobody(self, demo_endpoint: EndpointProcess) -> None:
         alone_s = timed_answer(demo_endpoint)
@@ -76,17 +62,6 @@ class TestSlowClients:
             for connection in slow:
                 assert len(connection.recv(1)) == 1
         assert beside_s < 3 * alone_s + 1
-
-    def test_idle_connections_and_half_bodies_take_no_places(self, demo_endpoint: EndpointProcess) -> None:
-        address = httpx2.URL(demo_endpoint.url)
-        half = HEAD + b"content-length: 100\r\n\r\n{"
-        with ExitStack() as stack:
-            for number in range(50):
-                connection = stack.enter_context(socket.create_connection((address.host, address.port or 0)))
-                if number % 2:
-                    connection.sendall(half)
-            assert timed_answer(demo_endpoint) < 30
-            assert demo_endpoint.health() == 200
 
     def test_a_body_that_never_ends_is_given_up(self, demo_endpoint: EndpointProcess) -> None:
         address = httpx2.URL(demo_endpoint.url)
@@ -185,74 +160,3 @@ def stream_gaps(endpoint: EndpointProcess, until: Any) -> list[float]:
                     gaps.append(time.monotonic() - before_s)
                     before_s = time.monotonic()
     return gaps
-
-
-@pytest.mark.exhaustive
-def test_told_to_end_it_finishes_twenty_and_leaves_nothing(
-    environment: Mapping[str, str], llm: rayspec.LLM, tmp_path: Path
-) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    with serving(tmp_path, {**environment, "TMPDIR": str(temporary)}) as endpoint:
-        options = mixed(endpoint, 20, cut_share=0.0)
-        with ThreadPoolExecutor(1) as pool:
-            result = pool.submit(run, options, llm)
-            wait_until(lambda: not endpoint.is_idle(), 60)
-            endpoint.process.send_signal(signal.SIGTERM)
-            refused = wait_for_refusal(endpoint)
-            assert refused in {503, 0}
-            found = result.result()
-        assert succeeded(found), found["results"]
-        assert found["results"]["endings"] == {"finished": 20}
-        assert endpoint.process.wait(90) == 0
-        wait_until(lambda: session_pids(endpoint.process.pid) == [], 30)
-    assert list(temporary.iterdir()) == []
-
-
-def wait_for_refusal(endpoint: EndpointProcess) -> int:
-    """The status of the first request that is not served; 0: nobody listens any more."""
-    while True:
-        try:
-            status = post(endpoint, {**REQUEST, "max_tokens": 1}).status_code
-        except httpx2.TransportError:
-            return 0
-        if status != 200:
-            return status
-
-
-@pytest.mark.exhaustive
-def test_replicas_come_and_go_with_the_load(environment: Mapping[str, str], llm: rayspec.LLM, tmp_path: Path) -> None:
-    """Two models, one of which scales; no request is lost on the way."""
-    scaling = {
-        "min_replicas": 1,
-        "max_replicas": 2,
-        "target_ongoing_requests": 4,
-        "upscale_delay_s": 1.0,
-        "downscale_delay_s": 3.0,
-        "metrics_interval_s": 0.5,
-        "look_back_period_s": 2.0,
-    }
-    models = [
-        {
-            "model_loading_config": {"model_id": "demo"},
-            "engine_kwargs": dict(ENGINE),
-            "deployment_config": {"autoscaling_config": scaling, "max_queued_requests": 200},
-        },
-        {"model_loading_config": {"model_id": "other", "model_source": "demo"}, "engine_kwargs": dict(ENGINE)},
-    ]
-    with serving(tmp_path, environment, llm_configs=models, engine_timeout_s=30.0) as endpoint:
-        with ThreadPoolExecutor(1) as pool:
-            results = []
-            numbers: set[int] = set()
-            while 2 not in numbers:
-                assert len(results) < 6
-                loaded = pool.submit(run, mixed(endpoint, 80, cut_share=0.0), llm)
-                while not loaded.done():
-                    numbers.add(len(endpoint.status()))
-                    assert post(endpoint, {**REQUEST, "model": "other", "max_tokens": 1}).status_code == 200
-                    time.sleep(0.2)
-                results.append(loaded.result())
-            trickle = [pool.submit(run, mixed(endpoint, 4, cut_share=0.0, seed=seed), llm) for seed in range(3)]
-            wait_until(lambda: len(endpoint.status()) == 1, 120)
-        results += [one.result() for one in trickle]
-        assert all(map(succeeded, results)), [one["results"] for one in results]

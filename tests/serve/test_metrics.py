@@ -287,15 +287,6 @@ def test_load_plan_and_stages_are_gauges() -> None:
     }
 
 
-def test_attention_and_mlp_are_told_apart_and_a_plan_not_used_has_no_speed() -> None:
-    recording = Recording()
-    choices: Choices = ("skip", "int4", "skip", "full", "full", "full", "pages", "full")
-    EngineMetrics(recording.record).update(EngineStats(plans=[record_of(choices, num_tokens=0, sequence_s=0.0)]), IDLE)
-    assert recording.gauges["plan_skipped_share", "attention"] == 0.5
-    assert recording.gauges["plan_skipped_share", "mlp"] == 0.0
-    assert recording.gauges["plan_measured_tokens_per_second", ""] == 0.0
-
-
 # --- the gate ---
 
 
@@ -335,15 +326,6 @@ def test_the_number_of_reasons_is_bounded() -> None:
     gauges = gate_gauges(recording)
     assert len(gauges) == 18  # the gate, sixteen reasons, and the others
     assert gauges["gate_info", "other"] == 1.0
-
-
-def test_where_there_is_no_gate_it_is_neither_open_nor_closed() -> None:
-    recording = Recording()
-    metrics = EngineMetrics(recording.record)
-    metrics.update(EngineStats(), IDLE)
-    assert not gate_gauges(recording)
-    metrics.update(EngineStats(gate_reason="the plan is fixed"), IDLE)
-    assert gate_gauges(recording) == {("gate_info", "the plan is fixed"): 1.0}
 
 
 # --- the table ---

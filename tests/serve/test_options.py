@@ -42,13 +42,6 @@ def test_the_names_of_ray_serve_llm_are_understood() -> None:
     assert config.max_ongoing_requests == 6
 
 
-def test_cohorts_share_the_sequences_of_an_engine() -> None:
-    staged = options(model(engine_kwargs={"max_num_seqs": 16, "parallel": {"stages": 16}})).llm_configs[0]
-    assert (staged.num_places, staged.max_ongoing_requests, staged.max_admitted) == (16, 32, 48)
-    asked = model(deployment_config={"max_ongoing_requests": 7})
-    assert options(asked).llm_configs[0].max_ongoing_requests == 7
-
-
 def test_what_is_admitted_follows_from_what_is_decoded_at_once() -> None:
     engine = {"max_num_seqs": 4}
 
@@ -63,23 +56,9 @@ def test_what_is_admitted_follows_from_what_is_decoded_at_once() -> None:
     assert admitted(max_queued_requests=-1) is None
 
 
-def test_the_ingress_has_places_for_all_that_models_hold() -> None:
-    few = {"max_ongoing_requests": 1000, "max_queued_requests": 500}
-    scaled = few | {"autoscaling_config": {"max_replicas": 3}}
-    asked = options(model("a", deployment_config=few), model("b", deployment_config=scaled))
-    assert asked.max_ongoing_requests >= (1000 + 500) + (3 * 1000 + 500)
-    assert options(model(), ingress_deployment_config={"max_ongoing_requests": 9}).max_ongoing_requests == 9
-
-
 def test_keys_come_from_the_environment_too() -> None:
     args = {"llm_configs": [model()], "api_keys": ["one"]}
     assert serve_options(args, environment={"RAYSPEC_API_KEYS": "two, three,"}).api_keys == ("one", "two", "three")
-
-
-def test_a_model_may_be_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "model.yaml"
-    path.write_text("model_loading_config: {model_id: from-file}\n", encoding="utf-8")
-    assert options(str(path), model()).llm_configs[0].model_id == "from-file"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayspec.serve.metric_table import UNREACHABLE_NODES
-from rayspec.serve.scrape import agents, merged, scrape_agents
+from rayspec.serve.scrape import merged, scrape_agents
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -89,14 +89,6 @@ def test_nodes_that_differ_about_a_kind_do_not_mix() -> None:
 
 def test_of_no_nodes_there_is_only_how_many_are_missing() -> None:
     assert values(merged([], num_unreachable=2)) == {UNREACHABLE_NODES: {f"{UNREACHABLE_NODES}::": 2}}
-
-
-def test_agents_of_the_nodes_that_live() -> None:
-    nodes = [
-        {"NodeManagerAddress": host, "MetricsExportPort": port, "Alive": alive}
-        for host, port, alive in (("10.0.0.1", 80, True), ("10.0.0.2", 81, False), ("fd00::1", 82, True))
-    ]
-    assert agents(nodes) == ["10.0.0.1:80", "[fd00::1]:82"]
 
 
 @asynccontextmanager

@@ -151,10 +151,3 @@ def test_strange_bytes_are_parts_or_refused(head: bytes, body: bytes) -> None:
     with suppress(InvalidRequestError):
         for name, filename, _ in read(b"--b-o\r\n" + head + b"\r\n\r\n" + body + b"\r\n--b-o--", 7):
             msgspec.json.encode([name, filename])
-
-
-@given(disposition=st.text(max_size=60))
-def test_strange_dispositions_are_parts_or_refused(disposition: str) -> None:
-    with suppress(InvalidRequestError):
-        for name, filename, _ in read(form((disposition.encode("utf-8", "replace").decode(), b"x"))):
-            msgspec.json.encode([name, filename])
