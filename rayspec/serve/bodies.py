@@ -1,15 +1,13 @@
-"""Reading of request bodies, with limits on size and time: JSON, also in gzip or deflate, and forms with a file."""
+"""Reading of request bodies, with limits on size and time: JSON, and forms with a file."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import time
-import zlib
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from urllib.parse import unquote_to_bytes
 
 from fastapi import Request
 
@@ -21,10 +19,6 @@ LARGE = 2**20
 _BYTES_OF_ITEM, _BYTES_OF_OBJECT = 40, 250  # in memory, once they are parsed
 _JSON, _FORM = "application/json", "multipart/form-data"
 _UPGRADE_TIMEOUT_S = 5.0  # Serve's proxy loses the body of a request for an upgrade, and never ends it
-_GZIP, _ZLIB, _BARE = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
-_INFLATED = ("gzip", "x-gzip", "deflate")
-_MOST_AT_ONCE = 2**18
-_DEFLATE_METHOD = 8  # in the low bits of the first byte of zlib's format; other clients send deflate data without it
 _MOST_FIELD = 4096
 _MOST_HEADERS = 8192
 _MOST_BESIDE_FILE = 2**16  # bytes of the fields, headers and delimiters
@@ -36,9 +30,7 @@ _PARAMETER = re.compile(r';\s*([\w*.-]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^\s";]*)\s*')
 async def read_body(request: Request, max_bytes: int, timeout_s: float, *, large: Admission, held: ExitStack) -> bytes:
     """Return the body. Raises Refused as soon as more than `max_bytes` are announced or received, and when the body is
     incomplete after `timeout_s`: a stalled client must not occupy a place for ever. A body without a JSON content type
-    is refused: web pages of any origin may send other types without a CORS preflight. A body in gzip or deflate is
-    inflated, and `max_bytes` limits both sizes; another encoding is refused. Raises InvalidRequestError for damaged
-    data.
+    is refused: web pages of any origin may send other types without a CORS preflight. So is a compressed body.
 
     large: counts the bytes of large bodies, when more than LARGE have come; may refuse the body. held: ends that.
     """
@@ -47,6 +39,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float, *, large
     timeout_s = min(timeout_s, _UPGRADE_TIMEOUT_S) if upgrades else timeout_s
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
         raise Refused(NOT_JSON)
+    _check_encoding(request)
     try:
         body = await asyncio.wait_for(_read(request, max_bytes, large, held), timeout_s)
     except asyncio.TimeoutError:
@@ -65,65 +58,22 @@ async def _read(request: Request, max_bytes: int, large: Admission, held: ExitSt
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > max_bytes:
         raise Refused(too_large(max_bytes))
-    encoding = _encoding(request.headers, _INFLATED)
-    content, body, num_received, is_large = _Inflater(encoding), bytearray(), 0, False
-    async for received in request.stream():
-        num_received += len(received)
-        for piece in content.pieces(received) if encoding else (received,):
-            body += piece
-            if len(body) > LARGE and not is_large:
-                has_size = announced.isdecimal() and not encoding
-                held.enter_context(large.admit(int(announced) if has_size else max_bytes))
-                is_large = True
-            if max(num_received, len(body)) > max_bytes:
-                raise Refused(too_large(max_bytes))
-            await asyncio.sleep(0)
-    content.end()
+    body, is_large = bytearray(), False
+    async for piece in request.stream():
+        body += piece
+        if len(body) > LARGE and not is_large:
+            held.enter_context(large.admit(int(announced) if announced.isdecimal() else max_bytes))
+            is_large = True
+        if len(body) > max_bytes:
+            raise Refused(too_large(max_bytes))
+        await asyncio.sleep(0)
     return bytes(body)
 
 
-def _encoding(headers: Mapping[str, str], others: tuple[str, ...]) -> str:
-    """Return the encoding of a body, empty for a plain body. others: encodings that the body may have. Raises
-    Refused."""
-    name = headers.get("content-encoding", "").strip().lower()
-    if name in {"", "identity"}:
-        return ""
-    if name not in others:
-        raise Refused(unknown_encoding(name, others))
-    return name
-
-
-class _Inflater:
-    """Inflates a body as it comes. Both methods raise InvalidRequestError for data that is not in the encoding."""
-
-    def __init__(self, encoding: str) -> None:
-        self._encoding = encoding
-        self._stream: zlib._Decompress | None = None
-
-    def pieces(self, data: bytes) -> Iterator[bytes]:
-        """Yield the content of the next bytes of the body, in pieces of bounded size."""
-        while data:
-            if self._stream is None:
-                is_bare = data[0] & 15 != _DEFLATE_METHOD
-                deflate = _BARE if is_bare else _ZLIB
-                self._stream = zlib.decompressobj(deflate if self._encoding == "deflate" else _GZIP)
-            elif self._stream.eof and self._encoding != "deflate":
-                self._stream = zlib.decompressobj(_GZIP)  # gzip data may have several members
-            elif self._stream.eof:
-                raise self._invalid("data follows its end")
-            try:
-                yield self._stream.decompress(data, _MOST_AT_ONCE)
-            except zlib.error as error:
-                raise self._invalid(str(error)) from None
-            data = self._stream.unused_data if self._stream.eof else self._stream.unconsumed_tail
-
-    def end(self) -> None:
-        """Check that the body is complete."""
-        if self._stream is not None and not self._stream.eof:
-            raise self._invalid("it ends too early")
-
-    def _invalid(self, problem: str) -> InvalidRequestError:
-        return InvalidRequestError(f"The body is no valid {self._encoding} data: {problem}.", code="invalid_encoding")
+def _check_encoding(request: Request) -> None:
+    name = request.headers.get("content-encoding", "").strip().lower()
+    if name not in {"", "identity"}:
+        raise Refused(unknown_encoding(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +104,7 @@ async def read_form(request: Request, timeout_s: float, max_file_bytes: int) -> 
 
     timeout_s: limit for the whole body, and as much again for every 16 MiB that have come.
     """
-    _encoding(request.headers, ())
+    _check_encoding(request)
     kind, parameters = _header(request.headers.get("content-type", ""))
     boundary = parameters.get("boundary", "")
     if kind != _FORM or not 0 < len(boundary) <= _MOST_BOUNDARY:
@@ -178,10 +128,8 @@ async def read_form(request: Request, timeout_s: float, max_file_bytes: int) -> 
 
 
 def _header(value: str) -> tuple[str, dict[str, str]]:
-    """Return the value of a header and its parameters. Raises InvalidRequestError.
-
-    `name*=utf-8''%xx` takes precedence over `name=`, and other encodings are refused, as in RFC 8187.
-    """
+    """Return the value of a header and its parameters, without those of another encoding (`name*`). Raises
+    InvalidRequestError."""
     kind, separator, rest = value.partition(";")
     found: dict[str, str] = {}
     place, rest = 0, separator + rest.rstrip("; \t")
@@ -192,14 +140,6 @@ def _header(value: str) -> tuple[str, dict[str, str]]:
         name, text = match[1].lower(), match[2]
         found[name] = re.sub(r"\\(.)", r"\1", text[1:-1]) if text.startswith('"') else text
         place = match.end()
-    for name in [one for one in found if one.endswith("*")]:
-        encoding, _, text = found.pop(name).partition("'")
-        if encoding.lower() != "utf-8":
-            raise _invalid_form(f"the header {value[:80]!r} has the encoding {encoding[:20]!r}: use utf-8")
-        try:
-            found[name.removesuffix("*")] = unquote_to_bytes(text.partition("'")[2]).decode()
-        except UnicodeDecodeError:
-            raise _invalid_form(f"the header {value[:80]!r} is not UTF-8") from None
     return kind.strip().lower(), found
 
 
@@ -219,7 +159,7 @@ class _FormBody:
                 yield self._cut(sure)
             await self._more()
         yield self._cut(place)
-        del self._here[: len(end)]
+        self._cut(len(end))
 
     async def until(self, end: bytes, most: int) -> bytes:
         """Return the bytes before `end`, and consume `end`. most: bytes to receive before giving up."""
@@ -229,18 +169,13 @@ class _FormBody:
                     f"the headers of a part, or what precedes the first part, have more than {most} bytes"
                 )
             await self._more()
-        found = self._cut(place)
-        del self._here[: len(end)]
-        return found
+        return self._cut(place + len(end)).removesuffix(end)
 
     async def take(self, text: bytes) -> bool:
         """Return whether `text` comes next, and consume it in that case."""
         while len(self._here) < len(text):
             await self._more()
-        if not self._here.startswith(text):
-            return False
-        del self._here[: len(text)]
-        return True
+        return self._here.startswith(text) and self._cut(len(text)) == text
 
     def _cut(self, num_bytes: int) -> bytes:
         found = bytes(self._here[:num_bytes])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from typing_extensions import Self
@@ -73,9 +72,8 @@ def too_large(max_bytes: int) -> ApiError:
     return invalid(413, "request_too_large", f"The body has more than {max_bytes} bytes.")
 
 
-def unknown_encoding(name: str, others: Sequence[str]) -> ApiError:
-    ways = " or ".join(["as it is", *others])
-    message = f"Content-Encoding {name[:100]!r} is not supported here: send the body {ways}."
+def unknown_encoding(name: str) -> ApiError:
+    message = f"Content-Encoding {name[:100]!r} is not supported here: send the body without compression."
     return invalid(415, "unsupported_encoding", message)
 
 

@@ -286,7 +286,7 @@ FORM = {"content-type": "multipart/form-data; boundary=b"}
 
 def test_odd_forms(demo_endpoint: EndpointProcess) -> None:
     with client_for_files(demo_endpoint) as http, attacked(demo_endpoint):
-        for disposition in ("name=a; filename*=a%00b''x", "name*=unicode_escape''%5Cud800", "filename*=idna''xn--a"):
+        for disposition in ("name*=unicode_escape''%5Cud800", "filename*=idna''xn--a"):
             body = f"--b\r\ncontent-disposition: form-data; {disposition}\r\n\r\nx\r\n--b--\r\n".encode()
             assert http.post("/v1/files", content=body, headers=FORM).status_code == 400
         odd = {"content-type": f"multipart/form-data; boundary*{'9' * 4400}=b"}

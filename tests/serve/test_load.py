@@ -101,6 +101,7 @@ class TestWebPages:
         [
             ({"content-type": "text/plain"}, 415, "unsupported_media_type"),
             ({"content-type": ""}, 415, "unsupported_media_type"),
+            ({"content-encoding": "gzip"}, 415, "unsupported_encoding"),
             ({"origin": "https://other.example"}, 403, "origin_not_allowed"),
             ({"origin": "null"}, 403, "origin_not_allowed"),
             ({"host": "other.example"}, 403, "host_not_allowed"),

@@ -114,11 +114,7 @@ def test_a_slow_form_has_a_limit_as_a_whole(pause_s: float) -> None:
 @pytest.mark.parametrize(
     "disposition",
     [
-        "name=a; filename*=unicode_escape''%5Cud800",
-        "name=a; filename*=a%00b''x",
-        "name=a; filename*=idna''xn--a",
         "name*=unicode_escape''%5Cud800",
-        "name=a; filename*=utf-8''%ff",
         'name=a; filename="x',
         "name=a; =; filename",
         "filename=a",
@@ -137,8 +133,7 @@ def test_odd_headers_are_refused(disposition: str) -> None:
         ('name="a"; filename="a;b.jsonl"', "a;b.jsonl"),
         (r'filename="a\"b\\c"; name=a', 'a"b\\c'),
         ("name=a; filename=b.jsonl;", "b.jsonl"),
-        ("name=a; filename=x; filename*=utf-8''%C3%A4.jsonl", "ä.jsonl"),
-        ("name=a; filename*=UTF-8'de'%C3%A4.jsonl", "ä.jsonl"),
+        ("name=a; filename=x; filename*=idna''xn--a", "x"),
         ("Name=a", None),
     ],
 )
