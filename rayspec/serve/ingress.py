@@ -124,7 +124,7 @@ class Ingress:
     def _ready_model(self, name: str) -> Any:
         """Return the handle of a model. Raises RequestError, and Refused while no replica can serve."""
         check_served(name, tuple(self.models))
-        if not (name in self._may_be_absent or self.watch.sightings[name].can_serve):
+        if not (name in self._may_be_absent or self.watch.can_serve(name)):
             raise Refused(STARTING)
         return self.models[name]
 

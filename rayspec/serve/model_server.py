@@ -15,7 +15,6 @@ import ray
 
 from rayspec.async_engine import AsyncEngine
 from rayspec.command.loading import load_llm
-from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.model.weights import load_config, num_layers
 from rayspec.openai.answer import BackgroundLimit, respond, stream
 from rayspec.openai.batch import BatchLine, BatchResult, answer
@@ -117,13 +116,11 @@ class ModelServer:
                 yield event
 
     async def check_health(self) -> None:
-        """Check the engine for Serve, which ends the replica after several errors in a row. Raises StageLostError, and
-        EngineDeadError also for an engine that is stuck. While lost shards are being replaced, nothing is wrong:
-        the requests continue afterwards."""
+        """Check the engine for Serve, which ends the replica after several errors in a row. Raises StageLostError and
+        EngineDeadError. The watch ends a replica whose engine is stuck. While lost shards are being replaced, nothing
+        is wrong: the requests continue afterwards."""
         if self._failure is not None:
             raise self._failure
-        if self._problem is not None:
-            raise EngineDeadError(f"the engine {self._problem}")
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return a ReplicaReport at once. Serve runs only methods of this name and `check_health` without a wait behind

@@ -89,7 +89,7 @@ class PlanStatus:
 class ModelStatus:
     """A replica at this moment. num_running, num_waiting: sequences. num_generated_tokens: total since the start.
     tokens_per_s, acceptance_rate, mean_accepted_length: over the last seconds. plan: the current plan, None before the
-    first. recovering: the same as in `health`."""
+    first."""
 
     model: str
     num_sublayers: int
@@ -103,7 +103,6 @@ class ModelStatus:
     mean_accepted_length: float | None
     gate_reason: str
     plan: PlanStatus | None
-    recovering: bool
     health: EngineHealth
     version: str
 
@@ -125,7 +124,6 @@ class ModelStatus:
             mean_accepted_length=rates.mean_accepted_length,
             gate_reason=stats.gate_reason,
             plan=PlanStatus.of(stats.plans[-1]) if stats.plans else None,
-            recovering=health == "recovering",
             health=health,
             version=rayspec.__version__,
         )

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.openai.requests import CompletionRequest
 from rayspec.serve.model_server import ModelServer
 from rayspec.serve.options import LLMConfig
@@ -60,8 +59,6 @@ def test_a_pass_that_never_ends_is_told_and_one_that_ends_late_is_forgotten() ->
         report = await report_with(server, "stuck")
         assert "has not finished a pass for" in report["problem"]
         assert "was expected to take 0." in report["problem"], "half of the slow first pass is forgotten each time"
-        with pytest.raises(EngineDeadError, match="the engine has not finished a pass"):
-            await server.check_health()
         going_on.set()
         assert (await late).ok
         report = await report_with(server, "ready")
