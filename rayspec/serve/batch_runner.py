@@ -39,8 +39,7 @@ _MOST_ENDING = 2  # more for batches that only have to be ended
 _LINES_AT_ONCE = 1024
 _LINES_READ, _CHARACTERS_READ = 256, 2**20
 _BYTES_AT_ONCE = 8 * 2**20  # of a batch's lines, and of its results that are not saved yet
-_RETRY_DIVISOR = 8  # divides the number of lines at once when lost lines run again
-_MOST_LOSSES = 3  # after so many losses of a line that runs alone, the line fails
+_MOST_LOSSES = 3  # of a line, while no other lost line runs; then the line fails
 _MOST_ERRORS = 100  # reported for an input file
 
 
@@ -156,10 +155,13 @@ class BatchRun:
     store: BatchStore
     max_lines: int
     answer: Callable[[BatchLine], Any]
+    _alone: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _num_characters: int = 0  # of the lines that run
     _answered: set[str] = field(default_factory=set)
     _unsaved: list[bytes] = field(default_factory=list)
     _num_unsaved_bytes: int = 0
     _must_save: asyncio.Event = field(default_factory=asyncio.Event)
+    _has_ended: bool = False
     _counts: RequestCounts = field(default_factory=RequestCounts)
 
     async def run(self) -> None:
@@ -181,7 +183,11 @@ class BatchRun:
             try:
                 for line in self.store.lines(self.batch, self.max_lines):
                     total += 1
-                    error = line.error if isinstance(line, BatchResult) else self._misfit(line)
+                    error = line.error if isinstance(line, BatchResult) else None
+                    if isinstance(line, BatchLine) and line.url != self.batch.endpoint:
+                        which = f"custom_id {reprlib.repr(line.custom_id)}: its url is {line.url}"
+                        message = f"{which}, the batch's endpoint {self.batch.endpoint}"
+                        error = _error("mismatched_endpoint", message, param="url")
                     if error is not None and len(errors) < _MOST_ERRORS:
                         errors.append(error)
             except InvalidRequestError as error:
@@ -197,28 +203,19 @@ class BatchRun:
 
         return await asyncio.to_thread(inspected)
 
-    def _misfit(self, line: BatchLine) -> BatchError | None:
-        """Return why a request cannot run in this batch; None where it can."""
-        if line.url == self.batch.endpoint:
-            return None
-        name = reprlib.repr(line.custom_id)
-        message = f"custom_id {name}: its url is {line.url}, the batch's endpoint {self.batch.endpoint}"
-        return _error("mismatched_endpoint", message, param="url")
-
     def _failed(self, errors: list[BatchError]) -> dict[str, Any]:
         return {"status": "failed", "failed_at": self._now(), "errors": BatchErrors(data=errors)}
 
     async def _progress(self) -> dict[str, Any]:
         """Run lines until all are answered, the batch is cancelled, or its completion window ends."""
         await asyncio.to_thread(self._read_results)
-        has_ended = asyncio.Event()
         work, stop = asyncio.create_task(self._answer_all()), asyncio.create_task(self._stop_asked())
-        saving = asyncio.create_task(self._keep_saving(has_ended))
+        saving = asyncio.create_task(self._keep_saving())
         try:
             await asyncio.wait([work, stop, saving], return_when=asyncio.FIRST_COMPLETED)
         finally:
             await _end([work, stop])
-            has_ended.set()
+            self._has_ended = True
             self._must_save.set()
             await saving
         for task in (work, stop):
@@ -234,52 +231,31 @@ class BatchRun:
         self._counts = RequestCounts(total=total, completed=len(failed) - num_failed, failed=num_failed)
 
     async def _answer_all(self) -> None:
-        """Run all lines, many at once. Run lines that were lost with a replica again, fewer and fewer at once: a line
-        that crashes replicas is isolated, and fails."""
-        lines = self._lines_left()
-        while lost := await self._answer_each(lines, _LINES_AT_ONCE, most_lost=_BYTES_AT_ONCE):
-            limit, num_losses = len(lost), 0
-            while lost and num_losses < _MOST_LOSSES:
-                limit = max(1, min(limit, len(lost)) // _RETRY_DIVISOR)
-                lost = await self._answer_each(_each([line for line, _ in lost]), limit)
-                num_losses = num_losses + 1 if limit == 1 else 0
-            for line, error in lost:
-                self._keep(line.result(error.status, error.body))
-
-    async def _answer_each(
-        self, lines: AsyncIterator[BatchLine], limit: int, *, most_lost: float = math.inf
-    ) -> list[tuple[BatchLine, ApiError]]:
-        """Run at most `limit` lines at once, until there are no more or `most_lost` characters are lost.
-
-        Return the lines that were lost, with their errors."""
-        lost: list[tuple[BatchLine, ApiError]] = []
+        """Run all lines, many at once."""
         running: set[asyncio.Task[None]] = set()
-        num_characters = 0
-
-        async def one(line: BatchLine) -> None:
-            nonlocal num_characters
-            found = await self.answer(line)
-            num_characters -= len(line.text)
-            if isinstance(found, ApiError):
-                lost.append((line, found))
-            else:
-                self._keep(found)
-
         try:
-            async for line in lines:
-                num_characters += len(line.text)
-                running.add(asyncio.create_task(one(line)))
-                while len(running) >= limit or (running and num_characters > _BYTES_AT_ONCE):
-                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    _raise_first(done)
-                if sum(len(line.text) for line, _ in lost) > most_lost:
-                    break
-            if running:
-                done, running = await asyncio.wait(running)
-                _raise_first(done)
+            async for line in self._lines_left():
+                self._num_characters += len(line.text)
+                running.add(asyncio.create_task(self._answer_one(line)))
+                while len(running) >= _LINES_AT_ONCE or (running and self._num_characters > _BYTES_AT_ONCE):
+                    running = await _first_done(running)
+            while running:
+                running = await _first_done(running)
         finally:
             await _end(running)
-        return lost
+
+    async def _answer_one(self, line: BatchLine) -> None:
+        """Run a line. A line that is lost with a replica runs again while no other lost line does, so that only the
+        line that crashes replicas fails."""
+        found = await self.answer(line)
+        if isinstance(found, ApiError):
+            async with self._alone:
+                for _ in range(_MOST_LOSSES):
+                    found = await self.answer(line)
+                    if not isinstance(found, ApiError):
+                        break
+        self._num_characters -= len(line.text)
+        self._keep(line.result(found.status, found.body) if isinstance(found, ApiError) else found)
 
     async def _lines_left(self) -> AsyncIterator[BatchLine]:
         lines = self.store.lines(self.batch, self.max_lines)
@@ -309,11 +285,11 @@ class BatchRun:
         completed, failed = self._counts.completed + (not result.failed), self._counts.failed + result.failed
         self._counts = replace(self._counts, completed=completed, failed=failed)
 
-    async def _keep_saving(self, has_ended: asyncio.Event) -> None:
+    async def _keep_saving(self) -> None:
         """Save new results until the work has ended, and then the last results. Do not cancel this: a cancelled write
         goes on in its thread, and may end after later writes."""
         start_s = time.monotonic()
-        while not has_ended.is_set():
+        while not self._has_ended:
             pause_s = max(_SAVE_AFTER_S, _SAVE_SHARE * (time.monotonic() - start_s))
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._must_save.wait(), pause_s)
@@ -387,14 +363,12 @@ def _error(code: str, message: str, *, param: str | None = None) -> BatchError:
     return BatchError(code=code, message=message, param=param, line=None)
 
 
-async def _each(lines: Iterable[BatchLine]) -> AsyncIterator[BatchLine]:
-    for line in lines:
-        yield line
-
-
-def _raise_first(done: Iterable[asyncio.Task[None]]) -> None:
+async def _first_done(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """Wait until a task is done, and return the others. Raises the error of a task."""
+    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
+    return running
 
 
 async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -104,28 +104,28 @@ class BatchStore:
         is_new, file_id = file_id is None, file_id or self._new_id("file-")
         name = PurePath(filename.replace("\\", "/")).name[:_MOST_NAME] or "upload.jsonl"
         try:
-            with self._content(file_id).writing() as content:
+            with self._place(file_id).join("content").writing() as content:
                 yield NewFile(file_id, content)
                 size = content.tell()
             file = FileObject(id=file_id, bytes=size, created_at=int(self.clock()), filename=name, purpose=purpose)
-            self._describing(file_id).write(msgspec.json.encode(file))
+            self._place(file_id).join("file.json").write(msgspec.json.encode(file))
         except BaseException:
             if is_new:
-                self._place("files", "file-", file_id).delete_folder()
+                self._place(file_id).delete_folder()
             raise
 
     def file(self, file_id: str) -> FileObject:
-        return self._read(self._describing(file_id), FileObject, file_id)
+        return self._read(self._place(file_id).join("file.json"), FileObject, file_id)
 
     def open_file(self, file_id: str) -> IO[bytes]:
         self.file(file_id)
-        return self._content(file_id).open()
+        return self._place(file_id).join("content").open()
 
     def delete_file(self, file_id: str) -> None:
         """Delete a file: first its `file.json`, without which the file does not exist, then all the rest."""
         self.file(file_id)
-        self._describing(file_id).delete()
-        self._place("files", "file-", file_id).delete_folder()
+        self._place(file_id).join("file.json").delete()
+        self._place(file_id).delete_folder()
 
     def files(
         self, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: Purpose | None
@@ -157,16 +157,16 @@ class BatchStore:
 
     def batch(self, batch_id: str) -> Batch:
         """Return a batch as clients see it: after a request to cancel, its status is `cancelling` until it ends."""
-        batch = self._read(self._batch(batch_id).join("batch.json"), Batch, batch_id)
+        batch = self.saved(batch_id)
         asked_at = None if batch.status in FINAL else self.cancel_asked_at(batch_id)
         return batch if asked_at is None else replace(batch, status="cancelling", cancelling_at=asked_at)
 
     def saved(self, batch_id: str) -> Batch:
         """Return a batch as its runner saved it."""
-        return self._read(self._batch(batch_id).join("batch.json"), Batch, batch_id)
+        return self._read(self._place(batch_id).join("batch.json"), Batch, batch_id)
 
     def save(self, batch: Batch) -> None:
-        self._batch(batch.id).join("batch.json").write(msgspec.json.encode(batch))
+        self._place(batch.id).join("batch.json").write(msgspec.json.encode(batch))
 
     def batches(self, *, after: str | None, limit: int) -> Page[Batch]:
         """Return the batches after the id `after`, newest first."""
@@ -184,7 +184,7 @@ class BatchStore:
                 f"a batch that is {batch.status} cannot be cancelled", code="conflict", status=409
             )
         if batch.status != "cancelling":
-            self._batch(batch_id).join("cancel").write(str(int(self.clock())).encode())
+            self._place(batch_id).join("cancel").write(str(int(self.clock())).encode())
         return self.batch(batch_id)
 
     def delete_batch(self, batch_id: str) -> None:
@@ -193,12 +193,12 @@ class BatchStore:
         if batch.status not in FINAL:
             message = f"a batch that is {batch.status} cannot be deleted: cancel it first"
             raise InvalidRequestError(message, code="conflict", status=409)
-        self._batch(batch_id).join("batch.json").delete()
-        self._batch(batch_id).delete_folder()
+        self._place(batch_id).join("batch.json").delete()
+        self._place(batch_id).delete_folder()
 
     def cancel_asked_at(self, batch_id: str) -> int | None:
         try:
-            asked = self._batch(batch_id).join("cancel").read()
+            asked = self._place(batch_id).join("cancel").read()
         except FileNotFoundError:
             return None
         return int(asked) if asked.isdigit() else int(self.clock())
@@ -216,13 +216,13 @@ class BatchStore:
         """Write lines of results in one part, whole or not at all. Its name is unique, even if others add parts at the
         same time."""
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.jsonl"
-        with self._batch(batch_id).join("results", name).writing() as file:
+        with self._place(batch_id).join("results", name).writing() as file:
             file.writelines(results)
 
     def results(self, batch_id: str) -> Iterator[tuple[str, bool, bytes]]:
         """Yield for each answered line its id, whether it failed, and its result. Of two results, the first counts."""
         seen = set()
-        for part in self._batch(batch_id).join("results").entries():
+        for part in self._place(batch_id).join("results").entries():
             if part.suffix != ".jsonl":
                 continue
             with part.open() as file:
@@ -246,20 +246,12 @@ class BatchStore:
     def _new_id(self, prefix: str) -> str:
         return f"{prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
 
-    def _describing(self, file_id: str) -> Location:
-        return self._place("files", "file-", file_id).join("file.json")
-
-    def _content(self, file_id: str) -> Location:
-        return self._place("files", "file-", file_id).join("content")
-
-    def _batch(self, batch_id: str) -> Location:
-        return self._place("batches", "batch_", batch_id)
-
-    def _place(self, folder: str, prefix: str, name: str) -> Location:
+    def _place(self, name: str) -> Location:
         """Return the folder of an object. Raises InvalidRequestError before a malformed id becomes part of a path."""
-        if not (name.startswith(prefix) and _ID.fullmatch(name)):
+        match = _ID.fullmatch(name)
+        if match is None:
             raise _unknown(name)
-        return self.folder.join(folder, name)
+        return self.folder.join("files" if match[1] == "file-" else "batches", name)
 
     def _read(self, location: Location, kind: type[T], name: str) -> T:
         try:
