@@ -191,7 +191,8 @@ def _serve(way: str, options: Mapping[str, Any]) -> None:
         if way == "front":
             run_endpoint(serve_options(args, environment={}), Address(port=0), lambda url: print(url, flush=True))
             return
-        address = Address(port=0).checked()
+        with Address(port=0).bound() as listener:
+            address = Address(port=listener.getsockname()[1])
         with ray_session():
             serve.start(http_options={"port": address.port}, logging_config={"enable_access_log": False})
             serve.run(

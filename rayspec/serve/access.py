@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import Self
@@ -23,8 +22,6 @@ from rayspec.openai.errors import ApiError
 from rayspec.serve.replies import BUSY, ENDING, UNAUTHORIZED, WRONG_HOST, WRONG_ORIGIN, Refused, Reply
 
 ANY = "*"
-_REQUEST_HEADERS = ("authorization", "content-type", "x-request-id")
-_RESPONSE_HEADERS = ("retry-after", "x-request-id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,23 +165,6 @@ class AdmissionControl:
                 await (refusal or self._app)(scope, receive, send)
         except Refused as refused:
             await error_response(refused.error)(scope, receive, send)
-
-
-class Cors(CORSMiddleware):
-    """Lets web pages of `origins` use the endpoint; browsers keep pages of other origins out."""
-
-    def __init__(self, app: ASGIApp, *, origins: Sequence[str]) -> None:
-        super().__init__(
-            app,
-            allow_origins=origins,
-            allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=_REQUEST_HEADERS,
-            expose_headers=_RESPONSE_HEADERS,
-        )
-
-    def preflight_response(self, request_headers: Headers) -> Response:
-        response = super().preflight_response(request_headers)
-        return response if response.status_code == 200 else error_response(WRONG_ORIGIN, {"vary": "Origin"})
 
 
 def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:

@@ -17,15 +17,13 @@ from rayspec.openai.errors import InvalidRequestError
 from rayspec.serve.access import response_of
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.bodies import read_form
-from rayspec.serve.description import Description, errors
+from rayspec.serve.description import Description
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import Reply
 
 _DISABLED = "this endpoint keeps no files and runs no batches: it is to be started with --batches FOLDER"
 _PIECE = 2**18
 _MOST_BATCHES, _FEW_BATCHES, _MOST_FILES = 100, 20, 10_000
-_ERRORS = (400, 401, 403, 404, 429, 500)
-_BODY_ERRORS = (408, 413, 415)
 _FORM = {
     "type": "object",
     "properties": {"purpose": {"const": "batch"}, "file": {"type": "string", "format": "binary"}},
@@ -49,9 +47,7 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
             raise InvalidRequestError(_DISABLED, code="batches_disabled", status=404)
         return folder
 
-    @app.post(
-        "/v1/batches", summary="Run a file of requests", **described.takes(BatchRequest, Batch, *_ERRORS, *_BODY_ERRORS)
-    )
+    @app.post("/v1/batches", summary="Run a file of requests", **described.takes(BatchRequest, Batch))
     async def create(request: Request) -> Response:
         with ExitStack() as held:
             asked = await read(request, BatchRequest, held)
@@ -59,9 +55,7 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
         runner.wake.remote()
         return _answer(batch)
 
-    @app.get(
-        "/v1/batches", responses=described.answers(Page[Batch]) | errors(*_ERRORS), summary="Batches, the newest first"
-    )
+    @app.get("/v1/batches", responses=described.answers(Page[Batch]), summary="Batches, the newest first")
     async def batches(request: Request) -> Response:
         query = PageRequest.parse(dict(request.query_params))
         limit = min(query.limit or _FEW_BATCHES, _MOST_BATCHES)
@@ -69,7 +63,7 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
 
     @app.get(
         "/v1/batches/{batch_id}",
-        responses=described.answers(Batch) | errors(*_ERRORS),
+        responses=described.answers(Batch),
         summary="How far a batch has come",
     )
     async def batch(batch_id: str) -> Response:
@@ -77,7 +71,7 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
 
     @app.delete(
         "/v1/batches/{batch_id}",
-        responses=described.answers(Deleted) | errors(*_ERRORS, 409),
+        responses=described.answers(Deleted),
         summary="Delete a batch that has ended, but not its files",
     )
     async def delete_batch(batch_id: str) -> Response:
@@ -86,7 +80,7 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
 
     @app.post(
         "/v1/batches/{batch_id}/cancel",
-        responses=described.answers(Batch) | errors(*_ERRORS, 409),
+        responses=described.answers(Batch),
         summary="End a batch",
     )
     async def cancel(batch_id: str) -> Response:
@@ -98,21 +92,18 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
 def _add_file_routes(
     app: FastAPI, described: Description, options: ServeOptions, store: Callable[[], BatchStore]
 ) -> None:
-    upload_errors = errors(*_ERRORS, *_BODY_ERRORS)
     listing = asyncio.Semaphore(1)  # a list may read every file.json, and other requests need the threads, too
 
     @app.post(
         "/v1/files",
-        responses=described.answers(FileObject) | upload_errors,
+        responses=described.answers(FileObject),
         openapi_extra=_TAKES_FORM,
         summary="Keep a file",
     )
     async def upload(request: Request) -> Response:
         return _answer(await _upload(request, store(), options))
 
-    @app.get(
-        "/v1/files", responses=described.answers(Page[FileObject]) | errors(*_ERRORS), summary="The files that are kept"
-    )
+    @app.get("/v1/files", responses=described.answers(Page[FileObject]), summary="The files that are kept")
     async def files(request: Request) -> Response:
         query = PageRequest.parse(dict(request.query_params))
         limit, purpose = query.limit or _MOST_FILES, query.purpose
@@ -120,15 +111,13 @@ def _add_file_routes(
         async with listing:
             return _answer(await asyncio.to_thread(found))
 
-    @app.get(
-        "/v1/files/{file_id}", responses=described.answers(FileObject) | errors(*_ERRORS), summary="What a file is"
-    )
+    @app.get("/v1/files/{file_id}", responses=described.answers(FileObject), summary="What a file is")
     async def file(file_id: str) -> Response:
         return _answer(await asyncio.to_thread(store().file, file_id))
 
     @app.get(
         "/v1/files/{file_id}/content",
-        responses=_CONTENT | errors(*_ERRORS),
+        responses=_CONTENT,
         response_class=Response,
         summary="What is in a file",
     )
@@ -137,7 +126,7 @@ def _add_file_routes(
         headers = {"x-content-type-options": "nosniff"}
         return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
-    @app.delete("/v1/files/{file_id}", responses=described.answers(Deleted) | errors(*_ERRORS), summary="Delete a file")
+    @app.delete("/v1/files/{file_id}", responses=described.answers(Deleted), summary="Delete a file")
     async def delete_file(file_id: str) -> Response:
         await asyncio.to_thread(store().delete_file, file_id)
         return _answer(Deleted(id=file_id, object="file"))

@@ -1,4 +1,4 @@
-"""The endpoint's OpenAPI document: request bodies from the models that read them, and the errors of each route.
+"""The endpoint's OpenAPI document: request bodies from the models that read them, answers, and the form of errors.
 
 FastAPI knows neither: the routes read their bodies themselves, within limits, and answer with msgspec's bytes.
 """
@@ -19,21 +19,6 @@ _EVENT = {
     "properties": {"data": {"type": "string"}},
     "required": ["data"],
 }
-_GENERATION_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
-_MEANINGS = {
-    400: "The request is at fault; `param` names the field.",
-    401: "No valid API key.",
-    403: "The host or the page's origin is not allowed.",
-    404: "There is no such model, object or route.",
-    408: "The body did not come in time.",
-    409: "The object is not in a state for this.",
-    413: "The body is too large.",
-    415: "The body is not announced as JSON, or has an unknown encoding.",
-    429: "Too many requests are waiting. Retry-After says when to try again.",
-    500: "The server failed on this request.",
-    503: "The model cannot serve now. Retry-After says when to try again.",
-    504: "The answer took too long.",
-}
 Responses = dict[int | str, dict[str, Any]]
 
 
@@ -52,6 +37,9 @@ class ErrorBody(pydantic.BaseModel):
     error: ErrorDetail
 
 
+ERRORS: Responses = {"default": {"model": ErrorBody, "description": "An error. `code` says which."}}
+
+
 class Description:
     """Makes the options of routes, and keeps the schemas that they refer to."""
 
@@ -67,16 +55,12 @@ class Description:
         events = {"text/event-stream": {"schema": _EVENT}} if streamed else {}
         return {200: {"description": "The answer.", "content": content | events}}
 
-    def takes(
-        self, request: type[pydantic.BaseModel], answer: Any, *statuses: int, streamed: bool = False
-    ) -> dict[str, Any]:
-        """Return the options of a route that parses a `request` body itself, and may fail with these statuses; without
-        statuses, with those of a model's answer."""
+    def takes(self, request: type[pydantic.BaseModel], answer: Any, *, streamed: bool = False) -> dict[str, Any]:
+        """Return the options of a route that parses a `request` body itself."""
         schema = request.model_json_schema(ref_template=_SCHEMAS + "{model}")
         self._schemas |= schema.pop("$defs", {}) | {request.__name__: schema}
         body = {"required": True, "content": {"application/json": {"schema": {"$ref": _SCHEMAS + request.__name__}}}}
-        responses = self.answers(answer, streamed=streamed) | errors(*(statuses or _GENERATION_ERRORS))
-        return {"responses": responses, "openapi_extra": {"requestBody": body}}
+        return {"responses": self.answers(answer, streamed=streamed), "openapi_extra": {"requestBody": body}}
 
     def install(self, app: FastAPI, *, open_paths: frozenset[str], has_keys: bool) -> None:
         """Make the application serve the complete document. open_paths: paths that need no key."""
@@ -104,8 +88,3 @@ class Description:
             components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             document["security"] = [{"key": []}]
         return document
-
-
-def errors(*statuses: int) -> Responses:
-    """Return the `responses` of a route for these error statuses."""
-    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -30,11 +31,11 @@ from rayspec.openai.tokenizing import (
     TokenizeResponse,
     in_thread_if_large,
 )
-from rayspec.serve.access import Admission, AdmissionControl, ApiKeys, Cors, Entry, error_response, response_of
+from rayspec.serve.access import Admission, AdmissionControl, ApiKeys, Entry, error_response, response_of
 from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.bodies import LARGE, bytes_of_values, read_body
 from rayspec.serve.calls import Relay, fetch, while_connected
-from rayspec.serve.description import Description, errors
+from rayspec.serve.description import ERRORS, Description
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import BUSY, INTERNAL, OVERRUN, STARTING, Refused, Reply, invalid, unable
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
@@ -153,6 +154,7 @@ def build_app(ingress: Ingress) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         lifespan=partial(_lifespan, ingress),
+        responses=ERRORS,
     )
     described = Description()
     _add_model_routes(app, ingress, described)
@@ -163,7 +165,13 @@ def build_app(ingress: Ingress) -> FastAPI:
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(AdmissionControl, entry=ingress.entry, open_paths=open_paths)
     if ingress.options.cors:
-        app.add_middleware(Cors, origins=ingress.options.cors)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=ingress.options.cors,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("authorization", "content-type", "x-request-id"),
+            expose_headers=("retry-after", "x-request-id"),
+        )
     described.install(app, open_paths=open_paths, has_keys=bool(ingress.entry.keys.digests))
     return app
 
@@ -193,11 +201,11 @@ def _add_model_routes(app: FastAPI, ingress: Ingress, described: Description) ->
     async def completions(request: Request) -> Response:
         return await ingress.generate(request, CompletionRequest)
 
-    @app.get("/v1/models", responses=described.answers(ModelList) | errors(401, 429, 500, 503, 504))
+    @app.get("/v1/models", responses=described.answers(ModelList))
     async def models() -> Response:
         return _answer(ModelList(data=await asyncio.gather(*[ingress.card(model) for model in ingress.models])))
 
-    @app.get("/v1/models/{model:path}", responses=described.answers(ModelCard) | errors(401, 404, 429, 500, 503, 504))
+    @app.get("/v1/models/{model:path}", responses=described.answers(ModelCard))
     async def model_card(model: str) -> Response:
         return _answer(await ingress.card(model))
 
@@ -215,20 +223,20 @@ def _add_model_routes(app: FastAPI, ingress: Ingress, described: Description) ->
 
 
 def _add_operator_routes(app: FastAPI, ingress: Ingress, described: Description) -> None:
-    @app.get("/health", responses=errors(503), summary="Whether every model can serve")
+    @app.get("/health", summary="Whether every model can serve")
     async def health() -> Response:
         problems = await ingress.watch.problems()
         if problems:
             return error_response(unable(503, "unhealthy", "; ".join(problems)))
         return JSONResponse({"status": "ok"})
 
-    @app.get("/status", responses=described.answers(EndpointStatus) | errors(401, 500), summary="What each model does")
+    @app.get("/status", responses=described.answers(EndpointStatus), summary="What each model does")
     async def status() -> Response:
         return JSONResponse({"models": await ingress.watch.statuses()})
 
     @app.get(
         "/metrics",
-        responses=_METRICS | errors(401, 500),
+        responses=_METRICS,
         response_class=Response,
         summary="Metrics of all nodes, for Prometheus",
     )

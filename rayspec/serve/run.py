@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from rayspec.demo import BUNDLED
 from rayspec.ray_session import ray_session
 from rayspec.serve.access import ANY, ApiKeys, is_loopback
 from rayspec.serve.app import bind_models, bind_runner
-from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.front import http_server
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
@@ -72,11 +71,6 @@ class Address:
         except OSError as error:
             raise self._refusal(error) from None
 
-    def checked(self) -> Address:
-        """Return this address with an available port. Raises ConfigError."""
-        with self.bound() as listener:
-            return Address(host=self.host, port=listener.getsockname()[1])
-
     def _refusal(self, error: OSError) -> ConfigError:
         if error.errno == errno.EADDRINUSE:
             return ConfigError(f"option 'port' is {self.port}, which is in use: choose another, or 0")
@@ -89,7 +83,6 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
     The shutdown refuses new requests, and gives those under way the largest graceful_shutdown_timeout_s to finish.
     announce: called with the URL when requests can come. Raises ConfigError, CheckpointError, DeploymentError.
     """
-    _check_batches(options)
     with address.bound() as listener:
         bound = Address(host=address.host, port=listener.getsockname()[1])
         if _RAY_ADDRESS not in os.environ:
@@ -148,25 +141,6 @@ def _check_models(options: ServeOptions) -> None:
 
         for engine in engines:
             load_config(engine)
-
-
-def _check_batches(options: ServeOptions) -> None:
-    """Check that no other server runs the batches of the folder. Raises ConfigError.
-
-    A server that was killed may leave processes, which end within some seconds.
-    """
-    if options.batches is None:
-        return
-    store = BatchStore.at(options.batches)
-
-    def is_free() -> bool:
-        with suppress(ConfigError), store.lock() or nullcontext():
-            return True
-        return False
-
-    _wait_until(is_free, timeout_s=_FIRST_LOOK_S)
-    with store.lock() or nullcontext():
-        pass
 
 
 def _start_models(options: ServeOptions, names: Sequence[str]) -> dict[str, DeploymentHandle[Any]]:

@@ -137,7 +137,8 @@ class Service:
     """The service's configuration on a cluster. It may be given another number of replicas, as people do."""
 
     def __init__(self, cluster: RunningCluster, config: dict[str, Any]) -> None:
-        address = Address(port=0).checked()
+        with Address(port=0).bound() as listener:
+            address = Address(port=listener.getsockname()[1])
         config["http_options"] |= {"host": address.host, "port": address.port}  # of this machine
         self.url = f"http://{address.host}:{address.port}"
         self.cluster = cluster

@@ -62,17 +62,6 @@ def rows_of(store: BatchStore, file_id: str | None) -> list[str]:
 NAMES = [f"{'bad' if number % 7 == 0 else 'good'} {number}" for number in range(300)]
 
 
-def test_every_line_is_in_one_of_the_files(store: BatchStore) -> None:
-    batch = new_batch(store, NAMES)
-    asyncio.run(run_of(store, batch).run())
-    batch = store.batch(batch.id)
-    output, errors = rows_of(store, batch.output_file_id), rows_of(store, batch.error_file_id)
-    assert batch.status == "completed"
-    assert sorted(output) == sorted(name for name in NAMES if name.startswith("good"))
-    assert sorted(errors) == sorted(name for name in NAMES if name.startswith("bad"))
-    assert (batch.request_counts.completed, batch.request_counts.failed) == (len(output), len(errors))
-
-
 def test_lost_again_and_again_it_goes_on_where_it_stood(store: BatchStore) -> None:
     """Each run is cancelled at another moment. Answers that were stored are not asked for again."""
     batch = new_batch(store, NAMES)
@@ -109,35 +98,6 @@ def test_two_runs_at_the_same_time_double_nothing(store: BatchStore) -> None:
     assert sorted(rows_of(store, batch.output_file_id) + rows_of(store, batch.error_file_id)) == sorted(NAMES)
 
 
-def test_half_a_part_is_no_part(store: BatchStore, tmp_path: Path) -> None:
-    """What a process leaves that is killed while it writes."""
-    batch = new_batch(store, NAMES[:3])
-    run = run_of(store, batch)
-    asyncio.run(run.run())
-    folder = tmp_path / "kept" / "batches" / batch.id / "results"
-    (part,) = folder.iterdir()
-    half = part.read_bytes()[:50]
-    part.unlink()
-    (folder / f".{part.name}.1234.partial").write_bytes(half)
-    store.save(Batch(**{name: getattr(batch, name) for name in Batch.__slots__ if name != "object"}))
-    asyncio.run(run_of(store, batch).run())
-    batch = store.batch(batch.id)
-    assert len(rows_of(store, batch.output_file_id) + rows_of(store, batch.error_file_id)) == 3
-
-
-def test_lines_that_are_lost_with_a_replica_are_asked_again(store: BatchStore) -> None:
-    names = [f"line {number}" for number in range(40)]
-    batch = new_batch(store, names)
-    lost: Counter[str] = Counter()
-
-    async def lose_once(line: BatchLine) -> BatchResult | ApiError:
-        lost[line.custom_id] += 1
-        return await answered(line) if lost[line.custom_id] > 1 else GONE
-
-    asyncio.run(run_of(store, batch, lose_once).run())
-    assert sorted(rows_of(store, store.batch(batch.id).output_file_id)) == sorted(names)
-
-
 def test_a_line_that_ends_every_replica_is_the_only_one_that_fails(store: BatchStore) -> None:
     """It takes with it whatever runs beside it."""
     names = [f"line {number}" for number in range(40)]
@@ -164,49 +124,6 @@ def test_a_line_that_ends_every_replica_is_the_only_one_that_fails(store: BatchS
     assert rows_of(store, batch.error_file_id) == ["line 17"]
     assert len(rows_of(store, batch.output_file_id)) == 39
     assert num_kills <= 8
-
-
-@pytest.mark.parametrize(("status", "code"), [("expired", "batch_expired"), ("cancelled", "batch_cancelled")])
-def test_endings_before_the_end(store: BatchStore, status: str, code: str) -> None:
-    store = replace(store, clock=lambda: time.time() + passed_s)
-    passed_s, num_left = 0.0, 10
-    batch = new_batch(store, NAMES[:20])
-
-    def end() -> None:
-        nonlocal passed_s
-        if status == "expired":
-            passed_s = 25 * 3600
-            return
-        assert store.cancel(batch.id).status == "cancelling"
-        assert store.cancel(batch.id).status == "cancelling"
-
-    async def some(line: BatchLine) -> BatchResult:
-        nonlocal num_left
-        if line.custom_id in NAMES[10:20]:
-            await asyncio.sleep(60)
-        num_left -= 1
-        if num_left == 0:
-            end()
-        return await answered(line)
-
-    asyncio.run(asyncio.wait_for(run_of(store, batch, some).run(), 20))
-    ended = store.batch(batch.id)
-    assert ended.status == status
-    with store.open_file(ended.error_file_id or "") as file:
-        codes = Counter((json.loads(line)["error"] or {}).get("code") for line in file)
-    assert codes[code] == 10
-    with pytest.raises(InvalidRequestError, match="cannot be cancelled"):
-        store.cancel(batch.id)
-
-
-def test_an_input_that_is_deleted_fails_the_batch(store: BatchStore) -> None:
-    batch = new_batch(store, NAMES[:3])
-    store.delete_file(batch.input_file_id)
-    asyncio.run(run_of(store, batch).run())
-    batch = store.batch(batch.id)
-    assert batch.status == "failed"
-    assert batch.errors is not None
-    assert batch.errors.data[0].code == "file_not_found"
 
 
 def test_a_store_that_fails_loses_no_line(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:

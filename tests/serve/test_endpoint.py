@@ -54,7 +54,8 @@ class Endpoint:
 
 @pytest.fixture(scope="module")
 def endpoint(ray_cluster: None) -> Iterator[Endpoint]:
-    address = Address(port=0).checked()
+    with Address(port=0).bound() as listener:
+        address = Address(port=listener.getsockname()[1])
     serve.start(http_options={"host": address.host, "port": address.port}, logging_config={"log_level": "WARNING"})
     narrow = {"max_ongoing_requests": 1, "max_queued_requests": 1, "health_check_period_s": 1.0}
     args = {
@@ -180,15 +181,6 @@ class TestErrors:
         error = error_of(response)
         assert (response.status_code, error["code"], error["param"]) == (status, code, param)
 
-    def test_a_body_without_a_length_is_read_no_further_than_allowed(self, endpoint: Endpoint) -> None:
-        address = httpx2.URL(endpoint.url)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ntransfer-encoding: chunked"
-        head += "\r\ncontent-type: application/json"
-        piece = b"3e8\r\n" + b"x" * 1000 + b"\r\n"
-        with socket.create_connection((address.host, address.port or 0), timeout=10) as connection:
-            connection.sendall(head.encode() + b"\r\n\r\n" + piece * (MAX_BYTES // 1000 + 1))
-            assert connection.recv(100).startswith(b"HTTP/1.1 413 ")  # although the end has not been sent
-
     @pytest.mark.parametrize("upgrade", ["", "upgrade: h2c\r\n"])
     def test_a_body_that_serves_proxy_loses_is_told(self, endpoint: Endpoint, upgrade: str) -> None:
         address = httpx2.URL(endpoint.url)
@@ -228,16 +220,6 @@ class TestErrors:
             assert http.get("/health").json() == {"status": "ok"}
             page = http.get("/")
             assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-
-    def test_request_ids(self, endpoint: Endpoint) -> None:
-        body = {"model": "demo", "prompt": "a", "max_tokens": 1}
-        named = endpoint.post("/v1/completions", body, headers={"x-request-id": "mine-1"})
-        assert named.headers.get_list("x-request-id") == ["mine-1"]
-        assert named.json()["id"] == "cmpl-mine-1"
-        strange = endpoint.post("/v1/completions", body, headers={"x-request-id": 'a"b c'})
-        assert '"' not in strange.json()["id"]
-        made = [endpoint.http.get("/nothing").headers["x-request-id"] for _ in range(2)]
-        assert len(set(made)) == 2
 
 
 class TestLimits:
@@ -310,19 +292,7 @@ class TestWhatOperatorsSee:
         answer = operation["responses"]["200"]["content"]["application/json"]["schema"]
         for schema, instance in ((body, sent), (answer, endpoint.post("/v1/completions", sent).json())):
             Draft202012Validator(document | schema).validate(instance)
-        assert set(operation["responses"]) == {
-            "200",
-            "400",
-            "401",
-            "404",
-            "408",
-            "413",
-            "415",
-            "429",
-            "500",
-            "503",
-            "504",
-        }
+        assert set(operation["responses"]) == {"200", "default"}
         assert document["paths"]["/health"]["get"]["security"] == []
 
 

@@ -121,7 +121,7 @@ class TestWebPages:
         preflight = httpx2.options(url, headers=origin | asks)
         assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, PAGE)
         refused = httpx2.options(url, headers={"origin": "https://other.example"} | asks)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
+        assert (refused.status_code, "access-control-allow-origin" in refused.headers) == (400, False)
         response = httpx2.post(url, json={**REQUEST, "max_tokens": 1}, headers=origin, timeout=60)
         assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, PAGE)
 

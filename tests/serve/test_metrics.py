@@ -145,11 +145,6 @@ REQUESTS: dict[str, tuple[Pieces, dict[tuple[str, str], float], dict[str, list[f
         LENGTH,
         whole(8) | {PER_TOKEN: [0.5], "inter_token_latency_seconds": [2.0, 3.0, 1.0]},
     ),
-    "one token has no time per token": (
-        [(0, output(completion(1, "stop"), **TIMES))],
-        {("request_success", "stop"): 1},
-        whole(1),
-    ),
     "refused": ([(0, output(error=PromptTooLongError("long")))], {("request_errors", "prompt_too_long"): 1}, {}),
     "failed": (
         [(0, output(completion(2, "error"), error=RayspecError("broken"), **TIMES))],
@@ -432,36 +427,6 @@ def test_counters_are_what_the_engine_did(served: Served) -> None:
     assert sum(positions) == stats.num_accepted_tokens
     assert positions == sorted(positions, reverse=True)
     assert served.value("engine_time_seconds_total", phase="total") == pytest.approx(stats.total_s)
-
-
-@pytest.mark.ray
-def test_requests_are_counted_by_how_they_ended(served: Served) -> None:
-    assert [output.error is None for output in served.outputs] == [True] * 4 + [False]
-    assert served.value("request_success_total", finished_reason="length") == 4
-    assert served.value("request_success_total", finished_reason="abort") == 1
-    assert served.value("request_errors_total", kind="prompt_too_long") == 1
-
-
-@pytest.mark.ray
-def test_histograms_count_the_requests(served: Served) -> None:
-    for name, number in (
-        ("time_to_first_token_seconds", 5),  # the one that was left had its first token
-        ("e2e_request_latency_seconds", 4),
-        ("request_time_per_output_token_seconds", 4),
-        ("request_generation_tokens", 4),
-        ("inter_token_latency_seconds", served.num_pieces - 1),
-    ):
-        assert served.value(f"{name}_count") == number
-        assert served.value(f"{name}_bucket", le="+Inf") == number
-    assert served.value("request_generation_tokens_bucket", le="20.0") == 0
-    assert served.value("request_generation_tokens_bucket", le="50.0") == 4
-
-
-@pytest.mark.ray
-def test_gauges_are_of_the_idle_engine(served: Served) -> None:
-    assert served.value("num_requests_running") == served.value("num_requests_waiting") == 0
-    assert served.value("kv_cache_usage_perc") == 0
-    assert served.value("gate_info", reason="the plan is fixed") == 1
 
 
 @pytest.mark.ray

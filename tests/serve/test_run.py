@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,8 +16,6 @@ import pytest
 from typer.testing import CliRunner
 
 from rayspec.cli import app
-from rayspec.command.locations import Location
-from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.run import Address
 from rayspec.types import ConfigError
 from tests.serve.endpoint_process import session_pids, wait_until
@@ -27,42 +24,19 @@ FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "2048", 
 SERVE = (sys.executable, "-m", "rayspec.cli", "serve")
 
 
-def test_a_port_is_chosen_and_checked() -> None:
-    chosen = Address(port=0).checked()
-    assert chosen.port > 0
-    assert chosen.checked() == chosen
+def test_a_port_that_is_busy_before_or_meanwhile_is_named() -> None:
     assert Address(host="::1", port=80).url == "http://[::1]:80"
-
-
-def test_a_busy_port_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as busy:
-        port = busy.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"'port' is {port}, which is in use"):
-            Address(port=port).checked()
-        result = CliRunner().invoke(app, ["serve", "--model", "demo", "--port", str(port)])
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: option 'port'")
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.77"):
-        Address(host="192.0.2.77").checked()
-
-
-def test_a_folder_whose_batches_another_server_runs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayspec.serve.run._FIRST_LOOK_S", 0.1)
-    lock = BatchStore(Location.parse(str(tmp_path))).lock()
-    assert lock is not None
-    with lock:
-        result = CliRunner().invoke(app, ["serve", "--model", "demo", "--port", "0", "--batches", str(tmp_path)])
-    assert result.exit_code == 2
-    assert f"'batches' is '{tmp_path}', where another server runs" in result.stderr
-
-
-def test_a_port_that_someone_else_listens_at_meanwhile_is_named() -> None:
     with Address(port=0).bound() as first:
         address = Address(port=first.getsockname()[1])
         with address.bound() as second:
             address.listen(first)
             with pytest.raises(ConfigError, match=f"'port' is {address.port}, which is in use"):
                 address.listen(second)
+        result = CliRunner().invoke(app, ["serve", "--model", "demo", "--port", str(address.port)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: option 'port'")
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.77"), Address(host="192.0.2.77").bound():
+        pass
 
 
 @pytest.mark.parametrize(
