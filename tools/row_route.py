@@ -50,15 +50,15 @@ def route(backend: Backend, marks: Sequence[str], folder: Path) -> dict[str, str
     (folder / "in.jsonl").write_text('{"id": "a", "text": "The fee was paid in May."}\n', encoding="utf-8")
     engine = EngineConfig(model=rayspec.demo.model_path(), dtype="float32", max_model_len=256, kv_cache_tokens=512)
     settings = Settings(engine=engine, sampling=SamplingParams(temperature=0, max_tokens=8))
-    task, names = DocumentTask(settings=settings, template="{text}"), dict.fromkeys(("name", "title"), "texts")
-    job = Job(backend=backend, task=task, output=str(folder / "out"), text_column="text", **names)
+    task, output = DocumentTask(settings=settings, template="{text}"), str(folder / "out")
+    job = Job(backend=backend, task=task, output=output, name="texts", title="Texts", text_column="text")
     source = Source(inputs=found_inputs([str(folder / "in.jsonl")]), columns=Columns(text="text"))
     with load_llm(engine) as llm, patch("rayspec.batch.row_engine.load_llm", lambda config: llm):
         threading.setprofile(note)
         sys.setprofile(note)
         job.run(source)
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     return files
 
 
