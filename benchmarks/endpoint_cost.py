@@ -28,8 +28,8 @@ import psutil  # type: ignore[import-untyped]
 
 from benchmarks.paced_engine import PacedModelServer, paced_llm
 from benchmarks.serve_client import Ask, send
-from rayspec.async_engine import AsyncEngine
 from rayspec.config import SamplingParams
+from rayspec.llm import AsyncEngine
 
 _WARM_S = 3.0
 _MODEL = "paced"

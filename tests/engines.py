@@ -33,8 +33,7 @@ from rayspec.decode.work import KeepDrafting, Pass, Result, Round, RoundEntry, R
 from rayspec.generation import GenerationDefaults
 from rayspec.model.architecture import Decomposition
 from rayspec.model.graphs import StepGraphs
-from rayspec.model.key_budgets import KeyBudget, KeyBudgets
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena
+from rayspec.model.kv_arena import PAGE_SIZE, KeyBudget, KeyBudgets, KVArena
 from rayspec.model.row_counts import FIXED
 from rayspec.model.static_rows import StepBuffers
 from rayspec.model.static_step import StaticStep

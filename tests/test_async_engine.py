@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from rayspec import LLM, SamplingParams, demo
-from rayspec.async_engine import AsyncEngine
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.llm import AsyncEngine
 from rayspec.types import RequestOutput
 from tests.demo_model import demo_prompts
 

@@ -36,7 +36,7 @@ RAY_SESSION = BASEMENT | {"rayspec.ray_session"}
 PIPELINE = STRATEGIES | {"rayspec.pipeline"}
 POOL = PIPELINE | {"rayspec.pool"}
 PLAN = PIPELINE | RAY_SESSION | {"rayspec.ops.plan"}
-LLM = PLAN | POOL | {"rayspec", "rayspec.demo", "rayspec.llm", "rayspec.async_engine"}
+LLM = PLAN | POOL | {"rayspec", "rayspec.demo", "rayspec.llm"}
 LLM |= {"rayspec.local_engine", "rayspec.request_engine"}
 COMMAND = LLM | {"rayspec.command"}
 OPENAI = COMMAND | {"rayspec.openai"}
@@ -65,12 +65,9 @@ FLOORS = (
     Floor(name="rayspec.pool", below=POOL),
     Floor(name="rayspec.ray_session", below=BASEMENT, only=frozenset({"ray"})),
     Floor(name="rayspec.local_engine", below=STRATEGIES, without=NO_RAY),
-    Floor(
-        name="rayspec.request_engine", below=LLM - {"rayspec", "rayspec.llm", "rayspec.async_engine"}, without=NO_RAY
-    ),
+    Floor(name="rayspec.request_engine", below=LLM - {"rayspec", "rayspec.llm"}, without=NO_RAY),
     # It leaves the pipeline alone until it is asked for one.
     Floor(name="rayspec.llm", below=LLM - {"rayspec", "rayspec.async_engine"}, without=NO_RAY),
-    Floor(name="rayspec.async_engine", below=LLM, without=NO_RAY),
     Floor(name="rayspec.command", below=COMMAND, without=NO_RAY),
     Floor(name="rayspec.openai", below=OPENAI, without=NO_RAY),
     Floor(name="rayspec.batch", below=BATCH),
@@ -88,7 +85,7 @@ FLOORS = (
 # Floors that one box of the picture in docs/architecture.md shows together; every other floor has a box of its own.
 BOXES = {
     "config, generation, types, prompts, choices, errors": tuple(sorted(BASEMENT)),
-    "Python API": ("rayspec", "rayspec.llm", "rayspec.local_engine", "rayspec.request_engine", "rayspec.async_engine"),
+    "Python API": ("rayspec", "rayspec.llm", "rayspec.local_engine", "rayspec.request_engine"),
     "planner": ("rayspec.ops.plan",),
     "Ray session": ("rayspec.ray_session",),
     "cli, jobs": ("rayspec.cli", "rayspec.data", "jobs"),

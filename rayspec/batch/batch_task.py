@@ -17,7 +17,7 @@ from rayspec.openai.batch import BatchError, BatchLine, BatchResult, answer, lim
 from rayspec.types import ConfigError, RayspecError
 
 if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
-    from rayspec.async_engine import AsyncEngine
+    from rayspec.llm import AsyncEngine
 
 OUTPUT_NAME, ERRORS_NAME = "output.jsonl", "errors.jsonl"
 

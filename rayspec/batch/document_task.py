@@ -17,8 +17,8 @@ from rayspec.prompts import text_tokens
 from rayspec.types import ConfigError, InvalidMessagesError, Request, RequestError
 
 if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
-    from rayspec.async_engine import AsyncEngine
     from rayspec.batch.row_engine import Handler
+    from rayspec.llm import AsyncEngine
 
 SUMMARY_SAMPLING = SamplingParams(temperature=0.0, max_tokens=256)
 _PLACE = "{text}"

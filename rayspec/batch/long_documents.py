@@ -23,7 +23,7 @@ from rayspec.config import Options, SamplingParams
 from rayspec.types import ConfigError, RayspecError, RequestError
 
 if TYPE_CHECKING:
-    from rayspec.async_engine import AsyncEngine
+    from rayspec.llm import AsyncEngine
 
 Mode = Literal["fail", "truncate", "map-reduce", "refine"]
 

@@ -27,7 +27,7 @@ from rayspec.prompts import without_nulls
 from rayspec.types import ConfigError, RayspecError, RequestError, RequestOutput
 
 if TYPE_CHECKING:
-    from rayspec.async_engine import AsyncEngine
+    from rayspec.llm import AsyncEngine
 
 ERROR_COLUMN = "__inference_error__"
 _MAX_ROWS_OF_A_BATCH = 16  # Ray Data gives a client no more rows of one block at a time

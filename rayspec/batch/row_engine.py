@@ -13,7 +13,7 @@ from rayspec.command.settings import Settings
 from rayspec.config import DType, EngineConfig
 
 if TYPE_CHECKING:
-    from rayspec.async_engine import AsyncEngine
+    from rayspec.llm import AsyncEngine
     from rayspec.pool.calls import Callback
     from rayspec.pool.dispatch import Beginning
 
@@ -46,7 +46,7 @@ class RowEngineFactory:
     def load(self, config: EngineConfig) -> RowEngine:
         """Load an engine for the task. Raises ConfigError, CheckpointError, and with shards PlacementError."""
         # Imported here, so that a process that only calls the actor does not load torch and transformers for seconds.
-        from rayspec.async_engine import AsyncEngine  # noqa: PLC0415
+        from rayspec.llm import AsyncEngine  # noqa: PLC0415
 
         if "ray" in sys.modules:  # in an actor
             from rayspec.ray_session import forget_reserved_threads  # noqa: PLC0415

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rayspec.model.key_budgets import KeyBudget
-from rayspec.model.kv_arena import PAGE_SIZE
+from rayspec.model.kv_arena import PAGE_SIZE, KeyBudget
 from rayspec.model.rows import Runs, is_paged
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rayspec.model.few_keys import pages_of, reads_all
-from rayspec.model.key_budgets import KeyBudget
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena
+from rayspec.model.kv_arena import PAGE_SIZE, KeyBudget, KVArena
 from rayspec.model.rows import Path, RowSpan, Runs, runs_between, slots_between
 
 # A draft starts in a page of the verify's rows or right after them, and continues for some tokens.

@@ -17,7 +17,7 @@ from rayspec.openai.tokenizing import check_tokens, in_thread_if_large, prompt_t
 from rayspec.types import EmptyPromptError, RequestOutput
 
 if TYPE_CHECKING:
-    from rayspec.async_engine import AsyncEngine
+    from rayspec.llm import AsyncEngine
 
 Prompt = tuple[Sequence[int], SamplingParams]
 _MOST_PROMPT_TOKENS = 2**25

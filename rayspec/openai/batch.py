@@ -26,7 +26,7 @@ from rayspec.openai.tokenizing import in_thread_if_large
 from rayspec.types import RequestError
 
 if TYPE_CHECKING:
-    from rayspec.async_engine import AsyncEngine
+    from rayspec.llm import AsyncEngine
 
 MAX_LINE_BYTES = 16 * 2**20  # as many as a body may have by default
 _MAX_CUSTOM_ID = 512

@@ -26,7 +26,7 @@ from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rayspec.async_engine import AsyncEngine
+    from rayspec.llm import AsyncEngine
 
 Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")

@@ -13,11 +13,11 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from typing_extensions import Self
 
 import rayspec
-from rayspec.async_engine import AsyncEngine
 from rayspec.choices import SKIP
 from rayspec.config import SamplingParams
 from rayspec.decode.engine_loop import Client
 from rayspec.decode.stages import StageUse
+from rayspec.llm import AsyncEngine
 from rayspec.serve.metric_table import METRICS
 from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestOutput
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import ray
 
-from rayspec.async_engine import AsyncEngine
 from rayspec.command.loading import load_llm
+from rayspec.llm import AsyncEngine
 from rayspec.model.weights import load_config, num_layers
 from rayspec.openai.answer import BackgroundLimit, respond, stream
 from rayspec.openai.batch import BatchLine, BatchResult, answer

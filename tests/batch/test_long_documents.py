@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec import LLM, demo
-from rayspec.async_engine import AsyncEngine
 from rayspec.batch.document_task import DocumentTask, PromptBuilder
 from rayspec.batch.documents import input_row
 from rayspec.batch.long_documents import (
@@ -33,6 +32,7 @@ from rayspec.batch.rows import Row
 from rayspec.command.settings import make_settings
 from rayspec.config import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.llm import AsyncEngine
 from rayspec.types import (
     CompletionOutput,
     ConfigError,

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayspec import LLM, SamplingParams
-from rayspec.async_engine import AsyncEngine
 from rayspec.batch.processor import ERROR_COLUMN, PreparedRowTask
 from rayspec.command.plain_values import plain_values
 from rayspec.command.settings import Settings
+from rayspec.llm import AsyncEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 USER = {"role": "user", "content": "The pump failed."}

@@ -7,8 +7,7 @@ import torch
 
 from rayspec.choices import choices_of
 from rayspec.decode.runner import Runner
-from rayspec.model.key_budgets import KeyBudget, KeyBudgets
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena
+from rayspec.model.kv_arena import PAGE_SIZE, KeyBudget, KeyBudgets, KVArena
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import RowSpan, one_run
 from tests.engines import step_buffers

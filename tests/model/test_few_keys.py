@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rayspec.choices import Keys
 from rayspec.model.attention import PackedRows, pack, pack_branches, packed_attention
-from rayspec.model.key_budgets import KeyBudget, KeyBudgets
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena, LayerShape
+from rayspec.model.kv_arena import PAGE_SIZE, KeyBudget, KeyBudgets, KVArena, LayerShape
 from rayspec.model.rows import RowSpan, Runs, runs_of_pages, slots_between
 
 CPU = torch.device("cpu")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rayspec.model.attention import PackedRows, pack, packed_attention
-from rayspec.model.key_budgets import KeyBudget, KeyBudgets
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena, LayerShape
+from rayspec.model.kv_arena import PAGE_SIZE, KeyBudget, KeyBudgets, KVArena, LayerShape
 from rayspec.model.page_scores import newest_rows, page_masses
 from rayspec.model.rows import Path, RowSpan, Runs, runs_of_pages, slots_between
 

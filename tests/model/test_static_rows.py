@@ -9,8 +9,7 @@ import torch
 from rayspec.choices import Keys
 from rayspec.model.attention import AttentionKind, pack
 from rayspec.model.buckets import bucket_of
-from rayspec.model.key_budgets import KeyBudget, KeyBudgets
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena, LayerShape
+from rayspec.model.kv_arena import PAGE_SIZE, KeyBudget, KeyBudgets, KVArena, LayerShape
 from rayspec.model.rows import RowSpan, Runs, one_run, runs_of_pages, slots_between
 from rayspec.model.static_rows import Filling, Staging, StepBuffers
 

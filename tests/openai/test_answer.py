@@ -18,8 +18,8 @@ import openai.types.chat as official_chat
 import pytest
 
 from rayspec import LLM, SamplingParams, demo
-from rayspec.async_engine import AsyncEngine
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.llm import AsyncEngine
 from rayspec.openai import answer as answer_module
 from rayspec.openai.answer import BackgroundLimit, respond
 from rayspec.openai.answer import stream as streamed
