@@ -23,7 +23,7 @@ import rayspec
 from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.in_process import LocalBackend
-from rayspec.batch.input_files import found_inputs
+from rayspec.batch.input_files import find_files
 from rayspec.batch.job import Backend, Job, Source
 from rayspec.command.loading import load_llm
 from rayspec.command.settings import Settings
@@ -52,7 +52,7 @@ def route(backend: Backend, marks: Sequence[str], folder: Path) -> dict[str, str
     settings = Settings(engine=engine, sampling=SamplingParams(temperature=0, max_tokens=8))
     task, output = DocumentTask(settings=settings, template="{text}"), str(folder / "out")
     job = Job(backend=backend, task=task, output=output, name="texts", title="Texts", text_column="text")
-    source = Source(inputs=found_inputs([str(folder / "in.jsonl")]), columns=Columns(text="text"))
+    source = Source(inputs=find_files([str(folder / "in.jsonl")]), columns=Columns(text="text"))
     with load_llm(engine) as llm, patch("rayspec.batch.row_engine.load_llm", lambda config: llm):
         threading.setprofile(note)
         sys.setprofile(note)
