@@ -67,7 +67,7 @@ FLOORS = (
     Floor(name="rayspec.local_engine", below=STRATEGIES, without=NO_RAY),
     Floor(name="rayspec.request_engine", below=LLM - {"rayspec", "rayspec.llm"}, without=NO_RAY),
     # It leaves the pipeline alone until it is asked for one.
-    Floor(name="rayspec.llm", below=LLM - {"rayspec", "rayspec.async_engine"}, without=NO_RAY),
+    Floor(name="rayspec.llm", below=LLM - {"rayspec"}, without=NO_RAY),
     Floor(name="rayspec.command", below=COMMAND, without=NO_RAY),
     Floor(name="rayspec.openai", below=OPENAI, without=NO_RAY),
     Floor(name="rayspec.batch", below=BATCH),
