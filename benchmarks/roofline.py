@@ -10,12 +10,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rayspec.choices import Choice, combined, weights_of
-from rayspec.ops.plan.gpus import Accelerator
+from rayspec.ops.plan.gpus import REACHED
 from rayspec.planning.latency import Curve, LatencyModel, kind_of
 
 _BYTES_16_BIT = 2
 QUANTISED_BYTES: Mapping[Choice, float] = {"int8": 1.0, "int4": 0.5 + 4 / 128}  # per weight, scales included
 _PAGES_KEYS = 352  # keys that a draft reads by choice `pages`: the default budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """bytes_per_s: peak memory bandwidth. flops: peak dense 16-bit operations per second."""
+
+    name: str
+    bytes_per_s: float
+    flops: float
+
+    def knee_rows(self, bytes_per_weight: float) -> int:
+        """Return the number of rows up to which reading a weight matrix takes at least as long as multiplying by it."""
+        return round(bytes_per_weight * self.flops * REACHED / (2 * self.bytes_per_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayspec.ops.plan.gpus import Accelerator
+from benchmarks.roofline import Accelerator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

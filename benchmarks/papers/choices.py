@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.papers.rows import MAX_DRAFT_TOKENS, keep_layers
-from benchmarks.roofline import ACCELERATORS, QUANTISED_BYTES, SHAPES, choice_latency
+from benchmarks.roofline import ACCELERATORS, QUANTISED_BYTES, SHAPES, Accelerator, choice_latency
 from rayspec.bench.result import markdown_table
 from rayspec.choices import Choices, combinations, combined, weights_of
-from rayspec.ops.plan.gpus import Accelerator
 from rayspec.planning.acceptance import best_choice
 from rayspec.planning.latency import LatencyModel
 

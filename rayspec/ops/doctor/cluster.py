@@ -5,19 +5,15 @@ What runs on the nodes imports torch and transformers only where it needs them.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import platform
-import secrets
 import socket
-import threading
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import ray
@@ -41,11 +37,8 @@ from rayspec.ops.doctor.machine import (
 from rayspec.ops.doctor.model_files import ModelFiles, check_model, look_at_model
 
 _NODE_TIMEOUT_S = 120.0
-_ALL_REDUCE_TIMEOUT_S = 60.0
-_SLOW_S = 0.01  # of a round trip
+_EXCHANGE_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 3.0
-_CALL_TIMEOUT_S = 5.0
-_NUM_CALLS = 3
 _PACKAGES = ("rayspec", "ray", "torch", "transformers")
 
 
@@ -96,66 +89,24 @@ def describe_node(model: str | None) -> NodeFacts:
 
 
 class Peer:
-    """Listens at its node's address, at a port that the system chooses, and calls others.
+    """An actor on a node, that exchanges tensors with others by the link that shards use."""
 
-    It greets with a token, so that no other program is mistaken for a peer.
-    """
+    def open(self) -> str:
+        """Open a place on this node where peers can meet, and return its address."""
+        from rayspec.pipeline.collective import Rendezvous  # noqa: PLC0415
+        from rayspec.pipeline.transport import node_address  # noqa: PLC0415
 
-    def __init__(self, token: bytes, host: str | None = None) -> None:
-        """Begin to listen. host: address to listen at; None: the node's address in Ray."""
-        self._token = token
-        host = host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._place: tuple[str, int] = (host, self._listener.getsockname()[1])
-        threading.Thread(target=self._greet, daemon=True).start()
+        self._rendezvous = Rendezvous(node_address())
+        return self._rendezvous.address
 
-    def where(self) -> tuple[str, int]:
-        return self._place
+    def join(self, rank: int, size: int, address: str, backend: Literal["gloo", "nccl"]) -> None:
+        """Exchange a tensor with every other rank. The link stays open, for others may not be done. Raises
+        TransportError."""
+        from rayspec.pipeline.collective import TensorLink  # noqa: PLC0415
+        from rayspec.pipeline.transport import node_address  # noqa: PLC0415
 
-    def call(self, place: tuple[str, int]) -> float | str:
-        """Return the seconds of the fastest of several round trips, or an error message."""
-        times = []
-        try:
-            for _ in range(_NUM_CALLS):
-                started = time.perf_counter()
-                with socket.create_connection(place, timeout=_CALL_TIMEOUT_S) as line, line.makefile("rb") as received:
-                    times.append(time.perf_counter() - started)
-                    if received.read(len(self._token)) != self._token:
-                        return "something else answers there"
-        except OSError as error:
-            return str(error)
-        return min(times)
-
-    def _greet(self) -> None:
-        while True:
-            line, _ = self._listener.accept()
-            with line:
-                line.sendall(self._token)
-
-
-def free_meeting_place() -> str:
-    """Return an address of the node that runs this function, where ranks can meet."""
-    from rayspec.pipeline.tensor_parallel import free_address  # noqa: PLC0415
-    from rayspec.pipeline.transport import node_address  # noqa: PLC0415
-
-    return free_address(node_address())
-
-
-def add_up(rank: int, size: int, address: str, device: str) -> float:
-    """Return the sum of 1, 2, ... over all ranks, from an all-reduce by NCCL on "cuda" or by gloo on "cpu". Raises
-    torch's errors."""
-    import torch  # noqa: PLC0415
-    from torch import distributed  # noqa: PLC0415
-
-    from rayspec.pipeline.tensor_parallel import RankGroup  # noqa: PLC0415
-
-    RankGroup(rank=rank, size=size, address=address, device=device).join(_ALL_REDUCE_TIMEOUT_S)
-    try:
-        number = torch.full((1024,), float(rank + 1), device=device)
-        distributed.all_reduce(number)
-        return float(number.mean().item())
-    finally:
-        distributed.destroy_process_group()
+        where = {"address": address, "host": node_address()}
+        self._link = TensorLink.join(rank=rank, size=size, **where, timeout_s=_EXCHANGE_TIMEOUT_S, backend=backend)
 
 
 def cluster_findings(address: str, model: str | None) -> list[Finding]:
@@ -173,22 +124,19 @@ def cluster_findings(address: str, model: str | None) -> list[Finding]:
 
 
 def alive_nodes() -> list[Node]:
-    """Return the nodes that are alive, named by address and, if needed, a number. Ray must be initialised."""
+    """Return the nodes that are alive, named by address and, on one machine, by the beginning of the id. Ray must be
+    initialised."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     alive = sorted((each for each in nodes if each["Alive"]), key=itemgetter("NodeManagerAddress"))
     num_alike = Counter(each["NodeManagerAddress"] for each in alive)
-    numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
-
-    def name(address: str) -> str:
-        return address if num_alike[address] == 1 else f"{address}#{next(numbers[address])}"
-
     return [
         Node(
             node_id=str(each["NodeID"]),
-            name=name(str(each["NodeManagerAddress"])),
+            name=f"{address}#{each['NodeID'][:6]}" if num_alike[address] > 1 else str(address),
             num_gpus=int(each["Resources"].get("GPU", 0)),
         )
         for each in alive
+        for address in (each["NodeManagerAddress"],)
     ]
 
 
@@ -234,74 +182,48 @@ def check_counted_gpus(node: Node, facts: NodeFacts) -> Finding:
     return warning(f"{node.name}: GPUs in Ray", found, f"{remedy}, unless some are meant for others")
 
 
-def check_reach(nodes: Sequence[Node]) -> Finding:
-    """Check TCP from every node to every other node, at ports that the system chooses, as for shards."""
-    name = "nodes reach one another"
-    if len(nodes) < 2:
-        return skipped(name, "one node")
-    token = secrets.token_bytes(32)
-    peers: dict[str, Any] = {
-        node.name: ray.remote(Peer).options(num_cpus=0, scheduling_strategy=_affinity(node)).remote(token)
-        for node in nodes
-    }
-    try:
-        places = _answers({node: peer.where.remote() for node, peer in peers.items()})
-        calls = {
-            (here, there): peers[here].call.remote(place)
-            for here, there in itertools.permutations(peers, 2)
-            if not isinstance(places[here], NoAnswer) and not isinstance(place := places[there], NoAnswer)
-        }
-        took = _answers(calls)
-    finally:
-        for peer in peers.values():
-            with suppress(RayError):
-                ray.kill(peer)
-    failed = [f"{node}: {silent.reason}" for node, silent in places.items() if isinstance(silent, NoAnswer)]
-    failed += [
-        f"{here} to {there}: {answer.reason if isinstance(answer, NoAnswer) else answer}"
-        for (here, there), answer in took.items()
-        if not isinstance(answer, float)
-    ]
-    if failed:
-        remedy = "open all TCP ports between the nodes (firewall, security group, network policy): shards choose theirs"
-        return problem(name, "; ".join(failed), remedy)
-    slowest = max(took.values())
-    found = f"{len(took)} ways, there and back in at most {1000 * slowest:.2f} ms"
-    if slowest > _SLOW_S:
-        return warning(name, found, "a pipeline over such a network waits; keep a replica's stages on near nodes")
-    return ok(name, found)
-
-
-def check_all_reduce(nodes: Sequence[Node], *, device: str = "cuda") -> Finding:
-    """Check a sum over one process per node: by NCCL with one GPU each or, on "cpu", by gloo."""
-    backend, num_gpus = ("NCCL", 1.0) if device == "cuda" else ("gloo", 0.0)
-    name = f"{backend} between nodes"
-    having = [node for node in nodes if node.num_gpus > 0 or device == "cpu"]
+def check_reach(nodes: Sequence[Node], backend: Literal["gloo", "nccl"]) -> Finding:
+    """Check that every two nodes can exchange tensors, at ports that the system chooses, as shards do: by gloo over TCP
+    between all nodes; by NCCL between one GPU of each node that has any."""
+    by_nccl = backend == "nccl"
+    name = "NCCL between nodes" if by_nccl else "nodes reach one another"
+    having = [node for node in nodes if node.num_gpus > 0 or not by_nccl]
     if len(having) < 2:
-        return skipped(name, "fewer than two nodes with GPUs" if having else "no GPU")
-    (place,) = _answers({"place": _task(free_meeting_place, having[0])}).values()
-    if isinstance(place, NoAnswer):
-        return problem(name, f"{having[0].name}: {place.reason}", "is rayspec installed there?")
-    size = len(having)
-    sums = _answers(
-        {
-            node.name: _task(add_up, node, rank, size, place, device, num_gpus=num_gpus)
-            for rank, node in enumerate(having)
-        }
-    )
-    wrong = [
-        f"{node}: {answer.reason if isinstance(answer, NoAnswer) else f'the sum is {answer}'}"
-        for node, answer in sums.items()
-        if answer != size * (size + 1) / 2
+        return skipped(name, "fewer than two nodes with GPUs" if by_nccl else "one node")
+    resources = {"num_cpus": 0, "num_gpus": 1 if by_nccl else 0}
+    peers: list[Any] = [
+        ray.remote(Peer).options(**resources, scheduling_strategy=_affinity(node)).remote() for node in having
     ]
-    if wrong:
+    try:
+        (place,) = _answers({"place": peers[0].open.remote()}).values()
+        if isinstance(place, NoAnswer):
+            return problem(name, f"{having[0].name}: {place.reason}", "is rayspec installed there?")
+        answers = _answers(
+            {
+                node.name: peer.join.remote(rank, len(peers), place, backend)
+                for rank, (node, peer) in enumerate(zip(having, peers, strict=True))
+            }
+        )
+    finally:
+        for peer in peers:
+            ray.kill(peer)
+    failed = [f"{node}: {answer.reason}" for node, answer in answers.items() if isinstance(answer, NoAnswer)]
+    if not failed:
+        return ok(name, f"every two of {len(having)} nodes exchange tensors")
+    remedy = "open all TCP ports between the nodes (firewall, security group, network policy): shards choose theirs"
+    if by_nccl:
         remedy = "NCCL_DEBUG=INFO says why; NCCL_SOCKET_IFNAME chooses the interface; or set data_plane to frames"
-        return problem(name, "; ".join(wrong), remedy)
-    return ok(name, f"an all-reduce over {size} nodes is right")
+    return problem(name, "; ".join(failed), remedy)
 
 
 def _findings(nodes: Sequence[Node], model: str | None) -> list[Finding]:
-    received = _answers({node.name: _task(describe_node, node, model) for node in nodes})
+    describe = ray.remote(describe_node)
+    received = _answers(
+        {
+            node.name: describe.options(num_cpus=0, max_retries=0, scheduling_strategy=_affinity(node)).remote(model)
+            for node in nodes
+        }
+    )
     facts = {name: one for name, one in received.items() if not isinstance(one, NoAnswer)}
     findings = [ok("cluster", f"{len(nodes)} nodes, {sum(node.num_gpus for node in nodes)} GPUs")]
     for node in nodes:
@@ -316,7 +238,7 @@ def _findings(nodes: Sequence[Node], model: str | None) -> list[Finding]:
             findings.append(check_counted_gpus(node, one))
     findings += check_agreement(facts, with_model=model is not None)
     reachable = [node for node in nodes if node.name in facts]
-    return [*findings, check_reach(reachable), check_all_reduce(reachable)]
+    return [*findings, check_reach(reachable, "gloo"), check_reach(reachable, "nccl")]
 
 
 def _listens(address: str) -> bool:
@@ -345,11 +267,6 @@ def _attached(address: str) -> Iterator[None]:
 
 def _affinity(node: Node) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-
-
-def _task(function: Callable[..., object], node: Node, *arguments: object, num_gpus: float = 0.0) -> Any:
-    options = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "scheduling_strategy": _affinity(node)}
-    return ray.remote(function).options(**options).remote(*arguments)
 
 
 def _answers(references: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -3,25 +3,23 @@ would measure. GPUs are looked at in processes of their own."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import resource
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from rayspec.machine import bytes_available, bytes_in_total, cpu_class, cpu_name, num_cores
 from rayspec.ops.doctor.findings import Finding, ok, problem, skipped, warning
+from rayspec.ops.plan.gpus import ask_torch
 
 _GIB = 2**30
 _PACKAGE = "rayspec"
@@ -40,21 +38,6 @@ PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 10001: "Ray's client serve
 _CONNECT_TIMEOUT_S = 0.2
 _LOOK_TIMEOUT_S = 60.0
 _QUERY = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
-_TORCH = """
-import json, torch
-nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-print(json.dumps([torch.cuda.device_count(), torch.__version__, torch.version.cuda, nccl]))
-"""
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def check_python(version: str | None = None) -> Finding:
-    """Check the Python version against the requirement of the installed package."""
-    found = version or platform.python_version()
-    wanted = metadata.metadata(_PACKAGE)["Requires-Python"] or ""
-    if found in SpecifierSet(wanted):
-        return ok("python", found)
-    return problem("python", f"{found}, which is not {wanted}", f"install Python {wanted} and rayspec with it")
 
 
 def check_packages(requirements: Iterable[str] | None = None) -> Finding:
@@ -70,8 +53,8 @@ def check_packages(requirements: Iterable[str] | None = None) -> Finding:
                 lacking.append(f"{wanted.name} is {version}, not {wanted.specifier}")
     if lacking:
         return problem("packages", "; ".join(lacking), f"pip install --upgrade {_PACKAGE}, with its constraints.txt")
-    shown = (f"{name} {installed_version(name) or 'is not installed'}" for name in _SHOWN_PACKAGES)
-    return ok("packages", ", ".join(shown))
+    shown = [f"{name} {installed_version(name) or 'is not installed'}" for name in _SHOWN_PACKAGES]
+    return ok("packages", ", ".join([f"Python {platform.python_version()}", *shown]))
 
 
 def installed_version(name: str) -> str | None:
@@ -178,19 +161,22 @@ def inspect_gpus(*, hidden_too: bool = False) -> Gpus:
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return Gpus()
-    environment = {name: value for name, value in os.environ.items() if not (hidden_too and name == _VISIBLE)}
     try:
-        rows = [line.split(", ") for line in _run([smi, *_QUERY], environment).splitlines() if line.strip()]
+        done = subprocess.run(  # noqa: S603 - nvidia-smi as found on PATH
+            [smi, *_QUERY], capture_output=True, text=True, check=True, timeout=_LOOK_TIMEOUT_S
+        )
+        rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
         if not rows:
             return Gpus()
         seen = Gpus(names=tuple(row[0] for row in rows), driver=rows[0][1])
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         return Gpus(error=f"nvidia-smi: {_reason(error)}")
     try:
-        count, version, cuda, nccl = json.loads(_run([sys.executable, "-c", _TORCH], environment).splitlines()[-1])
+        told = ask_torch(hidden_too=hidden_too)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        return Gpus(names=seen.names, driver=seen.driver, error=f"torch: {_reason(error)}")
-    return Gpus(names=seen.names, driver=seen.driver, num_usable=count, torch=version, cuda=cuda, has_nccl=nccl)
+        return replace(seen, error=f"torch: {_reason(error)}")
+    own = {name: told[name] for name in ("torch", "cuda", "has_nccl")}
+    return replace(seen, num_usable=len(told["names"]), **own)
 
 
 def check_gpus(gpus: Gpus) -> Finding:
@@ -205,11 +191,14 @@ def check_gpus(gpus: Gpus) -> Finding:
         return problem("GPUs", f"{found}; torch {gpus.torch} is a build for the CPU", "install torch's build for CUDA")
     found += f", torch {gpus.torch} for CUDA {gpus.cuda}"
     if gpus.num_usable == 0:
-        remedy = f"update the driver to one for CUDA {gpus.cuda}, or install torch for an older CUDA; unset {_VISIBLE}"
+        remedy = (
+            f"update the driver to one for CUDA {gpus.cuda}, or install torch for an older CUDA; unset "
+            "CUDA_VISIBLE_DEVICES"
+        )
         return problem("GPUs", f"{found}, which can use none of them", remedy)
     if gpus.num_usable < len(gpus.names):
         found += f", which sees {gpus.num_usable} of them"
-        return warning("GPUs", found, f"unset {_VISIBLE}, unless it is meant")
+        return warning("GPUs", found, "unset CUDA_VISIBLE_DEVICES, unless it is meant")
     return ok("GPUs", found)
 
 
@@ -222,13 +211,6 @@ def check_nccl(gpus: Gpus) -> Finding:
     return problem("NCCL", f"torch {gpus.torch} has none", "install torch's build for CUDA: shards on GPUs need NCCL")
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    done = subprocess.run(  # noqa: S603 - nvidia-smi as found on PATH, and this very Python
-        command, env=dict(environment), capture_output=True, text=True, check=True, timeout=_LOOK_TIMEOUT_S
-    )
-    return done.stdout
-
-
 def _reason(error: Exception) -> str:
     """Return the last line of the process's errors, or of the exception."""
     said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
@@ -238,7 +220,7 @@ def _reason(error: Exception) -> str:
 def check_machine() -> list[Finding]:
     """Run the checks that need neither torch nor ray."""
     gpus = inspect_gpus()
-    checks = (check_python, check_packages, check_cpu, check_memory, check_shared_memory, check_ray_folder)
+    checks = (check_packages, check_cpu, check_memory, check_shared_memory, check_ray_folder)
     return [*(check() for check in checks), check_open_files(), check_ports(), check_gpus(gpus), check_nccl(gpus)]
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,16 +17,13 @@ from rayspec.decode.loading import resolve_max_model_len
 from rayspec.model.sizes import quantisation_of
 from rayspec.model.weights import load_config
 from rayspec.ops.plan.forecast import rank_layouts
-from rayspec.ops.plan.gpus import Gpu, gpu_called, gpus_spec
+from rayspec.ops.plan.gpus import Gpu, ask_torch, gpu_called, gpus_spec
 from rayspec.ops.plan.options import PlanOptions
 from rayspec.ops.plan.placement import usual_context
 from rayspec.ray_session import ray_session
 from rayspec.types import ConfigError
 
 logger = logging.getLogger(__name__)
-
-_LOOK = "import json; from rayspec.ops.plan.auto import gpus_of_this_machine as look; print(json.dumps(look()))"
-_LOOK_TIMEOUT_S = 120.0
 
 Seen = Sequence[tuple[str, int]]
 """Name and memory bytes of each GPU, from the driver."""
@@ -119,11 +113,6 @@ def _gpus_of_cluster() -> list[Seen]:
 
 
 def _gpus_of_node() -> Seen:
-    """Return all GPUs, also those in use. A new process is needed: Ray hides GPUs from tasks that reserve none."""
-    hiding = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    environment = {name: value for name, value in os.environ.items() if name not in hiding}
-    command = [sys.executable, "-c", _LOOK]
-    done = subprocess.run(  # noqa: S603 - this very Python
-        command, env=environment, capture_output=True, text=True, check=True, timeout=_LOOK_TIMEOUT_S
-    )
-    return [(name, num_bytes) for name, num_bytes in json.loads(done.stdout.splitlines()[-1])]
+    """Return all GPUs, also those in use: Ray hides GPUs from tasks that reserve none."""
+    seen = ask_torch(hidden_too=True)
+    return list(zip(seen["names"], seen["num_bytes"], strict=True))

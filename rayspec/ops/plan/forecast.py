@@ -19,22 +19,9 @@ from rayspec.planning.acceptance import best_choice
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.simulate import Drafting, Simulated, SimulatedLoad, simulate
 
-# Share of the bandwidth that good engines reach: low, middle, high.
-EFFICIENCIES = (0.63, 0.72, 0.80)
-# How far predictions from a profile may be off.
-PROFILE_ERROR = 0.2
 # Simulated tokens of a sequence: enough for stable rates. More stages make more events, so they get fewer tokens.
 _MIN_TOKENS, _TOKENS_TIMES_STAGES = 32, 2048
 _ALONE_TOKENS = 48
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """A prediction with its range."""
-
-    low: float
-    middle: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +34,7 @@ class Outcome:
     """
 
     num_draft_tokens: int
-    tokens_per_s: Range
+    tokens_per_s: float
     first_token_s: float | None
     alone_first_token_s: float
     alone_token_s: float
@@ -55,7 +42,7 @@ class Outcome:
 
     def dollars(self, num_gpus: int, price: float) -> float:
         """Return the dollars for a million output tokens, at `price` dollars per GPU hour."""
-        return num_gpus * price / 3600 * 1e6 / self.tokens_per_s.middle
+        return num_gpus * price / 3600 * 1e6 / self.tokens_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +55,9 @@ class Forecast:
 
     @property
     def best(self) -> Outcome:
-        """Outcome with the higher throughput, by the middle values."""
-        if self.drafted is None or self.drafted.tokens_per_s.middle <= self.plain.tokens_per_s.middle:
-            return self.plain
-        return self.drafted
+        """Outcome with the higher throughput."""
+        drafted = self.drafted
+        return drafted if drafted is not None and drafted.tokens_per_s > self.plain.tokens_per_s else self.plain
 
     @property
     def alone_token_s(self) -> float:
@@ -115,7 +101,6 @@ def rank_layouts(
     """Rank layouts by `options.goal`, and then by their number of GPUs. profile: of the model on one GPU; None:
     rooflines. Raises as `layouts` and `for_model`."""
     options = for_model(options, config)
-    forecaster = Forecaster(config, options, profile)
     found = list(layouts(config, options, max_replicas=max_replicas))
 
     def cost(candidate: Forecast) -> tuple[float, int]:
@@ -123,11 +108,13 @@ def rank_layouts(
         if options.goal == "latency":
             return candidate.alone_token_s, num_gpus
         best = candidate.best
-        return best.dollars(num_gpus, 1.0) if options.goal == "cost" else -best.tokens_per_s.middle, num_gpus
+        return best.dollars(num_gpus, 1.0) if options.goal == "cost" else -best.tokens_per_s, num_gpus
 
     return Ranking(
         options=options,
-        candidates=tuple(sorted((forecaster.candidate(layout) for layout in found if layout.fits), key=cost)),
+        candidates=tuple(
+            sorted((forecast(config, options, layout, profile) for layout in found if layout.fits), key=cost)
+        ),
         others=tuple(sorted((one for one in found if not one.fits), key=lambda layout: layout.missing_bytes)),
     )
 
@@ -156,127 +143,94 @@ def place_best(
     return tuple(replace(group, choice=f"{layout.title}, {choice}") for group in layout.groups)
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """Equal replicas with the costs of their passes. drafting: None without drafts."""
+def forecast(
+    config: PretrainedConfig, options: PlanOptions, layout: Layout, profile: LatencyModel | None = None
+) -> Forecast:
+    """Simulate a layout of a model under a load. options: with a context. profile: of the model on one GPU; None:
+    rooflines."""
+    drafted = _outcome(config, options, layout, profile, drafts=True) if layout.sizes.splits else None
+    return Forecast(layout=layout, plain=_outcome(config, options, layout, profile, drafts=False), drafted=drafted)
 
-    group: Placement
-    predicted: Predicted
-    drafting: Drafting | None
 
+def _outcome(
+    config: PretrainedConfig, options: PlanOptions, layout: Layout, profile: LatencyModel | None, *, drafts: bool
+) -> Outcome:
+    """Simulate each group of equal replicas under its share of the load, and one replica with a single request."""
+    predictions = [_predicted(config, options, layout, group, profile) for group in layout.groups]
+    # The default of `ParallelOptions`, but at most the number of sequences.
+    cohorts = min(layout.concurrency, 2 * layout.stages if layout.stages > 1 else 1)
+    batch = math.ceil(layout.concurrency / cohorts)
+    draftings = [_drafting(options, one.decode, batch) if drafts else None for one in predictions]
 
-class Forecaster:
-    """Simulates layouts of one model under one load."""
-
-    def __init__(self, config: PretrainedConfig, options: PlanOptions, profile: LatencyModel | None) -> None:
-        """Prepare simulations. options: with a context. profile: of the model on one GPU; None: rooflines."""
-        self._config, self._options, self._profile = config, options, profile
-
-    def candidate(self, layout: Layout) -> Forecast:
-        """Simulate a layout with middle assumptions. Only `with_ranges` computes the range of throughput."""
-        drafted = self._outcome(layout, drafts=True) if layout.sizes.splits else None
-        return Forecast(layout=layout, plain=self._outcome(layout, drafts=False), drafted=drafted)
-
-    def with_ranges(self, candidate: Forecast) -> Forecast:
-        """Add the range of throughput, for the ends of acceptance and of bandwidth or of the profile's error."""
-        return replace(
-            candidate,
-            plain=self._ranged(candidate.layout, candidate.plain),
-            drafted=self._ranged(candidate.layout, candidate.drafted) if candidate.drafted else None,
+    def simulated(number: int, output_tokens: int | None, num_tokens: int, *, alone: bool = True) -> Simulated:
+        """Simulate a replica of a group. num_tokens: tokens of all sequences after which the simulation ends."""
+        load = SimulatedLoad(
+            prompt_tokens=options.num_tokens - options.output_tokens,
+            output_tokens=output_tokens,
+            concurrency=1 if alone else layout.concurrency,
+            chunk_tokens=options.max_num_batched_tokens,
         )
-
-    def _ranged(self, layout: Layout, outcome: Outcome) -> Outcome:
-        drafts = outcome.num_draft_tokens > 0
-        rates = [self._rate(self._loaded(self._cases(layout, end, drafts=drafts))) for end in (0, 2)]
-        if self._profile is not None:
-            rates = [rates[0] / (1 + PROFILE_ERROR), rates[1] / (1 - PROFILE_ERROR)]
-        middle = outcome.tokens_per_s.middle
-        return replace(outcome, tokens_per_s=Range(low=min(middle, *rates), middle=middle, high=max(middle, *rates)))
-
-    def _outcome(self, layout: Layout, *, drafts: bool) -> Outcome:
-        cases = self._cases(layout, 1, drafts=drafts)
-        loaded = self._loaded(cases)
-        rate = self._rate(loaded)
-        waits = [wait for _, found in loaded for wait in found.first_token_s]
-        first = cases[0]
-        return Outcome(
-            num_draft_tokens=first.drafting.num_draft_tokens if first.drafting else 0,
-            tokens_per_s=Range(low=rate, middle=rate, high=rate),
-            first_token_s=median(waits) if waits else None,
-            # Requests with answers of one token run one after the other.
-            alone_first_token_s=self._simulated(first, 1, num_tokens=2).first_token_s[0],
-            alone_token_s=1 / self._simulated(first, None, num_tokens=_ALONE_TOKENS).tokens_per_s,
-            idle_share=fmean(share for _, found in loaded for share in found.idle_shares),
-        )
-
-    def _cases(self, layout: Layout, end: int, *, drafts: bool) -> list[_Case]:
-        """Return a case per group of replicas. end: position in the assumed ranges: 0 low, 1 middle, 2 high."""
-        options, size, cases = self._options, layout.tensor, []
-        for group in layout.groups:
-            gpus = parse_gpus(group.options.gpus)
-            ranks = [gpus[first : first + size] for first in range(0, len(gpus), size)]
-            cut = Cut(
-                config=self._config.get_text_config(decoder=True),
-                sizes=layout.sizes,
-                layers=[stage.layers for stage in group.stages],
-                gpus=[min(members, key=lambda gpu: gpu.bandwidth_gb_s) for members in ranks],
-                tensor=layout.tensor,
-                quantization=options.quantization,
-                itemsize=getattr(torch, group.dtype).itemsize,
-                context=options.num_tokens,
-                hop_s=options.hop_us / 1e6,
-                all_reduce_s=options.all_reduce_us / 1e6,
-            )
-            predicted = profiled(cut, self._profile) if self._profile else roofline(cut, EFFICIENCIES[end])
-            drafting = self._drafting(group, predicted.decode, options.acceptances[end]) if drafts else None
-            cases.append(_Case(group, predicted, drafting))
-        return cases
-
-    def _drafting(self, group: Placement, latency: LatencyModel, acceptance: float) -> Drafting:
-        """Return drafts that skip evenly spread layers, with the best draft length for a cohort by itself."""
-        options, concurrency = self._options, group.options.concurrency
-        choices = choices_of(evenly_kept(len(latency.sublayers) // 2, options.skip))
-        best = best_choice(
-            [choices],
-            [acceptance],
-            latency,
-            context=options.num_tokens,
-            batch=math.ceil(concurrency / _num_cohorts(group, concurrency)),
-            max_draft_tokens=options.max_draft_tokens,
-            min_gain=-1.0,
-        )
-        return Drafting(choices=choices, num_draft_tokens=max(1, best.num_draft_tokens), acceptance=acceptance)
-
-    def _rate(self, loaded: list[tuple[_Case, Simulated]]) -> float:
-        return sum(case.group.num_copies * found.tokens_per_s for case, found in loaded)
-
-    def _loaded(self, cases: list[_Case]) -> list[tuple[_Case, Simulated]]:
-        """Return each case under its share of the load."""
-        found, output_tokens = [], self._options.output_tokens
-        for case in cases:
-            concurrency, num_stages = case.group.options.concurrency, len(case.group.stages)
-            num_tokens = min(output_tokens, max(_MIN_TOKENS, _TOKENS_TIMES_STAGES // num_stages))
-            simulated = self._simulated(case, output_tokens, num_tokens * concurrency, concurrency)
-            found.append((case, simulated))
-        return found
-
-    def _simulated(self, case: _Case, output_tokens: int | None, num_tokens: int, concurrency: int = 1) -> Simulated:
-        """Simulate a case. output_tokens: of an answer. num_tokens: tokens after which the simulation ends."""
-        options = self._options
         return simulate(
-            case.predicted.decode,
-            SimulatedLoad(
-                prompt_tokens=options.num_tokens - options.output_tokens,
-                output_tokens=output_tokens,
-                concurrency=concurrency,
-                chunk_tokens=options.max_num_batched_tokens,
-            ),
-            cohorts=_num_cohorts(case.group, concurrency),
-            drafting=case.drafting,
-            prefill=case.predicted.prefill,
+            predictions[number].decode,
+            load,
+            cohorts=1 if alone else cohorts,
+            drafting=draftings[number],
+            prefill=predictions[number].prefill,
             num_tokens=num_tokens,
             seed=options.seed,
         )
+
+    num_tokens = min(options.output_tokens, max(_MIN_TOKENS, _TOKENS_TIMES_STAGES // layout.stages))
+    loaded = [
+        simulated(number, options.output_tokens, num_tokens * layout.concurrency, alone=False)
+        for number in range(len(layout.groups))
+    ]
+    waits = [wait for one in loaded for wait in one.first_token_s]
+    first = draftings[0]
+    return Outcome(
+        num_draft_tokens=first.num_draft_tokens if first else 0,
+        tokens_per_s=sum(group.num_copies * one.tokens_per_s for group, one in zip(layout.groups, loaded, strict=True)),
+        first_token_s=median(waits) if waits else None,
+        # Requests with answers of one token run one after the other.
+        alone_first_token_s=simulated(0, 1, 2).first_token_s[0],
+        alone_token_s=1 / simulated(0, None, _ALONE_TOKENS).tokens_per_s,
+        idle_share=fmean(share for one in loaded for share in one.idle_shares),
+    )
+
+
+def _predicted(
+    config: PretrainedConfig, options: PlanOptions, layout: Layout, group: Placement, profile: LatencyModel | None
+) -> Predicted:
+    gpus = parse_gpus(group.options.gpus)
+    ranks = [gpus[first : first + layout.tensor] for first in range(0, len(gpus), layout.tensor)]
+    cut = Cut(
+        config=config.get_text_config(decoder=True),
+        sizes=layout.sizes,
+        layers=[stage.layers for stage in group.stages],
+        gpus=[min(members, key=lambda gpu: gpu.bandwidth_gb_s) for members in ranks],
+        tensor=layout.tensor,
+        quantization=options.quantization,
+        itemsize=getattr(torch, group.dtype).itemsize,
+        context=options.num_tokens,
+        hop_s=options.hop_us / 1e6,
+        all_reduce_s=options.all_reduce_us / 1e6,
+    )
+    return profiled(cut, profile) if profile else roofline(cut)
+
+
+def _drafting(options: PlanOptions, latency: LatencyModel, batch: int) -> Drafting:
+    """Return drafts that skip evenly spread layers, with the best draft length for a cohort by itself."""
+    choices = choices_of(evenly_kept(len(latency.sublayers) // 2, options.skip))
+    best = best_choice(
+        [choices],
+        [options.acceptance],
+        latency,
+        context=options.num_tokens,
+        batch=batch,
+        max_draft_tokens=options.max_draft_tokens,
+        min_gain=-1.0,
+    )
+    return Drafting(choices=choices, num_draft_tokens=max(1, best.num_draft_tokens), acceptance=options.acceptance)
 
 
 def evenly_kept(num_layers: int, skip: float) -> tuple[bool, ...]:
@@ -285,8 +239,3 @@ def evenly_kept(num_layers: int, skip: float) -> tuple[bool, ...]:
     num_kept = min(max(1, round(num_layers * (1 - skip))), max(1, num_layers - 1))
     kept = {math.floor(index * num_layers / num_kept) for index in range(num_kept)}
     return tuple(layer in kept for layer in range(num_layers) for _ in range(2))
-
-
-def _num_cohorts(group: Placement, concurrency: int) -> int:
-    """Return the default of `ParallelOptions`, but at most the number of sequences."""
-    return min(concurrency, 2 * len(group.stages) if len(group.stages) > 1 else 1)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rayspec.errors import ConfigError
 
@@ -50,19 +55,6 @@ class Gpu:
         return (self.tflops or self.bandwidth_gb_s * _OPERATIONS_PER_BYTE / 1000) * 1e12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accelerator:
-    """bytes_per_s: peak memory bandwidth. flops: peak dense 16-bit operations per second."""
-
-    name: str
-    bytes_per_s: float
-    flops: float
-
-    def knee_rows(self, bytes_per_weight: float) -> int:
-        """Return the number of rows up to which reading a weight matrix takes at least as long as multiplying by it."""
-        return round(bytes_per_weight * self.flops * REACHED / (2 * self.bytes_per_s))
-
-
 # As in the vendors' data sheets: NVIDIA A100 (SXM), H100 (SXM; PCIe), H200, HGX B200, L40S, L4, GH200 (HBM3; HBM3e),
 # AMD Instinct MI300X.
 KNOWN_GPUS = tuple(
@@ -81,6 +73,17 @@ KNOWN_GPUS = tuple(
         ("MI300X", 192, 5300, 1307, 448),
     )
 )
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_ASK_TIMEOUT_S = 120.0
+_ASK = """
+import json, torch
+gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+print(json.dumps({
+    "names": [gpu.name for gpu in gpus], "num_bytes": [gpu.total_memory for gpu in gpus],
+    "torch": torch.__version__, "cuda": torch.version.cuda, "has_nccl": nccl,
+}))
+"""
 _PART = re.compile(
     r"(?:(?P<nodes>\d{1,9})\s*x\s*)?(?:(?P<count>\d{1,9})\s*x\s*)?"
     r"(?P<model>[^@]+?)(?:\s*@\s*(?P<bandwidth>\d{1,9}(?:\.\d{1,9})?))?",
@@ -89,30 +92,38 @@ _PART = re.compile(
 _SIZED = re.compile(r"(?!\d+\s*x)(?P<name>.+)-(?P<memory_gb>[1-9]\d{0,6})GB?", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """GPUs of one kind. of_a_node: GPUs per node; None where only the total is named."""
-
-    gpu: Gpu
-    count: int
-    of_a_node: int | None
-
-
 def parse_gpus(spec: str) -> tuple[Gpu, ...]:
     """Return every GPU in order, for instance of "4xH200-141G,4xA100-80G", "2x8xH100" (two nodes) or "8xNEW-96G@4000".
 
     Upper and lower case are equal. Raises ConfigError.
     """
     groups = _groups(spec)
-    total = sum(group.count for group in groups)
+    total = sum(math.prod(counts) for _, counts in groups)
     if total > MAX_GPUS:
         raise ConfigError(f"option 'gpus' is {spec!r}, which is {total} GPUs: name {MAX_GPUS} or fewer")
-    return tuple(gpu for group in groups for gpu in [group.gpu] * group.count)
+    return tuple(gpu for gpu, counts in groups for _ in range(math.prod(counts)))
 
 
 def gpus_of_a_node(spec: str) -> int:
     """Return the GPUs of the smallest node, as 8 of "2x8xH100"; else `DEFAULT_GPUS_PER_NODE`. Raises ConfigError."""
-    return min((group.of_a_node for group in _groups(spec) if group.of_a_node), default=DEFAULT_GPUS_PER_NODE)
+    return min((counts[1] for _, counts in _groups(spec) if len(counts) == 2), default=DEFAULT_GPUS_PER_NODE)
+
+
+def ask_torch(*, hidden_too: bool = False) -> dict[str, Any]:
+    """Return what torch says of the GPUs here (names, num_bytes) and of its build (torch, cuda, has_nccl), by a process
+    of its own. hidden_too: include GPUs that the environment hides. Raises OSError, subprocess.SubprocessError and
+    ValueError where there is no answer."""
+    environment = {name: value for name, value in os.environ.items() if not (hidden_too and name in _HIDING)}
+    done = subprocess.run(  # noqa: S603 - this very Python
+        [sys.executable, "-c", _ASK],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_ASK_TIMEOUT_S,
+    )
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 def gpu_called(product: str, num_bytes: int) -> Gpu:
@@ -144,51 +155,35 @@ def are_ranks_alike(gpus: Sequence[Gpu], num_ranks: int) -> bool:
     return all(len(set(stage)) == 1 for stage in stages)
 
 
-def _groups(spec: str) -> list[_Group]:
+def _groups(spec: str) -> list[tuple[Gpu, list[int]]]:
+    """Return the GPU of each part of the text, and its counts: none, how many, or nodes and GPUs of each."""
     groups = []
+    known = {name.casefold(): gpu.label for gpu in KNOWN_GPUS for name in (gpu.name, gpu.label)}
     for part in map(str.strip, spec.split(",")):
-        found = _PART.fullmatch(part)
-        if found is None:
-            raise _unknown(part, part, spec)
-        # A single count matches the group `nodes`.
-        counts = [int(count) for count in found.group("nodes", "count") if count is not None]
-        if 0 in counts:
-            raise _refused(spec, f"{part!r} has a count of 0")
-        gpu = _gpu(found["model"], found["bandwidth"])
-        if gpu is None:
-            raise _unknown(found["model"], part, spec)
-        groups.append(_Group(gpu, math.prod(counts), counts[1] if len(counts) == 2 else None))
+        reason = f"{part!r} is no GPU that is known"
+        gpus: list[Gpu] = []
+        if (found := _PART.fullmatch(part)) is not None:
+            counts = [int(count) for count in found.group("nodes", "count") if count is not None]
+            model, bandwidth = found["model"], found["bandwidth"]
+            sized = _SIZED.fullmatch(model)
+            if bandwidth is None:
+                name = f"{sized['name']}-{sized['memory_gb']}G" if sized is not None else model
+                gpus = [gpu for gpu in KNOWN_GPUS if name.casefold() in (gpu.label.casefold(), gpu.name.casefold())]
+            elif sized is not None and float(bandwidth) > 0:
+                gpus = [Gpu(name=sized["name"], memory_gb=int(sized["memory_gb"]), bandwidth_gb_s=float(bandwidth))]
+            if len(gpus) == 1 and 0 not in counts:
+                groups.append((gpus[0], counts))
+                continue
+            near = difflib.get_close_matches(model.casefold(), known, n=1)
+            if 0 in counts:
+                reason = f"{part!r} has a count of 0"
+            elif gpus:
+                reason = f"{part!r} is {' or '.join(gpu.label for gpu in gpus)}"
+            elif near:
+                reason += f", did you mean {known[near[0]]}?"
+        names = ", ".join(gpu.label for gpu in KNOWN_GPUS)
+        raise ConfigError(
+            f"option 'gpus' is {spec!r}: {reason}; name one of {names} with a count "
+            "before it, as 8xH100-80G or 2x8xH100-80G (two nodes), or others with memory and GB/s, as 8xNAME-80G@3350"
+        )
     return groups
-
-
-def _gpu(model: str, bandwidth: str | None) -> Gpu | None:
-    sized = _SIZED.fullmatch(model)
-    if bandwidth is not None:
-        if sized is None or float(bandwidth) == 0:
-            return None
-        return Gpu(name=sized["name"], memory_gb=int(sized["memory_gb"]), bandwidth_gb_s=float(bandwidth))
-    matching = _called(f"{sized['name']}-{sized['memory_gb']}G" if sized is not None else model)
-    return matching[0] if len(matching) == 1 else None
-
-
-def _called(name: str) -> list[Gpu]:
-    """Return the known GPUs with that label or name."""
-    return [gpu for gpu in KNOWN_GPUS if name.casefold() in (gpu.label.casefold(), gpu.name.casefold())]
-
-
-def _unknown(model: str, part: str, spec: str) -> ConfigError:
-    several = " or ".join(gpu.label for gpu in _called(model))
-    if several:
-        return _refused(spec, f"{part!r} is {several}")
-    by_name = {name.casefold(): gpu.label for gpu in KNOWN_GPUS for name in (gpu.name, gpu.label)}
-    near = difflib.get_close_matches(model.casefold(), by_name, n=1)
-    hint = f", did you mean {by_name[near[0]]}?" if near else ""
-    return _refused(spec, f"{part!r} is no GPU that is known{hint}")
-
-
-def _refused(spec: str, reason: str) -> ConfigError:
-    known = ", ".join(gpu.label for gpu in KNOWN_GPUS)
-    return ConfigError(
-        f"option 'gpus' is {spec!r}: {reason}; name one of {known} with a count before it, as 8xH100-80G or "
-        "2x8xH100-80G (two nodes), or others with memory and GB/s, as 8xNAME-80G@3350"
-    )

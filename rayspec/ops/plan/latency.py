@@ -11,11 +11,13 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from rayspec.model.sizes import BYTES_PER_LINEAR_WEIGHT, ModelSizes, Quantization
-from rayspec.ops.plan.gpus import REACHED, Accelerator, Gpu
+from rayspec.ops.plan.gpus import REACHED, Gpu
 from rayspec.planning.latency import HEAD, Curve, LatencyModel, StaleProfileError
 from rayspec.types import ConfigError
 
 _GB = 10**9
+# Share of the bandwidth that good engines reach: 0.63 to 0.80.
+EFFICIENCY = 0.72
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +71,8 @@ class Predicted:
     prefill: LatencyModel
 
 
-def roofline(cut: Cut, efficiency: float) -> Predicted:
-    """Predict by rooflines: a forward pass reads all weights and its keys and values at `efficiency` of the bandwidth.
+def roofline(cut: Cut) -> Predicted:
+    """Predict by rooflines: a forward pass reads all weights and its keys and values at `EFFICIENCY` of the bandwidth.
 
     Where the arithmetic takes longer, at 65 % of its peak, its time counts instead. A prompt's attention scores always
     count in addition. Every rank reads the whole LM head. A mixture is assumed to run all its experts.
@@ -83,17 +85,18 @@ def roofline(cut: Cut, efficiency: float) -> Predicted:
     names = []
     for stage, span in enumerate(cut.layers):
         gpu = cut.gpus[stage]
-        accelerator = _accelerator(gpu, efficiency)
         for layer in (cut.sizes.layers[number] for number in span):
             for index, num_bytes in enumerate(layer.sublayer_bytes):
                 # The share of the context that the layer's attention reads.
                 seen = layer.kv_bytes_read(cut.context) / (layer.kv_bytes_per_token * cut.context) if index == 0 else 0
                 name = f"{num_bytes} bytes, {seen:g} of context, {gpu.label}"
-                base = _exchanging(cut, stage, _weights(num_bytes, cut.bytes_per_weight, accelerator))
-                decode[name] = replace(base, kv_s=seen * layer.kv_bytes_per_token / accelerator.bytes_per_s)
+                base = _exchanging(cut, stage, _weights(num_bytes, cut.bytes_per_weight, gpu))
+                decode[name] = replace(
+                    base, kv_s=seen * layer.kv_bytes_per_token / (gpu.bandwidth_gb_s * _GB * EFFICIENCY)
+                )
                 prefill[name] = replace(base, score_s=seen * score_flops / cut.tensor / (gpu.flops * REACHED))
                 names.append(name)
-    head = _weights(cut.sizes.head_bytes, cut.itemsize, _accelerator(cut.gpus[-1], efficiency))
+    head = _weights(cut.sizes.head_bytes, cut.itemsize, cut.gpus[-1])
     model = LatencyModel(
         sublayers=tuple(names),
         curves=decode | {HEAD: head},
@@ -149,13 +152,10 @@ def load_profile(path: Path) -> tuple[LatencyModel, dict[str, Any]]:
         ) from error
 
 
-def _accelerator(gpu: Gpu, efficiency: float) -> Accelerator:
-    return Accelerator(name=gpu.label, bytes_per_s=gpu.bandwidth_gb_s * _GB * efficiency, flops=gpu.flops)
-
-
-def _weights(num_bytes: int, bytes_per_weight: float, accelerator: Accelerator) -> Curve:
+def _weights(num_bytes: int, bytes_per_weight: float, gpu: Gpu) -> Curve:
     """Return a curve that is flat while reading takes longer than multiplying, then proportional to the rows."""
-    knee, seconds = accelerator.knee_rows(bytes_per_weight), num_bytes / accelerator.bytes_per_s
+    bytes_per_s = gpu.bandwidth_gb_s * _GB * EFFICIENCY
+    knee, seconds = round(bytes_per_weight * gpu.flops * REACHED / (2 * bytes_per_s)), num_bytes / bytes_per_s
     return Curve(rows=(1, knee, 2 * knee), base_s=(seconds, seconds, 2 * seconds))
 
 

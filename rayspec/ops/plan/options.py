@@ -16,8 +16,8 @@ Quantization = Literal["fp8", "int8", "int4"]
 DraftWeights = Literal["int8", "int4"]
 DEFAULT_CONTEXT = 16384
 CONTEXT_HELP = f"tokens of a sequence, prompt and output; without it {DEFAULT_CONTEXT}, or the model's if that is less"
-# Rates of published self-speculative decoders that skip about half of the sublayers; KnapSpec's best are .94 to .97.
-PUBLISHED_ACCEPTANCE = (0.85, 0.90, 0.95)
+# Published self-speculative decoders that skip about half of the sublayers have .85 to .95; KnapSpec's best .94 to .97.
+PUBLISHED_ACCEPTANCE = 0.90
 
 
 class LoadOptions(Options):
@@ -89,18 +89,16 @@ class PlacementOptions(LoadOptions):
 class PlanOptions(LoadOptions):
     """A cluster, a load, and a goal.
 
-    output_tokens: tokens of the answer, which `context` includes. acceptance: accepted share of draft tokens; None: the
-    range of published values. skip: share of the layers that drafts leave out. price: dollars per GPU hour. profile: a
-    file that `rayspec profile` has saved, of this model on one such GPU. gpus_per_node: limit on tensor-parallel ranks;
-    None: the smallest node that `gpus` names, else 8.
+    output_tokens: tokens of the answer, which `context` includes. acceptance: accepted share of draft tokens. skip:
+    share of the layers that drafts leave out. price: dollars per GPU hour. profile: a file that `rayspec profile` has
+    saved, of this model on one such GPU. gpus_per_node: limit on tensor-parallel ranks; None: the smallest node that
+    `gpus` names, else 8.
     """
 
     output_tokens: int = Field(256, ge=1, description="of the context, the answer's")
     goal: Goal = Field("throughput", description="what counts; latency is of a request alone")
     profile: Path | None = Field(None, description="measured on one such GPU, as `rayspec profile` has saved it")
-    acceptance: float | None = Field(
-        None, ge=0, le=1, description="of draft tokens; without it, the range that others have published"
-    )
+    acceptance: float = Field(PUBLISHED_ACCEPTANCE, ge=0, le=1, description="of draft tokens; default: as published")
     skip: float = Field(0.5, gt=0, lt=1, description="share of the layers that drafts leave out")
     max_draft_tokens: int = Field(16, ge=1, le=127)
     price: float | None = Field(None, gt=0, description="dollars per GPU hour")
@@ -125,8 +123,3 @@ class PlanOptions(LoadOptions):
     def max_ranks(self) -> int:
         """Largest number of tensor-parallel ranks of a stage."""
         return self.gpus_per_node or gpus_of_a_node(self.gpus)
-
-    @property
-    def acceptances(self) -> tuple[float, float, float]:
-        """Low, middle and high acceptance rate."""
-        return PUBLISHED_ACCEPTANCE if self.acceptance is None else (self.acceptance,) * 3

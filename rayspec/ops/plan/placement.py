@@ -35,6 +35,8 @@ from rayspec.planning.partition import (
 from rayspec.types import ConfigError, UnsupportedModelError
 
 _GB, _GIB = 10**9, 2**30
+# Numbers of the config that predictions read, and that must be those of every layer.
+_PLANNED_FROM = {"num_attention_heads", "head_dim", "hidden_size"}
 AnyLoad = TypeVar("AnyLoad", bound=LoadOptions)
 
 
@@ -73,7 +75,14 @@ class Placement:
 
 
 def for_model(options: AnyLoad, config: PretrainedConfig) -> AnyLoad:
-    """Return the options with a context that the model has. Raises ConfigError for a longer one."""
+    """Return the options with a context that the model has. Raises ConfigError for a longer one, and
+    UnsupportedModelError for a model whose layers differ in their numbers of heads."""
+    varying = set(getattr(config.get_text_config(decoder=True), "per_layer_attributes", None) or ())
+    if varying & _PLANNED_FROM:
+        raise UnsupportedModelError(
+            f"model type {config.model_type!r} cannot be planned: its layers differ in "
+            f"{', '.join(sorted(varying & _PLANNED_FROM))}; load it without a plan, in one process"
+        )
     limit = max_positions(config)
     if options.context is None:
         return options.replace(context=usual_context(config))
@@ -135,54 +144,54 @@ def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions
 
 def placements_table(placements: Sequence[Placement]) -> Group:
     """Return a table per placement, for each kind of copy. Its GPUs are those of the first copy of that kind."""
-    return Group(*map(_placement_table, placements))
-
-
-def _placement_table(placement: Placement) -> Group:
-    options, ranks = placement.options, placement.options.num_ranks
-    table = Table()
-    for heading in ("GPU", "layers", "sublayers", "weights GiB", "KV GiB", "left GiB", "ms a step", "fits"):
-        table.add_column(heading, justify="left" if heading in ("GPU", "fits") else "right", no_wrap=True)
-    for stage in placement.stages:
-        layers, sublayers = _ends(stage, placement)
-        table.add_row(
-            stage.device.name,
-            "{}-{}".format(*layers),
-            "{}-{}".format(*sublayers) if sublayers else "-",
-            *(f"{size / _GIB:.1f}" for size in (stage.weight_bytes, stage.kv_bytes, stage.bytes_left)),
-            f"{1000 * stage.seconds:.2f}",
-            "yes" if stage.bytes_left >= 0 else f"{-stage.bytes_left / _GIB:.1f} GiB missing",
+    shown = []
+    for placement in placements:
+        options, missing_bytes = placement.options, placement.missing_bytes * placement.options.num_ranks
+        table = Table()
+        for heading in ("GPU", "layers", "sublayers", "weights GiB", "KV GiB", "left GiB", "ms a step", "fits"):
+            table.add_column(heading, justify="left" if heading in ("GPU", "fits") else "right", no_wrap=True)
+        for stage in placement.stages:
+            first, last = stage.layers[0], stage.layers[-1]
+            table.add_row(
+                stage.device.name,
+                f"{first}-{last}",
+                f"{2 * first}-{2 * last + 1}" if placement.splits else "-",
+                *(f"{size / _GIB:.1f}" for size in (stage.weight_bytes, stage.kv_bytes, stage.bytes_left)),
+                f"{1000 * stage.seconds:.2f}",
+                "yes" if stage.bytes_left >= 0 else f"{-stage.bytes_left / _GIB:.1f} GiB missing",
+            )
+        verdict = "it fits"
+        if missing_bytes:
+            verdict = (
+                f"it does not fit: {missing_bytes / _GIB:.1f} GiB are missing; use more or larger GPUs, more stages or "
+                "tensor-parallel ranks, quantization, or plan for fewer or shorter sequences"
+            )
+        elif placement.loading_bytes_missing:
+            verdict = (
+                f"it does not load: {placement.loading_bytes_missing / _GIB:.1f} GiB are missing on a GPU, which holds "
+                "a whole layer beside its share meanwhile; use more stages"
+            )
+        form = f"{options.quantization} with embedding and head in " if options.quantization else ""
+        copies = f" on each of {placement.num_copies} copies" if placement.num_copies > 1 else ""
+        own = Group(
+            f"{placement.num_parameters / 1e9:.2f} billion parameters in {form}{placement.dtype}, KV cache of "
+            f"{options.concurrency} sequences of {options.num_tokens} tokens{copies}",
+            table,
+            f"{placement.choice}; GiB are of each GPU, of whose memory {RESERVED_SHARE:.0%} and "
+            f"{RESERVED_BYTES / _GIB:.0f} GiB are kept for activations and the CUDA context",
+            f"a decode step of all sequences takes {1000 * placement.step_s:.1f} ms by roofline, bytes read over "
+            "memory bandwidth: a bound, not a measurement",
+            verdict,
         )
-    verdict = "it fits"
-    if placement.missing_bytes:
-        verdict = (
-            f"it does not fit: {placement.missing_bytes * ranks / _GIB:.1f} GiB are missing; use more or larger GPUs, "
-            "more stages or tensor-parallel ranks, quantization, or plan for fewer or shorter sequences"
-        )
-    elif placement.loading_bytes_missing:
-        verdict = (
-            f"it does not load: {placement.loading_bytes_missing / _GIB:.1f} GiB are missing on a GPU, which holds a "
-            "whole layer beside its share meanwhile; use more stages"
-        )
-    form = f"{options.quantization} with embedding and head in " if options.quantization else ""
-    copies = f" on each of {placement.num_copies} copies" if placement.num_copies > 1 else ""
-    return Group(
-        f"{placement.num_parameters / 1e9:.2f} billion parameters in {form}{placement.dtype}, KV cache of "
-        f"{options.concurrency} sequences of {options.num_tokens} tokens{copies}",
-        table,
-        f"{placement.choice}; GiB are of each GPU, of whose memory {RESERVED_SHARE:.0%} and "
-        f"{RESERVED_BYTES / _GIB:.0f} GiB are kept for activations and the CUDA context",
-        f"a decode step of all sequences takes {1000 * placement.step_s:.1f} ms by roofline, bytes read over memory "
-        "bandwidth: a bound, not a measurement",
-        verdict,
-    )
+        shown.append(own)
+    return Group(*shown)
 
 
 def save_placements(placements: Sequence[Placement], path: Path) -> None:
     """Save options, stages and totals as JSON: bytes, seconds, and numbers of the first and last layer.
 
     Placements of copies on other kinds of GPUs than the first copy are under `unlike_copies`."""
-    names = (
+    totals = (
         "num_parameters",
         "dtype",
         "choice",
@@ -196,20 +205,15 @@ def save_placements(placements: Sequence[Placement], path: Path) -> None:
     for placement in placements:
         stages = []
         for stage in placement.stages:
-            layers, sublayers = _ends(stage, placement)
-            more = {"layers": layers, "sublayers": sublayers, "bytes_left": stage.bytes_left}
+            first, last = stage.layers[0], stage.layers[-1]
+            sublayers = (2 * first, 2 * last + 1) if placement.splits else None
+            more = {"layers": (first, last), "sublayers": sublayers, "bytes_left": stage.bytes_left}
             stages.append(asdict(stage) | more)
-        totals = {name: getattr(placement, name) for name in names}
-        found.append(totals | {"options": placement.options.model_dump(), "stages": stages})
-    first, *others = found
+        own = {name: getattr(placement, name) for name in totals}
+        found.append(own | {"options": placement.options.model_dump(), "stages": stages})
+    first_copy, *others = found
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**first, "unlike_copies": others}, indent=2) + "\n", encoding="utf-8")
-
-
-def _ends(stage: StageCost, placement: Placement) -> tuple[tuple[int, int], tuple[int, int] | None]:
-    """Return the first and the last layer of a stage, and its first and last sublayer if the layers split."""
-    first, last = stage.layers[0], stage.layers[-1]
-    return (first, last), (2 * first, 2 * last + 1) if placement.splits else None
+    path.write_text(json.dumps({**first_copy, "unlike_copies": others}, indent=2) + "\n", encoding="utf-8")
 
 
 def _tensor_groups(gpus: Sequence[Gpu], tensor: int) -> list[tuple[Device, float]]:

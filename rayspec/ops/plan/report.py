@@ -14,20 +14,11 @@ from rich.text import Text
 from transformers import PretrainedConfig
 
 from rayspec.config import EngineConfig
-from rayspec.ops.plan.forecast import (
-    EFFICIENCIES,
-    PROFILE_ERROR,
-    Forecast,
-    Forecaster,
-    Outcome,
-    Range,
-    Ranking,
-    rank_layouts,
-)
+from rayspec.ops.plan.forecast import Forecast, Outcome, Ranking, rank_layouts
 from rayspec.ops.plan.gpus import DEFAULT_GPUS_PER_NODE
-from rayspec.ops.plan.latency import load_profile
+from rayspec.ops.plan.latency import EFFICIENCY, load_profile
 from rayspec.ops.plan.layouts import Layout
-from rayspec.ops.plan.options import PlanOptions
+from rayspec.ops.plan.options import PUBLISHED_ACCEPTANCE, PlanOptions
 
 _GIB = 2**30
 _NUM_SHOWN = 8
@@ -49,13 +40,12 @@ class Flags:
 
 
 def make_plan(config: PretrainedConfig, options: PlanOptions) -> Ranking:
-    """Rank all layouts, and keep those to show, with ranges. Raises ConfigError, UnsupportedModelError."""
+    """Rank all layouts, and keep those to show. Raises ConfigError, UnsupportedModelError."""
     profile, key = load_profile(options.profile) if options.profile else (None, {})
     ranking = rank_layouts(config, options, profile=profile)
-    forecaster = Forecaster(config, ranking.options, profile)
     return replace(
         ranking,
-        candidates=tuple(map(forecaster.with_ranges, ranking.candidates[:_NUM_SHOWN])),
+        candidates=ranking.candidates[:_NUM_SHOWN],
         measured_on=str(key.get("device", "an unknown device")) if profile else None,
     )
 
@@ -154,17 +144,13 @@ def save_plan(plan: Ranking, path: Path) -> None:
 
 def _cells(candidate: Forecast, price: float | None) -> list[str]:
     layout, plain, drafted, best = candidate.layout, candidate.plain, candidate.drafted, candidate.best
-
-    def rate(spread: Range) -> str:
-        return f"{spread.middle:.0f} ({spread.low:.0f}-{spread.high:.0f})"
-
     return [
         layout.name,
         str(layout.num_gpus),
         f"{layout.bytes_left / _GIB:.1f}",
-        rate(plain.tokens_per_s),
-        rate(drafted.tokens_per_s) if drafted else "-",
-        f"{drafted.tokens_per_s.middle / plain.tokens_per_s.middle:.2f}x" if drafted else "-",
+        f"{plain.tokens_per_s:.0f}",
+        f"{drafted.tokens_per_s:.0f}" if drafted else "-",
+        f"{drafted.tokens_per_s / plain.tokens_per_s:.2f}x" if drafted else "-",
         f"{best.first_token_s:.2f}" if best.first_token_s is not None else "-",
         f"{best.alone_first_token_s:.2f}",
         f"{1000 * candidate.alone_token_s:.1f}",
@@ -175,25 +161,22 @@ def _cells(candidate: Forecast, price: float | None) -> list[str]:
 
 def _notes(plan: Ranking) -> list[str]:
     options = plan.options
-    low, middle, high = options.acceptances
-    acceptance = f"{middle:.2f}, as given"
-    if options.acceptance is None:
-        acceptance = (
-            f"{middle:.2f} ({low:.2f} to {high:.2f}), as published for drafts like these, not measured: give "
-            "--acceptance"
-        )
-    low, middle, high = EFFICIENCIES
+    is_published = options.acceptance == PUBLISHED_ACCEPTANCE
+    given = "as published for drafts like these (0.85 to 0.95): give --acceptance" if is_published else "as given"
     certainty = (
-        f"how sure: not very: rooflines, of which engines reach {low:.0%} to {high:.0%} ({middle:.0%} taken); give "
-        "--profile, a file that `rayspec profile` has saved on one such GPU"
+        f"how sure: not very: rooflines, {EFFICIENCY:.0%} of which is taken; engines reach 63% to 80%, so tokens/s may "
+        "be 12% lower or 11% higher; give --profile, a file that `rayspec profile` has saved on one such GPU"
     )
     if plan.measured_on is not None:
         certainty = (
-            f"how sure: fairly, where a stage is one GPU: passes as measured on {plan.measured_on}, ranges as far as "
-            f"such predictions may be off ({PROFILE_ERROR:.0%}); tensor-parallel ranks are taken to share evenly"
+            f"how sure: fairly, where a stage is one GPU: passes as measured on {plan.measured_on}; such predictions "
+            "may be off by a fifth; tensor-parallel ranks are taken to share evenly"
         )
     return [
-        f"drafts leave out {options.skip:.0%} of the layers; acceptance {acceptance}. Lookup is not counted.",
+        (
+            f"drafts leave out {options.skip:.0%} of the layers; acceptance {options.acceptance:.2f}, {given}. Lookup "
+            "is not counted."
+        ),
         (
             f"assumed, not measured: {options.hop_us:g} us for a hop between stages, {options.all_reduce_us:g} us and "
             f"more for an all-reduce; prompts are read {options.max_num_batched_tokens} tokens between two rounds"

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -16,7 +15,6 @@ from rayspec.cli import app
 from rayspec.ops.doctor.cluster import (
     Node,
     NodeFacts,
-    Peer,
     check_agreement,
     check_counted_gpus,
     cluster_findings,
@@ -76,17 +74,6 @@ def test_a_cluster_that_is_not_there_is_a_problem_and_no_traceback(scheme: str) 
     assert f"nothing answers at {scheme}127.0.0.1:{port}" in finding.found
 
 
-def test_a_peer_is_told_from_another_program() -> None:
-    ours, stranger = Peer(b"x" * 32, "127.0.0.1"), Peer(b"y" * 32, "127.0.0.1")
-    took = ours.call(ours.where())
-    assert isinstance(took, float)
-    assert 0 < took < 5
-    assert isinstance(stranger.call(ours.where()), str)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        gone = listener.getsockname()[:2]
-    assert "refused" in str(ours.call(gone))
-
-
 def test_a_node_tells_of_itself(tmp_path: Path) -> None:
     facts = describe_node(checkpoint("llama"))
     assert len(facts.fingerprint) == 16
@@ -104,7 +91,7 @@ def test_the_command_is_quick_and_says_what_it_found(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "found.json").read_text())
     assert saved["ok"] is True
-    assert {"python", "packages", "GPUs", "model files"} <= {each["name"] for each in saved["findings"]}
+    assert {"packages", "GPUs", "model files"} <= {each["name"] for each in saved["findings"]}
     assert "cluster" not in {each["name"] for each in saved["findings"]}
 
 
@@ -137,14 +124,11 @@ def test_the_nodes_of_a_real_cluster_are_looked_at(ray_environment: None, tmp_pa
     """In a process of its own, which starts a cluster of three nodes and attaches to it."""
     script, report = Path(__file__).parent / "three_nodes.py", tmp_path / "report.json"
     subprocess.run([sys.executable, script, report], check=True, timeout=550)
-    received: dict[str, Any] = json.loads(report.read_text())
-    statuses = {each["name"]: each["status"] for each in received["findings"]}
+    statuses = {each["name"]: each["status"] for each in json.loads(report.read_text())}
     assert statuses["cluster"] == "ok"
     assert statuses["model on all nodes"] == "ok"
-    assert statuses["nodes reach one another"] in ("ok", "warning")  # slow where others use the machine
+    assert statuses["nodes reach one another"] == "ok"
     assert statuses["NCCL between nodes"] == "skipped"
     assert {"ray on all nodes", "torch on all nodes", "rayspec on all nodes"} <= set(statuses)
     assert "problem" not in statuses.values()
     assert sum(name.endswith("model files") for name in statuses) == 3
-    assert received["all_reduce"]["status"] == "ok"
-    assert "3 nodes" in received["all_reduce"]["found"]

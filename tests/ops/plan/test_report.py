@@ -20,9 +20,9 @@ from rayspec.cli import app
 from rayspec.command.loading import load_llm
 from rayspec.config import EngineConfig
 from rayspec.model.sizes import model_sizes
-from rayspec.ops.plan.forecast import EFFICIENCIES, Forecaster, Ranking, evenly_kept
+from rayspec.ops.plan.forecast import Ranking, evenly_kept, forecast
 from rayspec.ops.plan.gpus import parse_gpus
-from rayspec.ops.plan.latency import Cut, Predicted, load_profile, profiled, roofline
+from rayspec.ops.plan.latency import EFFICIENCY, Cut, Predicted, load_profile, profiled, roofline
 from rayspec.ops.plan.layouts import Layout, layouts
 from rayspec.ops.plan.options import PlanOptions
 from rayspec.ops.plan.placement import placed_dtype
@@ -37,9 +37,7 @@ LLAMA = {"8B": LLAMA_8B, "70B": LLAMA_70B, "405B": LLAMA_405B}
 ONE_LAYER = {name: LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 1}) for name, config in LLAMA.items()}
 
 
-def predicted(
-    size: str, gpu: str, *, tensor: int = 1, quantization: Any = None, context: int = 16384, efficiency: float = 1.0
-) -> Predicted:
+def predicted(size: str, gpu: str, *, tensor: int = 1, quantization: Any = None, context: int = 16384) -> Predicted:
     """All layers on one group of GPUs, whether they fit or not."""
     config = LLAMA[size]
     dtype = placed_dtype("auto", config)
@@ -54,38 +52,27 @@ def predicted(
         itemsize=2,
         context=context,
         hop_s=0.0,
-        all_reduce_s=10e-6,
+        all_reduce_s=10e-6 / EFFICIENCY,
     )
-    return roofline(cut, efficiency)
+    return roofline(cut)
 
 
 def step_ms(model: LatencyModel, *, context: int, batch: int) -> float:
-    """As the simulator has it."""
+    """As the simulator has it, had the GPU all of its bandwidth."""
     work = SimulatedLoad(prompt_tokens=context, output_tokens=None, concurrency=batch)
-    return 1000 * simulate(model, work, num_tokens=batch).round_s
+    return 1000 * EFFICIENCY * simulate(model, work, num_tokens=batch).round_s
 
 
 @pytest.mark.parametrize(
     ("size", "quantization", "gpu", "context", "batch", "milliseconds"),
     [  # bytes over bandwidth, worked out apart from the code
         ("8B", None, "H200", 1024, 1, 3.2),
-        ("8B", None, "H200", 16384, 1, 3.6),
-        ("8B", None, "H200", 131072, 1, 6.7),
-        ("8B", None, "H200", 16384, 32, 17.4),
         ("8B", None, "H200", 131072, 8, 31.8),
-        ("8B", None, "H100", 16384, 1, 5.1),
-        ("8B", "fp8", "H200", 16384, 8, 5.3),
-        ("8B", "fp8", "H100", 16384, 1, 3.0),
         ("70B", None, "H200", 1024, 1, 29.0),
         ("70B", None, "H200", 16384, 8, 37.9),
-        ("70B", None, "H200", 131072, 32, 315),
-        ("70B", None, "H100", 16384, 1, 43.1),
         ("70B", "fp8", "H200", 16384, 32, 50.5),
-        ("70B", "fp8", "H100", 16384, 1, 22.7),
         ("405B", None, "H200", 16384, 32, 225),
-        ("405B", None, "H100", 16384, 1, 244),
         ("405B", "fp8", "H200", 131072, 8, 197),
-        ("405B", "fp8", "H100", 16384, 1, 124),
     ],
 )
 def test_a_step_is_what_the_table_of_floors_has(
@@ -109,19 +96,15 @@ def test_sublayers_are_what_the_table_of_sublayers_has(
     size: str, context: int, batch: int, attention_us: float, mlp_us: float
 ) -> None:
     seconds = predicted(size, "H200").decode.sublayers_s(rows=batch, context=context, batch=batch)
-    assert 1e6 * seconds[0] == pytest.approx(attention_us, rel=0.03)
-    assert 1e6 * seconds[1] == pytest.approx(mlp_us, rel=0.02)
+    assert 1e6 * EFFICIENCY * seconds[0] == pytest.approx(attention_us, rel=0.03)
+    assert 1e6 * EFFICIENCY * seconds[1] == pytest.approx(mlp_us, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("size", "quantization", "tensor", "milliseconds"),
     [
-        ("70B", None, 2, 16.6),
-        ("70B", None, 4, 9.1),
         ("70B", None, 8, 5.4),
-        ("8B", None, 2, 2.4),
         ("8B", None, 8, 1.1),
-        ("405B", "fp8", 4, 24.1),
         ("405B", "fp8", 8, 13.3),
     ],
 )
@@ -130,7 +113,7 @@ def test_tensor_parallel_steps_are_the_tables_and_the_part_of_the_head_that_ever
 ) -> None:
     """The table splits the LM head over the ranks, which ours does not."""
     model = predicted(size, "H200", tensor=tensor, quantization=quantization).decode
-    head_ms = 1000 * model.head_s(1) * (1 - 1 / tensor)
+    head_ms = 1000 * EFFICIENCY * model.head_s(1) * (1 - 1 / tensor)
     assert step_ms(model, context=16384, batch=1) - head_ms == pytest.approx(milliseconds, rel=0.03)
 
 
@@ -144,13 +127,6 @@ def test_prompts_are_bound_by_arithmetic() -> None:
     assert sum(found.prefill.sublayers_s(rows=rows, context=8000, batch=1)) == pytest.approx(expected_s, rel=0.01)
 
 
-def test_a_lower_share_of_the_bandwidth_takes_longer_and_keeps_the_arithmetic() -> None:
-    full, less = (predicted("8B", "H100", efficiency=efficiency) for efficiency in (1.0, 0.5))
-    assert step_ms(less.decode, context=1, batch=1) == pytest.approx(2 * step_ms(full.decode, context=1, batch=1))
-    many = [found.decode.sublayers_s(rows=4096, context=0, batch=1).sum() for found in (full, less)]
-    assert many[0] == pytest.approx(many[1], rel=0.01)
-
-
 def test_a_window_limits_what_attention_reads() -> None:
     config = ONE_LAYER["8B"]
     sizes = model_sizes(config, dtype=placed_dtype("auto", config))
@@ -159,11 +135,11 @@ def test_a_window_limits_what_attention_reads() -> None:
         config=config, sizes=replace(sizes, layers=(layer,)), layers=[range(1)], gpus=parse_gpus("H100"), tensor=1,
         quantization=None, itemsize=2, context=4096, hop_s=0.0, all_reduce_s=0.0,
     )  # fmt: skip
-    model = roofline(cut, 1.0).decode
+    model = roofline(cut).decode
     reading_s = sum(
         model.sublayers_s(rows=1, context=context, batch=1)[0] * sign for context, sign in ((4096, 1), (0, -1))
     )
-    assert reading_s * 3350e9 == pytest.approx(layer.kv_bytes_per_token * 1024)
+    assert reading_s * 3350e9 * EFFICIENCY == pytest.approx(layer.kv_bytes_per_token * 1024)
 
 
 SMALL = llama(64, 6, 4, 128)
@@ -202,15 +178,16 @@ def test_replicas_on_unlike_gpus_are_told_apart() -> None:
         ("2xH200-141G", 1),
         ("2xA100-80G", 1),
     ]
-    mixed = Forecaster(SMALL, options(gpus="2xH200,2xA100-80G"), None).candidate(layout)
+    mixed = forecast(SMALL, options(gpus="2xH200,2xA100-80G"), layout)
     alone = [
-        Forecaster(SMALL, options(gpus=gpus, concurrency=4), None).candidate(
-            found_layouts(gpus, concurrency=4, gpus_per_node=1)["2 x 1 x 1"]
+        forecast(
+            SMALL,
+            options(gpus=gpus, concurrency=4),
+            found_layouts(gpus, concurrency=4, gpus_per_node=1)["2 x 1 x 1"],
         )
         for gpus in ("2xH200", "2xA100-80G")
     ]
-    total = sum(one.plain.tokens_per_s.middle for one in alone)
-    assert mixed.plain.tokens_per_s.middle == pytest.approx(total)
+    assert mixed.plain.tokens_per_s == pytest.approx(sum(one.plain.tokens_per_s for one in alone))
 
 
 def test_layers_left_out_are_spread_evenly() -> None:
@@ -225,20 +202,8 @@ def plan_8b() -> Ranking:
     return make_plan(LLAMA["8B"], options(gpus="2xH100-80G", context=2048, concurrency=4, price=2.0))
 
 
-def test_ranges_hold_what_is_likely(plan_8b: Ranking) -> None:
-    for candidate in plan_8b.candidates:
-        for outcome in (candidate.plain, candidate.drafted):
-            assert outcome is not None
-            spread = outcome.tokens_per_s
-            assert spread.low <= spread.middle <= spread.high
-            assert spread.low < spread.high
-        low, middle, high = (getattr(candidate.plain.tokens_per_s, end) for end in ("low", "middle", "high"))
-        assert low / middle >= EFFICIENCIES[0] / EFFICIENCIES[1] * 0.99
-        assert high / middle <= EFFICIENCIES[2] / EFFICIENCIES[1] * 1.01
-
-
 def test_what_is_best_depends_on_the_goal(plan_8b: Ranking) -> None:
-    rates = [candidate.best.tokens_per_s.middle for candidate in plan_8b.candidates]
+    rates = [candidate.best.tokens_per_s for candidate in plan_8b.candidates]
     assert rates == sorted(rates, reverse=True)
     fast = make_plan(LLAMA["8B"], plan_8b.options.replace(goal="latency"))
     assert fast.candidates[0].layout.tensor == 2, "all memory reads for one request"
@@ -246,7 +211,7 @@ def test_what_is_best_depends_on_the_goal(plan_8b: Ranking) -> None:
     dollars = [one.best.dollars(one.layout.num_gpus, 2.0) for one in cheap.candidates]
     assert dollars == sorted(dollars)
     first = cheap.candidates[0]
-    per_hour = 3600 * first.best.tokens_per_s.middle
+    per_hour = 3600 * first.best.tokens_per_s
     assert dollars[0] == pytest.approx(first.layout.num_gpus * 2.0 / per_hour * 1e6)
 
 
@@ -269,8 +234,7 @@ def test_a_profile_takes_the_place_of_rooflines(tmp_path: Path) -> None:
     assert alone["2 x 1 x 1"] == pytest.approx(alone["1 x 1 x 2"] + profile.overhead_s, rel=0.01)
     halved = 12 * (0.5e-3 + 10e-6) + 1e-3 + 1e-4
     assert alone["1 x 2 x 1"] == pytest.approx(halved, rel=0.02)
-    spread = report.candidates[0].plain.tokens_per_s
-    assert spread.low == pytest.approx(spread.middle / 1.2)
+    assert any("as measured on some GPU" in str(part) for part in plan_table(report).renderables)
 
 
 def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -314,7 +278,7 @@ def test_the_command_recommends_and_saves(run: Run, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "recommended for throughput" in result.stdout
     assert "how sure: not very" in result.stdout
-    assert "0.90 (0.85 to 0.95), as published" in result.stdout
+    assert "0.90, as published for drafts like these (0.85 to 0.95)" in " ".join(result.stdout.split())
     saved = json.loads((tmp_path / "out" / "p.json").read_text(encoding="utf-8"))
     assert [one["num_gpus"] for one in saved["candidates"]] == [2, 2, 2]
     assert saved["candidates"][0]["plain"]["dollars_per_million_tokens"] > 0
@@ -343,6 +307,14 @@ def test_a_model_with_an_image_tower_is_planned_whole(run: Run, tmp_path: Path) 
     saved = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))
     assert [(one["stages"], one["tensor"], one["replicas"]) for one in saved["candidates"]] == [(1, 1, 4)]
     assert saved["candidates"][0]["drafted"] is None
+
+
+def test_a_model_whose_layers_differ_is_refused_in_one_sentence(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "dots3_note"}')
+    result = run("--model", tmp_path, "--gpus", "2xH100", "--context", 256, "--output-tokens", 16)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: model type 'dots3_note' cannot be planned: its layers differ in")
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_the_command_fails_where_nothing_fits(run: Run, tmp_path: Path) -> None:
@@ -413,10 +385,3 @@ def test_profiled_ranks_share_everything_but_the_head() -> None:
     assert model.curves["head"] == profile_of(6).curves["head"]
     assert model.curves["attention"].kv_s == 0.5e-8
     assert model.curves["mlp"].base_s == pytest.approx((0.5e-3 + 1e-5, 1e-3 + 1e-5), rel=1e-3)
-
-
-def test_people_are_told_how_sure_it_is(plan_8b: Ranking) -> None:
-    assert plan_8b.measured_on is None
-    assert any("rooflines" in str(part) for part in plan_table(plan_8b).renderables)
-    measured = replace(plan_8b, measured_on="some GPU")
-    assert any("as measured on some GPU" in str(part) for part in plan_table(measured).renderables)
