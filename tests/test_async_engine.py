@@ -51,13 +51,6 @@ def test_streams_beside_one_another_add_up(engine: AsyncEngine) -> None:
         assert pieces[-1].metrics.num_draft_tokens > 0
 
 
-def test_a_prompt_at_fault_is_the_only_piece(engine: AsyncEngine) -> None:
-    (piece,) = asyncio.run(_streamed(engine, [], PARAMS))
-    assert piece.finished
-    assert piece.error is not None
-    assert piece.error.kind == "empty_prompt"
-
-
 def test_closing_and_cancelling_abort_the_request(engine: AsyncEngine) -> None:
     (prompt,) = demo_prompts(1, 6)
 

@@ -85,12 +85,6 @@ def test_a_progress_bar_may_be_the_callers_own(llm: LLM, capsys: pytest.CaptureF
     assert capsys.readouterr() == ("", "")  # no terminal
 
 
-def test_no_limit_of_tokens_is_the_end_of_the_context(llm: LLM) -> None:
-    prompt = {"prompt_token_ids": [30] * 1000}
-    (output,) = llm.generate(prompt, GREEDY.replace(max_tokens=None, ignore_eos=True))
-    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (24, "length")
-
-
 def test_a_checkpoint_is_run_with_its_generation_config(tmp_path: Path) -> None:
     model = build("llama")
     model.generation_config = GenerationConfig(
@@ -136,14 +130,6 @@ def test_prompts_are_texts_or_tokens(llm: LLM) -> None:
     assert (one.prompt, three.prompt) == (text, None)
     assert llm.generate(text, GREEDY)[0].outputs[0].text == one.outputs[0].text
     assert llm.generate({"prompt_token_ids": tokens}, GREEDY)[0].outputs[0].text == one.outputs[0].text
-
-
-def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
-    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (1, 4, 2)]
-    outputs = llm.generate(["one", "two", "three"], params)
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 4, 2]
-    with pytest.raises(ConfigError, match="2 sampling params for 3 prompts"):
-        llm.generate(["one", "two", "three"], params[:2])
 
 
 def test_a_stream_takes_no_more_than_it_can_use(llm: LLM) -> None:
@@ -367,8 +353,9 @@ BAD_PROMPTS: list[tuple[Any, type[Exception], str]] = [
 
 def test_a_bad_prompt_is_an_output_with_an_error_at_its_place(llm: LLM) -> None:
     prompts: list[Any] = ["ok", *(prompt for prompt, _, _ in BAD_PROMPTS), {"prompt_token_ids": torch.tensor([5, 6])}]
-    good, *bad, other = llm.generate(prompts, SHORT)
+    good, *bad, other = llm.generate(prompts, [SHORT.replace(max_tokens=None)] + [SHORT] * (len(prompts) - 1))
     assert (good.error, other.error, other.prompt_token_ids) == (None, None, (5, 6))
+    assert len(good.outputs[0].token_ids) > 6 >= len(other.outputs[0].token_ids), "each prompt has its own parameters"
     for output, (_, error, message) in zip(bad, BAD_PROMPTS, strict=True):
         assert type(output.error) is error
         assert re.search(message, str(output.error))
@@ -420,6 +407,7 @@ def test_messages_mean_what_they_mean_at_the_endpoint(llm: LLM) -> None:
         (lambda llm: llm.generate("a", params=SHORT), "argument 'params' is called 'sampling_params', as in vLLM"),
         (lambda llm: llm.chat(_messages(1)[0], tools=[{}]), r"argument 'tools' is \[\{\}\], which is not supported"),
         (lambda llm: llm.generate("a", lora_reqest=None), "unknown argument 'lora_reqest'"),
+        (lambda llm: llm.generate(["a", "b", "c"], [GREEDY, SHORT]), "2 sampling params for 3 prompts"),
         (lambda llm: llm.generate(["a", "b"], [GREEDY, None]), r"params has None: give SamplingParams\("),
         (lambda llm: llm.chat("hi"), "messages is 'hi': give a list"),
         (lambda llm: llm.stream(5), "requests is 5: give Request objects"),

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from importlib import metadata
@@ -13,10 +12,6 @@ import rayspec
 from rayspec.cli import LAZY, lazy_command
 
 ROOT = Path(__file__).parent.parent
-
-
-def test_the_installed_version_is_the_package_s() -> None:
-    assert metadata.version("rayspec") == rayspec.__version__
 
 
 def test_constraints_allow_what_is_required() -> None:
@@ -117,9 +112,3 @@ def test_the_command_line_summarizes_without_the_extras_and_its_jobs_name_theirs
         2,
         "error: package 'ray' is not installed here: run `pip install 'rayspec[ray]'`",
     )
-
-
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "lint", "bench"])
-def test_the_makefile_has_the_targets_of_the_readme(target: str) -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert re.search(rf"^{target}:.*## ", makefile, re.MULTILINE)

@@ -57,21 +57,15 @@ def test_an_answer_of_a_client_can_be_sent_back() -> None:
     [
         ("hi", "0", "it is 'hi'; give {'role'"),
         ({"content": "x"}, "0.role", "it is None; give one of system, developer, user, assistant, tool"),
-        ({"role": ["user"], "content": "x"}, "0.role", "it is ['user']"),
         ({"role": "user"}, "0.content", "it is required"),
         ({"role": "user", "content": 5}, "0.content", "it is 5; give a text"),
-        ({"role": "user", "content": b"x"}, "0.content", "it is b'x'"),
-        ({"role": "user", "content": float("nan")}, "0.content", "it is nan"),
         ({"role": "user", "content": ["x"]}, "0.content", "a part is 'x'"),
-        ({"role": "user", "content": [None]}, "0.content", "a part is None"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "0.content", "type 'image_url' is not"),
         ({"role": "user", "content": [{"type": "text"}]}, "0.content", "must have a 'text'"),
         ({"role": "user", "content": [{"type": "text", "text": "x", "citations": [1]}]}, "0.content", "'citations'"),
         ({"role": "user", "content": "\ud800"}, "0.content", "half of a surrogate pair"),
         ({"role": "user", "content": "x", "name": 5}, "0.name", "must be text"),
-        ({"role": "tool", "content": "x", "tool_call_id": 5}, "0.tool_call_id", "must be text"),
         (CALLS | {"tool_calls": "x"}, "0.tool_calls", "give a list"),
-        (CALLS | {"tool_calls": [None]}, "0.tool_calls.0", "it is None"),
         (CALLS | {"tool_calls": [{"function": {}}]}, "0.tool_calls.0", "give {'function'"),
         (
             CALLS | {"tool_calls": [{"function": {"name": "f", "arguments": 5}}]},
@@ -79,7 +73,6 @@ def test_an_answer_of_a_client_can_be_sent_back() -> None:
             "5",
         ),
         (CALLS | {"extra": {"at": [object()]}}, "0.extra.at.0", "a value that JSON has"),
-        (CALLS | {"extra": {5: "x"}}, "0.extra", "a value that JSON has"),
     ],
 )
 def test_what_is_no_message_is_refused_by_name(message: Any, field: str, problem: str) -> None:
@@ -90,7 +83,7 @@ def test_what_is_no_message_is_refused_by_name(message: Any, field: str, problem
     assert str(caught.value).startswith(f"messages.{field}: ")
 
 
-@pytest.mark.parametrize("conversation", ["hi", b"hi", {"role": "user"}, None, 5, float("nan"), []])
+@pytest.mark.parametrize("conversation", ["hi", {"role": "user"}, None, []])
 def test_what_is_no_conversation_is_refused(conversation: Any) -> None:
     with pytest.raises(InvalidMessagesError, match="the conversation"):
         read_conversation(conversation)

@@ -14,8 +14,6 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -40,7 +38,6 @@ BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
     "llama-biased": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)),
     "mistral-other-head-size": lambda: MistralForCausalLM(MistralConfig(**SHAPE, head_dim=16, sliding_window=8)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)),
 }
 
@@ -59,8 +56,7 @@ def random_model(name: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("name", "k"), list(zip(BUILDERS, (1, 2, 3, 2), strict=True)))
 def test_widened_models_give_the_same_logits(name: str, k: int) -> None:
     model = random_model(name)
     wide = widen(model, k)
@@ -73,10 +69,9 @@ def test_widened_models_give_the_same_logits(name: str, k: int) -> None:
     assert model.config.hidden_size == 32
 
 
-@pytest.mark.parametrize("k", [2, 3])
-def test_the_widened_bundled_model_writes_the_same_text(k: int) -> None:
+def test_the_widened_bundled_model_writes_the_same_text() -> None:
     model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
-    wide = widen(model, k)
+    wide = widen(model, 2)
     tokenizer, prompt = load_tokenizer(), sample_tasks("summary", 1, size=12)[0].prompt
     inputs = tokenizer(prompt, return_tensors="pt")
     with torch.inference_mode():
