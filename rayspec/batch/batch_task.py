@@ -104,13 +104,15 @@ class BatchFiles:
             with folder.join(name).writing() as file:
                 for row in rows():
                     if (row.error_kind is not None) == failed:
-                        line = row.text if row.text is not None else _unanswered(row, custom_ids.get(row.id))
+                        line = row.text
+                        if line is None:  # the request has no answer
+                            error = BatchError(
+                                code=row.error_kind or "", message=row.error or "", param=None, line=None
+                            )
+                            line = BatchResult(
+                                id=row.id, custom_id=custom_ids.get(row.id), response=None, error=error
+                            ).json_line()
                         file.write(line.encode())
-
-
-def _unanswered(row: Row, custom_id: str | None) -> str:
-    error = BatchError(code=row.error_kind or "", message=row.error or "", param=None, line=None)
-    return BatchResult(id=row.id, custom_id=custom_id, response=None, error=error).json_line()
 
 
 def _error_code(result: BatchResult) -> str:

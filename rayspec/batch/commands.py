@@ -89,7 +89,6 @@ def summarize(
             rows=[input_row(sample.id, source=sample.id, text=sample.text) for sample in samples],
             limit=options.limit,
             sample=options.sample,
-            references={sample.id: sample.summary for sample in samples if sample.summary is not None},
         )
         _run_documents(context, task, source, output, options, name="summaries", text_column="summary")
 
@@ -196,8 +195,6 @@ def _run_documents(
         table.add_row(*cells)
     console = output_console()
     console.print(table)
-    if report.num_reference_lines:
-        console.print(f"{report.num_exact_lines} of {report.num_reference_lines} reference lines are exact")
     folder, file, _ = output_places(output, None)
     where = f"rows are in {file}, report and picture" if file is not None else "rows, report and picture"
     console.print(f"{where} are in {folder}", soft_wrap=True)

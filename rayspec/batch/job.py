@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -47,8 +47,7 @@ _REPORT_FILES = (CONFIG_NAME, "report.md", PLOT_NAME)
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """The rows of a job: those in the files `inputs`, or else `rows`. refused: rows that failed before they could be
-    read. limit: number of rows to take from the beginning. sample: share of these rows to take. references: right texts
-    by row id, for the report."""
+    read. limit: number of rows to take from the beginning. sample: share of these rows to take."""
 
     inputs: Sequence[str] | InputFiles = ()
     columns: Columns = field(default_factory=Columns)
@@ -56,7 +55,6 @@ class Source:
     refused: Sequence[Row] = ()
     limit: int | None = None
     sample: float | None = None
-    references: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:
@@ -252,7 +250,7 @@ class Job:
         written, CheckpointError, and SystemExit on SIGTERM.
         """
         location, merged, file_format = output_places(self.output, self.options.format)
-        report, drain = RunReport(references=source.references), Drain(self.options.drain_s)
+        report, drain = RunReport(), Drain(self.options.drain_s)
         with (
             RunFolder(
                 location,

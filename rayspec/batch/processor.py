@@ -115,7 +115,7 @@ class Processor:
     ) -> None:
         self._config = config
         self._task: RowTask = PreparedRowTask(settings=Settings(engine=config.engine, sampling=SamplingParams()))
-        self._functions = RowFunctions(preprocess, postprocess, config.should_continue_on_error)
+        self._functions = preprocess, postprocess
         self._supervisor: Any = None
 
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
@@ -136,7 +136,7 @@ class Processor:
             .repartition(target_num_rows_per_block=self._config.batch_size)
             .map(
                 client,
-                fn_constructor_args=[self._supervisor, self._functions],
+                fn_constructor_args=[self._supervisor, *self._functions, self._config.should_continue_on_error],
                 compute=ray.data.ActorPoolStrategy(
                     size=1, max_tasks_in_flight_per_actor=num_blocks, max_concurrent_calls_per_actor=num_blocks
                 ),
@@ -163,40 +163,37 @@ class Processor:
         self.shutdown()
 
 
-@dataclass(frozen=True, slots=True)
-class RowFunctions:
-    """The user's functions. should_continue: a row on which they or the engine fail gets an error column."""
-
-    preprocess: RowFunction | None
-    postprocess: RowFunction | None
-    should_continue: bool
-
-
 class RowClient:
-    """Carries rows to the engine's supervisor and back, inside Ray Data."""
+    """Carries rows to the engine's supervisor and back, inside Ray Data. should_continue: a row on which the user's
+    functions or the engine fail gets an error column."""
 
-    def __init__(self, supervisor: Any, functions: RowFunctions) -> None:
+    def __init__(
+        self,
+        supervisor: Any,
+        preprocess: RowFunction | None,
+        postprocess: RowFunction | None,
+        should_continue: bool,
+    ) -> None:
         self._supervisor = supervisor
-        self._functions = functions
+        self._preprocess, self._postprocess, self._should_continue = preprocess, postprocess, should_continue
         ray.wait([supervisor.begin.remote()])  # if the engine cannot be started, each row reports why
 
     async def __call__(self, row: Row) -> Row:
-        functions = self._functions
         try:
-            ready = row | (functions.preprocess(dict(row)) if functions.preprocess else {})
+            ready = row | (self._preprocess(dict(row)) if self._preprocess else {})
             try:
                 done: Row = ready | await answer(self._supervisor.handle.remote(plain_values(ready)))
             except RayActorError:
                 raise EngineDeadError("the processor was shut down before the dataset was done") from None
             if not done[ERROR_COLUMN]:
-                return functions.postprocess(done) if functions.postprocess else done
+                return self._postprocess(done) if self._postprocess else done
         except EngineDeadError:
             raise
         except Exception as error:
-            if not functions.should_continue:
+            if not self._should_continue:
                 raise
             return row | {ERROR_COLUMN: _text_of(error)}
-        if not functions.should_continue:
+        if not self._should_continue:
             raise RequestError(done[ERROR_COLUMN])
         return done
 

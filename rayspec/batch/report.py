@@ -13,7 +13,6 @@ from typing import Any
 from rayspec.batch.progress import Tally
 from rayspec.batch.rows import Row
 from rayspec.choices import described
-from rayspec.demo import exact_lines
 from rayspec.types import EngineStats, PlanRecord
 
 PLOT_NAME = "skip-map.png"
@@ -25,16 +24,12 @@ _MARKUP = re.compile(r"[\\`*\[\]<>|~]|(?<![^\W_])_|_(?![^\W_])")
 class RunReport:
     """Collects rows as they come. At the end it writes `report.md` and, if matplotlib is here, the picture.
 
-    references: right texts by row id; the lines of the generated texts are compared with them. listed: table rows for
-    the first rows, under DOCUMENT_HEADINGS. examples: one error message for every kind.
+    listed: table rows for the first rows, under DOCUMENT_HEADINGS. examples: one error message for every kind.
     """
 
-    references: Mapping[str, str] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     listed: list[tuple[str, ...]] = field(default_factory=list)
     examples: dict[str, str] = field(default_factory=dict)
-    num_exact_lines: int = 0
-    num_reference_lines: int = 0
 
     def add(self, row: Row) -> None:
         self.tally.add(row)
@@ -47,25 +42,25 @@ class RunReport:
         `with_text` says whether with their texts. Only as many are read as the report needs.
         """
         self.tally.add_earlier(kinds)
-        final = (row for row in rows(with_text=bool(self.references)) if row.is_final)
-        for row in final if self.references else islice(final, _MAX_LISTED):
+        for row in islice((row for row in rows(with_text=False) if row.is_final), _MAX_LISTED):
             self._list(row)
 
     def _list(self, row: Row) -> None:
-        exact = self._compare(row)
         if row.error_kind is not None:
             self.examples.setdefault(row.error_kind, row.error or "")
         if len(self.listed) < _MAX_LISTED:
-            self.listed.append(_document_cells(row, exact))
-
-    def _compare(self, row: Row) -> tuple[int, int] | None:
-        reference = self.references.get(row.id)
-        if reference is None or row.text is None:
-            return None
-        exact, total = exact_lines(row.text, reference)
-        self.num_exact_lines += exact
-        self.num_reference_lines += total
-        return exact, total
+            # after the first token
+            rate = (row.num_output_tokens - 1) / row.decode_s if row.decode_s and row.num_output_tokens > 1 else None
+            self.listed.append(
+                (
+                    row.id,
+                    str(row.num_prompt_tokens or "-"),
+                    str(row.num_output_tokens or "-"),
+                    _number(rate),
+                    _share(row.acceptance_rate),
+                    row.error_kind or "",
+                )
+            )
 
     def write(self, folder: Path, *, stats: EngineStats, config: Mapping[str, Any], title: str) -> Path:
         """Write the report into `folder`, which must exist. Return the path of `report.md`."""
@@ -76,20 +71,29 @@ class RunReport:
             picture = f"![the drafts' plans]({PLOT_NAME})"
         except ModuleNotFoundError:
             picture = "The picture of the drafts' plans needs matplotlib: `pip install 'rayspec[plots]'`."
-        parts = [
-            f"# {_inert(title)}",
-            *self._summary(stats, config),
-            picture,
-            *self._errors(),
-            *self._documents(),
-            *_plans(stats),
-        ]
+        tally = self.tally
+        parts = [f"# {_inert(title)}", *self._summary(stats, config), picture]
+        if tally.errors:
+            kinds = [(kind, str(count), self.examples.get(kind, "")) for kind, count in tally.errors.most_common()]
+            parts += ["## Failed rows", _table(("kind", "rows", "for example"), kinds)]
+        parts += ["## Documents", _table(DOCUMENT_HEADINGS, self.listed)]
+        if more := tally.num_rows - len(self.listed):
+            parts.append(f"{more} more rows are in the output file.")
+        if stats.plans:
+            note = "Rates are of one sequence: as predicted, as measured in use, and as predicted without a draft."
+            parts += ["## Plans", note, _table(_PLAN_HEADINGS, map(_plan_cells, stats.plans[-_MAX_LISTED:]))]
         path = folder / "report.md"
         path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
         return path
 
     def _summary(self, stats: EngineStats, config: Mapping[str, Any]) -> list[str]:
         tally = self.tally
+        seconds = (
+            ("prefill", stats.prefill_s),
+            ("draft", stats.draft_s),
+            ("verify", stats.verify_s),
+            ("plan search", stats.optimise_s),
+        )
         lines = [
             ("rows", f"{tally.num_rows}, {tally.num_failed} failed"),
             ("prompt tokens", f"{tally.num_prompt_tokens}"),
@@ -100,13 +104,11 @@ class RunReport:
             ("draft acceptance", _share(stats.acceptance_rate)),
             ("tokens a drafted round", _number(stats.mean_accepted_length)),
             ("rounds", f"{stats.num_rounds}, {stats.num_plain_rounds} without a draft"),
-            *((f"time in {name}", _share(share)) for name, share in shares(stats).items()),
+            *((f"time in {name}", _share(part / stats.total_s if stats.total_s else None)) for name, part in seconds),
             ("drafting", stats.gate_reason or "-"),
         ]
         if stats.num_lost_replicas:
             lines.append(("replicas lost for good", str(stats.num_lost_replicas)))
-        if self.num_reference_lines:
-            lines.insert(1, ("lines of the references, exact", f"{self.num_exact_lines} of {self.num_reference_lines}"))
         speculation = config.get("speculation", {})
         setting = ", ".join(
             f"{name} {_inert(str(value))}"
@@ -121,60 +123,12 @@ class RunReport:
         )
         return [f"With {setting}.", _table(("what", "value"), lines)]
 
-    def _errors(self) -> list[str]:
-        if not self.tally.errors:
-            return []
-        rows = [(kind, str(count), self.examples.get(kind, "")) for kind, count in self.tally.errors.most_common()]
-        return ["## Failed rows", _table(("kind", "rows", "for example"), rows)]
 
-    def _documents(self) -> list[str]:
-        more = self.tally.num_rows - len(self.listed)
-        note = [f"{more} more rows are in the output file."] if more else []
-        return ["## Documents", _table(DOCUMENT_HEADINGS, self.listed), *note]
-
-
-DOCUMENT_HEADINGS = ("id", "prompt tokens", "output tokens", "tokens/s", "acceptance", "exact lines", "error")
-
-
-def shares(stats: EngineStats) -> dict[str, float | None]:
-    """Return the shares of the engine's time; each is None if no time was measured."""
-    total = stats.total_s
-    seconds = {
-        "prefill": stats.prefill_s,
-        "draft": stats.draft_s,
-        "verify": stats.verify_s,
-        "plan search": stats.optimise_s,
-    }
-    return {name: part / total if total else None for name, part in seconds.items()}
-
-
-def _rate(row: Row) -> float | None:
-    """Return the tokens per second after the first token."""
-    return (row.num_output_tokens - 1) / row.decode_s if row.decode_s and row.num_output_tokens > 1 else None
-
-
-def _document_cells(row: Row, exact: tuple[int, int] | None) -> tuple[str, ...]:
-    return (
-        row.id,
-        str(row.num_prompt_tokens or "-"),
-        str(row.num_output_tokens or "-"),
-        _number(_rate(row)),
-        _share(row.acceptance_rate),
-        "-" if exact is None else f"{exact[0]} of {exact[1]}",
-        row.error_kind or "",
-    )
-
-
-def _plans(stats: EngineStats) -> list[str]:
-    if not stats.plans:
-        return []
-    headings = (
-        "at, s", "context", "batch", "attention", "MLP", "draft", "acceptance", "observed",
-        "tokens/s", "measured", "plain", "search, ms", "why",
-    )  # fmt: skip
-    rows = [_plan_cells(record) for record in stats.plans[-_MAX_LISTED:]]
-    note = "Rates are of one sequence: as predicted, as measured in use, and as predicted without a draft."
-    return ["## Plans", note, _table(headings, rows)]
+DOCUMENT_HEADINGS = ("id", "prompt tokens", "output tokens", "tokens/s", "acceptance", "error")
+_PLAN_HEADINGS = (
+    "at, s", "context", "batch", "attention", "MLP", "draft", "acceptance", "observed",
+    "tokens/s", "measured", "plain", "search, ms", "why",
+)  # fmt: skip
 
 
 def _plan_cells(record: PlanRecord) -> tuple[str, ...]:
@@ -205,12 +159,8 @@ def _number(value: float | None) -> str:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *([_cell(value) for value in row] for row in rows)]
+    lines = [headings, ["---"] * len(headings), *([_inert(" ".join(cell.split())) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(value: str) -> str:
-    return _inert(" ".join(value.split()))
 
 
 def _inert(text: str) -> str:

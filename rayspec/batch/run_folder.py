@@ -22,13 +22,14 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import PurePosixPath
 from types import TracebackType
 from typing import Any, Final, Literal
 
+import msgspec
 import pyarrow as pa
 from typing_extensions import Self
 
@@ -52,8 +53,7 @@ _LEFT_TO_THE_ENGINE = ("auto", None)
 Status = Literal["running", "complete", "interrupted"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class Session(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a driver, with times in UTC. finished: None while the driver runs, and forever if it was killed."""
 
     run_id: str
@@ -63,33 +63,31 @@ class Session:
     finished: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of manifest.json. identity: the options that decide the content of the rows, as JSON values."""
 
     version: int = _MANIFEST_VERSION
     status: Status = "running"
-    identity: Mapping[str, Any]
+    identity: dict[str, Any]
     text_column: str
     file_format: FileFormat
-    sessions: Sequence[Session] = ()
-    rows: Mapping[str, Any] = field(default_factory=dict)
-    counts: Mapping[str, Any] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    sessions: tuple[Session, ...] = ()
+    rows: dict[str, Any] = {}
+    counts: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
 
     @classmethod
     def read(cls, location: Location) -> Manifest:
         """Read a manifest. Raises DamagedOutputError, OSError."""
         try:
-            content = json.loads(location.read())
-            return cls(**{**content, "sessions": tuple(Session(**session) for session in content["sessions"])})
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            return msgspec.json.decode(location.read(), type=cls)
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise DamagedOutputError(
                 f"{location}: not a manifest that can be read ({error}); choose another folder or pass --overwrite"
             ) from error
 
     def write(self, location: Location) -> None:
-        location.write(json.dumps(asdict(self), indent=2, ensure_ascii=False).encode() + b"\n")
+        location.write(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 
 def _check_equal(before: Manifest, fresh: Manifest, location: Location) -> None:
@@ -174,7 +172,7 @@ class RunFolder:
             raise ConfigError(
                 f"text_column is {text_column!r}, which is another column of the output: choose another name"
             )
-        fresh = Manifest(identity=json.loads(json.dumps(identity)), text_column=text_column, file_format=file_format)
+        fresh = Manifest(identity=msgspec.to_builtins(identity), text_column=text_column, file_format=file_format)
         self.location, self._merged = location, merged
         self._guard = threading.RLock()
         self._buffer: list[Row] = []
@@ -189,7 +187,7 @@ class RunFolder:
             self._parts = Parts(location.join(_ROWS), text_column=text_column)
             self._is_merged = before.status == "complete" and merged.exists and not self._parts.ignores_some
             session = Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
-            self._manifest = replace(before, status="running", sessions=(*before.sessions, session))
+            self._manifest = msgspec.structs.replace(before, status="running", sessions=(*before.sessions, session))
             self._manifest.write(location.join(MANIFEST))  # last: a folder that cannot be read stays unchanged
         except BaseException as error:
             self._release()
@@ -256,13 +254,13 @@ class RunFolder:
         """Yield the committed rows that count (see Parts). Raises DamagedOutputError."""
         return self._parts.rows(with_text=with_text)
 
-    def note(self, extra: Mapping[str, Any]) -> None:
+    def note(self, extra: dict[str, Any]) -> None:
         """Write further content of the manifest now, so that a run that is killed leaves it. Raises OutputError."""
         with self._guard, self._naming_output():
-            self._manifest = replace(self._manifest, extra=extra)
+            self._manifest = msgspec.structs.replace(self._manifest, extra=extra)
             self._manifest.write(self.location.join(MANIFEST))
 
-    def finish(self, counts: Mapping[str, Any]) -> None:
+    def finish(self, counts: dict[str, Any]) -> None:
         """Commit, merge the rows into one file if they are fewer than a million, and update the manifest.
 
         counts: further content of the manifest. The job is complete unless some rows are to be done again.
@@ -341,13 +339,13 @@ class RunFolder:
             self._timer.cancel()
             self._timer = None
 
-    def _end_session(self, status: Status, counts: Mapping[str, Any]) -> None:
+    def _end_session(self, status: Status, counts: dict[str, Any]) -> None:
         *before, session = self._manifest.sessions
         kinds = self.kinds
-        self._manifest = replace(
+        self._manifest = msgspec.structs.replace(
             self._manifest,
             status=status,
-            sessions=(*before, replace(session, finished=_now())),
+            sessions=(*before, msgspec.structs.replace(session, finished=_now())),
             rows={
                 "total": kinds.total(),
                 "succeeded": kinds[None],
@@ -377,7 +375,7 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
     if manifest.exists:
         previous = Manifest.read(manifest)
         if not parts_in(location.join(_ROWS)):
-            return replace(fresh, sessions=previous.sessions)
+            return msgspec.structs.replace(fresh, sessions=previous.sessions)
         _check_equal(previous, fresh, location)
         return previous
     if merged.exists and not merged.is_in(location):
