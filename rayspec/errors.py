@@ -77,7 +77,7 @@ class NonFiniteLogitsError(RequestError):
 
 
 class OutOfMemoryError(RequestError):
-    """The KV arena or the device cannot hold this sequence."""
+    """The KV cache or the device cannot hold this sequence."""
 
     kind = "out_of_memory"
 

@@ -31,7 +31,7 @@ from rayspec.machine import num_cores, user_folder
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.fast_dtype import in_fast_dtype
 from rayspec.model.generation_config import eos_token_ids, generation_defaults
-from rayspec.model.kv_arena import CacheSize, whole_pages
+from rayspec.model.kv_cache import CacheSize, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.threads import Threads, asked_threads, in_thread_of_its_own, on_device
 from rayspec.model.weights import load_tokenizer, resolve_device, vocab_size

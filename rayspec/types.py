@@ -162,7 +162,7 @@ class EngineStats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """The present load of an engine. num_running, num_waiting: sequences, of which a request with n > 1 has several.
-    Tokens are slots of the KV arena."""
+    Tokens are slots of the KV cache."""
 
     num_running: int
     num_waiting: int

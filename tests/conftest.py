@@ -134,7 +134,7 @@ def latency_profiles() -> Iterator[None]:
 
     def measure_once(runner: Any, offloaded: Any = None, budget_s: float | None = None) -> Any:
         sublayers = list(offloaded.sublayers) if offloaded else []
-        key = json.dumps([profile.profile_key(runner), sublayers, runner.arena.num_slots], sort_keys=True)
+        key = json.dumps([profile.profile_key(runner), sublayers, runner.cache.num_slots], sort_keys=True)
         if key not in kept:
             kept[key] = measure(runner, offloaded)
         return kept[key]

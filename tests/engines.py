@@ -33,7 +33,7 @@ from rayspec.decode.work import KeepDrafting, Pass, Result, Round, RoundEntry, R
 from rayspec.generation import GenerationDefaults
 from rayspec.model.architecture import Decomposition
 from rayspec.model.graphs import StepGraphs
-from rayspec.model.kv_arena import PAGE_SIZE, KeyBudget, KeyBudgets, KVArena
+from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache
 from rayspec.model.row_counts import FIXED
 from rayspec.model.static_rows import StepBuffers
 from rayspec.model.static_step import StaticStep
@@ -51,7 +51,7 @@ ALL_CHOICES = combinations(("skip", "int8", "int4", "window", "pages"))
 @contextmanager
 def tiny_budgets() -> Iterator[None]:
     """Arenas that are made meanwhile have these budgets, wherever they are loaded."""
-    with patch.object(loading, "KVArena", partial(KVArena, budgets=TINY_BUDGETS)):
+    with patch.object(loading, "KVCache", partial(KVCache, budgets=TINY_BUDGETS)):
         yield
 
 
@@ -152,9 +152,9 @@ class RandomPlans:
         return None
 
 
-def step_buffers(parts: Decomposition, arena: KVArena, *, max_places: int) -> StepBuffers:
+def step_buffers(parts: Decomposition, cache: KVCache, *, max_places: int) -> StepBuffers:
     return StepBuffers(
-        arena,
+        cache,
         max_rows=1024,
         max_sequences=16,
         max_places=max_places,
@@ -230,7 +230,7 @@ def engine_with(
         max_rows=max_draft_tokens + num_beside,
         is_forced=has_windowed_store,
     )
-    arena = KVArena(
+    cache = KVCache(
         parts.shapes,
         config.kv_cache_tokens,
         num_windowed_slots=windowed.pool.num_pages * PAGE_SIZE if windowed else 0,
@@ -241,11 +241,11 @@ def engine_with(
         budgets=TINY_BUDGETS,
         notes_pages=any(keys_of(choice) == "pages" for choice in choices),
     )
-    buffers = step_buffers(parts, arena, max_places=max_model_len + 64) if is_static or capture else None
+    buffers = step_buffers(parts, cache, max_places=max_model_len + 64) if is_static or capture else None
     graphs = capture(StaticStep(parts, buffers)) if capture and buffers else None
     vocab_size = int(parts.config.get_text_config().vocab_size)
     stages = LocalStages(
-        Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices),
+        Runner(parts, cache, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices),
         vocab_size=vocab_size,
         verification=verification,  # type: ignore[arg-type]
         num_tap_tokens=config.num_tap_tokens,

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from rayspec.choices import Weights
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import Decomposition, decompose
-from rayspec.model.bodies import fuse
+from rayspec.model.fused import fuse
 from rayspec.model.weights import load_model
 
 VOCAB_SIZE = 199

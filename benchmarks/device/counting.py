@@ -17,9 +17,9 @@ from rayspec.bench.selfcheck.models import Prepared, prepare
 from rayspec.choices import FULL, SKIP, Choices
 from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import AttentionKind, Heads
-from rayspec.model.bodies import AttentionBody, GatedBody
 from rayspec.model.cuda.operations import gated
-from rayspec.model.kv_arena import PAGE_SIZE, LayerShape
+from rayspec.model.fused import FusedAttention, FusedMlp
+from rayspec.model.kv_cache import PAGE_SIZE, LayerShape
 from rayspec.model.matrices import Matrix
 from rayspec.model.norms import RmsNorm
 from rayspec.model.rows import RowSpan, one_run
@@ -138,7 +138,7 @@ def _attention(layer: Any, shape: ModelShape) -> Sublayer:
         norms=(_norm(block.q_norm), _norm(block.k_norm)) if has_norms else None,
         kind=AttentionKind(shape.head_dim**-0.5, None, None),
     )
-    body = AttentionBody(
+    body = FusedAttention(
         sublayer=sublayer,
         pre_norm=_norm(layer.input_layernorm),
         projections=Matrix([block.q_proj, block.k_proj, block.v_proj], blocked=False),
@@ -151,7 +151,7 @@ def _attention(layer: Any, shape: ModelShape) -> Sublayer:
 def _mlp(layer: Any) -> Sublayer:
     block = layer.mlp
     sublayer = _sublayer(1, "mlp", block, layer.post_attention_layernorm)
-    body = GatedBody(
+    body = FusedMlp(
         sublayer=sublayer,
         pre_norm=_norm(layer.post_attention_layernorm),
         gate_up=Matrix([block.gate_proj, block.up_proj], blocked=False),

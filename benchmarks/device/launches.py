@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from rayspec.bench.selfcheck.models import Prepared
 from rayspec.choices import Choice
 from rayspec.model.rows import RowSpan
-from rayspec.model.static_rows import Filling
+from rayspec.model.static_rows import BatchMetadata
 
 # These copy numbers between device and host. A graph would repeat the numbers of its capture.
 HOST_OPERATIONS = frozenset(
@@ -91,7 +91,9 @@ def record_forward(
     runner = prepared.runner
     batch = runner.batch(spans, token_ids=token_ids)
     rows = batch.buckets[0][1]
-    static = prepared.buffers.hold(rows)[0] if prepared.buffers is not None and isinstance(rows, Filling) else None
+    static = None
+    if prepared.buffers is not None and isinstance(rows, BatchMetadata):
+        static, _ = prepared.buffers.hold(rows)
     with recorder:
         if static is not None:
             prepared.parts.rotate(static.residual[:, :1], static)

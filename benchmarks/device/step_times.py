@@ -14,10 +14,10 @@ from rayspec.bench.selfcheck.models import Prepared, bundled_model, prepare
 from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions
 from rayspec.choices import Choice, choices_of
 from rayspec.model.architecture import Decomposition, decompose
-from rayspec.model.bodies import fuse
 from rayspec.model.buckets import padded_rows
 from rayspec.model.cuda.trial import has_operators
-from rayspec.model.kv_arena import bytes_per_slot, whole_pages
+from rayspec.model.fused import fuse
+from rayspec.model.kv_cache import bytes_per_slot, whole_pages
 from rayspec.model.rows import RowSpan, one_run
 
 _WIDER, _WIDER_QUICK = 8, 4

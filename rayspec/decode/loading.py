@@ -18,12 +18,12 @@ from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
 from rayspec.machine import bytes_available
 from rayspec.model.architecture import Decomposition, max_positions, why_context_ends
-from rayspec.model.bodies import fuse
 from rayspec.model.buckets import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.cuda.trial import has_operators
+from rayspec.model.fused import fuse
 from rayspec.model.graphs import StepGraphs
-from rayspec.model.kv_arena import CacheSize, KVArena, bytes_per_slot
+from rayspec.model.kv_cache import CacheSize, KVCache, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import FIXED, SINGLE_ROWS, has_experts, independent_row_counts
 from rayspec.model.sizes import quantised_bytes
@@ -102,7 +102,7 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
         counts = SINGLE_ROWS if has_experts(parts) else FIXED if is_split else independent_row_counts(parts)
     choices = choices_here(config, parts)
     device = resolve_device(config.device)
-    arena = KVArena(
+    cache = KVCache(
         parts.shapes,
         size.num_slots,
         num_windowed_slots=size.num_windowed_slots,
@@ -113,11 +113,11 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
         notes_pages=any(keys_of(choice) == "pages" for choice in choices),
         keeps_finite=counts is not None and counts.longest_chain > 1,
     )
-    buffers = make_buffers(config, parts, arena, max_model_len)
+    buffers = make_buffers(config, parts, cache, max_model_len)
     graphs = make_graphs(config, parts, buffers)
     if graphs is not None:
         graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, _lookahead(config)))
-    return Runner(parts, arena, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices)
+    return Runner(parts, cache, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices)
 
 
 def least_needed(parts: Decomposition, share: float) -> list[int]:
@@ -225,7 +225,7 @@ def make_scheduler(config: EngineConfig, size: CacheSize, *, window: int | None,
     )
 
 
-def make_buffers(config: EngineConfig, parts: Decomposition, arena: KVArena, max_model_len: int) -> StepBuffers | None:
+def make_buffers(config: EngineConfig, parts: Decomposition, cache: KVCache, max_model_len: int) -> StepBuffers | None:
     """Make buffers for passes with static shapes. Return None if the device lacks the operators for them, if a check
     shows that they compute something else (with a warning), and in deterministic mode, which has its own shapes."""
     if not _has_buffers(config, parts):
@@ -237,7 +237,7 @@ def make_buffers(config: EngineConfig, parts: Decomposition, arena: KVArena, max
             logger.warning("passes have no static buffers, and so no CUDA graphs: %s", error)
             return None
     return StepBuffers(
-        arena,
+        cache,
         max_rows=padded_rows(config.max_num_batched_tokens + config.max_num_seqs * (MAX_TREE_ROWS + 1)),
         max_sequences=padded_sequences(2 * config.max_num_seqs),
         max_places=max_model_len + config.speculation.max_draft_tokens + config.speculation.num_branch_tokens,

@@ -50,11 +50,11 @@ def numbers_of_threads(cores: int) -> list[int]:
 def fastest_number(runner: Runner, numbers: Sequence[int], clock: Callable[[], float] = time.perf_counter) -> int:
     """Return the number of threads with the fastest decode pass: the smallest that is nearly as fast as the fastest.
 
-    The shortest of several passes counts, because whatever else runs only makes a pass slower. The arena must hold no
+    The shortest of several passes counts, because whatever else runs only makes a pass slower. The cache must hold no
     sequences. It takes well under a second, unless a single layer takes that long.
     """
     with torch.inference_mode():
-        batch, hidden = runner.batch([span_at(runner.arena, 0, 0, 1)]), random_states(runner, 1)
+        batch, hidden = runner.batch([span_at(runner.cache, 0, 0, 1)]), random_states(runner, 1)
 
         def seconds(number: int, end: int) -> float:
             torch.set_num_threads(number)

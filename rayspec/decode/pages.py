@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.model.kv_arena import PAGE_SIZE
+from rayspec.model.kv_cache import PAGE_SIZE
 from rayspec.model.rows import Runs, joined, one_run, runs_of_pages
 
 PageHash = bytes

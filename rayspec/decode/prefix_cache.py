@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rayspec.decode.pages import PageHash, PagePool, WindowedPages, extend_hashes
 from rayspec.decode.sequence import SequenceState
-from rayspec.model.kv_arena import PAGE_SIZE
+from rayspec.model.kv_cache import PAGE_SIZE
 
 
 class PrefixCache:

@@ -23,7 +23,7 @@ from rayspec.choices import FULL, SKIP, Choice, choices_of, combined, keys_of, w
 from rayspec.decode.load_lock import LoadLock
 from rayspec.decode.runner import Runner
 from rayspec.machine import cpu_name, user_folder
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena, whole_pages
+from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.rows import RowSpan, one_run, runs_of_pages
 from rayspec.planning.latency import (
@@ -43,7 +43,7 @@ _Work: TypeAlias = tuple[Measurement, Callable[[], object]]
 
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 CONTEXTS = (32, 1024, 4096)
-BATCHES = (8, 4, 2)  # numbers of sequences: the first number that the arena can hold is measured
+BATCHES = (8, 4, 2)  # numbers of sequences: the first number that the cache can hold is measured
 _WIDE_ROWS = (1, 8, 32)
 _ROWS_EACH = (1, 4)  # rows per sequence in a batch of several sequences
 _COARSE_ROWS = (1, 2, 8, 128)  # rows that are measured even if the time is over
@@ -66,17 +66,17 @@ def load_or_measure(
 ) -> LatencyModel:
     """Load the latency model that was saved for exactly this model, dtype, device, threads and versions.
 
-    Measure and save it if none is saved, or if the arena can hold longer contexts or more sequences than the saved
+    Measure and save it if none is saved, or if the cache can hold longer contexts or more sequences than the saved
     model covers: for about `BUDGET_S` seconds, while no other process loads or measures. If others do so for longer
     than `lock` waits, a coarse model is measured next to them and not saved. With `remeasure`, measure without a limit.
     """
     key = profile_key(runner) | {"offloaded": list(offloaded.sublayers) if offloaded else []}
     path = cache_file(folder, "latency", key)
-    saved = None if remeasure else _saved(path, key, runner.arena.num_slots, tell=logger.warning)
+    saved = None if remeasure else _saved(path, key, runner.cache.num_slots, tell=logger.warning)
     if saved is not None:
         return saved
     is_alone = lock.take()
-    saved = None if remeasure else _saved(path, key, runner.arena.num_slots)  # others may have measured meanwhile
+    saved = None if remeasure else _saved(path, key, runner.cache.num_slots)  # others may have measured meanwhile
     if saved is not None:
         return saved
     if not is_alone:
@@ -169,7 +169,7 @@ def measurements(
     forward.
 
     All sublayers of a kind run one after another, and the other kinds run between two repeats. So weights come from the
-    same caches or memory as in use. The transfer of offloaded weights is not timed. The arena must hold no sequences;
+    same caches or memory as in use. The transfer of offloaded weights is not timed. The cache must hold no sequences;
     it is overwritten. device: of a stage, its name to store in the measurements.
 
     budget_s: after so many seconds, only a coarse grid is completed, once: few row counts, but every context, batch and
@@ -177,7 +177,7 @@ def measurements(
     a stage need that, because they run the same passes.
     """
     with torch.inference_mode(), offloaded.without_transfers() if offloaded else nullcontext():
-        _fill(runner.arena)
+        _fill(runner.cache)
         sample = Counter(runner.parts.curve_names) if budget_s is None else _sample(runner, clock)
         works = list(_works(runner, device, sample))
         until = float("inf") if budget_s is None else clock() + budget_s
@@ -188,7 +188,7 @@ def measurements(
         found += [
             one
             for name, ways in runner.choices_by_kind.items()
-            for one in _composed(found, name, ways, _shortest(_grid(runner.arena.num_slots)))
+            for one in _composed(found, name, ways, _shortest(_grid(runner.cache.num_slots)))
         ]
         if runner.device.type == "cpu" and device:
             wake_s = _wake_seconds(runner, clock)
@@ -216,7 +216,7 @@ def _is_coarse(one: Measurement) -> bool:
 
 def _sample(runner: Runner, clock: Callable[[], float]) -> dict[str, int]:
     """Return how many sublayers of each kind a timed run has: as many as take `_SAMPLE_S` for one row."""
-    batch, hidden = runner.batch([span_at(runner.arena, 0, 0, 1)]), random_states(runner, 1)
+    batch, hidden = runner.batch([span_at(runner.cache, 0, 0, 1)]), random_states(runner, 1)
     found = {}
     for name, num_sublayers in Counter(runner.parts.curve_names).items():
         run = partial(runner.run, batch, hidden, choices=_only(runner, name, 1))
@@ -232,22 +232,22 @@ def _only(runner: Runner, name: str, number: int, choice: Choice = FULL) -> list
     return [SKIP] * runner.first_sublayer + mine
 
 
-def _fill(arena: KVArena) -> None:
-    """Write random keys and values to all slots that timed runs read. The system may map an arena that was never
+def _fill(cache: KVCache) -> None:
+    """Write random keys and values to all slots that timed runs read. The system may map a cache that was never
     written to a single page of zeros, which is always in the cache."""
-    num_slots = max(batch * whole_pages(context + rows // batch) for rows, context, batch in _grid(arena.num_slots))
-    for tensor in (*arena.keys.values(), *arena.values.values()):
+    num_slots = max(batch * whole_pages(context + rows // batch) for rows, context, batch in _grid(cache.num_slots))
+    for tensor in (*cache.keys.values(), *cache.values.values()):
         tensor[:, :num_slots].normal_(generator=torch.Generator(tensor.device).manual_seed(0))
 
 
 def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_Work]:
     """Yield each measurement and the function to time for it. `seconds` holds a divisor: the sublayers that one run of
     the function times, or 1."""
-    cells = _grid(runner.arena.num_slots)
+    cells = _grid(runner.cache.num_slots)
     shortest = _shortest(cells)
     for rows, context, batch_size in cells:
         each = rows // batch_size
-        spans = [span_at(runner.arena, at, context, each) for at in range(batch_size)]
+        spans = [span_at(runner.cache, at, context, each) for at in range(batch_size)]
         _note_pages(runner, spans)
         batch, hidden = runner.batch(spans), random_states(runner, rows)
         for name, ways in runner.choices_by_kind.items():
@@ -267,17 +267,17 @@ def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_
             head = Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=1, device=device)
             yield head, partial(runner.head, hidden)
     fixed = Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=1, device=device)
-    yield fixed, partial(runner.batch, [span_at(runner.arena, 0, 0, 1)])
+    yield fixed, partial(runner.batch, [span_at(runner.cache, 0, 0, 1)])
 
 
-def span_at(arena: KVArena, at: int, context: int, num_rows: int) -> RowSpan:
+def span_at(cache: KVCache, at: int, context: int, num_rows: int) -> RowSpan:
     """Return the rows of sequence number `at` of a batch of sequences of equal length. In a windowed store, sequences
     lie one after another and start again at the beginning, because a row reads only the end of its sequence."""
     length = whole_pages(context + num_rows)
     span = RowSpan(one_run(at * length, length), context, num_rows)
-    if not arena.windowed_layers:
+    if not cache.windowed_layers:
         return span
-    num_pages = arena.num_windowed_slots // PAGE_SIZE
+    num_pages = cache.num_windowed_slots // PAGE_SIZE
     pages = [(at * length // PAGE_SIZE + page) % num_pages for page in range(length // PAGE_SIZE)]
     return replace(span, windowed=runs_of_pages(pages, PAGE_SIZE))
 
@@ -316,7 +316,7 @@ def _composed(
 def _note_pages(runner: Runner, spans: Sequence[RowSpan]) -> None:
     """Run two rows that end where each span begins, and that begin a page, so that they note the pages to read. Drafts
     that read few pages then read as many as in use."""
-    if runner.arena.looked_at is not None and spans[0].context >= PAGE_SIZE:
+    if runner.cache.looked_at is not None and spans[0].context >= PAGE_SIZE:
         before = [replace(span, context=span.context - 1, num_rows=2) for span in spans]
         runner.run(runner.batch(before, scores_pages=True), random_states(runner, 2 * len(spans)))
 
@@ -324,7 +324,7 @@ def _note_pages(runner: Runner, spans: Sequence[RowSpan]) -> None:
 def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
     """Return the extra seconds of one row through all sublayers after a pause and with cold caches."""
     batch, hidden, others = (
-        runner.batch([span_at(runner.arena, 0, 0, 1)]),
+        runner.batch([span_at(runner.cache, 0, 0, 1)]),
         random_states(runner, 1),
         bytearray(_CACHE_BYTES),
     )
@@ -349,11 +349,11 @@ def random_states(runner: Runner, rows: int) -> torch.Tensor:
 
 
 def _grid(num_slots: int) -> list[tuple[int, int, int]]:
-    """Return the cells (rows, context, sequences) to measure, without those that the arena cannot hold."""
+    """Return the cells (rows, context, sequences) to measure, without those that the cache cannot hold."""
     short, *others = _contexts(num_slots, num_beside=max(_WIDE_ROWS))
     cells = [(rows, short, 1) for rows in ROW_COUNTS] + [(rows, far, 1) for far in others for rows in _WIDE_ROWS]
     cells = [(rows, context, 1) for rows, context, _ in cells if context + rows <= num_slots]
-    # With several sequences: the first number that the arena can hold.
+    # With several sequences: the first number that the cache can hold.
     holds = [count for count in BATCHES if count * whole_pages(short + max(_ROWS_EACH)) <= num_slots]
     if not holds:
         return cells

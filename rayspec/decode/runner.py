@@ -17,10 +17,10 @@ from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import Division, PackedRows, pack
 from rayspec.model.buckets import bucket_of
 from rayspec.model.graphs import StepGraphs
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import Path, RowSpan
-from rayspec.model.static_rows import STATIC_KEYS, Filling, StaticRows, StepBuffers
+from rayspec.model.static_rows import STATIC_KEYS, BatchMetadata, StaticRows, StepBuffers
 from rayspec.model.static_step import StaticStep
 from rayspec.model.sublayers import Sublayer, Tap, run
 from rayspec.model.threads import Threads
@@ -34,7 +34,7 @@ class Batch:
     """Rows of one pass. buckets: each is (number of real rows, rows as the kernels see them). token_ids: empty unless
     the pass begins at the embedding."""
 
-    buckets: tuple[tuple[int, PackedRows | Filling], ...]
+    buckets: tuple[tuple[int, PackedRows | BatchMetadata], ...]
     token_ids: TokenIds = ()
 
     @property
@@ -43,7 +43,7 @@ class Batch:
 
 
 class Runner:
-    """The model of this process with its arena. row_counts: limits the rows of decode passes. The bits of a row then do
+    """The model of this process with its cache. row_counts: limits the rows of decode passes. The bits of a row then do
     not depend on the plan or on the batch.
 
     buffers: passes that fit run in them, and their launches depend on the bucket only. The hidden states that `run`
@@ -58,7 +58,7 @@ class Runner:
     def __init__(
         self,
         parts: Decomposition,
-        arena: KVArena,
+        cache: KVCache,
         *,
         device: torch.device,
         row_counts: RowCounts | None,
@@ -67,7 +67,7 @@ class Runner:
         choices: Sequence[Choice] = (FULL, SKIP),
     ) -> None:
         self.parts = parts
-        self.arena = arena
+        self.cache = cache
         self.device = device
         self.row_counts = row_counts
         self.graphs = graphs
@@ -91,8 +91,8 @@ class Runner:
     @property
     def supported_keys(self) -> tuple[Keys, ...]:
         """The key selections that the rows of every pass in this process support."""
-        of_arena = self.arena.supported_keys
-        return of_arena if self._buffers is None else tuple(keys for keys in of_arena if keys in STATIC_KEYS)
+        of_cache = self.cache.supported_keys
+        return of_cache if self._buffers is None else tuple(keys for keys in of_cache if keys in STATIC_KEYS)
 
     def batch(
         self,
@@ -104,9 +104,9 @@ class Runner:
     ) -> Batch:
         """Pack rows for `embed` and `run`. fixed_shape: False for a prefill chunk, which ignores `row_counts`.
         scores_pages: see `PackedRows`; rows in buffers leave no notes."""
-        filling = self._filling(spans, token_ids)
-        if filling is not None:
-            return Batch(((filling.num_rows, filling),), token_ids)
+        metadata = self._metadata(spans, token_ids)
+        if metadata is not None:
+            return Batch(((metadata.num_rows, metadata),), token_ids)
         packs = self._packed(spans, self.row_counts if fixed_shape else None, scores_pages)
         for rows in packs:
             self.parts.rotate(self._like_hidden, rows)
@@ -115,7 +115,7 @@ class Runner:
     def embed(self, batch: Batch) -> Tensor:
         """Return the embeddings of the batch's tokens, [1, N, hidden_size]."""
         _, rows = batch.buckets[0]
-        if isinstance(rows, Filling):
+        if isinstance(rows, BatchMetadata):
             assert self._step is not None
             static = self._held(rows)
             self._step.embed(static)
@@ -144,7 +144,7 @@ class Runner:
             at += num_real
         left = _joined(parts, 1)
         # States in a buffer may go to another stage, while other batches run here.
-        leaves_buffer = self.parts.lm_head is None and any(isinstance(rows, Filling) for _, rows in batch.buckets)
+        leaves_buffer = self.parts.lm_head is None and any(isinstance(rows, BatchMetadata) for _, rows in batch.buckets)
         return left.clone() if leaves_buffer else left
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class Runner:
             self.threads.use(hidden.shape[1])
 
     def _packed(self, spans: Sequence[RowSpan], counts: RowCounts | None, scores_pages: bool) -> list[PackedRows]:
-        make = partial(pack, self.arena, device=self.device, scores_pages=scores_pages)
+        make = partial(pack, self.cache, device=self.device, scores_pages=scores_pages)
         if counts is None:
             return [make(spans, division="runs" if self.row_counts is None else "places")]
         pieces = [piece for span in spans for piece in _pieces(span, counts.longest_chain)]
@@ -176,22 +176,22 @@ class Runner:
             for some in _passes(pieces, counts.most)
         ]
 
-    def _filling(self, spans: Sequence[RowSpan], token_ids: TokenIds) -> Filling | None:
+    def _metadata(self, spans: Sequence[RowSpan], token_ids: TokenIds) -> BatchMetadata | None:
         """Return the rows for the buffers, or None if they cannot run there."""
         if self._buffers is None:
             return None
         paths = [span.paths() for span in spans]
-        filling = Filling(bucket_of(spans, paths), spans, paths, token_ids)
-        return filling if self._buffers.can_hold(filling) else None
+        metadata = BatchMetadata(bucket_of(spans, paths), spans, paths, token_ids)
+        return metadata if self._buffers.can_hold(metadata) else None
 
-    def _held(self, filling: Filling) -> StaticRows:
+    def _held(self, metadata: BatchMetadata) -> StaticRows:
         assert self._step is not None
-        return self._step.hold(filling)
+        return self._step.hold(metadata)
 
     def _run(
         self,
         span: Sequence[Sublayer],
-        rows: PackedRows | Filling,
+        rows: PackedRows | BatchMetadata,
         hidden: Tensor,
         choices: Sequence[Choice] | None,
         tap: Tap | None,

@@ -11,7 +11,7 @@ from rayspec.decode.pages import PagePool, WindowedPages
 from rayspec.decode.prefix_cache import PrefixCache
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.work import Chunk, Move
-from rayspec.model.kv_arena import PAGE_SIZE
+from rayspec.model.kv_cache import PAGE_SIZE
 
 # Share of the pages that must stay free when a sequence is admitted while others run; as in vLLM.
 _SPARE_SHARE = 0.01

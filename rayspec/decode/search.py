@@ -269,7 +269,7 @@ class PlanSearch:
     def run(self, sublayer: int, choice: Choice, states: Any) -> Tensor:
         num_tokens, num_states, size = states.shape
         positions = self._positions.repeat_interleave(num_states)
-        rows = pack_branches(self._runner.arena, self.tokens, num_states, positions)
+        rows = pack_branches(self._runner.cache, self.tokens, num_states, positions)
         module = self._runner.parts.sublayers[sublayer - self._runner.first_sublayer]
         if module.kind == "attention":
             self._runner.parts.rotate(states, rows)

@@ -71,7 +71,7 @@ class SpanRunner:
     def move(self, moves: Sequence[Move]) -> None:
         """Copy keys and values in the KV cache."""
         for move in moves:
-            self.runner.arena.move(move.source, move.destination, move.length, in_windowed_store=move.in_windowed_store)
+            self.runner.cache.move(move.source, move.destination, move.length, in_windowed_store=move.in_windowed_store)
 
     def forget(self) -> None:
         """Drop the saved rows of all rounds, and all taps."""

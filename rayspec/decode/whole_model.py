@@ -177,7 +177,7 @@ class WholeModelStages(InProcessStages):
         self._states.pop(sequence_id, None)
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Do nothing: the caches are not in an arena."""
+        """Do nothing: the caches are not in a cache."""
 
     def start(self, work: Work) -> Future[Result]:
         self._threads.use(work.num_rows)

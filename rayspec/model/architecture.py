@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rayspec.model.attention import IMPLEMENTATION, Rows
-from rayspec.model.kv_arena import LayerShape
+from rayspec.model.kv_cache import LayerShape
 from rayspec.model.load_check import (
     LONGEST_MASK,
     CheckRows,

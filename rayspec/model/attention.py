@@ -27,8 +27,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rayspec.choices import Keys
-from rayspec.model.few_keys import FewPages, few_pages, page_tables, reads_all
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena
+from rayspec.model.few_keys import FewPages, block_tables, few_pages, reads_all
+from rayspec.model.kv_cache import PAGE_SIZE, KVCache
 from rayspec.model.norms import Norm
 from rayspec.model.page_scores import NewestRows, newest_rows, note_pages
 from rayspec.model.rows import Path, RowSpan, Run, Runs, joined, runs_between, slots_between
@@ -165,12 +165,12 @@ class PackedRows(Rows):
     the cache: the rows of a span are alternatives for the position after its context, and each sees the context and
     itself. paths: by span, the places that each row of a tree sees; empty if the rows see one another causally.
     division: see `Division`; with "blocks", a span is a chain of up to LONGEST_CHAIN rows or one row of a tree, and the
-    arena `keeps_finite`. keys: the keys that rows read, within the arena's budget. Rows that see no more keys than the
+    cache `keeps_finite`. keys: the keys that rows read, within the cache's budget. Rows that see no more keys than the
     budget, and rows of trees, read all keys that they see. scores_pages: note the pages with most attention of the
-    newest rows, if the arena has `looked_at`. windowed: the same rows with the slots of the arena's windowed store.
+    newest rows, if the cache has `looked_at`. windowed: the same rows with the slots of the cache's windowed store.
     """
 
-    arena: KVArena
+    cache: KVCache
     positions: Tensor
     slots: Tensor | None
     spans: Sequence[RowSpan]
@@ -194,25 +194,25 @@ class PackedRows(Rows):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, *, first_head: int = 0
     ) -> Tensor:
-        if self.windowed is not None and layer in self.arena.windowed_layers:
+        if self.windowed is not None and layer in self.cache.windowed_layers:
             return self.windowed.seeing(self.keys).attend(layer, query, key, value, kind, first_head=first_head)
-        cached = self.arena.heads(layer, first_head, len(key))
+        cached = self.cache.heads(layer, first_head, len(key))
         attention = _Attention(rows=self, layer=layer, query=query, own=(key, value), cached=cached, kind=kind)
         if self.slots is None:
             return attention.of_branches()
-        self.arena.write(layer, self.slots, key, value, first_head=first_head)
-        if self.scores_pages and self.arena.looked_at is not None and first_head == 0:
+        self.cache.write(layer, self.slots, key, value, first_head=first_head)
+        if self.scores_pages and self.cache.looked_at is not None and first_head == 0:
             window = kind.sliding_window
             if window not in self.newest:
-                budget = self.arena.budgets.pages
+                budget = self.cache.budgets.pages
                 self.newest[window] = newest_rows(budget, self.spans, self.paths, window, query.device)
             if (newest := self.newest[window]) is not None:
-                note_pages(self.arena, layer, newest, query, cached[0], scaling=kind.scaling, softcap=kind.softcap)
+                note_pages(self.cache, layer, newest, query, cached[0], scaling=kind.scaling, softcap=kind.softcap)
         return attention.of_rows()
 
 
 def pack(
-    arena: KVArena,
+    cache: KVCache,
     spans: Sequence[RowSpan],
     *,
     device: torch.device,
@@ -224,7 +224,7 @@ def pack(
     """Pack rows that extend sequences. division, scores_pages: see `PackedRows`. paths: those of `PackedRows`; None
     takes `RowSpan.paths` of each span.
 
-    Padding rows are added up to `pad_to` rows. They attend to nothing and write to the arena's spare slots.
+    Padding rows are added up to `pad_to` rows. They attend to nothing and write to the cache's spare slots.
     """
     paths = [span.paths() for span in spans] if paths is None else paths
     positions = [
@@ -233,7 +233,7 @@ def pack(
         for position in ([path.position for path in tree] if tree else range(span.context, span.end))
     ]
     num_padding = max(0, pad_to - len(positions))
-    stores = _in_stores(arena, spans)
+    stores = _in_stores(cache, spans)
     where = torch.tensor(
         [
             [*positions, *[0] * num_padding],
@@ -249,28 +249,28 @@ def pack(
     )
     return _with_windowed(
         [
-            PackedRows(arena, where[0], slots, rows, paths, division, scores_pages=scores_pages)
+            PackedRows(cache, where[0], slots, rows, paths, division, scores_pages=scores_pages)
             for (rows, _), slots in zip(stores, where[1:], strict=True)
         ]
     )
 
 
-def pack_branches(arena: KVArena, tokens: Sequence[RowSpan], num_branches: int, positions: Tensor) -> PackedRows:
+def pack_branches(cache: KVCache, tokens: Sequence[RowSpan], num_branches: int, positions: Tensor) -> PackedRows:
     """Pack `num_branches` alternatives for each of `tokens`, which are single rows. positions: [tokens * branches]."""
     spans = [token.chain(0, num_branches) for token in tokens]
     return _with_windowed(
-        [PackedRows(arena, positions, None, rows, [()] * len(rows)) for rows, _ in _in_stores(arena, spans)]
+        [PackedRows(cache, positions, None, rows, [()] * len(rows)) for rows, _ in _in_stores(cache, spans)]
     )
 
 
-def _in_stores(arena: KVArena, spans: Sequence[RowSpan]) -> list[tuple[Sequence[RowSpan], int]]:
-    """Return, for each store of the arena, the spans with its slots, and its first spare slot."""
-    windowed = [([span.in_windowed_store() for span in spans], arena.num_windowed_slots)]
-    return [(spans, arena.num_slots), *(windowed if arena.windowed_layers else ())]
+def _in_stores(cache: KVCache, spans: Sequence[RowSpan]) -> list[tuple[Sequence[RowSpan], int]]:
+    """Return, for each store of the cache, the spans with its slots, and its first spare slot."""
+    windowed = [([span.in_windowed_store() for span in spans], cache.num_windowed_slots)]
+    return [(spans, cache.num_slots), *(windowed if cache.windowed_layers else ())]
 
 
 def _with_windowed(packs: Sequence[PackedRows]) -> PackedRows:
-    """Join the same rows in the stores of the arena."""
+    """Join the same rows in the stores of the cache."""
     return replace(packs[0], windowed=packs[1]) if len(packs) > 1 else packs[0]
 
 
@@ -374,17 +374,17 @@ class _Attention:
         return calls
 
     def _reads_all(self, span: RowSpan) -> bool:
-        budget = self.rows.arena.budgets.of(self.rows.keys)
+        budget = self.rows.cache.budgets.of(self.rows.keys)
         return budget is None or reads_all(budget, span.context, self.kind.sliding_window)
 
     def _few_pages(self, positions: Tensor, runs: Sequence[Runs]) -> FewPages:
         """Return the pages that rows at these positions read, with the notes of all layers if the budget has notes."""
-        budget = self.rows.arena.budgets.of(self.rows.keys)
+        budget = self.rows.cache.budgets.of(self.rows.keys)
         assert budget is not None, "rows that read all keys need no pages"
-        tables, looked_at = page_tables(runs, positions.device), None
+        tables, looked_at = block_tables(runs, positions.device), None
         if budget.looked_at:
-            notes, own = self.rows.arena.looked_at, tables.gather(1, positions[:, None] // PAGE_SIZE)[:, 0]
-            assert notes is not None, "an arena with room for notes"
+            notes, own = self.rows.cache.looked_at, tables.gather(1, positions[:, None] // PAGE_SIZE)[:, 0]
+            assert notes is not None, "a cache with room for notes"
             looked_at = notes[:, own]
         return few_pages(budget, positions, tables, looked_at=looked_at, sliding_window=self.kind.sliding_window)
 
@@ -533,7 +533,7 @@ class _Attention:
 
     def _place_in(self, by_layer: Tensor) -> int:
         """Return the layer's index in a tensor [L, ...], as in `_Calls`."""
-        return self.rows.arena.place_of_layer[self.layer] if len(by_layer) > 1 else 0
+        return self.rows.cache.place_of_layer[self.layer] if len(by_layer) > 1 else 0
 
     def _seen_in_few(self, rows: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
         """Return the attention of rows that read few keys, [R, H, D_v], by one call. Key heads take its batch axis."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rayspec.model.kv_arena import PAGE_SIZE, KeyBudget
+from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget
 from rayspec.model.rows import Runs, is_paged
 
 
@@ -54,7 +54,7 @@ def few_pages(
 ) -> FewPages:
     """Choose the pages that rows read: the sink, the noted pages, and the newest ones with the row's own.
 
-    positions: int64 [R], of rows for which `reads_all` is false. tables: int64 [R, pages], see `page_tables`.
+    positions: int64 [R], of rows for which `reads_all` is false. tables: int64 [R, pages], see `block_tables`.
     looked_at: int [L, R, budget.looked_at], distinct page numbers in the sequence, none of the sink; negative: empty.
     Noted pages among the newest are not read twice. Pages that are partly outside the sliding window are left out.
     """
@@ -72,7 +72,7 @@ def few_pages(
     return FewPages(pages, num_full * PAGE_SIZE + positions % PAGE_SIZE)
 
 
-def page_tables(runs: Sequence[Runs], device: torch.device) -> Tensor:
+def block_tables(runs: Sequence[Runs], device: torch.device) -> Tensor:
     """Return the pages of sequences in order of position, padded with zeros: int64 [sequences, pages]."""
     return pad_sequence([pages_of(each) for each in runs], batch_first=True).to(device)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rayspec.choices import FULL, SKIP, Choice
 from rayspec.model.buckets import MAX_TREE_ROWS, Bucket
-from rayspec.model.static_rows import Filling, StaticRows
+from rayspec.model.static_rows import BatchMetadata, StaticRows
 from rayspec.model.static_step import StaticStep
 from rayspec.model.sublayers import Sublayer, Tap
 
@@ -115,10 +115,10 @@ class StepGraphs:
     def num_graphs(self) -> int:
         return sum(len(graphs.of) for graphs in self._graphs.values())
 
-    def hold(self, filling: Filling) -> StaticRows:
-        if not self._step.buffers.holds(filling) and self._is_due(filling.bucket):
-            self._capture(filling.bucket)
-        rows, is_new = self._step.buffers.hold(filling)
+    def hold(self, metadata: BatchMetadata) -> StaticRows:
+        if not self._step.buffers.holds(metadata) and self._is_due(metadata.bucket):
+            self._capture(metadata.bucket)
+        rows, is_new = self._step.buffers.hold(metadata)
         if is_new:
             self._launch(ROTARY, rows)
         return rows
@@ -204,7 +204,7 @@ class StepGraphs:
         if self._is_too_much():
             self._stop(f"those that were released have left {self._driver.bytes_held() / 2**20:.0f} MiB in use")
             return
-        rows, _ = self._step.buffers.hold(Filling(bucket, (), ()))
+        rows, _ = self._step.buffers.hold(BatchMetadata(bucket, (), ()))
         residual = rows.residual.clone()  # The next pass may start with these hidden states.
         graphs = self._graphs[bucket] = _BucketGraphs(rows)
         for part in tuple(self._capturable):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
 
 from rayspec.model.attention import AttentionKind, PackedRows, Rows, pack
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena, LayerShape
+from rayspec.model.kv_cache import PAGE_SIZE, KVCache, LayerShape
 from rayspec.model.rows import RowSpan, runs_of_pages
 from rayspec.types import CheckpointError
 
@@ -114,14 +114,14 @@ class CheckRows:
             for one, own in zip(sequences, pages, strict=True):
                 if first < one.num_rows:
                     own.append(next(counter))
-        self._arena = KVArena(shapes, sum(map(len, pages)) * PAGE_SIZE, dtype=dtype, device=device)
+        self._cache = KVCache(shapes, sum(map(len, pages)) * PAGE_SIZE, dtype=dtype, device=device)
         self.passes: list[PackedRows] = []
         for number, hidden in enumerate(self.hidden):
             spans = [
                 RowSpan(runs_of_pages(own, PAGE_SIZE), sum(one.counts[:number]), one.counts[number])
                 for one, own in zip(sequences, pages, strict=True)
             ]
-            rows = pack(self._arena, spans, device=device)
+            rows = pack(self._cache, spans, device=device)
             firsts = [one.first for one in sequences for _ in range(one.counts[number])]
             self.passes.append(replace(rows, positions=rows.positions + torch.tensor(firsts, device=device)))
             rotate(hidden, self.passes[-1])
@@ -141,8 +141,8 @@ class CheckRows:
     ) -> Tensor:
         """Return the output of a body of this layer in all passes, [1, rows, hidden_size]. The cache is empty before.
         hidden, passes: in place of those of the same names."""
-        self._arena.keys[layer].zero_()
-        self._arena.values[layer].zero_()
+        self._cache.keys[layer].zero_()
+        self._cache.values[layer].zero_()
         return torch.cat(
             [body(h, rows) for h, rows in zip(hidden or self.hidden, passes or self.passes, strict=True)], 1
         )

@@ -1,7 +1,7 @@
 """Notes of the pages that get most attention of each sequence's newest row, for drafts that read few keys.
 
 The score of a page is the sum of the row's softmax weights over the page's keys and the layer's heads. A note is stored
-under the pages that the sequence writes to next, see `KVArena.looked_at`. A draft therefore finds the note by the page
+under the pages that the sequence writes to next, see `KVCache.looked_at`. A draft therefore finds the note by the page
 of its own row. All steps of a draft write to the same few pages, so they find the same note.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rayspec.model.few_keys import pages_of, reads_all
-from rayspec.model.kv_arena import PAGE_SIZE, KeyBudget, KVArena
+from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KVCache
 from rayspec.model.rows import Path, RowSpan, Runs, runs_between, slots_between
 
 # A draft starts in a page of the verify's rows or right after them, and continues for some tokens.
@@ -88,7 +88,7 @@ def newest_rows(
 
 
 def note_pages(
-    arena: KVArena,
+    cache: KVCache,
     layer: int,
     newest: NewestRows,
     query: Tensor,
@@ -97,16 +97,16 @@ def note_pages(
     scaling: float,
     softcap: float | None,
 ) -> None:
-    """Score the pages, and store the best in `arena.looked_at`. query: [H, N, D], all rows of the batch. keys: the
+    """Score the pages, and store the best in `cache.looked_at`. query: [H, N, D], all rows of the batch. keys: the
     layer's keys in the cache, [H_kv, slots, D]; those of the rows are already there."""
-    assert arena.looked_at is not None, "an arena with room for notes"
-    budget = arena.budgets.pages
+    assert cache.looked_at is not None, "a cache with room for notes"
+    budget = cache.budgets.pages
     masses = page_masses(keys, newest, query, scaling=scaling, softcap=softcap)
     numbers = torch.arange(newest.num_pages, device=masses.device)
     is_older = (numbers >= budget.sink) & (numbers <= newest.own[:, None] - budget.newest)
     best = masses.where(is_older, 0.0).topk(budget.looked_at)
     chosen = best.indices.where(best.values > 0, -1).int()
-    arena.looked_at[arena.place_of_layer[layer]].index_copy_(0, newest.pages, chosen[newest.owners])
+    cache.looked_at[cache.place_of_layer[layer]].index_copy_(0, newest.pages, chosen[newest.owners])
 
 
 def page_masses(keys: Tensor, newest: NewestRows, query: Tensor, *, scaling: float, softcap: float | None) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import LONGEST_CHAIN, PackedRows, pack
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena, whole_pages
+from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Sublayer
 
@@ -92,11 +92,11 @@ def _one_of_each_kind(parts: Decomposition) -> list[Sublayer]:
 
 def _agreement_of_kind(parts: Decomposition, sublayer: Sublayer) -> dict[int, int]:
     """Return the `_agreement` of a sublayer. Every row is a sequence of one token."""
-    arena = _arena(parts, sublayer, _MOST_ROWS[0] * PAGE_SIZE)
+    cache = _cache(parts, sublayer, _MOST_ROWS[0] * PAGE_SIZE)
 
     def result(count: int, trial: int) -> Tensor:
         spans = [RowSpan(one_run(row * PAGE_SIZE, PAGE_SIZE), 0, 1) for row in range(count)]
-        rows = pack(arena, spans, device=parts.device, division="places")
+        rows = pack(cache, spans, device=parts.device, division="places")
         return _run(parts, sublayer, rows, trial)
 
     return _agreement(result)
@@ -122,13 +122,13 @@ def _agreement(result: Callable[[int, int], Tensor]) -> dict[int, int]:
 def _chain_is_exact(parts: Decomposition, sublayer: Sublayer, context: int, least: int) -> bool:
     """Return whether the rows of a chain have the same bits in shared attention calls as alone."""
     num_slots = whole_pages(context + LONGEST_CHAIN)
-    arena = _arena(parts, sublayer, num_slots, num_spare=least)
+    cache = _cache(parts, sublayer, num_slots, num_spare=least)
     generator = torch.Generator().manual_seed(context)
-    for cached in (arena.keys[sublayer.layer], arena.values[sublayer.layer]):
+    for cached in (cache.keys[sublayer.layer], cache.values[sublayer.layer]):
         cached.copy_(torch.randn(cached.shape, generator=generator))
 
     def result(spans: Sequence[RowSpan]) -> Tensor:
-        rows = pack(arena, spans, device=parts.device, pad_to=least, division="blocks")
+        rows = pack(cache, spans, device=parts.device, pad_to=least, division="blocks")
         return _run(parts, sublayer, rows, trial=0)
 
     runs = one_run(0, num_slots)
@@ -136,9 +136,9 @@ def _chain_is_exact(parts: Decomposition, sublayer: Sublayer, context: int, leas
     return all(torch.equal(result([RowSpan(runs, context, count)])[:count], alone[:count]) for count in _CHAIN_ROWS)
 
 
-def _arena(parts: Decomposition, sublayer: Sublayer, num_slots: int, num_spare: int = 0) -> KVArena:
+def _cache(parts: Decomposition, sublayer: Sublayer, num_slots: int, num_spare: int = 0) -> KVCache:
     shapes = {sublayer.layer: parts.shapes[sublayer.layer]}
-    return KVArena(shapes, num_slots, dtype=parts.dtype, device=parts.device, num_spare=num_spare)
+    return KVCache(shapes, num_slots, dtype=parts.dtype, device=parts.device, num_spare=num_spare)
 
 
 def _run(parts: Decomposition, sublayer: Sublayer, rows: PackedRows, trial: int) -> Tensor:

@@ -96,7 +96,7 @@ class RowSpan:
     parent is a filled position: -1 is the last, -2 the position before, and so on. A row's position is its parent's
     plus 1. A row sees its parent and all that the parent sees.
 
-    windowed: the slots of the same places in the windowed store of the cache, see `KVArena`. Slots of places that the
+    windowed: the slots of the same places in the windowed store of the cache, see `KVCache`. Slots of places that the
     rows' sliding windows hide mean nothing. Empty if the cache has no such store.
     """
 

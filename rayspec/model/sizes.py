@@ -13,9 +13,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Pret
 
 from rayspec.choices import Weights
 from rayspec.model.architecture import LAYOUTS, MLP_NAMES, attention_calls, window_of
-from rayspec.model.bodies import matrices_of
 from rayspec.model.configs import in_one_line
-from rayspec.model.kv_arena import LayerShape, bytes_per_slot
+from rayspec.model.fused import matrices_of
+from rayspec.model.kv_cache import LayerShape, bytes_per_slot
 from rayspec.model.quantised import num_bytes
 from rayspec.types import ConfigError, UnsupportedModelError
 

@@ -15,7 +15,7 @@ from rayspec.model.attention import AttentionKind, Heads, Rows
 from rayspec.model.buckets import MAX_TREE_ROWS, Bucket
 from rayspec.model.cuda.operations import attend, rotate_and_write
 from rayspec.model.few_keys import reads_all
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena, whole_pages
+from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
 from rayspec.model.norms import RmsNorm
 from rayspec.model.rows import Path, RowSpan, Runs, is_paged, slots_between
 
@@ -28,7 +28,7 @@ _NUM_WIDE = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Filling:
+class BatchMetadata:
     """Rows of a pass, to be written to the buffers. paths: by span, the places that its rows see; empty for a chain.
     token_ids: the tokens of all rows, a tensor if the device sampled them; empty if the pass starts from hidden
     states."""
@@ -50,17 +50,17 @@ class StaticRows(Rows):
     them.
 
     tokens, positions, slots, bits: int64 [N]. shared: int32 [N]. row_starts: int32 [R + 1]. contexts: int32 [R].
-    page_table: int32 [R, pages]. residual: [1, N, hidden_size]. Rows after those of the last sequence are padding.
+    block_table: int32 [R, pages]. residual: [1, N, hidden_size]. Rows after those of the last sequence are padding.
     rope: by layer type, cosines and sines [1, N, rotary]. `cuda.reference.attend` explains the numbers.
 
     keys: the keys that rows read; if sequences have several rows, these read all keys. window_table: int32 [R, P], the
     pages that single rows read with keys "window". window_contexts: int32 [R], how many places of these pages are
-    before the row. windowed: the same rows with the slots and pages of the arena's windowed store.
+    before the row. windowed: the same rows with the slots and pages of the cache's windowed store.
     """
 
     in_place: ClassVar[bool] = True
     bucket: Bucket
-    arena: KVArena
+    cache: KVCache
     tokens: Tensor
     positions: Tensor
     slots: Tensor
@@ -68,7 +68,7 @@ class StaticRows(Rows):
     shared: Tensor
     row_starts: Tensor
     contexts: Tensor
-    page_table: Tensor
+    block_table: Tensor
     window_table: Tensor
     window_contexts: Tensor
     residual: Tensor
@@ -87,8 +87,8 @@ class StaticRows(Rows):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, *, first_head: int = 0
     ) -> Tensor:
         rows = self._in_store(layer)
-        self.arena.write(layer, rows.slots, key, value, first_head=first_head)
-        cached = self.arena.heads(layer, first_head, len(key))
+        self.cache.write(layer, rows.slots, key, value, first_head=first_head)
+        cached = self.cache.heads(layer, first_head, len(key))
         return rows._mixed(cached, query.transpose(0, 1).contiguous(), kind)
 
     def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
@@ -99,14 +99,14 @@ class StaticRows(Rows):
         query_norm, key_norm, eps = norms
         rows = self._in_store(heads.layer)
         query = rotate_and_write(
-            projected, cosines[0], sines[0], rows.slots, self.arena.keys[heads.layer], self.arena.values[heads.layer],
+            projected, cosines[0], sines[0], rows.slots, self.cache.keys[heads.layer], self.cache.values[heads.layer],
             num_heads=heads.num_heads, query_norm=query_norm, key_norm=key_norm, eps=eps,
         )  # fmt: skip
-        return rows._mixed((self.arena.keys[heads.layer], self.arena.values[heads.layer]), query, heads.kind)
+        return rows._mixed((self.cache.keys[heads.layer], self.cache.values[heads.layer]), query, heads.kind)
 
     def _in_store(self, layer: int) -> StaticRows:
         """Return the rows with the slots of the layer's store."""
-        is_windowed = self.windowed is not None and layer in self.arena.windowed_layers
+        is_windowed = self.windowed is not None and layer in self.cache.windowed_layers
         return self.windowed.seeing(self.keys) if self.windowed is not None and is_windowed else self
 
     def _mixed(self, cached: tuple[Tensor, Tensor], query: Tensor, kind: AttentionKind) -> Tensor:
@@ -117,17 +117,17 @@ class StaticRows(Rows):
         if self.keys == "window" and self.bucket.max_rows == 1 and not is_tree and not is_narrow:
             return self._mixed_in_window(cached, query, kind)
         return attend(
-            query, *cached, self.page_table, self.row_starts, self.contexts, self.positions,
+            query, *cached, self.block_table, self.row_starts, self.contexts, self.positions,
             self.shared if is_tree else None, self.bits if is_tree else None,
             scaling=kind.scaling, window=kind.sliding_window or 0, softcap=kind.softcap or 0.0, page_size=PAGE_SIZE,
-            max_rows=self.bucket.max_rows, max_context=self.page_table.shape[1] * PAGE_SIZE,
+            max_rows=self.bucket.max_rows, max_context=self.block_table.shape[1] * PAGE_SIZE,
         )  # fmt: skip
 
     def _mixed_in_window(self, cached: tuple[Tensor, Tensor], query: Tensor, kind: AttentionKind) -> Tensor:
         """Return the attention of single rows over the pages of `window_table`. The row's place in these pages replaces
         its position. If the layer has a sliding window, rows see the newest pages only: the sink may be outside it."""
         places = self.window_contexts[: len(query)]
-        window = self.arena.budgets.window.newest * PAGE_SIZE + 1 if kind.sliding_window else 0
+        window = self.cache.budgets.window.newest * PAGE_SIZE + 1 if kind.sliding_window else 0
         return attend(
             query, *cached, self.window_table, self.row_starts, self.window_contexts,
             places, None, None, scaling=kind.scaling, window=window, softcap=kind.softcap or 0.0,
@@ -144,7 +144,7 @@ class StepBuffers:
 
     def __init__(
         self,
-        arena: KVArena,
+        cache: KVCache,
         *,
         max_rows: int,
         max_sequences: int,
@@ -153,49 +153,49 @@ class StepBuffers:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._arena = arena
+        self._cache = cache
         self._max_rows = max_rows
         self._max_sequences = max_sequences
-        self._sizes = (max_rows, max_sequences, arena.budgets.window.num_pages)
+        self._sizes = (max_rows, max_sequences, cache.budgets.window.num_pages)
         self._numbers = Staging(_NUM_WIDE * max_rows + -(-sum(_narrow_sizes(*self._sizes)) // 2), device)
         self._num_places = whole_pages(max_places)
-        self._table = _PageTable(max_sequences, self._num_places, device)
-        self._windowed_table = _PageTable(max_sequences, self._num_places, device) if arena.windowed_layers else None
+        self._table = _BlockTable(max_sequences, self._num_places, device)
+        self._windowed_table = _BlockTable(max_sequences, self._num_places, device) if cache.windowed_layers else None
         self._residual = torch.zeros(1, max_rows, hidden_size, dtype=dtype, device=device)
         self._rows: dict[Bucket, StaticRows] = {}
-        self._held: Filling | None = None
+        self._held: BatchMetadata | None = None
         self._ropes: dict[str, tuple[Tensor, ...]] = {}  # by layer type, [1, max_rows, rotary] each
 
-    def can_hold(self, filling: Filling) -> bool:
+    def can_hold(self, metadata: BatchMetadata) -> bool:
         """Return whether the pass fits and every sequence is in whole pages."""
-        bucket = filling.bucket
+        bucket = metadata.bucket
         return (
             bucket.num_rows <= self._max_rows
             and bucket.num_sequences <= self._max_sequences
             and not (bucket.is_tree and bucket.max_rows > MAX_TREE_ROWS)
-            and all(span.end <= self._num_places and is_paged(span.runs, PAGE_SIZE) for span in filling.spans)
+            and all(span.end <= self._num_places and is_paged(span.runs, PAGE_SIZE) for span in metadata.spans)
         )
 
-    def holds(self, filling: Filling) -> bool:
+    def holds(self, metadata: BatchMetadata) -> bool:
         """Return whether the buffers hold this pass."""
-        return self._held is filling
+        return self._held is metadata
 
-    def hold(self, filling: Filling) -> tuple[StaticRows, bool]:
+    def hold(self, metadata: BatchMetadata) -> tuple[StaticRows, bool]:
         """Write the pass to the buffers if it is not there. Return its rows, and whether they were written now."""
-        bucket = filling.bucket
+        bucket = metadata.bucket
         if bucket not in self._rows:
             self._rows[bucket] = self._views(bucket)
-        is_new = not self.holds(filling)
+        is_new = not self.holds(metadata)
         if is_new:
             self._held = None  # until all of it is there
-            for sequence, span in enumerate(filling.spans):
+            for sequence, span in enumerate(metadata.spans):
                 self._table.write(sequence, span.runs)
                 if self._windowed_table is not None:
                     self._windowed_table.write(sequence, span.windowed)
-            self._numbers.upload(partial(self._write, filling))
-            if isinstance(filling.token_ids, Tensor):
-                self._rows[bucket].tokens[: len(filling.token_ids)].copy_(filling.token_ids)
-            self._held = filling
+            self._numbers.upload(partial(self._write, metadata))
+            if isinstance(metadata.token_ids, Tensor):
+                self._rows[bucket].tokens[: len(metadata.token_ids)].copy_(metadata.token_ids)
+            self._held = metadata
         return self._rows[bucket], is_new
 
     def keep_rope(self, rows: StaticRows) -> None:
@@ -220,7 +220,7 @@ class StepBuffers:
         rows, sequences = slice(bucket.num_rows), slice(bucket.num_sequences)
         views = StaticRows(
             bucket=bucket,
-            arena=self._arena,
+            cache=self._cache,
             tokens=words.tokens[rows],
             positions=words.positions[rows],
             slots=words.slots[rows],
@@ -228,7 +228,7 @@ class StepBuffers:
             shared=words.shared[rows],
             row_starts=words.row_starts[: bucket.num_sequences + 1],
             contexts=words.contexts[sequences],
-            page_table=self._table.device[sequences],
+            block_table=self._table.device[sequences],
             window_table=words.window_table[sequences],
             window_contexts=words.window_contexts[sequences],
             residual=self._residual[:, rows],
@@ -238,26 +238,26 @@ class StepBuffers:
         views.windowed = replace(
             views,
             slots=words.windowed_slots[rows],
-            page_table=self._windowed_table.device[sequences],
+            block_table=self._windowed_table.device[sequences],
             window_table=words.windowed_window_table[sequences],
         )
         return views
 
-    def _write(self, filling: Filling, numbers: Tensor) -> None:
+    def _write(self, metadata: BatchMetadata, numbers: Tensor) -> None:
         """Write the integers of the pass to `numbers`, a tensor on the host."""
         numbers.zero_()
         words = _Numbers(numbers, *self._sizes)
-        words.slots[:] = self._arena.num_slots  # padding rows write to a spare slot
-        words.windowed_slots[:] = self._arena.num_windowed_slots
+        words.slots[:] = self._cache.num_slots  # padding rows write to a spare slot
+        words.windowed_slots[:] = self._cache.num_windowed_slots
         end = 0
-        for sequence, (span, paths) in enumerate(zip(filling.spans, filling.paths, strict=True)):
+        for sequence, (span, paths) in enumerate(zip(metadata.spans, metadata.paths, strict=True)):
             rows, end = slice(end, end + span.num_rows), end + span.num_rows
             words.slots[rows] = torch.tensor(slots_between(span.runs, span.context, span.end))
             if span.windowed:
                 words.windowed_slots[rows] = torch.tensor(slots_between(span.windowed, span.context, span.end))
             words.contexts[sequence] = span.context
             words.row_starts[sequence + 1] = end
-            if filling.bucket.max_rows == 1:
+            if metadata.bucket.max_rows == 1:
                 self._write_window(words, sequence, span.context)
             if paths:
                 words.positions[rows] = torch.tensor([path.position for path in paths])
@@ -270,13 +270,13 @@ class StepBuffers:
                 words.shared[rows] = span.context
                 if span.num_rows <= MAX_TREE_ROWS:
                     words.bits[rows] = torch.tensor([(2 << row) - 1 for row in range(span.num_rows)])
-        words.row_starts[len(filling.spans) + 1 :] = end
-        if not isinstance(filling.token_ids, Tensor) and filling.token_ids:
-            words.tokens[:end] = torch.tensor(filling.token_ids)
+        words.row_starts[len(metadata.spans) + 1 :] = end
+        if not isinstance(metadata.token_ids, Tensor) and metadata.token_ids:
+            words.tokens[:end] = torch.tensor(metadata.token_ids)
 
     def _write_window(self, words: _Numbers, sequence: int, position: int) -> None:
         """Write the pages and the context of a single row at this position, for keys "window"."""
-        budget, own = self._arena.budgets.window, position // PAGE_SIZE
+        budget, own = self._cache.budgets.window, position // PAGE_SIZE
         sink, newest = slice(budget.sink), slice(own - budget.newest, own + 1)
         if reads_all(budget, position, None):
             sink, newest = slice(0), slice(own + 1)
@@ -287,7 +287,7 @@ class StepBuffers:
                 words.window_contexts[sequence] = (len(read) - 1) * PAGE_SIZE + position % PAGE_SIZE
 
 
-class _PageTable:
+class _BlockTable:
     """The pages of sequences in one store of the cache, on the host and on the device. device: int32 [sequences,
     pages]."""
 

@@ -12,9 +12,9 @@ from rayspec.choices import Choice
 from rayspec.model.architecture import Decomposition, rounding_tolerance, rows_of
 from rayspec.model.attention import PackedRows
 from rayspec.model.buckets import bucket_of, padded_rows
-from rayspec.model.kv_arena import KVArena, whole_pages
+from rayspec.model.kv_cache import KVCache, whole_pages
 from rayspec.model.load_check import CheckSequence
-from rayspec.model.static_rows import Filling, StaticRows, StepBuffers
+from rayspec.model.static_rows import BatchMetadata, StaticRows, StepBuffers
 from rayspec.model.sublayers import Sublayer, Tap, run
 
 # Rows of a sequence of the check: more than a page, and more than a window of a few tokens.
@@ -29,9 +29,9 @@ class StaticStep:
         self.parts = parts
         self.buffers = buffers
 
-    def hold(self, filling: Filling) -> StaticRows:
+    def hold(self, metadata: BatchMetadata) -> StaticRows:
         """Write the pass to the buffers, with its rotary embedding, and return its rows."""
-        rows, is_new = self.buffers.hold(filling)
+        rows, is_new = self.buffers.hold(metadata)
         if is_new:
             self.rotate(rows)
         return rows
@@ -69,9 +69,9 @@ def require_same_attention(parts: Decomposition) -> None:
     of each kind: two sequences with a cached prefix, and a decode step."""
     rows = rows_of(parts, [CheckSequence.of(0, _NUM_CHECK_ROWS)] * 2)
     most, num_places = 2 * _NUM_CHECK_ROWS, whole_pages(_NUM_CHECK_ROWS)
-    arena = KVArena(parts.shapes, 2 * num_places, dtype=parts.dtype, device=parts.device, num_spare=1)
+    cache = KVCache(parts.shapes, 2 * num_places, dtype=parts.dtype, device=parts.device, num_spare=1)
     buffers = StepBuffers(
-        arena,
+        cache,
         max_rows=padded_rows(most),
         max_sequences=2,
         max_places=num_places,
@@ -82,7 +82,7 @@ def require_same_attention(parts: Decomposition) -> None:
     step = StaticStep(parts, buffers)
 
     def in_buffers(sublayer: Sublayer, hidden: Tensor, packed: PackedRows) -> Tensor:
-        held = step.hold(Filling(bucket_of(packed.spans, packed.paths), packed.spans, packed.paths))
+        held = step.hold(BatchMetadata(bucket_of(packed.spans, packed.paths), packed.spans, packed.paths))
         held.residual[:, : hidden.shape[1]] = hidden
         return sublayer(held.residual, held)[:, : hidden.shape[1]].clone()
 

@@ -15,7 +15,7 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.loading import allowed_copies, make_scheduler, resolve_max_model_len
 from rayspec.decode.requests import Vocabulary
 from rayspec.model.generation_config import eos_token_ids, generation_defaults
-from rayspec.model.kv_arena import whole_pages
+from rayspec.model.kv_cache import whole_pages
 from rayspec.model.sizes import ModelSizes, model_sizes, quantisation_of, quantised_bytes
 from rayspec.model.weights import load_config, load_tokenizer, num_layers, vocab_size
 from rayspec.pipeline.placement import gpus_per_shard

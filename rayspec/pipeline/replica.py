@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.loading import cache_size
-from rayspec.model.kv_arena import CacheSize
+from rayspec.model.kv_cache import CacheSize
 from rayspec.pipeline.coordinator import Coordinator, CoordinatorSpec
 from rayspec.pipeline.endpoint import COORDINATOR
 from rayspec.pipeline.placement import Bundles, Process, start_beside, wait_for

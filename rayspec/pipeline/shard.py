@@ -30,8 +30,8 @@ from rayspec.decode.stages import SpanRunner
 from rayspec.decode.work import Prefill
 from rayspec.errors import TransportError
 from rayspec.model.architecture import Decomposition, decompose
-from rayspec.model.bodies import bytes_of_copies
-from rayspec.model.kv_arena import CacheSize
+from rayspec.model.fused import bytes_of_copies
+from rayspec.model.kv_cache import CacheSize
 from rayspec.model.threads import in_thread_of_its_own
 from rayspec.model.weights import resolve_device
 from rayspec.pipeline.endpoint import ENGINE, Endpoint, NewEpoch, Ranks, Received, Stopped

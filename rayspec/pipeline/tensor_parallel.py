@@ -29,7 +29,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rayspec.model.architecture import Decomposition, rounding_tolerance
 from rayspec.model.attention import pack
-from rayspec.model.kv_arena import KVArena, LayerShape
+from rayspec.model.kv_cache import KVCache, LayerShape
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Sublayer, run
 from rayspec.types import ConfigError, UnsupportedModelError
@@ -259,11 +259,11 @@ class _SplitTrial:
     def _outputs(self, layers: Sequence[_Layer], shapes: dict[int, LayerShape]) -> list[Tensor]:
         """Run each sublayer on the same random hidden states and return the outputs."""
         weight = next(layers[0].sublayers[0].block.parameters())
-        arena = KVArena(shapes, _NUM_CHECK_TOKENS, dtype=weight.dtype, device=weight.device)
+        cache = KVCache(shapes, _NUM_CHECK_TOKENS, dtype=weight.dtype, device=weight.device)
         generator = torch.Generator().manual_seed(0)
         size = self._parts.config.hidden_size
         hidden = torch.randn(1, _NUM_CHECK_TOKENS, size, generator=generator).to(weight.device, weight.dtype)
-        rows = pack(arena, [RowSpan(one_run(0, _NUM_CHECK_TOKENS), 0, _NUM_CHECK_TOKENS)], device=weight.device)
+        rows = pack(cache, [RowSpan(one_run(0, _NUM_CHECK_TOKENS), 0, _NUM_CHECK_TOKENS)], device=weight.device)
         self._parts.rotate(hidden, rows)
         return [run((sublayer,), hidden * _CHECK_SCALE, rows) for layer in layers for sublayer in layer.sublayers]
 

@@ -45,7 +45,7 @@ BAD: list[Any] = [
         [5], SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), InvalidTokenError, f"logit_bias.*{VOCAB_SIZE}", id="bias"
     ),
     pytest.param(
-        [5] * 200, SamplingParams(max_tokens=90), OutOfMemoryError, "kv_cache_tokens", id="larger than the arena"
+        [5] * 200, SamplingParams(max_tokens=90), OutOfMemoryError, "kv_cache_tokens", id="larger than the cache"
     ),
 ]
 

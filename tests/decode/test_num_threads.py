@@ -17,7 +17,7 @@ from rayspec.decode.engine_loop import EngineLoop
 from rayspec.decode.num_threads import chosen_threads, fastest_number
 from rayspec.decode.runner import Runner
 from rayspec.local_engine import load_engine
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.threads import Threads
 from rayspec.types import Request
 from tests.families import checkpoint, parts_of
@@ -34,7 +34,7 @@ def threads_as_before() -> Iterator[None]:
 
 def _runner() -> Runner:
     parts = parts_of(checkpoint("llama"))
-    return Runner(parts, KVArena(parts.shapes, 64, dtype=parts.dtype, device=CPU), device=CPU, row_counts=None)
+    return Runner(parts, KVCache(parts.shapes, 64, dtype=parts.dtype, device=CPU), device=CPU, row_counts=None)
 
 
 class _Clock:

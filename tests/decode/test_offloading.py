@@ -18,7 +18,7 @@ from rayspec.decode.loading import least_needed, load_weights, offload_weights
 from rayspec.decode.runner import Runner
 from rayspec.local_engine import load_engine
 from rayspec.model.architecture import Decomposition, decompose
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.auto import Auto
@@ -174,8 +174,8 @@ def _span(asked: EngineConfig, layers: range, *, offload: bool = False) -> tuple
 
 @torch.inference_mode()
 def _through(parts: Decomposition) -> torch.Tensor:
-    arena = KVArena(parts.shapes, 16, dtype=parts.dtype, device=torch.device("cpu"))
-    runner = Runner(parts, arena, device=torch.device("cpu"), row_counts=None)
+    cache = KVCache(parts.shapes, 16, dtype=parts.dtype, device=torch.device("cpu"))
+    runner = Runner(parts, cache, device=torch.device("cpu"), row_counts=None)
     states = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
     return runner.run(runner.batch([RowSpan(one_run(0, 1000), 0, 5)]), states)
 

@@ -13,7 +13,7 @@ from rayspec.choices import FULL, SKIP, Choice, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.search import PlanSearch
 from rayspec.model.architecture import Decomposition
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan, slots_between
 from rayspec.planning.knapsack import follow, solve
 from rayspec.strategies.fixed import FixedPlan
@@ -44,9 +44,9 @@ def _search(
     return stages.plan_search(tokens, rows), stages.runner
 
 
-def _slot(arena: KVArena, row: RowSpan, layer: int) -> int:
+def _slot(cache: KVCache, row: RowSpan, layer: int) -> int:
     """The slot that the row is written to in this layer."""
-    runs = row.windowed if layer in arena.windowed_layers else row.runs
+    runs = row.windowed if layer in cache.windowed_layers else row.runs
     return slots_between(runs, row.context, row.end)[0]
 
 
@@ -63,16 +63,16 @@ def test_a_branch_is_what_a_draft_of_one_token_computes(family: str) -> None:
     states, inputs = follow([choices_of(keep) for keep in keeps], search), search.start()[:, 0]
     with torch.inference_mode():
         for at, row in enumerate(search.tokens):
-            slots = {layer: _slot(runner.arena, row, layer) for layer in runner.arena.keys}
+            slots = {layer: _slot(runner.cache, row, layer) for layer in runner.cache.keys}
             for number, keep in enumerate(keeps):
                 batch = runner.batch([row])
-                saved = {k: v[:, slots[k]].clone() for k, v in runner.arena.keys.items()}
-                values = {k: v[:, slots[k]].clone() for k, v in runner.arena.values.items()}
+                saved = {k: v[:, slots[k]].clone() for k, v in runner.cache.keys.items()}
+                values = {k: v[:, slots[k]].clone() for k, v in runner.cache.values.items()}
                 drafted = runner.run(batch, inputs[at][None, None], choices=choices_of(keep))
                 torch.testing.assert_close(states[at, number], drafted[0, 0], atol=1e-4, rtol=1e-4)
                 for layer, key in saved.items():
-                    runner.arena.keys[layer][:, slots[layer]] = key
-                    runner.arena.values[layer][:, slots[layer]] = values[layer]
+                    runner.cache.keys[layer][:, slots[layer]] = key
+                    runner.cache.values[layer][:, slots[layer]] = values[layer]
 
 
 @pytest.fixture(scope="module")
@@ -93,16 +93,16 @@ def test_few_keys_and_copies_of_a_branch_are_those_of_a_draft(choosing: PlanSear
     with torch.inference_mode():
         for at, row in enumerate(choosing.tokens):
             slot = slots_between(row.runs, row.context, row.end)[0]
-            arena = runner.arena
+            cache = runner.cache
             saved = {
-                index: (arena.keys[index][:, slot].clone(), arena.values[index][:, slot].clone())
-                for index in arena.keys
+                index: (cache.keys[index][:, slot].clone(), cache.values[index][:, slot].clone())
+                for index in cache.keys
             }
             for number, pattern in enumerate(patterns):
                 drafted = runner.run(runner.batch([row]), inputs[at][None, None], choices=pattern)
                 torch.testing.assert_close(states[at, number], drafted[0, 0], atol=2e-3, rtol=2e-3)
             for index, (keys, values) in saved.items():
-                arena.keys[index][:, slot], arena.values[index][:, slot] = keys, values
+                cache.keys[index][:, slot], cache.values[index][:, slot] = keys, values
 
 
 # Units saved by each choice, of a sublayer that takes 10.

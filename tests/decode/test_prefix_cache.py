@@ -38,7 +38,7 @@ def _fails_now_and_then(stages: LocalStages, rng: random.Random) -> LocalStages:
     def started(work: Work) -> Future[Result]:
         if rng.random() < 0.08:
             stages.head.forget()
-            for tensor in (*stages.runner.arena.keys.values(), *stages.runner.arena.values.values()):
+            for tensor in (*stages.runner.cache.keys.values(), *stages.runner.cache.values.values()):
                 tensor.fill_(float("nan"))
             raise StagesReplacedError("a stage was replaced")
         return start(work)

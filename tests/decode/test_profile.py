@@ -16,7 +16,7 @@ from rayspec.decode.load_lock import LoadLock
 from rayspec.decode.profile import measure, measurements
 from rayspec.decode.runner import Runner
 from rayspec.model.architecture import Decomposition
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.row_counts import RowCounts
 from rayspec.planning.latency import HEAD, LatencyModel
 from tests.engines import ALL_CHOICES, ways_of
@@ -36,8 +36,8 @@ def _runner(
     choices: Sequence[Choice] = (FULL, SKIP),
 ) -> Runner:
     dtype: Any = parts.final_norm.weight.dtype
-    arena = KVArena(parts.shapes, num_slots, dtype=dtype, device=CPU, num_spare=bucket_rows or 0, notes_pages=True)
-    return Runner(parts, arena, device=CPU, row_counts=_counts(bucket_rows), choices=choices)
+    cache = KVCache(parts.shapes, num_slots, dtype=dtype, device=CPU, num_spare=bucket_rows or 0, notes_pages=True)
+    return Runner(parts, cache, device=CPU, row_counts=_counts(bucket_rows), choices=choices)
 
 
 def load_or_measure(runner: Runner, folder: str) -> LatencyModel:
@@ -93,7 +93,7 @@ def test_what_is_measured_is_never_negative_and_grows(family: str, num_slots: in
 def test_several_sequences_have_spans_of_their_own(
     num_slots: int, expected: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many sequences as the arena can hold, with a row each and with several."""
+    """As many sequences as the cache can hold, with a row each and with several."""
     runner, seen = _runner(parts_of(checkpoint("llama")), num_slots), []
     batch_of = runner.batch
     monkeypatch.setattr(runner, "batch", lambda spans, **options: seen.append(spans) or batch_of(spans, **options))  # type: ignore[func-returns-value]
@@ -131,7 +131,7 @@ def test_another_model_dtype_thread_count_or_mode_is_measured_for_itself(
     llama = parts_of(checkpoint("llama"))
     load_or_measure(_runner(llama), str(tmp_path))
     load_or_measure(_runner(llama, num_slots=77), str(tmp_path))
-    assert len(count_measured) == 1, "the size of the arena does not matter"
+    assert len(count_measured) == 1, "the size of the cache does not matter"
     load_or_measure(_runner(parts_of(checkpoint("qwen3"))), str(tmp_path))
     assert len(count_measured) == 2
     load_or_measure(_runner(parts_of(checkpoint("llama"), "bfloat16")), str(tmp_path))

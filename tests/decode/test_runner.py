@@ -7,7 +7,7 @@ import torch
 
 from rayspec.choices import choices_of
 from rayspec.decode.runner import Runner
-from rayspec.model.kv_arena import PAGE_SIZE, KeyBudget, KeyBudgets, KVArena
+from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import RowSpan, one_run
 from tests.engines import step_buffers
@@ -24,8 +24,8 @@ def _runner(family: str, bucket_rows: int | None, dtype: str = "float32") -> Run
     parts = parts_of(checkpoint(family), dtype)
     weight = parts.final_norm.weight
     assert isinstance(weight, torch.Tensor)
-    arena = KVArena(parts.shapes, 120, dtype=weight.dtype, device=CPU, num_spare=bucket_rows or 0)
-    return Runner(parts, arena, device=CPU, row_counts=_counts(bucket_rows))
+    cache = KVCache(parts.shapes, 120, dtype=weight.dtype, device=CPU, num_spare=bucket_rows or 0)
+    return Runner(parts, cache, device=CPU, row_counts=_counts(bucket_rows))
 
 
 SPANS = [
@@ -64,10 +64,10 @@ def test_buckets_give_what_one_batch_gives(family: str) -> None:
     assert list(cut_taps) == list(taps) == [3, 4, 5, 6, 7]
     for index, states in taps.items():
         torch.testing.assert_close(cut_taps[index], states, atol=1e-4, rtol=1e-4)
-    for layer, keys in whole.arena.keys.items():
+    for layer, keys in whole.cache.keys.items():
         for span in SPANS:
             written = slice(span.runs[0].start, span.runs[0].start + span.num_rows)
-            torch.testing.assert_close(cut.arena.keys[layer][:, written], keys[:, written], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(cut.cache.keys[layer][:, written], keys[:, written], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -96,10 +96,10 @@ def test_in_buckets_a_row_is_the_same_to_the_bit_whatever_runs_beside_it(
 @torch.inference_mode()
 def test_padding_rows_touch_nothing_that_is_in_use() -> None:
     runner = _runner("llama", 8)
-    before = {layer: keys[:, :120].clone() for layer, keys in runner.arena.keys.items()}
+    before = {layer: keys[:, :120].clone() for layer, keys in runner.cache.keys.items()}
     batch = runner.batch([RowSpan(one_run(7, 1000), 0, 1)], token_ids=[5])
     runner.run(batch, runner.embed(batch))
-    for layer, keys in runner.arena.keys.items():
+    for layer, keys in runner.cache.keys.items():
         changed = (keys[:, :120] != before[layer]).any(-1).any(0).nonzero().flatten().tolist()
         assert changed == [7]
 
@@ -107,10 +107,10 @@ def test_padding_rows_touch_nothing_that_is_in_use() -> None:
 def _noting_runner(row_counts: RowCounts | None, *, notes_pages: bool = True) -> Runner:
     parts = parts_of(checkpoint("llama"))
     budgets = KeyBudgets(pages=KeyBudget(newest=1, looked_at=2))
-    arena = KVArena(
+    cache = KVCache(
         parts.shapes, 512, dtype=torch.float32, device=CPU, num_spare=8, budgets=budgets, notes_pages=notes_pages
     )
-    return Runner(parts, arena, device=CPU, row_counts=row_counts)
+    return Runner(parts, cache, device=CPU, row_counts=row_counts)
 
 
 @torch.inference_mode()
@@ -120,10 +120,10 @@ def test_a_verify_notes_pages_in_one_batch_and_row_by_row() -> None:
         runner = _noting_runner(row_counts)
         chunk = runner.batch([RowSpan(one_run(0, 512), 0, 157)], token_ids=torch.arange(3, 160), fixed_shape=False)
         runner.run(chunk, runner.embed(chunk))
-        assert bool((runner.arena.looked_at == -1).all()), "nobody asked for notes"
+        assert bool((runner.cache.looked_at == -1).all()), "nobody asked for notes"
         verify = runner.batch([RowSpan(one_run(0, 512), 157, 5)], token_ids=torch.arange(3, 8), scores_pages=True)
         runner.run(verify, runner.embed(verify))
-        notes.append(runner.arena.looked_at)
+        notes.append(runner.cache.looked_at)
     assert notes[0] is not None
     assert notes[1] is not None
     assert torch.equal(notes[0], notes[1])
@@ -134,6 +134,6 @@ def test_a_runner_says_which_keys_its_rows_can_read() -> None:
     runner = _noting_runner(None)
     assert runner.supported_keys == ("all", "window", "pages")
     assert _noting_runner(None, notes_pages=False).supported_keys == ("all", "window")
-    buffers = step_buffers(runner.parts, runner.arena, max_places=512)
-    static = Runner(runner.parts, runner.arena, device=CPU, row_counts=None, buffers=buffers)
+    buffers = step_buffers(runner.parts, runner.cache, max_places=512)
+    static = Runner(runner.parts, runner.cache, device=CPU, row_counts=None, buffers=buffers)
     assert static.supported_keys == ("all", "window")

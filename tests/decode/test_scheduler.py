@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rayspec.decode.scheduler import Scheduler, Step
 from rayspec.decode.sequence import SequenceState
-from rayspec.model.kv_arena import PAGE_SIZE
+from rayspec.model.kv_cache import PAGE_SIZE
 from rayspec.model.rows import slots_between
 from rayspec.types import NonFiniteLogitsError
 from tests.decode.scheduling import sequence_of

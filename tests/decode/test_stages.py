@@ -13,7 +13,7 @@ from rayspec.decode.search import Cosine
 from rayspec.decode.stages import LocalStages
 from rayspec.decode.work import Chunk, Prefill, Round, RoundEntry, SamplerSpec, TappedToken
 from rayspec.generation import DecodingParams
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.types import Plan, no_draft
 from tests.families import VOCAB_SIZE, cases, checkpoint, parts_of
@@ -30,7 +30,7 @@ def _rows(tokens: Sequence[TappedToken]) -> list[RowSpan]:
 
 def _stages(num_tap_tokens: int = 8) -> LocalStages:
     parts = parts_of(PATH)
-    runner = Runner(parts, KVArena(parts.shapes, 200, dtype=torch.float32, device=CPU), device=CPU, row_counts=None)
+    runner = Runner(parts, KVCache(parts.shapes, 200, dtype=torch.float32, device=CPU), device=CPU, row_counts=None)
     stages = LocalStages(runner, vocab_size=VOCAB_SIZE, verification="coupled", num_tap_tokens=num_tap_tokens)
     for name, prompt in enumerate(KNOWN.prompts):
         stages.open(

@@ -18,9 +18,9 @@ from rayspec.decode.loading import make_buffers
 from rayspec.decode.runner import Batch, Runner
 from rayspec.decode.stages import LocalStages
 from rayspec.model.architecture import Decomposition
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena
+from rayspec.model.kv_cache import PAGE_SIZE, KVCache
 from rayspec.model.rows import RowSpan, Runs, runs_of_pages
-from rayspec.model.static_rows import Filling, StaticRows
+from rayspec.model.static_rows import BatchMetadata, StaticRows
 from rayspec.types import Plan
 from tests.engines import GREEDY, RandomPlans, complete, engine_with, requests_for, step_buffers, tokens_of
 from tests.exhaustive import few_of
@@ -39,9 +39,9 @@ def _runner(family: str) -> Runner:
 
 
 def _runner_of(parts: Decomposition) -> Runner:
-    arena = KVArena(parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1)
-    buffers = step_buffers(parts, arena, max_places=MAX_PLACES)
-    return Runner(parts, arena, device=CPU, row_counts=None, buffers=buffers)
+    cache = KVCache(parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1)
+    buffers = step_buffers(parts, cache, max_places=MAX_PLACES)
+    return Runner(parts, cache, device=CPU, row_counts=None, buffers=buffers)
 
 
 def _pages(seed: int, number: int) -> Runs:
@@ -64,7 +64,7 @@ def _batch(runner: Runner, seed: int, rows: Sequence[int], parents: tuple[int, .
 
 def _launches(runner: Runner, batch: Batch, choices: Choices | None) -> list[Launch]:
     """From the numbers in the buffers to the logits."""
-    assert isinstance(batch.buckets[0][1], Filling)
+    assert isinstance(batch.buckets[0][1], BatchMetadata)
     with torch.no_grad():
         runner._held(batch.buckets[0][1])
     with torch.no_grad(), LaunchRecorder() as recorder:
@@ -166,15 +166,15 @@ def test_buffers_whose_attention_is_wrong_are_not_used(
 ) -> None:
     """The second sequence reads the first's pages."""
     parts, config = operator_parts_of(checkpoint("gemma2")), EngineConfig(model="any")
-    arena = KVArena(parts.shapes, 64, dtype=torch.float32, device=CPU, num_spare=1)
+    cache = KVCache(parts.shapes, 64, dtype=torch.float32, device=CPU, num_spare=1)
     monkeypatch.setattr("rayspec.decode.loading.has_operators", lambda device: True)
-    assert make_buffers(config, parts, arena, 64) is not None
+    assert make_buffers(config, parts, cache, 64) is not None
     assert not caplog.messages
     mixed = StaticRows._mixed
 
     def wrong(rows: StaticRows, *args: Any) -> torch.Tensor:
-        return mixed(replace(rows, page_table=rows.page_table[:1].expand_as(rows.page_table)), *args)
+        return mixed(replace(rows, block_table=rows.block_table[:1].expand_as(rows.block_table)), *args)
 
     monkeypatch.setattr(StaticRows, "_mixed", wrong)
-    assert make_buffers(config, parts, arena, 64) is None
+    assert make_buffers(config, parts, cache, 64) is None
     assert "passes have no static buffers, and so no CUDA graphs: attention of layer 0 differs" in caplog.text

@@ -16,7 +16,7 @@ from rayspec.decode.rounds import SURENESS, _siblings
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import moves_to_path
 from rayspec.decode.work import Draft
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.types import Plan
@@ -43,8 +43,8 @@ def _counts(bucket_rows: int | None) -> RowCounts | None:
 
 def _runner(family: str, bucket_rows: int | None) -> Runner:
     parts = parts_of(checkpoint(family))
-    arena = KVArena(parts.shapes, 120, dtype=torch.float32, device=CPU, num_spare=bucket_rows or 0)
-    return Runner(parts, arena, device=CPU, row_counts=_counts(bucket_rows))
+    cache = KVCache(parts.shapes, 120, dtype=torch.float32, device=CPU, num_spare=bucket_rows or 0)
+    return Runner(parts, cache, device=CPU, row_counts=_counts(bucket_rows))
 
 
 def _logits(runner: Runner, span: RowSpan, tokens: Sequence[int]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from rayspec.decode.pages import PageTable, WindowedPages, extend_hashes
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.sequence import SequenceState
 from rayspec.model import attention
-from rayspec.model.kv_arena import PAGE_SIZE
+from rayspec.model.kv_cache import PAGE_SIZE
 from rayspec.model.rows import RowSpan, slots_between
 from tests.decode.scheduling import commit, sequence_of
 from tests.engines import GREEDY, NUM_BEHIND, RandomPlans, complete, engine_with, tokens_of
@@ -128,8 +128,8 @@ def test_long_texts_equal_generate_in_a_store_of_few_pages(
         max_num_seqs=3,
         max_num_batched_tokens=64,
     )
-    arena = engine.stages.runner.arena  # type: ignore[attr-defined]
-    assert arena.num_windowed_slots == (2 * 3 * (2 + -(-(WINDOW + NUM_BEHIND + 6) // PAGE_SIZE)) + 4) * PAGE_SIZE < 600
+    cache = engine.stages.runner.cache  # type: ignore[attr-defined]
+    assert cache.num_windowed_slots == (2 * 3 * (2 + -(-(WINDOW + NUM_BEHIND + 6) // PAGE_SIZE)) + 4) * PAGE_SIZE < 600
     outputs = complete(engine, known.prompts, GREEDY.replace(max_tokens=120, ignore_eos=True))
     assert tokens_of(outputs) == known.expected
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 NUM_ROWS = 200
 PATIENCE_S = 240.0
 ENDED = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
-# Ten kinds. Chats are refused by the template below, and a prompt of 451 tokens by the arena of 400.
+# Ten kinds. Chats are refused by the template below, and a prompt of 451 tokens by the cache of 400.
 BROKEN = {
     "malformed_row": b'{"id": "broken", ',
     "not_utf8": b'{"id": "latin", "prompt": "caf\xe9"}',

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rayspec.model import attention
 from rayspec.model.attention import Division, PackedRows, pack, pack_branches, packed_attention
-from rayspec.model.kv_arena import KVArena, LayerShape
+from rayspec.model.kv_cache import KVCache, LayerShape
 from rayspec.model.rows import Path, RowSpan, Run, Runs, one_run, slots_between
 
 CPU = torch.device("cpu")
@@ -48,13 +48,13 @@ def _expected(
     return torch.stack(rows).float()
 
 
-def _arena(kv_heads: int, num_spare: int = 0, num_slots: int = SLOTS, value_dim: int = VALUE_DIM) -> KVArena:
+def _cache(kv_heads: int, num_spare: int = 0, num_slots: int = SLOTS, value_dim: int = VALUE_DIM) -> KVCache:
     shapes = {3: LayerShape(kv_heads, DIM, value_dim)}
-    arena = KVArena(shapes, num_slots, dtype=torch.float32, device=CPU, num_spare=num_spare)
+    cache = KVCache(shapes, num_slots, dtype=torch.float32, device=CPU, num_spare=num_spare)
     torch.manual_seed(0)
-    for tensor in (arena.keys[3], arena.values[3]):
+    for tensor in (cache.keys[3], cache.values[3]):
         tensor.copy_(torch.randn_like(tensor) * 2)
-    return arena
+    return cache
 
 
 def _random_paths(rng: random.Random, first: int, num_rows: int) -> list[Path]:
@@ -67,12 +67,12 @@ def _random_paths(rng: random.Random, first: int, num_rows: int) -> list[Path]:
     return paths
 
 
-def _require_attention(arena: KVArena, rows: PackedRows, num_padding: int = 0, **options: Any) -> None:
+def _require_attention(cache: KVCache, rows: PackedRows, num_padding: int = 0, **options: Any) -> None:
     """Random rows write their keys where they should, change nothing else, and see what they should."""
     num_rows = sum(span.num_rows for span in rows.spans) + num_padding
-    kv_heads, value_dim = len(arena.keys[3]), arena.values[3].shape[-1]
+    kv_heads, value_dim = len(cache.keys[3]), cache.values[3].shape[-1]
     query, key = torch.randn(1, HEADS, num_rows, DIM), torch.randn(1, kv_heads, num_rows, DIM)
-    value, before = torch.randn(1, kv_heads, num_rows, value_dim), arena.keys[3].clone()
+    value, before = torch.randn(1, kv_heads, num_rows, value_dim), cache.keys[3].clone()
     output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
     at, written = 0, set()
     for span, tree in zip(rows.spans, rows.paths, strict=True):
@@ -80,35 +80,35 @@ def _require_attention(arena: KVArena, rows: PackedRows, num_padding: int = 0, *
         for row in range(span.num_rows):
             places = [*range(tree[row].shared), *tree[row].own] if tree else range(span.context + row + 1)
             seen, own = [slots[place] for place in places], slots[span.context + row]
-            assert torch.equal(arena.keys[3][:, own], key[0, :, at])
+            assert torch.equal(cache.keys[3][:, own], key[0, :, at])
             assert rows.positions[at] == len(seen) - 1
-            keys, values = arena.keys[3][:, seen], arena.values[3][:, seen]
+            keys, values = cache.keys[3][:, seen], cache.values[3][:, seen]
             expected = _expected(query[0, :, at], keys, values, len(seen) - 1, **options)
             torch.testing.assert_close(output[0, at], expected, atol=2e-5, rtol=2e-5)
             written.add(own)
             at += 1
-    untouched = [slot for slot in range(arena.num_slots) if slot not in written]
-    assert torch.equal(arena.keys[3][:, untouched], before[:, untouched])
+    untouched = [slot for slot in range(cache.num_slots) if slot not in written]
+    assert torch.equal(cache.keys[3][:, untouched], before[:, untouched])
     assert not output[0, at:].any(), "padding rows attend to nothing"
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_branches_see_the_context_and_themselves(kv_heads: int, options: dict[str, Any]) -> None:
-    arena = _arena(kv_heads)
+    cache = _cache(kv_heads)
     tokens, num_branches = (
         [RowSpan(one_run(0, 1000), 7, 1), RowSpan(one_run(40, 1000), 21, 1), RowSpan(one_run(70, 1000), 0, 1)],
         5,
     )
     num_rows = len(tokens) * num_branches
     positions = torch.tensor([token.context for token in tokens]).repeat_interleave(num_branches)
-    rows = pack_branches(arena, tokens, num_branches, positions)
+    rows = pack_branches(cache, tokens, num_branches, positions)
     query = torch.randn(1, HEADS, num_rows, DIM)
     key, value = torch.randn(1, kv_heads, num_rows, DIM), torch.randn(1, kv_heads, num_rows, VALUE_DIM)
-    keys_before, values_before = arena.keys[3].clone(), arena.values[3].clone()
+    keys_before, values_before = cache.keys[3].clone(), cache.values[3].clone()
     output, _ = packed_attention(MODULE, query, key, value, None, packed=rows, **options)
-    assert torch.equal(arena.keys[3], keys_before)
-    assert torch.equal(arena.values[3], values_before)
+    assert torch.equal(cache.keys[3], keys_before)
+    assert torch.equal(cache.values[3], values_before)
     for at in range(num_rows):
         token = tokens[at // num_branches]
         start, position = token.runs[0].start, token.context
@@ -137,7 +137,7 @@ def test_rows_see_their_own_keys_wherever_they_lie(
     """Single rows, a few rows, a chunk, trees and a row of a tree, of sequences that share their first keys or lie in
     one run. Results for values of another size cannot be merged."""
     monkeypatch.setattr(attention, "_LONG_RUN_BYTES", 16 * kv_heads * DIM * 4)
-    arena, rng = _arena(kv_heads, num_spare=4, num_slots=720, value_dim=value_dim), random.Random(kv_heads)
+    cache, rng = _cache(kv_heads, num_spare=4, num_slots=720, value_dim=value_dim), random.Random(kv_heads)
     shared = (Run(96, 24), Run(40, 3), Run(0, 20))
     places = _scattered(rng, shared, 120, 600)
     spans = [
@@ -151,8 +151,8 @@ def test_rows_see_their_own_keys_wherever_they_lie(
     ]
     trees: list[list[Path]] = [[], [], [], *(RowSpan((), *tree).paths() for tree in TREES), []]
     trees.append(_random_paths(rng, 11, 40))
-    rows = pack(arena, spans, device=CPU, paths=trees, division=division, pad_to=96)
-    _require_attention(arena, rows, num_padding=2, **options)
+    rows = pack(cache, spans, device=CPU, paths=trees, division=division, pad_to=96)
+    _require_attention(cache, rows, num_padding=2, **options)
     (calls,) = rows.calls.values()
     if options["sliding_window"] in (None, 40) and not options["softcap"] and value_dim == DIM:
         shares_keys = any(isinstance(call.rows, Tensor) for call in calls.pieces)
@@ -168,11 +168,11 @@ def test_by_places_a_row_has_the_same_bits_wherever_its_keys_lie(dtype: torch.dt
     keys, values = torch.randn(2, 2, 560, 64, dtype=torch.float32).to(dtype)
     query, key, value = (torch.randn(1, heads, 60, 64).to(dtype) for heads in (HEADS, 2, 2))
     for runs in layouts:
-        arena = KVArena({3: LayerShape(2, 64, 64)}, num_slots, dtype=dtype, device=CPU)
-        arena.write(3, torch.tensor(slots_between(runs, 0, 560)), keys, values)
+        cache = KVCache({3: LayerShape(2, 64, 64)}, num_slots, dtype=dtype, device=CPU)
+        cache.write(3, torch.tensor(slots_between(runs, 0, 560)), keys, values)
         parts = []
         for context, count in ((500, 60), (559, 1), (530, 8)):
-            rows = pack(arena, [RowSpan(runs, context, count)], device=CPU, division="places")
+            rows = pack(cache, [RowSpan(runs, context, count)], device=CPU, division="places")
             own = (one[:, :, :count] for one in (query, key, value))
             parts.append(packed_attention(MODULE, *own, None, packed=rows)[0])
         results.append(torch.cat(parts, 1))
@@ -183,9 +183,9 @@ def test_by_places_a_row_has_the_same_bits_wherever_its_keys_lie(dtype: torch.dt
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_in_blocks_every_row_sees_its_own_keys(kv_heads: int, options: dict[str, Any]) -> None:
-    """Chains, single rows and rows of a tree, of sequences in one run and in several, one at the arena's end."""
+    """Chains, single rows and rows of a tree, of sequences in one run and in several, one at the cache's end."""
     num_slots = 300
-    arena, rng = _arena(kv_heads, num_slots=num_slots, value_dim=DIM), random.Random(kv_heads)
+    cache, rng = _cache(kv_heads, num_slots=num_slots, value_dim=DIM), random.Random(kv_heads)
     scattered = _scattered(rng, one_run(0, 20), 115, 280)
     tree = RowSpan((), 40, 6, (-1, 0, 0, 1, 2, 2)).paths()
     pieces: list[tuple[RowSpan, list[Path]]] = [
@@ -196,28 +196,28 @@ def test_in_blocks_every_row_sees_its_own_keys(kv_heads: int, options: dict[str,
         *((RowSpan(scattered[1], 40 + row, 1), [] if path.is_straight else [path]) for row, path in enumerate(tree)),
     ]
     spans, paths = [span for span, _ in pieces], [path for _, path in pieces]
-    _require_attention(arena, pack(arena, spans, device=CPU, paths=paths, division="blocks"), **options)
+    _require_attention(cache, pack(cache, spans, device=CPU, paths=paths, division="blocks"), **options)
 
 
 def test_in_blocks_what_is_not_finite_stays_with_its_sequence() -> None:
     """A block may reach into the slots of another sequence and of rejected drafts."""
     shapes = {3: LayerShape(2, DIM, DIM)}
-    arena = KVArena(shapes, SLOTS, dtype=torch.float32, device=CPU, keeps_finite=True)
+    cache = KVCache(shapes, SLOTS, dtype=torch.float32, device=CPU, keeps_finite=True)
     bad = torch.full((1, HEADS, 30, DIM), float("nan"))
     bad[:, :, ::2] = float("inf")
     for spans in ([RowSpan(one_run(40, 30), 0, 30)], [RowSpan(one_run(0, 40), 0, 30)]):
-        packed_attention(MODULE, bad, bad[:, :2], bad[:, :2], None, packed=pack(arena, spans, device=CPU))
-    rows = pack(arena, [RowSpan(one_run(0, 40), 0, 5)], device=CPU, division="blocks")
+        packed_attention(MODULE, bad, bad[:, :2], bad[:, :2], None, packed=pack(cache, spans, device=CPU))
+    rows = pack(cache, [RowSpan(one_run(0, 40), 0, 5)], device=CPU, division="blocks")
     output, _ = packed_attention(MODULE, *(torch.randn(1, heads, 5, DIM) for heads in (HEADS, 2, 2)), None, packed=rows)
     assert output.isfinite().all()
 
 
 def test_what_another_sequence_left_behind_is_not_seen() -> None:
-    arena = _arena(2)
-    arena.keys[3].fill_(float("nan"))
-    arena.values[3].fill_(float("nan"))
+    cache = _cache(2)
+    cache.keys[3].fill_(float("nan"))
+    cache.values[3].fill_(float("nan"))
     for context, count in ((0, 5), (5, 1), (6, 40)):
-        rows = pack(arena, [RowSpan(one_run(8, 1000), context, count)], device=CPU)
+        rows = pack(cache, [RowSpan(one_run(8, 1000), context, count)], device=CPU)
         parts = [torch.randn(1, heads, count, dim) for heads, dim in ((HEADS, DIM), (2, DIM), (2, VALUE_DIM))]
         for window in (None, 3):
             output, _ = packed_attention(MODULE, *parts, None, packed=rows, sliding_window=window)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rayspec.choices import Keys
 from rayspec.model.attention import PackedRows, pack, pack_branches, packed_attention
-from rayspec.model.kv_arena import PAGE_SIZE, KeyBudget, KeyBudgets, KVArena, LayerShape
+from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache, LayerShape
 from rayspec.model.rows import RowSpan, Runs, runs_of_pages, slots_between
 
 CPU = torch.device("cpu")
@@ -25,15 +25,15 @@ OPTIONS = [
 ]
 
 
-def _arena(*, value_dim: int = VALUE_DIM, budgets: KeyBudgets = BUDGETS, dtype: torch.dtype = torch.float32) -> KVArena:
+def _cache(*, value_dim: int = VALUE_DIM, budgets: KeyBudgets = BUDGETS, dtype: torch.dtype = torch.float32) -> KVCache:
     shapes = {3: LayerShape(KV_HEADS, DIM, value_dim)}
-    arena = KVArena(
+    cache = KVCache(
         shapes, NUM_PAGES * PAGE_SIZE, dtype=dtype, device=CPU, num_spare=4, budgets=budgets, notes_pages=True
     )
     torch.manual_seed(0)
-    for tensor in (arena.keys[3], arena.values[3]):
+    for tensor in (cache.keys[3], cache.values[3]):
         tensor.copy_(torch.randn_like(tensor) * 2)
-    return arena
+    return cache
 
 
 def _sequences() -> list[Runs]:
@@ -50,7 +50,7 @@ def _attend(rows: PackedRows, seed: int, value_dim: int = VALUE_DIM, **options: 
     num_rows = len(rows.positions)
     query, key = torch.randn(1, HEADS, num_rows, DIM), torch.randn(1, KV_HEADS, num_rows, DIM)
     value = torch.randn(1, KV_HEADS, num_rows, value_dim)
-    own = [each.to(rows.arena.keys[3].dtype) for each in (query, key, value)]
+    own = [each.to(rows.cache.keys[3].dtype) for each in (query, key, value)]
     return (*own, packed_attention(MODULE, *own, None, packed=rows, **options)[0][0])
 
 
@@ -82,12 +82,12 @@ def _positions(pages: list[int], position: int, sliding_window: int | None) -> l
     return [each for each in found if lowest <= each <= position]
 
 
-def _note_at_random(arena: KVArena) -> Tensor:
+def _note_at_random(cache: KVCache) -> Tensor:
     """Some notes, of which some say nothing: int32 [pages, 2]."""
-    assert arena.looked_at is not None
+    assert cache.looked_at is not None
     notes = torch.stack([torch.randperm(5)[:2] for _ in range(NUM_PAGES)]).int()
     notes = torch.where((notes == 0) | (torch.rand(NUM_PAGES, 2) < 0.2), -1, notes)
-    arena.looked_at[0] = notes
+    cache.looked_at[0] = notes
     return notes
 
 
@@ -95,12 +95,12 @@ def _note_at_random(arena: KVArena) -> Tensor:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_rows_see_the_first_pages_the_noted_ones_and_the_newest(options: dict[str, Any], keys: Keys) -> None:
     """Contexts of all lengths: within the budget, at its edge, far beyond, at either end of a page; and a chain."""
-    arena, places = _arena(), _sequences()
-    notes = _note_at_random(arena)
+    cache, places = _cache(), _sequences()
+    notes = _note_at_random(cache)
     contexts = ((47, 62, 63, 64), (65, 79, 80, 100, 143), (96, 127), (80, 130))
     spans = [RowSpan(place, context, 1) for place, each in zip(places, contexts, strict=True) for context in each]
     spans.append(RowSpan(places[0], 120, 3))
-    rows = pack(arena, spans, device=CPU, pad_to=len(spans) + 4).seeing(keys)
+    rows = pack(cache, spans, device=CPU, pad_to=len(spans) + 4).seeing(keys)
     query, key, _, output = _attend(rows, 1, **options)
     at = 0
     for span in spans:
@@ -109,9 +109,9 @@ def test_rows_see_the_first_pages_the_noted_ones_and_the_newest(options: dict[st
             noted = [page for page in notes[slots[position] // PAGE_SIZE].tolist() if page >= 0]
             pages = _pages_read(position, keys, noted, options["sliding_window"])
             where = [slots[each] for each in _positions(pages, position, options["sliding_window"])]
-            assert torch.equal(arena.keys[3][:, slots[position]], key[0, :, at]), "it is written in full"
+            assert torch.equal(cache.keys[3][:, slots[position]], key[0, :, at]), "it is written in full"
             expected = _expected(
-                query[0, :, at], arena.keys[3][:, where], arena.values[3][:, where], options["softcap"]
+                query[0, :, at], cache.keys[3][:, where], cache.values[3][:, where], options["softcap"]
             )
             torch.testing.assert_close(output[at], expected, atol=2e-5, rtol=2e-5)
             at += 1
@@ -122,29 +122,29 @@ def test_rows_see_the_first_pages_the_noted_ones_and_the_newest(options: dict[st
 @pytest.mark.parametrize("value_dim", [VALUE_DIM, DIM])
 @pytest.mark.parametrize("keys", ["window", "pages"])
 def test_a_budget_beyond_the_context_gives_the_bits_of_all_keys(dtype: torch.dtype, value_dim: int, keys: Keys) -> None:
-    arena, places = _arena(value_dim=value_dim, budgets=KeyBudgets(), dtype=dtype), _sequences()
-    rows = pack(arena, [RowSpan(place, 90 + at, 1) for at, place in enumerate(places)], device=CPU)
+    cache, places = _cache(value_dim=value_dim, budgets=KeyBudgets(), dtype=dtype), _sequences()
+    rows = pack(cache, [RowSpan(place, 90 + at, 1) for at, place in enumerate(places)], device=CPU)
     *_, whole = _attend(rows, 2, value_dim)
     *_, few = _attend(rows.seeing(keys), 2, value_dim)
     assert torch.equal(whole, few)
 
 
 def test_rows_that_read_few_keys_do_not_see_what_others_left_behind() -> None:
-    arena, (place, *_) = _arena(), _sequences()
+    cache, (place, *_) = _cache(), _sequences()
     filled = slots_between(place, 0, 120)
-    for tensor in (arena.keys[3], arena.values[3]):
+    for tensor in (cache.keys[3], cache.values[3]):
         kept = tensor[:, filled].clone()
         tensor.fill_(float("nan"))
         tensor[:, filled] = kept
     few: tuple[Keys, ...] = ("window", "pages")
     for keys in few:
-        *_, output = _attend(pack(arena, [RowSpan(place, 120, 1)], device=CPU).seeing(keys), 3)
+        *_, output = _attend(pack(cache, [RowSpan(place, 120, 1)], device=CPU).seeing(keys), 3)
         assert output.isfinite().all()
 
 
 def test_rows_of_a_tree_read_all_that_they_see() -> None:
-    arena, (place, *_) = _arena(), _sequences()
-    rows = pack(arena, [RowSpan(place, 120, 3, (-1, 0, 0))], device=CPU)
+    cache, (place, *_) = _cache(), _sequences()
+    rows = pack(cache, [RowSpan(place, 120, 3, (-1, 0, 0))], device=CPU)
     *_, whole = _attend(rows, 4)
     *_, windowed = _attend(rows.seeing("window"), 4)
     assert torch.equal(whole, windowed)
@@ -153,15 +153,15 @@ def test_rows_of_a_tree_read_all_that_they_see() -> None:
 @pytest.mark.parametrize("keys", ["all", "window", "pages"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_branch_sees_what_a_row_of_a_draft_sees(options: dict[str, Any], keys: Keys) -> None:
-    arena, places = _arena(), _sequences()
-    _note_at_random(arena)
+    cache, places = _cache(), _sequences()
+    _note_at_random(cache)
     tokens = [RowSpan(places[0], 121, 1), RowSpan(places[2], 20, 1), RowSpan(places[1], 143, 1)]
     positions = torch.tensor([token.context for token in tokens])
-    branches = pack_branches(arena, tokens, 2, positions.repeat_interleave(2)).seeing(keys)
+    branches = pack_branches(cache, tokens, 2, positions.repeat_interleave(2)).seeing(keys)
     query, key, value, found = _attend(branches, 5, **options)
     for one in range(2):
         mine = torch.arange(one, 6, 2)
-        rows = pack(arena, tokens, device=CPU).seeing(keys)
+        rows = pack(cache, tokens, device=CPU).seeing(keys)
         own = [each[:, :, mine] for each in (query, key, value)]
         drafted, _ = packed_attention(MODULE, *own, None, packed=rows, **options)
         torch.testing.assert_close(found[mine], drafted[0], atol=2e-5, rtol=2e-5)

@@ -19,9 +19,9 @@ from triton.runtime.errors import OutOfResources
 from rayspec.choices import Choices, choices_of
 from rayspec.model.buckets import Bucket, bucket_of, decode_and_verify_buckets
 from rayspec.model.graphs import GraphLimits, StepGraphs, is_capturable
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena
+from rayspec.model.kv_cache import PAGE_SIZE, KVCache
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.model.static_rows import Filling
+from rayspec.model.static_rows import BatchMetadata
 from rayspec.model.static_step import StaticStep
 from tests.engines import step_buffers
 from tests.families import checkpoint, modules_of, operator_parts_of
@@ -41,11 +41,11 @@ def inference() -> Iterator[None]:
 
 def eager_step(family: str = "llama") -> StaticStep:
     parts = operator_parts_of(checkpoint(family))
-    arena = KVArena(parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1)
-    return StaticStep(parts, step_buffers(parts, arena, max_places=256))
+    cache = KVCache(parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1)
+    return StaticStep(parts, step_buffers(parts, cache, max_places=256))
 
 
-def filling(rows: Sequence[int], seed: int = 0) -> Filling:
+def metadata(rows: Sequence[int], seed: int = 0) -> BatchMetadata:
     """Sequences that have as many rows, in pages and contexts that the seed decides."""
     rng = random.Random(f"{seed} {rows}")
     spans = [
@@ -53,10 +53,10 @@ def filling(rows: Sequence[int], seed: int = 0) -> Filling:
         for at, count in enumerate(rows)
     ]
     paths: list[Any] = [()] * len(spans)
-    return Filling(bucket_of(spans, paths), spans, paths, [rng.randrange(100) for _ in range(sum(rows))])
+    return BatchMetadata(bucket_of(spans, paths), spans, paths, [rng.randrange(100) for _ in range(sum(rows))])
 
 
-def run(step: Step, work: Filling, choices: Choices | None = None) -> Tensor:
+def run(step: Step, work: BatchMetadata, choices: Choices | None = None) -> Tensor:
     """A pass from its tokens on; the states of its rows, [1, N, hidden_size]."""
     rows = step.hold(work)
     step.embed(rows)
@@ -91,7 +91,7 @@ def test_any_sequence_of_passes_is_that_of_eager_launches_to_the_bit(
     graphs = StepGraphs(eager_step(family), driver, limits=GraphLimits(max_buckets=2))
     sublayers = eager.parts.sublayers
 
-    def states(step: Step, work: Filling, keep: list[bool], cut: int) -> Tensor:
+    def states(step: Step, work: BatchMetadata, keep: list[bool], cut: int) -> Tensor:
         rows = step.hold(work)
         if cut % 2:
             step.embed(rows)
@@ -100,9 +100,9 @@ def test_any_sequence_of_passes_is_that_of_eager_launches_to_the_bit(
 
     with torch.inference_mode():
         for rows, keep, cut, seed in works:
-            work = filling(rows, seed)
+            work = metadata(rows, seed)
             assert torch.equal(states(graphs, work, keep, cut), states(eager, work, keep, cut))
-    mine, others = graphs._step.buffers._arena, eager.buffers._arena
+    mine, others = graphs._step.buffers._cache, eager.buffers._cache
     for layer in eager.parts.shapes:
         assert torch.equal(mine.keys[layer][:, :NUM_SLOTS], others.keys[layer][:, :NUM_SLOTS])
         assert torch.equal(mine.values[layer][:, :NUM_SLOTS], others.values[layer][:, :NUM_SLOTS])
@@ -111,10 +111,10 @@ def test_any_sequence_of_passes_is_that_of_eager_launches_to_the_bit(
 def test_a_bucket_is_captured_at_its_second_pass_and_no_plan_or_context_captures_more() -> None:
     driver = RecordingDriver()
     graphs = captured(driver)
-    run(graphs, filling((1, 1)), choices_of([False] * 8))
+    run(graphs, metadata((1, 1)), choices_of([False] * 8))
     assert driver.num_captures == driver.num_replays == 0
     for seed in range(1, 6):
-        run(graphs, filling((1, 1), seed), choices_of([index % (seed + 1) != 0 for index in range(8)]))
+        run(graphs, metadata((1, 1), seed), choices_of([index % (seed + 1) != 0 for index in range(8)]))
         assert driver.num_captures == NUM_PARTS == graphs.num_graphs
     assert graphs.buckets == (Bucket(2, 2, 1, False),)
 
@@ -122,11 +122,11 @@ def test_a_bucket_is_captured_at_its_second_pass_and_no_plan_or_context_captures
 def test_a_plan_is_the_list_of_graphs_that_are_replayed() -> None:
     driver = RecordingDriver()
     graphs = captured(driver)
-    run(graphs, filling((1,)))
-    run(graphs, filling((1,), 1))
+    run(graphs, metadata((1,)))
+    run(graphs, metadata((1,), 1))
     before = [graph.num_replays for graph in driver.graphs]
     keep = [True, False, False, True, True, False, True, True]
-    run(graphs, filling((1,), 2), choices_of(keep))
+    run(graphs, metadata((1,), 2), choices_of(keep))
     after = [graph.num_replays for graph in driver.graphs]
     assert [late - early for early, late in zip(before, after, strict=True)] == [1, 1, *map(int, keep)]
 
@@ -134,7 +134,7 @@ def test_a_plan_is_the_list_of_graphs_that_are_replayed() -> None:
 def test_experts_run_eagerly_between_graphs() -> None:
     driver = RecordingDriver()
     graphs = captured(driver, family="qwen3_moe")
-    graphs.warm_up([filling((1,)).bucket])
+    graphs.warm_up([metadata((1,)).bucket])
     sublayers = graphs._step.parts.sublayers
     kept = [sublayer for sublayer in sublayers if is_capturable(sublayer)]
     assert [sublayer.index for sublayer in sublayers if sublayer not in kept] == [1, 5, 7]
@@ -145,24 +145,24 @@ def test_large_buckets_and_chunks_of_prompts_run_eagerly() -> None:
     driver = RecordingDriver()
     small, large = captured(driver, max_rows=8), captured(driver, max_rows=1024)
     for seed in range(4):
-        run(small, filling((5, 6), seed))
-        run(large, filling((70,), seed))
-        run(large, filling((70, 1), seed))
+        run(small, metadata((5, 6), seed))
+        run(large, metadata((70,), seed))
+        run(large, metadata((70, 1), seed))
     assert driver.num_captures == 0
     for seed in range(2):
-        run(large, filling((5, 6), seed))
+        run(large, metadata((5, 6), seed))
     assert driver.num_captures == NUM_PARTS
 
 
 def test_the_least_recently_used_bucket_goes_first() -> None:
     driver = RecordingDriver()
     graphs = captured(driver, max_buckets=2)
-    one, two, four = (filling(rows).bucket for rows in ((1,), (1, 1), (1, 1, 1)))
+    one, two, four = (metadata(rows).bucket for rows in ((1,), (1, 1), (1, 1, 1)))
     for rows in ((1,), (1, 1)):
-        run(graphs, filling(rows)), run(graphs, filling(rows, 1))
-    run(graphs, filling((1,), 2))
+        run(graphs, metadata(rows)), run(graphs, metadata(rows, 1))
+    run(graphs, metadata((1,), 2))
     assert graphs.buckets == (two, one)
-    run(graphs, filling((1, 1, 1))), run(graphs, filling((1, 1, 1), 1))
+    run(graphs, metadata((1, 1, 1))), run(graphs, metadata((1, 1, 1), 1))
     assert graphs.buckets == (one, four)
     assert len(driver.graphs) == graphs.num_graphs == 2 * NUM_PARTS
 
@@ -173,7 +173,7 @@ def test_a_bucket_that_was_evicted_has_to_earn_its_capture() -> None:
     graphs = captured(driver, max_buckets=1)
     for seed in range(64):
         for rows in ((1,), (1, 1)):
-            run(graphs, filling(rows, seed))
+            run(graphs, metadata(rows, seed))
     assert driver.num_captures <= 2 * 7 * NUM_PARTS
 
 
@@ -183,7 +183,7 @@ def test_memory_that_does_not_come_back_ends_capturing(caplog: pytest.LogCapture
     driver.bytes_left = 2**30
     with caplog.at_level(logging.WARNING):
         for seed in range(4):
-            run(graphs, filling((1,), seed))
+            run(graphs, metadata((1,), seed))
     assert driver.num_captures == 0
     assert [record.getMessage() for record in caplog.records] == [
         "no more CUDA graphs are captured, those that were released have left 1024 MiB in use"
@@ -205,8 +205,8 @@ def test_running_out_of_memory_ends_capturing_and_not_the_pass(caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         for rows in ((1,), (1, 1), (1, 1, 1)):
             for seed in range(3):
-                assert torch.equal(run(graphs, filling(rows, seed)), run(eager, filling(rows, seed)))
-    assert graphs.buckets == (filling((1,)).bucket,)
+                assert torch.equal(run(graphs, metadata(rows, seed)), run(eager, metadata(rows, seed)))
+    assert graphs.buckets == (metadata((1,)).bucket,)
     assert len(caplog.records) == 1
 
 
@@ -217,14 +217,14 @@ def test_a_capture_may_fail_in_any_way(error: Exception, caplog: pytest.LogCaptu
     graphs, eager = captured(RecordingDriver(refuses=failing(error, 3))), eager_step()
     with caplog.at_level(logging.WARNING):
         for seed in range(4):
-            assert torch.equal(run(graphs, filling((1,), seed)), run(eager, filling((1,), seed)))
+            assert torch.equal(run(graphs, metadata((1,), seed)), run(eager, metadata((1,), seed)))
     assert len(caplog.records) == 1
 
 
 def test_a_rotation_that_fails_half_way_leaves_the_buffers_cosines() -> None:
     """A family with two types of rotary embedding, whose second type cannot be computed in a capture."""
     step = eager_step("gemma3_text")
-    rows = step.hold(filling((1,), 1))
+    rows = step.hold(metadata((1,), 1))
     rope, rotary = dict(rows.rope), step.parts.rotary
     assert len(rope) == 2
 
@@ -255,7 +255,7 @@ def test_a_result_outside_the_buffer_is_not_captured(caplog: pytest.LogCaptureFi
     object.__setattr__(sublayer, "body", lambda hidden, rows, body=sublayer.body: body(hidden.clone(), rows))
     try:
         with caplog.at_level(logging.WARNING):
-            graphs.warm_up([filling((1,)).bucket])
+            graphs.warm_up([metadata((1,)).bucket])
     finally:
         object.__setattr__(sublayer, "body", sublayer.body.__defaults__[0])  # type: ignore[union-attr]
     (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
@@ -266,7 +266,7 @@ def test_warming_up_makes_room_and_says_what_it_took(caplog: pytest.LogCaptureFi
     driver = RecordingDriver(bytes_each=2**20)
     graphs = captured(driver, max_buckets=3, max_rows=4)
     for rows in ((1, 2), (1, 1, 2)):
-        run(graphs, filling(rows)), run(graphs, filling(rows, 1))
+        run(graphs, metadata(rows)), run(graphs, metadata(rows, 1))
     wanted = decode_and_verify_buckets(8, 1)
     with caplog.at_level(logging.INFO):
         graphs.warm_up(wanted)

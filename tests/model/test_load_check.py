@@ -16,11 +16,11 @@ from transformers import AutoConfig
 
 from rayspec.config import EngineConfig
 from rayspec.local_engine import load_engine
-from rayspec.model import attention, bodies
+from rayspec.model import attention, fused
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import AttentionCalls, AttentionKind, Heads, PackedRows
-from rayspec.model.bodies import fuse
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.fused import fuse
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.load_check import boundaries, sequences
 from rayspec.types import CheckpointError, UnsupportedModelError
 from tests.engines import GREEDY, complete, tokens_of
@@ -161,7 +161,7 @@ def _body_off_at_late_positions(self: PackedRows, heads: Heads, projected: Tenso
 
 
 def _body_that_caches_nothing(self: PackedRows, heads: Heads, projected: Tensor) -> Tensor:
-    spare = torch.full_like(self.positions, self.arena.num_slots - 1)
+    spare = torch.full_like(self.positions, self.cache.num_slots - 1)
     return replace(self, slots=spare).attend(heads.layer, *heads.split(projected, self.rope), heads.kind)
 
 
@@ -200,7 +200,7 @@ def test_a_body_for_which_memory_is_short_is_reported(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
 
     parts = decompose(build("llama"))
-    monkeypatch.setattr(bodies, "Matrix", no_memory)
+    monkeypatch.setattr(fused, "Matrix", no_memory)
     assert all(sublayer.body is None for sublayer in fuse(parts).sublayers)
     [message] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "8 of 8 sublayers" in message
@@ -211,7 +211,7 @@ def test_a_check_without_memory_is_no_reason_to_decode_plainly(monkeypatch: pyte
     def no_memory(*_: Any, **__: Any) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
-    monkeypatch.setattr(KVArena, "write", no_memory)
+    monkeypatch.setattr(KVCache, "write", no_memory)
     with pytest.raises(CheckpointError, match="too little memory is left to check the loaded model"):
         decompose(build("llama"))
 

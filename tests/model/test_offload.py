@@ -17,7 +17,7 @@ from rayspec.choices import Choices, choices_of
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import pack
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.offload import _DiskStore, offload
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import run
@@ -36,8 +36,8 @@ def _parts(family: str = "llama", dtype: Any = "float32") -> Decomposition:
 
 @torch.inference_mode()
 def _forward(parts: Decomposition, num_rows: int, choices: Choices | None = None) -> Tensor:
-    arena = KVArena(parts.shapes, 64, dtype=parts.dtype, device=CPU)
-    rows = pack(arena, [RowSpan(one_run(0, 1000), 0, num_rows)], device=CPU)
+    cache = KVCache(parts.shapes, 64, dtype=parts.dtype, device=CPU)
+    rows = pack(cache, [RowSpan(one_run(0, 1000), 0, num_rows)], device=CPU)
     hidden = parts.embed(torch.arange(5, 5 + num_rows))
     parts.rotate(hidden, rows)
     return parts.head(run(parts.sublayers, hidden, rows, choices=choices))

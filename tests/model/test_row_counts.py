@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rayspec.decode.runner import Runner
 from rayspec.model.attention import Rows
-from rayspec.model.bodies import fuse
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena
+from rayspec.model.fused import fuse
+from rayspec.model.kv_cache import PAGE_SIZE, KVCache
 from rayspec.model.row_counts import FIXED, RowCounts, independent_row_counts
 from rayspec.model.rows import RowSpan, one_run, runs_of_pages
 from tests.exhaustive import few_of
@@ -41,8 +41,8 @@ def _logits(runner: Runner, rows: Sequence[int]) -> Tensor:
 def test_with_the_counts_that_are_found_a_row_has_the_same_bits_in_any_company(family: str, dtype: str) -> None:
     parts = parts_of(checkpoint(family), dtype)
     counts = independent_row_counts(parts)
-    arena = KVArena(parts.shapes, 80 * PAGE_SIZE, dtype=parts.dtype, device=torch.device("cpu"), num_spare=counts.least)
-    runner = Runner(parts, arena, device=torch.device("cpu"), row_counts=counts)
+    cache = KVCache(parts.shapes, 80 * PAGE_SIZE, dtype=parts.dtype, device=torch.device("cpu"), num_spare=counts.least)
+    runner = Runner(parts, cache, device=torch.device("cpu"), row_counts=counts)
     alone = torch.cat([_logits(runner, [row]) for row in range(80)])
     for number in (2, 3, 5, 13, 37, 64, 65, 80):
         rows = random.Random(number).sample(range(80), number)
@@ -64,10 +64,10 @@ def test_with_the_counts_that_are_found_a_row_has_the_same_bits_alone_in_a_chain
     parts, device, rng = parts_of(checkpoint(family), dtype), torch.device("cpu"), random.Random(0)
     counts, num_tokens = independent_row_counts(parts), 150
     tokens = [rng.randrange(5, 90) for _ in range(num_tokens)]
-    arena = KVArena(
+    cache = KVCache(
         parts.shapes, 40 * PAGE_SIZE, dtype=parts.dtype, device=device, num_spare=counts.least, keeps_finite=True
     )
-    runner = Runner(parts, arena, device=device, row_counts=counts)
+    runner = Runner(parts, cache, device=device, row_counts=counts)
 
     def logits(spans: Sequence[RowSpan], token_ids: Sequence[int]) -> Tensor:
         batch = runner.batch(spans, token_ids=token_ids)

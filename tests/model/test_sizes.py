@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoConfig, Gemma3Config, LlamaConfig, PretrainedConfig
 
-from rayspec.model.bodies import bytes_of_copies, fuse
 from rayspec.model.configs import read_config
-from rayspec.model.kv_arena import bytes_per_slot
+from rayspec.model.fused import bytes_of_copies, fuse
+from rayspec.model.kv_cache import bytes_per_slot
 from rayspec.model.sizes import model_sizes, quantised_bytes
 from rayspec.types import ConfigError, UnsupportedModelError
 from tests.families import FAMILIES, HARD_FAMILIES, WHOLE_FAMILIES, WINDOW, checkpoint, modules_of, reference

@@ -23,7 +23,7 @@ from rayspec.config import EngineConfig
 from rayspec.model import weights
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import pack
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import run
 from rayspec.model.weights import load_model
@@ -81,13 +81,13 @@ def test_spans_hold_the_tensors_of_the_whole_model_and_every_one_is_in_a_span(fa
 
 
 def _run_in_turn(stages: list[Decomposition], prompt: list[int], pieces: list[int]) -> Tensor:
-    """Logits of the prompt, piece by piece through all stages, each with an arena of its own."""
-    arenas = [KVArena(parts.shapes, 64, dtype=parts.dtype, device=CPU) for parts in stages]
+    """Logits of the prompt, piece by piece through all stages, each with a cache of its own."""
+    caches = [KVCache(parts.shapes, 64, dtype=parts.dtype, device=CPU) for parts in stages]
     logits, done = [], 0
     for count in pieces:
         hidden = stages[0].embed(torch.tensor(prompt[done : done + count]))
-        for parts, arena in zip(stages, arenas, strict=True):
-            rows = pack(arena, [RowSpan(one_run(7, 1000), done, count)], device=CPU)
+        for parts, own in zip(stages, caches, strict=True):
+            rows = pack(own, [RowSpan(one_run(7, 1000), done, count)], device=CPU)
             parts.rotate(hidden, rows)
             hidden = run(parts.sublayers, hidden, rows)
         logits.append(stages[-1].head(hidden))

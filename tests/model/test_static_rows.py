@@ -9,9 +9,9 @@ import torch
 from rayspec.choices import Keys
 from rayspec.model.attention import AttentionKind, pack
 from rayspec.model.buckets import bucket_of
-from rayspec.model.kv_arena import PAGE_SIZE, KeyBudget, KeyBudgets, KVArena, LayerShape
+from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache, LayerShape
 from rayspec.model.rows import RowSpan, Runs, one_run, runs_of_pages, slots_between
-from rayspec.model.static_rows import Filling, Staging, StepBuffers
+from rayspec.model.static_rows import BatchMetadata, Staging, StepBuffers
 
 NUM_SLOTS = 256
 TREE = (-1, 0, -3, 1)
@@ -20,25 +20,25 @@ TREE = (-1, 0, -3, 1)
 CPU = torch.device("cpu")
 
 
-def _arena() -> KVArena:
+def _cache() -> KVCache:
     """Filled at random."""
     budgets = KeyBudgets(window=KeyBudget(newest=2))
-    arena = KVArena({0: LayerShape(1, 4, 4)}, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1, budgets=budgets)
-    for tensor in (arena.keys[0], arena.values[0]):
+    cache = KVCache({0: LayerShape(1, 4, 4)}, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1, budgets=budgets)
+    for tensor in (cache.keys[0], cache.values[0]):
         tensor.normal_(generator=torch.Generator().manual_seed(0))
-    return arena
+    return cache
 
 
-def _buffers(arena: KVArena | None = None) -> StepBuffers:
-    arena = arena or _arena()
+def _buffers(cache: KVCache | None = None) -> StepBuffers:
+    cache = cache or _cache()
     return StepBuffers(
-        arena, max_rows=32, max_sequences=4, max_places=128, hidden_size=8, dtype=torch.float32, device=CPU
+        cache, max_rows=32, max_sequences=4, max_places=128, hidden_size=8, dtype=torch.float32, device=CPU
     )
 
 
-def _filling(spans: Sequence[RowSpan], token_ids: Sequence[int] | torch.Tensor = ()) -> Filling:
+def _metadata(spans: Sequence[RowSpan], token_ids: Sequence[int] | torch.Tensor = ()) -> BatchMetadata:
     paths = [span.paths() for span in spans]
-    return Filling(bucket_of(spans, paths), spans, paths, token_ids)
+    return BatchMetadata(bucket_of(spans, paths), spans, paths, token_ids)
 
 
 PAGES: Runs = runs_of_pages([7, 2, 3], PAGE_SIZE)
@@ -46,7 +46,7 @@ PAGES: Runs = runs_of_pages([7, 2, 3], PAGE_SIZE)
 
 def test_the_buffers_hold_the_numbers_of_a_pass() -> None:
     spans = [RowSpan(PAGES, 15, 2), RowSpan(one_run(0, 32), 5, 1)]
-    rows, is_new = _buffers().hold(_filling(spans, [30, 31, 32]))
+    rows, is_new = _buffers().hold(_metadata(spans, [30, 31, 32]))
     assert is_new
     assert rows.bucket.num_rows == 4
     assert rows.tokens.tolist() == [30, 31, 32, 0]
@@ -54,12 +54,12 @@ def test_the_buffers_hold_the_numbers_of_a_pass() -> None:
     assert rows.slots.tolist() == [7 * PAGE_SIZE + 15, 2 * PAGE_SIZE, 5, NUM_SLOTS]
     assert rows.row_starts.tolist() == [0, 2, 3]
     assert rows.contexts.tolist() == [15, 5]
-    assert rows.page_table[0, :3].tolist() == [7, 2, 3]
-    assert rows.page_table[1, :2].tolist() == [0, 1]
+    assert rows.block_table[0, :3].tolist() == [7, 2, 3]
+    assert rows.block_table[1, :2].tolist() == [0, 1]
 
 
 def test_rows_of_a_tree_say_what_they_see() -> None:
-    rows, _ = _buffers().hold(_filling([RowSpan(PAGES, 10, 4, TREE)]))
+    rows, _ = _buffers().hold(_metadata([RowSpan(PAGES, 10, 4, TREE)]))
     assert rows.positions.tolist() == [10, 11, 8, 12]
     assert rows.shared.tolist() == [10, 10, 8, 10]
     assert [bin(bits) for bits in rows.bits.tolist()] == ["0b1", "0b11", "0b100", "0b1011"]
@@ -67,23 +67,23 @@ def test_rows_of_a_tree_say_what_they_see() -> None:
 
 def test_a_pass_is_uploaded_once_and_again_after_another_one() -> None:
     buffers = _buffers()
-    first, other = _filling([RowSpan(PAGES, 3, 1)]), _filling([RowSpan(one_run(0, 16), 4, 1)])
+    first, other = _metadata([RowSpan(PAGES, 3, 1)]), _metadata([RowSpan(one_run(0, 16), 4, 1)])
     assert [buffers.hold(each)[1] for each in (first, first, other, first)] == [True, False, True, True]
     rows, _ = buffers.hold(first)
-    assert (rows.contexts.tolist(), rows.page_table[0, :3].tolist()) == ([3], [7, 2, 3])
+    assert (rows.contexts.tolist(), rows.block_table[0, :3].tolist()) == ([3], [7, 2, 3])
 
 
 def test_a_pass_that_was_written_in_part_is_written_again() -> None:
     buffers = _buffers()
     tokens: list[int] = [1, 2]  # one too many
-    filling = _filling([RowSpan(PAGES, 3, 1)], tokens)
+    metadata = _metadata([RowSpan(PAGES, 3, 1)], tokens)
     with pytest.raises(RuntimeError):
-        buffers.hold(filling)
+        buffers.hold(metadata)
     tokens.pop()
-    rows, is_new = buffers.hold(filling)
+    rows, is_new = buffers.hold(metadata)
     assert is_new
     assert rows.tokens.tolist() == [1]
-    assert rows.page_table[0, :3].tolist() == [7, 2, 3]
+    assert rows.block_table[0, :3].tolist() == [7, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_a_pass_that_was_written_in_part_is_written_again() -> None:
     ids=["rows", "sequences", "places", "pages"],
 )
 def test_what_does_not_fit_is_refused(spans: list[RowSpan]) -> None:
-    assert not _buffers().can_hold(_filling(spans))
-    assert _buffers().can_hold(_filling([RowSpan(one_run(0, 128), 0, 32)]))
+    assert not _buffers().can_hold(_metadata(spans))
+    assert _buffers().can_hold(_metadata([RowSpan(one_run(0, 128), 0, 32)]))
 
 
 def _long_sequences() -> list[RowSpan]:
@@ -108,19 +108,19 @@ def _long_sequences() -> list[RowSpan]:
 
 
 def _attend(
-    arena: KVArena, spans: Sequence[RowSpan], keys: Keys, kind: AttentionKind, *, is_static: bool
+    cache: KVCache, spans: Sequence[RowSpan], keys: Keys, kind: AttentionKind, *, is_static: bool
 ) -> torch.Tensor:
     """What the rows saw: [N, H, D]."""
     num_rows = sum(span.num_rows for span in spans)
     torch.manual_seed(1)
     query, key, value = torch.randn(2, 32, 4), torch.randn(1, 32, 4), torch.randn(1, 32, 4)
     if is_static:
-        rows, _ = _buffers(arena).hold(_filling(spans))
+        rows, _ = _buffers(cache).hold(_metadata(spans))
         padded = rows.bucket.num_rows
         own = (each[:, :padded] for each in (query, key, value))
         return rows.seeing(keys).attend(0, *own, kind)[:num_rows]
     own = (each[:, :num_rows] for each in (query, key, value))
-    return pack(arena, spans, device=CPU).seeing(keys).attend(0, *own, kind)
+    return pack(cache, spans, device=CPU).seeing(keys).attend(0, *own, kind)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -128,38 +128,38 @@ def _attend(
 @pytest.mark.parametrize("keys", ["all", "window"])
 def test_single_rows_see_what_packed_rows_see(keys: Keys, sliding_window: int | None, softcap: float | None) -> None:
     """A sliding window of 40 places is less than the budget: it stays as it is."""
-    arena, kind = _arena(), AttentionKind(0.5, sliding_window, softcap)
+    cache, kind = _cache(), AttentionKind(0.5, sliding_window, softcap)
     for span in _long_sequences():
-        found, expected = (_attend(arena, [span], keys, kind, is_static=static) for static in (True, False))
+        found, expected = (_attend(cache, [span], keys, kind, is_static=static) for static in (True, False))
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     apart = [RowSpan(one_run(start, 80), 70, 1) for start in (0, 160, 80)]
-    found, expected = (_attend(arena, apart, keys, kind, is_static=static) for static in (True, False))
+    found, expected = (_attend(cache, apart, keys, kind, is_static=static) for static in (True, False))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_in_a_layer_with_a_longer_window_a_row_sees_the_newest_pages() -> None:
-    arena = _arena()
+    cache = _cache()
     (*_, span) = _long_sequences()
     kind, whole = AttentionKind(0.5, 100, None), AttentionKind(0.5, None, None)
-    found = _attend(arena, [span], "window", kind, is_static=True)
+    found = _attend(cache, [span], "window", kind, is_static=True)
     places = slots_between(span.runs, span.context - 2 * PAGE_SIZE, span.context + 1)
-    alone = _arena()
-    alone.write(0, torch.arange(len(places)), arena.keys[0][:, places], arena.values[0][:, places])
+    alone = _cache()
+    alone.write(0, torch.arange(len(places)), cache.keys[0][:, places], cache.values[0][:, places])
     expected = _attend(alone, [RowSpan(one_run(0, 48), len(places) - 1, 1)], "all", whole, is_static=False)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("parents", [(), TREE])
 def test_several_rows_of_a_sequence_read_all(parents: tuple[int, ...]) -> None:
-    arena, kind = _arena(), AttentionKind(0.5, None, None)
+    cache, kind = _cache(), AttentionKind(0.5, None, None)
     spans = [RowSpan(_long_sequences()[0].runs, 110, 4, parents)]
-    found = _attend(arena, spans, "window", kind, is_static=True)
-    expected = _attend(arena, spans, "all", kind, is_static=True)
+    found = _attend(cache, spans, "window", kind, is_static=True)
+    expected = _attend(cache, spans, "all", kind, is_static=True)
     assert torch.equal(found, expected)
 
 
 def test_pages_that_were_looked_at_are_not_for_these_rows() -> None:
-    rows, _ = _buffers().hold(_filling([RowSpan(PAGES, 3, 1)]))
+    rows, _ = _buffers().hold(_metadata([RowSpan(PAGES, 3, 1)]))
     assert rows.seeing("all") is rows
     with pytest.raises(NotImplementedError, match="use 'all' or 'window'"):
         rows.seeing("pages")

@@ -5,7 +5,7 @@ import torch
 
 from rayspec.choices import SKIP, choices_of
 from rayspec.model.attention import PackedRows, pack
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import run
 from tests.families import MATRIX, checkpoint, parts_of, ragged_prompts, reference
@@ -13,8 +13,8 @@ from tests.families import MATRIX, checkpoint, parts_of, ragged_prompts, referen
 CPU = torch.device("cpu")
 
 
-def _rows(family: str, spans: list[RowSpan], arena: KVArena, hidden: torch.Tensor) -> PackedRows:
-    rows = pack(arena, spans, device=CPU)
+def _rows(family: str, spans: list[RowSpan], cache: KVCache, hidden: torch.Tensor) -> PackedRows:
+    rows = pack(cache, spans, device=CPU)
     parts_of(checkpoint(family)).rotate(hidden, rows)
     return rows
 
@@ -26,7 +26,7 @@ def test_pieces_of_packed_sequences_give_the_logits_of_transformers(family: str)
     parts = parts_of(path)
     prompts = ragged_prompts([40, 9, 23], seed=5)
     starts = [50, 0, 10]
-    arena = KVArena(parts.shapes, 100, dtype=torch.float32, device=CPU)
+    cache = KVCache(parts.shapes, 100, dtype=torch.float32, device=CPU)
     logits: list[list[torch.Tensor]] = [[], [], []]
     for cuts in ([17, 1, 5], [1, 1, 0], [13, 7, 17], [9, 0, 1]):
         spans, pieces = [], []
@@ -39,7 +39,7 @@ def test_pieces_of_packed_sequences_give_the_logits_of_transformers(family: str)
         rows = _rows(
             family,
             [RowSpan(one_run(starts[number], 1000), done, count) for number, done, count in spans],
-            arena,
+            cache,
             hidden,
         )
         result = parts.head(run(parts.sublayers, hidden, rows))
@@ -53,9 +53,9 @@ def test_pieces_of_packed_sequences_give_the_logits_of_transformers(family: str)
 @torch.inference_mode()
 def test_a_skipped_sublayer_passes_its_input_on_and_taps_see_every_boundary() -> None:
     parts = parts_of(checkpoint("llama"))
-    arena = KVArena(parts.shapes, 8, dtype=torch.float32, device=CPU)
+    cache = KVCache(parts.shapes, 8, dtype=torch.float32, device=CPU)
     hidden = parts.embed(torch.tensor([5, 6, 7]))
-    rows = _rows("llama", [RowSpan(one_run(0, 1000), 0, 3)], arena, hidden)
+    rows = _rows("llama", [RowSpan(one_run(0, 1000), 0, 3)], cache, hidden)
     seen: dict[int, torch.Tensor] = {}
     choices = choices_of([True, False, True, True, False, False, True, True])
     output = run(parts.sublayers, hidden, rows, choices=choices, tap=seen.__setitem__)

@@ -28,7 +28,7 @@ from rayspec.decode.search import (
     answer,
 )
 from rayspec.decode.work import TappedToken
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan
 from rayspec.pipeline.coordinator import RemoteBatch, RemoteSearch, measured_stages
 from rayspec.pipeline.endpoint import COORDINATOR, Received
@@ -72,7 +72,7 @@ def generate(run: LoopEngine, path: str, lengths: tuple[int, ...] = LENGTHS) -> 
         run.engine.add(request)
     for _ in range(12):
         run.engine.step()
-    assert not run.engine._under_way, "arenas must stay as they are"
+    assert not run.engine._under_way, "caches must stay as they are"
     assert len(run.engine._planner.taps.tokens) >= 6
 
 
@@ -101,7 +101,7 @@ def answer_here(
 ) -> Answer:
     """The same question answered in one process, on the shards' keys, values and taps."""
     parts = parts_of(path, "float32", COPIES)
-    arena = KVArena(
+    cache = KVCache(
         parts.shapes,
         NUM_SLOTS,
         dtype=torch.float32,
@@ -110,20 +110,20 @@ def answer_here(
         budgets=TINY_BUDGETS,
         notes_pages=True,
     )
-    assert arena.looked_at is not None
+    assert cache.looked_at is not None
     shards = [run.replica.parts[stage_name(stage)] for stage in range(run.replica.num_stages)]
     for shard in shards:
-        for layer, keys in shard.span.runner.arena.keys.items():
-            arena.keys[layer].copy_(keys)
-            arena.values[layer].copy_(shard.span.runner.arena.values[layer])
+        for layer, keys in shard.span.runner.cache.keys.items():
+            cache.keys[layer].copy_(keys)
+            cache.values[layer].copy_(shard.span.runner.cache.values[layer])
         first = shard.span.runner.first_sublayer // 2
-        notes = shard.span.runner.arena.looked_at
-        if notes is not None and notes.shape[-1] == arena.looked_at.shape[-1]:
-            arena.looked_at[first : first + len(notes)].copy_(notes)
+        notes = shard.span.runner.cache.looked_at
+        if notes is not None and notes.shape[-1] == cache.looked_at.shape[-1]:
+            cache.looked_at[first : first + len(notes)].copy_(notes)
     taps = [torch.stack([shard.span._taps[token] for token in tokens], 1) for shard in shards]
     boundaries = torch.cat([taps[0], *(states[1:] for states in taps[1:])])
     search = PlanSearch(
-        Runner(parts, arena, device=CPU, row_counts=None),
+        Runner(parts, cache, device=CPU, row_counts=None),
         boundaries,
         rows,
         shards[-1].head.next_tokens(tokens),

@@ -17,7 +17,7 @@ from rayspec.choices import SKIP, Choice
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.runner import Batch, Runner
-from rayspec.model.kv_arena import CacheSize
+from rayspec.model.kv_cache import CacheSize
 from rayspec.model.sublayers import Tap
 from rayspec.pipeline.endpoint import Endpoint
 from rayspec.pipeline.loading import load_pipeline

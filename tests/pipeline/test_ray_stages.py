@@ -27,7 +27,7 @@ from rayspec.decode import loading
 from rayspec.decode.engine import Engine
 from rayspec.decode.stages import StageLostError
 from rayspec.decode.strategy import Strategy
-from rayspec.model.kv_arena import bytes_per_slot
+from rayspec.model.kv_cache import bytes_per_slot
 from rayspec.pipeline.endpoint import COORDINATOR
 from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.ray_stages import RayStages

@@ -15,7 +15,7 @@ from rayspec.decode.runner import Runner
 from rayspec.decode.stages import SpanRunner
 from rayspec.decode.work import Chunk, Move, Pass, Prefill, Round
 from rayspec.model.configs import read_config
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sizes import quantised_bytes
 from rayspec.pipeline import ranks
@@ -140,7 +140,7 @@ def _runner() -> Runner:
     parts = parts_of(checkpoint("llama"))
     return Runner(
         parts,
-        KVArena(parts.shapes, 64, dtype=torch.float32, device=torch.device("cpu")),
+        KVCache(parts.shapes, 64, dtype=torch.float32, device=torch.device("cpu")),
         device=torch.device("cpu"),
         row_counts=None,
     )
@@ -163,8 +163,8 @@ def test_what_the_leader_runs_moves_and_forgets_the_others_do_too(pair: Any) -> 
     leader.move([Move(0, 32, 2)])
     for message in leader.announced:
         follow(follower, message, lambda: None)
-    for layer, keys in leader.runner.arena.keys.items():
-        assert torch.equal(keys, follower.runner.arena.keys[layer])
+    for layer, keys in leader.runner.cache.keys.items():
+        assert torch.equal(keys, follower.runner.cache.keys[layer])
         assert keys[:, 32:34].abs().sum() > 0
     assert list(leader._saved) == list(follower._saved) == [5]
     leader.forget()

@@ -31,8 +31,8 @@ from rayspec.choices import choices_of
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import pack
-from rayspec.model.bodies import fuse
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.fused import fuse
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import run
 from rayspec.model.weights import load_model
@@ -181,8 +181,8 @@ def _outside(path: str, parts: Decomposition) -> list[tuple[Any, Any]]:
 
 @torch.inference_mode()
 def _hidden(span: Decomposition) -> Tensor:
-    arena = KVArena(span.shapes, 6, dtype=torch.float32, device=CPU)
-    rows = pack(arena, [RowSpan(one_run(0, 1000), 0, 6)], device=CPU)
+    cache = KVCache(span.shapes, 6, dtype=torch.float32, device=CPU)
+    rows = pack(cache, [RowSpan(one_run(0, 1000), 0, 6)], device=CPU)
     hidden = torch.randn(1, 6, span.config.hidden_size, generator=torch.Generator().manual_seed(1))
     span.rotate(hidden, rows)
     return run(span.sublayers, hidden, rows)
@@ -191,12 +191,12 @@ def _hidden(span: Decomposition) -> Tensor:
 @torch.inference_mode()
 def _logits(parts: Decomposition) -> tuple[Tensor, Tensor]:
     """Of a prefill of 10 tokens by all sublayers, 3 drafted rows by some of them, and a verify of 3 rows."""
-    arena = KVArena(parts.shapes, 20, dtype=parts.dtype, device=CPU)
+    cache = KVCache(parts.shapes, 20, dtype=parts.dtype, device=CPU)
     tokens = torch.tensor(ragged_prompts([16], seed=3)[0])
     skipping = choices_of([index not in {1, 4, 7} for index in range(len(parts.sublayers))])
     logits, hiddens = [], []
     for start, end, choices in ((0, 10, None), *((at, at + 1, skipping) for at in (10, 11, 12)), (13, 16, None)):
-        rows = pack(arena, [RowSpan(one_run(0, 1000), start, end - start)], device=CPU)
+        rows = pack(cache, [RowSpan(one_run(0, 1000), start, end - start)], device=CPU)
         hidden = parts.embed(tokens[start:end])
         parts.rotate(hidden, rows)
         hiddens.append(run(parts.sublayers, hidden, rows, choices=choices))

@@ -7,7 +7,7 @@ from rayspec.choices import FULL
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess, Lookahead, NgramPool
 from rayspec.decode.loading import make_scheduler
-from rayspec.model.kv_arena import CacheSize
+from rayspec.model.kv_cache import CacheSize
 from rayspec.strategies.by_name import make_strategy
 from rayspec.strategies.fixed import FixedPlan, lookahead_plan
 from tests.demo_model import EOS, demo_parts, demo_prompts

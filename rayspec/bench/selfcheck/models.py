@@ -16,10 +16,10 @@ from rayspec.config import EngineConfig
 from rayspec.decode.runner import Runner
 from rayspec.demo.widen import widen
 from rayspec.model.architecture import Decomposition, decompose
-from rayspec.model.bodies import fuse
 from rayspec.model.buckets import padded_rows, padded_sequences
+from rayspec.model.fused import fuse
 from rayspec.model.graphs import StepGraphs
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena
+from rayspec.model.kv_cache import PAGE_SIZE, KVCache
 from rayspec.model.rows import RowSpan, Runs, runs_of_pages
 from rayspec.model.static_rows import StepBuffers
 from rayspec.model.static_step import StaticStep
@@ -115,7 +115,7 @@ def prepare(
 ) -> Prepared:
     """Make a runner and a KV cache, in which layers with a sliding window have a store of their own. is_static: passes
     of at most `max_rows` rows run in static buffers. capture: makes graphs of these passes."""
-    arena = KVArena(
+    cache = KVCache(
         parts.shapes,
         num_slots,
         num_windowed_slots=num_slots,
@@ -127,7 +127,7 @@ def prepare(
     buffers = None
     if is_static:
         buffers = StepBuffers(
-            arena,
+            cache,
             max_rows=max_rows,
             max_sequences=max_sequences,
             max_places=max_places,
@@ -136,7 +136,7 @@ def prepare(
             device=parts.device,
         )
     graphs = capture(StaticStep(parts, buffers)) if capture is not None and buffers is not None else None
-    runner = Runner(parts, arena, device=parts.device, row_counts=None, buffers=buffers, graphs=graphs)
+    runner = Runner(parts, cache, device=parts.device, row_counts=None, buffers=buffers, graphs=graphs)
     return Prepared(runner, buffers)
 
 

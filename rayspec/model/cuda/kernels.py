@@ -14,7 +14,7 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "table_stride"])
 def attend_rows(
-    query, keys, values, page_table, row_starts, contexts, positions, shared, bits, output, log_sums,
+    query, keys, values, block_table, row_starts, contexts, positions, shared, bits, output, log_sums,
     scaling, num_rows, num_tiles, query_row_stride, query_head_stride, key_head_stride, key_slot_stride,
     value_head_stride, value_slot_stride, table_stride,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
@@ -76,14 +76,14 @@ def attend_rows(
     )
     keys += kv_head.to(tl.int64) * key_head_stride
     values += kv_head.to(tl.int64) * value_head_stride
-    page_table += sequence.to(tl.int64) * table_stride
+    block_table += sequence.to(tl.int64) * table_stride
     top = tl.full([TILE_ROWS * GROUP_PADDED], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS * GROUP_PADDED], tl.float32)
     mixed = tl.zeros([TILE_ROWS * GROUP_PADDED, DIM_PADDED], tl.float32)
     for start in tl.range(low, high, TILE_KEYS, num_stages=STAGES):
         place = start + tl.arange(0, TILE_KEYS)
         filled = (place >= first_seen) & (place < high)
-        page = tl.load(page_table + place // PAGE_SIZE, mask=filled, other=0)
+        page = tl.load(block_table + place // PAGE_SIZE, mask=filled, other=0)
         slot = page * PAGE_SIZE + place % PAGE_SIZE
         key = tl.load(
             keys + slot[None, :] * key_slot_stride + dim[:, None],

@@ -22,7 +22,7 @@ def attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    page_table: Tensor,
+    block_table: Tensor,
     row_starts: Tensor,
     contexts: Tensor,
     positions: Tensor,
@@ -39,7 +39,7 @@ def attend(
 
     query: [N, H, D]. keys, values: [H_kv, S, D], last stride 1. They already hold the rows' own keys and values, and
     finite numbers in every place of a sequence; other slots may hold any data.
-    page_table: int32 [R, P]; place p of sequence r is slot page_table[r, p // page_size] * page_size + p % page_size.
+    block_table: int32 [R, P]; place p of sequence r is slot block_table[r, p // page_size] * page_size + p % page_size.
     row_starts: int32 [R + 1]; sequence r has the rows row_starts[r] .. row_starts[r + 1], none if they are equal. Rows
     from row_starts[R] on are padding. contexts: int32 [R], places filled before the rows; row i of a sequence is in
     place contexts[r] + i. positions: int32 or int64 [N]; a row's position is never larger than its place.
@@ -65,7 +65,7 @@ def attend(
         if num_places > max_context:
             raise ValueError(f"a sequence has {num_places} places, but max_context={max_context}: use a larger bucket")
         places = torch.arange(num_places)
-        slots = page_table[sequence].long()[places // page_size] * page_size + places % page_size
+        slots = block_table[sequence].long()[places // page_size] * page_size + places % page_size
         position_of_place = torch.cat([places[:context], positions[first:end]])
         for row in range(first, end):  # each row alone, so that its bits are the same regardless of the other rows
             own = context + row - first

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayspec.model.kv_arena import PAGE_SIZE
+from rayspec.model.kv_cache import PAGE_SIZE
 from rayspec.model.rows import Path, RowSpan
 
 NO_PAGE = 10**6
@@ -99,7 +99,7 @@ def lay_out(sequences: Sequence[Rows], *, num_padding: int = 0, spare_pages: int
         "query": torch.cat([*(rows.query for rows in sequences), padding]),
         "keys": keys,
         "values": values,
-        "page_table": table,
+        "block_table": table,
         "row_starts": torch.tensor([0, *accumulate(map(len, sequences))], dtype=torch.int32),
         "contexts": torch.tensor([rows.context for rows in sequences], dtype=torch.int32),
         **_trees(sequences, num_padding),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayspec.model.cuda import launches, reference
-from rayspec.model.kv_arena import PAGE_SIZE
+from rayspec.model.kv_cache import PAGE_SIZE
 from tests.exhaustive import few_of
 from tests.model.cuda.batches import Rows, lay_out, naive, random_rows
 
@@ -81,7 +81,7 @@ def test_pages_outside_the_window_are_not_read(parents: tuple[int, ...]) -> None
     batch = lay_out([random_rows(203, 7, parents=parents, dtype=torch.float16)])
     arguments = (SCALING, 20, 0.0, PAGE_SIZE, *DECODE_OR_VERIFY)
     expected = launches.attend(*batch.values(), *arguments).run()
-    for page in batch["page_table"][0, : (203 - 20 - 3) // PAGE_SIZE].tolist():
+    for page in batch["block_table"][0, : (203 - 20 - 3) // PAGE_SIZE].tolist():
         for cached in (batch["keys"], batch["values"]):
             cached[:, page * PAGE_SIZE : (page + 1) * PAGE_SIZE] = math.nan
     assert torch.equal(launches.attend(*batch.values(), *arguments).run(), expected)

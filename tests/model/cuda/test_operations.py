@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rayspec.model.cuda import operations
-from rayspec.model.kv_arena import PAGE_SIZE
+from rayspec.model.kv_cache import PAGE_SIZE
 from tests.model.cuda.batches import lay_out, random_rows
 
 OPERATORS: Any = torch.ops.rayspec

@@ -12,7 +12,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 from rayspec.model.attention import pack, packed_attention
 from rayspec.model.cuda import reference
-from rayspec.model.kv_arena import PAGE_SIZE, KVArena, LayerShape
+from rayspec.model.kv_cache import PAGE_SIZE, KVCache, LayerShape
 from rayspec.model.rows import RowSpan, runs_of_pages
 from tests.model.cuda.batches import Rows, lay_out, random_rows
 
@@ -41,13 +41,13 @@ def _engine_attention(sequences: list[Rows], batch: dict[str, Any], **options: A
     """[N, H, D]. The rows' own keys are already where the engine writes them, so it changes nothing."""
     num_kv_heads, num_slots, dim = batch["keys"].shape
     device = torch.device("cpu")
-    arena = KVArena({0: LayerShape(num_kv_heads, dim, dim)}, num_slots, dtype=batch["keys"].dtype, device=device)
-    arena.keys[0].copy_(batch["keys"].nan_to_num())
-    arena.values[0].copy_(batch["values"].nan_to_num())
-    tables = zip(sequences, batch["page_table"], strict=True)
+    cache = KVCache({0: LayerShape(num_kv_heads, dim, dim)}, num_slots, dtype=batch["keys"].dtype, device=device)
+    cache.keys[0].copy_(batch["keys"].nan_to_num())
+    cache.values[0].copy_(batch["values"].nan_to_num())
+    tables = zip(sequences, batch["block_table"], strict=True)
     pages = [table[: -(-rows.num_places // PAGE_SIZE)].tolist() for rows, table in tables]
     packed = pack(
-        arena,
+        cache,
         [
             RowSpan(runs_of_pages(own, PAGE_SIZE), rows.context, len(rows), rows.parents)
             for rows, own in zip(sequences, pages, strict=True)
@@ -56,7 +56,7 @@ def _engine_attention(sequences: list[Rows], batch: dict[str, Any], **options: A
     )
     assert packed.slots is not None
     query = batch["query"][: len(packed.slots)].transpose(0, 1)
-    own_rows = arena.keys[0][None, :, packed.slots], arena.values[0][None, :, packed.slots]
+    own_rows = cache.keys[0][None, :, packed.slots], cache.values[0][None, :, packed.slots]
     assert torch.equal(packed.positions, batch["positions"][: len(packed.slots)])
     return packed_attention(MODULE, query[None], *own_rows, None, packed=packed, **options)[0][0]
 

@@ -72,7 +72,7 @@ class CacheSize:
         return self.num_windowed_slots if window and self.num_windowed_slots else self.num_slots
 
 
-class KVArena:
+class KVCache:
     """Keys and values of the attention layers of one stage.
 
     keys[layer]: [num_heads, slots + num_spare, key_dim]; values[layer] has value_dim instead. Adjacent slots can be
@@ -128,7 +128,7 @@ class KVArena:
 
     @property
     def supported_keys(self) -> tuple[Keys, ...]:
-        """Keys that rows can choose to read in this arena."""
+        """Keys that rows can choose to read in this cache."""
         return ("all", "window") if self.looked_at is None else ("all", "window", "pages")
 
     def heads(self, layer: int, first_head: int, num_heads: int) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from rayspec.choices import Choices, Weights, choices_of
-from rayspec.model import bodies
+from rayspec.model import fused as fused_layers
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import pack
-from rayspec.model.bodies import FusedBody, fuse, matrices_of
-from rayspec.model.kv_arena import KVArena
+from rayspec.model.fused import FusedLayer, fuse, matrices_of
+from rayspec.model.kv_cache import KVCache
 from rayspec.model.matrices import Matrix
 from rayspec.model.offload import offload
 from rayspec.model.rows import RowSpan, one_run
@@ -35,8 +35,8 @@ TOKENS = [5, 9, 2, 77, 30, 30, 6, 41, 8, 100, 3, 12]
 
 @torch.inference_mode()
 def logits_of(parts: Decomposition, tokens: list[int], choices: Choices | None = None) -> Tensor:
-    arena = KVArena(parts.shapes, len(tokens), dtype=parts.dtype, device=CPU)
-    rows = pack(arena, [RowSpan(one_run(0, len(tokens)), 0, len(tokens))], device=CPU)
+    cache = KVCache(parts.shapes, len(tokens), dtype=parts.dtype, device=CPU)
+    rows = pack(cache, [RowSpan(one_run(0, len(tokens)), 0, len(tokens))], device=CPU)
     hidden = parts.embed(torch.tensor(tokens))
     parts.rotate(hidden, rows)
     return parts.head(run(parts.sublayers, hidden, rows, choices=choices))
@@ -120,7 +120,7 @@ def dequantise_linears(parts: Decomposition, copies: Decomposition, weights: Wei
     """Give the modules the weights of the copies."""
     for sublayer, copied in zip(parts.sublayers, copies.sublayers, strict=True):
         body = copied.quantised[weights]
-        assert isinstance(body, FusedBody)
+        assert isinstance(body, FusedLayer)
         first, last = matrices_of(sublayer.block, sublayer.kind)
         assert isinstance(last, nn.Linear)
         for linears, matrix in zip((first, [last]), body.matrices, strict=True):
@@ -145,7 +145,7 @@ def test_copies_compute_what_modules_do_with_their_weights(
 
 
 def test_a_copy_that_is_far_off_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bodies._LARGEST_ERROR, "int4", 0.01)
+    monkeypatch.setitem(fused_layers._LARGEST_ERROR, "int4", 0.01)
     fused = fuse(modules_of(checkpoint("llama")), quantised=["int8", "int4"])
     assert all(sublayer.body is not None and list(sublayer.quantised) == ["int8"] for sublayer in fused.sublayers)
 

@@ -55,7 +55,7 @@ _MISFITS = (Exception,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionBody:
+class FusedAttention:
     """Attention with a rotate-half rotary embedding. Each query head and key head may have a norm."""
 
     sublayer: Sublayer
@@ -74,13 +74,13 @@ class AttentionBody:
         """First matrix, and last matrix, whose product is added to the residual."""
         return self.projections, self.output
 
-    def with_matrices(self, first: LinearMap, last: nn.Module) -> AttentionBody:
+    def with_matrices(self, first: LinearMap, last: nn.Module) -> FusedAttention:
         """Return a copy of this body with other matrices."""
         return replace(self, projections=first, output=last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedBody:
+class FusedMlp:
     """A gated MLP: down(act(gate) * up). weigh: computes act(gate) * up, [1, N, 2 * I] -> [1, N, I]."""
 
     sublayer: Sublayer
@@ -96,15 +96,15 @@ class GatedBody:
 
     @property
     def matrices(self) -> tuple[LinearMap, nn.Module]:
-        """First and last matrix, as in `AttentionBody`."""
+        """First and last matrix, as in `FusedAttention`."""
         return self.gate_up, self.down
 
-    def with_matrices(self, first: LinearMap, last: nn.Module) -> GatedBody:
+    def with_matrices(self, first: LinearMap, last: nn.Module) -> FusedMlp:
         """Return a copy of this body with other matrices."""
         return replace(self, gate_up=first, down=last)
 
 
-FusedBody: TypeAlias = AttentionBody | GatedBody
+FusedLayer: TypeAlias = FusedAttention | FusedMlp
 
 
 @torch.inference_mode()
@@ -151,7 +151,7 @@ def bytes_of_copies(parts: Decomposition) -> dict[Weights, int]:
     sizes: dict[Weights, int] = {}
     for sublayer in parts.sublayers:
         for weights, body in sublayer.quantised.items():
-            matrices = body.matrices if isinstance(body, FusedBody) else ()
+            matrices = body.matrices if isinstance(body, FusedLayer) else ()
             num_bytes = sum(each.num_bytes for each in matrices if isinstance(each, LinearMap))
             sizes[weights] = sizes.get(weights, 0) + num_bytes
     return sizes
@@ -292,7 +292,7 @@ class _Fuser:
         return as_operator(norm) if self._use_operators and norm is not None else norm
 
     def _copies(
-        self, sublayer: Sublayer, body: FusedBody, linears: Sequence[nn.Linear], check: _Check
+        self, sublayer: Sublayer, body: FusedLayer, linears: Sequence[nn.Linear], check: _Check
     ) -> dict[Weights, Body]:
         """Return bodies with quantised copies of the linear layers `linears`. A last layer that is not plain stays."""
         copies: dict[Weights, Body] = {}
@@ -313,11 +313,11 @@ class _Fuser:
                 copies[weights] = made
         return copies
 
-    def _body(self, sublayer: Sublayer, check: _Check) -> tuple[FusedBody, Sequence[nn.Linear]]:
+    def _body(self, sublayer: Sublayer, check: _Check) -> tuple[FusedLayer, Sequence[nn.Linear]]:
         """Return a body and the linear layers whose weights it holds. Raises one of `_MISFITS` for another layout."""
         return self._mlp(sublayer) if sublayer.kind == "mlp" else self._attention(sublayer, check.kinds)
 
-    def _attention(self, sublayer: Sublayer, kinds: Sequence[AttentionKind]) -> tuple[FusedBody, Sequence[nn.Linear]]:
+    def _attention(self, sublayer: Sublayer, kinds: Sequence[AttentionKind]) -> tuple[FusedLayer, Sequence[nn.Linear]]:
         block: Any = sublayer.block
         linears, last = matrices_of(block, "attention")
         _require_plain(block, linears)
@@ -334,7 +334,7 @@ class _Fuser:
             norms=(self._norm(block.q_norm), self._norm(block.k_norm)) if has_norms else None,
             kind=kinds[0],
         )
-        body = AttentionBody(
+        body = FusedAttention(
             sublayer=sublayer,
             pre_norm=self._norm(sublayer.pre_norm),
             projections=projections,
@@ -343,13 +343,13 @@ class _Fuser:
         )
         return body, [*linears, *filter(is_plain, [last])]
 
-    def _mlp(self, sublayer: Sublayer) -> tuple[FusedBody, Sequence[nn.Linear]]:
+    def _mlp(self, sublayer: Sublayer) -> tuple[FusedLayer, Sequence[nn.Linear]]:
         block: Any = sublayer.block
         linears, last = matrices_of(block, "mlp")
         _require_plain(block, linears)
         activation = block.act_fn if hasattr(block, "act_fn") else block.activation_fn
         name = _OPERATOR_ACTIVATIONS.get(type(activation).__name__) if self._use_operators else None
-        body = GatedBody(
+        body = FusedMlp(
             sublayer=sublayer,
             pre_norm=self._norm(sublayer.pre_norm),
             gate_up=self._matrix(linears),
