@@ -27,7 +27,7 @@ from benchmarks.streams import run_streams
 from rayspec.bench.commands import Batch, ComparedType, Device, MaxTokens, Quick, Repeats, Widen
 from rayspec.bench.options import bench_options, numbers
 from rayspec.bench.result import bench_markdown, save_json
-from rayspec.bench.selfcheck.report import SelfcheckOptions
+from rayspec.bench.selfcheck import SelfcheckOptions
 from rayspec.bench.workloads import WorkloadOptions
 from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings

@@ -13,7 +13,7 @@ import torch
 import typer
 
 from rayspec.bench.result import save_json
-from rayspec.bench.selfcheck.report import Outcome
+from rayspec.bench.selfcheck import Outcome
 from rayspec.command.terminal import EXIT_FAILED, output_console
 
 Input = Annotated[str, typer.Option("--input", help="a file of documents, or 'demo' for the bundled ones")]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.roofline import SHAPES, ModelShape
 from benchmarks.shared import Table, cache_bytes, fastest_seconds, measured
-from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions
+from rayspec.bench.selfcheck import Outcome, SelfcheckOptions
 from rayspec.model.matrices import Matrix, has_blocked_layout
 
 _MODELS = ("Llama-3.1-8B", "Qwen3-14B", "Llama-3.1-70B")

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.device.launches import LaunchRecorder, num_kernels, record_forward
 from benchmarks.device.ledger import StepLedger
+from benchmarks.device.models import Prepared, prepare
 from benchmarks.roofline import ModelShape
-from rayspec.bench.selfcheck.models import Prepared, prepare
 from rayspec.choices import FULL, SKIP, Choices
 from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import AttentionKind, Heads

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.device.models import BUNDLED, PassShape, Prepared, prepare_model
 from benchmarks.shared import Table, judged
-from rayspec.bench.selfcheck.models import BUNDLED, PassShape, Prepared, prepare_model
-from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions
+from rayspec.bench.selfcheck import Outcome, SelfcheckOptions
 from rayspec.choices import choices_of
 from rayspec.decode.stages import LocalStages
 from rayspec.decode.work import Chunk, Prefill, PrefillResult, Round, RoundEntry, SamplerSpec, Work

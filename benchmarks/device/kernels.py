@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.device.parity import Difference
 from benchmarks.shared import Table, judged
-from rayspec.bench.selfcheck.checks import Difference
-from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions, not_here
+from rayspec.bench.selfcheck import Outcome, SelfcheckOptions, not_here
 from rayspec.model.cuda import operations
 from rayspec.model.cuda.trial import has_operators
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rayspec.bench.selfcheck.models import Prepared
+from benchmarks.device.models import Prepared
 from rayspec.choices import Choice
 from rayspec.model.rows import RowSpan
 from rayspec.model.static_rows import BatchMetadata

@@ -18,8 +18,8 @@ _MEMORY_BYTES = {"H100": 80e9, "H200": 141e9}
 _HEAD = """\
 # Predicted step times on H100 and H200
 
-**No GPU has run this.** The numbers follow from a count and from assumptions; nothing here is measured. `rayspec
-selfcheck` on a GPU measures what these numbers predict.
+**No GPU has run this.** The numbers follow from a count and from assumptions; nothing here is measured. `python -m
+benchmarks device` on a GPU measures what these numbers predict.
 
 `python -m benchmarks.device.predictions` prints this page.
 

@@ -8,16 +8,18 @@ from pathlib import Path
 from benchmarks.device.bandwidth import check_bandwidth
 from benchmarks.device.host_reads import check_host_reads
 from benchmarks.device.kernels import check_kernels
+from benchmarks.device.parity import check_captured_against_eager, check_parity
 from benchmarks.device.static_launches import check_static_launches
 from benchmarks.device.step_times import check_step_times
 from benchmarks.shared import Measured
 from rayspec.bench.result import markdown_table
-from rayspec.bench.selfcheck.checks import Check, run_selfcheck, save_outcomes
-from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions
+from rayspec.bench.selfcheck import Check, Outcome, SelfcheckOptions, run_selfcheck, save_outcomes
 from rayspec.command.environment import describe_environment
 
 CHECKS: Mapping[str, Check] = {
+    "logits of fused layers": check_parity,
     "kernels against plain torch": check_kernels,
+    "captured against eager": check_captured_against_eager,
     "launches of a bucket": check_static_launches,
     "host reads of a round": check_host_reads,
     "bandwidth of matrices": check_bandwidth,

@@ -15,9 +15,9 @@ from benchmarks.device.launches import (
     num_kernels,
     record_forward,
 )
+from benchmarks.device.models import RANDOM_FAMILIES, PassShape, Prepared, prepare_model
 from benchmarks.shared import Table, judged
-from rayspec.bench.selfcheck.models import RANDOM_FAMILIES, PassShape, Prepared, prepare_model
-from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions
+from rayspec.bench.selfcheck import Outcome, SelfcheckOptions
 from rayspec.choices import FULL, SKIP, Choices, choices_of
 
 MAX_KERNELS_A_LAYER = 12

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from benchmarks.device.bandwidth import read_bytes_per_s
+from benchmarks.device.models import Prepared, bundled_model, prepare
 from benchmarks.shared import Table, fastest_seconds, measured
-from rayspec.bench.selfcheck.models import Prepared, bundled_model, prepare
-from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions
+from rayspec.bench.selfcheck import Outcome, SelfcheckOptions
 from rayspec.choices import Choice, choices_of
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.buckets import padded_rows

@@ -108,16 +108,14 @@ def selfcheck(
     quick: Quick = False,
     json: Json = None,
 ) -> None:
-    """Check an installation on this device: all implementations compute the same, drafted text equals plain text, and
-    launches can be captured.
+    """Check an installation on this device: texts with drafts are those of plain decoding and of transformers.
 
     Exit code 1 if any check failed.
     """
     with clean_exit():
         # Imported here, so that other commands do not wait for torch.
         from rayspec.bench.result import markdown_table  # noqa: PLC0415
-        from rayspec.bench.selfcheck.checks import CHECKS, run_selfcheck, save_outcomes  # noqa: PLC0415
-        from rayspec.bench.selfcheck.report import SelfcheckOptions  # noqa: PLC0415
+        from rayspec.bench.selfcheck import CHECKS, SelfcheckOptions, run_selfcheck, save_outcomes  # noqa: PLC0415
 
         options = SelfcheckOptions(device=device, dtype=dtype, num_threads=num_threads, is_quick=quick)
         outcomes = run_selfcheck(options, say, checks=CHECKS)

@@ -7,10 +7,10 @@ import torch
 
 from benchmarks.device.counting import meta_layer, share_of, step_ledger
 from benchmarks.device.launches import Launch
+from benchmarks.device.models import PassShape, prepare, random_model, split
 from benchmarks.device.predictions import predictions_page
 from benchmarks.device.static_launches import launches_of
 from benchmarks.roofline import SHAPES, ModelShape
-from rayspec.bench.selfcheck.models import PassShape, prepare, random_model, split
 from rayspec.choices import choices_of
 
 ROOT = Path(__file__).parent.parent.parent.parent

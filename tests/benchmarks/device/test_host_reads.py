@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.device import host_reads
 from benchmarks.device.host_reads import ReadCounter, check_host_reads
-from rayspec.bench.selfcheck.report import SelfcheckOptions
+from rayspec.bench.selfcheck import SelfcheckOptions
 from rayspec.decode import head
 
 CPU = torch.device("cpu")
@@ -36,11 +36,11 @@ def test_rounds_of_the_bundled_model() -> None:
 
 
 def test_one_read_more_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = head.Head.commit
+    accept = head.Head.accept
 
     def asking(self: head.Head, logits: torch.Tensor, *arguments: object) -> object:
         logits[0, 0].item()
-        return commit(self, logits, *arguments)  # type: ignore[arg-type]
+        return accept(self, logits, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(head.Head, "commit", asking)
+    monkeypatch.setattr(head.Head, "accept", asking)
     assert host_reads.check_host_reads(SelfcheckOptions(device="cpu")).status == "failed"

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from benchmarks.device.models import Prepared, prepare, random_model, split
 from benchmarks.device.static_launches import MAX_KERNELS_A_LAYER, PAIRS, check_static_launches, compare
-from rayspec.bench.selfcheck.models import Prepared, prepare, random_model, split
-from rayspec.bench.selfcheck.report import SelfcheckOptions
+from rayspec.bench.selfcheck import SelfcheckOptions
 from rayspec.model.attention import Rows
 from rayspec.model.sublayers import Body
 

@@ -1,24 +1,16 @@
-"""The checks of `rayspec selfcheck`, and their run. Each tells whether this machine computes right, not how fast."""
+"""Compare logits: of fused layers with those of transformers' modules, of captured graphs with eager launches."""
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
-import os
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rayspec.bench.options import BenchOptions
-from rayspec.bench.result import BASELINE, HF, save_json
-from rayspec.bench.run import run_bench
-from rayspec.bench.selfcheck.models import (
+from benchmarks.device.models import (
     BUNDLED,
     CHUNKS,
     RANDOM_FAMILIES,
@@ -29,21 +21,13 @@ from rayspec.bench.selfcheck.models import (
     prepare,
     prepare_model,
 )
-from rayspec.bench.selfcheck.report import Outcome, SelfcheckOptions, not_here
-from rayspec.bench.workloads import WorkloadOptions
+from rayspec.bench.selfcheck import Outcome, SelfcheckOptions, not_here
 from rayspec.choices import choices_of
-from rayspec.command.environment import describe_environment
-from rayspec.command.loading import hide_progress_bars
-from rayspec.config import EngineConfig, SpeculationOptions
 from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.graphs import GraphDriver, StepGraphs, is_capturable
 
 # Relative to the largest logit. In half precision each of some ten sublayers rounds its sum in another order.
 _LOGITS = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
-# Some middle sublayers of the bundled model's 32.
-_SKIPPED = (13, 15, 16, 17, 18, 19, 21)
-
-Check = Callable[[SelfcheckOptions], Outcome]
 DriverOf = Callable[[torch.device], GraphDriver]
 
 
@@ -89,38 +73,6 @@ def logit_differences(reference: Prepared, other: Prepared, *, what: str) -> lis
     ]
 
 
-def check_drafted_text(options: SelfcheckOptions) -> Outcome:
-    """Compare texts in float32, where rounding cannot change the most likely token of these texts."""
-    engine = EngineConfig(
-        model="demo",
-        dtype="float32",
-        device=options.device,
-        num_threads=1,  # with matrices this small a second thread is slower
-        speculation=SpeculationOptions(strategy="static", skip=_SKIPPED),
-    )
-    asked = BenchOptions(
-        engine=engine,
-        workloads=WorkloadOptions(inputs=("demo",), contexts=(384,), num_prompts=1 if options.is_quick else 3),
-        strategies=("static", "auto"),
-        max_tokens=24 if options.is_quick else 48,
-        batch=1,
-        repeats=1,
-        widen=1,
-        hf=True,
-    )
-    rows = run_bench(asked, lambda line: None)["workloads"][0]["results"]
-    names = {HF: "transformers generate"}
-    return Outcome(
-        status="passed" if all(row["identical"] == row["total"] for row in rows) else "failed",
-        found="; ".join(
-            f"{names.get(row['strategy'], row['strategy'])}: {row['identical']} of {row['total']} texts are plain's"
-            for row in rows
-            if row["strategy"] != BASELINE
-        ),
-        numbers=[{key: row[key] for key in ("strategy", "identical", "total", "acceptance_rate")} for row in rows],
-    )
-
-
 def check_captured_against_eager(options: SelfcheckOptions) -> Outcome:
     """Compare the logits of captured graphs with those of eager launches: they must have the same bits."""
     device = options.torch_device
@@ -162,55 +114,6 @@ def replay_differences(
                 yield Difference(what=what, rows=shape.name, largest=math.inf, allowed=0.0)
             else:
                 yield Difference.of(what, shape.name, expected, replayed, allowed=0.0)
-
-
-CHECKS: Mapping[str, Check] = {
-    "logits of fused layers": check_parity,
-    "drafted text against plain": check_drafted_text,
-    "captured against eager": check_captured_against_eager,
-}
-
-
-def run_selfcheck(
-    options: SelfcheckOptions, say: Callable[[str], None], *, checks: Mapping[str, Check] = CHECKS
-) -> dict[str, tuple[Outcome, float]]:
-    """Run all checks, one after another, and call `say` with each result. Return each outcome with its seconds. A check
-    that fails or raises does not stop the others. Raises ConfigError if the device does not exist."""
-    options.torch_device  # noqa: B018 - raises
-    hide_progress_bars()
-    before = torch.get_num_threads()
-    torch.set_num_threads(options.num_threads or before)
-    outcomes: dict[str, tuple[Outcome, float]] = {}
-    for name, check in checks.items():
-        started = time.perf_counter()
-        try:
-            outcome = check(options)
-        except Exception as error:  # noqa: BLE001 - it is reported, and the others still run
-            say(traceback.format_exc())
-            found = f"the check raised {type(error).__name__}: {error}"
-            outcome = Outcome(status="failed", found=found, numbers={"traceback": traceback.format_exc()})
-        seconds = time.perf_counter() - started
-        outcomes[name] = (outcome, seconds)
-        say(f"{name}: {outcome.status} ({seconds:.1f} s): {outcome.found}")
-        gc.collect()  # free the models of this check
-    torch.set_num_threads(before)
-    return outcomes
-
-
-def save_outcomes(outcomes: Mapping[str, tuple[Outcome, float]], options: SelfcheckOptions, path: Path) -> None:
-    """Save everything as JSON; "ok" says that no check failed."""
-    found = {
-        "ok": all(outcome.status != "failed" for outcome, _ in outcomes.values()),
-        "options": asdict(options),
-        "device": str(options.torch_device),
-        "environment": describe_environment(),
-        "load_average": os.getloadavg(),
-        "checks": [
-            {"name": name, "seconds": seconds} | {key: getattr(one, key) for key in ("status", "found", "numbers")}
-            for name, (one, seconds) in outcomes.items()
-        ],
-    }
-    save_json(found, path)
 
 
 def _judged(found: Sequence[Difference]) -> Outcome:
