@@ -81,7 +81,7 @@ def _compared(options: SelfcheckOptions, dtype: DType | str, *, hf: bool, determ
         asked = BenchOptions(
             engine=EngineConfig(
                 model=model,
-                dtype=dtype,  # type: ignore[arg-type]
+                dtype=dtype,
                 device=options.device,
                 num_threads=options.num_threads,
                 deterministic=deterministic,
