@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +14,7 @@ from rayspec.batch.documents import read_piece
 from rayspec.batch.job import Order, Pool, Source, sort_key
 from rayspec.batch.rows import Row
 from rayspec.batch.scan import Scan, scan_of, scan_pieces
+from rayspec.pool.loop_thread import LoopThread
 from rayspec.types import EngineStats
 
 if TYPE_CHECKING:
@@ -58,20 +58,18 @@ class LocalPool:
         self._factory = factory
         self._engine: LoadedEngine | None = None
         self._is_draining = False
-        self._loop = asyncio.new_event_loop()
         self._is_loaded = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="rayspec-rows", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("rayspec-rows")
 
     def begin(self) -> Any:
         """Load the engine and return all options in force. Raises ConfigError and CheckpointError."""
         self._engine = self._factory.load(self._factory.engine)
-        self._loop.call_soon_threadsafe(self._is_loaded.set)
+        self._thread.call_soon(self._is_loaded.set)
         return self._engine.info
 
     def submit(self, item: Row) -> Future[Row]:
         """Return a future of the completed row. It is cancelled if the engine takes no more rows."""
-        return asyncio.run_coroutine_threadsafe(self._complete(item), self._loop)
+        return self._thread.start(self._complete(item))
 
     async def _complete(self, row: Row) -> Row:
         await self._is_loaded.wait()
@@ -89,23 +87,11 @@ class LocalPool:
 
     def stop(self) -> None:
         """End the engine and the thread. Later calls do nothing."""
-        if self._loop.is_closed():
-            return
+        self._thread.close(self._stop_engine, _JOIN_S)
+
+    async def _stop_engine(self) -> None:
         if self._engine is not None:
             self._engine.stop()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_JOIN_S)
 
     def kill(self) -> None:
         self.stop()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-            left = asyncio.all_tasks(self._loop)
-            for task in left:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        finally:
-            self._loop.close()

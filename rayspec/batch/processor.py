@@ -22,7 +22,8 @@ from rayspec.command.plain_values import plain_values
 from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pool.worker import answer, call, num_engines, start_supervisor
+from rayspec.pool.supervisor import start_supervisor
+from rayspec.pool.worker import answer, call, num_engines
 from rayspec.prompts import without_nulls
 from rayspec.types import ConfigError, RayspecError, RequestError, RequestOutput
 

@@ -15,7 +15,7 @@ from rayspec.config import DType, EngineConfig
 if TYPE_CHECKING:
     from rayspec.llm import AsyncEngine
     from rayspec.pool.calls import Callback
-    from rayspec.pool.dispatch import Beginning
+    from rayspec.pool.worker import Beginning
 
 Handler = Callable[[Any], Awaitable[Any]]
 

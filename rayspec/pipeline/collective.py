@@ -25,7 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from rayspec.errors import ConfigError, TransportError
+from rayspec.errors import TransportError
 
 Backend = Literal["nccl", "gloo"]
 
@@ -85,37 +85,25 @@ class TensorLink:
         host: IP address of this node that the other ranks can reach. timeout_s: the longest time of joining, of one
         send and of one receive. backend: by default NCCL on the current GPU if this process has one, else gloo.
 
-        Raises ConfigError for options that cannot work, TransportError if not all ranks join in time.
+        Raises TransportError if not all ranks join in time.
         """
-        if not 0 <= rank < size:
-            raise ConfigError(f"rank is {rank}; it must be 0 to {size - 1}, as there are {size}")
-        has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
-        backend = backend or ("nccl" if has_nccl else "gloo")
-        if backend == "nccl" and not has_nccl:
-            raise ConfigError("backend is 'nccl', which needs a GPU and a PyTorch with NCCL; use 'gloo'")
+        backend = backend or ("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
         try:
-            group = _group(backend, _store(address, timeout_s), rank, size, host, timeout_s)
+            group = _group(backend, store_at(address, timeout_s), rank, size, host, timeout_s)
         except RuntimeError as error:
             raise TransportError(f"rank {rank} of {size} could not join at {address}: {error}") from error
         link = cls(group, device=_device(backend))
         link._warm_up()
         return link
 
-    def require_ahead(self, to_rank: int) -> None:
-        """Check that tensors can be sent to that rank, else raise ConfigError."""
-        if not self.rank < to_rank < self.size:
-            raise ConfigError(
-                f"to_rank is {to_rank}; from rank {self.rank} tensors go to {self.rank + 1} to {self.size - 1} only"
-            )
-
     def send(self, tensor: Tensor, to_rank: int) -> None:
         """Start to send and return. From now on nobody may write to the tensor.
 
         Waits, for the timeout at most, only if `MAX_PENDING_TENSORS` earlier tensors have not been received yet.
 
-        Raises ConfigError for a rank that is not higher, TransportError if this or an earlier tensor cannot be sent.
+        Raises TransportError if this or an earlier tensor cannot be sent.
         """
-        self.require_ahead(to_rank)
+        assert self.rank < to_rank < self.size, "tensors go to higher ranks only"
         ours = tensor.detach().to(self.device).contiguous()
         pending = self._pending[to_rank]
         try:
@@ -132,10 +120,10 @@ class TensorLink:
 
         With NCCL, the data is there once the current stream has reached the receive; with gloo, on return.
 
-        Raises ConfigError for a rank that is not lower, TransportError if nothing arrives within the timeout.
+        Raises TransportError if nothing arrives within the timeout.
         """
         if not 0 <= from_rank < self.rank:
-            raise ConfigError(f"from_rank is {from_rank}; to rank {self.rank} tensors come from lower ranks only")
+            raise TransportError(f"a message has a tensor of rank {from_rank}, which is none before rank {self.rank}")
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         try:
             self._require_group().recv([tensor], from_rank, 0).wait()
@@ -167,10 +155,9 @@ class TensorLink:
                 self.receive(torch.uint8, (1,), sender)
 
 
-def _store(address: str, timeout_s: float) -> TCPStore:
+def store_at(address: str, timeout_s: float) -> TCPStore:
+    """Return the store of a `Rendezvous` to a process that comes there. Raises RuntimeError if nobody listens."""
     host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        raise ConfigError(f"address is {address!r}; it must be host:port, as Rendezvous.address is")
     return TCPStore(
         host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )

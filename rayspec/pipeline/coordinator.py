@@ -1,4 +1,4 @@
-"""The coordinator of a replica: measures the cluster, and answers questions about states that stay with the shards.
+"""The coordinator of a replica: answers questions about states that stay with the shards.
 
 Hidden states never reach the coordinator. It decides what to run, skip and keep. Shards expand the states with their
 own weights, send them to the next shard at the end of their span, and report scores.
@@ -6,59 +6,39 @@ own weights, send them to the next shard at the end of their span, and report sc
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
-from collections import defaultdict
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rayspec.choices import Choice
 from rayspec.decode.search import Agreement, answer
-from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, Received, Stopped
+from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, stage_name
 from rayspec.pipeline.messages import (
     Broken,
     Drop,
     Expand,
-    FindAgreement,
     Gather,
-    Lap,
-    Measure,
-    Measured,
-    Message,
     Operation,
-    Profile,
-    Profiled,
     RunSublayer,
+    Score,
     Search,
     Searched,
     Seek,
     Ship,
-    Similarity,
     Sought,
-    TargetCosines,
-    TargetFeature,
-    TimedHops,
-    TimeHops,
 )
-from rayspec.pipeline.stage_worker import stage_name
 from rayspec.pipeline.transport import Secret, node_address
 from rayspec.types import RayspecError
 
 _ANSWER_TIMEOUT_S = 30.0
-_MEASURE_TIMEOUT_S = 300.0
-_NUM_HOPS = 200
-_LAP_LENGTH = 20  # round trips in one message: a longer route makes the message larger
-
-M = TypeVar("M", bound=Message)
 
 
 class SearchFailedError(RayspecError):
@@ -67,23 +47,15 @@ class SearchFailedError(RayspecError):
     kind = "search_failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorSpec:
-    """spans: sublayers [first, last) of every stage. hidden_size: width of the states that hops are timed with."""
-
-    spans: tuple[tuple[int, int], ...]
-    hidden_size: int
-    secret: Secret
-
-
 class Coordinator:
-    """Serves the engine's questions one at a time. It is stateless: a replacement needs no data from it."""
+    """Answers the engine's questions one at a time, with versions. It is stateless: a replacement needs no data from
+    it. spans: sublayers [first, last) of every stage."""
 
-    def __init__(self, spec: CoordinatorSpec) -> None:
-        self._spec = spec
-        self._stages = [stage_name(stage) for stage in range(len(spec.spans))]
+    def __init__(self, spans: Sequence[tuple[int, int]], secret: Secret) -> None:
+        self._spans, self._secret = spans, secret
         self._address: Future[str] = Future()
         self._num_answers = 0
+        self._waiting: deque[Search] = deque()  # came during a search
 
     def process_id(self) -> int:
         return os.getpid()
@@ -93,15 +65,13 @@ class Coordinator:
         return self._address.result()
 
     def serve(self) -> None:
-        """Serve until the engine sends Stop. Report any error to the engine, then raise it."""
+        """Serve until the process is killed. Report any error to the engine, then raise it."""
         torch.set_num_threads(1)
-        endpoint = Endpoint(COORDINATOR, self._spec.secret, host=node_address())
+        endpoint = Endpoint(COORDINATOR, self._secret, host=node_address())
         self._address.set_result(endpoint.address)
         try:
             while True:
                 self.serve_one(endpoint)
-        except Stopped:
-            return
         except Exception as error:
             if endpoint.epoch:
                 endpoint.send(ENGINE, Broken(epoch=endpoint.epoch, reason=f"{type(error).__name__}: {error}"))
@@ -110,84 +80,36 @@ class Coordinator:
             endpoint.close()
 
     def serve_one(self, endpoint: Endpoint) -> None:
-        """Wait for the next question and answer it. A new epoch ends the work on it."""
-        with suppress(NewEpoch):
-            received = endpoint.take_deferred() or endpoint.receive()
-            match received.message if received is not None else None:
-                case Search() as message:
-                    endpoint.send(ENGINE, self._search(endpoint, message))
-                case Profile():
-                    stages = measured_stages(endpoint, self._stages)
-                    hops_s = self._hops_s(endpoint, torch.zeros(1, 1, self._spec.hidden_size), _NUM_HOPS)
-                    link_s = [float(np.median(link)) for link in hops_s] or [0.0]
-                    endpoint.send(ENGINE, Profiled(epoch=endpoint.epoch, stages=stages, link_s=link_s))
-                case TimeHops(num_bytes=num_bytes, num_samples=num_samples):
-                    hops_s = self._hops_s(endpoint, torch.zeros(num_bytes, dtype=torch.uint8), num_samples)
-                    endpoint.send(ENGINE, TimedHops(epoch=endpoint.epoch, hops_s=hops_s))
+        """Wait for a question and answer it, and those that come meanwhile. A new epoch ends the work on them."""
+        try:
+            received = endpoint.receive()
+            if received is not None and isinstance(received.message, Search):
+                self._waiting.append(received.message)
+            while self._waiting:
+                self._search(endpoint, self._waiting.popleft())
+        except NewEpoch:
+            self._waiting.clear()
 
-    def _search(self, endpoint: Endpoint, message: Search) -> Searched:
+    def _search(self, endpoint: Endpoint, message: Search) -> None:
         started = time.perf_counter()
-        search = RemoteSearch(endpoint, message, self._spec.spans)
+        search = RemoteSearch(endpoint, message, self._spans, self._waiting)
         found, reason = None, ""
         try:
             search.begin()
-            found = answer(message.question, search, num_sublayers=self._spec.spans[-1][1], started=started)
+            found = answer(message.question, search, num_sublayers=self._spans[-1][1], started=started)
             self._num_answers += 1
         except SearchFailedError as error:
             reason = str(error)
         finally:
             search.end()
-        return Searched(
+        searched = Searched(
             epoch=endpoint.epoch,
             search_id=message.search_id,
             version=self._num_answers,
             answer=found,
             reason=reason,
         )
-
-    def _hops_s(self, endpoint: Endpoint, state: Tensor, num_samples: int) -> list[list[float]]:
-        """Return seconds of hops with this tensor, from each stage to the next one and from the last to the first. A
-        hop is half of a round trip by the clock of one stage, because clocks of two machines may differ."""
-        names, links = self._stages, list[list[float]]()
-        for here, there in zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ():
-            samples: list[float] = []
-            while len(samples) < num_samples:
-                route = [*[here, there] * _LAP_LENGTH, here]
-                endpoint.send(route[0], Lap(epoch=endpoint.epoch, route=[*route[1:], COORDINATOR]), [state])
-                stamps = _await(endpoint, Lap, _ANSWER_TIMEOUT_S).message.stamps[::2]
-                samples += [(after - before) / 2 for before, after in itertools.pairwise(stamps)]
-            links.append(samples[:num_samples])
-        return links
-
-
-def measured_stages(endpoint: Endpoint, names: Sequence[str]) -> list[Measured]:
-    """Measure machines at the same time, and the stages of a machine one after the other, so that they do not disturb
-    one another. Return the measurements in the order of the names."""
-    waiting: dict[str, list[str]] = defaultdict(list)
-    for name in reversed(names):
-        waiting[endpoint.host_of(name)].append(name)
-    for stages in waiting.values():
-        endpoint.send(stages.pop(), Measure(epoch=endpoint.epoch))
-    found: dict[str, Measured] = {}
-    while len(found) < len(names):
-        received = _await(endpoint, Measured, _MEASURE_TIMEOUT_S)
-        found[received.sender] = received.message
-        if stages := waiting[endpoint.host_of(received.sender)]:
-            endpoint.send(stages.pop(), Measure(epoch=endpoint.epoch))
-    return [found[name] for name in names]
-
-
-def _await(endpoint: Endpoint, kind: type[M], timeout_s: float) -> Any:
-    """Return the next message of that kind. Messages from the engine are deferred. Other messages are dropped, because
-    they answer questions that were given up."""
-    deadline = time.monotonic() + timeout_s
-    while (left_s := deadline - time.monotonic()) > 0:
-        received = endpoint.receive(left_s)
-        if received is not None and isinstance(received.message, kind):
-            return received
-        if received is not None and received.sender == ENGINE:
-            endpoint.defer(received)
-    raise SearchFailedError(f"no {kind.__name__} came from the shards within {timeout_s:.0f} s")
+        endpoint.send(ENGINE, searched)
 
 
 @dataclass(eq=False)
@@ -202,10 +124,12 @@ class RemoteBatch:
 class RemoteSearch:
     """`search.TappedStates` whose states stay on the shards. Operations are queued, and sent to a shard when its
     answer or its states are needed elsewhere. A knapsack then takes one message and one answer per sublayer, a trial a
-    few per stage."""
+    few per stage. waiting: takes the questions that come meanwhile."""
 
-    def __init__(self, endpoint: Endpoint, message: Search, spans: Sequence[tuple[int, int]]) -> None:
-        self._endpoint = endpoint
+    def __init__(
+        self, endpoint: Endpoint, message: Search, spans: Sequence[tuple[int, int]], waiting: deque[Search]
+    ) -> None:
+        self._endpoint, self._waiting = endpoint, waiting
         self._message = message
         self._spans = spans
         self._pending: list[list[Operation]] = [[] for _ in spans]  # operations that a stage has not been sent yet
@@ -255,34 +179,36 @@ class RemoteSearch:
             self._pending[batch.stage].append(Drop(number))
 
     def similarity(self, sublayer: int, states: Any) -> NDArray[np.float64]:
-        stage = self._stage_of[sublayer]
-        here = self._brought(states, stage)
-        self._pending[stage].append(Similarity(sublayer, here.number))
-        return np.asarray(self._flush(stage))
+        here = self._brought(states, self._stage_of[sublayer])
+        return np.asarray(self._score("similarity", here.stage, here.number, sublayer))
 
     def agreement(self, states: Any) -> Agreement:
-        stage = len(self._spans) - 1
-        here = self._brought(states, stage)
-        self._pending[stage].append(FindAgreement(here.number))
-        num_agreed, confidence, missed = np.asarray(self._flush(stage)).reshape(3, here.num_states)
+        here = self._brought(states, len(self._spans) - 1)
+        scores = np.asarray(self._score("agreement", here.stage, here.number))
+        num_agreed, confidence, missed = scores.reshape(3, here.num_states)
         return Agreement(len(self._message.tokens), num_agreed.astype(np.int64), confidence, missed)
 
     def cosines(self) -> list[float]:
-        cosines: list[float] = []
-        for stage, pending in enumerate(self._pending):
-            pending.append(TargetCosines())
-            cosines.extend(self._flush(stage))
-        return cosines
+        return [value for stage in range(len(self._spans)) for value in self._score("cosines", stage)]
 
     def feature(self) -> Sequence[float]:
-        self._pending[-1].append(TargetFeature())
-        return self._flush(len(self._spans) - 1)
+        return self._score("feature", len(self._spans) - 1)
+
+    def _score(
+        self,
+        kind: Literal["similarity", "agreement", "cosines", "feature"],
+        stage: int,
+        source: int = 0,
+        sublayer: int = 0,
+    ) -> Sequence[float]:
+        self._pending[stage].append(Score(kind, source, sublayer))
+        return self._flush(stage)
 
     def _brought(self, batch: RemoteBatch, stage: int) -> RemoteBatch:
         """Move a batch to a stage, directly from shard to shard, unless it is there already. Return the batch."""
         if batch.stage == stage:
             return batch
-        self._pending[batch.stage] += [Ship(batch.number, stage_name(stage)), Drop(batch.number)]
+        self._pending[batch.stage].append(Ship(batch.number, stage_name(stage)))
         self._flush(batch.stage)
         batch.stage = stage
         return batch
@@ -294,15 +220,18 @@ class RemoteSearch:
         return self._answer().values
 
     def _answer(self) -> Sought:
-        while True:
-            received: Received = _await(self._endpoint, Sought, _ANSWER_TIMEOUT_S)
-            answer = received.message
-            assert isinstance(answer, Sought)
-            if answer.search_id != self._message.search_id:
-                continue
-            if answer.error:
-                raise SearchFailedError(answer.error)
-            return answer
+        """Return the next answer to this search. Messages that answer earlier questions are dropped."""
+        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            received = self._endpoint.receive(left_s)
+            message = received.message if received is not None else None
+            if isinstance(message, Search):
+                self._waiting.append(message)
+            elif isinstance(message, Sought) and message.search_id == self._message.search_id:
+                if message.error:
+                    raise SearchFailedError(message.error)
+                return message
+        raise SearchFailedError(f"no Sought came from the shards within {_ANSWER_TIMEOUT_S:.0f} s")
 
     def _new(self, stage: int, num_states: int) -> RemoteBatch:
         self._num_batches += 1

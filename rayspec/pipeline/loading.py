@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from transformers import PretrainedConfig
 
-from rayspec.choices import Weights
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import allowed_copies, make_scheduler, resolve_max_model_len
@@ -54,8 +53,7 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
     )
     num_gpus = gpus_per_shard(config, options)
     blueprint = Blueprint(
-        config=config,
-        options=options,
+        config=config.replace(parallel=options),
         costs=_costs(config, options, sizes, max_model_len),
         vocab_size=vocabulary.size,
         hidden_size=model.get_text_config().hidden_size,
@@ -116,15 +114,22 @@ def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
     """Start a replica and measure it where that is needed. Start it again with another cut if its stages are uneven."""
     options = blueprint.options
     can_be_cut_anew = options.layers is None and options.stages > 1
-    stages = _start(blueprint)
+    replica = Replica(blueprint)
+    try:
+        replica.start()
+        stages = RayStages(replica)
+    except BaseException:
+        replica.close()
+        raise
     if not can_be_cut_anew and not needs_latency(blueprint.config):
         return stages, None
     try:
-        latency = stages.measure()
-        better = _balanced(stages, latency) if can_be_cut_anew else None
+        latency, better = stages.measure(), None
+        if can_be_cut_anew:
+            better = balanced_cut(latency, replica.spans, blueprint.costs, replica.devices)
         if better is not None:  # measured once only: something else may have run next to a stage
             latency = stages.measure()
-            better = _balanced(stages, latency)
+            better = balanced_cut(latency, replica.spans, blueprint.costs, replica.devices)
         if better is None:
             return stages, latency
         logger.warning("stages are uneven: loading them again with %s layers", [len(span) for span in better])
@@ -132,22 +137,8 @@ def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
         stages.shutdown()
         raise
     stages.shutdown()
-    return _started(replace(blueprint, options=options.replace(layers=tuple(len(span) for span in better))))
-
-
-def _balanced(stages: RayStages, latency: LatencyModel) -> tuple[range, ...] | None:
-    replica = stages.replica
-    return balanced_cut(latency, replica.spans, replica.blueprint.costs, replica.devices)
-
-
-def _start(blueprint: Blueprint) -> RayStages:
-    replica = Replica(blueprint)
-    try:
-        replica.start()
-        return RayStages(replica)
-    except BaseException:
-        replica.close()
-        raise
+    options = options.replace(layers=tuple(len(span) for span in better))
+    return _started(replace(blueprint, config=blueprint.config.replace(parallel=options)))
 
 
 def _sizes(config: EngineConfig, options: ParallelOptions, model: PretrainedConfig) -> ModelSizes:
@@ -156,13 +147,19 @@ def _sizes(config: EngineConfig, options: ParallelOptions, model: PretrainedConf
         raise ConfigError(
             f"option 'stages' is {options.stages}, but the model has {num_layers(model)} layers: a stage needs one"
         )
-    dtype = _dtype_of(config, model)
+    # Before weights are loaded, an unknown dtype counts as float32.
+    dtype = getattr(torch, config.dtype, None) or getattr(model, "dtype", None) or torch.float32
+    # Copies that drafts will have, if every stage has an even share of them.
+    by_weights = {
+        weights: -(-sum(quantised_bytes(model, weights, dtype=dtype, tensor=options.tensor)) // options.stages)
+        for weights in config.speculation.draft_weights
+    }
     return model_sizes(
         model,
         dtype=dtype,
         quantization=quantisation_of(model, config.quantization_config),
         tensor=options.tensor,
-        draft_weights=_draft_weights(config, options, model, dtype),
+        draft_weights=allowed_copies(by_weights, config.speculation.extra_weight_bytes),
     )
 
 
@@ -183,21 +180,3 @@ def _costs(config: EngineConfig, options: ParallelOptions, sizes: ModelSizes, ma
         ),
         head=cost(sizes.last_stage_bytes(options.stages)),
     )
-
-
-def _draft_weights(
-    config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, dtype: torch.dtype
-) -> list[Weights]:
-    """Return the weight copies that drafts will have, if every stage has an even share of them."""
-    by_weights = {
-        weights: -(-sum(quantised_bytes(model, weights, dtype=dtype, tensor=options.tensor)) // options.stages)
-        for weights in config.speculation.draft_weights
-    }
-    return allowed_copies(by_weights, config.speculation.extra_weight_bytes)
-
-
-def _dtype_of(config: EngineConfig, model: PretrainedConfig) -> torch.dtype:
-    """Return the dtype, as far as it is known before weights are loaded; float32 if it is not."""
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)  # type: ignore[no-any-return]
-    return getattr(model, "dtype", None) or torch.float32

@@ -7,7 +7,7 @@ epochs are dropped on arrival.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -32,16 +32,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 class Connect(Message, frozen=True, kw_only=True):
     """Engine to all processes: begin a new epoch with these peers (name -> address), forget all work, answer Connected.
-    link: address where the stages meet to send tensors by torch.distributed; "" if tensors travel in frames."""
+    In the present epoch it only replaces the peers. link: address where the stages meet to send tensors by
+    torch.distributed; "" if tensors travel in frames."""
 
     peers: dict[str, str]
     link: str = ""
-
-
-class Peers(Message, frozen=True, kw_only=True):
-    """Engine to a shard: use these peers (name -> address); the epoch stays the same."""
-
-    peers: dict[str, str]
 
 
 class Connected(Message, frozen=True, kw_only=True):
@@ -97,10 +92,11 @@ class Ping(Message, frozen=True, kw_only=True):
 
 class Beat(Message, frozen=True, kw_only=True):
     """Shards and coordinator to the engine, while they hear from it or are busy: this process is alive. problem: why
-    its present task is stuck; empty if it is not. worked_s: seconds spent on all tasks since the process started."""
+    its present task is stuck; empty if it is not. worked_s, num_passes: of all tasks since the process started."""
 
     problem: str
     worked_s: float
+    num_passes: int
 
 
 class Moves(Message, frozen=True, kw_only=True):
@@ -110,21 +106,14 @@ class Moves(Message, frozen=True, kw_only=True):
 
 
 class Moved(Message, frozen=True, kw_only=True):
-    pass
+    """worked_s, num_passes: as in Beat."""
 
-
-class MeasureUse(Message, frozen=True, kw_only=True):
-    """Engine to a shard: report how busy you were since the last MeasureUse. Answered by Used."""
-
-
-class Used(Message, frozen=True, kw_only=True):
-    busy_s: float
-    elapsed_s: float
+    worked_s: float
     num_passes: int
 
 
 class Measure(Message, frozen=True, kw_only=True):
-    """Coordinator to a shard: time your sublayers. Answered by Measured."""
+    """Engine to a shard: time your sublayers. Answered by Measured."""
 
 
 class Measured(Message, frozen=True, kw_only=True):
@@ -136,35 +125,11 @@ class Measured(Message, frozen=True, kw_only=True):
 
 
 class Lap(Message, frozen=True, kw_only=True):
-    """Coordinator to a shard: send this message and its tensor on along the route, which ends at the coordinator.
-    stamps: when each shard on the way had it, in seconds of the shard's own monotonic clock."""
+    """Engine to a shard: send this message and its tensor on along the route, which ends at the engine. stamps: when
+    each shard on the way had it, in seconds of the shard's own monotonic clock."""
 
     route: Sequence[str]
     stamps: Sequence[float] = ()
-
-
-class Profile(Message, frozen=True, kw_only=True):
-    """Engine to the coordinator: measure the cluster. Answered by Profiled."""
-
-
-class Profiled(Message, frozen=True, kw_only=True):
-    """The Measured of each stage. link_s: median seconds of a hop from each stage to the next, and last to first."""
-
-    stages: Sequence[Measured]
-    link_s: Sequence[float]
-
-
-class TimeHops(Message, frozen=True, kw_only=True):
-    """Engine to the coordinator: time single hops of `num_bytes` between stages."""
-
-    num_bytes: int
-    num_samples: int
-
-
-class TimedHops(Message, frozen=True, kw_only=True):
-    """Seconds of `num_samples` hops from each stage to the next, and last to first; empty if there is one stage."""
-
-    hops_s: Sequence[Sequence[float]]
 
 
 class Search(Message, frozen=True, kw_only=True):
@@ -214,23 +179,13 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
     into: int
 
 
-class Similarity(msgspec.Struct, frozen=True, tag="similarity"):
-    sublayer: int
-    source: int
+class Score(msgspec.Struct, frozen=True, tag="score"):
+    """Return numbers: of a batch the similarity before `sublayer`, or the arrays of `search.Agreement` one after
+    another; of the tapped states their cosines, or their feature."""
 
-
-class FindAgreement(msgspec.Struct, frozen=True, tag="agreement"):
-    """Return the arrays of `search.Agreement`, one after another."""
-
-    source: int
-
-
-class TargetCosines(msgspec.Struct, frozen=True, tag="cosines"):
-    pass
-
-
-class TargetFeature(msgspec.Struct, frozen=True, tag="feature"):
-    pass
+    kind: Literal["similarity", "agreement", "cosines", "feature"]
+    source: int = 0
+    sublayer: int = 0
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):
@@ -240,13 +195,13 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
 
 
 class Ship(msgspec.Struct, frozen=True, tag="ship"):
-    """Send a batch to another shard, which answers Sought when the batch has arrived."""
+    """Send a batch to another shard and forget it. The other shard answers Sought when the batch has arrived."""
 
     source: int
     peer: str
 
 
-Operation: TypeAlias = RunSublayer | Gather | Similarity | FindAgreement | TargetCosines | TargetFeature | Ship | Drop
+Operation: TypeAlias = RunSublayer | Gather | Score | Ship | Drop
 
 
 class Expand(Message, frozen=True, kw_only=True):
@@ -287,14 +242,9 @@ class Follow(Message, frozen=True, kw_only=True):
     forget: bool = False
 
 
-class Stop(Message, frozen=True, kw_only=True):
-    pass
-
-
 AnyMessage: TypeAlias = (
-    Connect | Peers | Connected | Begin | Forward | Done | Failed | Broken | Ping | Beat | Moves | Moved | MeasureUse
-    | Used | Measure | Measured | Lap | Profile | Profiled | TimeHops | TimedHops | Search | Searched | Seek | Expand
-    | Shipped | Sought | Follow | Stop
+    Connect | Connected | Begin | Forward | Done | Failed | Broken | Ping | Beat | Moves | Moved | Measure | Measured
+    | Lap | Search | Searched | Seek | Expand | Shipped | Sought | Follow
 )  # fmt: skip
 
 

@@ -157,10 +157,10 @@ def _lives(name: str) -> bool:
     return True
 
 
-def start_beside(kind: type, spec: object, *, name: str) -> Process:
-    """Start the actor `kind(spec)` outside the bundles; it may compute next to nothing."""
+def start_beside(kind: type, *arguments: object, name: str) -> Process:
+    """Start the actor `kind(*arguments)` outside the bundles; it may compute next to nothing."""
     options = {"num_cpus": 0, "max_concurrency": _MAX_CONCURRENCY, "max_restarts": 0}
-    return Process(name, ray.remote(kind).options(**options).remote(spec))
+    return Process(name, ray.remote(kind).options(**options).remote(*arguments))
 
 
 def wait_for(calls: Sequence[Future[T]], timeout_s: float) -> list[T]:

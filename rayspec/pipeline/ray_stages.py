@@ -5,10 +5,15 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from rayspec.choices import Choice
 from rayspec.decode.progress import Progress
@@ -19,7 +24,7 @@ from rayspec.errors import TransportError
 from rayspec.model.rows import RowSpan
 from rayspec.pipeline.collective import Rendezvous
 from rayspec.pipeline.coordinator import forgotten
-from rayspec.pipeline.endpoint import COORDINATOR, ENGINE
+from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, stage_name
 from rayspec.pipeline.messages import (
     AnyMessage,
     Beat,
@@ -29,28 +34,23 @@ from rayspec.pipeline.messages import (
     Connected,
     Done,
     Failed,
-    MeasureUse,
+    Lap,
+    Measure,
+    Measured,
     Message,
     Moved,
     Moves,
-    Peers,
     Ping,
-    Profile,
-    Profiled,
     Search,
     Searched,
-    TimedHops,
-    TimeHops,
-    Used,
     decode,
     encode,
 )
 from rayspec.pipeline.placement import PlacementError
 from rayspec.pipeline.recovery import Pulse, Restarts
 from rayspec.pipeline.replica import Replica
-from rayspec.pipeline.stage_worker import stage_name
 from rayspec.pipeline.transport import Transport, node_address
-from rayspec.planning.latency import LatencyModel, Measurement
+from rayspec.planning.latency import LatencyModel
 from rayspec.types import OutOfMemoryError, RayspecError
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,10 @@ _POLL_S = 0.1
 _CHECK_EVERY_S = 0.25
 _CONNECT_TIMEOUT_S = 30.0
 _MOVE_TIMEOUT_S = 60.0
-_PROFILE_TIMEOUT_S = 600.0
+_MEASURE_TIMEOUT_S = 300.0
 _SEARCH_TIMEOUT_S = 60.0
+_NUM_HOPS = 200
+_LAP_LENGTH = 20  # round trips in one message: a longer route makes the message larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,8 @@ class RayStages:
         self.link_s: tuple[float, ...] = ()
         self.recovery_s: list[float] = []
         self.is_recovering = False
-        self._worked_s: dict[str, float] = {}  # from heartbeats
-        self._worked_before: dict[str, float] = {}
+        self._worked: dict[str, tuple[float, int]] = {}  # seconds and passes, from heartbeats and answers
+        self._worked_before: dict[str, tuple[float, int]] = {}
         self._use_asked_at = time.monotonic()
         self._rendezvous: Rendezvous | None = None
         self._may_link = True
@@ -111,10 +113,13 @@ class RayStages:
         return self.replica.spans[-1][1]
 
     @property
+    def _stage_names(self) -> list[str]:
+        return [stage_name(stage) for stage in range(self.replica.num_stages)]
+
+    @property
     def ways(self) -> list[Sequence[Choice]]:
         """Choices by which drafts may run each sublayer."""
-        loaded = (self.replica.loaded[stage_name(stage)] for stage in range(len(self.replica.spans)))
-        return [ways for one in loaded for ways in one.ways]
+        return [ways for name in self._stage_names for ways in self.replica.loaded[name].ways]
 
     def open(self, spec: SamplerSpec) -> None:
         self._require_alive()
@@ -166,43 +171,66 @@ class RayStages:
         return future
 
     def measure(self) -> LatencyModel:
-        """Return the latency model of the whole replica, from the shards' measurements. No work may be under way."""
-        self._send(COORDINATOR, Profile(epoch=self._epoch))
-        profiled = self._expect(Profiled, [COORDINATOR], _PROFILE_TIMEOUT_S)[COORDINATOR]
-        assert isinstance(profiled, Profiled)
-        self.link_s = tuple(profiled.link_s)
-        model = _latency_model(profiled)
-        keeps_busy = self.num_cohorts >= len(profiled.stages)
-        return replace(model, wake_s=0.0) if keeps_busy else model
+        """Return the latency model of the whole replica, from measurements of its shards and links. No work may be
+        under way. Machines measure at the same time, and the stages of a machine one after the other, so that they do
+        not disturb one another."""
+        waiting: dict[str, list[str]] = defaultdict(list)
+        for name in self._stage_names:
+            waiting[self.replica.shards[name].address.rpartition(":")[0]].append(name)
+        measured: dict[str, Measured] = {}
+        for names in itertools.zip_longest(*waiting.values()):
+            measured |= self._ask(Measure(epoch=self._epoch), Measured, _MEASURE_TIMEOUT_S, list(filter(None, names)))
+        hops_s = self.hops_s(torch.zeros(self.replica.blueprint.hidden_size).nbytes, _NUM_HOPS)
+        self.link_s = tuple(float(np.median(link)) for link in hops_s) or (0.0,)
+        by_stage = [measured[name] for name in self._stage_names]
+        numbers = [stage for stage, found in enumerate(by_stage) for _ in found.names]
+        model = LatencyModel.fit(
+            [one for found in by_stage for one in found.measurements],
+            [name for found in by_stage for name in found.names],
+            devices=[stage_name(stage) for stage in numbers],
+            stages=numbers,
+            link_s=self.link_s,
+            transfer_s=[seconds for found in by_stage for seconds in found.transfer_s],
+        )
+        model = replace(model, overhead_s=model.overhead_s * len(by_stage))
+        return replace(model, wake_s=0.0) if self.num_cohorts >= len(by_stage) else model
 
-    def hops_s(self, num_bytes: int, num_samples: int) -> tuple[tuple[float, ...], ...]:
-        """Return seconds of single hops with `num_bytes`, one way, from each stage to the next and from the last to the
-        first; empty for one stage. No work may be under way."""
-        self._send(COORDINATOR, TimeHops(epoch=self._epoch, num_bytes=num_bytes, num_samples=num_samples))
-        timed = self._expect(TimedHops, [COORDINATOR], _PROFILE_TIMEOUT_S)[COORDINATOR]
-        assert isinstance(timed, TimedHops)
-        return tuple(tuple(link) for link in timed.hops_s)
+    def hops_s(self, num_bytes: int, num_samples: int) -> list[list[float]]:
+        """Return seconds of single hops with `num_bytes`, from each stage to the next and from the last to the first;
+        empty for one stage. No work may be under way. A hop is half of a round trip by the clock of one stage, because
+        clocks of two machines may differ."""
+        names, links = self._stage_names, list[list[float]]()
+        state = torch.zeros(num_bytes, dtype=torch.uint8)
+        for here, there in zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ():
+            samples: list[float] = []
+            while len(samples) < num_samples:
+                route = [*[here, there] * _LAP_LENGTH, here]
+                self._send(here, Lap(epoch=self._epoch, route=[*route[1:], ENGINE]), [state])
+                stamps = self._expect(Lap, [here], _MEASURE_TIMEOUT_S)[here].stamps[::2]
+                samples += [(after - before) / 2 for before, after in itertools.pairwise(stamps)]
+            links.append(samples[:num_samples])
+        return links
 
     def usage(self) -> list[StageUse]:
-        """Return how busy each stage was since the last call, in the order of the stages."""
-        answers = self._ask(MeasureUse(epoch=self._epoch), Used, _MOVE_TIMEOUT_S)
-        return [
-            StageUse(name=name, busy_s=used.busy_s, elapsed_s=used.elapsed_s, num_passes=used.num_passes)
-            for name in map(stage_name, range(self.replica.num_stages))
-            if isinstance(used := answers[name], Used)
-        ]
+        """Return `recent_use` up to this moment: the stages are asked."""
+        self.check()
+        return self.recent_use()
 
     def recent_use(self) -> list[StageUse]:
-        """Return `usage` without `num_passes`, from heartbeats: this sends no message, and any thread may call it."""
-        now, worked = time.monotonic(), dict(self._worked_s)
+        """Return how busy each stage was since the last call, in the order of the stages, from heartbeats: this sends
+        no message, and any thread may call it."""
+        now, worked = time.monotonic(), dict(self._worked)
         elapsed_s, self._use_asked_at = now - self._use_asked_at, now
         before, self._worked_before = self._worked_before, worked
-        return [
-            StageUse(name=name, busy_s=min(elapsed_s, busy_s), elapsed_s=elapsed_s)
-            for name in map(stage_name, range(self.replica.num_stages))
-            # A shard that replaces another begins to count at 0.
-            for busy_s in [max(0.0, worked.get(name, 0.0) - before.get(name, 0.0))]
-        ]
+        uses = []
+        for name in self._stage_names:
+            busy_s, num_passes = worked.get(name, (0.0, 0))
+            busy_before_s, passes_before = before.get(name, (0.0, 0))
+            if busy_s < busy_before_s:  # a shard that replaces another begins to count at 0
+                busy_before_s, passes_before = 0.0, 0
+            busy_s = min(elapsed_s, busy_s - busy_before_s)
+            uses.append(StageUse(name=name, busy_s=busy_s, elapsed_s=elapsed_s, num_passes=num_passes - passes_before))
+        return uses
 
     def shutdown(self) -> None:
         """End the replica's processes. May be called again."""
@@ -215,8 +243,8 @@ class RayStages:
 
     # --- messages ---
 
-    def _send(self, peer: str, message: Message) -> None:
-        self._transport.send(peer, encode(message))
+    def _send(self, peer: str, message: Message, tensors: Sequence[Tensor] = ()) -> None:
+        self._transport.send(peer, encode(message), tensors)
 
     def _receive(self, timeout_s: float) -> tuple[str, AnyMessage] | None:
         """Return the next message of this epoch; None if none comes in time. Raises as `_recover` if one was lost."""
@@ -231,8 +259,8 @@ class RayStages:
                 return None
             if message.epoch == self._epoch:
                 self._pulse.hear(envelope.sender, message.problem if isinstance(message, Beat) else "")
-                if isinstance(message, Beat):
-                    self._worked_s[envelope.sender] = message.worked_s
+                if isinstance(message, Beat | Moved):
+                    self._worked[envelope.sender] = message.worked_s, message.num_passes
                 return envelope.sender, message
 
     def _handle(self, sender: str, message: AnyMessage) -> None:
@@ -254,20 +282,20 @@ class RayStages:
             case Broken():
                 self._recover((), f"{sender} has lost touch: {message.reason}")
 
-    def _ask(self, message: Message, answer: type[Message], timeout_s: float) -> dict[str, AnyMessage]:
-        """Send a message to every stage and return the answers by name. Other messages are handled meanwhile."""
+    def _ask(
+        self, message: Message, answer: type[Message], timeout_s: float, names: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Send a message to these stages, or to all, and return the answers by name, see `_expect`."""
         self._require_alive()
-        names = [stage_name(stage) for stage in range(self.replica.num_stages)]
-        for name in names:
+        for name in names or self._stage_names:
             self._send(name, message)
-        return self._expect(answer, names, timeout_s)
+        return self._expect(answer, names or self._stage_names, timeout_s)
 
-    def _expect(self, kind: type[Message], senders: Collection[str], timeout_s: float) -> dict[str, AnyMessage]:
-        """Return a message of a kind from each of the senders, by name. Raises RayspecError if the coordinator is one
-        of them and ends, and as `_recover` if a shard ends or an answer does not come in time."""
-        found: dict[str, AnyMessage] = {}
+    def _expect(self, kind: type[Message], senders: Collection[str], timeout_s: float) -> dict[str, Any]:
+        """Return a message of a kind from each of these stages, by name. Other messages are handled meanwhile. Raises
+        as `_recover` if a shard ends or an answer does not come in time."""
+        found: dict[str, Any] = {}
         deadline = time.monotonic() + timeout_s
-        coordinator = self.replica.coordinator
         self._pulse.watch(self.replica.processes)
         while len(found) < len(senders):
             received = self._receive(_POLL_S)
@@ -276,8 +304,6 @@ class RayStages:
             elif received is not None:
                 self._handle(*received)
             self._check(listening=True)
-            if COORDINATOR in senders and self.replica.coordinator is not coordinator:
-                raise RayspecError(f"the coordinator ended before its {kind.__name__} came: run the same command again")
             if time.monotonic() > deadline:
                 self._recover((), f"no {kind.__name__} came within {timeout_s:.0f} s")
         return found
@@ -304,7 +330,7 @@ class RayStages:
             self._searches.pop(search_id).future.cancel()
         ends = dict(self.replica.ends())
         if listening:
-            ends |= {death.name: death.reason for death in self._pulse.deaths()}
+            ends |= self._pulse.deaths()
         if COORDINATOR in ends:
             self._handle_end(COORDINATOR, ends.pop(COORDINATOR))
         if ends:
@@ -334,9 +360,8 @@ class RayStages:
             return
         peers = self._peers()
         self._transport.connect(peers)
-        self._send(COORDINATOR, Connect(epoch=self._epoch, peers=peers))
-        for name in self.replica.shards:
-            self._send(name, Peers(epoch=self._epoch, peers=peers))
+        for name in self.replica.processes:
+            self._send(name, Connect(epoch=self._epoch, peers=peers))
         self._pulse.watch(self.replica.processes)
 
     def _recover(self, names: Collection[str], reason: str) -> NoReturn:
@@ -424,24 +449,3 @@ class RayStages:
             if searching.future.set_running_or_notify_cancel():
                 searching.future.set_exception(RayspecError(reason))
         self._searches.clear()
-
-
-def _latency_model(profiled: Profiled) -> LatencyModel:
-    """Fit one model of all stages: each sublayer from its own shard's measurements."""
-    kinds, devices, stages, transfer_s = [], [], [], []
-    measurements: list[Measurement] = []
-    for stage, measured in enumerate(profiled.stages):
-        kinds += list(measured.names)
-        devices += [stage_name(stage)] * len(measured.names)
-        stages += [stage] * len(measured.names)
-        transfer_s += list(measured.transfer_s)
-        measurements += list(measured.measurements)
-    model = LatencyModel.fit(
-        measurements,
-        kinds,
-        devices=devices,
-        stages=stages,
-        link_s=profiled.link_s,
-        transfer_s=transfer_s,
-    )
-    return replace(model, overhead_s=model.overhead_s * len(profiled.stages))

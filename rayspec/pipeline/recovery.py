@@ -5,18 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 # Between two calls of `deaths`, at most this share of the timeout counts as silence.
 _SHARE_OF_A_LOOK = 0.25
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Death:
-    name: str
-    reason: str
 
 
 class Pulse:
@@ -45,20 +38,19 @@ class Pulse:
             self._heard_at[name] = self._clock()
             self._problems[name] = problem
 
-    def deaths(self) -> list[Death]:
-        """Return the processes that are silent for too long or stuck."""
+    def deaths(self) -> dict[str, str]:
+        """Return the processes that are silent for too long or stuck, each with the reason."""
         now = self._clock()
         absent_s = now - self._looked_at - _SHARE_OF_A_LOOK * self._timeout_s
         if absent_s > 0:
             self._heard_at = {name: min(now, at + absent_s) for name, at in self._heard_at.items()}
         self._looked_at = now
-        silent = [
-            Death(name, f"{name} has not been heard of for {now - at:.1f} s")
+        silent = {
+            name: f"{name} has not been heard of for {now - at:.1f} s"
             for name, at in self._heard_at.items()
             if now - at > self._timeout_s
-        ]
-        stuck = [Death(name, f"{name} {problem}") for name, problem in self._problems.items() if problem]
-        return silent + stuck
+        }
+        return silent | {name: f"{name} {problem}" for name, problem in self._problems.items() if problem}
 
 
 class Restarts:

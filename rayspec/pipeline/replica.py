@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.loading import cache_size
 from rayspec.model.kv_cache import CacheSize
-from rayspec.pipeline.coordinator import Coordinator, CoordinatorSpec
-from rayspec.pipeline.endpoint import COORDINATOR
+from rayspec.pipeline.collective import Rendezvous
+from rayspec.pipeline.coordinator import Coordinator
+from rayspec.pipeline.endpoint import COORDINATOR, stage_name
 from rayspec.pipeline.placement import Bundles, Process, start_beside, wait_for
-from rayspec.pipeline.shard import Loaded, Room, Shard, ShardSpec, rank_name
-from rayspec.pipeline.stage_worker import stage_name
-from rayspec.pipeline.transport import Secret
+from rayspec.pipeline.shard import Loaded, Shard, ShardSpec, rank_name
+from rayspec.pipeline.transport import Secret, node_address
 from rayspec.planning.partition import Device, ModelCosts, partition
 from rayspec.types import RayspecError
 
@@ -27,13 +27,12 @@ logger = logging.getLogger(__name__)
 class Blueprint:
     """Description of a replica to be started.
 
-    costs: costs of the model on one rank. They decide the layers of each stage, unless `options.layers` does.
-    num_slots: largest number of KV cache slots; there are fewer if the smallest shard cannot hold as many. window: the
-    longest sliding window of a layer. shard_type: class of the shards; tests use another one.
+    config: with `parallel`. costs: costs of the model on one rank. They decide the layers of each stage, unless the
+    option `layers` does. num_slots: largest number of KV cache slots; there are fewer if the smallest shard cannot hold
+    as many. window: the longest sliding window of a layer. shard_type: class of the shards; tests use another one.
     """
 
     config: EngineConfig
-    options: ParallelOptions
     costs: ModelCosts
     vocab_size: int
     hidden_size: int
@@ -43,20 +42,9 @@ class Blueprint:
     shard_type: type[Shard] = Shard
 
     @property
-    def num_threads(self) -> int:
-        return self.config.num_threads or max(1, int(self.options.cpus_per_shard))
-
-    def shard(self, stage: int, rank: int, secret: Secret) -> ShardSpec:
-        return ShardSpec(
-            config=self.config,
-            stage=stage,
-            num_stages=self.options.stages,
-            rank=rank,
-            num_ranks=self.options.tensor,
-            vocab_size=self.vocab_size,
-            num_threads=self.num_threads,
-            secret=secret,
-        )
+    def options(self) -> ParallelOptions:
+        assert self.config.parallel is not None
+        return self.config.parallel
 
 
 class Replica:
@@ -73,6 +61,7 @@ class Replica:
         self.devices: tuple[Device, ...] = ()
         self._places: dict[str, str] = {}
         self._coming: Process | None = None
+        self._meetings: dict[int, Rendezvous] = {}  # of the ranks of each stage
         options = blueprint.options
         self._bundles = Bundles(options, num_gpus=blueprint.num_gpus, timeout_s=options.start_timeout_s)
 
@@ -115,8 +104,7 @@ class Replica:
     def begin_coordinator(self) -> None:
         """Start a coordinator, which replaces the present one. Do not wait for it."""
         self.end_coordinator()
-        spec = CoordinatorSpec(spans=self.spans, hidden_size=self.blueprint.hidden_size, secret=self.secret)
-        self._coming = start_beside(Coordinator, spec, name=COORDINATOR)
+        self._coming = start_beside(Coordinator, self.spans, self.secret, name=COORDINATOR)
         self._coming.serve()
 
     def coordinator_ready(self, timeout_s: float = 0.0) -> bool:
@@ -143,6 +131,8 @@ class Replica:
             process.kill()
         self.shards.clear()
         self.end_coordinator()
+        for meeting in self._meetings.values():
+            meeting.close()
         self._bundles.close()
 
     def _start_stages(self, stages: Sequence[int]) -> None:
@@ -150,31 +140,29 @@ class Replica:
         fit the KV cache to the smallest shard. Shards in one place share its memory evenly."""
         blueprint, options = self.blueprint, self.blueprint.options
         timeout_s = options.start_timeout_s
-        of_stages = [
-            [
-                self._bundles.start(
-                    blueprint.shard_type,
-                    blueprint.shard(stage, rank, self.secret),
-                    name=rank_name(stage, rank),
+        meeting_places: list[str | None] = []
+        starting: list[Process] = []
+        for stage in stages:
+            if options.tensor > 1:
+                self._meetings[stage] = Rendezvous(node_address())
+            for rank in range(options.tensor):
+                spec = ShardSpec(
+                    config=blueprint.config,
                     stage=stage,
+                    rank=rank,
+                    vocab_size=blueprint.vocab_size,
+                    secret=self.secret,
                 )
-                for rank in range(options.tensor)
-            ]
-            for stage in stages
-        ]
-        starting = [process for ranks in of_stages for process in ranks]
+                starting.append(self._bundles.start(blueprint.shard_type, spec, name=spec.name, stage=stage))
+                meeting_places.append(self._meetings[stage].address if options.tensor > 1 else None)
         try:
             rooms = wait_for([process.ask("room") for process in starting], timeout_s)
-            self._places |= {process.name: room.place for process, room in zip(starting, rooms, strict=True)}
+            self._places |= {process.name: place for process, (place, _) in zip(starting, rooms, strict=True)}
             if not self.spans:
                 self.spans = self._cut(rooms)
-            meeting_places: list[str | None] = [None] * len(of_stages)
-            if options.tensor > 1:
-                meeting_places = wait_for([leader.ask("meeting_place") for leader, *_ in of_stages], timeout_s)
             loading = [
                 process.ask("load", self.spans, meeting_place)
-                for ranks, meeting_place in zip(of_stages, meeting_places, strict=True)
-                for process in ranks
+                for process, meeting_place in zip(starting, meeting_places, strict=True)
             ]
             for process, loaded in zip(starting, wait_for(loading, timeout_s), strict=True):
                 self.loaded[process.name] = loaded
@@ -192,10 +180,10 @@ class Replica:
             raise
         self.shards |= {process.name: process for process in starting}
 
-    def _cut(self, rooms: Sequence[Room]) -> tuple[tuple[int, int], ...]:
+    def _cut(self, rooms: Sequence[tuple[str, int]]) -> tuple[tuple[int, int], ...]:
         """Divide the sublayers. A stage has the memory of its smallest rank; shards in one place share it evenly."""
-        sharing = Counter(room.place for room in rooms)
-        free = [room.bytes_free // sharing[room.place] for room in rooms]
+        sharing = Counter(place for place, _ in rooms)
+        free = [bytes_free // sharing[place] for place, bytes_free in rooms]
         num_ranks = self.blueprint.options.tensor
         self.devices = tuple(
             Device(name=stage_name(stage), bytes_free=min(free[stage * num_ranks : (stage + 1) * num_ranks]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rayspec.choices import Choice
-from rayspec.config import EngineConfig
+from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.head import Head
 from rayspec.decode.loading import (
     affordable_slots,
@@ -34,7 +34,7 @@ from rayspec.model.fused import bytes_of_copies
 from rayspec.model.kv_cache import CacheSize
 from rayspec.model.threads import in_thread_of_its_own
 from rayspec.model.weights import resolve_device
-from rayspec.pipeline.endpoint import ENGINE, Endpoint, NewEpoch, Ranks, Received, Stopped
+from rayspec.pipeline.endpoint import ENGINE, Endpoint, NewEpoch, Received, stage_name
 from rayspec.pipeline.messages import (
     Begin,
     Broken,
@@ -43,14 +43,14 @@ from rayspec.pipeline.messages import (
     Forward,
     Measure,
     Measured,
-    MeasureUse,
     Message,
+    Moved,
+    Moves,
     Seek,
-    Used,
 )
 from rayspec.pipeline.ranks import LeadingSpan, follow
-from rayspec.pipeline.stage_worker import StageWorker, stage_name
-from rayspec.pipeline.tensor_parallel import RankGroup, free_address, split_tensor_parallel
+from rayspec.pipeline.stage_worker import StageWorker
+from rayspec.pipeline.tensor_parallel import RankGroup, split_tensor_parallel
 from rayspec.pipeline.transport import Secret, node_address
 from rayspec.planning.latency import Measurement
 
@@ -64,34 +64,22 @@ _RANKS_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """Description of a shard to be started.
-
-    rank: among the `num_ranks` of its stage. num_threads: CPU threads of torch. `Shard.load` is told the sublayers.
-    """
+    """Description of a shard to be started. config: with `parallel`. rank: among the ranks of its stage."""
 
     config: EngineConfig
     stage: int
-    num_stages: int
     rank: int
-    num_ranks: int
     vocab_size: int
-    num_threads: int
     secret: Secret
+
+    @property
+    def options(self) -> ParallelOptions:
+        assert self.config.parallel is not None
+        return self.config.parallel
 
     @property
     def name(self) -> str:
         return rank_name(self.stage, self.rank)
-
-    @property
-    def ranks(self) -> Ranks | None:
-        """This shard's rank among the leaders of all stages; None if it is no leader, or for a single stage."""
-        size = self.num_stages
-        ahead = {stage_name(stage): stage for stage in range(self.stage + 1, size)}
-        return Ranks(rank=self.stage, size=size, ahead=ahead) if self.rank == 0 and size > 1 else None
-
-    @property
-    def has_head(self) -> bool:
-        return self.stage == self.num_stages - 1 and self.rank == 0
 
 
 def rank_name(stage: int, rank: int) -> str:
@@ -100,20 +88,9 @@ def rank_name(stage: int, rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """Free memory where a shard runs. place: names the node and GPU; shards of the same place share the memory."""
-
-    place: str
-    bytes_free: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Description of a shard whose weights are loaded. weight_bytes: includes copies for drafts. ways: choices by which
-    drafts may run each of its sublayers.
-    """
+    """A shard whose weights are loaded. ways: choices by which drafts may run each of its sublayers."""
 
-    device: str
     dtype: str
     weight_bytes: int
     ways: Sequence[Sequence[Choice]]
@@ -127,7 +104,7 @@ class _Due:
 
 
 class Shard:
-    """Loads its span, then serves messages until it is told to stop or fails.
+    """Loads its span, then serves messages until it fails or is killed.
 
     Call `load`, then `serve`, which returns only at the end. Call `address` meanwhile, from another thread.
     """
@@ -142,20 +119,16 @@ class Shard:
         self._address: Future[str] = Future()
         self._order = itertools.count()
         self._inbox: list[_Due] = []
-        self._busy_s, self._num_passes, self._asked_at = 0.0, 0, time.monotonic()
 
     def process_id(self) -> int:
         return os.getpid()
 
-    def meeting_place(self) -> str:
-        """Return an address where the ranks of this stage can meet; called on the leader only."""
-        return free_address(node_address())
-
-    def room(self) -> Room:
-        """Return the free memory, before anything is loaded. Raises ConfigError for a device that does not exist."""
+    def room(self) -> tuple[str, int]:
+        """Return where the shard runs and the free memory there, before anything is loaded. Shards of the same place,
+        which names the node and GPU, share the memory. Raises ConfigError for a device that does not exist."""
         device = resolve_device(self._spec.config.device)
         identity = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "memory"
-        return Room(place=f"{node_address()} {identity}", bytes_free=free_bytes(device))
+        return f"{node_address()} {identity}", free_bytes(device)
 
     def load(self, spans: Sequence[tuple[int, int]], meeting_place: str | None) -> Loaded:
         """Load this stage's weights. The ranks of a stage load at the same time and meet at `meeting_place`.
@@ -170,7 +143,7 @@ class Shard:
         self._spans = tuple((first, last) for first, last in spans)
         first, last = self._spans[spec.stage]
         layers = range(first // 2, last // 2)
-        torch.set_num_threads(spec.num_threads)
+        torch.set_num_threads(spec.config.num_threads or max(1, int(spec.options.cpus_per_shard)))
         self._device = resolve_device(spec.config.device)
         # Ranks share a stage's files in CPU memory, and each moves its share of the weights to its device.
         loaded_to = spec.config if meeting_place is None else spec.config.replace(device="cpu")
@@ -180,14 +153,13 @@ class Shard:
         def split(parts: Decomposition) -> Decomposition:
             if meeting_place is None:
                 return parts
-            group = RankGroup(rank=spec.rank, size=spec.num_ranks, address=meeting_place, device=str(self._device))
+            group = RankGroup(rank=spec.rank, size=spec.options.tensor, address=meeting_place, device=str(self._device))
             group.join(_RANKS_TIMEOUT_S)
             return split_tensor_parallel(model, parts, group)
 
         span = prepare_span(spec.config, model, parts, split)
         self._parts, self._offloaded = span.parts, span.offloaded
         return Loaded(
-            device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
             dtype=str(self._parts.dtype).removeprefix("torch."),
             weight_bytes=span.weight_bytes + sum(bytes_of_copies(self._parts).values()),
             ways=ways_of(self._parts, choices_here(spec.config, self._parts)),
@@ -203,15 +175,15 @@ class Shard:
         return self._address.result()
 
     def serve(self, size: CacheSize) -> None:
-        """Serve until the engine sends Stop. Report any error to the engine, then raise it."""
-        endpoint = Endpoint(self._spec.name, self._spec.secret, host=node_address(), ranks=self._spec.ranks)
+        """Serve until the process is killed. Report any error to the engine, then raise it."""
+        spec = self._spec
+        rank = (spec.stage, spec.options.stages) if spec.rank == 0 and spec.options.stages > 1 else None
+        endpoint = Endpoint(spec.name, spec.secret, host=node_address(), rank=rank)
         try:
             self.prepare(endpoint, size)
             self._address.set_result(endpoint.address)
             while True:
                 self._serve_epoch()
-        except Stopped:
-            return
         except Exception as error:
             if not self._address.done():
                 self._address.set_exception(error)
@@ -225,14 +197,13 @@ class Shard:
     def prepare(self, endpoint: Endpoint, size: CacheSize) -> None:
         """Make the KV cache and all else that serving needs, after the weights are loaded."""
         spec, self._endpoint = self._spec, endpoint
-        num_cohorts = spec.config.parallel.num_cohorts if spec.config.parallel else 1
         # Several cohorts tap at the same time, and the engine may ask about tokens of each.
-        num_taps = spec.config.num_tap_tokens * (1 + num_cohorts)
+        num_taps = spec.config.num_tap_tokens * (1 + spec.options.num_cohorts)
         max_model_len = resolve_max_model_len(spec.config, self._parts.config)
         runner = make_runner(spec.config, self._parts, size, max_model_len)
         self.span = SpanRunner(runner, num_taps=num_taps)
-        if spec.num_ranks > 1 and spec.rank == 0:
-            followers = [rank_name(spec.stage, rank) for rank in range(1, spec.num_ranks)]
+        if spec.options.tensor > 1 and spec.rank == 0:
+            followers = [rank_name(spec.stage, rank) for rank in range(1, spec.options.tensor)]
 
             def announce(message: Follow) -> None:
                 for name in followers:
@@ -240,7 +211,7 @@ class Shard:
 
             self.span = LeadingSpan(runner, num_taps=num_taps, epoch=lambda: endpoint.epoch, announce=announce)
         self.head = None
-        if spec.has_head:
+        if spec.stage == spec.options.stages - 1 and spec.rank == 0:
             self.head = Head(
                 runner.head,
                 vocab_size=spec.vocab_size,
@@ -261,7 +232,7 @@ class Shard:
         self.worker = StageWorker(spec.stage, self._spans, self.span, self.head, measure)
 
     def _serve_epoch(self) -> None:
-        """Handle messages until a new epoch begins or communication fails. Raises Stopped, and errors of the model."""
+        """Handle messages until a new epoch begins or communication fails. Raises errors of the model."""
         try:
             while True:
                 self.collect()
@@ -277,43 +248,36 @@ class Shard:
     def collect(self) -> None:
         """Queue all messages that have come in; wait for one if the queue is empty."""
         while (received := self._endpoint.receive(0.0 if self._inbox else None)) is not None:
-            self._queue(received, _patience_s(received.message))
+            self._queue(received)
 
-    def _queue(self, received: Received, patience_s: float) -> None:
-        heapq.heappush(self._inbox, _Due(time.monotonic() + patience_s, next(self._order), received))
+    def _queue(self, received: Received) -> None:
+        due = time.monotonic() + _patience_s(received.message)
+        heapq.heappush(self._inbox, _Due(due, next(self._order), received))
 
     def handle(self, received: Received) -> None:
         """Handle a message, and send the messages that follow from it."""
-        started, message, endpoint = time.monotonic(), received.message, self._endpoint
+        message, endpoint = received.message, self._endpoint
         with endpoint.progress.of(type(message).__name__, _size(message)):
             if isinstance(message, Follow):
                 follow(self.span, message, self._measurements)
-            elif isinstance(message, MeasureUse):
-                endpoint.send(ENGINE, self.usage(endpoint.epoch))
             else:
                 if isinstance(message, Measure) and isinstance(self.span, LeadingSpan):
                     self.span.announce(Follow(epoch=endpoint.epoch, measure=True))
                 for outgoing in self.worker.handle(message, received.tensors):
                     if outgoing.peer == self._spec.name:  # the only stage: its next pass is queued like any message
-                        again = Received(outgoing.peer, outgoing.message, list(outgoing.tensors))  # type: ignore[arg-type]
-                        self._queue(again, 0.0)
+                        self._queue(Received(outgoing.peer, outgoing.message, list(outgoing.tensors)))  # type: ignore[arg-type]
                     else:
                         endpoint.send(outgoing.peer, outgoing.message, outgoing.tensors)
         if isinstance(message, Begin | Forward | Follow):
-            self._num_passes += 1
-        self._busy_s += time.monotonic() - started
-
-    def usage(self, epoch: int) -> Used:
-        """Return how busy this shard was since the last call."""
-        now = time.monotonic()
-        used = Used(epoch=epoch, busy_s=self._busy_s, elapsed_s=now - self._asked_at, num_passes=self._num_passes)
-        self._busy_s, self._num_passes, self._asked_at = 0.0, 0, now
-        return used
+            endpoint.num_passes += 1
+        if isinstance(message, Moves):
+            moved = Moved(epoch=endpoint.epoch, worked_s=endpoint.progress.worked_s, num_passes=endpoint.num_passes)
+            endpoint.send(ENGINE, moved)
 
     def _measurements(self) -> list[Measurement]:
         """Measure this rank's part of the stage. All ranks of a stage must call this, because they run the same passes
         together."""
-        budget_s = BUDGET_S if self._spec.num_ranks == 1 else None
+        budget_s = BUDGET_S if self._spec.options.tensor == 1 else None
         return measurements(self.span.runner, self._offloaded, device=self._spec.name, budget_s=budget_s)
 
 

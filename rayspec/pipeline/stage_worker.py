@@ -17,36 +17,27 @@ from rayspec.decode.search import PlanSearch
 from rayspec.decode.stages import SpanRunner, out_of_memory
 from rayspec.decode.stopwatch import Stopwatch
 from rayspec.decode.work import Pass, Result, TapsGoneError
-from rayspec.pipeline.endpoint import COORDINATOR, ENGINE
+from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, stage_name
 from rayspec.pipeline.messages import (
     Begin,
     Done,
     Drop,
     Expand,
     Failed,
-    FindAgreement,
     Forward,
     Gather,
     Lap,
     Measure,
     Measured,
     Message,
-    Moved,
     Moves,
     RunSublayer,
+    Score,
     Seek,
     Ship,
     Shipped,
-    Similarity,
     Sought,
-    TargetCosines,
-    TargetFeature,
 )
-
-
-def stage_name(stage: int) -> str:
-    """Return the name under which peers know the (leading) shard of a stage."""
-    return f"stage-{stage}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,63 +101,55 @@ class StageWorker:
     @torch.inference_mode()
     def handle(self, message: Message, tensors: Sequence[Tensor]) -> Sequence[Outgoing]:
         """Handle a message and return the messages to send. Raises model errors; lack of memory becomes a Failed."""
+        outgoing: Sequence[Outgoing] = ()
         match message:
             case Begin():
-                return self._pass(message.epoch, first_pass(message.work), None, message)
+                outgoing = [self._pass(message.epoch, first_pass(message.work), None, message)]
             case Forward():
                 hidden = tensors[0].to(self._span.runner.device) if tensors else None
-                return self._pass(message.epoch, message.work, hidden, message.begin)
+                outgoing = [self._pass(message.epoch, message.work, hidden, message.begin)]
             case Failed():
-                return [self._give_up(message)]
+                outgoing = [self._give_up(message)]
             case Seek() | Shipped() | Expand():
-                return list(self._search(message, tensors))
-            case _:
-                return [self._answer(message, tensors)]
-
-    def _answer(self, message: Message, tensors: Sequence[Tensor]) -> Outgoing:
-        match message:
+                outgoing = list(self._search(message, tensors))
             case Moves():
                 self._span.move(message.moves)
-                return Outgoing(ENGINE, Moved(epoch=message.epoch))
             case Measure():
-                return Outgoing(COORDINATOR, self._measure(message.epoch))
+                outgoing = [Outgoing(ENGINE, self._measure(message.epoch))]
             case Lap():
                 peer, *rest = message.route
                 stamps = [*message.stamps, time.monotonic()]
-                return Outgoing(peer, Lap(epoch=message.epoch, route=rest, stamps=stamps), tensors)
-        raise AssertionError(f"a stage does not take {type(message).__name__}")
+                outgoing = [Outgoing(peer, Lap(epoch=message.epoch, route=rest, stamps=stamps), tensors)]
+            case _:
+                raise AssertionError(f"a stage does not take {type(message).__name__}")
+        return outgoing
 
-    def _pass(self, epoch: int, work: Pass, hidden: Tensor | None, begin: Begin | None) -> list[Outgoing]:
+    def _pass(self, epoch: int, work: Pass, hidden: Tensor | None, begin: Begin | None) -> Outgoing:
         if self._is_last and begin is not None:
             self._enter(begin)
         try:
             hidden = self._span.run(work, hidden)
-            if self._is_last:
-                return [self._arrive(epoch, work, hidden)]
+            if not self._is_last:
+                onward = stage_name(next_stage(self._stage, self._spans, work))
+                return Outgoing(onward, Forward(epoch=epoch, work=work, begin=begin), [hidden])
+            # Continue the script with the states before the head: send its next pass, or its result.
+            following = self._scripts[work.round_id].send(hidden)
+            return Outgoing(stage_name(0), Forward(epoch=epoch, work=following))
+        except StopIteration as end:
+            del self._scripts[work.round_id]
+            return Outgoing(ENGINE, Done(epoch=epoch, work_id=work.round_id, result=end.value))
         except RuntimeError as error:
             failed = Failed(epoch=epoch, work_id=work.round_id, reason=str(out_of_memory(error)))
             if self._is_last:
-                return [self._give_up(failed)]
-            return [Outgoing(stage_name(len(self._spans) - 1), msgspec.structs.replace(failed, begin=begin))]
-        onward = stage_name(next_stage(self._stage, self._spans, work))
-        return [Outgoing(onward, Forward(epoch=epoch, work=work, begin=begin), [hidden])]
+                return self._give_up(failed)
+            return Outgoing(stage_name(len(self._spans) - 1), msgspec.structs.replace(failed, begin=begin))
 
     def _give_up(self, failed: Failed) -> Outgoing:
         """Drop some work and report it; only on the stage with the head, which first opens the work's sequences."""
         if failed.begin is not None:
             self._enter(failed.begin)
         del self._scripts[failed.work_id]
-        return Outgoing(ENGINE, Failed(epoch=failed.epoch, work_id=failed.work_id, reason=failed.reason))
-
-    def _arrive(self, epoch: int, work: Pass, hidden: Tensor) -> Outgoing:
-        """Continue the script of some work with the states before the head: send its next pass, or its result."""
-        passes = self._scripts[work.round_id]
-        try:
-            onward = passes.send(hidden)
-        except StopIteration as end:
-            del self._scripts[work.round_id]
-            return Outgoing(ENGINE, Done(epoch=epoch, work_id=work.round_id, result=end.value))
-        return Outgoing(stage_name(0), Forward(epoch=epoch, work=onward))
+        return Outgoing(ENGINE, msgspec.structs.replace(failed, begin=None))
 
     def _enter(self, begin: Begin) -> None:
         assert self._head is not None
@@ -214,21 +197,21 @@ class StageWorker:
                 case Gather(sources, index, into):
                     found = [batches[source] for source in sources]
                     batches[into] = search.gather(found, np.asarray(index, np.int64))
-                case Similarity(sublayer, source):
+                case Score("similarity", source, sublayer):
                     values = search.similarity(sublayer, batches[source]).tolist()
-                case FindAgreement(source):
+                case Score("agreement", source):
                     agreed = search.agreement(batches[source])
                     arrays = (agreed.num_agreed, agreed.confidence, agreed.missed_confidence)
                     values = [value for array in arrays for value in array.tolist()]
-                case TargetCosines():
+                case Score("cosines"):
                     values = search.cosines()
-                case TargetFeature():
+                case Score("feature"):
                     values = search.feature()
                 case Drop(source):
                     del batches[source]
                 case Ship(source, peer):
                     shipped = True
                     onward = Shipped(epoch=message.epoch, search_id=message.search_id, batch=source)
-                    yield Outgoing(peer, onward, [batches[source]])
+                    yield Outgoing(peer, onward, [batches.pop(source)])
         if not shipped:
             yield Outgoing(COORDINATOR, Sought(epoch=message.epoch, search_id=message.search_id, values=values))

@@ -19,12 +19,11 @@ from contextlib import redirect_stdout
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rayspec.model.architecture import Decomposition, rounding_tolerance
@@ -32,6 +31,7 @@ from rayspec.model.attention import pack
 from rayspec.model.kv_cache import KVCache, LayerShape
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Sublayer, run
+from rayspec.pipeline.collective import store_at
 from rayspec.types import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -46,29 +46,17 @@ _SPLIT_FAILURES = (
     AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, UnsupportedModelError,
     ValueError,
 )  # fmt: skip
-_LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+_LOOPBACK = {"127.0.0.1", "[::1]"}
 _COLUMN_STYLES = {"colwise", "colwise_gather_output", "colwise_rep"}
 _ROW_STYLES = {"rowwise", "rowwise_split_input", "rowwise_rep"}
 _WHOLE_STYLES = {"replicate", "replicated_with_grad_allreduce"}
-
-
-def free_address(host: str = "127.0.0.1") -> str:
-    """Return an address on this machine where ranks can meet; the operating system chooses the port.
-
-    The leader calls this, and the other ranks get the address. Nothing reserves the port until `join`: if another
-    process takes it in between, `join` fails, and a new address is needed.
-    """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.bind((host, 0))
-        port = listener.getsockname()[1]
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
     """This process as one of the `size` ranks of a stage. Rank 0 is the leader.
 
-    address: where the ranks meet, from the leader's `free_address`. device: "cpu", "cuda" or "cuda:N".
+    address: of the `Rendezvous` where the ranks meet. device: "cpu", "cuda" or "cuda:N".
     The ranks become the process's default group of torch.distributed: a process belongs to one stage.
     """
 
@@ -77,42 +65,35 @@ class RankGroup:
     address: str
     device: str = "cpu"
 
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ConfigError(f"option {_OPTION!r} is {self.size}: use 1 (no tensor parallelism) or more")
-        if not 0 <= self.rank < self.size:
-            raise ConfigError(f"rank is {self.rank}, but there are {self.size} ranks: use 0 to {self.size - 1}")
-
-    @property
-    def is_leader(self) -> bool:
-        return self.rank == 0
-
     def join(self, timeout_s: float) -> None:
         """Meet the other ranks. `timeout_s` also limits every later exchange between them.
 
         Raises torch.distributed.DistError if not all of them come in time.
         """
-        os.environ.update(self._environment())
-        if urlsplit(self.address).hostname in _LOOPBACK:  # gloo would listen on the host name's interface
+        device = torch.device(self.device)
+        host, _, port = self.address.rpartition(":")
+        os.environ.update(  # the variables that launchers set and DeepSpeed reads; a Ray actor has no launcher
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.size),
+            LOCAL_RANK=str((device.index or 0) if device.type == "cuda" else self.rank),
+            LOCAL_SIZE=str(self.size),
+            LOCAL_WORLD_SIZE=str(self.size),
+            MASTER_ADDR=host.strip("[]"),
+            MASTER_PORT=port,
+            DS_ACCELERATOR=device.type,
+        )
+        if host in _LOOPBACK:  # gloo would listen on the host name's interface
             names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
             os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
-        device = torch.device(self.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         distributed.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=self._meeting_place(timedelta(seconds=timeout_s)),
+            store=store_at(self.address, timeout_s),
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=timeout_s),
         )
-
-    def leave(self) -> None:
-        """Undo `join`. Models that were split cannot run any more."""
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
-        for name in self._environment():
-            os.environ.pop(name, None)
 
     def largest(self, value: float) -> float:
         """Return the largest of the ranks' values, the same on all of them. NaN counts as infinity."""
@@ -123,40 +104,6 @@ class RankGroup:
     def all_agree(self, condition: bool) -> bool:
         """Return whether the condition holds on every rank; the same on all of them."""
         return self.largest(float(not condition)) == 0
-
-    def _meeting_place(self, timeout: timedelta) -> TCPStore:
-        """Return the store where the ranks meet. The leader's listens at its address only; given an address, torch
-        would listen on every interface, without authentication."""
-        where = urlsplit(self.address)
-        assert where.hostname is not None, "checked by _environment"
-        assert where.port is not None, "checked by _environment"
-        listener = None
-        if self.is_leader:
-            family = socket.AF_INET6 if ":" in where.hostname else socket.AF_INET
-            try:
-                listener = socket.create_server((where.hostname, where.port), family=family).detach()
-            except OSError as error:
-                raise distributed.DistNetworkError(f"rank 0 cannot listen at {self.address}: {error}") from error
-        return TCPStore(
-            where.hostname, where.port, self.size, self.is_leader, timeout=timeout, master_listen_fd=listener
-        )
-
-    def _environment(self) -> dict[str, str]:
-        """Return the variables that launchers set and DeepSpeed reads; a Ray actor has no launcher."""
-        where = urlsplit(self.address)
-        if where.scheme != "tcp" or where.hostname is None or where.port is None:
-            raise ConfigError(f"address is {self.address!r}: use tcp://host:port, as free_address() returns it")
-        device = torch.device(self.device)
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.size),
-            "LOCAL_RANK": str((device.index or 0) if device.type == "cuda" else self.rank),
-            "LOCAL_SIZE": str(self.size),
-            "LOCAL_WORLD_SIZE": str(self.size),
-            "MASTER_ADDR": where.hostname,
-            "MASTER_PORT": str(where.port),
-            "DS_ACCELERATOR": device.type,
-        }
 
 
 def split_tensor_parallel(model: PreTrainedModel, parts: Decomposition, group: RankGroup) -> Decomposition:
@@ -177,18 +124,35 @@ def split_tensor_parallel(model: PreTrainedModel, parts: Decomposition, group: R
         model.to(device)  # type: ignore[arg-type]
         return parts
     _require_divisible(model.config, parts, group)
-    layers = _layers(model, parts)
+    owners = {child: module for module in model.modules() for child in module.children()}
+    pairs = zip(parts.sublayers[::2], parts.sublayers[1::2], strict=True)
+    layers = [_Layer(owners[attention.block], (attention, mlp)) for attention, mlp in pairs]
     _move_all_but({layer.module for layer in layers}, model, device)
     shapes = {layer: replace(shape, num_heads=shape.num_heads // group.size) for layer, shape in parts.shapes.items()}
+    methods = {"transformers' plan": partial(_split_by_plan, config=model.config, parts=parts, group=group)}
+    if group.all_agree(_has_deepspeed()):
+        by_deepspeed = partial(_split_by_deepspeed, config=model.config, dtype=parts.dtype, group=group)
+        methods = {"DeepSpeed": by_deepspeed, **methods}
     with torch.no_grad():
         samples = _one_of_each_kind(layers)
         for layer in samples:
             layer.module.to(device)
-        trial = _SplitTrial(parts, shapes, group, samples)
-        method = _first_that_works(trial, _methods(model.config, parts, group), model.config.model_type)
+        trial, objections = _SplitTrial(parts, shapes, group, samples), list[str]()
+        for name, split in methods.items():
+            objection = trial.objection(split)
+            if objection is None:
+                break
+            objections.append(f"{name}: {objection}")
+            logger.info("%s is not split by %s", model.config.model_type, objections[-1])
+        else:
+            raise UnsupportedModelError(
+                f"{model.config.model_type} cannot be split between ranks ({'; '.join(objections)}): "
+                f"set option {_OPTION!r} to 1"
+            )
+        logger.info("%s is split by %s", model.config.model_type, name)
         for layer in layers:
             layer.module.to(device)
-            method.split([layer.module])
+            split([layer.module])
             _divide_heads(layer, shapes, group)
     model.to(device)  # type: ignore[arg-type]  # parameters outside the modules moved so far
     if device.type == "cuda":
@@ -210,14 +174,6 @@ class _Layer:
         return _Layer(twin, tuple(replace(sublayer, block=blocks[sublayer.block]) for sublayer in self.sublayers))
 
 
-@dataclass(frozen=True, slots=True)
-class _Method:
-    """A way of splitting decoder layers in place."""
-
-    name: str
-    split: Callable[[Sequence[nn.Module]], None]
-
-
 class _SplitTrial:
     """Splits copies of a few layers and compares their outputs with those of the whole layers."""
 
@@ -230,12 +186,13 @@ class _SplitTrial:
         self._layers = layers
         self._expected = self._outputs(layers, parts.shapes)
 
-    def objection(self, method: _Method) -> str | None:
-        """Return why the method fails, or None if it works; all ranks come to the same conclusion. Raises nothing."""
+    def objection(self, split: Callable[[Sequence[nn.Module]], None]) -> str | None:
+        """Return why a way of splitting layers in place fails, or None if it works; all ranks come to the same
+        conclusion. Raises nothing."""
         copies = [layer.copy() for layer in self._layers]
         found: str | None = None
         try:
-            method.split([layer.module for layer in copies])
+            split([layer.module for layer in copies])
             for layer in copies:
                 _divide_heads(layer, self._shapes, self._group)
             found = self._left_whole(copies)
@@ -245,15 +202,14 @@ class _SplitTrial:
             return found or "another rank cannot split"
         difference, found = math.inf, "it computes something else"
         try:
-            difference = self._largest_difference(self._outputs(copies, self._shapes))
+            pairs = zip(self._expected, self._outputs(copies, self._shapes), strict=True)
+            difference = max(float((a.float() - b.float()).abs().max() / a.float().abs().max()) for a, b in pairs)
         except _SPLIT_FAILURES as error:
             found = f"the split layer fails with {type(error).__name__}: {error}"
         worst = self._group.largest(difference)
-        return (
-            None
-            if worst <= rounding_tolerance(self._expected[0].dtype)
-            else f"{found} (largest difference {worst:.1e})"
-        )
+        if worst <= rounding_tolerance(self._expected[0].dtype):
+            return None
+        return f"{found} (largest difference {worst:.1e})"
 
     @torch.inference_mode()
     def _outputs(self, layers: Sequence[_Layer], shapes: dict[int, LayerShape]) -> list[Tensor]:
@@ -267,11 +223,6 @@ class _SplitTrial:
         self._parts.rotate(hidden, rows)
         return [run((sublayer,), hidden * _CHECK_SCALE, rows) for layer in layers for sublayer in layer.sublayers]
 
-    def _largest_difference(self, actual: Sequence[Tensor]) -> float:
-        """Return the largest difference from the whole sublayers, as a share of a sublayer's largest output."""
-        pairs = zip(self._expected, actual, strict=True)
-        return max(float((a.float() - b.float()).abs().max() / a.float().abs().max()) for a, b in pairs)
-
     def _left_whole(self, copies: Sequence[_Layer]) -> str | None:
         for before, after in zip(self._layers, copies, strict=True):
             for whole, split in zip(before.sublayers, after.sublayers, strict=True):
@@ -279,38 +230,6 @@ class _SplitTrial:
                 if (left - share) / (1 - share) > _MOST_WHOLE:
                     return f"it leaves each rank {left:.0%} of the weights of {type(whole.block).__name__}"
         return None
-
-
-def _first_that_works(trial: _SplitTrial, methods: Sequence[_Method], model_type: str) -> _Method:
-    objections = []
-    for method in methods:
-        objection = trial.objection(method)
-        if objection is None:
-            logger.info("%s is split by %s", model_type, method.name)
-            return method
-        objections.append(f"{method.name}: {objection}")
-        logger.info("%s is not split by %s", model_type, objections[-1])
-    raise UnsupportedModelError(
-        f"{model_type} cannot be split between ranks ({'; '.join(objections)}): set option {_OPTION!r} to 1"
-    )
-
-
-def _methods(config: PretrainedConfig, parts: Decomposition, group: RankGroup) -> list[_Method]:
-    """Return the methods in the order in which they are tried."""
-    methods = [_Method("transformers' plan", lambda layers: _split_by_plan(layers, config, parts, group))]
-    if group.all_agree(_has_deepspeed()):
-        dtype = next(parts.sublayers[0].block.parameters()).dtype
-        methods.insert(0, _Method("DeepSpeed", lambda layers: _split_by_deepspeed(layers, config, dtype, group)))
-    return methods
-
-
-# What is cut
-
-
-def _layers(model: PreTrainedModel, parts: Decomposition) -> list[_Layer]:
-    owners = {child: module for module in model.modules() for child in module.children()}
-    pairs = zip(parts.sublayers[::2], parts.sublayers[1::2], strict=True)
-    return [_Layer(owners[attention.block], (attention, mlp)) for attention, mlp in pairs]
 
 
 def _move_all_but(kept: Collection[nn.Module], module: nn.Module, device: torch.device) -> None:
@@ -505,7 +424,7 @@ def _cut_columns(linear: nn.Linear, widths: Sequence[int], group: RankGroup) -> 
 def _cut_rows(linear: nn.Linear, group: RankGroup) -> None:
     linear.weight = _share(linear.weight, 1, (linear.in_features,), group)
     linear.in_features = linear.weight.shape[1]
-    if not group.is_leader:
+    if group.rank > 0:
         linear.bias = None  # type: ignore[assignment]  # added once
     linear.register_forward_hook(_sum_over_ranks)
 

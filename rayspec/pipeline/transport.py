@@ -83,13 +83,11 @@ class Secret:
 class Envelope:
     """A message that arrived.
 
-    sender: the name of the transport that sent it. address: where that transport listens; a restarted peer has another
-    address than before. tensors: the receiver's own, contiguous and writable; on the CPU, or on the link's device if
-    they came by the link.
+    sender: the name of the transport that sent it. tensors: the receiver's own, contiguous and writable; on the CPU, or
+    on the link's device if they came by the link.
     """
 
     sender: str
-    address: str
     header: bytes
     tensors: list[Tensor]
 
@@ -102,16 +100,25 @@ class _TensorForm(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 class _Preamble(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The first frame of a message.
 
-    stream, number: the message is number `number` of one `Sender`; a gap shows that messages were lost. rank: the
+    stream, number: the message is number `number` of one connection; a gap shows that messages were lost. rank: the
     sender's rank on the link that carries the tensors; None if the tensors are in the frames that follow.
     """
 
     sender: str
-    address: str
     stream: int
     number: int
     rank: int | None
     tensors: tuple[_TensorForm, ...]
+
+
+@dataclass(slots=True)
+class _Connection:
+    """To one peer. stream: tells this connection from earlier ones."""
+
+    socket: zmq.Socket[bytes]
+    address: str
+    stream: int = field(default_factory=lambda: secrets.randbits(63))
+    num_sent: int = 0
 
 
 class Transport:
@@ -119,7 +126,7 @@ class Transport:
 
     Messages between two transports arrive in the order they were sent, each once, as long as both processes live. If a
     message is lost nevertheless (a connection broke), the receiver gets a TransportError. Only the thread that made the
-    transport may use it; other threads may use a `Sender`.
+    transport may use it, but any thread may `send` without a link, and `wake`.
 
     Args:
         name: how peers see this transport.
@@ -140,7 +147,9 @@ class Transport:
         self.name = name
         self.link = link
         self._secret = secret
-        self._senders: dict[str, Sender] = {}
+        self._connections: dict[str, _Connection] = {}
+        # libzmq lets several threads use a socket one after another if a mutex (or another barrier) separates the uses.
+        self._turn = threading.Lock()
         self._next_numbers: dict[int, int] = {}
         # A context of its own, because a context can have only one gate. It costs one thread in libzmq.
         self._context = zmq.Context()
@@ -168,48 +177,57 @@ class Transport:
         Raises TransportError for an address of the wrong form.
         """
         self._require_open()
-        for name in [name for name, sender in self._senders.items() if peers.get(name) != sender.address]:
-            self._senders.pop(name).close()
-        for name in [name for name in peers if name not in self._senders]:
-            socket = self._context.socket(zmq.PUSH)
-            try:
-                _call(socket, self._secret, peers[name])
-            except zmq.ZMQError as error:
-                socket.close()
-                raise TransportError(f"{peers[name]!r} is no address of {name}: {error}") from error
-            self._senders[name] = Sender(
-                socket, peer=name, address=peers[name], own_name=self.name, own_address=self.address
-            )
+        with self._turn:
+            for name in [name for name, known in self._connections.items() if peers.get(name) != known.address]:
+                self._connections.pop(name).socket.close(linger=0)
+            for name in [name for name in peers if name not in self._connections]:
+                socket = self._context.socket(zmq.PUSH)
+                try:
+                    _call(socket, self._secret, peers[name])
+                except zmq.ZMQError as error:
+                    socket.close()
+                    raise TransportError(f"{peers[name]!r} is no address of {name}: {error}") from error
+                self._connections[name] = _Connection(socket, peers[name])
 
     def send(self, peer: str, header: bytes, tensors: Sequence[Tensor] = (), *, to_rank: int | None = None) -> None:
-        """Queue a message and return, even if the peer does not run any more.
+        """Queue a message and return, even if the peer does not run any more. The caller may write to the tensors
+        afterwards, because they are copied.
 
         With `to_rank`, the peer's rank on the link, tensors go by the link. Nobody may write to them afterwards, and a
         peer that does not receive them can block the caller for the link's timeout (see `TensorLink`).
 
         Raises TransportError if the peer is unknown, has too many messages waiting (`MAX_WAITING_MESSAGES`), or a
-        tensor cannot be sent (its dtype, its size, no link); ConfigError if `to_rank` is not higher on the link.
+        tensor cannot be sent (its dtype, its size, no link).
         """
-        if to_rank is None:
-            self.sender(peer).send(header, tensors)
-            return
-        link = self._require_link()
-        link.require_ahead(to_rank)
-        # First the header: the peer receives tensors only after it has read it, and `link.send` may wait for that.
-        self.sender(peer)._send(header, [_form(tensor) for tensor in tensors], [], rank=link.rank)
-        for tensor in tensors:
-            link.send(tensor, to_rank)
-
-    def sender(self, peer: str) -> Sender:
-        """Return the sender that `send` uses for this peer. Any thread may send with it, until the peer is replaced.
-
-        Raises TransportError if the peer is unknown.
-        """
-        self._require_open()
-        sender = self._senders.get(peer)
-        if sender is None:
-            raise TransportError(f"{self.name} knows no peer {peer!r}; it knows {sorted(self._senders)}")
-        return sender
+        link = None if to_rank is None else self._require_link()
+        forms = [_form(tensor) for tensor in tensors]
+        raw = [] if link is not None else [_raw(tensor) for tensor in tensors]
+        with self._turn:
+            self._require_open()
+            connection = self._connections.get(peer)
+            if connection is None:
+                raise TransportError(f"{self.name} knows no peer {peer!r}; it knows {sorted(self._connections)}")
+            preamble = _Preamble(
+                sender=self.name,
+                stream=connection.stream,
+                number=connection.num_sent,
+                rank=None if link is None else link.rank,
+                tensors=tuple(forms),
+            )
+            try:
+                connection.socket.send_multipart([msgspec.msgpack.encode(preamble), header, *raw], zmq.NOBLOCK)
+            except zmq.Again as error:
+                raise TransportError(
+                    f"{MAX_WAITING_MESSAGES} messages are waiting for {peer}, which takes none; "
+                    f"replace it with Transport.connect"
+                ) from error
+            except zmq.ZMQError as error:
+                raise TransportError(f"{self.name} cannot send to {peer}: {error}") from error
+            connection.num_sent += 1
+        if link is not None and to_rank is not None:
+            # After the header: the peer receives tensors only when it has read it, and `link.send` may wait for that.
+            for tensor in tensors:
+                link.send(tensor, to_rank)
 
     def receive(self, timeout_s: float | None = None) -> Envelope | None:
         """Return the next message; None if none comes within `timeout_s` seconds (None: wait for ever), or if `wake` is
@@ -244,16 +262,16 @@ class Transport:
 
     def close(self) -> None:
         """Close the transport at once; messages that have not been sent yet are dropped. May be called again."""
-        for sender in self._senders.values():
-            sender.close()
-        self._senders.clear()
-        self._context.destroy(linger=0)
+        with self._turn:
+            self._connections.clear()
+            self._context.destroy(linger=0)
         self._waker.close()
         self._woken.close()
 
     def _take(self) -> Envelope:
+        frames = self._inbox.recv_multipart(copy=False)
         try:
-            return self._open(self._inbox.recv_multipart(copy=False))
+            return self._open(frames)
         except TransportError:
             # The message's tensors may still be on the link, where a later message would take them for its own.
             if self.link is not None:
@@ -282,7 +300,7 @@ class Transport:
             link = self._require_link()
             forms = [(_dtype(form), form.shape) for form in preamble.tensors]
             tensors = [link.receive(dtype, shape, preamble.rank) for dtype, shape in forms]
-        return Envelope(sender=preamble.sender, address=preamble.address, header=frames[1].bytes, tensors=tensors)
+        return Envelope(sender=preamble.sender, header=frames[1].bytes, tensors=tensors)
 
     def _require_link(self) -> TensorLink:
         if self.link is None:
@@ -292,51 +310,6 @@ class Transport:
     def _require_open(self) -> None:
         if self._context.closed:
             raise TransportError(f"the transport of {self.name} is closed")
-
-
-class Sender:
-    """Sends to one peer, from any thread. `Transport.connect` makes it, and ends it when the peer is replaced."""
-
-    def __init__(self, socket: zmq.Socket[bytes], *, peer: str, address: str, own_name: str, own_address: str) -> None:
-        self.address = address
-        self._peer = peer
-        self._socket = socket
-        self._own_name = own_name
-        self._own_address = own_address
-        self._stream = secrets.randbits(63)
-        self._next_number = 0
-        # libzmq lets several threads use a socket one after another if a mutex (or another barrier) separates the uses.
-        self._turn = threading.Lock()
-
-    def send(self, header: bytes, tensors: Sequence[Tensor] = ()) -> None:
-        """Send as `Transport.send` without a link. The tensors are copied: the caller may write to them afterwards."""
-        self._send(header, [_form(tensor) for tensor in tensors], [_raw(tensor) for tensor in tensors], rank=None)
-
-    def close(self) -> None:
-        """Drop all waiting messages. Later sends raise TransportError."""
-        with self._turn:
-            self._socket.close(linger=0)
-
-    def _send(self, header: bytes, forms: list[_TensorForm], raw: list[memoryview], *, rank: int | None) -> None:
-        with self._turn:
-            preamble = _Preamble(
-                sender=self._own_name,
-                address=self._own_address,
-                stream=self._stream,
-                number=self._next_number,
-                rank=rank,
-                tensors=tuple(forms),
-            )
-            try:
-                self._socket.send_multipart([msgspec.msgpack.encode(preamble), header, *raw], zmq.NOBLOCK)
-            except zmq.Again as error:
-                raise TransportError(
-                    f"{MAX_WAITING_MESSAGES} messages are waiting for {self._peer}, which takes none; "
-                    f"replace it with Transport.connect"
-                ) from error
-            except zmq.ZMQError as error:
-                raise TransportError(f"{self._own_name} cannot send to {self._peer}: {error}") from error
-            self._next_number += 1
 
 
 class _Gate:

@@ -14,11 +14,10 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from rayspec.pipeline.recovery import Restarts
-from rayspec.pool.calls import Callback
-from rayspec.types import EngineLoad, EngineStats, RequestError
+from rayspec.pool.worker import Beginning, RemoteEngine
+from rayspec.types import RequestError
 
 # An engine can be chosen if it has at most twice as many items as the least busy engine, and this many more.
 _SLACK = 4
@@ -29,9 +28,6 @@ _CHARACTERS_PER_PART, _TOKENS_PER_PART = 256, 64
 _DEATHS_ALONE = 2  # one death may be a kill from outside
 _NUM_GROUPS = 16  # so many isolated items run one at a time; more of them run in so many groups
 
-Beginning = str | Sequence[int] | None
-"""An item's prompt, or the beginning of it, as text or tokens. None: there is nothing to choose an engine by."""
-
 PartHash = bytes
 """Hash of a part of a prompt and of all parts before it."""
 
@@ -40,29 +36,6 @@ class EngineKilledError(RequestError):
     """Engines died twice while this item was their only item."""
 
     kind = "engine_killed"
-
-
-class PooledEngine(Protocol):
-    """Runs items. Its coroutines raise EngineDeadError once the engine has ended."""
-
-    async def load(self) -> Any: ...
-
-    async def handle(self, item: Any, callback: Callback | None) -> Any: ...
-
-    async def check(self) -> None: ...
-
-    async def answer(self) -> None:
-        """Wait until the engine's process answers, regardless of what the engine is doing. Raises EngineDeadError also
-        if the process is stopped or the engine is stuck."""
-
-    async def stats(self) -> EngineStats: ...
-
-    async def load_now(self) -> EngineLoad: ...
-
-    async def stop(self) -> None: ...
-
-    def end(self) -> None:
-        """Kill the engine at once. Never raises; later calls do nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +48,7 @@ class Slot:
     number: int
     restarts: Restarts
     restarts_alone: Restarts
-    engine: PooledEngine | None = None
+    engine: RemoteEngine | None = None
     starting: asyncio.Task[None] | None = None
     watch: asyncio.Task[None] | None = None
     under_way: set[int] = field(default_factory=set)
@@ -95,7 +68,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    turn: asyncio.Future[tuple[Slot, PooledEngine]]
+    turn: asyncio.Future[tuple[Slot, RemoteEngine]]
     hashes: tuple[PartHash, ...]
 
 
@@ -128,9 +101,9 @@ class Dispatch:
     def has_waiting(self) -> bool:
         return bool(self._waiting)
 
-    def turn(self, number: int, hashes: tuple[PartHash, ...]) -> asyncio.Future[tuple[Slot, PooledEngine]]:
+    def turn(self, number: int, hashes: tuple[PartHash, ...]) -> asyncio.Future[tuple[Slot, RemoteEngine]]:
         """Queue an item. Return a future of the slot and the engine that the item is given to."""
-        turn: asyncio.Future[tuple[Slot, PooledEngine]] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[tuple[Slot, RemoteEngine]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = _Queued(turn, hashes)
         return turn
 

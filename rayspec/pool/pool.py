@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rayspec.decode.engine import EngineInfo
 from rayspec.decode.engine_loop import EngineDeadError, Listener
 from rayspec.decode.progress import Progress
 from rayspec.decode.stages import StageUse
 from rayspec.pool.calls import Callback
-from rayspec.pool.supervisor import EngineSupervisor
-from rayspec.pool.worker import EngineFactory, supervision
+from rayspec.pool.loop_thread import LoopThread
+from rayspec.pool.supervisor import EngineSupervisor, supervision
+from rayspec.pool.worker import EngineFactory
 from rayspec.types import (
     CompletionOutput,
     EngineLoad,
@@ -33,40 +32,35 @@ if TYPE_CHECKING:
 
 _STOP_TIMEOUT_S = 20.0
 
-T = TypeVar("T")
-
 
 class EnginePool:
     """Engines of one factory. All threads except the pool's own may call its methods."""
 
     def __init__(self, factory: EngineFactory, *, max_restarts: int) -> None:
         self._supervisor = EngineSupervisor(**supervision(factory, max_restarts))
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="rayspec-pool", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("rayspec-pool")
 
     def begin(self) -> Any:
         """Wait until one engine is up; the others follow. Return the info of an engine that is loaded. Raises
         EngineDeadError, and the error of an engine that fails to load."""
-        return self._ask(self._supervisor.begin())
+        return self._thread.start(self._supervisor.begin()).result()
 
     def submit(self, item: Any, listen: Callable[[], Callback] | None = None) -> Future[Any]:
         """Return a future of the result, see `EngineSupervisor.handle`. Cancelling it ends the work on the item."""
-        return self._started(self._supervisor.handle(item, listen))
+        return self._thread.start(self._supervisor.handle(item, listen))
 
     def drain(self) -> None:
         """Start `EngineSupervisor.drain` and return at once. A signal handler may call this."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._supervisor.drain()))
+        self._thread.call_soon(lambda: asyncio.ensure_future(self._supervisor.drain()))
 
     def ping(self) -> Future[None]:
-        return self._started(self._supervisor.ping())
+        return self._thread.start(self._supervisor.ping())
 
     def stats(self) -> EngineStats:
-        return self._ask(self._supervisor.stats())
+        return self._thread.start(self._supervisor.stats()).result()
 
     def load(self) -> EngineLoad:
-        return self._ask(self._supervisor.load())
+        return self._thread.start(self._supervisor.load()).result()
 
     @property
     def is_whole(self) -> bool:
@@ -80,39 +74,11 @@ class EnginePool:
 
     def stop(self) -> None:
         """End the engines and the thread. Later calls do nothing."""
-        self._end(self._supervisor.stop)
+        self._thread.close(self._supervisor.stop, _STOP_TIMEOUT_S)
 
     def kill(self) -> None:
         """Kill the engines at once, then end the thread. Later calls do nothing."""
-        self._end(self._supervisor.kill)
-
-    def _end(self, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        if self._loop.is_closed() or threading.current_thread() is self._thread:
-            return
-        with suppress(Exception):
-            asyncio.run_coroutine_threadsafe(end(), self._loop).result(_STOP_TIMEOUT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_STOP_TIMEOUT_S)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-            left = asyncio.all_tasks(self._loop)
-            for task in left:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        finally:
-            self._loop.close()
-
-    def _ask(self, question: Coroutine[Any, Any, T]) -> T:
-        return self._started(question).result()
-
-    def _started(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._loop.is_closed():
-            work.close()
-            raise EngineDeadError("the engine was shut down")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._thread.close(self._supervisor.kill, _STOP_TIMEOUT_S)
 
 
 class Replicas:

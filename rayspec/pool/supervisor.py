@@ -6,16 +6,24 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
+
+import ray
 
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.placement import PlacementError
 from rayspec.pipeline.recovery import Restarts
 from rayspec.pool.calls import Callback
-from rayspec.pool.dispatch import Beginning, Dispatch, PooledEngine, Slot, part_hashes
+from rayspec.pool.dispatch import Dispatch, Slot, part_hashes
+from rayspec.pool.worker import Beginning, CommonDType, EngineFactory, NodeLostError, RemoteEngine, num_engines
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
+_MAX_CONCURRENT_ROWS = 4096
+_SURPLUS = 1.25
+_SILENCE_S = 60.0  # a busy machine may keep a process waiting for seconds
 _STOP_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 5.0
 _PLACE_AGAIN_S = 30.0
@@ -28,10 +36,6 @@ class DrainingError(RayspecError):
     """The pool starts no new item, because the job is about to end."""
 
     kind = "aborted"
-
-
-class NodeLostError(EngineDeadError):
-    """The engine ended with its node, or was preempted: no item is to blame."""
 
 
 class EngineSupervisor:
@@ -48,7 +52,7 @@ class EngineSupervisor:
 
     def __init__(
         self,
-        start: Callable[[], PooledEngine],
+        start: Callable[[], RemoteEngine],
         *,
         num_engines: int = 1,
         max_restarts: int,
@@ -170,7 +174,10 @@ class EngineSupervisor:
         self._fail(EngineDeadError("the engine was shut down"))
         for task in (task for slot in self._slots for task in (slot.starting, slot.watch) if task is not None):
             task.cancel()
-        await asyncio.gather(*map(self._stop, self._slots))
+        engines = [slot.engine for slot in self._running if slot.engine is not None]
+        for slot in self._slots:
+            slot.engine = None
+        await asyncio.gather(*map(self._end, engines))
 
     async def kill(self) -> None:
         """Kill the engines at once, then do as `stop`."""
@@ -180,10 +187,7 @@ class EngineSupervisor:
                 slot.engine = None
         await self.stop()
 
-    async def _stop(self, slot: Slot) -> None:
-        engine, slot.engine = slot.engine, None
-        if engine is None:
-            return
+    async def _end(self, engine: RemoteEngine) -> None:
         try:
             await asyncio.wait_for(engine.stop(), _STOP_TIMEOUT_S)
         except Exception as error:  # noqa: BLE001 - the engine is ended in any case
@@ -199,14 +203,14 @@ class EngineSupervisor:
     def _num_lost(self) -> int:
         return sum(slot.failure is not None for slot in self._slots)
 
-    async def _answers(self, question: Callable[[PooledEngine], Awaitable[Any]]) -> list[Any]:
+    async def _answers(self, question: Callable[[RemoteEngine], Awaitable[Any]]) -> list[Any]:
         """Ask all engines that run. Return the answers that come within `_ANSWER_TIMEOUT_S`."""
         engines = [slot.engine for slot in self._slots if slot.engine is not None]
         asked = [asyncio.wait_for(question(engine), _ANSWER_TIMEOUT_S) for engine in engines]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    def _handle_end(self, slot: Slot, engine: PooledEngine, error: EngineDeadError) -> None:
+    def _handle_end(self, slot: Slot, engine: RemoteEngine, error: EngineDeadError) -> None:
         """Record the death of an engine, once for all its items: only the first call has an effect."""
         if engine is not slot.engine:
             return
@@ -261,14 +265,17 @@ class EngineSupervisor:
         self._changed.set()
         self._deal()
 
-    async def _watch(self, slot: Slot, engine: PooledEngine, silence_s: float) -> None:
+    async def _watch(self, slot: Slot, engine: RemoteEngine, silence_s: float) -> None:
         """Notice the end of an engine that has no items, or a frozen process, and start another engine."""
         while engine is slot.engine:
-            death = await _death_of(engine, silence_s)
-            if death is not None:
-                self._handle_end(slot, engine, death)
-            else:
+            try:
+                await asyncio.wait_for(engine.answer(), silence_s)
                 await self._sleep(_ASK_EVERY_S)
+            except asyncio.TimeoutError:  # noqa: PERF203 - the watch ends with its engine
+                silence = EngineDeadError(f"the engine's process has not answered for {silence_s:g} s")
+                self._handle_end(slot, engine, silence)
+            except EngineDeadError as error:
+                self._handle_end(slot, engine, error)
         if self._failure is None and slot.engine is None and slot.failure is None:
             self._ensure_starting(slot)
 
@@ -312,15 +319,33 @@ class EngineSupervisor:
             raise self._failure
 
 
-async def _death_of(engine: PooledEngine, silence_s: float) -> EngineDeadError | None:
-    """Return why the engine counts as dead; None if its process answers in time."""
-    try:
-        await asyncio.wait_for(engine.answer(), silence_s)
-    except asyncio.TimeoutError:
-        return EngineDeadError(f"the engine's process has not answered for {silence_s:g} s")
-    except EngineDeadError as error:
-        return error
-    return None
+def supervision(factory: EngineFactory, max_restarts: int) -> dict[str, Any]:
+    """Return the arguments of an EngineSupervisor. They are picklable, because they may be sent to an actor. An engine
+    gets the items that it decodes at once and a quarter more, so that it never waits for one. It gets no more, because
+    items that only wait in an engine are isolated, too, when the engine dies."""
+    return {
+        "start": partial(RemoteEngine, factory, CommonDType()),
+        "num_engines": num_engines(factory.engine),
+        "max_restarts": max_restarts,
+        "max_items": math.ceil(_SURPLUS * factory.engine.max_num_seqs),
+        "silence_s": _SILENCE_S,
+        "beginning": factory.beginning,
+    }
+
+
+def start_supervisor(factory: EngineFactory, *, max_restarts: int) -> Any:
+    """Start an EngineSupervisor in an actor and return its handle, for callers in other processes.
+
+    The actor loads no model library. When the supervisor's own process ends, Ray starts the supervisor again, with
+    new engines, and repeats the calls.
+    """
+    options = {
+        "num_cpus": 0,
+        "max_concurrency": _MAX_CONCURRENT_ROWS,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+    }
+    return ray.remote(EngineSupervisor).options(**options).remote(**supervision(factory, max_restarts))
 
 
 def merged_stats(parts: Sequence[EngineStats]) -> EngineStats:

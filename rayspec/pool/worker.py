@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import ray
@@ -19,16 +17,19 @@ from rayspec.config import KV_CACHE_SHARE, EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import Client, EngineDeadError
 from rayspec.pipeline.placement import PlacementError, gpus_per_shard, remove_orphaned_groups, wants_gpu
 from rayspec.pool.calls import BatchedCalls, Callback, CalledHere, CallOutcome, ItemCall
-from rayspec.pool.dispatch import Beginning
 from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
-from rayspec.pool.supervisor import EngineSupervisor, NodeLostError
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
 _MAX_CONCURRENT_CALLS = 64
-_MAX_CONCURRENT_ROWS = 4096
 _MIN_CPUS_TO_RESERVE = 3
-_SURPLUS = 1.25  # of the items that an engine decodes at once, so that it never waits for one
-_SILENCE_S = 60.0  # a busy machine may keep a process waiting for seconds
+
+
+Beginning = str | Sequence[int] | None
+"""An item's prompt, or the beginning of it, as text or tokens. None: there is nothing to choose an engine by."""
+
+
+class NodeLostError(EngineDeadError):
+    """The engine ended with its node, or was preempted: no item is to blame."""
 
 
 class LoadedEngine(Protocol):
@@ -72,25 +73,20 @@ class EngineWorker:
     def __init__(self, factory: EngineFactory, config: EngineConfig) -> None:
         self._factory, self._config = factory, config
 
-    async def load(self) -> Any:
-        """Load the engine and return its info. Called before all other methods.
+    async def load(self, dtype: str | None = None) -> tuple[Any, str]:
+        """Load the engine and return its info and data type. Called before all other methods. dtype: data type of the
+        weights instead of the option's; an engine that is loaded already is stopped first.
 
         Raises ConfigError, CheckpointError, and with shards PlacementError.
         """
-        self._engine = await asyncio.to_thread(self._factory.load, self._config)
-        self._calls = CalledHere(self._engine.handle)
-        return self._engine.info
-
-    async def load_in(self, dtype: str) -> Any:
-        """Load with weights of this data type, see `load`. An engine that is loaded already is stopped first."""
+        if dtype is not None:
+            self._config = self._config.replace(dtype=dtype)
         if hasattr(self, "_engine"):
             await self.stop()
             del self._engine, self._calls
-        self._config = self._config.replace(dtype=dtype)
-        return await self.load()
-
-    async def dtype(self) -> str:
-        return self._engine.client.info.config.dtype
+        self._engine = await asyncio.to_thread(self._factory.load, self._config)
+        self._calls = CalledHere(self._engine.handle)
+        return self._engine.info, self._engine.client.info.config.dtype
 
     async def take(self, calls: Sequence[ItemCall]) -> None:
         self._calls.take(calls)
@@ -157,12 +153,10 @@ class RemoteEngine:
             ) from None
         except RayActorError as error:
             raise self._death(error) from None
-        known = self._common.name
-        info = await self._answer(self._actor.load.remote() if known is None else self._actor.load_in.remote(known))
-        dtype = await self._answer(self._actor.dtype.remote())
+        info, dtype = await self._answer(self._actor.load.remote(self._common.name))
         self._common.name = self._common.name or dtype
         if dtype != self._common.name:  # an engine on another kind of machine has loaded meanwhile
-            info = await self._answer(self._actor.load_in.remote(self._common.name))
+            info, _ = await self._answer(self._actor.load.remote(self._common.name))
         return info
 
     async def handle(self, item: Any, callback: Callback | None = None) -> Any:
@@ -255,39 +249,6 @@ def engines_of_a_place(config: EngineConfig) -> int:
 
 def num_engines(config: EngineConfig) -> int:
     return config.parallel.replicas if config.parallel is not None else 1
-
-
-def items_at_a_time(config: EngineConfig) -> int:
-    """Return the items that an engine decodes at once, and a quarter more. It gets no more than that, because items
-    that only wait in an engine are isolated, too, when the engine dies."""
-    return math.ceil(_SURPLUS * config.max_num_seqs)
-
-
-def start_supervisor(factory: EngineFactory, *, max_restarts: int) -> Any:
-    """Start an EngineSupervisor in an actor and return its handle, for callers in other processes.
-
-    The actor loads no model library. When the supervisor's own process ends, Ray starts the supervisor again, with
-    new engines, and repeats the calls.
-    """
-    options = {
-        "num_cpus": 0,
-        "max_concurrency": _MAX_CONCURRENT_ROWS,
-        "max_restarts": -1,
-        "max_task_retries": -1,
-    }
-    return ray.remote(EngineSupervisor).options(**options).remote(**supervision(factory, max_restarts))
-
-
-def supervision(factory: EngineFactory, max_restarts: int) -> dict[str, Any]:
-    """Return the arguments of an EngineSupervisor. They are picklable, because they are sent to its actor."""
-    return {
-        "start": partial(RemoteEngine, factory, CommonDType()),
-        "num_engines": num_engines(factory.engine),
-        "max_restarts": max_restarts,
-        "max_items": items_at_a_time(factory.engine),
-        "silence_s": _SILENCE_S,
-        "beginning": factory.beginning,
-    }
 
 
 def cpus_to_reserve(num_cpus: float) -> float:

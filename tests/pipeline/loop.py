@@ -35,13 +35,12 @@ from rayspec.model.kv_cache import PAGE_SIZE, CacheSize
 from rayspec.model.weights import load_model
 from rayspec.pipeline import endpoint as endpoint_module
 from rayspec.pipeline import ray_stages as ray_stages_module
-from rayspec.pipeline.coordinator import Coordinator, CoordinatorSpec
-from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch
+from rayspec.pipeline.coordinator import Coordinator
+from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, stage_name
 from rayspec.pipeline.messages import AnyMessage, Forward, decode
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.replica import spans_of
 from rayspec.pipeline.shard import Shard, ShardSpec
-from rayspec.pipeline.stage_worker import stage_name
 from rayspec.pipeline.transport import Envelope, Secret
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.learning import CalibrationCurve
@@ -109,7 +108,7 @@ class Loop:
     patience: float = math.inf
 
     def put(self, sender: str, peer: str, header: bytes, tensors: Sequence[Tensor]) -> None:
-        envelope = Envelope(sender=sender, address=sender, header=header, tensors=[t.clone() for t in tensors])
+        envelope = Envelope(sender=sender, header=header, tensors=[t.clone() for t in tensors])
         self.links.setdefault((sender, peer), deque()).append(envelope)
 
     def advance(self, reader: str) -> bool:
@@ -204,7 +203,7 @@ class LoopShard(Shard):
         self._offloaded = None
         first, last = spans[spec.stage]
         self._parts = span_parts(spec.config.model, first // 2, last // 2, quantised)
-        self.endpoint = _LoopEndpoint(spec.name, SECRET, host="", ranks=spec.ranks)
+        self.endpoint = _LoopEndpoint(spec.name, SECRET, host="", rank=(spec.stage, len(spans)))
         self.prepare(self.endpoint, size)
 
     def step(self) -> None:
@@ -216,13 +215,6 @@ class LoopShard(Shard):
         except NewEpoch:
             self._inbox.clear()
             self.worker.forget()
-
-
-def _serve(coordinator: Coordinator, endpoint: Endpoint) -> None:
-    """What has come in, and what was deferred meanwhile."""
-    coordinator.serve_one(endpoint)
-    while endpoint._deferred:
-        coordinator.serve_one(endpoint)
 
 
 class LoopStages(RayStages):
@@ -255,6 +247,7 @@ class _Blueprint:
     options: ParallelOptions
     quantised: tuple[Weights, ...] = ()
     num_gpus: float = 0.0
+    hidden_size: int = HIDDEN_SIZE
 
 
 class LoopReplica:
@@ -313,11 +306,10 @@ class LoopReplica:
         if not self._coming:
             return False
         self._coming = False
-        spec = CoordinatorSpec(spans=self.spans, hidden_size=HIDDEN_SIZE, secret=SECRET)
-        coordinator, endpoint = Coordinator(spec), _LoopEndpoint(COORDINATOR, SECRET, host="")
+        coordinator, endpoint = Coordinator(self.spans, SECRET), _LoopEndpoint(COORDINATOR, SECRET, host="")
         self._endpoints.append(endpoint)
         self.coordinator = _Process(COORDINATOR, endpoint.address)
-        self.loop.readers[COORDINATOR] = lambda: _serve(coordinator, endpoint)
+        self.loop.readers[COORDINATOR] = lambda: coordinator.serve_one(endpoint)
         self.dead.pop(COORDINATOR, None)
         return True
 
@@ -327,16 +319,7 @@ class LoopReplica:
 
     def _start(self, stages: Sequence[int]) -> None:
         for stage in stages:
-            spec = ShardSpec(
-                config=self.blueprint.config,
-                stage=stage,
-                num_stages=self.num_stages,
-                rank=0,
-                num_ranks=1,
-                vocab_size=VOCAB_SIZE,
-                num_threads=1,
-                secret=SECRET,
-            )
+            spec = ShardSpec(config=self.blueprint.config, stage=stage, rank=0, vocab_size=VOCAB_SIZE, secret=SECRET)
             shard = LoopShard(spec, self.spans, self.cache_size, self.blueprint.quantised)
             self._endpoints.append(shard.endpoint)
             self.parts[spec.name] = shard

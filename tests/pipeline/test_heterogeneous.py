@@ -141,15 +141,6 @@ def test_drafts_skip_more_of_a_slow_stage(pinned: Engine) -> None:
     assert share > 0.1 + _slow_share(_plans(even))
 
 
-@pytest.mark.exhaustive
-def test_so_do_the_drafts_that_the_shards_find_themselves(pinned: Engine) -> None:
-    assert tokens_of(complete(pinned, prompts(), PARAMS)) == expected()
-    assert pinned.stats.num_draft_tokens > 0
-    drafts = [record.plan for record in pinned.stats.plans if record.plan.drafts]
-    assert drafts
-    assert _slow_share(drafts) > 0.6
-
-
 def _plans(latency: LatencyModel) -> list[Plan]:
     """Found in this process, where the model's states are the same."""
     engine = engine_with(

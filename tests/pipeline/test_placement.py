@@ -11,7 +11,6 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from rayspec.config import ParallelOptions
 from rayspec.pipeline.placement import Bundles, PlacementError, remove_orphaned_groups
-from rayspec.types import ConfigError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -85,28 +84,14 @@ def test_a_stage_that_fits_no_node_is_an_error_that_says_so() -> None:
         Bundles(ParallelOptions(stages=2, tensor=3, cpus_per_shard=1000.0), num_gpus=0.0, timeout_s=0.2)
 
 
-def test_shards_are_where_nodes_have_their_labels() -> None:
+@pytest.mark.parametrize("where", ["labels", "topology"])
+def test_shards_are_where_labels_and_topology_say(where: str) -> None:
     here = ray.get_runtime_context().get_node_id()
-    options = ParallelOptions(stages=2, cpus_per_shard=0.01, labels={"ray.io/node-id": here})
-    bundles = Bundles(options, num_gpus=0.0, timeout_s=60.0)
-    table = placement_group_table(bundles._group)
-    assert set(table["bundles_to_node_id"].values()) == {here}
+    named = {"labels": {"ray.io/node-id": here}, "topology": {"ray.io/node-id": "STRICT_PACK"}}[where]
+    bundles = Bundles(
+        ParallelOptions(stages=2, cpus_per_shard=0.01, **{where: named}),  # type: ignore[arg-type]
+        num_gpus=0.0,
+        timeout_s=60.0,
+    )
+    assert set(placement_group_table(bundles._group)["bundles_to_node_id"].values()) == {here}
     bundles.close()
-
-
-def test_labels_that_no_node_has_are_named() -> None:
-    options = ParallelOptions(cpus_per_shard=0.01, labels={"ray.io/accelerator-type": "H100"})
-    with pytest.raises(PlacementError, match=r"with labels \{'ray.io/accelerator-type': 'H100'\}.*other labels"):
-        Bundles(options, num_gpus=0.0, timeout_s=1.0)
-
-
-def test_stages_share_what_the_topology_says() -> None:
-    options = ParallelOptions(stages=2, cpus_per_shard=0.01, topology={"ray.io/node-id": "STRICT_PACK"})
-    bundles = Bundles(options, num_gpus=0.0, timeout_s=60.0)
-    assert len(set(placement_group_table(bundles._group)["bundles_to_node_id"].values())) == 1
-    bundles.close()
-
-
-def test_a_placement_beside_a_topology_is_refused() -> None:
-    with pytest.raises(ConfigError, match="option 'placement' is 'SPREAD' beside 'topology'"):
-        ParallelOptions(placement="SPREAD", topology={"ray.io/gpu-domain": "STRICT_PACK"})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,24 +19,13 @@ from rayspec.model.sizes import quantised_bytes
 from rayspec.pipeline import ranks
 from rayspec.pipeline import shard as shard_module
 from rayspec.pipeline.endpoint import ENGINE, NewEpoch, Received
-from rayspec.pipeline.messages import (
-    Begin,
-    Expand,
-    Follow,
-    Forward,
-    MeasureUse,
-    Message,
-    Moves,
-    Seek,
-    Shipped,
-)
+from rayspec.pipeline.messages import Begin, Follow, Message, Seek
 from rayspec.pipeline.ranks import LeadingSpan, RanksOutOfStepError, follow
-from rayspec.pipeline.shard import Loaded, Shard, ShardSpec, _patience_s, rank_name
+from rayspec.pipeline.shard import Loaded, Shard, ShardSpec
 from rayspec.pipeline.transport import Secret
 from rayspec.types import no_draft
 from tests.families import VOCAB_SIZE, checkpoint, parts_of
 
-SECRET = Secret.generate()
 PREFILL = Begin(epoch=1, work=Prefill(id=1, chunks=[Chunk("a", RowSpan(one_run(0, 1000), 0, 1), [1], sample=True)]))
 ROUND = Begin(epoch=1, work=Round(id=2, entries=[], plan=no_draft(8, "test")))
 
@@ -47,28 +34,16 @@ def a_pass(*, fixed_shape: bool, round_id: int = 1) -> Pass:
     return Pass(round_id=round_id, token_ids=[1], rows=[RowSpan(one_run(0, 1000), 0, 1)], fixed_shape=fixed_shape)
 
 
-def spec(rank: int = 0, num_ranks: int = 1) -> ShardSpec:
-    return ShardSpec(
-        config=EngineConfig(model=checkpoint("llama"), device="cpu", dtype="float32"),
-        stage=0,
-        num_stages=2,
-        rank=rank,
-        num_ranks=num_ranks,
-        vocab_size=VOCAB_SIZE,
-        num_threads=1,
-        secret=SECRET,
+def spec(rank: int = 0, tensor: int = 1, **options: Any) -> ShardSpec:
+    config = EngineConfig(
+        model=checkpoint("llama"),
+        device="cpu",
+        dtype="float32",
+        parallel={"stages": 2, "tensor": tensor},  # type: ignore[arg-type]
     )
-
-
-def test_rounds_come_before_prefills_and_those_before_searches() -> None:
-    at_once = [ROUND, Forward(epoch=1, work=a_pass(fixed_shape=True)), Moves(epoch=1, moves=[]), Follow(epoch=1)]
-    at_once += [MeasureUse(epoch=1), Shipped(epoch=1, search_id=1, batch=1)]
-    prefills = [PREFILL, Forward(epoch=1, work=a_pass(fixed_shape=False))]
-    searches = [Seek(epoch=1, search_id=1, tokens=[], rows=[]), Expand(epoch=1, search_id=1, operations=[])]
-    assert {_patience_s(message) for message in at_once} == {0.0}
-    (of_prefills,) = {_patience_s(message) for message in prefills}
-    (of_searches,) = {_patience_s(message) for message in searches}
-    assert 0 < of_prefills < of_searches < 1
+    return ShardSpec(
+        config=config.replace(**options), stage=0, rank=rank, vocab_size=VOCAB_SIZE, secret=Secret.generate()
+    )
 
 
 class _Endpoint:
@@ -91,7 +66,9 @@ class _Clock:
         return self.now
 
 
-def test_nobody_waits_for_ever_and_equals_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_overtake_prefills_and_those_searches_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = _Clock()
     monkeypatch.setattr(shard_module, "time", clock)
     later = Begin(epoch=1, work=Round(id=3, entries=[], plan=no_draft(8, "test")))
@@ -126,14 +103,6 @@ def test_in_a_new_epoch_the_leader_forgets_and_the_other_ranks_wait_for_its_word
     one._serve_epoch()
     assert worker.num_forgotten == num_forgotten
     assert len(one._inbox) == 1 - num_forgotten
-
-
-def test_ranks_of_a_stage_have_names_of_their_own() -> None:
-    assert [rank_name(2, rank) for rank in range(3)] == ["stage-2", "stage-2.1", "stage-2.2"]
-    assert spec().name == "stage-0"
-    assert spec(1, 2).name == "stage-0.1"
-    assert spec().ranks is not None
-    assert spec(1, 2).ranks is None
 
 
 def _runner() -> Runner:
@@ -186,20 +155,9 @@ def test_running_out_of_memory_puts_ranks_out_of_step(pair: Any, monkeypatch: py
         leader.run(a_pass(fixed_shape=True))
 
 
-def test_a_shard_says_how_busy_it_was_since_it_was_asked() -> None:
-    one = Shard(spec())
-    one._busy_s, one._num_passes = 0.5, 3
-    time.sleep(0.01)
-    used = one.usage(4)
-    assert (used.epoch, used.busy_s, used.num_passes) == (4, 0.5, 3)
-    assert used.elapsed_s >= 0.01
-    assert one.usage(4).num_passes == 0
-
-
 def loaded(**speculation: Any) -> Loaded:
     """The first half of a model whose second MLP is dense."""
-    config = EngineConfig(model=checkpoint("qwen3_moe"), device="cpu", dtype="float32", speculation=speculation)  # type: ignore[arg-type]
-    return Shard(replace(spec(), config=config)).load([(0, 4), (4, 8)], None)
+    return Shard(spec(model=checkpoint("qwen3_moe"), speculation=speculation)).load([(0, 4), (4, 8)], None)
 
 
 def test_a_shard_says_what_its_copies_weigh_and_by_what_they_run() -> None:

@@ -14,9 +14,7 @@ from rayspec.config import SamplingParams
 from rayspec.decode.stages import StageLostError
 from rayspec.decode.strategy import RoundPlan
 from rayspec.decode.work import Pass
-from rayspec.pipeline.endpoint import COORDINATOR, ENGINE
-from rayspec.pipeline.messages import Failed
-from rayspec.pipeline.stage_worker import next_stage, stage_name
+from rayspec.pipeline.endpoint import COORDINATOR, stage_name
 from rayspec.types import OutOfMemoryError, Plan
 from tests.decode.test_trees import greedy_names
 from tests.engines import (
@@ -120,18 +118,6 @@ def test_with_a_seed_the_text_is_that_of_one_process(name: str) -> None:
                 assert there.cumulative_logprob == pytest.approx(here.cumulative_logprob, abs=1e-3)
 
 
-def test_sequences_end_at_eos() -> None:
-    known = known_cases()
-    eos = (known.expected[1][MAX_TOKENS // 2], known.expected[3][MAX_TOKENS // 3])
-    expected = [
-        tokens[: next((at + 1 for at, token in enumerate(tokens) if token in eos), MAX_TOKENS)]
-        for tokens in known.expected
-    ]
-    with loop_engine(checkpoint("llama"), 3, plans(8), eos=eos) as run:
-        assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == expected
-        run.require_clean()
-
-
 def test_requests_come_late_and_are_aborted_in_flight() -> None:
     known, rng = known_cases(), random.Random(3)
     options = {"max_num_seqs": 3, "max_num_batched_tokens": 32}
@@ -182,20 +168,6 @@ def test_a_stage_with_nothing_to_do_in_a_draft_is_passed_by(skipped: int) -> Non
     assert drafts[skipped] == 0
     assert drafts[3] == drafts[3 - skipped] > 0
     assert verifies[1] == verifies[2] == verifies[3] > 0
-
-
-def test_the_next_stage_is_the_next_with_something_to_do() -> None:
-    spans = ((0, 2), (2, 4), (4, 6), (6, 8))
-
-    def onward(stage: int, *kept: int) -> int:
-        choices = choices_of([index in kept for index in range(8)]) if kept else None
-        return next_stage(stage, spans, Pass(round_id=1, token_ids=(), rows=(), choices=choices))
-
-    assert [onward(0), onward(1), onward(2)] == [1, 2, 3]
-    assert onward(0, 0, 4) == 2
-    assert onward(0, 0, 3, 4) == 1
-    assert onward(1, 0, 3) == 3
-    assert onward(0, 0) == 3
 
 
 def _run_out_of_memory(run: LoopEngine, stage: int, wanted: Any, count: int = 1) -> list[Pass]:
@@ -292,12 +264,3 @@ def test_a_coordinator_that_dies_with_a_shard_does_not_hold_it_up() -> None:
         run.replica.kill(stage_name(0))
         outputs = finish(run.engine)
         assert tokens_of(outputs[str(index)] for index in range(len(LENGTHS))) == known.expected
-
-
-def test_failures_are_told_by_the_stage_with_the_head() -> None:
-    """It alone knows what sequences there are: one whose opening was under way must not be unknown later."""
-    with loop_engine(checkpoint("llama"), 3, plans(0)) as run:
-        _run_out_of_memory(run, 0, OUT_OF_MEMORY["prefill"])
-        complete(run.engine, known_cases().prompts[:2], GREEDY)
-        told = [name for name, message in run.loop.delivered if isinstance(message, Failed)]
-        assert told[-1] == ENGINE

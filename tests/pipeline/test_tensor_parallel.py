@@ -9,13 +9,10 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -37,11 +34,11 @@ from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import run
 from rayspec.model.weights import load_model
 from rayspec.pipeline import tensor_parallel
-from rayspec.pipeline.tensor_parallel import RankGroup, free_address, split_tensor_parallel
+from rayspec.pipeline.collective import Rendezvous
+from rayspec.pipeline.tensor_parallel import RankGroup, split_tensor_parallel
 from rayspec.types import ConfigError, UnsupportedModelError
 from tests.exhaustive import few_of
 from tests.families import FAMILIES, build, checkpoint, modules_of, ragged_prompts
-from tests.listening import listening_hosts
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -67,7 +64,7 @@ WRONG_PLANS = {
 # What a rank does
 
 
-def worker(rank: int, folder: Path, address: str, second_address: str) -> None:
+def worker(rank: int, folder: Path, address: str) -> None:
     group = RankGroup(rank=rank, size=SIZE, address=address)
     group.join(timeout_s=60)
     paths: dict[str, str] = json.loads((folder / "checkpoints.json").read_text(encoding="utf-8"))
@@ -82,12 +79,6 @@ def worker(rank: int, folder: Path, address: str, second_address: str) -> None:
     with _no_deepspeed():
         found["refused"] = {name: _refusal(paths[family], group, plan) for name, (family, plan) in WRONG_PLANS.items()}
     found["one rank disagrees"] = (group.all_agree(rank == 0), group.all_agree(True), group.largest(float(rank)))
-    group.leave()
-    found["environment"] = "LOCAL_SIZE" in os.environ
-    group = replace(group, address=second_address)
-    group.join(timeout_s=60)
-    found["rejoined"] = _observe(paths["llama"], group)
-    group.leave()
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -153,7 +144,7 @@ def _observe_span(path: str, group: RankGroup) -> dict[str, Any]:
 def _order(path: str, group: RankGroup) -> list[str]:
     """In which layers come to the device and are split."""
     model, parts = _copy(path)
-    numbers = {layer.module: number for number, layer in enumerate(tensor_parallel._layers(model, parts))}
+    numbers = {layer: number for number, layer in enumerate(model.model.layers)}
     done: list[str] = []
     move, divide_heads = torch.nn.Module.to, tensor_parallel._divide_heads
 
@@ -266,8 +257,9 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     names = [name for name in NAMES if name in asked | OF_ALL_RUNS]
     paths = {name: str(folder / name) if (folder / name).exists() else checkpoint(name) for name in names}
     (folder / "checkpoints.json").write_text(json.dumps(paths), encoding="utf-8")
+    meeting = Rendezvous("127.0.0.1")
     ranks = subprocess.Popen(
-        [sys.executable, __file__, str(folder), free_address(), free_address()],
+        [sys.executable, __file__, str(folder), meeting.address],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         text=True,
@@ -281,6 +273,7 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         with suppress(ProcessLookupError):
             os.killpg(ranks.pid, signal.SIGKILL)
         ranks.wait()
+        meeting.close()
     assert ranks.returncode == 0, output
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(SIZE)]
 
@@ -338,17 +331,6 @@ def test_a_layer_is_split_before_the_next_one_comes(reports: Reports) -> None:
         assert report["order"] == ["0 comes", *each]
 
 
-def test_everything_but_the_layers_comes_at_once() -> None:
-    model, parts = _copy(checkpoint("llama"))
-    layers = {layer.module for layer in tensor_parallel._layers(model, parts)}
-    tensor_parallel._move_all_but(layers, model, torch.device("meta"))
-    found = {name: tensor.device.type for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    assert set(found.values()) == {"cpu", "meta"}
-    assert {name for name, device in found.items() if device == "cpu"} == {
-        name for name in found if name.startswith("model.layers.")
-    }
-
-
 def test_bfloat16_is_split_too(reports: Reports) -> None:
     assert len({report["bfloat16"]["hidden"] for report in reports}) == 1
     for report in reports:
@@ -378,84 +360,30 @@ def test_what_one_rank_refuses_all_refuse(reports: Reports) -> None:
         assert report["one rank disagrees"] == [False, True, 1.0]
 
 
-def test_ranks_that_left_can_meet_again(reports: Reports) -> None:
-    for report in reports:
-        assert not report["environment"]
-        assert report["rejoined"]["difference"] < 1e-5
-        assert report["rejoined"]["log"][-1].endswith(f"is split by {FIRST_CHOICE['llama']}")
-
-
-def test_heads_that_do_not_divide_are_an_error_of_the_option() -> None:
-    model, parts = _copy(checkpoint("qwen3"))
-    with pytest.raises(ConfigError, match=r"'tensor' is 2, .* the 1 key-value heads of qwen3"):
-        split_tensor_parallel(model, parts, RankGroup(rank=0, size=2, address=free_address()))
-
-
-def test_columns_that_do_not_divide_are_an_error_of_the_option(tmp_path: Path) -> None:
-    build("llama", intermediate_size=97).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_key_value_heads": 1}, r"'tensor' is 2, .* the 1 key-value heads of llama"),
+        ({"intermediate_size": 97}, r"does not divide the 97 MLP columns of llama: use a divisor of 97"),
+    ],
+)
+def test_what_does_not_divide_is_an_error_of_the_option(options: dict[str, int], message: str, tmp_path: Path) -> None:
+    build("llama", **options).save_pretrained(tmp_path)
     model, parts = _copy(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"does not divide the 97 MLP columns of llama: use a divisor of 97"):
-        split_tensor_parallel(model, parts, RankGroup(rank=0, size=2, address=free_address()))
-
-
-def test_one_rank_needs_no_splitting() -> None:
-    model, parts = _copy(checkpoint("llama"))
-    assert split_tensor_parallel(model, parts, RankGroup(rank=0, size=1, address=free_address())) is parts
-
-
-@pytest.mark.parametrize(("rank", "size"), [(0, 0), (2, 2), (-1, 2)])
-def test_a_rank_outside_the_group_is_refused(rank: int, size: int) -> None:
-    with pytest.raises(ConfigError, match="use"):
-        RankGroup(rank=rank, size=size, address=free_address())
-
-
-def test_an_address_without_a_port_is_refused() -> None:
-    with pytest.raises(ConfigError, match="use tcp://host:port"):
-        RankGroup(rank=0, size=2, address="127.0.0.1").join(timeout_s=1)
-
-
-def test_the_leader_listens_at_its_address_only() -> None:
-    group = RankGroup(rank=0, size=2, address=free_address("127.0.0.2"))
-    before = listening_hosts()
-
-    def wait() -> None:
-        with pytest.raises(torch.distributed.DistError):
-            group.join(timeout_s=2)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    try:
-        while listening_hosts() == before and waiting.is_alive():
-            time.sleep(0.02)
-        assert listening_hosts() - before == {"0200007F"}
-    finally:
-        waiting.join()
-        group.leave()
-
-
-def test_a_taken_port_is_an_error_of_torch() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        group = RankGroup(rank=0, size=2, address=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
-        with pytest.raises(torch.distributed.DistError, match="cannot listen"):
-            group.join(timeout_s=1)
-        group.leave()
+    with pytest.raises(ConfigError, match=message):
+        split_tensor_parallel(model, parts, RankGroup(rank=0, size=2, address=""))
 
 
 def test_a_rank_that_is_alone_gives_up_in_time() -> None:
-    group = RankGroup(rank=0, size=2, address=free_address())
-    try:
-        with pytest.raises(torch.distributed.DistError):
-            group.join(timeout_s=1)
-    finally:
-        group.leave()
+    with closing(Rendezvous("127.0.0.1")) as meeting, pytest.raises(torch.distributed.DistError):
+        RankGroup(rank=0, size=2, address=meeting.address).join(timeout_s=1)
 
 
 if __name__ == "__main__":
     if HAS_DEEPSPEED:
         importlib.import_module("deepspeed")
     processes = multiprocessing.get_context("fork")  # what was imported, which takes seconds, is imported once
-    started = [processes.Process(target=worker, args=(rank, Path(sys.argv[1]), *sys.argv[2:4])) for rank in range(SIZE)]
+    started = [processes.Process(target=worker, args=(rank, Path(sys.argv[1]), sys.argv[2])) for rank in range(SIZE)]
     for process in started:
         process.start()
     for process in started:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import ray
 
-from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pool.calls import BatchedCalls, Callback, CalledHere, CallOutcome, ItemCall
 from rayspec.types import ConfigError, RayspecError, RequestError
 
@@ -160,18 +159,5 @@ def test_when_the_actor_ends_all_calls_fail_and_so_do_later_ones() -> None:
             assert "ended: ActorDiedError" in str(outcome)
         with pytest.raises(RayspecError, match="ended"):
             await calls("late")
-
-    with_worker(run)
-
-
-def test_when_the_actor_is_given_up_whoever_waits_is_told() -> None:
-    """Another than a call may learn first that the actor has ended, and give it up."""
-
-    async def run(actor: Any, calls: BatchedCalls) -> None:
-        waiting = [asyncio.ensure_future(calls("sleep")) for _ in range(3)]
-        await asyncio.sleep(0.1)
-        calls.close()
-        outcomes = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
-        assert [type(outcome) for outcome in outcomes] == [EngineDeadError] * 3
 
     with_worker(run)

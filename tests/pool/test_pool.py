@@ -121,20 +121,6 @@ def test_a_stream_that_begins_anew_repeats_nothing(llm: LLM, prompts: list[Any],
     wait_until_whole(llm)
 
 
-def test_calls_of_many_threads_each_get_their_own(llm: LLM, prompts: list[Any], expected: list[list[int]]) -> None:
-    results: dict[int, list[list[int]]] = {}
-
-    def generate(number: int) -> None:
-        results[number] = tokens_of(llm.generate(prompts[number:][:2], LONG))
-
-    threads = [threading.Thread(target=generate, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {number: expected[number:][:2] for number in range(4)}
-
-
 def test_a_bad_prompt_is_its_own_fault_and_an_aborted_request_ends(llm: LLM, prompts: list[Any]) -> None:
     bad, good = llm.generate([{"prompt_token_ids": []}, prompts[0]], GREEDY)
     assert isinstance(bad.error, EmptyPromptError)

@@ -32,10 +32,8 @@ from rayspec.pool.worker import (
     RemoteEngine,
     config_of_one,
     cpus_of_replica,
-    cpus_to_reserve,
     engines_of_a_place,
 )
-from rayspec.types import CheckpointError
 from tests.freezing import freeze
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -147,18 +145,6 @@ def test_an_engine_whose_pass_never_ends_says_so_while_its_process_answers() -> 
     asyncio.run(run())
 
 
-def test_a_model_that_cannot_be_loaded_is_our_own_error() -> None:
-    async def load() -> None:
-        engine = RemoteEngine(RowEngineFactory(task(model="no/such-model")))
-        try:
-            with pytest.raises(CheckpointError, match="no/such-model"):
-                await engine.load()
-        finally:
-            engine.end()
-
-    asyncio.run(load())
-
-
 @dataclass(frozen=True, slots=True)
 class UnlikeFactory(RowEngineFactory):
     """Loads as machines of several kinds do: what `auto` takes differs from one engine to the next."""
@@ -205,11 +191,6 @@ def test_engines_of_a_pool_have_the_data_type_of_the_first(tmp_path: Path) -> No
 
     assert asyncio.run(dtypes()) == ["bfloat16"] * 3
     assert num_choices() == 2, "the third did not choose"
-
-
-def test_an_engine_leaves_ray_data_a_cpu() -> None:
-    """With its tasks that read: a whole one, and half of one."""
-    assert [cpus_to_reserve(num_cpus) for num_cpus in (0, 1, 2, 3, 64)] == [0, 0, 0, 1, 1]
 
 
 def test_engines_on_cpus_leave_ray_data_a_cpu() -> None:
