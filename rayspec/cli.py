@@ -101,12 +101,8 @@ app = typer.Typer(
 app.add_typer(bench_app)
 
 
-def _listed() -> None:
-    """Stand for a command of LAZY in the list of commands."""
-
-
 for _name, (_, _help) in LAZY.items():
-    app.command(_name, help=_help)(_listed)
+    app.command(_name, help=_help)(lambda: None)  # stands in the list of commands
 
 
 @app.command()

@@ -118,7 +118,12 @@ class LLM:
         ConfigError for other misuse, and EngineDeadError if `shutdown` is called meanwhile.
         """
         _refuse(unsupported)
-        many = _prompts_of(prompts)
+        given: Any = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        if isinstance(given, bytes) or not isinstance(given, Iterable):
+            raise ConfigError(
+                f"prompts is {reprlib.repr(given)}: give a text, {{'prompt_token_ids': [...]}}, or a list of these"
+            )
+        many = list(given)
         each = self._params_of(sampling_params, len(many))
         asked = [self._request(prompt, one) for prompt, one in zip(many, each, strict=True)]
         return self._complete(asked, use_tqdm)
@@ -138,9 +143,21 @@ class LLM:
         as in `generate`. Raises ConfigError when the tokenizer has no chat template.
         """
         _refuse(unsupported)
-        many = _conversations_of(messages)
-        each = self._params_of(sampling_params, len(many))
-        asked = [self._chat_request(one, its, add_generation_prompt) for one, its in zip(many, each, strict=True)]
+        given: Any = messages
+        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+            raise ConfigError(
+                f"messages is {reprlib.repr(given)}: give a list of {{'role': 'user', 'content': 'text'}}, or a list "
+                "of such lists"
+            )
+        many = list(given)
+        many = [many] if many and isinstance(many[0], Mapping) else many
+        asked: list[Request | RequestOutput] = []
+        for conversation, params in zip(many, self._params_of(sampling_params, len(many)), strict=True):
+            try:
+                token_ids = self.chat_tokens(conversation, add_generation_prompt=add_generation_prompt)
+                asked.append(self._request({"prompt_token_ids": token_ids}, params))
+            except RequestError as error:  # noqa: PERF203 - one bad conversation is one bad output
+                asked.append(RequestOutput.refused(self._request(None, params), error))
         return self._complete(asked, use_tqdm)
 
     @property
@@ -240,16 +257,6 @@ class LLM:
             return Request(request_id=name, params=params, **prompt)
         return Request(request_id=name, params=params, prompt=prompt)
 
-    def _chat_request(
-        self, messages: Sequence[Message], params: SamplingParams, add_generation_prompt: bool
-    ) -> Request | RequestOutput:
-        """Make the request for a conversation, or a failed output if the conversation is invalid."""
-        try:
-            token_ids = self.chat_tokens(messages, add_generation_prompt=add_generation_prompt)
-            return self._request({"prompt_token_ids": token_ids}, params)
-        except RequestError as error:
-            return RequestOutput.refused(self._request(None, params), error)
-
     def _complete(self, asked: Sequence[Request | RequestOutput], use_tqdm: bool | ProgressBar) -> list[RequestOutput]:
         """Run the requests and return all outputs in the order of `asked`."""
         outputs = {one.request_id: one for one in asked if isinstance(one, RequestOutput)}
@@ -264,35 +271,38 @@ class LLM:
         return [outputs[one.request_id] for one in asked]
 
     def _run(self, source: Iterator[Request]) -> Generator[RequestOutput, None, None]:
+        # Receives the new output of streaming requests, and the futures that are done.
         arrived: queue.SimpleQueue[RequestOutput | Future[RequestOutput]] = queue.SimpleQueue()
         running: dict[Future[RequestOutput], Request] = {}
         try:
             while True:
                 taken = list(itertools.islice(source, self.client.num_wanted - len(running)))
-                running |= zip(self._submit(taken, arrived), taken, strict=True)
+                try:
+                    futures = self.client.submit_all(taken, arrived.put)
+                except EngineDeadError as death:
+                    if not isinstance(death.__cause__, StageLostError):
+                        raise
+                    yield from (RequestOutput.refused(request, death.__cause__) for request in taken)
+                    continue
+                running |= zip(futures, taken, strict=True)
+                for future in futures:
+                    future.add_done_callback(arrived.put)
                 if not running:
                     return
                 news = arrived.get()
-                yield news if isinstance(news, RequestOutput) else _outcome(news, running.pop(news))
+                if isinstance(news, RequestOutput):
+                    yield news
+                    continue
+                request, failure = running.pop(news), news.exception()
+                if failure is None:
+                    yield news.result()
+                elif isinstance(failure.__cause__, StageLostError):
+                    yield RequestOutput.refused(request, failure.__cause__)
+                else:
+                    raise failure.__cause__ or failure
         finally:
             for future in running:
                 future.cancel()
-
-    def _submit(
-        self, requests: Sequence[Request], arrived: queue.SimpleQueue[RequestOutput | Future[RequestOutput]]
-    ) -> list[Future[RequestOutput]]:
-        """Submit requests. arrived: receives the new output of streaming requests, and the futures that are done."""
-        try:
-            futures = self.client.submit_all(requests, arrived.put)
-        except EngineDeadError as death:
-            if not isinstance(death.__cause__, StageLostError):
-                raise
-            futures = [Future() for _ in requests]
-            for future in futures:
-                future.set_exception(death)
-        for future in futures:
-            future.add_done_callback(arrived.put)
-        return futures
 
 
 class AsyncEngine:
@@ -390,16 +400,6 @@ def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
     return with_layout(config, keep_max_num_seqs="max_num_seqs" in options)
 
 
-def _outcome(future: Future[RequestOutput], request: Request) -> RequestOutput:
-    """Return the output of a request; a failed one if a stage was lost. Raises other errors that ended the engine."""
-    death = future.exception()
-    if death is None:
-        return future.result()
-    if isinstance(death.__cause__, StageLostError):
-        return RequestOutput.refused(request, death.__cause__)
-    raise death.__cause__ or death
-
-
 def _checked(requests: Iterable[Any]) -> Iterator[Request]:
     for request in requests:
         if not isinstance(request, Request):
@@ -407,26 +407,6 @@ def _checked(requests: Iterable[Any]) -> Iterator[Request]:
         if not isinstance(request.params, SamplingParams):
             raise ConfigError(f"the params of a request are {reprlib.repr(request.params)}: give SamplingParams(...)")
         yield request
-
-
-def _prompts_of(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise ConfigError(
-            f"prompts is {reprlib.repr(prompts)}: give a text, {{'prompt_token_ids': [...]}}, or a list of these"
-        )
-    return list(prompts)
-
-
-def _conversations_of(messages: Any) -> list[Any]:
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
-        raise ConfigError(
-            f"messages is {reprlib.repr(messages)}: give a list of {{'role': 'user', 'content': 'text'}}, or a list "
-            "of such lists"
-        )
-    many = list(messages)
-    return [many] if many and isinstance(many[0], Mapping) else many
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:

@@ -149,23 +149,21 @@ def _text(content: Any, place: str) -> str:
         raise InvalidMessageError(place, f"it is required; give a text, or a list of {_TEXT_PART}", "missing")
     if not isinstance(content, list):
         raise InvalidMessageError(place, f"it is {reprlib.repr(content)}; give a text, or a list of {_TEXT_PART}")
-    return "\n".join(_text_of_part(part, place) for part in content)
-
-
-def _text_of_part(part: Any, place: str) -> str:
-    if not isinstance(part, dict):
-        raise InvalidMessageError(place, f"a part is {reprlib.repr(part)}; give {_TEXT_PART}", "unsupported_parameter")
-    kind = part.get("type")
-    if kind != "text":
-        problem = f"a part of type {reprlib.repr(kind)} is not supported; give text parts only"
-        raise InvalidMessageError(place, problem, "unsupported_parameter")
-    unknown = next((name for name, value in part.items() if name not in _OF_A_PART and value not in ([], {})), None)
-    if unknown is not None:
-        problem = f"a text part has a field {unknown!r}, which is not supported; leave it out"
-        raise InvalidMessageError(place, problem, "unsupported_parameter")
-    if not isinstance(part.get("text"), str):
-        raise InvalidMessageError(place, "a part of type 'text' must have a 'text'")
-    return str(part["text"])
+    texts = []
+    for part in content:
+        unsupported = None
+        if not isinstance(part, dict):
+            unsupported = f"a part is {reprlib.repr(part)}; give {_TEXT_PART}"
+        elif part.get("type") != "text":
+            unsupported = f"a part of type {reprlib.repr(part.get('type'))} is not supported; give text parts only"
+        elif unknown := [name for name, value in part.items() if name not in _OF_A_PART and value not in ([], {})]:
+            unsupported = f"a text part has a field {unknown[0]!r}, which is not supported; leave it out"
+        if unsupported is not None:
+            raise InvalidMessageError(place, unsupported, "unsupported_parameter")
+        if not isinstance(part.get("text"), str):
+            raise InvalidMessageError(place, "a part of type 'text' must have a 'text'")
+        texts.append(part["text"])
+    return "\n".join(texts)
 
 
 def _check_tool_calls(calls: Any, place: str) -> None:

@@ -12,7 +12,7 @@ a model needs only induction: to find its newest words in the document and to co
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -151,7 +151,7 @@ def generate_report(seed: int, *, num_sentences: int, num_findings: int | None =
     return Report(title=title, findings=findings, text="\n".join((title, *_paragraphs(sentences, rng))))
 
 
-class _Words(Mapping[str, str]):
+class _Words:
     """Fills the fields of a template. No word occurs twice before every other word of its kind has occurred once."""
 
     def __init__(self, words: Mapping[str, tuple[str, ...]], rng: random.Random) -> None:
@@ -161,50 +161,25 @@ class _Words(Mapping[str, str]):
         self._last: dict[str, str] = {}
 
     def __getitem__(self, field: str) -> str:
+        rng = self._rng
         if field in self._words:
-            return self._draw(field)
-        compose = getattr(self, f"_{field}", None)
-        if compose is None:
-            raise KeyError(field)
-        return str(compose())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._words)
-
-    def __len__(self) -> int:
-        return len(self._words)
-
-    def _draw(self, kind: str) -> str:
-        if not self._unused.get(kind):
-            self._unused[kind] = self._rng.sample(self._words[kind], len(self._words[kind]))
-        self._last[kind] = self._unused[kind].pop()
-        return self._last[kind]
-
-    def _office(self) -> str:
-        return f"{self['sector']} {self['body']}"
-
-    def _total(self) -> int:
-        return int(self._last["count"]) + self._rng.randint(5, 400)
-
-    def _later_year(self) -> int:
-        return int(self._last["year"]) + self._rng.randint(1, 9)
-
-    def _money(self) -> str:
-        amount = f"${self._rng.randint(1, 99)}.{self._rng.randint(0, 9)}"
-        return f"{amount} {self._rng.choice(WORDS['unit'])}"
-
-    def _an_adjective(self) -> str:
-        adjective = self["adjective"]
-        return f"{'an' if adjective[0] in 'aeiou' else 'a'} {adjective}"
-
-    def _party(self) -> str:
-        return self._rng.choice(_PARTIES)
-
-    def _small(self) -> int:
-        return self._rng.randint(2, 99)
-
-    def _digit(self) -> int:
-        return self._rng.randint(1, 9)
+            if not self._unused.get(field):
+                self._unused[field] = rng.sample(self._words[field], len(self._words[field]))
+            self._last[field] = self._unused[field].pop()
+            return self._last[field]
+        composed: Mapping[str, Callable[[], object]] = {
+            "office": lambda: f"{self['sector']} {self['body']}",
+            "total": lambda: int(self._last["count"]) + rng.randint(5, 400),
+            "later_year": lambda: int(self._last["year"]) + rng.randint(1, 9),
+            "money": lambda: f"${rng.randint(1, 99)}.{rng.randint(0, 9)} {rng.choice(WORDS['unit'])}",
+            "party": lambda: rng.choice(_PARTIES),
+            "small": lambda: rng.randint(2, 99),
+            "digit": lambda: rng.randint(1, 9),
+        }
+        if field == "an_adjective":
+            adjective = self["adjective"]
+            return f"{'an' if adjective[0] in 'aeiou' else 'a'} {adjective}"
+        return str(composed[field]())
 
 
 def _deal_words(rng: random.Random) -> tuple[_Words, _Words]:
