@@ -373,7 +373,7 @@ async def serve_some(metrics: EngineMetrics) -> tuple[list[RequestOutput], int, 
     common = {"model": "demo", "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 512}
     speculation = {"strategy": "static", "skip": [2, 5], "max_draft_tokens": 3}
     metered = MeteredEngine(load_llm(make_settings(flags=common | speculation).engine), metrics)
-    updating = asyncio.create_task(keep_updated(metrics, metered, every_s=0.05))
+    updating = asyncio.create_task(keep_updated(metrics, metered.client, every_s=0.05))
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     try:
         prompts = [metered.tokens(f"The report of the year {year} says") for year in range(4)]
@@ -385,14 +385,14 @@ async def serve_some(metrics: EngineMetrics) -> tuple[list[RequestOutput], int, 
         await anext(leaving)
         await leaving.aclose()
         deadline = time.monotonic() + 10
-        while metered.load.num_running:
+        while metered.client.load.num_running:
             assert time.monotonic() < deadline, "a request that was left goes on"
             await asyncio.sleep(0.01)
     finally:
         metered.stop()
         updating.cancel()
         await asyncio.gather(updating, return_exceptions=True)
-    return outputs, sum(bool(piece.outputs[0].token_ids) for piece in pieces if piece.outputs), metered.stats
+    return outputs, sum(bool(piece.outputs[0].token_ids) for piece in pieces if piece.outputs), metered.client.stats
 
 
 async def scrape_until(total_s: float, deadline_s: float) -> dict[str, Metric]:
