@@ -7,7 +7,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -217,27 +217,6 @@ def test_chunks_end_at_stop_strings_as_the_answer_does(engine: AsyncEngine, incl
     assert choices[0].text == text[: text.index(stop)] + stop * include
 
 
-def test_prompts_run_at_the_same_time(engine: AsyncEngine) -> None:
-    request = parsed(TEXT, prompt=["Fee 5", "In May", "The report"], n=2, max_tokens=16, ignore_eos=True, **SAMPLED)
-    indices = [chunk["choices"][0]["index"] for chunk in run(chunks_of(request, engine))]
-    ends = [len(indices) - 1 - indices[::-1].index(index) for index in range(6)]
-    assert max(indices.index(index) for index in range(6)) < min(ends)
-
-
-def test_what_drafting_did_is_told_when_asked_for(engine: AsyncEngine) -> None:
-    request = parsed(CHAT, return_spec_decode_metrics=True)
-    whole = plain_body(run(respond(request, engine, SERVED, **STAMP)))
-    *chunks, end = run(chunks_of(request, engine))
-    assert not any("metrics" in chunk for chunk in chunks)
-    assert (end["choices"], end["metrics"]) == ([], whole["metrics"])
-    check_official(end)
-    metrics = whole["metrics"]
-    assert metrics["num_draft_tokens"] >= metrics["num_accepted_draft_tokens"] > 0
-    assert metrics["num_spec_steps"] > 0
-    # The first token comes of the prompt, each round gives one beside the accepted ones.
-    assert whole["usage"]["completion_tokens"] >= metrics["num_accepted_draft_tokens"] + metrics["num_spec_steps"]
-
-
 @pytest.mark.parametrize(
     ("changes", "status", "code"),
     [
@@ -359,33 +338,15 @@ def test_closing_in_mid_stream_ends_all_prompts(engine: AsyncEngine) -> None:
     assert run(work()) - before < 6 * 400 // 2
 
 
-@pytest.mark.parametrize("answer", [respond, chunks_of])
-def test_cancelling_ends_all_prompts(engine: AsyncEngine, answer: Callable[..., Any]) -> None:
+def test_cancelling_ends_all_prompts(engine: AsyncEngine) -> None:
     async def work() -> None:
-        request = parsed(LONG)
-        waits = chunks_of(request, engine) if answer is chunks_of else respond(request, engine, SERVED, **STAMP)
-        task = asyncio.ensure_future(waits)
+        task = asyncio.ensure_future(respond(parsed(LONG), engine, SERVED, **STAMP))
         while engine.client.load.num_running + engine.client.load.num_waiting < 6:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await is_idle(engine)
-
-    run(work())
-
-
-def test_an_engine_that_ends_in_mid_stream_is_told() -> None:
-    engine = AsyncEngine(LLM("demo", **OPTIONS))
-
-    async def work() -> None:
-        chunks = stream(parsed(LONG), engine)
-        await anext(chunks)
-        await asyncio.to_thread(engine.stop)
-        *_, last = [part async for part in chunks]
-        assert chunks_in(last)[-1]["error"]["code"] == "engine_dead"
-        with pytest.raises(EngineDeadError):
-            await anext(stream(parsed(LONG), engine))
 
     run(work())
 

@@ -10,8 +10,6 @@ from typing import Any
 import openai.types as official
 import openai.types.chat as official_chat
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rayspec import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
@@ -112,19 +110,6 @@ def test_ids_depend_on_the_file_and_the_custom_id_only() -> None:
     assert _ids(lines, "in") == ids
     assert _ids([line_of("3", temperature=0.5)], "in") == ids[4:]
     assert not set(_ids(lines, "out")) & set(ids)
-
-
-@given(lines=st.lists(st.binary(max_size=20) | st.sampled_from([line_of("a"), line_of("b")]), max_size=8))
-def test_every_line_that_holds_something_gives_one_result(lines: list[bytes]) -> None:
-    found = read(*lines)
-    contents = [line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line for number, line in enumerate(lines)]
-    assert len(found) == sum(bool(content.strip()) for content in contents)
-    assert len(set(_ids(lines, "in"))) == len(found)
-    custom_ids = [one.custom_id for one in found if isinstance(one, BatchLine)]
-    assert len(set(custom_ids)) == len(custom_ids)
-    for one in found:
-        if isinstance(one, BatchResult):
-            assert json.loads(one.json_line())["error"]["code"]
 
 
 class ScriptedEngine:

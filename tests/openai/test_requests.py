@@ -194,6 +194,7 @@ HUGE = 15 * 2**20  # bytes
         b'{"model":"m","prompt":"x","logit_bias":{' + b",".join(b'"%d":""' % i for i in range(90_000)) + b"}}",
         b'{"model":"m","messages":[' + b'{"role":"user","content":""},' * 480_000 + b"1]}",
         b'{"model":"m","messages":[' + b"1," * (HUGE // 2) + b"1]}",
+        b'{"model":"m","prompt":"x","seed":' + b"9" * 10**6 + b"}",
         b'{"model":"m","prompt":"x","metadata":' + b"[" * (HUGE // 2) + b"]" * (HUGE // 2) + b"}",
         b'{"model":"m","prompt":"x","metadata":"' + b'\\"' * (HUGE // 2),
         b'{"model":"' + b"[{:" * (HUGE // 3) + b'","prompt":"x","n":0}',

@@ -121,20 +121,6 @@ class TestShards:
         wait_until(staged.is_idle, 10)
         assert staged.pids(REPLICA) == replicas  # Serve did not give it up meanwhile
 
-    def test_frozen_health_turns_bad_and_the_shard_is_replaced(self, staged: EndpointProcess, llm: rayspec.LLM) -> None:
-        frozen: list[int] = []
-
-        def strike() -> None:
-            frozen.append(staged.pids("ray::Shard")[0])
-            freeze(frozen[0])
-            wait_until(lambda: staged.health() == 503, 15)
-            wait_until(lambda: staged.health() == 200, BACK_S)
-
-        answers = under_load(staged, strike)
-        assert_right_or_clean(answers, llm)
-        assert frozen[0] not in staged.pids("ray::Shard")
-        assert_serves(staged, llm)
-
 
 def post(endpoint: EndpointProcess, max_tokens: int = 2) -> httpx2.Response:
     body = {"model": "demo", "prompt": "The", "max_tokens": max_tokens, "ignore_eos": True}
@@ -187,24 +173,6 @@ class TestReplicas:
         assert bad_s < BAD_S
         assert took_s < 20.0 * patience()
         wait_until(lambda: replica not in simple.pids(REPLICA), 30)
-
-    @pytest.mark.exhaustive
-    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-    def test_under_load_requests_end_right_or_clean(
-        self, simple: EndpointProcess, llm: rayspec.LLM, number: signal.Signals
-    ) -> None:
-        (replica,) = simple.pids(REPLICA)
-
-        def strike() -> None:
-            os.kill(replica, number)
-            wait_until(lambda: simple.health() == 503, 15)
-
-        answers = under_load(simple, strike)
-        assert endings(answers).get("finished", 0) < 16
-        assert_right_or_clean(answers, llm)
-        wait_until(lambda: simple.health() == 200, BACK_S)
-        wait_until(lambda: replica not in simple.pids(REPLICA), 30)
-        assert_serves(simple, llm)
 
     @pytest.mark.exhaustive
     def test_a_busy_machine_kills_nobody(self, simple: EndpointProcess) -> None:

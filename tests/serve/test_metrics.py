@@ -312,17 +312,6 @@ def test_what_a_strategy_says_of_drafting_becomes_few_labels() -> None:
     assert not [label for label in labels if re.search(r"\d", label)]
 
 
-def test_the_number_of_reasons_is_bounded() -> None:
-    recording = Recording()
-    metrics = EngineMetrics(recording.record)
-    for number in range(100):
-        word = "".join(chr(ord("a") + int(digit)) for digit in str(number))
-        metrics.update(EngineStats(gate_reason=f"drafting is on ({word})"), IDLE)
-    gauges = gate_gauges(recording)
-    assert len(gauges) == 18  # the gate, sixteen reasons, and the others
-    assert gauges["gate_info", "other"] == 1.0
-
-
 # --- the table ---
 
 

@@ -65,7 +65,6 @@ def test_keys_come_from_the_environment_too() -> None:
     ("args", "words"),
     [
         ({}, ["llm_configs", "missing"]),
-        ({"llm_configs": []}, ["llm_configs"]),
         ({"llm_configs": [model(), model()]}, ["'m'", "2 of llm_configs"]),
         ({"llm_configs": [model()], "api_key": []}, ["'api_key'", "'api_keys'"]),
         ({"llm_configs": [{"model_loading_config": {"model": "x"}}]}, ["llm_configs.0", "model_loading_config"]),
@@ -85,7 +84,6 @@ def test_keys_come_from_the_environment_too() -> None:
         ),
         ({"llm_configs": ["absent.yaml"]}, ["absent.yaml", "cannot be read"]),
         ({"llm_configs": [model()], "cors": ["app.example"]}, ["'cors'", "'app.example'", "https://app.example"]),
-        ({"llm_configs": [model()], "cors": ["https://app.example/path"]}, ["'cors'", "an origin"]),
     ],
 )
 def test_what_is_wrong_is_named_with_a_remedy(args: dict[str, Any], words: list[str]) -> None:
@@ -123,13 +121,9 @@ def test_serve_gets_the_options_of_a_deployment() -> None:
     ("deployment", "words"),
     [
         ({"max_ongoing_request": 3}, ["'deployment_config'", "'max_ongoing_request'", "'max_ongoing_requests'"]),
-        ({"name": "mine"}, ["'deployment_config'", "'name'"]),
         ({"autoscaling_config": {"max_replica": 3}}, ["'deployment_config.autoscaling_config'", "'max_replicas'"]),
         ({"autoscaling_config": {"min_replicas": 3, "max_replicas": 2}}, ["min_replicas (3)", "max_replicas (2)"]),
-        ({"autoscaling_config": {"max_replicas": "many"}}, ["deployment_config", "max_replicas", "valid integer"]),
-        ({"num_replicas": 2, "autoscaling_config": {"min_replicas": 1}}, ["num_replicas", "autoscaling_config"]),
         ({"ray_actor_options": {"num_gpu": 3}}, ["deployment_config", "'num_gpu'", "num_gpus"]),
-        ({"health_check_period_s": -1}, ["deployment_config", "health_check_period_s", "greater than 0"]),
     ],
 )
 def test_what_serve_would_ignore_or_refuse_is_named(deployment: dict[str, Any], words: list[str]) -> None:
