@@ -14,12 +14,11 @@ from rayspec.types import EngineStats, PlanRecord
 BASELINE, HF = "ar", "hf"
 
 _LEAST_S = 1e-9  # lower bound of divisors
-_SPEED = ("strategy", "tokens/s", "min to max", "vs ar", "vs hf", "all/s", "vs ar", "vs hf", "identical")
-_WORK = ("strategy", "acceptance", "tokens a round", "predicted", "measured", "draft", "verify", "search")
-_NOTE = (
-    "tokens/s: decoding; all/s: with prompts; predicted, measured: of one sequence; draft, verify, search: shares of "
-    "the engine's time"
+_HEADINGS = (
+    *("strategy", "tokens/s", "min to max", "vs ar", "vs hf", "all/s", "vs ar", "vs hf"),
+    *("acceptance", "tokens a round", "identical"),
 )
+_NOTE = "tokens/s: decoding; all/s: with prompts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +130,7 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, nu
 
 
 def bench_markdown(result: Mapping[str, Any]) -> str:
-    """Return a page with command and hardware, all speed-ups in one table, and two tables for each workload."""
+    """Return a page with command and hardware, all speed-ups in one table, and a table for each workload."""
     environment, options, workloads = result["environment"], result["options"], result["workloads"]
     width = f" made {options['widen']} times as wide" if options["widen"] > 1 else ""
     where = (
@@ -157,8 +156,7 @@ def bench_markdown(result: Mapping[str, Any]) -> str:
         left_out = f", {workload['num_left_out']} longer ones left out" if workload["num_left_out"] else ""
         prompts = f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens{left_out}."
         lines += ["", f"## {workload['name']}", "", prompts, ""]
-        lines += [markdown_table(_SPEED, map(_speed_cells, rows), num_left=1), ""]
-        lines += [markdown_table(_WORK, map(_work_cells, rows), num_left=1)]
+        lines += [markdown_table(_HEADINGS, map(_cells, rows), num_left=1)]
     return "\n".join([*lines, "", f"{_NOTE}.", ""])
 
 
@@ -176,7 +174,8 @@ def _speedup_rows(workloads: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def _speed_cells(row: Mapping[str, Any]) -> list[str]:
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    acceptance, length = row["acceptance_rate"], row["mean_accepted_length"]
     return [
         row["strategy"],
         f"{row['tokens_per_s']:.1f}",
@@ -184,24 +183,11 @@ def _speed_cells(row: Mapping[str, Any]) -> list[str]:
         *(_times(row[key]) for key in ("speedup_vs_ar", "speedup_vs_hf")),
         f"{row['end_to_end_tokens_per_s']:.1f}",
         *(_times(row[key]) for key in ("end_to_end_speedup_vs_ar", "end_to_end_speedup_vs_hf")),
+        "-" if acceptance is None else f"{100 * acceptance:.1f} %",
+        "-" if length is None else f"{length:.1f}",
         f"{row['identical']} of {row['total']}",
-    ]
-
-
-def _work_cells(row: Mapping[str, Any]) -> list[str]:
-    numbers = [row[key] for key in ("mean_accepted_length", "predicted_tpt", "measured_tpt")]
-    shares = [row[key] for key in ("draft_share", "verify_share", "optimise_share")]
-    return [
-        row["strategy"],
-        _percent(row["acceptance_rate"]),
-        *("-" if number is None else f"{number:.1f}" for number in numbers),
-        *map(_percent, shares),
     ]
 
 
 def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"

@@ -102,14 +102,6 @@ def test_the_rate_of_decoding_is_that_of_the_rounds() -> None:
     assert run.seconds == run.prefill_s + num_decoded
 
 
-def test_a_piece_is_a_step(plain: Engine) -> None:
-    """Two prompts at a time: the second is there after the first piece at the latest, the third when one has ended."""
-    written = list(Ours(plain).write(PROMPTS, 6))
-    assert written == sorted(written)
-    assert written[-1] == 3 * 6
-    assert len(written) >= 2 * 6
-
-
 def test_others_may_run_between_two_pieces(plain: Engine) -> None:
     contenders = [Ours(plain), Ours(like(plain, "layerskip"))]
     alone = [finish(contender.write(PROMPTS, 12)) for contender in contenders]
@@ -121,18 +113,6 @@ def test_others_may_run_between_two_pieces(plain: Engine) -> None:
         run = finish(writing)
         assert run.token_ids == before.token_ids
         assert 0 < run.prefill_s < run.seconds
-
-
-def test_what_was_done_counts_from_when_it_was_warm(plain: Engine) -> None:
-    contender = Ours(like(plain, "layerskip"))
-    finish(contender.write(PROMPTS, 30))
-    contender.warm_up(PROMPTS, 8)
-    assert contender.used.num_rounds == contender.used.num_draft_tokens == contender.used.total_s == 0
-    run = finish(contender.write(PROMPTS, 10))
-    used = contender.used
-    assert used.num_rounds + used.num_accepted_tokens == 3 * 9
-    assert used.num_draft_tokens > 0
-    assert used.total_s == pytest.approx(run.seconds)
 
 
 def test_plans_count_from_when_it_was_warm(plain: Engine) -> None:

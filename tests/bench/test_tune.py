@@ -12,13 +12,11 @@ from typer.testing import CliRunner
 
 import rayspec
 from rayspec import demo
-from rayspec.bench.run import model_folder
 from rayspec.bench.tune import TuneOptions, calibration_prompts
 from rayspec.bench.workloads import demo_prompts
 from rayspec.choices import SKIP
 from rayspec.cli import app
 from rayspec.config import EngineConfig, TuningOptions
-from rayspec.model.fingerprint import weights_fingerprint
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.types import ConfigError
 
@@ -150,12 +148,3 @@ def test_calibration_prompts_are_not_those_of_benchmarks(llm: rayspec.LLM) -> No
         for seed in range(4):
             benched = demo_prompts(llm, domain, context=300, num_prompts=8, seed=seed)
             assert not {tuple(prompt) for prompt in prompts} & {tuple(prompt) for prompt in benched}
-
-
-def test_a_widened_model_has_the_same_weights_every_time() -> None:
-    config = EngineConfig(model="demo", dtype="bfloat16")
-    fingerprints = []
-    for _ in range(2):
-        with model_folder(config, 2) as folder:
-            fingerprints.append(weights_fingerprint(config.replace(model=folder)))
-    assert fingerprints[0] == fingerprints[1] != weights_fingerprint(config.replace(model=demo.model_path()))

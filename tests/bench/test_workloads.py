@@ -14,11 +14,10 @@ from rayspec.bench.workloads import (
     Workload,
     WorkloadOptions,
     demo_prompts,
-    file_documents,
     make_workloads,
     read_questions,
 )
-from rayspec.types import ConfigError, RayspecError
+from rayspec.types import ConfigError
 from tests.demo_model import demo_tokenizer
 
 
@@ -53,11 +52,6 @@ class TestDemo:
             assert max(lengths) <= context
             if name in ("summary", "question"):  # the others have an end
                 assert max(lengths) > 0.75 * context
-
-    def test_prompts_are_the_bundled_model_s_own_words(self) -> None:
-        (prompt,) = demo_prompts(LLM, "ledger", context=200, num_prompts=1)
-        assert text(prompt).startswith("<|document|>Row 1:")
-        assert text(prompt).endswith("<|user|>Write the rows as sentences.<|assistant|>")
 
     def test_other_models_are_asked_like_a_user(self) -> None:
         asked = []
@@ -152,12 +146,6 @@ class TestInputs:
             (tmp_path / folder / "docs.txt").write_text("A document.", encoding="utf-8")
         with pytest.raises(ConfigError, match="two workloads named 'docs'"):
             make(str(tmp_path / "a" / "docs.txt"), str(tmp_path / "b" / "docs.txt"))
-
-    def test_what_is_wrong_with_a_document_is_raised(self, tmp_path: Path) -> None:
-        (tmp_path / "docs.jsonl").write_text('{"text": "A."}\n{"text": ""}\n', encoding="utf-8")
-        assert len(file_documents(str(tmp_path / "docs.jsonl"), 1)) == 1
-        with pytest.raises(RayspecError, match="nothing to work on"):
-            file_documents(str(tmp_path / "docs.jsonl"), 2)
 
     @pytest.mark.parametrize(
         ("changes", "message"),

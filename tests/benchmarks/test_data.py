@@ -35,12 +35,6 @@ def test_ratios_are_of_the_same_repeat() -> None:
     assert (through.seconds, through.first_row_s) == (2.0, 1.5)
 
 
-def test_texts_that_differ_or_are_missing_are_counted() -> None:
-    assert [(row.identical, row.total) for row in data_rows(SAMPLES)] == [(6, 6), (5, 6)]
-    lost = {BARE: SAMPLES[BARE][:1], RAY_DATA: [sample(1.0, 0.1, "a")]}
-    assert [(row.identical, row.total) for row in data_rows(lost)] == [(2, 2), (1, 2)]
-
-
 ROW = Row(id="a", text="text", num_output_tokens=3)
 
 
@@ -76,8 +70,3 @@ def test_a_row_that_fails_cannot_be_measured() -> None:
     failed = replace(ROW, error="it is gone", error_kind="engine")
     with pytest.raises(ConfigError, match="row 'a' failed, and only rows that succeed can be measured: it is gone"):
         timed(lambda: [ROW, failed])
-
-
-def test_one_strategy_at_a_time() -> None:
-    with pytest.raises(ConfigError, match="one at a time"):
-        run_data_bench(options(strategies=("ar", "knapspec")), lambda line: None)

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
-from rayspec.ops.plan.gpus import KNOWN_GPUS
+from benchmarks.roofline import ACCELERATORS, SHAPES, ideal_latency
 
 H200 = ACCELERATORS["H200"]
 
 
-@pytest.mark.parametrize("name", ["Llama-3.2-3B", "Qwen3-4B"])
+@pytest.mark.parametrize("name", ["Qwen3-4B"])
 def test_a_shape_weighs_what_the_built_model_does(name: str) -> None:
     """But for norms, which `ModelShape` leaves out."""
     import torch  # noqa: PLC0415 - the other tests need neither
@@ -36,19 +35,11 @@ def test_a_shape_weighs_what_the_built_model_does(name: str) -> None:
     assert shape.num_parameters == pytest.approx(sizes.num_parameters, rel=1e-3)
 
 
-def test_bandwidths_are_those_of_placement() -> None:
-    known = {gpu.label: gpu.bandwidth_gb_s for gpu in KNOWN_GPUS}
-    for name, label in (("A100", "A100-80G"), ("H100", "H100-80G"), ("H200", "H200-141G")):
-        assert ACCELERATORS[name].bytes_per_s == known[label] * 1e9
-
-
 @pytest.mark.parametrize(
     ("name", "bytes_per_weight", "milliseconds"),
     [
         ("Llama-3.1-8B", 2, (3.2, 3.6, 6.7)),
         ("Llama-3.1-8B", 1, (1.7, 2.1, 5.3)),
-        ("Qwen3-32B", 2, (13.4, 14.2, 20.5)),
-        ("Llama-3.1-70B", 2, (29.0, 30.1, 37.9)),
         ("Llama-3.1-405B", 2, (168, 170, 182)),
     ],
 )
@@ -57,12 +48,3 @@ def test_steps_of_plain_decoding(name: str, bytes_per_weight: float, millisecond
     latency = ideal_latency(SHAPES[name], H200, bytes_per_weight=bytes_per_weight)
     steps = [1000 * latency.decode_step_s(context=context, batch=1) for context in (1024, 16384, 131072)]
     assert steps == pytest.approx(milliseconds, rel=0.02)
-
-
-def test_the_reference_path_makes_attention_the_heavy_one() -> None:
-    for name, ideal, reference in (("Llama-3.1-8B", 0.39, 1.88), ("Llama-3.1-70B", 0.25, 0.92)):
-        by_kernels = ideal_latency(SHAPES[name], H200)
-        by_reference = reference_latency(SHAPES[name], H200, context=12_800)
-        for latency, ratio in ((by_kernels, ideal), (by_reference, reference)):
-            attention, mlp = latency.sublayers_s(rows=1, context=12_800, batch=1)[:2].tolist()
-            assert attention / mlp == pytest.approx(ratio, abs=0.01)

@@ -26,7 +26,6 @@ from rayspec.ops.doctor.machine import (
     Gpus,
     check_gpus,
     check_memory,
-    check_nccl,
     check_open_files,
     check_packages,
     check_ray_folder,
@@ -232,7 +231,7 @@ def _findings(nodes: Sequence[Node], model: str | None) -> list[Finding]:
             remedy = "is rayspec installed there, in the environment that Ray was started in?"
             findings.append(problem(node.name, one.reason, remedy))
         else:
-            own = [*one.findings, check_gpus(one.gpus), check_nccl(one.gpus)]
+            own = [*one.findings, check_gpus(one.gpus)]
             own += [check_model(one.model)] if one.model is not None else []
             findings += [replace(finding, name=f"{node.name}: {finding.name}") for finding in own]
             findings.append(check_counted_gpus(node, one))

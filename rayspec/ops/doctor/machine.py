@@ -7,10 +7,9 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -33,9 +32,6 @@ _FULL, _NEARLY_FULL = 0.95, 0.9
 _LONGEST_RAY_FOLDER = 35
 _LEAST_MEMORY = 2 * _GIB
 _FEW_FILES, _ENOUGH_FILES = 1024, 65536
-# Programs that listen at these ports by default.
-PORTS = {6379: "Ray's head", 8265: "Ray's dashboard", 10001: "Ray's client server", 8000: "rayspec serve"}
-_CONNECT_TIMEOUT_S = 0.2
 _LOOK_TIMEOUT_S = 60.0
 _QUERY = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
 
@@ -127,20 +123,6 @@ def check_open_files(limit: int | None = None) -> Finding:
     return warning("open files", found, f"{remedy}: large clusters need more")
 
 
-def check_ports(ports: Mapping[int, str] | None = None) -> Finding:
-    """Check that nothing listens yet at the default ports."""
-    taken = []
-    for port, name in (PORTS if ports is None else ports).items():
-        with socket.socket() as caller:
-            caller.settimeout(_CONNECT_TIMEOUT_S)
-            if caller.connect_ex(("127.0.0.1", port)) == 0:
-                taken.append(f"{port} ({name})")
-    if not taken:
-        return ok("ports", "all free that are used by default")
-    remedy = "all is well if these are your own Ray and endpoint; otherwise end what listens there, or choose others"
-    return warning("ports", f"taken: {', '.join(taken)}", remedy)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
     """GPUs of a machine. names, driver: from nvidia-smi. num_usable, torch, cuda, has_nccl: from torch; `cuda` is None
@@ -180,15 +162,14 @@ def inspect_gpus(*, hidden_too: bool = False) -> Gpus:
 
 
 def check_gpus(gpus: Gpus) -> Finding:
-    """Check that torch can use all GPUs of the driver."""
+    """Check that torch can use all GPUs of the driver, and includes NCCL."""
     if not gpus.names:
         remedy = "reinstall the NVIDIA driver; in a container, its toolkit and --gpus all"
         return problem("GPUs", gpus.error, remedy) if gpus.error else skipped("GPUs", "no GPU")
     found = f"{len(gpus.names)} x {'/'.join(dict.fromkeys(gpus.names))}, driver {gpus.driver}"
-    if gpus.error:
-        return problem("GPUs", f"{found}; {gpus.error}", "reinstall torch")
-    if gpus.cuda is None:
-        return problem("GPUs", f"{found}; torch {gpus.torch} is a build for the CPU", "install torch's build for CUDA")
+    if gpus.error or gpus.cuda is None:
+        why = gpus.error or f"torch {gpus.torch} is a build for the CPU"
+        return problem("GPUs", f"{found}; {why}", "install torch's build for CUDA")
     found += f", torch {gpus.torch} for CUDA {gpus.cuda}"
     if gpus.num_usable == 0:
         remedy = (
@@ -199,16 +180,9 @@ def check_gpus(gpus: Gpus) -> Finding:
     if gpus.num_usable < len(gpus.names):
         found += f", which sees {gpus.num_usable} of them"
         return warning("GPUs", found, "unset CUDA_VISIBLE_DEVICES, unless it is meant")
+    if not gpus.has_nccl:
+        return problem("GPUs", f"{found}, without NCCL", "install torch's build for CUDA: shards on GPUs need NCCL")
     return ok("GPUs", found)
-
-
-def check_nccl(gpus: Gpus) -> Finding:
-    """Check that torch includes NCCL."""
-    if not gpus.names:
-        return skipped("NCCL", "no GPU")
-    if gpus.has_nccl:
-        return ok("NCCL", "in torch")
-    return problem("NCCL", f"torch {gpus.torch} has none", "install torch's build for CUDA: shards on GPUs need NCCL")
 
 
 def _reason(error: Exception) -> str:
@@ -219,9 +193,8 @@ def _reason(error: Exception) -> str:
 
 def check_machine() -> list[Finding]:
     """Run the checks that need neither torch nor ray."""
-    gpus = inspect_gpus()
-    checks = (check_packages, check_cpu, check_memory, check_shared_memory, check_ray_folder)
-    return [*(check() for check in checks), check_open_files(), check_ports(), check_gpus(gpus), check_nccl(gpus)]
+    checks = (check_packages, check_cpu, check_memory, check_shared_memory, check_ray_folder, check_open_files)
+    return [*(check() for check in checks), check_gpus(inspect_gpus())]
 
 
 def check_dtype() -> Finding:

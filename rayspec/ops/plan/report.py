@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,6 @@ _GIB = 2**30
 _NUM_SHOWN = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flags:
-    """Flags for a layout.
-
-    engine: flags of jobs, `rayspec serve` and all other commands that make an engine. python: arguments of
-    `rayspec.LLM` after the model. placement: flags of `rayspec placement`, which shows the first copy. render: flags of
-    `rayspec k8s render`; None for copies on different kinds of GPUs, which Ray could not tell apart.
-    """
-
-    engine: str
-    python: str
-    placement: str
-    render: str | None
-
-
 def make_plan(config: PretrainedConfig, options: PlanOptions) -> Ranking:
     """Rank all layouts, and keep those to show. Raises ConfigError, UnsupportedModelError."""
     profile, key = load_profile(options.profile) if options.profile else (None, {})
@@ -50,8 +35,13 @@ def make_plan(config: PretrainedConfig, options: PlanOptions) -> Ranking:
     )
 
 
-def flags_of(layout: Layout, options: PlanOptions) -> Flags:
-    """Return flags that make this layout. options: with a context."""
+def flags_of(layout: Layout, options: PlanOptions) -> dict[str, str | None]:
+    """Return flags that make this layout. options: with a context.
+
+    engine: of jobs, `rayspec serve` and all other commands that make an engine. python: arguments of `rayspec.LLM`
+    after the model. placement: of `rayspec placement`, which shows the first copy. render: of `rayspec k8s render`;
+    None for copies on different kinds of GPUs, which Ray could not tell apart.
+    """
     dtype = {} if options.dtype == "auto" else {"dtype": options.dtype}
     engine: dict[str, Any] = {"max_model_len": options.num_tokens, "max_num_seqs": layout.concurrency}
     if options.max_num_batched_tokens != EngineConfig.model_fields["max_num_batched_tokens"].default:
@@ -69,12 +59,12 @@ def flags_of(layout: Layout, options: PlanOptions) -> Flags:
     def joined(values: dict[str, Any]) -> str:
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
 
-    return Flags(
-        engine=joined(engine | layout.parallel),
-        python=", ".join(f"{name}={value!r}" for name, value in arguments.items()),
-        placement=joined(copy | weights),
-        render=joined(copy | copies) if len(layout.groups) == 1 else None,
-    )
+    return {
+        "engine": joined(engine | layout.parallel),
+        "python": ", ".join(f"{name}={value!r}" for name, value in arguments.items()),
+        "placement": joined(copy | weights),
+        "render": joined(copy | copies) if len(layout.groups) == 1 else None,
+    }
 
 
 def plan_table(plan: Ranking) -> Group:
@@ -94,10 +84,10 @@ def plan_table(plan: Ranking) -> Group:
         table.add_row(*_cells(candidate, options.price))
     flags = flags_of(best, options)
     pasted = {
-        "jobs, rayspec serve": flags.engine,
-        "Python": f"LLM(MODEL, {flags.python})",
-        "rayspec placement": flags.placement,
-        "rayspec k8s render": flags.render or "not possible: the copies are on unlike GPUs",
+        "jobs, rayspec serve": flags["engine"],
+        "Python": f"LLM(MODEL, {flags['python']})",
+        "rayspec placement": flags["placement"],
+        "rayspec k8s render": flags["render"] or "not possible: the copies are on unlike GPUs",
     }
     return Group(
         f"recommended for {options.goal}: {best.title}; for {options.concurrency} sequences at once, of "
@@ -135,7 +125,7 @@ def save_plan(plan: Ranking, path: Path) -> None:
         "measured_on": plan.measured_on,
         "num_layouts_that_do_not_fit": len(plan.others),
         "missing_bytes": plan.missing_bytes,
-        "flags": asdict(flags_of(plan.best, plan.options)) if plan.fits else None,
+        "flags": flags_of(plan.best, plan.options) if plan.fits else None,
         "candidates": candidates,
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.device.counting import meta_layer, share_of, step_ledger
+from benchmarks.device.counting import meta_layer, step_ledger
 from benchmarks.device.launches import Launch
 from benchmarks.device.models import PassShape, prepare, random_model, split
 from benchmarks.device.predictions import predictions_page
@@ -38,15 +38,6 @@ def test_a_step_reads_every_weight_once(name: str) -> None:
     weights = 2 * (shape.num_parameters - shape.head_parameters)  # the embedding gives one row
     assert 1 <= step_ledger(shape, 1).num_bytes / weights < 1.01
     assert step_ledger(shape, 1).kv_bytes_per_place == shape.num_layers * shape.kv_bytes_per_token
-
-
-def test_ranks_share_all_but_norms() -> None:
-    large = SHAPES["Llama-3.1-70B"]
-    one, eight = step_ledger(large, 1), step_ledger(large, 1, num_ranks=8)
-    assert 7.8 < one.num_bytes / eight.num_bytes <= 8
-    assert one.kv_bytes_per_place == 8 * eight.kv_bytes_per_place
-    assert eight.num_all_reduces == 2 * large.num_layers
-    assert share_of(large, 8).num_kv_heads == 1
 
 
 def test_the_page_of_predictions_is_what_the_module_prints() -> None:

@@ -4,26 +4,11 @@ import pytest
 import torch
 
 from benchmarks.device import host_reads
-from benchmarks.device.host_reads import ReadCounter, check_host_reads
+from benchmarks.device.host_reads import check_host_reads
 from rayspec.bench.selfcheck import SelfcheckOptions
 from rayspec.decode import head
 
 CPU = torch.device("cpu")
-
-
-def test_every_way_to_read_counts_once() -> None:
-    numbers, mask = torch.ones(3), torch.tensor([True, False, True])
-    with ReadCounter(CPU) as counter:
-        numbers.tolist()
-        numbers[0].item()
-        bool(numbers[0])
-        int(numbers[0])
-        numbers[mask]
-        numbers.numpy()
-        numbers.nonzero()
-        numbers[1:].add_(1).sum()
-    expected = ("tolist", "item", "__bool__", "__int__", "__getitem__", "numpy", "nonzero")
-    assert counter.counts == dict.fromkeys(expected, 1)
 
 
 def test_rounds_of_the_bundled_model() -> None:

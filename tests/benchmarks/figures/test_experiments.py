@@ -10,8 +10,6 @@ import pytest
 
 import rayspec
 from benchmarks.figures.runs import TimedStrategy, latency_of, local_engine, take_turns
-from benchmarks.figures.skips import run_skips
-from benchmarks.figures.sweeps import run_thresholds
 from benchmarks.figures.tpt import Estimates, context_of, predict, run_tpt
 from rayspec.choices import FULL, Choices, choices_of
 from rayspec.decode.strategy import BatchState, RoundPlan
@@ -98,37 +96,3 @@ def test_every_plan_runs_at_every_length(llm: rayspec.LLM, prompts: list[list[in
         assert point.tpt_as_accepted > point.predicted_tpt or point.observed_acceptance < point.estimated_acceptance
     assert [point.observed_acceptance for point in found.points[2:4]] == [1.0, 1.0]
     assert found.points[0].observed_acceptance < 1.0
-
-
-def test_plans_in_use_are_counted_by_context(llm: rayspec.LLM) -> None:
-    def prompts_of(context: int) -> list[list[int]]:
-        return [prompt[:context] for prompt in demo_prompts(1, 40)]
-
-    found = run_skips(llm, prompts_of, contexts=(100, 300), interval=8, max_tokens=60)
-    assert [one.context for one in found.by_context] == [100, 300]
-    for one in found.by_context:
-        assert one.num_plain_tokens >= 8, "the first search needs its captured tokens"
-        assert 0 < one.num_plain_tokens + sum(plan.num_tokens for plan in one.plans) <= 59
-    drafted = [one for one in found.by_context if one.plans]
-    assert drafted, "the demo model drafts for itself"
-    for one in drafted:
-        assert 0 <= (one.attention_skipped or 0) <= 1
-        assert all(plan.choices.count(FULL) < len(plan.choices) for plan in one.plans)
-    assert found.by_context[1].attention_s > found.by_context[0].attention_s
-    assert found.by_context[1].mlp_s == found.by_context[0].mlp_s
-
-
-def test_drafts_get_shorter_with_the_threshold(llm: rayspec.LLM, prompts: list[list[int]]) -> None:
-    found = run_thresholds(llm, given(EARLY, MOST, num_agreed=16), prompts, thresholds=(1.0, 0.0, 0.6), max_tokens=30)
-    settings = found.thresholds.settings
-    assert found.choices == EARLY, "with equal acceptance the plan that skips more has the higher predicted TPT"
-    assert [one.value for one in settings] == [0.0, 0.6, 1.0]
-    lengths = [one.mean_draft_length for one in settings]
-    assert 5 < lengths[0] <= 6
-    assert lengths[0] > lengths[1] > lengths[2]
-    assert 0.9 < lengths[2] < 1.2, "a token of probability 1 is not below the threshold"
-    assert (settings[2].acceptance or 0) >= (settings[0].acceptance or 0)
-    assert {one.num_searches for one in (*settings, found.thresholds.own)} == {0}
-    assert found.thresholds.own.value is None
-    assert found.thresholds.own.mean_draft_length > 0
-    assert found.thresholds.best in settings

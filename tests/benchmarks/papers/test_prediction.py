@@ -6,14 +6,12 @@ import pytest
 
 from benchmarks.papers.prediction import (
     best_length,
-    draft_cost,
     needed_acceptance,
     needed_cost,
     oracle_gain,
     relative_gain,
     relative_latency,
 )
-from benchmarks.roofline import ACCELERATORS, SHAPES, ideal_latency, reference_latency
 from rayspec.choices import FULL, SKIP
 from rayspec.planning.learning import StopRule
 
@@ -33,20 +31,6 @@ def test_the_best_gain_for_a_cost_and_its_length(skipped: float) -> None:
         decision = best_length(relative_latency(1 - skipped), (FULL, SKIP), acceptance, context=0, max_draft_tokens=18)
         assert decision.predicted_gain == pytest.approx(gain, abs=0.01)
         assert decision.num_draft_tokens == length
-
-
-def test_only_the_cost_matters_while_a_verify_costs_a_plain_step() -> None:
-    """So a need can be solved for without the latency model."""
-    shape, context = SHAPES["Llama-3.1-8B"], 12_800
-    choices = (FULL, FULL, SKIP, SKIP) * (shape.num_layers // 2)
-    for latency in (
-        ideal_latency(shape, ACCELERATORS["H100"]),
-        reference_latency(shape, ACCELERATORS["A100"], context=context),
-    ):
-        cost = draft_cost(latency, choices, context=context)
-        decision = best_length(latency, choices, 0.9, context=context, max_draft_tokens=18)
-        assert decision.predicted_gain == pytest.approx(relative_gain(cost, 0.9, max_draft_tokens=18))
-        assert 0.5 < cost < 0.6  # half of the layers, and the head
 
 
 @pytest.mark.parametrize(("acceptance", "cost"), [(0.6, 0.2), (0.944, 0.51), (0.99, 0.7), (0.9, 0.95)])

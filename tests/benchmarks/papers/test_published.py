@@ -47,14 +47,10 @@ def edited(tmp_path: Path, old: str, new: str) -> Path:
     ("old", "new", "complaint"),
     [
         (",1.43,", ",fast,", "line 2: .*fast"),
-        (",1.43,,0.935,", ",1.43,,93.5,", "line 2: .*between 0 and 1"),
         (",1.43,", ",-1.43,", "line 2: .*above 0"),
         ("A800,from,", "A800,since,", "end is 'since'"),
-        ("KnapSpec,knapspec,KnapSpec,", "KnapSpec,knapspec,KnapSpec,,,", "line 2: "),
         (",1.58,,tpt_gain,", ",,,tpt_gain,", "computed names .*tpt_gain"),
-        (",0.935,,,18,", ",0.935,,,18.5,", "line 2: .*18.5"),
         ("skip_ratio,max_draft_tokens", "max_draft_tokens,skip_ratio", "the columns must be"),
-        ("\nKnapSpec,knapspec,KnapSpec,2602.20217,table 2,", "\nKnapSpec\nKnapSpec,knapspec,", "line 2: "),
     ],
 )
 def test_a_file_that_cannot_be_is_refused_with_its_line(tmp_path: Path, old: str, new: str, complaint: str) -> None:

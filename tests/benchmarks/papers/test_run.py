@@ -78,13 +78,9 @@ def test_what_is_needed_gives_what_was_published(rows: tuple[PaperRow, ...]) -> 
     [
         ({"speedup": 1.47}, "the published acceptance and 50 % of the time skipped explain it"),
         ({"speedup": 1.90}, r"it exceeds the bound 1/\(ac \+ 1 - a\) = 1.87: more is skipped than assumed"),
-        ({"speedup": 1.70}, "drafts that end well, which may reach 1.87, or c = 0.41 explain it"),
         ({"speedup": 1.20}, r"it needs c = 0.6\d .*or an acceptance of 0.79 / 0.81 in place of 0.944"),
         ({"acceptance": None}, "They need an acceptance of 0.94 to 0.95 at c = 0.51 to 0.52"),
-        ({"acceptance": None, "speedup": 2.5}, "One figure is beyond any acceptance at the assumed c"),
-        ({"acceptance": None, "method": "del"}, "Of 1 nothing is known .* at most 0.66 of a plain one"),
         ({"acceptance": None, "speedup": 0.8, "method": "del"}, "One figure is below 1, .* 0.25 plain steps a round"),
-        ({"expected_speedup": 1.617}, "expected 10 % more than they measured"),
     ],
 )
 def test_the_sentence_says_what_the_numbers_do(changes: dict[str, object], expected: str) -> None:

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rayspec.ops.doctor.machine import Gpus, check_gpus, check_nccl, inspect_gpus
+from rayspec.ops.doctor.machine import Gpus, check_gpus, inspect_gpus
 
 TWO = Gpus(names=("H100", "H100"), driver="570.1", num_usable=2, torch="2.13.0", cuda="12.8", has_nccl=True)
 
@@ -23,7 +24,7 @@ def with_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
 def test_without_a_driver_there_is_no_gpu() -> None:
     found = inspect_gpus()
     assert found == Gpus()
-    assert check_gpus(found).status == check_nccl(found).status == "skipped"
+    assert check_gpus(found).status == "skipped"
     assert "no GPU" in check_gpus(found).found
 
 
@@ -58,6 +59,7 @@ def test_a_driver_without_a_gpu_is_none(tmp_path: Path, monkeypatch: pytest.Monk
         (Gpus(names=("H100",), driver="1", num_usable=0, torch="2+cpu"), "problem", "build for the CPU"),
         (Gpus(names=("A", "B"), driver="1", num_usable=1, torch="2", cuda="12"), "warning", "sees 1 of them"),
         (Gpus(names=("A",), driver="1", error="torch: gone"), "problem", "torch: gone"),
+        (replace(TWO, has_nccl=False), "problem", "without NCCL"),
     ],
 )
 def test_what_is_seen_is_judged(gpus: Gpus, status: str, says: str) -> None:
@@ -65,8 +67,3 @@ def test_what_is_seen_is_judged(gpus: Gpus, status: str, says: str) -> None:
     assert finding.status == status
     assert says in finding.found
     assert bool(finding.remedy) == (status != "ok")
-
-
-def test_shards_need_nccl() -> None:
-    assert check_nccl(TWO).status == "ok"
-    assert check_nccl(Gpus(names=("A",), torch="2")).status == "problem"

@@ -15,7 +15,7 @@ from rayspec import demo
 from rayspec.cli import app
 from rayspec.model.configs import read_config
 from rayspec.model.sizes import quantised_bytes
-from rayspec.ops.k8s.options import RenderOptions, read_render_options
+from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.k8s.render import manifests, render
 from rayspec.ops.k8s.sizing import GIB, ClusterPlan, plan_cluster
 from rayspec.ops.plan.options import PlacementOptions
@@ -139,12 +139,6 @@ def test_a_service_scales_pods_and_replicas_alike() -> None:
     assert llm_config(**options)["engine_kwargs"]["parallel"]["stages"] == 16
 
 
-def test_a_large_model_has_time_to_load() -> None:
-    parallel = llm_config(**LLAMA_405B, gpus="16xH100-80G", stages=16, concurrency=16)["engine_kwargs"]["parallel"]
-    assert 3000 < parallel["start_timeout_s"] < 3600  # 812 GB at 250 MB/s
-    assert llm_config(**LLAMA_70B, **EIGHT_RANKS)["engine_kwargs"]["parallel"]["start_timeout_s"] == 600
-
-
 def test_a_job_has_its_copies_in_the_engine() -> None:
     words = entrypoint(**LLAMA_70B, gpus="8xH100-80G", stages=8, replicas=2, dtype="bfloat16")
     pairs = [word for word in words[2:-1] if word != "--accept-failed-rows"]
@@ -211,14 +205,6 @@ def test_pods_reach_redis_where_it_is(address: str, peer: Manifest) -> None:
     assert open_rules(policy)
 
 
-def test_a_claim_that_exists_is_used() -> None:
-    options = service(**LLAMA_70B, **EIGHT_RANKS, models_claim="shared-models")
-    made = manifests(options, plan_cluster(options))
-    assert "PersistentVolumeClaim" not in {one["kind"] for one in made}
-    volumes = workers(made[-1])[0]["template"]["spec"]["volumes"]
-    assert {"name": "models", "persistentVolumeClaim": {"claimName": "shared-models"}} in volumes
-
-
 @pytest.mark.skipif(not has_ray_schemas(), reason="no KubeRay definitions: set KUBERAY_CRDS")
 @pytest.mark.parametrize(
     "options",
@@ -271,14 +257,6 @@ def test_other_renders_are_valid_too(options: RenderOptions) -> None:
 def test_what_cannot_be_is_refused_with_a_remedy(options: Manifest, message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         planned(**options)
-
-
-def test_flags_win_over_the_file(tmp_path: Path) -> None:
-    (tmp_path / "model.json").write_text((MODELS / "llama-3.1-70b.json").read_text(encoding="utf-8"), encoding="utf-8")
-    file = tmp_path / "options.yaml"
-    file.write_text("kind: service\nmodel: a/b\nsizes_from: model.json\ngpus: 8xH100-80G\n", encoding="utf-8")
-    options = read_render_options(file, {"gpus": "8xH200-141G", "stages": None})
-    assert (options.gpus, options.stages, options.sizes_from) == ("8xH200-141G", None, str(tmp_path / "model.json"))
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_copies_on_unlike_gpus_are_placed_each_and_not_rendered(rendered: Callab
         rendered(SMALL, "2xH200,2xA100-80G")
     with pytest.raises(ConfigError, match=r"'tensor' is 4, of the GPUs.*one kind"):
         rendered(SMALL, "2xH200,2xA100-80G", tensor=4)
-    assert flags_of(best, PlanOptions(gpus="2xH200,2xA100-80G", output_tokens=32, **LOAD)).render is None
+    assert flags_of(best, PlanOptions(gpus="2xH200,2xA100-80G", output_tokens=32, **LOAD))["render"] is None
 
 
 def test_ranks_of_a_stage_are_alike_and_share_a_node() -> None:
