@@ -11,7 +11,6 @@ from rayspec.bench.result import Sample
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.local_engine import engine_like, load_engine
-from rayspec.types import PromptTooLongError
 from tests.engines import RowClock, engine_with
 from tests.families import WHOLE_FAMILIES, checkpoint, parts_of, ragged_prompts
 
@@ -140,8 +139,3 @@ def test_to_forget_is_to_begin_with_a_new_strategy(plain: Engine) -> None:
     strategy = plain._planner.strategy
     fixed.forget()
     assert plain._planner.strategy is strategy
-
-
-def test_a_prompt_that_fails_is_raised(plain: Engine) -> None:
-    with pytest.raises(PromptTooLongError):
-        finish(Ours(plain).write([[5] * 200], 4))

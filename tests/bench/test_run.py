@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -173,37 +172,6 @@ def test_one_that_is_behind_goes_on() -> None:
         assert written[name] == min(written.values())
         written[name] += at_once[name]
     assert min(written.values()) >= 20
-
-
-class OnOneMachine:
-    """A contender whose token takes 0.1 s, or 0.4 where the machine is slow, which it is every other minute."""
-
-    used = EngineStats()
-
-    def __init__(self, clock: list[float]) -> None:
-        self._clock = clock
-
-    def forget(self) -> None: ...
-
-    def warm_up(self, prompts: Any, max_tokens: int) -> None: ...
-
-    def write(self, prompts: Any, max_tokens: int) -> Writing:
-        seconds = 0.0
-        for num_written in range(max_tokens):
-            took = 0.4 if self._clock[0] % 120 > 60 else 0.1
-            seconds += took
-            self._clock[0] += took
-            yield num_written + 1
-        return Sample(seconds=seconds, prefill_s=0.0, token_ids=[[1] * max_tokens])
-
-
-def test_a_machine_that_changes_its_pace_is_the_same_for_all() -> None:
-    clock = [0.0]
-    contenders = {name: OnOneMachine(clock) for name in "abc"}
-    samples = run_module.take_turns(contenders, WORKLOAD, replace(options("ar"), max_tokens=500), print)
-    for repeat in zip(*samples.values(), strict=True):
-        seconds = [sample.seconds for sample in repeat]
-        assert max(seconds) < 1.03 * min(seconds)
 
 
 def rows_of(workload: dict[str, Any]) -> dict[str, dict[str, Any]]:

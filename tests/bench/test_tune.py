@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 import rayspec
 from rayspec import demo
 from rayspec.bench.tune import TuneOptions, calibration_prompts
-from rayspec.bench.workloads import demo_prompts
 from rayspec.choices import SKIP
 from rayspec.cli import app
 from rayspec.config import EngineConfig, TuningOptions
@@ -140,11 +139,3 @@ def test_domains_are_named_by_their_inputs(llm: rayspec.LLM, tmp_path: Path) -> 
     sizes = {domain: len(prompts) for domain, prompts in found.items()}
     assert sizes == {**dict.fromkeys(demo.DOMAINS, 3), "audits": 6}
     assert list(calibration_prompts(llm, options("audits=demo:summary"))) == ["audits"]
-
-
-def test_calibration_prompts_are_not_those_of_benchmarks(llm: rayspec.LLM) -> None:
-    found = calibration_prompts(llm, options("demo:all", context=300))
-    for domain, prompts in found.items():
-        for seed in range(4):
-            benched = demo_prompts(llm, domain, context=300, num_prompts=8, seed=seed)
-            assert not {tuple(prompt) for prompt in prompts} & {tuple(prompt) for prompt in benched}

@@ -91,10 +91,6 @@ class TestInputs:
         assert (short.domain, short.context, short.num_left_out) == ("summary", 200, 0)
         assert make("demo", "demo:summary") == [short]
 
-    def test_all_domains_with_all_contexts(self) -> None:
-        names = [workload.name for workload in make("demo:all", contexts=(100, 200))]
-        assert names == [f"{name}-{context}" for context in (100, 200) for name in demo.DOMAINS]
-
     def test_documents_of_a_file_are_cut_to_the_context(self, tmp_path: Path) -> None:
         rows = [{"text": f"Number {index}. " + "A long document. " * 100} for index in range(5)]
         (tmp_path / "docs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")

@@ -11,7 +11,6 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from tools.demo_model.tokenizer import load_tokenizer
 from tools.demo_model.train import (
     DepthDroppingForward,
-    TaskBatches,
     chunked_attention,
     save_atomically,
     train,
@@ -41,25 +40,6 @@ def model() -> LlamaForCausalLM:
             eos_token_id=1,
         )
     )
-
-
-def batches(seed: int = 0) -> TaskBatches:
-    return TaskBatches(load_tokenizer(), seed)
-
-
-@pytest.mark.parametrize("length", [256, 1024])
-def test_batches_teach_each_token_of_an_answer_once(length: int) -> None:
-    batch = batches().tasks(length)
-    assert batch.ids.shape == batch.positions.shape == (4096 // length, length)
-    assert torch.equal(batch.targets, batch.ids.flatten()[batch.rows + 1])
-    summary_id, assistant_id, eos_id = 3, 5, 1
-    starts = ((batch.ids == summary_id) | (batch.ids == assistant_id)).nonzero()[:, 1]
-    ends = (batch.ids == eos_id).nonzero()[:, 1]
-    assert len(starts) == len(ends) == len(batch.ids)
-    # The mark that ends a question is part of its prompt; the one that ends a document is as well.
-    assert int(batch.answered.sum()) == int((ends - starts).sum())
-    assert set(batch.weights[batch.answered].tolist()) == {1.0}
-    assert bool((batch.positions.diff(dim=1) >= 1).all())
 
 
 @pytest.mark.parametrize("length", [384, 200])

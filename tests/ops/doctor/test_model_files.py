@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rayspec.ops.doctor.model_files import ModelFiles, check_model, look_at_model
+from rayspec.ops.doctor.model_files import check_model, look_at_model
 from tests.families import checkpoint
 
 
@@ -81,8 +81,3 @@ def test_a_hub_id_that_is_not_in_the_cache_can_still_be_fetched() -> None:
     assert "hf download nobody/no-such-model" in finding.remedy
     assert check_model(look_at_model("/no/such/folder")).status == "problem"
     assert check_model(look_at_model("what is this?")).status == "problem"
-
-
-def test_errors_are_told_before_notes() -> None:
-    broken = ModelFiles(model="m", folder="/m", num_bytes=1, bytes_free=1, errors=("gone",), notes=("odd",))
-    assert "gone" in check_model(broken).found

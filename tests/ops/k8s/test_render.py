@@ -11,15 +11,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from rayspec import demo
 from rayspec.cli import app
-from rayspec.model.configs import read_config
-from rayspec.model.sizes import quantised_bytes
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.k8s.render import manifests, render
 from rayspec.ops.k8s.sizing import GIB, ClusterPlan, plan_cluster
-from rayspec.ops.plan.options import PlacementOptions
-from rayspec.ops.plan.placement import place, placed_dtype
 from rayspec.types import ConfigError
 from tests.ops.k8s.schemas import cluster_spec, has_ray_schemas, open_rules, problems, violations
 
@@ -63,21 +58,6 @@ def workers(made: Manifest) -> list[Manifest]:
 def limits(group: Manifest) -> dict[str, str]:
     found: dict[str, str] = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     return found
-
-
-def test_a_pod_of_cpus_has_memory_for_the_copies_that_drafts_run_by() -> None:
-    """By default options there are int4 copies on a CPU, and none on a GPU."""
-    for options, copies in (
-        (DEMO, ["int4"]),
-        ({"model": "demo", "context": 1024, "gpus": "1xH100-80G", "stages": 1}, []),
-    ):
-        config = read_config(str(demo.model_path()))
-        dtype = placed_dtype("auto", config)
-        alone = place(config, PlacementOptions(gpus="1xA-80G@1000", context=1024))
-        found, without = (
-            sum(stage.weight_bytes for stage in one.stages) for one in (planned(**options).placement, alone)
-        )
-        assert found - without == sum(sum(quantised_bytes(config, kind, dtype=dtype)) for kind in copies)
 
 
 def test_pods_hold_the_stages_of_the_plan() -> None:

@@ -56,11 +56,6 @@ def test_the_context_is_one_that_the_model_has(rope: dict[str, Any] | None, long
         laid_out(config(max_model_len=longest + 1), model, nodes("1xH100"), keep_max_num_seqs=False)
 
 
-def test_one_gpu_needs_no_other_process() -> None:
-    chosen = laid_out(config(max_model_len=2048), LLAMA_8B, nodes("1xH100"), keep_max_num_seqs=False)
-    assert (chosen.parallel, chosen.max_num_seqs) == (None, 32)
-
-
 def test_where_memory_is_short_fewer_sequences_run_at_once() -> None:
     chosen = laid_out(config(), LLAMA_8B, nodes("1xH100"), keep_max_num_seqs=False)
     assert (chosen.parallel, chosen.max_num_seqs, chosen.max_model_len) == (None, 16, 16384)

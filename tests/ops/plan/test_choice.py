@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from rayspec.ops.plan.report import flags_of
 from tests.cluster.commands import engine_of_job
 from tests.ops.plan.models import LLAMA_8B, llama
 
-MODELS = Path(__file__).parents[3] / "k8s" / "models"
 Shape = tuple[int, int, int, int]  # stages, ranks, copies, sequences of a copy
 
 
@@ -85,24 +83,6 @@ def test_all_three_choose_the_same(gpus: str, rendered: Callable[..., ClusterPla
     assert shape_rendered(rendered(SMALL, gpus)) == shape_of(best)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("size", ["8B", "70B", "405B"])
-def test_all_three_choose_the_same_for_large_models(size: str, rendered: Callable[..., ClusterPlan]) -> None:
-    names = {"70B": "llama-3.1-70b.json", "405B": "llama-3.1-405b.json"}
-    config = LlamaConfig.from_pretrained(MODELS / names[size]) if size in names else LLAMA_8B
-    counts = (1, 2, 3, 4, 6, 8, "2x8", 12, 16, 24, "4x8", 32, 48, 64)
-    for count, gpu, quantization in product(counts, ("H100", "H200"), (None, "fp8")):
-        gpus, usual = f"{count}x{gpu}", {"context": 16384, "concurrency": 32, "quantization": quantization}
-        best, placements = planned(config, gpus, **usual), placed(config, gpus, **usual)
-        assert [shape_placed(placement) for placement in placements] == [shape_of(best)], gpus
-        assert all(placement.fits for placement in placements) == best.fits, gpus
-        if best.fits:
-            assert shape_rendered(rendered(config, gpus, **usual)) == shape_of(best), gpus
-        else:
-            with pytest.raises(ConfigError, match="GiB are missing"):
-                rendered(config, gpus, **usual)
-
-
 def test_what_is_named_wins(rendered: Callable[..., ClusterPlan]) -> None:
     assert shape_placed(placed(SMALL, "8xH100", stages=3)[0]) == (3, 1, 1, 8)
     assert shape_placed(placed(SMALL, "8xH100", tensor=2)[0]) == (1, 2, 1, 8)
@@ -113,16 +93,6 @@ def test_what_is_named_wins(rendered: Callable[..., ClusterPlan]) -> None:
     assert shape_rendered(rendered(SMALL, "8xH100", stages=3)) == (3, 1, 1, 8)
     assert shape_rendered(rendered(SMALL, "8xH100", tensor=2)) == (1, 2, 1, 8)
     assert shape_rendered(rendered(SMALL, "8xH100", stages=3, replicas=2)) == (3, 1, 2, 8)
-
-
-@pytest.mark.parametrize("copies", [{"replicas": 2}, {"max_replicas": 2}, {"replicas": 1}])
-def test_where_copies_are_named_the_gpus_are_those_of_one(
-    copies: dict[str, int], rendered: Callable[..., ClusterPlan]
-) -> None:
-    one = rank_layouts(SMALL, PlanOptions(gpus="4xH100", output_tokens=32, **LOAD), max_replicas=1).best
-    plan = rendered(SMALL, "4xH100", **copies)
-    assert shape_rendered(plan) == (one.stages, one.tensor, copies.get("replicas", 1), 8)
-    assert planned(SMALL, "4xH100").replicas > 1, "otherwise nothing is tested"
 
 
 def test_copies_on_unlike_gpus_are_placed_each_and_not_rendered(rendered: Callable[..., ClusterPlan]) -> None:

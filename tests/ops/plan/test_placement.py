@@ -82,13 +82,6 @@ def test_405b_in_bfloat16_does_not_fit_eight_h100_but_sixteen() -> None:
     assert placed(LLAMA_405B, "16xH100-80G", tensor=8).fits
 
 
-def test_405b_in_fp8_fits_eight_h200() -> None:
-    found = placed(LLAMA_405B, "8xH200-141G", quantization="fp8")
-    assert found.fits
-    assert num_layers(found) == [21] * 6
-    assert not placed(LLAMA_405B, "8xH200-141G", quantization="fp8", stages=5).fits
-
-
 @pytest.mark.parametrize(
     ("config", "gpus", "options", "milliseconds"),
     [  # worked out apart from the code: (bytes of weights but for the embedding + KV cache) / bandwidth

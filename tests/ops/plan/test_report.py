@@ -20,9 +20,9 @@ from rayspec.cli import app
 from rayspec.command.loading import load_llm
 from rayspec.config import EngineConfig
 from rayspec.model.sizes import model_sizes
-from rayspec.ops.plan.forecast import Ranking, forecast
+from rayspec.ops.plan.forecast import Ranking, evenly_kept, forecast
 from rayspec.ops.plan.gpus import parse_gpus
-from rayspec.ops.plan.latency import EFFICIENCY, Cut, Predicted, load_profile, profiled, roofline
+from rayspec.ops.plan.latency import EFFICIENCY, Cut, Predicted, load_profile, roofline
 from rayspec.ops.plan.layouts import Layout, layouts
 from rayspec.ops.plan.options import PlanOptions
 from rayspec.ops.plan.placement import placed_dtype
@@ -171,6 +171,11 @@ def test_replicas_on_unlike_gpus_are_told_apart() -> None:
         for gpus in ("2xH200", "2xA100-80G")
     ]
     assert mixed.plain.tokens_per_s == pytest.approx(sum(one.plain.tokens_per_s for one in alone))
+
+
+def test_layers_left_out_are_spread_evenly() -> None:
+    assert evenly_kept(8, 0.5) == (True, True, False, False) * 4
+    assert evenly_kept(4, 0.01).count(False) == 2, "one is left out, whatever the share"
 
 
 @pytest.fixture(scope="module")
@@ -339,17 +344,3 @@ def test_runs_on_this_machine_are_predicted_within_a_fifth_from_the_profile_of_o
 
 def _stages(layers: list[int]) -> tuple[int, ...]:
     return tuple(stage for stage, count in enumerate(layers) for _ in range(2 * count))
-
-
-def test_profiled_ranks_share_everything_but_the_head() -> None:
-    sizes = model_sizes(SMALL, dtype=placed_dtype("auto", SMALL), tensor=2)
-    cut = Cut(
-        config=SMALL, sizes=sizes, layers=[range(3), range(3, 6)], gpus=parse_gpus("2xH100"), tensor=2,
-        quantization=None, itemsize=2, context=512, hop_s=1e-3, all_reduce_s=1e-5,
-    )  # fmt: skip
-    model = profiled(cut, profile_of(6)).decode
-    assert model.stages == (0,) * 6 + (1,) * 6
-    assert model.hop_s == 1e-3
-    assert model.curves["head"] == profile_of(6).curves["head"]
-    assert model.curves["attention"].kv_s == 0.5e-8
-    assert model.curves["mlp"].base_s == pytest.approx((0.5e-3 + 1e-5, 1e-3 + 1e-5), rel=1e-3)
