@@ -72,10 +72,12 @@ class Columns:
 
     def content(self, row: Mapping[str, Any], source: str) -> tuple[str | None, Sequence[Mapping[str, Any]] | None]:
         """Return the text of a row, or its messages as `read_conversation` returns them. Raises InputFileError."""
-        messages = self._messages(row, source)
-        return self._text(row, source) if messages is None else None, messages
-
-    def _text(self, row: Mapping[str, Any], source: str) -> str:
+        conversation = row.get(self.messages) if self.messages is not None else None
+        if conversation is not None:
+            try:
+                return None, read_conversation(conversation)
+            except InvalidMessagesError as error:
+                raise InvalidValueError(f"{source}: column {self.messages!r} holds no conversation: {error}") from None
         if self.text not in row:
             raise MissingColumnError(f"{source}: no column {self.text!r} for the text; {_present(row)}")
         value = row[self.text]
@@ -84,16 +86,7 @@ class Columns:
             raise InvalidValueError(f"{source}: column {self.text!r} is {name}; it must be text")
         if not value.strip():
             raise InvalidValueError(f"{source}: column {self.text!r} is empty; there is nothing to work on")
-        return value
-
-    def _messages(self, row: Mapping[str, Any], source: str) -> list[dict[str, Any]] | None:
-        value = row.get(self.messages) if self.messages is not None else None
-        if value is None:
-            return None
-        try:
-            return read_conversation(value)
-        except InvalidMessagesError as error:
-            raise InvalidValueError(f"{source}: column {self.messages!r} holds no conversation: {error}") from None
+        return value, None
 
 
 def _present(row: Mapping[str, Any]) -> str:

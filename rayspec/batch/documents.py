@@ -67,12 +67,9 @@ class DuplicateIdError(InputFileError):
 def input_row(row_id: str, *, source: str, text: str | None = None, messages: Sequence[Any] | None = None) -> Row:
     """Make a row from a text or from chat messages, whichever is given."""
     encoded = json.dumps(messages) if messages is not None else None
-    return Row(id=row_id, source=source, document=text, messages=encoded, input_hash=_hash(text, encoded))
-
-
-def _hash(text: str | None, messages: str | None) -> str:
-    content = text if text is not None else messages or ""
-    return hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    content = text if text is not None else encoded or ""
+    digest = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return Row(id=row_id, source=source, document=text, messages=encoded, input_hash=digest)
 
 
 def read_documents(inputs: Iterable[str] | InputFiles, columns: Columns) -> Iterator[Row]:

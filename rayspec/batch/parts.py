@@ -27,6 +27,7 @@ from rayspec.types import RayspecError
 
 FileFormat = Literal["parquet", "jsonl"]
 PART_NAME: Final = r"part-(?P<number>\d{6,})-[0-9a-f]{8}\.parquet"
+_ANY_PART_NAME = r"part-\d{6,}-[0-9a-f]{8}\.\w+"
 _DESCRIBING = ("id", "source", "input_hash", "error_kind", "finish_reason")
 _READ_THREADS = 8  # many, because remote stores answer slowly
 _ROWS_PER_GROUP, _BYTES_PER_GROUP = 1024, 2**23
@@ -84,7 +85,7 @@ class Parts:
 
     def __init__(self, folder: Location, *, text_column: str) -> None:
         self._folder, self._schema = folder, output_schema(text_column)
-        names = [name for name in _names_in(folder) if re.fullmatch(PART_NAME, name)]
+        names = [name for name in parts_in(folder) if re.fullmatch(PART_NAME, name)]
         names.sort(key=lambda name: (_number(name), name))
         with ThreadPoolExecutor(_READ_THREADS) as threads:
             tables = list(threads.map(lambda name: self._read(name, _DESCRIBING), names))
@@ -198,11 +199,7 @@ def _damaged(place: Location, detail: str) -> DamagedOutputError:
 
 def parts_in(folder: Location) -> list[str]:
     """Return the names of the files of parts, also of an earlier version."""
-    return [name for name in _names_in(folder) if re.fullmatch(r"part-\d{6,}-[0-9a-f]{8}\.\w+|\.index\.parquet", name)]
-
-
-def _names_in(folder: Location) -> list[str]:
-    return [entry.file_name for entry in folder.entries()]
+    return [entry.file_name for entry in folder.entries() if re.fullmatch(_ANY_PART_NAME, entry.file_name)]
 
 
 def _described(rows: pa.Table, part: int) -> pa.Table:

@@ -17,7 +17,7 @@ from rayspec.command.terminal import EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
 _MAX_KINDS = 4
 _PASSING_KINDS = frozenset({"unreadable_file"})
 _PLAIN_INTERVAL_S = 5.0
-_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
+_MINUTE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -128,13 +128,9 @@ class TimeLeft:
 
 
 def shown_time(seconds: float) -> str:
-    """Return a duration in words, with the precision of an estimate: days and hours, hours and minutes, or minutes."""
-    for unit_s, unit, part_s, part in ((_DAY_S, "d", _HOUR_S, "h"), (_HOUR_S, "h", _MINUTE_S, "min")):
-        if seconds >= unit_s:
-            parts = round(seconds / part_s)
-            per_unit = round(unit_s / part_s)
-            return f"{parts // per_unit} {unit} {parts % per_unit} {part}"
-    return f"{max(1, round(seconds / _MINUTE_S))} min"
+    """Return a duration in words, with the precision of an estimate."""
+    hours, minutes = divmod(max(1, round(seconds / _MINUTE_S)), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 @contextmanager

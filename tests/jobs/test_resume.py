@@ -81,7 +81,9 @@ def test_rows_come_and_go_and_change(folder: Path) -> None:
     assert "1 rows of the output are no longer in the input ('extra'): the earlier results are kept" in said
     assert texts() == with_extra
     assert "option 'changed' is 'fail'" in run("in.jsonl", "--changed", "fail", code=2)
-    assert "1 are done again" in run("in.jsonl", "--changed", "redo")
+    said = run("in.jsonl", "--changed", "redo")
+    assert "1 are done again" in said
+    assert "8 rows (7 of an earlier run)" in said
     after = texts()
     assert [row_id for row_id in with_extra if with_extra[row_id] != after[row_id]] == [given[4]["id"]]
     assert "other text" not in run("in.jsonl")
