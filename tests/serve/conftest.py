@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 
+import rayspec
 from tests.serve.endpoint_process import ENGINE, PAGE, EndpointProcess, serving
 
 MAX_BYTES = 8 * 2**20
 MAX_QUEUED = 200
 MAX_FILE_BYTES, MAX_LINES = 200_000, 250
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[rayspec.LLM]:
+    """The model of the endpoints, in this process."""
+    with rayspec.LLM("demo", **ENGINE) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="session")

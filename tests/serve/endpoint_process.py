@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai
 import yaml
 from starlette.types import ASGIApp
 
@@ -125,6 +127,39 @@ def command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").replace("\0", " ")
     except OSError:
         return ""
+
+
+def connected(url: str, timeout_s: float = 20.0) -> socket.socket:
+    address = httpx2.URL(url)
+    return socket.create_connection((address.host, address.port or 0), timeout=timeout_s)
+
+
+def head_of(path: str, num_bytes: int) -> bytes:
+    """Of a request with a JSON body of so many bytes."""
+    lines = (f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json")
+    return "\r\n".join((*lines, f"content-length: {num_bytes}", "", "")).encode()
+
+
+def client_of(endpoint: EndpointProcess, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def line_of(custom_id: str, *, url: str = "/v1/completions", **body: Any) -> bytes:
+    """A line of a batch file."""
+    default = {"model": "demo", "prompt": f"The agency {custom_id}", "max_tokens": 4, "temperature": 0}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": default | body}).encode() + b"\n"
+
+
+def begun(client: openai.OpenAI, lines: list[bytes], *, window: str = "24h", **options: Any) -> Any:
+    file = client.files.create(file=("requests.jsonl", b"".join(lines)), purpose="batch")
+    create: Any = client.batches.create
+    return create(input_file_id=file.id, endpoint="/v1/completions", completion_window=window, **options)
+
+
+def ended(client: openai.OpenAI, batch: Any) -> Any:
+    final = {"completed", "failed", "cancelled", "expired"}
+    wait_until(lambda: client.batches.retrieve(batch.id).status in final, 120)
+    return client.batches.retrieve(batch.id)
 
 
 @contextmanager

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -18,7 +16,17 @@ from typing_extensions import Self
 
 from tests.exhaustive import few_of
 from tests.serve.conftest import MAX_BYTES, MAX_FILE_BYTES
-from tests.serve.endpoint_process import EndpointProcess, session_pids, wait_until
+from tests.serve.endpoint_process import (
+    EndpointProcess,
+    begun,
+    client_of,
+    connected,
+    ended,
+    head_of,
+    line_of,
+    session_pids,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -141,26 +149,16 @@ def at_once(work: Callable[[int], object], number: int) -> None:
         thread.join()
 
 
-def raw(endpoint: EndpointProcess) -> socket.socket:
-    where = urlsplit(endpoint.url)
-    return socket.create_connection((where.hostname or "", where.port or 0), timeout=20)
-
-
 def test_many_token_ids_of_many_clients(demo_endpoint: EndpointProcess) -> None:
     body = b'{"model":"demo","max_tokens":1,"prompt":[' + b"300," * 1_900_000 + b"300]}"
 
     def send(_: int) -> None:
-        with suppress(OSError), raw(demo_endpoint) as connection:
+        with suppress(OSError), connected(demo_endpoint.url) as connection:
             connection.sendall(head_of("/v1/completions", len(body)) + body)
             connection.recv(1)
 
     with attacked(demo_endpoint):
         at_once(send, 12)
-
-
-def head_of(path: str, num_bytes: int, *more: str) -> bytes:
-    lines = (f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *more)
-    return "\r\n".join((*lines, f"content-length: {num_bytes}", "", "")).encode()
 
 
 def test_clients_that_leave(demo_endpoint: EndpointProcess) -> None:
@@ -170,12 +168,12 @@ def test_clients_that_leave(demo_endpoint: EndpointProcess) -> None:
 
     def leave(index: int) -> None:
         body = large if index % 4 == 0 else stream
-        with suppress(OSError), raw(demo_endpoint) as connection:
+        with suppress(OSError), connected(demo_endpoint.url) as connection:
             connection.sendall(head_of("/v1/completions", len(body)) + body)
             time.sleep(0.2)
 
     def flood(_: int) -> None:
-        with suppress(OSError), raw(demo_endpoint) as connection:
+        with suppress(OSError), connected(demo_endpoint.url) as connection:
             for number in range(3000):
                 connection.sendall(b"x-%d: %s\r\n" % (number, b"y" * 1000))
 
@@ -185,57 +183,28 @@ def test_clients_that_leave(demo_endpoint: EndpointProcess) -> None:
     wait_until(demo_endpoint.is_idle, 60)
 
 
-def uploaded(http: httpx2.Client, content: bytes) -> str:
-    answer = http.post("/v1/files", files={"file": ("a.jsonl", content), "purpose": (None, "batch")}, headers={})
-    assert answer.status_code == 200, answer.text
-    name: str = answer.json()["id"]
-    return name
-
-
-def client_for_files(endpoint: EndpointProcess) -> httpx2.Client:
-    return httpx2.Client(base_url=endpoint.url, timeout=300)
-
-
-def created(http: httpx2.Client, file_id: str, window: str = "24h") -> Any:
-    body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": window}
-    answer = http.post("/v1/batches", json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def ended(http: httpx2.Client, batch: Any, timeout_s: float = 120.0) -> Any:
-    final = {"completed", "failed", "cancelled", "expired"}
-    wait_until(lambda: http.get(f"/v1/batches/{batch['id']}").json()["status"] in final, timeout_s)
-    return http.get(f"/v1/batches/{batch['id']}").json()
-
-
-def line(custom_id: str = "a", url: str = "/v1/completions", **body: Any) -> bytes:
-    row = {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "demo"} | body}
-    return json.dumps(row).encode() + b"\n"
-
-
 @pytest.mark.parametrize(
     ("content", "status"),
     [
-        (line(**{"a" * (MAX_FILE_BYTES - 200): 1}), "completed"),
-        (line("a" * (MAX_FILE_BYTES - 200), prompt="a"), "failed"),
-        (line(prompt=["a"] * 1024, logit_bias={str(token): 1 for token in range(10_000)}), "completed"),
+        (line_of("a", **{"a" * (MAX_FILE_BYTES - 300): 1}), "completed"),
+        (line_of("a" * (MAX_FILE_BYTES // 2 - 200)), "failed"),
+        (line_of("a", prompt=["a"] * 1024, logit_bias={str(token): 1 for token in range(10_000)}), "completed"),
     ],
 )
 def test_hostile_lines(demo_endpoint: EndpointProcess, content: bytes, status: str) -> None:
-    with client_for_files(demo_endpoint) as http, attacked(demo_endpoint):
-        batch = ended(http, created(http, uploaded(http, content)))
-        assert batch["status"] == status
-        assert len(json.dumps(batch)) < 100_000
-        assert http.delete(f"/v1/batches/{batch['id']}").json()["deleted"]
-        assert http.get(f"/v1/batches/{batch['id']}").status_code == 404
+    with client_of(demo_endpoint) as client, attacked(demo_endpoint) as http:
+        batch = ended(client, begun(client, [content]))
+        assert batch.status == status
+        assert len(batch.model_dump_json()) < 100_000
+        assert http.delete(f"/v1/batches/{batch.id}").json()["deleted"]
+        assert http.get(f"/v1/batches/{batch.id}").status_code == 404
 
 
 def test_a_line_of_many_sequences(demo_endpoint: EndpointProcess) -> None:
-    content = line(prompt=["a"] * 8, n=128, max_tokens=200, temperature=1, ignore_eos=True)
-    with client_for_files(demo_endpoint) as http, attacked(demo_endpoint):
-        batch = created(http, uploaded(http, content))
+    content = line_of("a", prompt=["a"] * 8, n=128, max_tokens=200, temperature=1, ignore_eos=True)
+    with client_of(demo_endpoint) as client, attacked(demo_endpoint):
+        batch = begun(client, [content])
         time.sleep(8)
-        http.post(f"/v1/batches/{batch['id']}/cancel")
-        assert ended(http, batch)["status"] == "cancelled"
+        client.batches.cancel(batch.id)
+        assert ended(client, batch).status == "cancelled"
     wait_until(demo_endpoint.is_idle, 60)

@@ -16,7 +16,16 @@ import openai
 import pytest
 
 from tests.serve.conftest import MAX_FILE_BYTES, MAX_LINES
-from tests.serve.endpoint_process import ENGINE, EndpointProcess, serving, wait_until
+from tests.serve.endpoint_process import (
+    ENGINE,
+    EndpointProcess,
+    begun,
+    client_of,
+    ended,
+    line_of,
+    serving,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -27,30 +36,6 @@ TIMEOUT_S = 120
 @pytest.fixture(scope="module")
 def client(demo_endpoint: EndpointProcess) -> openai.OpenAI:
     return client_of(demo_endpoint)
-
-
-def client_of(endpoint: EndpointProcess, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key=key, max_retries=0, timeout=60)
-
-
-def line_of(custom_id: str, *, url: str = "/v1/completions", **body: Any) -> bytes:
-    default = {"model": "demo", "prompt": f"The agency {custom_id}", "max_tokens": 4, "temperature": 0}
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": default | body}).encode() + b"\n"
-
-
-def begun(client: openai.OpenAI, lines: list[bytes], *, window: str = "24h", **options: Any) -> Any:
-    file = client.files.create(file=("requests.jsonl", b"".join(lines)), purpose="batch")
-    create: Any = client.batches.create
-    return create(input_file_id=file.id, endpoint="/v1/completions", completion_window=window, **options)
-
-
-def ended(client: openai.OpenAI, batch: Any) -> Any:
-    end_s = time.monotonic() + TIMEOUT_S
-    final = {"completed", "failed", "cancelled", "expired"}
-    while (batch := client.batches.retrieve(batch.id)).status not in final:
-        assert time.monotonic() < end_s, batch
-        time.sleep(0.1)
-    return batch
 
 
 def rows_of(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:

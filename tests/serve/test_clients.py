@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -14,18 +13,12 @@ import pytest
 
 import rayspec
 from rayspec.config import SamplingParams
-from tests.serve.endpoint_process import ENGINE, EndpointProcess
+from tests.serve.endpoint_process import EndpointProcess
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 MESSAGES: Any = [{"role": "user", "content": "Summarize: The agency spent 40 million dollars on roads."}]
 GREEDY: Any = {"temperature": 0.0, "max_tokens": 30}
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[rayspec.LLM]:
-    with rayspec.LLM("demo", **ENGINE) as loaded:
-        yield loaded
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Generator, Iterator
 from typing import Any
 
-import httpx2
 import pytest
 
 from rayspec.openai.errors import ApiError
@@ -18,7 +17,7 @@ from rayspec.serve.access import ApiKeys
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import Reply
-from tests.serve.endpoint_process import EndpointProcess, served, wait_until
+from tests.serve.endpoint_process import EndpointProcess, connected, head_of, served, wait_until
 
 FREE_S = 1.0
 LONG = {"model": "demo", "prompt": "The", "max_tokens": 2000, "ignore_eos": True}
@@ -26,10 +25,7 @@ LONG = {"model": "demo", "prompt": "The", "max_tokens": 2000, "ignore_eos": True
 
 def raw(path: str, body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
-    )
-    return head.encode() + b"\r\n\r\n" + content
+    return head_of(path, len(content)) + content
 
 
 class EndlessModel:
@@ -107,8 +103,7 @@ def test_who_hangs_up_before_the_answer_begins_frees_the_place(
 @pytest.mark.ray
 @pytest.mark.slow
 def test_nothing_is_decoded_for_a_client_that_has_left(demo_endpoint: EndpointProcess) -> None:
-    address = httpx2.URL(demo_endpoint.url)
-    with socket.create_connection((address.host, address.port or 0), timeout=10) as connection:
+    with connected(demo_endpoint.url) as connection:
         connection.sendall(raw("/v1/completions", LONG))
         wait_until(lambda: not demo_endpoint.is_idle(), 30)
     before = demo_endpoint.num_generated()

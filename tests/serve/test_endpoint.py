@@ -83,12 +83,6 @@ def client(endpoint: Endpoint) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[rayspec.LLM]:
-    with rayspec.LLM("demo", **ENGINE) as loaded:
-        yield loaded
-
-
 def error_of(response: httpx2.Response) -> dict[str, Any]:
     """Checked to be OpenAI's, and to tell nothing of the inside."""
     assert response.headers["content-type"] == "application/json"

@@ -37,12 +37,6 @@ def environment(ray_environment: None) -> Mapping[str, str]:
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[rayspec.LLM]:
-    with rayspec.LLM("demo", **ENGINE) as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="module")
 def staged(environment: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EndpointProcess]:
     """With a model in two shards."""
     folder, engine = tmp_path_factory.mktemp("staged"), {**ENGINE, "parallel": dict(TWO_STAGES)}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,18 +14,12 @@ import pytest
 import rayspec
 from benchmarks.serve import ServeBenchOptions, run_serve_bench, succeeded
 from benchmarks.serve_mix import Mix
-from tests.serve.endpoint_process import ENGINE, PAGE, EndpointProcess, wait_until
+from tests.serve.endpoint_process import PAGE, EndpointProcess, connected, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 REQUEST = {"model": "demo", "prompt": "The", "temperature": 0.0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[rayspec.LLM]:
-    with rayspec.LLM("demo", **ENGINE) as loaded:
-        yield loaded
 
 
 def mixed(endpoint: EndpointProcess, num_requests: int, **shares: Any) -> ServeBenchOptions:
@@ -48,24 +41,20 @@ def test_a_mixture_of_which_some_leave(demo_endpoint: EndpointProcess, llm: rays
     wait_until(demo_endpoint.is_idle, 10)
 
 
-class TestSlowClients:
-    def test_a_body_that_never_ends_is_given_up(self, demo_endpoint: EndpointProcess) -> None:
-        address = httpx2.URL(demo_endpoint.url)
-        with ExitStack() as stack:
-            connections = []
-            for rest in (b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"):
-                connections.append(
-                    stack.enter_context(socket.create_connection((address.host, address.port or 0), timeout=30))
-                )
-                connections[-1].sendall(HEAD + rest)
-            for connection in connections:
-                answer = connection.recv(4096)
-                assert answer.startswith(b"HTTP/1.1 408 "), answer
-        with socket.create_connection((address.host, address.port or 0)) as connection:
-            connection.sendall(HEAD + b"content-length: 100\r\n\r\n{")
-        time.sleep(0.5)
-        assert timed_answer(demo_endpoint) < 30
-        assert "ClientDisconnect" not in demo_endpoint.errors.read_text(encoding="utf-8")
+def test_a_body_that_never_ends_is_given_up(demo_endpoint: EndpointProcess) -> None:
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connected(demo_endpoint.url, 30)) for _ in range(2)]
+        for connection, rest in zip(
+            connections, (b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"), strict=True
+        ):
+            connection.sendall(HEAD + rest)
+        for connection in connections:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+    with connected(demo_endpoint.url) as connection:
+        connection.sendall(HEAD + b"content-length: 100\r\n\r\n{")
+    time.sleep(0.5)
+    assert httpx2.post(f"{demo_endpoint.url}/v1/completions", json={**REQUEST, "max_tokens": 20}).status_code == 200
+    assert "ClientDisconnect" not in demo_endpoint.errors.read_text(encoding="utf-8")
 
 
 class TestWebPages:
@@ -99,14 +88,3 @@ class TestWebPages:
         assert (refused.status_code, "access-control-allow-origin" in refused.headers) == (400, False)
         response = httpx2.post(url, json={**REQUEST, "max_tokens": 1}, headers=origin, timeout=60)
         assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, PAGE)
-
-
-def post(endpoint: EndpointProcess, body: Mapping[str, Any]) -> httpx2.Response:
-    return httpx2.post(f"{endpoint.url}/v1/completions", json=body, timeout=120)
-
-
-def timed_answer(endpoint: EndpointProcess) -> float:
-    """Seconds of a small request."""
-    start_s = time.monotonic()
-    assert post(endpoint, {**REQUEST, "max_tokens": 20}).status_code == 200
-    return time.monotonic() - start_s
