@@ -83,11 +83,9 @@ class KVCache:
     windowed store is smaller than the store of the other layers, because a sequence keeps only the pages in its window.
 
     looked_at: int32 [layers, pages, budgets.pages.looked_at], None unless `notes_pages`. The index is a page that a
-    sequence is about to write to. The note at this index lists the pages that got most attention of the sequence's
-    newest row, see `page_scores`. They are numbered in the sequence, not in the cache; a negative number is empty.
-    Sequences that share pages have separate notes, because they write to different pages. A note takes 4 bytes per
-    number and layer, 64 bytes by default; the keys and values of a page take kilobytes. In windowed layers the index is
-    a page of the windowed store.
+    sequence is about to write to, in windowed layers a page of the windowed store. The note at this index lists the
+    pages that got most attention of the sequence's newest row, see `page_scores`. They are numbered in the sequence,
+    not in the cache; a negative number is empty.
     """
 
     def __init__(

@@ -1,9 +1,5 @@
 """Offloading for models that do not fit the device: chosen sublayers fetch their weights from CPU memory or disk.
-
-Measured with half of an 800 MB model on disk (docs/tried.md): accelerate's hooks over mapped safetensors take 2.4 to 3
-times as long and round differently in float32. DeepSpeed's ZeRO-3 offloads all sublayers or none, and frees no CPU
-memory.
-"""
+docs/tried.md says why accelerate and DeepSpeed do not serve here."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Copies of matrices with 8 or 4 bits per weight. Drafts use them to read less memory.
+"""Copies of matrices with 8 or 4 bits per weight, by which drafts read less memory.
 
-Measured on two cores with AMX and VNNI (docs/tried.md): products of int8 weights and int8 rows are as fast as with rows
-in full precision for one row, and faster from two rows on. So a matrix is stored in the layout for int8 rows only. The
-int4 kernel's time grows with every row from the fourth on. With more than about six rows, the full bfloat16 matrix is
-faster.
+docs/tried.md has measurements: int8 products are fastest with int8 rows; with more than about six rows the full
+bfloat16 matrix is faster than int4.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
 """The numbers of rows per pass and per attention call for which the bits of a row do not depend on the number (batch
-invariance).
-
-Kernels choose their order of summation by the number of rows. Measured with the matrices of bodies: on an AMD EPYC with
-AVX-512, a row has the same bits for any number of rows in bfloat16, and for two or more in float32; on an Intel Xeon
-with AMX, in bfloat16 for up to 32. The deterministic mode therefore tests the loaded model. It pads passes to one fixed
-number of rows only if the test finds no range.
-Rows of a chain share attention calls only where torch's flash kernel for CPUs gives each the bits that it has alone. On
-the Xeon, it does so in bfloat16 if two or more query heads share a key head.
+invariance). Kernels choose their order of summation by the number of rows, and processors differ, so the deterministic
+mode tests the loaded model. It pads passes to one fixed number of rows only if the test finds no range.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ class Sublayer:
         Raises KeyError for weights of which the sublayer has no copy.
         """
         if weights != "full":
-            return self._copy(weights)(hidden, rows)
+            if weights not in self.quantised:
+                raise KeyError(f"sublayer {self.index} has no {weights} copy of its weights")
+            return self.quantised[weights](hidden, rows)
         if self.body is not None:
             return self.body(hidden, rows)
         branch: Tensor = hidden if self.pre_norm is None else self.pre_norm(hidden)
@@ -62,11 +64,6 @@ class Sublayer:
         """Return whether the sublayer can run this choice. A choice of few keys applies to attention only."""
         has_weights = weights_of(choice) == "full" or weights_of(choice) in self.quantised
         return choice != SKIP and has_weights and (self.kind == "attention" or keys_of(choice) == "all")
-
-    def _copy(self, weights: Weights) -> Body:
-        if weights not in self.quantised:
-            raise KeyError(f"sublayer {self.index} has no {weights} copy of its weights")
-        return self.quantised[weights]
 
     @property
     def has_experts(self) -> bool:

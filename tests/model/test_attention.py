@@ -210,15 +210,3 @@ def test_in_blocks_what_is_not_finite_stays_with_its_sequence() -> None:
     rows = pack(cache, [RowSpan(one_run(0, 40), 0, 5)], device=CPU, division="blocks")
     output, _ = packed_attention(MODULE, *(torch.randn(1, heads, 5, DIM) for heads in (HEADS, 2, 2)), None, packed=rows)
     assert output.isfinite().all()
-
-
-def test_what_another_sequence_left_behind_is_not_seen() -> None:
-    cache = _cache(2)
-    cache.keys[3].fill_(float("nan"))
-    cache.values[3].fill_(float("nan"))
-    for context, count in ((0, 5), (5, 1), (6, 40)):
-        rows = pack(cache, [RowSpan(one_run(8, 1000), context, count)], device=CPU)
-        parts = [torch.randn(1, heads, count, dim) for heads, dim in ((HEADS, DIM), (2, DIM), (2, VALUE_DIM))]
-        for window in (None, 3):
-            output, _ = packed_attention(MODULE, *parts, None, packed=rows, sliding_window=window)
-            assert output.isfinite().all()

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rayspec.config import EngineConfig
-from rayspec.local_engine import load_engine
 from rayspec.machine import cpu_class
 from rayspec.model import fast_dtype
 from rayspec.model.fast_dtype import gain_of_float32, in_fast_dtype
@@ -86,12 +85,3 @@ def test_a_model_that_would_not_fit_stays_and_says_so(
     assert in_fast_dtype(_model(), _config()).dtype == torch.bfloat16
     (line,) = caplog.messages
     assert "memory is too small" in line
-
-
-def test_engines_are_loaded_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    _gain(3.0, monkeypatch)
-    _model().save_pretrained(tmp_path)
-    config = EngineConfig(model=str(tmp_path), device="cpu", max_model_len=64, speculation={"strategy": "ar"})
-    engine = load_engine(config, with_tokenizer=False)
-    assert engine.config.dtype == "float32"
-    engine.shutdown()

@@ -165,9 +165,3 @@ def test_a_branch_sees_what_a_row_of_a_draft_sees(options: dict[str, Any], keys:
         own = [each[:, :, mine] for each in (query, key, value)]
         drafted, _ = packed_attention(MODULE, *own, None, packed=rows, **options)
         torch.testing.assert_close(found[mine], drafted[0], atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("changes", [{"newest": 0}, {"newest": 2, "sink": -1}, {"newest": 2, "looked_at": -1}])
-def test_budgets_that_mean_nothing_are_refused(changes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="at least"):
-        KeyBudget(**changes)

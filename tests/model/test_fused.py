@@ -54,14 +54,6 @@ def test_bodies_compute_what_the_modules_do(family: str, use_operators: bool) ->
     torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 
-def test_weights_are_held_once() -> None:
-    parts = modules_of(checkpoint("llama"))
-    linears = [m for sublayer in parts.sublayers for m in sublayer.block.modules() if isinstance(m, nn.Linear)]
-    assert all(linear.weight.nbytes for linear in linears)
-    fuse(parts)
-    assert not any(linear.weight.nbytes for linear in linears)
-
-
 def test_a_tied_matrix_stays_and_another_head_is_packed() -> None:
     heads = {tied: fuse(decompose(build("llama", tie_word_embeddings=tied))).lm_head for tied in (False, True)}
     assert isinstance(heads[False], Matrix)

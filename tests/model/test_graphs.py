@@ -141,32 +141,6 @@ def test_experts_run_eagerly_between_graphs() -> None:
     assert driver.num_captures == 2 + len(kept)
 
 
-def test_large_buckets_and_chunks_of_prompts_run_eagerly() -> None:
-    driver = RecordingDriver()
-    small, large = captured(driver, max_rows=8), captured(driver, max_rows=1024)
-    for seed in range(4):
-        run(small, metadata((5, 6), seed))
-        run(large, metadata((70,), seed))
-        run(large, metadata((70, 1), seed))
-    assert driver.num_captures == 0
-    for seed in range(2):
-        run(large, metadata((5, 6), seed))
-    assert driver.num_captures == NUM_PARTS
-
-
-def test_the_least_recently_used_bucket_goes_first() -> None:
-    driver = RecordingDriver()
-    graphs = captured(driver, max_buckets=2)
-    one, two, four = (metadata(rows).bucket for rows in ((1,), (1, 1), (1, 1, 1)))
-    for rows in ((1,), (1, 1)):
-        run(graphs, metadata(rows)), run(graphs, metadata(rows, 1))
-    run(graphs, metadata((1,), 2))
-    assert graphs.buckets == (two, one)
-    run(graphs, metadata((1, 1, 1))), run(graphs, metadata((1, 1, 1), 1))
-    assert graphs.buckets == (one, four)
-    assert len(driver.graphs) == graphs.num_graphs == 2 * NUM_PARTS
-
-
 def test_a_bucket_that_was_evicted_has_to_earn_its_capture() -> None:
     """Else many buckets in turn would be captured at every pass."""
     driver = RecordingDriver()

@@ -233,10 +233,3 @@ def test_lengths_of_the_config_are_boundaries_wherever_they_are() -> None:
     assert boundaries(config, None) == [100, 300, 1024, 4096]
     assert boundaries(config, 2048) == [100, 300, 1024, 2048]
     assert [each.first for each in sequences(boundaries(config, 2048), with_chunks=True)] == [0, 0, 95, 295, 1019, 2040]
-
-
-@pytest.mark.parametrize("end", [2, 9, 40, 70])
-def test_sequences_end_with_the_context(end: int) -> None:
-    found = sequences(boundaries(AutoConfig.for_model("llama", max_position_embeddings=end), end), with_chunks=True)
-    assert all(min(each.counts) > 0 for each in found)
-    assert max(each.first + each.num_rows for each in found) == max(end, 8)

@@ -61,10 +61,3 @@ def test_only_plain_linear_layers_are_taken() -> None:
     before.register_forward_pre_hook(lambda module, inputs: None)
     assert is_plain(nn.Linear(4, 4))
     assert not any(map(is_plain, [Scaled(4, 4), hooked, before, nn.Embedding(4, 4), None]))
-
-
-def test_a_processor_without_the_layout_in_bfloat16_keeps_the_layout_of_the_checkpoint(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    assert not has_blocked_layout(torch.zeros(4, 4, dtype=torch.bfloat16))

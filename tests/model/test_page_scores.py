@@ -126,13 +126,3 @@ def test_sequences_that_drafts_read_in_full_and_rows_within_a_page_leave_no_note
     assert cache.looked_at is not None
     _attend(pack(cache, [RowSpan(runs, context, num_rows)], device=CPU, scores_pages=True))
     assert bool((cache.looked_at == -1).all())
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_notes_do_not_change_what_rows_see(options: dict[str, Any]) -> None:
-    results = []
-    for scores_pages in (False, True):
-        cache, runs = _cache(), _runs()
-        spans = [RowSpan(runs[0], 110, 4), RowSpan(runs[1], 142, 6, TREE), RowSpan(runs[2], 80, 45)]
-        results.append(_attend(pack(cache, spans, device=CPU, scores_pages=scores_pages), **options)[1])
-    assert torch.equal(*results)

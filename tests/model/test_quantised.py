@@ -104,16 +104,6 @@ def test_a_row_does_not_depend_on_the_others(make: Make, kind: Weights, dtype: t
     torch.testing.assert_close(together, alone, rtol=0.02, atol=1e-6 if dtype == torch.float32 else 2e-3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@torch.inference_mode()
-def test_rows_may_lie_apart_or_be_none(make: Make, kind: Weights) -> None:
-    matrix = make(kind, linears(16))
-    wide = torch.randn(2, 3, 2 * COLUMNS)
-    for rows in (wide[..., ::2], wide[..., :COLUMNS], wide.transpose(0, 1)[..., COLUMNS:]):
-        assert torch.equal(matrix(rows), matrix(rows.contiguous()))
-    assert matrix(torch.empty(1, 0, COLUMNS)).shape == (1, 0, 16)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
@@ -136,11 +126,6 @@ def test_all_is_finite(make: Make, kind: Weights, dtype: torch.dtype) -> None:
 def test_bytes_are_known_beforehand(make: Make, kind: Weights, dtype: torch.dtype, num_rows: int) -> None:
     matrix = make(kind, linears(num_rows, dtype=dtype))
     assert matrix.num_bytes == num_bytes(kind, num_rows, COLUMNS, dtype=dtype)
-
-
-def test_columns_without_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match="100 columns cannot be quantised"):
-        Int4Matrix([nn.Linear(100, 16)])
 
 
 @torch.inference_mode()

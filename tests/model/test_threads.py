@@ -18,12 +18,6 @@ from rayspec.model.threads import in_thread_of_its_own
 from tests.families import checkpoint
 
 
-def test_the_result_comes_from_another_thread_which_has_ended() -> None:
-    thread = in_thread_of_its_own(threading.current_thread)
-    assert thread is not threading.current_thread()
-    assert not thread.is_alive()
-
-
 def test_an_error_is_raised_here() -> None:
     with pytest.raises(KeyError, match="what"):
         in_thread_of_its_own(lambda: {}["what"])

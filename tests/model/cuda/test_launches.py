@@ -120,13 +120,6 @@ def test_chunks_of_prompts(window: int, dtype: torch.dtype) -> None:
     _agree(sequences, bucket=CHUNK, window=window)
 
 
-def test_a_batch_of_padding_only() -> None:
-    for bucket in (DECODE_OR_VERIFY, LONG):
-        found = _attend([random_rows(0, 0), random_rows(5, 0)], bucket=bucket, num_padding=20)
-        assert found.shape == (20, 4, 64)
-        assert not found.any()
-
-
 @pytest.mark.usefixtures("products_in_one_order")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -166,13 +159,6 @@ def test_bits_of_a_tree_are_the_same_in_any_company(dtype: torch.dtype, window: 
     _same(_attend([others[0], tree, others[1]], seed=3, **options)[3:10], alone, "between others")
     for num_rows in (1, 4):
         _same(_attend([tree.first(num_rows)], seed=4, **options), alone[:num_rows], f"{num_rows} rows")
-
-
-@pytest.mark.parametrize("rows", [1, 8, 17, 64])
-@pytest.mark.parametrize("max_context", [256, 1024])
-def test_buckets_of_few_rows_have_the_same_bits(rows: int, max_context: int) -> None:
-    chain = random_rows(60, 1)
-    _same(_attend([chain], bucket=(rows, max_context)), _attend([chain], bucket=(1, max_context)), f"{rows} rows")
 
 
 @pytest.mark.parametrize("max_context", [1, 100, 4096, 131072, 10**6])
