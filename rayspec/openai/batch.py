@@ -41,8 +41,8 @@ class BatchError:
 
     code: str
     message: str
-    param: str | None
-    line: int | None
+    param: str | None = None
+    line: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class BatchLine:
 
     def unanswered(self, code: str, message: str) -> BatchResult:
         """Make the result of a request that was not answered."""
-        error = BatchError(code=code, message=message, param=None, line=None)
+        error = BatchError(code=code, message=message)
         return BatchResult(id=self.id, custom_id=self.custom_id, response=None, error=error)
 
 

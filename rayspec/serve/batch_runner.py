@@ -12,7 +12,7 @@ import logging
 import math
 import reprlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import IO, Any
@@ -170,7 +170,7 @@ class BatchRun:
             try:
                 changes = await steps[self.batch.status]()
             except InvalidRequestError as gone:
-                errors = [_error("file_not_found", f"input_file_id: {gone}", param="input_file_id")]
+                errors = [BatchError(code="file_not_found", message=f"input_file_id: {gone}", param="input_file_id")]
                 changes = self._failed(errors)
             await self._save(**changes)
 
@@ -187,15 +187,15 @@ class BatchRun:
                     if isinstance(line, BatchLine) and line.url != self.batch.endpoint:
                         which = f"custom_id {reprlib.repr(line.custom_id)}: its url is {line.url}"
                         message = f"{which}, the batch's endpoint {self.batch.endpoint}"
-                        error = _error("mismatched_endpoint", message, param="url")
+                        error = BatchError(code="mismatched_endpoint", message=message, param="url")
                     if error is not None and len(errors) < _MOST_ERRORS:
                         errors.append(error)
             except InvalidRequestError as error:
                 if error.code != "too_many_lines":
                     raise
-                return self._failed([_error(error.code, str(error))])
+                return self._failed([BatchError(code=error.code, message=str(error))])
             if not total:
-                errors = [_error("empty_file", "the file has no line: write a request a line")]
+                errors = [BatchError(code="empty_file", message="the file has no line: write a request a line")]
             if errors:
                 return self._failed(errors)
             counts = RequestCounts(total=total)
@@ -231,14 +231,18 @@ class BatchRun:
         self._counts = RequestCounts(total=total, completed=len(failed) - num_failed, failed=num_failed)
 
     async def _answer_all(self) -> None:
-        """Run all lines, many at once."""
+        """Run the lines without an answer, many at once."""
+        lines = self.store.lines(self.batch, self.max_lines)
         running: set[asyncio.Task[None]] = set()
         try:
-            async for line in self._lines_left():
-                self._num_characters += len(line.text)
-                running.add(asyncio.create_task(self._answer_one(line)))
-                while len(running) >= _LINES_AT_ONCE or (running and self._num_characters > _BYTES_AT_ONCE):
-                    running = await _first_done(running)
+            while few := await asyncio.to_thread(_next_few, lines):
+                for line in few:
+                    if isinstance(line, BatchResult) or line.id in self._answered:
+                        continue
+                    self._num_characters += len(line.text)
+                    running.add(asyncio.create_task(self._answer_one(line)))
+                    while len(running) >= _LINES_AT_ONCE or (running and self._num_characters > _BYTES_AT_ONCE):
+                        running = await _first_done(running)
             while running:
                 running = await _first_done(running)
         finally:
@@ -256,25 +260,6 @@ class BatchRun:
                         break
         self._num_characters -= len(line.text)
         self._keep(line.result(found.status, found.body) if isinstance(found, ApiError) else found)
-
-    async def _lines_left(self) -> AsyncIterator[BatchLine]:
-        lines = self.store.lines(self.batch, self.max_lines)
-
-        def next_few() -> list[BatchLine | BatchResult]:
-            """Read some lines, of about a megabyte in all or a single longer line."""
-            few: list[BatchLine | BatchResult] = []
-            num_characters = 0
-            for line in lines:
-                few.append(line)
-                num_characters += len(line.text) if isinstance(line, BatchLine) else 0
-                if num_characters >= _CHARACTERS_READ or len(few) >= _LINES_READ:
-                    break
-            return few
-
-        while few := await asyncio.to_thread(next_few):
-            for line in few:
-                if isinstance(line, BatchLine) and line.id not in self._answered:
-                    yield line
 
     def _keep(self, result: BatchResult) -> None:
         self._answered.add(result.id)
@@ -359,8 +344,16 @@ class BatchRun:
         return int(self.store.clock())
 
 
-def _error(code: str, message: str, *, param: str | None = None) -> BatchError:
-    return BatchError(code=code, message=message, param=param, line=None)
+def _next_few(lines: Iterator[BatchLine | BatchResult]) -> list[BatchLine | BatchResult]:
+    """Read some lines, of about a megabyte in all or a single longer line."""
+    few: list[BatchLine | BatchResult] = []
+    num_characters = 0
+    for line in lines:
+        few.append(line)
+        num_characters += len(line.text) if isinstance(line, BatchLine) else 0
+        if num_characters >= _CHARACTERS_READ or len(few) >= _LINES_READ:
+            break
+    return few
 
 
 async def _first_done(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 import ray
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -67,9 +67,7 @@ def merged(texts: Sequence[str], *, num_unreachable: int = 0) -> str:
     missing = Metric(UNREACHABLE_NODES, "Nodes whose metrics are missing here.", "gauge")
     missing.add_sample(UNREACHABLE_NODES, {}, num_unreachable)
     families.by_name[UNREACHABLE_NODES] = missing
-    registry = CollectorRegistry()
-    registry.register(families)
-    return generate_latest(registry).decode()
+    return generate_latest(families).decode()
 
 
 async def _text_of(session: aiohttp.ClientSession, address: str) -> str | None:
