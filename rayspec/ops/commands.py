@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,7 +15,7 @@ from rayspec import demo
 from rayspec.command.options import GivenFlags, with_flags
 from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console
 from rayspec.ops.doctor import machine
-from rayspec.ops.doctor.findings import Finding, findings_table, has_problems, save_findings, skipped
+from rayspec.ops.doctor.findings import Finding, findings_table, has_problems, skipped
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.planning.latency import LatencyModel
 
@@ -25,12 +27,12 @@ _CONTEXTS = (128, 1024, 4096, 16384, 65536)
 
 
 Model = Annotated[str, typer.Option(help="folder, config.json, hub id, or 'demo'; no weights are needed")]
-Json = Annotated[Path | None, typer.Option(help="file to write the numbers to")]
+Json = Annotated[Path | None, typer.Option("--json", help="file to write the numbers to")]
 
 
 @app.command()
 @with_flags(PlacementOptions)
-def placement(*, model: Model, asked: GivenFlags, json: Json = None) -> None:
+def placement(*, model: Model, asked: GivenFlags, json_: Json = None) -> None:
     """Say which layers go on which GPUs, what fits, and how fast a decode step could be. Needs no GPU.
 
     Exit code 1 if it does not fit.
@@ -38,40 +40,40 @@ def placement(*, model: Model, asked: GivenFlags, json: Json = None) -> None:
     # These imports load torch, which other commands need not wait for.
     from rayspec.model.configs import read_config  # noqa: PLC0415
     from rayspec.ops.plan.forecast import place_best  # noqa: PLC0415
-    from rayspec.ops.plan.placement import placements_table, save_placements  # noqa: PLC0415
+    from rayspec.ops.plan.placement import placements_json, placements_table  # noqa: PLC0415
 
     with clean_exit():
         options = PlacementOptions(**asked)
-        found = place_best(read_config(_place(model)), options)
+        found = place_best(read_config(demo.local_path(model)), options)
         output_console().print(placements_table(found), highlight=False)
-        if json is not None:
-            save_placements(found, json)
+        _save(placements_json(found), json_)
     raise typer.Exit(0 if all(placement.fits for placement in found) else EXIT_FAILED)
 
 
 @app.command()
 @with_flags(PlanOptions)
-def plan(*, model: Model, asked: GivenFlags, json: Json = None) -> None:
+def plan(*, model: Model, asked: GivenFlags, json_: Json = None) -> None:
     """Recommend stages x tensor x replicas: simulate what fits, with drafts and without. Needs no GPU.
 
     Exit code 1 if nothing fits.
     """
     # These imports load torch, which other commands need not wait for.
     from rayspec.model.configs import read_config  # noqa: PLC0415
-    from rayspec.ops.plan.report import make_plan, plan_table, save_plan  # noqa: PLC0415
+    from rayspec.ops.plan.report import make_plan, plan_json, plan_table  # noqa: PLC0415
 
     with clean_exit():
         options = PlanOptions(**asked)
-        report = make_plan(read_config(_place(model)), options)
+        report = make_plan(read_config(demo.local_path(model)), options)
         # Not cropped: flags to paste may be longer than a line.
         output_console().print(plan_table(report), highlight=False, markup=False, crop=False)
-        if json is not None:
-            save_plan(report, json)
+        _save(plan_json(report), json_)
     raise typer.Exit(0 if report.fits else EXIT_FAILED)
 
 
-def _place(model: str) -> str:
-    return demo.local_path(model)
+def _save(content: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @app.command()
@@ -82,7 +84,7 @@ def doctor(
         str | None, typer.Option(help="of a Ray cluster: auto, host:port or ray://host:10001; else RAY_ADDRESS")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="this machine only: for a container's start")] = False,
-    json: Annotated[Path | None, typer.Option(help="file to write the findings to")] = None,
+    json_: Json = None,
 ) -> None:
     """Check this machine, and every node of a cluster: versions, GPUs, network, disks, model files; say what to do.
 
@@ -91,8 +93,8 @@ def doctor(
     with clean_exit():
         findings = examine(model=model, address=address, quick=quick)
         output_console().print(findings_table(findings))
-        if json is not None:
-            save_findings(findings, json)
+        content = {"ok": not has_problems(findings), "findings": [asdict(finding) for finding in findings]}
+        _save(content, json_)
     raise typer.Exit(EXIT_FAILED if has_problems(findings) else 0)
 
 

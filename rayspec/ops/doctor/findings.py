@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 from rich import box
@@ -59,10 +57,3 @@ def findings_table(findings: Sequence[Finding]) -> Table:
         status = Text(finding.status, style=_STYLES[finding.status])
         table.add_row(finding.name, status, Text(finding.found), Text(finding.remedy))
     return table
-
-
-def save_findings(findings: Sequence[Finding], path: Path) -> None:
-    """Save every finding as JSON, and as `ok` whether there is no problem."""
-    content = {"ok": not has_problems(findings), "findings": [asdict(finding) for finding in findings]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -25,7 +25,7 @@ _ALONE_TOKENS = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Performance:
     """Predicted performance of a layout. num_draft_tokens: 0 without drafts.
 
     tokens_per_s: total of all replicas. first_token_s: median under that load; None where no request came during the
@@ -50,12 +50,12 @@ class Forecast:
     """Forecast for a layout. drafted: None where layers do not split into sublayers that drafts could skip."""
 
     layout: Layout
-    plain: Outcome
-    drafted: Outcome | None
+    plain: Performance
+    drafted: Performance | None
 
     @property
-    def best(self) -> Outcome:
-        """Outcome with the higher throughput."""
+    def best(self) -> Performance:
+        """Performance with the higher throughput."""
         drafted = self.drafted
         return drafted if drafted is not None and drafted.tokens_per_s > self.plain.tokens_per_s else self.plain
 
@@ -148,13 +148,13 @@ def forecast(
 ) -> Forecast:
     """Simulate a layout of a model under a load. options: with a context. profile: of the model on one GPU; None:
     rooflines."""
-    drafted = _outcome(config, options, layout, profile, drafts=True) if layout.sizes.splits else None
-    return Forecast(layout=layout, plain=_outcome(config, options, layout, profile, drafts=False), drafted=drafted)
+    drafted = _performance(config, options, layout, profile, drafts=True) if layout.sizes.splits else None
+    return Forecast(layout=layout, plain=_performance(config, options, layout, profile, drafts=False), drafted=drafted)
 
 
-def _outcome(
+def _performance(
     config: PretrainedConfig, options: PlanOptions, layout: Layout, profile: LatencyModel | None, *, drafts: bool
-) -> Outcome:
+) -> Performance:
     """Simulate each group of equal replicas under its share of the load, and one replica with a single request."""
     predictions = [_predicted(config, options, layout, group, profile) for group in layout.groups]
     # The default of `ParallelOptions`, but at most the number of sequences.
@@ -187,7 +187,7 @@ def _outcome(
     ]
     waits = [wait for one in loaded for wait in one.first_token_s]
     first = draftings[0]
-    return Outcome(
+    return Performance(
         num_draft_tokens=first.num_draft_tokens if first else 0,
         tokens_per_s=sum(group.num_copies * one.tokens_per_s for group, one in zip(layout.groups, loaded, strict=True)),
         first_token_s=median(waits) if waits else None,

@@ -6,11 +6,9 @@ Kernels, hops and all-reduces take more time; good engines reach two thirds to f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Group
@@ -187,8 +185,8 @@ def placements_table(placements: Sequence[Placement]) -> Group:
     return Group(*shown)
 
 
-def save_placements(placements: Sequence[Placement], path: Path) -> None:
-    """Save options, stages and totals as JSON: bytes, seconds, and numbers of the first and last layer.
+def placements_json(placements: Sequence[Placement]) -> dict[str, Any]:
+    """Return options, stages and totals as JSON values: bytes, seconds, and numbers of the first and last layer.
 
     Placements of copies on other kinds of GPUs than the first copy are under `unlike_copies`."""
     totals = (
@@ -212,8 +210,7 @@ def save_placements(placements: Sequence[Placement], path: Path) -> None:
         own = {name: getattr(placement, name) for name in totals}
         found.append(own | {"options": placement.options.model_dump(), "stages": stages})
     first_copy, *others = found
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**first_copy, "unlike_copies": others}, indent=2) + "\n", encoding="utf-8")
+    return {**first_copy, "unlike_copies": others}
 
 
 def _tensor_groups(gpus: Sequence[Gpu], tensor: int) -> list[tuple[Device, float]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -14,7 +12,7 @@ from rich.text import Text
 from transformers import PretrainedConfig
 
 from rayspec.config import EngineConfig
-from rayspec.ops.plan.forecast import Forecast, Outcome, Ranking, rank_layouts
+from rayspec.ops.plan.forecast import Forecast, Performance, Ranking, rank_layouts
 from rayspec.ops.plan.gpus import DEFAULT_GPUS_PER_NODE
 from rayspec.ops.plan.latency import EFFICIENCY, load_profile
 from rayspec.ops.plan.layouts import Layout
@@ -100,11 +98,11 @@ def plan_table(plan: Ranking) -> Group:
     )
 
 
-def save_plan(plan: Ranking, path: Path) -> None:
-    """Save options and candidates as JSON, in seconds, bytes, and output tokens per second."""
+def plan_json(plan: Ranking) -> dict[str, Any]:
+    """Return options and candidates as JSON values, in seconds, bytes, and output tokens per second."""
     price = plan.options.price
 
-    def outcome(found: Outcome, layout: Layout) -> dict[str, Any]:
+    def numbers(found: Performance, layout: Layout) -> dict[str, Any]:
         return asdict(found) | {"dollars_per_million_tokens": found.dollars(layout.num_gpus, price) if price else None}
 
     candidates = []
@@ -116,11 +114,11 @@ def save_plan(plan: Ranking, path: Path) -> None:
                 "layers": [len(stage.layers) for stage in stages],
                 "weight_bytes": [stage.weight_bytes for stage in stages],
                 "kv_bytes": [stage.kv_bytes for stage in stages],
-                "plain": outcome(one.plain, layout),
-                "drafted": outcome(one.drafted, layout) if one.drafted else None,
+                "plain": numbers(one.plain, layout),
+                "drafted": numbers(one.drafted, layout) if one.drafted else None,
             }
         )
-    content = {
+    return {
         "options": plan.options.model_dump(mode="json"),
         "measured_on": plan.measured_on,
         "num_layouts_that_do_not_fit": len(plan.others),
@@ -128,8 +126,6 @@ def save_plan(plan: Ranking, path: Path) -> None:
         "flags": flags_of(plan.best, plan.options) if plan.fits else None,
         "candidates": candidates,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _cells(candidate: Forecast, price: float | None) -> list[str]:
