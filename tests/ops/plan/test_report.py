@@ -173,6 +173,13 @@ def test_replicas_on_unlike_gpus_are_told_apart() -> None:
     assert mixed.plain.tokens_per_s == pytest.approx(sum(one.plain.tokens_per_s for one in alone))
 
 
+def test_equal_replicas_add_up() -> None:
+    four = forecast(SMALL, options(), found_layouts("4xH100")["1 x 1 x 4"])
+    one = options(gpus="1xH100", concurrency=2)
+    alone = forecast(SMALL, one, found_layouts("1xH100", concurrency=2)["1 x 1 x 1"])
+    assert four.plain.tokens_per_s == pytest.approx(4 * alone.plain.tokens_per_s)
+
+
 def test_layers_left_out_are_spread_evenly() -> None:
     assert evenly_kept(8, 0.5) == (True, True, False, False) * 4
     assert evenly_kept(4, 0.01).count(False) == 2, "one is left out, whatever the share"
