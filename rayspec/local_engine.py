@@ -68,8 +68,8 @@ def _load(config: EngineConfig, with_tokenizer: bool, lock: LoadLock) -> Engine:
         parts = decompose(model)
     except UnsupportedModelError as error:
         return _plain_engine(config, model, str(error), vocabulary, max_model_len, tokenizer)
-    span = prepare_span(config, model, parts)
-    return _local_engine(config, span.parts, vocabulary, max_model_len, tokenizer, lock, span.offloaded)
+    parts, offloaded, _ = prepare_span(config, model, parts)
+    return _local_engine(config, parts, vocabulary, max_model_len, tokenizer, lock, offloaded)
 
 
 def engine_like(engine: Engine, config: EngineConfig) -> Engine | None:

@@ -371,9 +371,9 @@ def streaming(requests: Iterable[Request]) -> list[Request]:
 
 def require_idle(engine: Engine) -> None:
     scheduler = engine._scheduler
-    assert scheduler.num_used_slots == 0
-    if scheduler.windowed is not None:
-        assert scheduler.windowed.pool.num_free == scheduler.windowed.pool.num_pages
+    assert scheduler.kv.num_used_slots == 0
+    if scheduler.kv.windowed is not None:
+        assert scheduler.kv.windowed.pool.num_free == scheduler.kv.windowed.pool.num_pages
     assert not scheduler.waiting
     assert not scheduler.running
     assert not engine._under_way

@@ -215,7 +215,7 @@ def test_an_interrupt_aborts_the_requests_of_its_call(llm: LLM) -> None:
     other = threading.Thread(target=lambda: others.extend(llm.generate({"prompt_token_ids": [30]}, GREEDY)))
 
     def interrupt() -> None:
-        while llm.engine.num_unfinished < 5:
+        while len(llm.engine._requests) < 5:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -245,7 +245,7 @@ def test_an_exception_of_the_engine_reaches_all_callers() -> None:
         advance, failure, barrier = one.engine.advance, RuntimeError("the device is gone"), threading.Barrier(3)
 
         def fail_with_three() -> list[NewOutput]:
-            if one.engine.num_unfinished == 3:
+            if len(one.engine._requests) == 3:
                 raise failure
             return advance()
 

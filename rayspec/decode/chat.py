@@ -39,7 +39,8 @@ def _templated(messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, temp
     try:
         return tokenizer.apply_chat_template(conversation, chat_template=template, **options)
     except Exception as error:  # a template is anybody's program, which may raise anything
-        raise InvalidMessagesError(f"the messages cannot be made a prompt: {_told(error)}") from error
+        told = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        raise InvalidMessagesError(f"the messages cannot be made a prompt: {told}") from error
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -58,8 +59,3 @@ def _as_object(arguments: Any) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return parsed if isinstance(parsed, dict) else arguments
-
-
-def _told(error: Exception) -> str:
-    """Return the message of an error, with its type where the type tells more than the message."""
-    return str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
+from rayspec.decode.drafting.lookup import lookup_index
 from rayspec.decode.output import NewOutput
 from rayspec.decode.progress import Progress
 from rayspec.decode.requests import Requests, Vocabulary
@@ -148,18 +149,14 @@ class Engine:
         return bool(self._requests) or bool(self._under_way)
 
     @property
-    def num_unfinished(self) -> int:
-        return len(self._requests)
-
-    @property
     def load(self) -> EngineLoad:
         """Current load of the engine. Any thread may read it."""
         scheduler = self._scheduler
         return EngineLoad(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            kv_used_tokens=scheduler.num_used_slots,
-            kv_total_tokens=scheduler.num_slots,
+            kv_used_tokens=scheduler.kv.num_used_slots,
+            kv_total_tokens=scheduler.kv.num_slots,
         )
 
     @property
@@ -368,7 +365,7 @@ class Engine:
 
     def _open(self, sequence: SequenceState) -> None:
         if sequence.lookup is None:
-            sequence.lookup = self._planner.lookup_index()
+            sequence.lookup = lookup_index(self.config.speculation)
         self.stages.open(
             SamplerSpec(
                 sequence_id=sequence.sequence_id,
@@ -403,7 +400,7 @@ class Engine:
         tokens."""
         lost = self._give_up_work()
         self._scheduler.restart()
-        self._planner.forget_all()
+        self._planner.forget()
         for sequence in lost:
             if sequence.finished:
                 self._scheduler.remove(sequence)

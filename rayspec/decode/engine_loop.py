@@ -95,31 +95,6 @@ class _Arrival:
     listener: Listener | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Cancelled:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Ping:
-    future: Future[None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """A delivery that raised `cause`; it ends the loop."""
-
-    cause: BaseException
-
-
-_Item = tuple[_Arrival, ...] | _Cancelled | _Ping | _Stop | _Failure
-
-
 class EngineLoop:
     """Steps an engine while it has work, and sleeps otherwise. Two threads start with the first request or ping: one
     runs the engine, the other decodes the tokens and delivers outputs in the order in which they were made.
@@ -132,10 +107,10 @@ class EngineLoop:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls for the engine's thread
         self._request_ids = itertools.count()
-        self._waiting: dict[str, _Arrival] = {}
-        self._ping: _Ping | None = None  # the ping that the engine answers at this moment
+        self._waiting: dict[str, _Arrival] = {}  # by the id in the engine: the requests that have no last output yet
+        self._pings: set[Future[None]] = set()  # that the engine has not answered yet
         self._has_work = False
         self._death: EngineDeadError | None = None
         self._lock = threading.Lock()
@@ -187,26 +162,38 @@ class EngineLoop:
     def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:
         """Submit requests and return a future for each. The engine gets all of them before its next step. Raises
         EngineDeadError."""
-        arrivals = tuple(self._arrival(request, listener) for request in requests)
+        arrivals: dict[str, _Arrival] = {}
+        for request in requests:
+            request_id, future = str(next(self._request_ids)), Future[RequestOutput]()
+            future.add_done_callback(partial(self._on_done, request_id))
+            own = replace(request, request_id=request_id)
+            arrivals[request_id] = _Arrival(request.request_id, own, future, listener)
         if arrivals:
-            self._put(arrivals)
-        return [arrival.future for arrival in arrivals]
+            with self._lock:
+                self._require_alive()
+                self._waiting |= arrivals
+                self._put(partial(self._admit, list(arrivals.values())))
+        return [arrival.future for arrival in arrivals.values()]
 
     def ping(self) -> Future[None]:
         """Return a future that is done once the loop has asked the engine and the engine has answered. The call or the
         future raises EngineDeadError if the loop has ended; a stuck loop never answers."""
         future: Future[None] = Future()
-        self._put(_Ping(future))
+        with self._lock:
+            self._require_alive()
+            self._pings.add(future)
+            self._put(partial(self._answer, future))
         return future
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the loop after its current step. Unfinished requests fail with EngineDeadError."""
+        stopped = EngineDeadError("the engine has ended: it was stopped")
         with self._lock:
             thread = self._thread
             if thread is None:
-                self._death = self._death or EngineDeadError("the engine has ended: it was stopped")
+                self._death = self._death or stopped
                 return
-        self._put_and_wake(_Stop())
+        self._put(partial(_raise, stopped))
         for one in (thread, self._deliverer):
             if one is threading.current_thread():  # a garbage collection may run on any thread
                 return
@@ -217,73 +204,54 @@ class EngineLoop:
         self.stop()
         self.engine.shutdown()
 
-    def _arrival(self, request: Request, listener: Listener | None) -> _Arrival:
-        request_id = str(next(self._request_ids))
-        future: Future[RequestOutput] = Future()
-        future.add_done_callback(partial(self._on_cancelled, request_id))
-        return _Arrival(request.request_id, replace(request, request_id=request_id), future, listener)
+    def _require_alive(self) -> None:
+        """Start the threads, unless they run. Raises EngineDeadError if they have ended."""
+        if self._death is not None:
+            raise _another(self._death)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="rayspec-engine", daemon=True)
+            self._deliverer.start()
+            self._thread.start()
+        elif not self._thread.is_alive():
+            raise EngineDeadError(
+                "the engine's thread stayed in the process that this one was forked from: load the model here"
+            )
 
-    def _on_cancelled(self, request_id: str, future: Future[RequestOutput]) -> None:
-        if future.cancelled():
-            self._put_and_wake(_Cancelled(request_id))
-
-    def _put(self, item: _Item) -> None:
-        with self._lock:
-            if self._death is not None:
-                raise _another(self._death)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._supervise, name="rayspec-engine", daemon=True)
-                self._deliverer.start()
-                self._thread.start()
-            elif not self._thread.is_alive():
-                raise EngineDeadError(
-                    "the engine's thread stayed in the process that this one was forked from: load the model here"
-                )
-            self._put_and_wake(item)
-
-    def _put_and_wake(self, item: _Item) -> None:
-        self._inbox.put(item)
+    def _put(self, call: Callable[[], None]) -> None:
+        self._inbox.put(call)
         self.engine.wake()
 
-    def _supervise(self) -> None:
+    def _run(self) -> None:
+        """Step the engine while it has work, and make the calls in the inbox between steps, until one of them raises.
+        What then waits for the engine fails."""
         try:
-            self._run()
-            death = EngineDeadError("the engine has ended: it was stopped")
+            while True:
+                while not self._has_work or not self._inbox.empty():
+                    self._inbox.get()()
+                outputs = self.engine.advance()
+                # Read before delivery: a caller that has all its outputs may use the engine directly.
+                self._has_work = self.engine.has_unfinished
+                self._deliver(outputs)
         except BaseException as error:  # noqa: BLE001 - reported to everyone who waits
-            death = _death_by(error)
+            death = error if isinstance(error, EngineDeadError) else _death_by(error)
         with self._lock:
             self._death = death
-        self._fail_all(death)
+        unsettled: list[Future[Any]] = [*(arrival.future for arrival in self._waiting.values()), *self._pings]
+        for future in unsettled:
+            self._jobs.put(partial(_settle, future, None, _another(death)))
         self._jobs.put(None)
 
-    def _run(self) -> None:
-        while self._take_items():
-            outputs = self.engine.advance()
-            # Read before delivery: a caller that has all its outputs may use the engine directly.
-            self._has_work = self.engine.has_unfinished
-            self._deliver(outputs)
+    def _on_done(self, request_id: str, future: Future[RequestOutput]) -> None:
+        if future.cancelled():
+            self._put(partial(self._cancel, request_id))
 
-    def _take_items(self) -> bool:
-        """Handle all items in the inbox, and wait for one if there is no work. Return False after a `_Stop`."""
-        while not self._has_work or not self._inbox.empty():
-            match self._inbox.get():
-                case _Stop():
-                    return False
-                case _Cancelled(request_id):
-                    if self._waiting.pop(request_id, None) is not None:
-                        self.engine.abort(request_id)
-                        self._has_work = self.engine.has_unfinished
-                case _Ping() as ping:
-                    self._answer(ping)
-                case _Failure(cause):
-                    raise cause
-                case arrivals:
-                    self._admit(arrivals)
-        return True
+    def _cancel(self, request_id: str) -> None:
+        if self._waiting.pop(request_id, None) is not None:
+            self.engine.abort(request_id)
+            self._has_work = self.engine.has_unfinished
 
     def _admit(self, arrivals: Sequence[_Arrival]) -> None:
         """Give the requests to the engine. A request that it refuses has an output with the error."""
-        self._waiting |= {arrival.request.request_id: arrival for arrival in arrivals}
         refused = []
         for arrival in arrivals:
             try:
@@ -293,11 +261,10 @@ class EngineLoop:
         self._has_work = self.engine.has_unfinished
         self._deliver(refused)
 
-    def _answer(self, ping: _Ping) -> None:
-        self._ping = ping
+    def _answer(self, ping: Future[None]) -> None:
         answer = self.engine.ping()
-        self._ping = None
-        pass_on = lambda answered: _settle(ping.future, None, answered.exception())  # noqa: E731
+        self._pings.discard(ping)
+        pass_on = lambda answered: _settle(ping, None, answered.exception())  # noqa: E731
         self._jobs.put(partial(answer.add_done_callback, pass_on))
 
     def _deliver(self, outputs: Iterable[NewOutput]) -> None:
@@ -324,24 +291,16 @@ class EngineLoop:
             if not is_last and arrival.listener is not None:
                 arrival.listener(output)
         except BaseException as error:  # noqa: BLE001 - the loop reports it
-            self._inbox.put(_Failure(error))
+            self._inbox.put(partial(_raise, error))
             if new.finished:
                 _settle(arrival.future, None, _death_by(error))
             return
         if is_last:
             _settle(arrival.future, output)
 
-    def _fail_all(self, death: EngineDeadError) -> None:
-        unsettled: list[_Arrival | _Ping] = [*self._waiting.values(), *([self._ping] if self._ping else [])]
-        self._waiting.clear()
-        while not self._inbox.empty():
-            match self._inbox.get():
-                case _Ping() as ping:
-                    unsettled.append(ping)
-                case tuple() as arrivals:
-                    unsettled.extend(arrivals)
-        for one in unsettled:
-            self._jobs.put(partial(_settle, one.future, None, _another(death)))
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _death_by(cause: BaseException) -> EngineDeadError:

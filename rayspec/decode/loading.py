@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rayspec.choices import Choice, Keys, Weights, keys_of
+from rayspec.choices import Choice, Weights, keys_of
 from rayspec.config import KV_CACHE_SHARE, EngineConfig
 from rayspec.decode.pages import WindowedPages
 from rayspec.decode.runner import Runner
@@ -63,23 +61,15 @@ def offload_weights(config: EngineConfig, model: PreTrainedModel, parts: Decompo
     return offloaded
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The sublayers of one process, ready to run. weight_bytes: of the weights here, without copies for drafts."""
-
-    parts: Decomposition
-    offloaded: OffloadedWeights | None
-    weight_bytes: int
-
-
 def prepare_span(
     config: EngineConfig,
     model: PreTrainedModel,
     parts: Decomposition,
     split: Callable[[Decomposition], Decomposition] = lambda parts: parts,
-) -> Span:
+) -> tuple[Decomposition, OffloadedWeights | None, int]:
     """Offload and fuse the sublayers of a loaded model or stage, and make the copies of weights that drafts want.
-    split: keeps the share of this rank of a stage. Raises ConfigError for an offloaded sublayer that does not exist."""
+    Return them with what is offloaded and the bytes of the weights here, without the copies. split: keeps the share of
+    this rank of a stage. Raises ConfigError for an offloaded sublayer that does not exist."""
     offloaded = offload_weights(config, model, parts)
     parts = split(parts)
     weight_bytes = sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta")
@@ -89,7 +79,7 @@ def prepare_span(
         use_operators=has_kernels(config, parts.device),
         quantised=copies_for_drafts(config, parts),
     )
-    return Span(parts, offloaded, weight_bytes)
+    return parts, offloaded, weight_bytes
 
 
 def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max_model_len: int) -> Runner:
@@ -101,6 +91,9 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
         is_split = config.parallel is not None and config.parallel.tensor > 1
         counts = SINGLE_ROWS if has_experts(parts) else FIXED if is_split else independent_row_counts(parts)
     choices = choices_here(config, parts)
+    if unread := {keys_of(choice) for choice in config.speculation.draft_choices} - {*map(keys_of, choices)}:
+        left_out = ", ".join(sorted(unread))
+        logger.info("drafts do not use %s here: passes with static shapes on a GPU cannot read such keys", left_out)
     device = resolve_device(config.device)
     cache = KVCache(
         parts.shapes,
@@ -173,17 +166,9 @@ def allowed_copies(by_weights: Mapping[Weights, int], most: int | None) -> list[
 
 
 def choices_here(config: EngineConfig, parts: Decomposition) -> tuple[Choice, ...]:
-    """Return the draft choices whose keys the rows of this process's passes can read. Say which are left out."""
+    """Return the draft choices whose keys the rows of this process's passes can read."""
     readable = STATIC_KEYS if _has_buffers(config, parts) else ("all", "window", "pages")
-    wanted = config.speculation.draft_choices
-    _say_unreadable(tuple(keys for keys in dict.fromkeys(map(keys_of, wanted)) if keys not in readable))
-    return tuple(choice for choice in wanted if keys_of(choice) in readable)
-
-
-@cache  # once in a process
-def _say_unreadable(keys: tuple[Keys, ...]) -> None:
-    if keys:
-        logger.info("drafts do not use %s here: passes with static shapes on a GPU cannot read such keys", keys)
+    return tuple(choice for choice in config.speculation.draft_choices if keys_of(choice) in readable)
 
 
 def cache_size(config: EngineConfig, num_slots: int, window: int | None) -> CacheSize:

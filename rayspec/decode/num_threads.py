@@ -36,15 +36,11 @@ def chosen_threads(runner: Runner, folder: str | None, *, remeasure: bool = Fals
     path = cache_file(folder, "threads", key)
     few = None if remeasure else _saved(path, key, cores)
     if few is None:
-        few = fastest_number(runner, numbers_of_threads(cores))
+        powers = [2**power for power in range(cores.bit_length()) if 2**power < cores]
+        few = fastest_number(runner, [*powers, cores])
         _save(path, key, few)
     logger.info("decoding uses %d of %d CPU threads, as measured (kept in %s)", few, cores, path)
     return Threads(few=few, many=cores)
-
-
-def numbers_of_threads(cores: int) -> list[int]:
-    """Return the numbers to try: powers of two below the number of cores, and that number."""
-    return sorted({cores, *(2**power for power in range(cores.bit_length()) if 2**power < cores)})
 
 
 def fastest_number(runner: Runner, numbers: Sequence[int], clock: Callable[[], float] = time.perf_counter) -> int:

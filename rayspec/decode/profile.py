@@ -220,7 +220,7 @@ def _sample(runner: Runner, clock: Callable[[], float]) -> dict[str, int]:
     found = {}
     for name, num_sublayers in Counter(runner.parts.curve_names).items():
         run = partial(runner.run, batch, hidden, choices=_only(runner, name, 1))
-        seconds = _seconds(run, runner.device, clock, _nothing, num_repeats=2)
+        seconds = min([_timed(run, runner.device, clock) for _ in range(3)][1:])  # the first run warms up
         found[name] = min(num_sublayers, max(1, math.ceil(_SAMPLE_S / max(seconds, 1e-9))))
     return found
 
@@ -323,22 +323,18 @@ def _note_pages(runner: Runner, spans: Sequence[RowSpan]) -> None:
 
 def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
     """Return the extra seconds of one row through all sublayers after a pause and with cold caches."""
-    batch, hidden, others = (
-        runner.batch([span_at(runner.cache, 0, 0, 1)]),
-        random_states(runner, 1),
-        bytearray(_CACHE_BYTES),
-    )
+    batch, hidden = runner.batch([span_at(runner.cache, 0, 0, 1)]), random_states(runner, 1)
     choices = choices_of([False] * runner.first_sublayer + [True] * len(runner.parts.curve_names))
-
-    def pause() -> None:
-        others[:] = bytes(len(others))
-        time.sleep(_PAUSE_S)
-
-    warm_s, cold_s = (
-        _seconds(lambda: runner.run(batch, hidden, choices=choices), runner.device, clock, before)
-        for before in (_nothing, pause)
-    )
-    return max(cold_s - warm_s, 0.0)
+    others, fastest_s = bytearray(_CACHE_BYTES), []
+    for is_cold in (False, True):
+        times = []
+        for _ in range(1 + _NUM_REPEATS):
+            if is_cold:
+                others[:] = bytes(len(others))
+                time.sleep(_PAUSE_S)
+            times.append(_timed(partial(runner.run, batch, hidden, choices=choices), runner.device, clock))
+        fastest_s.append(min(times[1:]))  # disturbances only make a run slower
+    return max(fastest_s[1] - fastest_s[0], 0.0)
 
 
 def random_states(runner: Runner, rows: int) -> torch.Tensor:
@@ -374,34 +370,11 @@ def _contexts(num_slots: int, *, num_beside: int) -> list[int]:
     return [short, *sorted({min(context, longest) for context in CONTEXTS[1:] if longest > 2 * short})]
 
 
-def _nothing() -> None:
-    pass
-
-
-def _seconds(
-    work: Callable[[], object],
-    device: torch.device,
-    clock: Callable[[], float],
-    before: Callable[[], None],
-    *,
-    num_repeats: int = _NUM_REPEATS,
-) -> float:
-    """Return the time of the fastest run after a warm-up run; disturbances only make a run slower."""
-    times = []
-    for _ in range(1 + num_repeats):
-        before()
-        times.append(_timed(work, device, clock))
-    return min(times[1:])
-
-
 def _timed(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
-    _synchronise(device)
-    started = clock()
-    work()
-    _synchronise(device)
-    return clock() - started
-
-
-def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    started = clock()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return clock() - started

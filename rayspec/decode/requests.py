@@ -189,16 +189,11 @@ class Requests(dict[str, LiveRequest]):
 
 
 def _summed(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
-    first_tokens = [m.first_token_s for m in metrics if m.first_token_s is not None]
+    counts = ("rounds", "plain_rounds", "draft_tokens", "accepted_tokens", "preemptions", "replays")
     return RequestMetrics(
-        num_rounds=sum(m.num_rounds for m in metrics),
-        num_plain_rounds=sum(m.num_plain_rounds for m in metrics),
-        num_draft_tokens=sum(m.num_draft_tokens for m in metrics),
-        num_accepted_tokens=sum(m.num_accepted_tokens for m in metrics),
-        num_preemptions=sum(m.num_preemptions for m in metrics),
-        num_replays=sum(m.num_replays for m in metrics),
-        num_cached_tokens=min(m.num_cached_tokens for m in metrics),
-        arrival_s=min(m.arrival_s for m in metrics),
-        first_token_s=min(first_tokens, default=None),
-        finished_s=max((m.finished_s or 0.0 for m in metrics), default=None),
+        **{f"num_{name}": sum(getattr(one, f"num_{name}") for one in metrics) for name in counts},
+        num_cached_tokens=min(one.num_cached_tokens for one in metrics),
+        arrival_s=min(one.arrival_s for one in metrics),
+        first_token_s=min((one.first_token_s for one in metrics if one.first_token_s is not None), default=None),
+        finished_s=max((one.finished_s or 0.0 for one in metrics), default=None),
     )

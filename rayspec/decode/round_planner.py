@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 
 from rayspec.config import MAX_TREE_TOKENS, SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess
-from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal, lookup_index
+from rayspec.decode.drafting.lookup import NOTHING, Proposal
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.sequence import SequenceState
@@ -22,32 +22,6 @@ from rayspec.planning.learning import AnswerLength
 from rayspec.types import EngineStats, Plan
 
 _MAX_PLAN_RECORDS = 1024
-
-
-class TapLog:
-    """The last tapped tokens whose sequences have kept their places in the KV cache.
-
-    A dropped token keeps its place in the log until new tokens push it out, as its states do in the stages. So every
-    token in the log still has its states there.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._places: deque[TappedToken | None] = deque(maxlen=capacity)
-
-    @property
-    def tokens(self) -> list[TappedToken]:
-        return [token for token in self._places if token is not None]
-
-    def add(self, tokens: Iterable[TappedToken]) -> None:
-        self._places.extend(tokens)
-
-    def drop(self, sequence_id: str) -> None:
-        kept = [token if token and token.sequence_id != sequence_id else None for token in self._places]
-        self._places = deque(kept, maxlen=self.capacity)
-
-    def clear(self) -> None:
-        self._places.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +37,7 @@ class PlannedRound:
 
 
 class RoundPlanner:
-    """Connects the strategy to the engine. Keeps the log of tapped tokens and the plan search under way over them."""
+    """Connects the strategy to the engine. Keeps the last tapped tokens and the plan search under way over them."""
 
     def __init__(
         self,
@@ -77,7 +51,9 @@ class RoundPlanner:
         clock: Callable[[], float],
     ) -> None:
         self.strategy = strategy
-        self.taps = TapLog(num_tap_tokens)
+        # The last tapped tokens. None stands for a token whose sequence has left its place in the KV cache, until new
+        # tokens push it out, as they do with its states in the stages: so the states of all others are still there.
+        self._taps: deque[TappedToken | None] = deque(maxlen=num_tap_tokens)
         self._options = options
         self._stages = stages
         self._scheduler = scheduler
@@ -86,6 +62,10 @@ class RoundPlanner:
         self._answer_length = AnswerLength()
         self._searching: Future[Answer] | None = None
         self._searched_s = 0.0  # seconds of searches that are not yet in the statistics
+
+    @property
+    def tapped(self) -> list[TappedToken]:
+        return [token for token in self._taps if token is not None]
 
     def plan(self, work_id: int, sequences: Sequence[SequenceState], chunks: Sequence[Chunk] = ()) -> PlannedRound:
         """Plan a round for the sequences. chunks: prompt chunks to prefill in the round."""
@@ -100,7 +80,7 @@ class RoundPlanner:
             entries=[self._entry(*each, plan) for each in zip(sequences, proposals, lengths, strict=True)],
             plan=plan,
             keep_drafting=chosen.keep_drafting,
-            num_taps=self.taps.capacity if chosen.capture else 0,
+            num_taps=(self._taps.maxlen or 0) if chosen.capture else 0,
             chunks=chunks,
         )
         return PlannedRound(work, sequences, state, chosen, started)
@@ -109,23 +89,20 @@ class RoundPlanner:
         """Log the taps of a finished round, tell the strategy its result, and let the strategy search.
         num_tokens: number of committed tokens. The strategy learns nothing from a round with chunks, because the
         round's own time is then unknown."""
-        self.taps.add(planned.work.taps)
+        self._taps.extend(planned.work.taps)
         num_ends = sum(sequence.finish_reason == "stop" for sequence in planned.sequences)
         self._answer_length.observe(num_tokens=num_tokens, num_ends=num_ends)
         for sequence, probed in itertools.zip_longest(planned.sequences, result.probed):
             if sequence.lookahead is not None and planned.work.plan.lookahead:
                 sequence.lookahead.observe(probed or ())
             if sequence.finished:
-                self.taps.drop(sequence.sequence_id)
+                self._drop_taps(sequence)
         committed_any = num_tokens or not all(committed.finite for committed in result.committed)
         if committed_any and not planned.work.chunks:
             seconds = self._clock() - planned.started - result.queued_s
             self.strategy.observe(planned.state, planned.chosen, result, num_tokens, seconds)
-        self._improve(planned.state)
-
-    def _improve(self, state: BatchState) -> None:
         started = self._clock()
-        record = self.strategy.search(state, self._search)
+        record = self.strategy.search(planned.state, self._search)
         if record is not None:
             self._stats.plans = [*self._stats.plans[-_MAX_PLAN_RECORDS + 1 :], record]
         if record is not None or self._searched_s:
@@ -133,20 +110,17 @@ class RoundPlanner:
             self._searched_s = 0.0
         self._stats.gate_reason = self.strategy.status
 
-    def lookup_index(self) -> LookupIndex | None:
-        """Return an index for a new sequence; None if nothing is looked up."""
-        return lookup_index(self._options)
-
-    def forget(self, sequence: SequenceState) -> None:
-        """Drop the sequence's taps and cancel the search, because the sequence leaves its place in the KV cache."""
-        self.taps.drop(sequence.sequence_id)
+    def forget(self, sequence: SequenceState | None = None) -> None:
+        """Drop the taps of the sequence, or of all, and cancel the search, because the sequence leaves its place in the
+        KV cache."""
+        self._drop_taps(sequence)
         if self._searching is not None:
             self._searching.cancel()
 
-    def forget_all(self) -> None:
-        self.taps.clear()
-        if self._searching is not None:
-            self._searching.cancel()
+    def _drop_taps(self, sequence: SequenceState | None) -> None:
+        for at, token in enumerate(self._taps):
+            if token is not None and (sequence is None or token.sequence_id == sequence.sequence_id):
+                self._taps[at] = None
 
     def _search(self, question: Question, sequence_id: str | None = None) -> Future[Answer] | None:
         """Search over the last tapped tokens; None if they are too few. Their sequences must keep their places in the
@@ -154,9 +128,9 @@ class RoundPlanner:
         sequences = {sequence.sequence_id: sequence for sequence in self._scheduler.running}
         tokens = [
             token
-            for token in self.taps.tokens
+            for token in self.tapped
             if sequence_id in (None, token.sequence_id)
-            and self._scheduler.holds_window(sequences[token.sequence_id], token.position)
+            and self._scheduler.kv.holds_window(sequences[token.sequence_id], token.position)
         ]
         if len(tokens) < question.num_tokens:
             return None

@@ -28,7 +28,6 @@ from rayspec.decode.work import (
     Chunk,
     Committed,
     Draft,
-    KeepDrafting,
     Merge,
     Pass,
     Prefill,
@@ -41,30 +40,30 @@ from rayspec.decode.work import (
     num_rows,
 )
 from rayspec.planning.lookup import DraftUntilFound
-from rayspec.types import Plan
 
 
 def first_pass(work: Work) -> Pass:
     """Return the first pass of the work's script. It depends only on the work, so the first stage need not wait for the
     head."""
     if isinstance(work, Prefill):
-        return _prefill_pass(work)
+        return Pass(
+            round_id=work.id,
+            token_ids=[token for chunk in work.chunks for token in chunk.token_ids],
+            rows=[chunk.rows for chunk in work.chunks],
+            fixed_shape=any(chunk.replay for chunk in work.chunks),
+        )
     active = drafting_entries(work.entries)
     drafts = [entry.draft() for entry in work.entries]
     if active:
-        return draft_pass(work.id, work.entries, drafts, active, work.plan, work.save_at)
+        return draft_pass(work, drafts, active)
     return _verify_pass(work, drafts, [])
 
 
 def script(work: Work, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Tensor, Result]:
     """Yield passes, receive the states [1, N, hidden_size] of each pass, and return the result."""
-    if isinstance(work, Prefill):
-        return _prefill(work, head)
-    return _round(work, head, stopwatch)
-
-
-def _prefill(work: Prefill, head: Head) -> Generator[Pass, Tensor, PrefillResult]:
-    hidden = yield _prefill_pass(work)
+    if isinstance(work, Round):
+        return (yield from _round(work, head, stopwatch))
+    hidden = yield first_pass(work)
     last_rows = _last_rows(work.chunks, 0)
     logits = head.logits(hidden[:, integers(last_rows, hidden.device)]) if last_rows else hidden.new_zeros(0, 0)
     return PrefillResult(_chosen(head, work.chunks, logits))
@@ -91,7 +90,7 @@ def _chosen(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committ
 
 def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Tensor, RoundResult]:
     started = stopwatch.mark()
-    drafted = yield from draft(head, work.id, work.entries, work.plan, work.keep_drafting, work.save_at)
+    drafted = yield from draft(head, work)
     drafted_at = stopwatch.mark()
     verify = _verify_pass(work, drafted.drafts, drafted.owners)
     hidden = yield verify
@@ -143,15 +142,6 @@ def _probed(logits: Tensor, rows: Sequence[Rows], entries: Sequence[RoundEntry])
     return [list(itertools.islice(likeliest, entry.num_probes)) for entry in entries]
 
 
-def _prefill_pass(work: Prefill) -> Pass:
-    return Pass(
-        round_id=work.id,
-        token_ids=[token for chunk in work.chunks for token in chunk.token_ids],
-        rows=[chunk.rows for chunk in work.chunks],
-        fixed_shape=any(chunk.replay for chunk in work.chunks),
-    )
-
-
 def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) -> Pass:
     """Return the pass that runs all sublayers over every entry's newest token, draft and probes, then over the chunks.
     The i-th saved row of an entry is the entry's i-th row here; saved rows join the others at `work.save_at`."""
@@ -169,15 +159,14 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
     if owners and work.save_at:
         num_saved = [owners.count(index) for index in range(len(pairs))]
         left = [each[saved:] for each, saved in zip(tokens, num_saved, strict=True)]
+        # Saved and remaining rows, sorted by entry; the chunks come last.
+        of_rows = [*owners, *(index for index, each in enumerate([*left, chunk_tokens]) for _ in each)]
+        kept = (row for row, owner in enumerate(of_rows) if owner != DROPPED)
         return Pass(
             round_id=work.id,
             token_ids=[*(token for each in left for token in each), *chunk_tokens],
             rows=[*(span.rest(saved) for span, saved in zip(rows, num_saved, strict=True)), *chunk_rows],
-            merge=Merge(
-                at=work.save_at,
-                order=_merged_order(owners, [*map(len, left), len(chunk_tokens)]),
-                rows=[*rows, *chunk_rows],
-            ),
+            merge=Merge(at=work.save_at, order=sorted(kept, key=of_rows.__getitem__), rows=[*rows, *chunk_rows]),
             scores_pages=scores_pages,
         )
     taps, at = [], 0
@@ -191,20 +180,6 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
         taps=taps,
         scores_pages=scores_pages,
     )
-
-
-def _merged_order(owners: Sequence[int], num_left: Sequence[int]) -> list[int]:
-    """Return the order that sorts the saved rows, then the remaining rows, by entry. The chunks, the last item of
-    `num_left`, come last."""
-    rows_of: list[list[int]] = [[] for _ in num_left]
-    for row, owner in enumerate(owners):
-        if owner != DROPPED:
-            rows_of[owner].append(row)
-    first = len(owners)
-    for rows, count in zip(rows_of, num_left, strict=True):
-        rows.extend(range(first, first + count))
-        first += count
-    return [row for rows in rows_of for row in rows]
 
 
 # The owner of a saved row whose token was drawn after its draft's end.
@@ -228,25 +203,16 @@ class DraftRound:
     num_steps: int = 0
 
 
-def draft_pass(
-    round_id: int,
-    entries: Sequence[RoundEntry],
-    drafts: Sequence[Draft],
-    active: Sequence[int],
-    plan: Plan,
-    save_at: int,
-    *,
-    ahead: int = 0,
-) -> Pass:
+def draft_pass(work: Round, drafts: Sequence[Draft], active: Sequence[int], *, ahead: int = 0) -> Pass:
     """Return the pass of the next draft step: one row for each active entry. ahead: number of drafted tokens that the
     host does not know yet; the newest tokens are then read on the device."""
-    chosen = [(entries[index], drafts[index].token_ids) for index in active]
+    chosen = [(work.entries[index], drafts[index].token_ids) for index in active]
     return Pass(
-        round_id=round_id,
+        round_id=work.id,
         token_ids=[] if ahead else [tokens[-1] if tokens else entry.last_token for entry, tokens in chosen],
         rows=[entry.rows(entry.length - 1 + len(tokens) + ahead, 1) for entry, tokens in chosen],
-        choices=plan.choices,
-        save_at=save_at,
+        choices=work.plan.choices,
+        save_at=work.save_at,
     )
 
 
@@ -255,27 +221,21 @@ def drafting_entries(entries: Sequence[RoundEntry]) -> list[int]:
     return [index for index, entry in enumerate(entries) if entry.max_draft_tokens > 0 and not entry.looked_up]
 
 
-def draft(
-    head: Head,
-    round_id: int,
-    entries: Sequence[RoundEntry],
-    plan: Plan,
-    keep_drafting: KeepDrafting | None,
-    save_at: int,
-) -> Generator[Pass, Tensor, DraftRound]:
+def draft(head: Head, work: Round) -> Generator[Pass, Tensor, DraftRound]:
     """Draft for every entry until the draft reaches its length or an end token, or `keep_drafting` ends it, possibly
     with looked-up tokens. Entries with looked-up tokens keep these as their draft.
 
-    The generator yields passes and is sent the states before the head. Keys and values of drafted rows go to positions
-    that the verify overwrites. The host synchronises at least every `head.draft_look_interval` steps. It then applies
-    the rules step by step, and drops tokens that were drawn after the end of a draft.
+    Keys and values of drafted rows go to positions that the verify overwrites. The host synchronises at least every
+    `head.draft_look_interval` steps. It then applies the rules step by step, and drops tokens that were drawn after the
+    end of a draft.
     """
+    entries, plan = work.entries, work.plan
     result = DraftRound([entry.draft() for entry in entries], [[] for _ in entries])
     ranked: list[list[list[float]]] = [[] for _ in entries]  # by entry and drafted token: the tokens that rank best
     active = drafting_entries(entries)
     while active:
         drawing = list(active)
-        steps = yield from _drawn(head, round_id, entries, result.drafts, drawing, plan, save_at)
+        steps = yield from _drawn(head, work, result.drafts, drawing)
         # One copy to the host. By step and entry: the token, its confidence, and ranked tokens, if any.
         columns = [
             [step.token_ids.double()[:, None], step.confidence.double()[:, None]]
@@ -294,7 +254,7 @@ def draft(
                     ranked[index].append(best)
                     if step.logits is not None:
                         result.logits[index].append(step.logits[at])
-            active = _still_drafting(head, active, entries, result.drafts, keep_drafting)
+            active = _still_drafting(head, work, result.drafts, active)
     if plan.tree_widths:
         for entry, one, best_of in zip(entries, result.drafts, ranked, strict=True):
             if best_of and (head.verification == "coupled" or head.sampler(entry.sequence_id).greedy):
@@ -303,31 +263,22 @@ def draft(
 
 
 def _drawn(
-    head: Head,
-    round_id: int,
-    entries: Sequence[RoundEntry],
-    drafts: Sequence[Draft],
-    active: Sequence[int],
-    plan: Plan,
-    save_at: int,
+    head: Head, work: Round, drafts: Sequence[Draft], active: Sequence[int]
 ) -> Generator[Pass, Tensor, list[Drafts]]:
     """Draw the next tokens of the active entries, for as many steps as need no host synchronisation. The results stay
     on the device. The host must synchronise at the latest when a draft reaches its length."""
     steps: list[Drafts] = []
-    num_steps = min(
-        head.draft_look_interval,
-        *(entries[index].max_draft_tokens - len(drafts[index].token_ids) for index in active),
-    )
-    if any(head.sampler(entries[index].sequence_id).reads_history for index in active):
-        num_steps = 1
+    samplers = [head.sampler(work.entries[index].sequence_id) for index in active]
+    left = (work.entries[index].max_draft_tokens - len(drafts[index].token_ids) for index in active)
+    num_steps = 1 if any(sampler.reads_history for sampler in samplers) else min(head.draft_look_interval, *left)
     for ahead in range(num_steps):
-        logits = head.logits((yield draft_pass(round_id, entries, drafts, active, plan, save_at, ahead=ahead)))
+        logits = head.logits((yield draft_pass(work, drafts, active, ahead=ahead)))
         rows = [
             # Placeholders for tokens that the host does not know yet: only their number is used.
-            Rows(head.sampler(entries[index].sequence_id), at, [*drafts[index].token_ids, *[0] * ahead])
-            for at, index in enumerate(active)
+            Rows(sampler, at, [*drafts[index].token_ids, *[0] * ahead])
+            for at, (sampler, index) in enumerate(zip(samplers, active, strict=True))
         ]
-        steps.append(draft_tokens(logits, rows, head.verification, num_ranked=max(plan.tree_widths, default=0)))
+        steps.append(draft_tokens(logits, rows, head.verification, num_ranked=max(work.plan.tree_widths, default=0)))
         head.drawn = steps[-1].token_ids
     return steps
 
@@ -348,43 +299,24 @@ def _siblings(
     return siblings
 
 
-def _still_drafting(
-    head: Head,
-    active: Sequence[int],
-    entries: Sequence[RoundEntry],
-    drafts: Sequence[Draft],
-    keep_drafting: KeepDrafting | None,
-) -> list[int]:
+def _still_drafting(head: Head, work: Round, drafts: Sequence[Draft], active: Sequence[int]) -> list[int]:
     """Return the entries whose drafts are below their length, have not reached an end token, and are worth another
-    token."""
-    left = [
-        index
-        for index in active
-        if len(drafts[index].token_ids) < entries[index].max_draft_tokens
-        and drafts[index].token_ids[-1] not in entries[index].end_tokens
-    ]
-    if isinstance(keep_drafting, DraftUntilFound):
-        left = _look_up(head, left, entries, drafts, keep_drafting)
-    if keep_drafting is None or not left:
-        return left
-    worth = keep_drafting([drafts[index].confidences for index in left])
-    return [index for index, keep in zip(left, worth, strict=True) if keep]
-
-
-def _look_up(
-    head: Head, active: Sequence[int], entries: Sequence[RoundEntry], drafts: Sequence[Draft], rule: DraftUntilFound
-) -> list[int]:
-    """Complete drafts with looked-up tokens where that is worth more than further drafting. Return the other entries,
-    which continue to draft."""
-    drafting = []
+    token. Other drafts are completed with looked-up tokens where that is worth more than further drafting."""
+    rule = work.keep_drafting
+    left = []
     for index in active:
-        entry, one = entries[index], drafts[index]
+        entry, one = work.entries[index], drafts[index]
         num_left = entry.max_draft_tokens - len(one.token_ids)
-        found = head.lookup(entry.sequence_id).propose(num_left, one.token_ids)
-        num_taken = rule.num_looked_up(one.confidences, found.match_classes)
-        if num_taken:
-            one.token_ids.extend(found.token_ids[:num_taken])
-            one.match_classes.extend(found.match_classes[:num_taken])
-        else:
-            drafting.append(index)
-    return drafting
+        if num_left <= 0 or one.token_ids[-1] in entry.end_tokens:
+            continue
+        if isinstance(rule, DraftUntilFound):
+            found = head.lookup(entry.sequence_id).propose(num_left, one.token_ids)
+            if num_taken := rule.num_looked_up(one.confidences, found.match_classes):
+                one.token_ids.extend(found.token_ids[:num_taken])
+                one.match_classes.extend(found.match_classes[:num_taken])
+                continue
+        left.append(index)
+    if rule is None or not left:
+        return left
+    worth = rule([drafts[index].confidences for index in left])
+    return [index for index, keep in zip(left, worth, strict=True) if keep]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rayspec.choices import FULL, SKIP, Choice, Keys
+from rayspec.choices import FULL, SKIP, Choice
 from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import Division, PackedRows, pack
 from rayspec.model.buckets import bucket_of
@@ -20,7 +20,7 @@ from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import Path, RowSpan
-from rayspec.model.static_rows import STATIC_KEYS, BatchMetadata, StaticRows, StepBuffers
+from rayspec.model.static_rows import BatchMetadata, StepBuffers
 from rayspec.model.static_step import StaticStep
 from rayspec.model.sublayers import Sublayer, Tap, run
 from rayspec.model.threads import Threads
@@ -71,7 +71,11 @@ class Runner:
         self.device = device
         self.row_counts = row_counts
         self.graphs = graphs
-        self.choices_by_kind = _choices_by_kind(parts, choices)
+        # For each curve name, the choices that all its sublayers support, without skip.
+        self.choices_by_kind: dict[str, tuple[Choice, ...]] = {}
+        for name, sublayer in zip(parts.curve_names, parts.sublayers, strict=True):
+            known = self.choices_by_kind.get(name, tuple(choices))
+            self.choices_by_kind[name] = tuple(choice for choice in known if sublayer.can_run(choice))
         self._buffers = buffers
         self._step: StaticStep | StepGraphs | None = graphs or (
             StaticStep(parts, buffers) if buffers is not None else None
@@ -88,12 +92,6 @@ class Runner:
         """Index after the last sublayer in this process."""
         return self.parts.sublayers[-1].index + 1
 
-    @property
-    def supported_keys(self) -> tuple[Keys, ...]:
-        """The key selections that the rows of every pass in this process support."""
-        of_cache = self.cache.supported_keys
-        return of_cache if self._buffers is None else tuple(keys for keys in of_cache if keys in STATIC_KEYS)
-
     def batch(
         self,
         spans: Sequence[RowSpan],
@@ -104,10 +102,22 @@ class Runner:
     ) -> Batch:
         """Pack rows for `embed` and `run`. fixed_shape: False for a prefill chunk, which ignores `row_counts`.
         scores_pages: see `PackedRows`; rows in buffers leave no notes."""
-        metadata = self._metadata(spans, token_ids)
-        if metadata is not None:
-            return Batch(((metadata.num_rows, metadata),), token_ids)
-        packs = self._packed(spans, self.row_counts if fixed_shape else None, scores_pages)
+        if self._buffers is not None:
+            paths = [span.paths() for span in spans]
+            metadata = BatchMetadata(bucket_of(spans, paths), spans, paths, token_ids)
+            if self._buffers.can_hold(metadata):
+                return Batch(((metadata.num_rows, metadata),), token_ids)
+        make = partial(pack, self.cache, device=self.device, scores_pages=scores_pages)
+        counts = self.row_counts if fixed_shape else None
+        if counts is None:
+            packs = [make(spans, division="runs" if self.row_counts is None else "places")]
+        else:
+            pieces = [piece for span in spans for piece in _pieces(span, counts.longest_chain)]
+            division: Division = "blocks" if counts.longest_chain > 1 else "places"
+            packs = [
+                make([span for span, _ in some], paths=[own for _, own in some], pad_to=counts.least, division=division)
+                for some in _passes(pieces, counts.most)
+            ]
         for rows in packs:
             self.parts.rotate(self._like_hidden, rows)
         return Batch(tuple((sum(span.num_rows for span in rows.spans), rows) for rows in packs), token_ids)
@@ -117,7 +127,7 @@ class Runner:
         _, rows = batch.buckets[0]
         if isinstance(rows, BatchMetadata):
             assert self._step is not None
-            static = self._held(rows)
+            static = self._step.hold(rows)
             self._step.embed(static)
             return static.residual[:, : rows.num_rows]
         return self.parts.embed(torch.as_tensor(batch.token_ids, device=self.device))
@@ -165,29 +175,6 @@ class Runner:
         if self.threads is not None:
             self.threads.use(hidden.shape[1])
 
-    def _packed(self, spans: Sequence[RowSpan], counts: RowCounts | None, scores_pages: bool) -> list[PackedRows]:
-        make = partial(pack, self.cache, device=self.device, scores_pages=scores_pages)
-        if counts is None:
-            return [make(spans, division="runs" if self.row_counts is None else "places")]
-        pieces = [piece for span in spans for piece in _pieces(span, counts.longest_chain)]
-        division: Division = "blocks" if counts.longest_chain > 1 else "places"
-        return [
-            make([span for span, _ in some], paths=[paths for _, paths in some], pad_to=counts.least, division=division)
-            for some in _passes(pieces, counts.most)
-        ]
-
-    def _metadata(self, spans: Sequence[RowSpan], token_ids: TokenIds) -> BatchMetadata | None:
-        """Return the rows for the buffers, or None if they cannot run there."""
-        if self._buffers is None:
-            return None
-        paths = [span.paths() for span in spans]
-        metadata = BatchMetadata(bucket_of(spans, paths), spans, paths, token_ids)
-        return metadata if self._buffers.can_hold(metadata) else None
-
-    def _held(self, metadata: BatchMetadata) -> StaticRows:
-        assert self._step is not None
-        return self._step.hold(metadata)
-
     def _run(
         self,
         span: Sequence[Sublayer],
@@ -202,7 +189,7 @@ class Runner:
             hidden = _pad_rows(hidden, len(rows.positions))
             return run(span, hidden, rows, choices=choices, tap=_real_rows(tap, num_real, is_copied=False))
         assert self._step is not None
-        static = self._held(rows)
+        static = self._step.hold(rows)
         if hidden.data_ptr() != static.residual.data_ptr():
             static.residual[:, :num_real].copy_(hidden)
         return self._step.run(span, static, choices=choices, tap=_real_rows(tap, num_real, is_copied=True))
@@ -214,15 +201,6 @@ def ways_of(parts: Decomposition, choices: Sequence[Choice]) -> list[tuple[Choic
         tuple(choice for choice in choices if choice == SKIP or sublayer.can_run(choice))
         for sublayer in parts.sublayers
     ]
-
-
-def _choices_by_kind(parts: Decomposition, choices: Sequence[Choice]) -> dict[str, tuple[Choice, ...]]:
-    """Return, for each curve name, the choices that all its sublayers support, without skip."""
-    found: dict[str, tuple[Choice, ...]] = {}
-    for name, sublayer in zip(parts.curve_names, parts.sublayers, strict=True):
-        own = tuple(choice for choice in found.get(name, choices) if sublayer.can_run(choice))
-        found[name] = own
-    return found
 
 
 def _pieces(span: RowSpan, longest_chain: int) -> Iterator[_Piece]:

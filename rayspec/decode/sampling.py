@@ -24,8 +24,7 @@ class Rows:
     """Rows start .. start + len(pending) of a packed logits tensor, all of one sequence. Row 0 predicts the token after
     the committed tokens, and row j + 1 predicts the token after pending[j].
 
-    parents: for each pending token, the earlier row that it follows; empty for a chain. The leading tokens that follow
-    one another are the *main chain*.
+    parents: for each pending token, the earlier row that it follows; empty for a chain.
     """
 
     sampler: TokenSampler
@@ -36,12 +35,6 @@ class Rows:
     @property
     def end(self) -> int:
         return self.start + len(self.pending) + 1
-
-    @property
-    def main_chain(self) -> Rows:
-        """These rows without the branches of the tree."""
-        branches = (at for at, parent in enumerate(self.parents) if parent != at)
-        return Rows(self.sampler, self.start, self.pending[: next(branches, len(self.pending))])
 
     def depths(self) -> Sequence[int]:
         """Return how many pending tokens precede the token that each row predicts."""
@@ -84,13 +77,13 @@ def target_tokens(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
     the device. Greedy rows, and rows that belong to no sequence, take the argmax."""
     if all(row.sampler.is_argmax for row in rows):
         return logits.argmax(-1)
-    sampled = [(row, at, depth) for row in rows if not row.sampler.greedy for at, depth in enumerate(row.depths())]
-    noise = _Noise(
-        rows=[row.start + at for row, at, _ in sampled],
-        seeds=[row.sampler.seed for row, _, _ in sampled],
-        positions=[row.sampler.position + depth for row, _, depth in sampled],
-    )
-    return noise.added_to(processed_logits(logits, rows), Stream.TARGET).argmax(-1)
+    noise = [
+        (row.start + at, row.sampler.seed, row.sampler.position + depth, 0)
+        for row in rows
+        if not row.sampler.greedy
+        for at, depth in enumerate(row.depths())
+    ]
+    return _with_noise(processed_logits(logits, rows), Stream.TARGET, noise).argmax(-1)
 
 
 def draft_tokens(logits: Tensor, rows: Sequence[Rows], verification: Verification, *, num_ranked: int = 0) -> Drafts:
@@ -110,15 +103,13 @@ def draft_tokens(logits: Tensor, rows: Sequence[Rows], verification: Verificatio
         return Drafts(scores.argmax(-1), _confidence(scores), None, _ranked(scores, num_ranked))
     histories = [LogitRow(at, row.sampler, row.pending) for at, row in enumerate(rows)]
     scores = process(logits.to(torch.float32, copy=True), histories)
-    sampled = [at for at, sampler in enumerate(samplers) if not sampler.greedy]
-    noise = _Noise(
-        rows=sampled,
-        seeds=[samplers[at].seed for at in sampled],
-        positions=[samplers[at].position + len(rows[at].pending) for at in sampled],
-        origins=[samplers[at].position for at in sampled],
-    )
+    noise = [
+        (at, sampler.seed, sampler.position + len(row.pending), sampler.position)
+        for at, (sampler, row) in enumerate(zip(samplers, rows, strict=True))
+        if not sampler.greedy
+    ]
     coupled = verification == "coupled"
-    drawn = noise.added_to(scores, Stream.TARGET if coupled else Stream.DRAFT, winner_only=num_ranked == 0)
+    drawn = _with_noise(scores, Stream.TARGET if coupled else Stream.DRAFT, noise, winner_only=num_ranked == 0)
     return Drafts(drawn.argmax(-1), _confidence(scores), None if coupled else scores, _ranked(drawn, num_ranked))
 
 
@@ -154,26 +145,19 @@ def top_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dict[
     return [{int(token): Logprob(logprob=value, rank=int(rank)) for token, value, rank in row} for row in table]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Noise:
-    """The rows of a packed tensor that get noise, and the arguments of `noise.gumbel` for each."""
-
-    rows: Sequence[int]
-    seeds: Sequence[int]
-    positions: Sequence[int]
-    origins: Sequence[int] = ()
-
-    def added_to(self, scores: Tensor, stream: Stream, *, winner_only: bool = True) -> Tensor:
-        """Return scores [N, V], float32, with noise added to the rows; a new tensor if there are any. Only the DRAFT
-        stream uses `origins`. One copy from the host; `noise.noisy` synchronises with the host. winner_only: see
-        there."""
-        if not self.rows:
-            return scores
-        columns = integers([*self.rows, *self.seeds, *self.positions, *(self.origins or self.positions)], scores.device)
-        rows, seeds, positions, origins = columns.view(4, -1).unbind()
-        own = origins if stream is Stream.DRAFT else None
-        sampled = noisy(scores[rows], seeds, positions, stream, origins=own, winner_only=winner_only)
-        return scores.index_copy(0, rows, sampled)
+def _with_noise(
+    scores: Tensor, stream: Stream, noise: Sequence[tuple[int, int, int, int]], *, winner_only: bool = True
+) -> Tensor:
+    """Return scores [N, V], float32, with noise added to some rows; a new tensor if there are any. noise: for each of
+    these, the row and the arguments of `noise.gumbel`: seed, position and origin, which only the DRAFT stream uses. One
+    copy from the host; `noise.noisy` synchronises with the host. winner_only: see there."""
+    if not noise:
+        return scores
+    columns = integers([number for column in zip(*noise, strict=True) for number in column], scores.device)
+    rows, seeds, positions, origins = columns.view(4, -1).unbind()
+    own = origins if stream is Stream.DRAFT else None
+    sampled = noisy(scores[rows], seeds, positions, stream, origins=own, winner_only=winner_only)
+    return scores.index_copy(0, rows, sampled)
 
 
 def _confidence(scores: Tensor) -> Tensor:

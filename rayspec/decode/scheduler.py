@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from rayspec.decode.pages import PagePool, WindowedPages
-from rayspec.decode.prefix_cache import PrefixCache
+from rayspec.decode.kv_manager import KVManager
+from rayspec.decode.pages import WindowedPages
 from rayspec.decode.sequence import SequenceState
 from rayspec.decode.work import Chunk, Move
 from rayspec.model.kv_cache import PAGE_SIZE
@@ -63,8 +63,7 @@ class Scheduler:
         num_cohorts: int = 1,
         shares_pages: bool = True,
     ) -> None:
-        self.pool = PagePool(num_slots // PAGE_SIZE)
-        self.windowed = windowed
+        self.kv = KVManager(num_slots, windowed, shares_pages=shares_pages, chunk_grid=chunk_grid)
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self._max_num_seqs = max_num_seqs
@@ -74,24 +73,10 @@ class Scheduler:
         self._num_beside = num_beside
         self._chunk_grid = chunk_grid
         self._max_cohort_seqs = -(-max_num_seqs // num_cohorts)
-        self._prefixes = PrefixCache(self.pool, self.windowed, enabled=shares_pages, chunk_grid=chunk_grid)
-
-    @property
-    def num_slots(self) -> int:
-        return self.pool.num_pages * PAGE_SIZE
-
-    @property
-    def num_used_slots(self) -> int:
-        """Number of slots in pages that sequences use. Free pages may also hold tokens, for later sequences."""
-        return self.num_slots - self.pool.num_free * PAGE_SIZE
 
     def fits(self, sequence: SequenceState) -> bool:
         """Return whether the cache can hold the sequence to its end if no other sequence runs."""
-        return sequence.max_total_tokens <= self.num_slots
-
-    def holds_window(self, sequence: SequenceState, position: int) -> bool:
-        """Return whether the cache still has all keys that the sequence's token at this position sees."""
-        return self.windowed is None or self.windowed.holds_window(sequence.windowed_table, position)
+        return sequence.max_total_tokens <= self.kv.num_slots
 
     def add(self, sequence: SequenceState) -> None:
         place = len(self.waiting)
@@ -103,19 +88,12 @@ class Scheduler:
         self.waiting.insert(place, sequence)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Forget a finished or aborted sequence and free its pages. Others cannot share the pages of a failed
-        sequence."""
+        """Forget a finished or aborted sequence and free its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        if sequence.error is not None:
-            self.pool.forget(sequence.table.pages)
-            if self.windowed is not None:
-                self.windowed.pool.forget(sequence.windowed_table.pages)
-        else:
-            self._prefixes.register(sequence)
-        self._release(sequence)
+        self.kv.release(sequence)
 
     def members(self, cohort: int) -> list[SequenceState]:
         return [sequence for sequence in self.running if sequence.cohort == cohort]
@@ -132,8 +110,13 @@ class Scheduler:
         streams. None: as many as without a round."""
         step = Step()
         for sequence in self.running:
-            self._prefixes.register(sequence)
-        self._make_room(cohort, in_flight, step)
+            self.kv.register(sequence)
+        # Every sequence of the cohort gets the pages of its next round. If they run out, the youngest sequence that has
+        # no work under way is preempted, of background requests first.
+        for sequence in self.members(cohort):
+            while sequence in self.running and not self._grow(sequence):
+                free = [one for one in self.running if one.cohort not in in_flight]
+                self._preempt(next((one for one in reversed(free) if one.background), free[-1]), step)
         self._admit(cohort, step)
         members = self.members(cohort)
         step.decode = [sequence for sequence in members if sequence.prefilled]
@@ -147,21 +130,11 @@ class Scheduler:
         """Move all running sequences back to `waiting` and forget all pages, because the content of the cache is
         lost."""
         for sequence in self.running:
-            self._release(sequence)
-        self.pool.forget_all()
-        if self.windowed is not None:
-            self.windowed.pool.forget_all()
+            self.kv.release(sequence)
+        self.kv.forget_all()
         for sequence in reversed(self.running):
             self._put_back(sequence)
         self.running.clear()
-
-    def _make_room(self, cohort: int, in_flight: Collection[int], step: Step) -> None:
-        """Give every sequence of the cohort the pages of its next round. If pages run out, preempt the youngest
-        sequence that has no work under way, of background requests first."""
-        for sequence in self.members(cohort):
-            while sequence in self.running and not self._grow(sequence):
-                free = [one for one in self.running if one.cohort not in in_flight]
-                self._preempt(next((one for one in reversed(free) if one.background), free[-1]), step)
 
     def _admit(self, cohort: int, step: Step) -> None:
         """Admit waiting sequences in order. A sequence whose shared pages are still being filled is passed over, and
@@ -170,19 +143,18 @@ class Scheduler:
         for sequence in list(itertools.islice(self.waiting, self._max_num_seqs)):
             if len(self.running) >= self._max_num_seqs or num_members >= self._max_cohort_seqs:
                 return
-            if self._prefixes.is_in_work(sequence) or not self._has_room_for(sequence):
+            if self.kv.is_in_work(sequence) or not self._has_room_for(sequence):
                 continue
-            pages = self._prefixes.find(sequence)
+            pages = self.kv.find(sequence)
             # While others run, a few more must be free, because the newest sequence would be preempted first.
-            num_spare = int(_SPARE_SHARE * self.pool.num_pages) if self.running else 0
+            num_spare = int(_SPARE_SHARE * self.kv.pool.num_pages) if self.running else 0
             num_new = self._num_pages_needed(sequence) - len(pages)
-            if num_new + num_spare > self.pool.num_free_without(pages):
+            if num_new + num_spare > self.kv.pool.num_free_without(pages):
                 return
             self.waiting.remove(sequence)
             self.running.append(sequence)
-            self._prefixes.share(sequence, pages)
+            self.kv.begin(sequence, pages)
             self._grow(sequence)
-            self._prefixes.begin(sequence)
             sequence.cohort = cohort
             num_members += 1
             step.admitted.append(sequence)
@@ -214,50 +186,43 @@ class Scheduler:
             if budget <= 0:
                 return
             num_tokens = min(num_left, budget)
+            first = sequence.num_computed
             if self._chunk_grid is not None:
                 if step.chunks:
                     return
-                num_tokens = self._on_grid(sequence, num_left)
-            if self.windowed is not None:
-                self.windowed.grow(sequence.windowed_table, sequence.num_computed, sequence.num_computed + num_tokens)
+                # Up to the prompt's next multiple of the grid. Generated tokens are replayed in the shapes of decode
+                # rows.
+                num_prompt_left = sequence.num_prompt_tokens - first
+                to_grid = self._chunk_grid - (first % self._chunk_grid if num_prompt_left > 0 else 0)
+                num_tokens = min(num_prompt_left if num_prompt_left > 0 else num_left, to_grid)
+            self.kv.grow_window(sequence, first + num_tokens)
             step.prefill.append(sequence)
-            step.chunks.append(_chunk(sequence, num_tokens))
+            step.chunks.append(
+                Chunk(
+                    sequence_id=sequence.sequence_id,
+                    rows=sequence.rows(first, num_tokens),
+                    token_ids=sequence.token_ids[first : first + num_tokens],
+                    sample=first + num_tokens == sequence.num_tokens,
+                    replay=first >= sequence.num_prompt_tokens,
+                )
+            )
             budget -= num_tokens
-
-    def _on_grid(self, sequence: SequenceState, num_left: int) -> int:
-        """Return how many tokens to prefill: up to the prompt's next multiple of the grid. Generated tokens are
-        replayed in the shapes of decode rows."""
-        assert self._chunk_grid is not None
-        num_prompt_left = sequence.num_prompt_tokens - sequence.num_computed
-        if num_prompt_left > 0:
-            return min(num_prompt_left, self._chunk_grid - sequence.num_computed % self._chunk_grid)
-        return min(num_left, self._chunk_grid)
 
     def _num_pages_needed(self, sequence: SequenceState) -> int:
         """Return how many pages the sequence needs for its next round."""
         num_tokens = min(sequence.num_tokens + self._lookahead, sequence.max_total_tokens)
-        return min(_num_pages(num_tokens + self._num_beside), self.pool.num_pages)
+        return min(_num_pages(num_tokens + self._num_beside), self.kv.pool.num_pages)
 
     def _grow(self, sequence: SequenceState) -> bool:
-        room = min(_num_pages(sequence.max_total_tokens + self._num_beside), self.pool.num_pages)
-        has_grown = self.pool.grow(sequence.table, self._num_pages_needed(sequence), room)
-        if has_grown and sequence.prefilled and self.windowed is not None:
-            self.windowed.grow(sequence.windowed_table, sequence.num_computed, sequence.table.capacity)
-        return has_grown
+        room = min(_num_pages(sequence.max_total_tokens + self._num_beside), self.kv.pool.num_pages)
+        return self.kv.grow(sequence, self._num_pages_needed(sequence), room)
 
     def _preempt(self, sequence: SequenceState, step: Step) -> None:
-        self._release(sequence)
+        self.kv.release(sequence)
         sequence.metrics.num_preemptions += 1
         self.running.remove(sequence)
         self._put_back(sequence)
         step.preempted.append(sequence)
-
-    def _release(self, sequence: SequenceState) -> None:
-        self._prefixes.end(sequence)
-        self.pool.release(sequence.table)
-        if self.windowed is not None:
-            self.windowed.pool.release(sequence.windowed_table)
-        sequence.num_computed = 0
 
 
 def moves_to_path(slots: Sequence[int], path: Sequence[int]) -> list[Move]:
@@ -277,15 +242,3 @@ def moves_to_path(slots: Sequence[int], path: Sequence[int]) -> list[Move]:
 
 def _num_pages(num_tokens: int) -> int:
     return -(-num_tokens // PAGE_SIZE)
-
-
-def _chunk(sequence: SequenceState, num_tokens: int) -> Chunk:
-    """Return a chunk of the next `num_tokens` tokens that are not in the cache yet."""
-    first = sequence.num_computed
-    return Chunk(
-        sequence_id=sequence.sequence_id,
-        rows=sequence.rows(first, num_tokens),
-        token_ids=sequence.token_ids[first : first + num_tokens],
-        sample=first + num_tokens == sequence.num_tokens,
-        replay=first >= sequence.num_prompt_tokens,
-    )

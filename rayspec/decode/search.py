@@ -138,6 +138,8 @@ def answer(question: Question, tapped: TappedStates, *, num_sublayers: int, star
 
     Raises ValueError if the question does not match the model's sublayers.
     """
+    num_each = 1  # sublayers of an item
+    also: Sequence[Choices] = ()
     match question:
         case Cosine():
             return Cosines(tapped.cosines(), time.perf_counter() - started)
@@ -146,26 +148,32 @@ def answer(question: Question, tapped: TappedStates, *, num_sublayers: int, star
         case Trial():
             if any(len(pattern) != num_sublayers for pattern in question.patterns):
                 raise ValueError(f"each of the patterns on trial needs {num_sublayers} choices, one for each sublayer")
-            drafts = _followed(question.patterns, tapped)
+            return Found(_followed(question.patterns, tapped), question.num_tokens, time.perf_counter() - started)
         case LayerKnapsack():
-            drafts = _found_by_layers(question, tapped, num_sublayers)
+            num_each = _SUBLAYERS
+            solution = solve(
+                [{SKIP: 1}] * (num_sublayers // _SUBLAYERS),
+                _Layers(tapped),
+                max_saved=question.num_skipped,
+                min_similarity=-np.inf,
+                max_states=question.num_skipped + 1,
+                band=None,
+                drop_dominated=False,
+            )
         case Knapsack():
-            drafts = _found(question, tapped)
+            also = question.also
+            solution = solve(
+                question.savings,
+                tapped,
+                max_saved=question.max_saved,
+                min_similarity=question.min_similarity,
+                max_states=question.max_states,
+            )
+    patterns = [tuple(choice for choice in one.choices for _ in range(num_each)) for one in solution.candidates]
+    drafts = _judged(patterns, [one.similarity for one in solution.candidates], tapped.agreement(solution.states))
+    if others := [choices for choices in also if choices not in patterns]:
+        drafts += _followed(others, tapped)
     return Found(drafts, question.num_tokens, time.perf_counter() - started)
-
-
-def _found(question: Knapsack, tapped: TappedStates) -> list[FoundDraft]:
-    solution = solve(
-        question.savings,
-        tapped,
-        max_saved=question.max_saved,
-        min_similarity=question.min_similarity,
-        max_states=question.max_states,
-    )
-    patterns = [one.choices for one in solution.candidates]
-    found = _judged(patterns, [one.similarity for one in solution.candidates], tapped.agreement(solution.states))
-    others = [choices for choices in question.also if choices not in patterns]
-    return [*found, *(_followed(others, tapped) if others else ())]
 
 
 def _followed(patterns: Sequence[Choices], tapped: TappedStates) -> list[FoundDraft]:
@@ -174,37 +182,23 @@ def _followed(patterns: Sequence[Choices], tapped: TappedStates) -> list[FoundDr
     return _judged(patterns, similarity.tolist(), tapped.agreement(states))
 
 
-def _found_by_layers(question: LayerKnapsack, tapped: TappedStates, num_sublayers: int) -> list[FoundDraft]:
-    solution = solve(
-        [{SKIP: 1}] * (num_sublayers // _SUBLAYERS),
-        _Layers(tapped),
-        max_saved=question.num_skipped,
-        min_similarity=-np.inf,
-        max_states=question.num_skipped + 1,
-        band=None,
-        drop_dominated=False,
-    )
-    patterns = [tuple(choice for choice in one.choices for _ in range(_SUBLAYERS)) for one in solution.candidates]
-    return _judged(patterns, [one.similarity for one in solution.candidates], tapped.agreement(solution.states))
-
-
 def _judged(patterns: Sequence[Choices], similarity: Sequence[float], agreement: Agreement) -> list[FoundDraft]:
     """Return a FoundDraft for each terminal state. All arguments have one item per pattern."""
+
+    def mean(total: float, count: int) -> float | None:
+        return float(total / count) if count else None
+
     num_others = agreement.num_tokens - agreement.num_agreed
     return [
         FoundDraft(
             choices=tuple(pattern),
             similarity=similarity[index],
             num_agreed=int(agreement.num_agreed[index]),
-            confidence=_mean(agreement.confidence[index], agreement.num_agreed[index]),
-            missed_confidence=_mean(agreement.missed_confidence[index], num_others[index]),
+            confidence=mean(agreement.confidence[index], agreement.num_agreed[index]),
+            missed_confidence=mean(agreement.missed_confidence[index], num_others[index]),
         )
         for index, pattern in enumerate(patterns)
     ]
-
-
-def _mean(total: float, count: int) -> float | None:
-    return float(total / count) if count else None
 
 
 class _Layers:
@@ -239,7 +233,7 @@ _HEAD_ROWS = 128
 
 
 class PlanSearch:
-    """`questions.TappedStates` for the sublayers of one span. A batch of S states is a tensor [T, S, hidden_size]: the
+    """`TappedStates` for the sublayers of one span. A batch of S states is a tensor [T, S, hidden_size]: the
     hidden state of each of the T tokens under S partial plans. Attention sees the sequence's true context and the
     state's own key, so a state is equal to that of a draft of one token (KnapSpec, section 4).
 

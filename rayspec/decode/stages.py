@@ -101,17 +101,15 @@ class SpanRunner:
             batch, hidden, begin=begin, end=end, choices=work.choices,
             tap=lambda index, states: boundaries.setdefault(index, []).append(states),
         )  # fmt: skip
-        self._keep_taps(work, [hidden, *(torch.cat(pieces, 1) for pieces in boundaries.values())])
-        return out
-
-    def _keep_taps(self, work: Pass, boundaries: Sequence[Tensor]) -> None:
         rows = integers([row for row, _ in work.taps], self.runner.device)
-        states = torch.stack([boundary[0, rows] for boundary in boundaries])
+        whole = (hidden, *(torch.cat(pieces, 1) for pieces in boundaries.values()))
+        states = torch.stack([boundary[0, rows] for boundary in whole])
         for at, (_, token) in enumerate(work.taps):
             self._taps.pop(token, None)
             self._taps[token] = states[:, at]
         for token in list(self._taps)[: -self._num_taps]:
             del self._taps[token]
+        return out
 
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Measure the seconds of work: on the device that runs it, and of several work items at the same time.
+"""Measure the seconds of work on the device that runs it.
 
 A GPU runs asynchronously: the host queues work and continues. So a mark is put into the GPU's queue, and it is read at
 the end of the work, when the host has waited for the tokens anyway.
@@ -9,42 +9,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from typing_extensions import Self
 
 
-class Event(Protocol):
-    """A point in a GPU's queue, with the methods of `torch.cuda.Event`."""
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end_event: Self) -> float:
-        """Return the milliseconds from this event to `end_event`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point in some work. host_s: when the host reached it. event: when the device reaches it; None if the host
-    itself does the work."""
+    """A point in some work. host_s: when the host reached it. event: a `torch.cuda.Event` that says when the device
+    reaches it; None if the host itself does the work."""
 
     host_s: float
-    event: Event | None = None
+    event: Any = None
 
 
 class Stopwatch:
     """Sets marks. record: puts an event into the device's queue; None if the host itself does the work."""
 
-    def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, record: Callable[[], Event] | None = None
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, record: Callable[[], Any] | None = None) -> None:
         self._clock = clock
         self._record = record
 
     @classmethod
     def of(cls, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Self:
-        def record() -> Event:
+        def record() -> Any:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             return event
@@ -60,7 +49,7 @@ def seconds(first: Mark, last: Mark) -> float:
     if first.event is None or last.event is None:
         return last.host_s - first.host_s
     last.event.synchronize()
-    return first.event.elapsed_time(last.event) / 1000
+    return float(first.event.elapsed_time(last.event)) / 1000
 
 
 def queued_s(first: Mark, last: Mark) -> float:

@@ -25,7 +25,7 @@ confidence, which is a property of q), **never by which token it is.** Stopping 
 token equals the target's token is accepted. Branches share the noise of a position, so the text still equals plain
 decoding. Under the rejection rule a tree that was not sampled (looked up) is compared in the same way: the target's
 token is a sample of p by TARGET noise, on which the candidates do not depend. Numbers outside the accepted path
-influence nothing. Of a tree that was sampled only the main chain counts.
+influence nothing. A draft that was sampled is never a tree.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ import torch
 from torch import Tensor
 
 from rayspec.decode.noise import Stream, gumbel, integers, uniform
-from rayspec.decode.processing import check_tokens
 from rayspec.decode.sampling import Rows, finite_rows, processed_logits, target_tokens
 
 
@@ -92,26 +91,23 @@ def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequenc
     draft_logits: for each sequence, the processed logits [m_i, V] of its first m_i <= g_i tokens, which were sampled;
     None if no token was sampled. Other tokens (looked up, argmax) are accepted with probability p(x). Greedy sequences
     compare exactly and ignore draft_logits. An empty draft gives the token of plain decoding. One copy to the host, and
-    one more with trees. Raises ValueError if draft_logits have more rows than the draft, or than a tree's main chain.
+    one more with trees.
     """
-    if len(draft_logits) != len(rows):
-        raise ValueError(f"{len(draft_logits)} draft_logits for {len(rows)} sequences: give one (or None) each")
     if all(row.sampler.greedy or not row.pending for row in rows):
         return verify_coupled(logits, rows)
     pairs = list(zip(rows, draft_logits, strict=True))
-    is_compared = [bool(row.parents) and (given is None or row.sampler.greedy) for row, given in pairs]
+    is_compared = [bool(row.parents) for row in rows]
     if any(is_compared):
         compared = iter(verify_coupled(logits, list(itertools.compress(rows, is_compared))))
         others = [pair for pair, exact in zip(pairs, is_compared, strict=True) if not exact]
         drawn = iter(verify_rejection(logits, [row for row, _ in others], [given for _, given in others]))
         return [next(compared if exact else drawn) for exact in is_compared]
-    chains = [row.main_chain if row.parents else row for row in rows]
-    accepted, last = decide(_packed(logits, chains, draft_logits))
+    accepted, last = decide(_packed(logits, rows, draft_logits))
     decided = torch.cat((accepted, last, finite_rows(logits))).tolist()
     num_accepted, tokens, finite = decided[: len(rows)], decided[len(rows) : 2 * len(rows)], decided[2 * len(rows) :]
     return [
-        Verdict([*chain.pending[:count], token], count, is_finite=all(finite[row.start : row.end]))
-        for row, chain, count, token in zip(rows, chains, num_accepted, tokens, strict=True)
+        Verdict([*row.pending[:count], token], count, is_finite=all(finite[row.start : row.end]))
+        for row, count, token in zip(rows, num_accepted, tokens, strict=True)
     ]
 
 
@@ -169,11 +165,8 @@ def _packed(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor 
     for row, given in zip(rows, sampled_from, strict=True):
         drafts[row.start : row.end - 1] = row.pending
         if given is not None:
-            if len(given) > len(row.pending):
-                raise ValueError(f"draft_logits have {len(given)} rows for a draft of {len(row.pending)} tokens")
             draft_rows[row.start : row.start + len(given)] = range(num_dense, num_dense + len(given))
             num_dense += len(given)
-    check_tokens("pending", drafts, logits.shape[1])
     scores = processed_logits(logits, rows)
     if greedy := [index for row in rows if row.sampler.greedy for index in range(row.start, row.end)]:
         # The argmax of a greedy row gets probability 1, which makes the rule an exact comparison.
@@ -202,17 +195,10 @@ def _packed(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor 
 
 
 def _agreement(row: Rows, targets: Sequence[int]) -> Verdict:
-    """Accept draft tokens until the first mismatch, or a tree's longest matching path, then the target's next token."""
-    if row.parents:
-        return _longest_agreement(row, targets)
-    mismatches = (index for index, token in enumerate(row.pending) if token != targets[index])
-    num_accepted = next(mismatches, len(row.pending))
-    return Verdict(list(targets[: num_accepted + 1]), num_accepted)
-
-
-def _longest_agreement(row: Rows, targets: Sequence[int]) -> Verdict:
+    """Accept the longest path of draft tokens that all equal the target's, and the target's token after it."""
     agrees = [True]
-    for token, parent in zip(row.pending, row.parents, strict=True):
+    for at, token in enumerate(row.pending):
+        parent = row.parents[at] if row.parents else at
         agrees.append(agrees[parent] and token == targets[parent])
     deepest = max(itertools.compress(range(len(agrees)), agrees), key=row.depths().__getitem__)
     path = row.path(deepest)

@@ -157,11 +157,10 @@ class Shard:
             group.join(_RANKS_TIMEOUT_S)
             return split_tensor_parallel(model, parts, group)
 
-        span = prepare_span(spec.config, model, parts, split)
-        self._parts, self._offloaded = span.parts, span.offloaded
+        self._parts, self._offloaded, weight_bytes = prepare_span(spec.config, model, parts, split)
         return Loaded(
             dtype=str(self._parts.dtype).removeprefix("torch."),
-            weight_bytes=span.weight_bytes + sum(bytes_of_copies(self._parts).values()),
+            weight_bytes=weight_bytes + sum(bytes_of_copies(self._parts).values()),
             ways=ways_of(self._parts, choices_here(spec.config, self._parts)),
         )
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
@@ -234,14 +233,8 @@ class _RunsOutOfMemory:
 
 @pytest.mark.parametrize("call", [1, 4])
 @pytest.mark.parametrize("phase", ["prefill", "round"])
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
-    ],
-)
-def test_out_of_memory_costs_its_victims_and_nobody_else(phase: str, call: int, error: RuntimeError) -> None:
+def test_out_of_memory_costs_its_victims_and_nobody_else(phase: str, call: int) -> None:
+    error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
     engine = engine_with(
         PARTS,
         RandomPlans(call, len(PARTS.sublayers)),
@@ -272,26 +265,3 @@ def test_any_other_failure_is_not_swallowed() -> None:
             engine.step()
     engine.abort_all()
     require_idle(engine)
-
-
-class _Outstanding(RandomPlans):
-    """Keeps the outstanding work that each round was told."""
-
-    def __init__(self) -> None:
-        super().__init__(0, len(PARTS.sublayers), max_draft_tokens=0)
-        self.outstanding: list[float] = []
-
-    def choose(self, state: BatchState) -> RoundPlan:
-        self.outstanding.append(state.num_outstanding_tokens)
-        return super().choose(state)
-
-
-def test_answers_that_end_early_make_the_outstanding_work_less() -> None:
-    strategy = _Outstanding()
-    engine = engine_with(PARTS, strategy, max_num_seqs=1)
-    prompt, expected = KNOWN.prompts[0], KNOWN.expected[0]
-    stop = GREEDY.model_copy(update={"max_tokens": 100, "stop_token_ids": (expected[5],)})
-    first, second = complete(engine, [prompt] * 2, stop)
-    assert len(first.outputs[0].token_ids) == len(second.outputs[0].token_ids) <= 6
-    assert strategy.outstanding[0] == 99 + 100
-    assert strategy.outstanding[-1] < 10

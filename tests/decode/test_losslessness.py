@@ -21,7 +21,6 @@ from tests.engines import (
     complete,
     engine_with,
     plant_trees,
-    requests_for,
     tokens_of,
     ways_of,
 )
@@ -178,18 +177,6 @@ def _require_same_logprobs(one: RequestOutput, other: RequestOutput) -> None:
                 assert those[key].logprob == pytest.approx(value.logprob, abs=1e-4)
                 assert those[key].rank == value.rank
         assert actual.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-3)
-
-
-def test_requests_that_come_late_do_not_change_those_that_run() -> None:
-    parts, known = parts_of(checkpoint("mistral")), _cases("mistral")
-    engine = engine_with(parts, RandomPlans(11, len(parts.sublayers)), max_num_seqs=3, max_num_batched_tokens=32)
-    waiting = requests_for(known.prompts, PARAMS)
-    outputs = {}
-    while waiting or engine.has_unfinished:
-        if waiting:
-            engine.add(waiting.pop(0))
-        outputs |= {output.request_id: output for output in engine.step()}
-    assert tokens_of(outputs[str(index)] for index in range(len(LENGTHS))) == known.expected
 
 
 def test_stop_strings_cut_the_same_text_with_and_without_drafts() -> None:

@@ -79,35 +79,6 @@ def test_what_is_measured_is_never_negative_and_grows(family: str, num_slots: in
     assert 0 < latency.draft_step_s(choices, context=50, batch=2) < latency.decode_step_s(context=50, batch=2)
 
 
-@pytest.mark.parametrize(
-    ("num_slots", "expected"),
-    [
-        (40, set()),
-        (96, {(2, 24)}),
-        (200, {(4, 24)}),
-        (640, {(8, 32), (8, 76)}),
-        (2048, {(8, 32), (8, 252)}),
-        (9000, {(8, 32), (8, 1024)}),
-    ],
-)
-def test_several_sequences_have_spans_of_their_own(
-    num_slots: int, expected: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many sequences as the cache can hold, with a row each and with several."""
-    runner, seen = _runner(parts_of(checkpoint("llama")), num_slots), []
-    batch_of = runner.batch
-    monkeypatch.setattr(runner, "batch", lambda spans, **options: seen.append(spans) or batch_of(spans, **options))  # type: ignore[func-returns-value]
-    found = [one for one in measurements(runner) if one.batch > 1 and one.kind.startswith("attention")]
-    assert {(one.batch, one.context) for one in found} == expected
-    assert {one.rows // one.batch for one in found} == ({1, 4} if expected else set())
-    for spans in seen:
-        slots = [
-            slot for one in spans for slot in range(one.runs[0].start, one.runs[0].start + one.context + one.num_rows)
-        ]
-        assert len(set(slots)) == len(slots)
-        assert max(slots) < num_slots
-
-
 def test_a_profile_of_a_smaller_cache_is_measured_again_and_one_of_a_larger_is_not(tmp_path: Path) -> None:
     parts = parts_of(checkpoint("llama"))
     small, large = (_runner(parts, num_slots) for num_slots in (40, 400))

@@ -5,13 +5,11 @@ import random
 import pytest
 import torch
 
-from rayspec.choices import choices_of
 from rayspec.decode.runner import Runner
 from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import RowSpan, one_run
-from tests.engines import step_buffers
-from tests.families import MATRIX, checkpoint, parts_of
+from tests.families import checkpoint, parts_of
 
 CPU = torch.device("cpu")
 
@@ -26,48 +24,6 @@ def _runner(family: str, bucket_rows: int | None, dtype: str = "float32") -> Run
     assert isinstance(weight, torch.Tensor)
     cache = KVCache(parts.shapes, 120, dtype=weight.dtype, device=CPU, num_spare=bucket_rows or 0)
     return Runner(parts, cache, device=CPU, row_counts=_counts(bucket_rows))
-
-
-SPANS = [
-    RowSpan(one_run(80, 1000), 0, 5),
-    RowSpan(one_run(0, 1000), 0, 13),
-    RowSpan(one_run(30, 1000), 0, 1),
-    RowSpan(one_run(40, 1000), 0, 3),
-]
-NUM_ROWS = sum(span.num_rows for span in SPANS)
-TOKENS = torch.arange(3, 3 + NUM_ROWS)
-
-
-@pytest.mark.parametrize("family", MATRIX)
-@torch.inference_mode()
-def test_buckets_give_what_one_batch_gives(family: str) -> None:
-    whole, cut = _runner(family, None), _runner(family, 8)
-    choices = choices_of([True, True, False, True, True, False, True, True])
-    results = []
-    for runner in (whole, cut):
-        batch = runner.batch(SPANS, token_ids=TOKENS)
-        assert batch.num_rows == NUM_ROWS
-        taps: dict[int, list[torch.Tensor]] = {}
-        hidden = runner.run(batch, runner.embed(batch), end=3, choices=choices)
-        hidden = runner.run(
-            batch,
-            hidden,
-            begin=3,
-            choices=choices,
-            tap=lambda i, h, t=taps: t.setdefault(i, []).append(h),  # type: ignore[misc]
-        )
-        results.append((hidden, runner.head(hidden), {i: torch.cat(h, 1) for i, h in taps.items()}))
-    assert len(cut.batch(SPANS).buckets) == 3
-    (hidden, logits, taps), (cut_hidden, cut_logits, cut_taps) = results
-    torch.testing.assert_close(cut_hidden, hidden, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(cut_logits, logits, atol=5e-4, rtol=1e-4)
-    assert list(cut_taps) == list(taps) == [3, 4, 5, 6, 7]
-    for index, states in taps.items():
-        torch.testing.assert_close(cut_taps[index], states, atol=1e-4, rtol=1e-4)
-    for layer, keys in whole.cache.keys.items():
-        for span in SPANS:
-            written = slice(span.runs[0].start, span.runs[0].start + span.num_rows)
-            torch.testing.assert_close(cut.cache.keys[layer][:, written], keys[:, written], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -104,12 +60,10 @@ def test_padding_rows_touch_nothing_that_is_in_use() -> None:
         assert changed == [7]
 
 
-def _noting_runner(row_counts: RowCounts | None, *, notes_pages: bool = True) -> Runner:
+def _noting_runner(row_counts: RowCounts | None) -> Runner:
     parts = parts_of(checkpoint("llama"))
     budgets = KeyBudgets(pages=KeyBudget(newest=1, looked_at=2))
-    cache = KVCache(
-        parts.shapes, 512, dtype=torch.float32, device=CPU, num_spare=8, budgets=budgets, notes_pages=notes_pages
-    )
+    cache = KVCache(parts.shapes, 512, dtype=torch.float32, device=CPU, num_spare=8, budgets=budgets, notes_pages=True)
     return Runner(parts, cache, device=CPU, row_counts=row_counts)
 
 
@@ -128,12 +82,3 @@ def test_a_verify_notes_pages_in_one_batch_and_row_by_row() -> None:
     assert notes[1] is not None
     assert torch.equal(notes[0], notes[1])
     assert bool((notes[0][:, 157 // PAGE_SIZE] >= 0).all()), "in every layer"
-
-
-def test_a_runner_says_which_keys_its_rows_can_read() -> None:
-    runner = _noting_runner(None)
-    assert runner.supported_keys == ("all", "window", "pages")
-    assert _noting_runner(None, notes_pages=False).supported_keys == ("all", "window")
-    buffers = step_buffers(runner.parts, runner.cache, max_places=512)
-    static = Runner(runner.parts, runner.cache, device=CPU, row_counts=None, buffers=buffers)
-    assert static.supported_keys == ("all", "window")

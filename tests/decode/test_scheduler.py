@@ -7,30 +7,46 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayspec.decode.pages import WindowedPages
 from rayspec.decode.scheduler import Scheduler, Step
 from rayspec.decode.sequence import SequenceState
+from rayspec.generation import DecodingParams
 from rayspec.model.kv_cache import PAGE_SIZE
 from rayspec.model.rows import slots_between
 from rayspec.types import NonFiniteLogitsError
-from tests.decode.scheduling import sequence_of
 
 
 def _sequence(
     name: int, num_prompt: int, max_tokens: int, prompt: Sequence[int] | None = None, *, background: bool = False
 ) -> SequenceState:
     """Prompts differ from the first token on, unless said otherwise."""
-    sequence = sequence_of(name, prompt or [name] * num_prompt, max_tokens)
-    sequence.background = background
-    return sequence
+    token_ids = list(prompt or [name] * num_prompt)
+    return SequenceState(
+        sequence_id=str(name),
+        index=0,
+        params=DecodingParams(max_tokens=max_tokens),
+        seed=0,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        max_total_tokens=len(token_ids) + max_tokens,
+        eos_token_ids=(),
+        detokenizer=None,
+        background=background,
+    )
 
 
 class _World:
-    """Carries out steps as the engine does, on a list that stands for the cache, and checks what was promised. A slot
-    holds all tokens up to its own, as keys and values depend on them."""
+    """Carries out steps as the engine does, on lists that stand for the stores of the cache, and checks what was
+    promised. A slot holds all tokens up to its own, as keys and values depend on them. window: how many tokens the rows
+    of windowed layers see."""
 
-    def __init__(self, scheduler: Scheduler, lookahead: int, seed: int, num_beside: int = 0) -> None:
+    def __init__(
+        self, scheduler: Scheduler, lookahead: int, seed: int, num_beside: int = 0, window: int | None = None
+    ) -> None:
         self.scheduler = scheduler
-        self.slots: list[tuple[int, ...] | None] = [None] * scheduler.num_slots
+        self.window = window
+        self.windowed_slots: dict[int, tuple[int, ...]] = {}
+        self.slots: list[tuple[int, ...] | None] = [None] * scheduler.kv.num_slots
         self.lookahead = lookahead
         self.num_beside = num_beside
         self.rng = random.Random(seed)
@@ -68,7 +84,7 @@ class _World:
             room = min(1 + self.lookahead, sequence.num_remaining)
             first = sequence.num_tokens - 1
             num_rows = room + self.num_beside
-            self._write(sequence, first, min(first + num_rows, self.scheduler.num_slots))
+            self._write(sequence, first, min(first + num_rows, self.scheduler.kv.num_slots))
             self._commit(sequence, self.rng.randint(1, room))
         return step
 
@@ -88,7 +104,7 @@ class _World:
     def _check_pages(self) -> None:
         running = self.scheduler.running
         taken = {page for sequence in running for page in sequence.table.pages}
-        assert self.scheduler.num_used_slots == len(taken) * PAGE_SIZE
+        assert self.scheduler.kv.num_used_slots == len(taken) * PAGE_SIZE
         for sequence in running:
             own = sequence.table.pages[sequence.num_computed // PAGE_SIZE :]
             others = {page for other in running if other is not sequence for page in other.table.pages}
@@ -101,6 +117,17 @@ class _World:
         tokens = sequence.token_ids + [-1] * end  # what is drafted
         for position, slot in enumerate(slots_between(sequence.table.runs, first, end), first):
             self.slots[slot] = tuple(tokens[: position + 1])
+        if self.window is not None:
+            self._write_windowed(sequence, tokens, first, end)
+
+    def _write_windowed(self, sequence: SequenceState, tokens: Sequence[int], first: int, end: int) -> None:
+        """Write the rows, and require that each row finds the keys in its window."""
+        assert self.window is not None
+        slots = slots_between(sequence.windowed_table.runs, 0, end)
+        for position in range(first, end):
+            self.windowed_slots[slots[position]] = tuple(tokens[: position + 1])
+            for seen in range(max(0, position + 1 - self.window), position + 1):
+                assert self.windowed_slots[slots[seen]] == tuple(tokens[: seen + 1])
 
     def _require_cached(self, sequence: SequenceState, count: int) -> None:
         for position, slot in enumerate(slots_between(sequence.table.runs, 0, count)):
@@ -113,6 +140,8 @@ class _World:
         slots = slots_between(sequence.table.runs, first, sequence.num_tokens - 1)
         for position, slot in enumerate(slots, first):
             self.slots[slot] = tuple(sequence.token_ids[: position + 1])
+        if self.window is not None:
+            self._write_windowed(sequence, sequence.token_ids, first, sequence.num_tokens - 1)
         sequence.num_computed = sequence.num_tokens - 1
         if sequence.finished:
             self.scheduler.remove(sequence)
@@ -132,7 +161,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, 
     st.integers(1, 6),
     st.tuples(st.integers(0, 9), st.sampled_from([0, 0, 7, 64])),
     st.sampled_from([16, 24, 500]),
-    st.tuples(st.booleans(), st.booleans()),
+    st.tuples(st.booleans(), st.booleans(), st.sampled_from([None, 1, 16, 33])),
     st.integers(0, 2**20),
 )
 def test_everyone_finishes_and_nobody_writes_elsewhere(
@@ -141,13 +170,21 @@ def test_everyone_finishes_and_nobody_writes_elsewhere(
     max_num_seqs: int,
     rows: tuple[int, int],
     max_prefill: int,
-    how: tuple[bool, bool],
+    how: tuple[bool, bool, int | None],
     seed: int,
 ) -> None:
     """Prompts are the beginning of one of a few texts."""
-    (lookahead, num_beside), (on_grid, shares_pages) = rows, how
+    (lookahead, num_beside), (on_grid, shares_pages, window) = rows, how
+    windowed = None
+    if window is not None:
+        needed = WindowedPages.num_slots_needed(
+            window, 5, max_num_seqs=max_num_seqs, max_rows=lookahead + num_beside, max_prefill_tokens=max_prefill,
+            num_cohorts=1,
+        )  # fmt: skip
+        windowed = WindowedPages(needed, window, 5)
     scheduler = Scheduler(
         num_slots,
+        windowed=windowed,
         max_num_seqs=max_num_seqs,
         max_prefill_tokens=max_prefill,
         lookahead=lookahead,
@@ -155,7 +192,7 @@ def test_everyone_finishes_and_nobody_writes_elsewhere(
         chunk_grid=max_prefill if on_grid else None,
         shares_pages=shares_pages,
     )
-    world = _World(scheduler, lookahead, seed, num_beside)
+    world = _World(scheduler, lookahead, seed, num_beside, window)
     texts = [[index % 2] * 20 + [index] * 40 for index in range(3)]
     arriving = [_sequence(index, *size, prompt=world.rng.choice(texts)[: size[0]]) for index, size in enumerate(sizes)]
     share_of_background = world.rng.choice([0, 0.5, 1])
@@ -170,7 +207,8 @@ def test_everyone_finishes_and_nobody_writes_elsewhere(
             scheduler.remove(aborted)
             world.finished.append(aborted.sequence_id)
         elif world.rng.random() < 0.01:
-            world.slots = [None] * scheduler.num_slots
+            world.slots = [None] * scheduler.kv.num_slots
+            world.windowed_slots.clear()
             scheduler.restart()
         step = world.step()
         assert len(scheduler.running) <= max_num_seqs
@@ -180,8 +218,12 @@ def test_everyone_finishes_and_nobody_writes_elsewhere(
         if not arriving and not has_work(scheduler):
             break
     assert sorted(world.finished, key=int) == [str(index) for index in range(len(sizes))]
-    assert scheduler.num_used_slots == 0
-    assert not scheduler._prefixes._in_work
+    for pool in (scheduler.kv.pool, windowed.pool if windowed else scheduler.kv.pool):
+        assert pool.num_free == pool.num_pages
+        assert not pool._num_users.any()
+        assert not pool._claimed.any()
+        assert sorted(pool._hash_of) == sorted(pool._page_of.values()) == pool._released.nonzero()[0].tolist()
+    assert not scheduler.kv._in_work
 
 
 def _check_grid(step: Step, grid: int) -> None:
@@ -191,17 +233,6 @@ def _check_grid(step: Step, grid: int) -> None:
         if first < num_prompt:
             assert first % grid == 0
             assert first + chunk.rows.num_rows == min(first + grid, num_prompt)
-
-
-def test_pages_are_dealt_side_by_side_and_stay_where_they_are() -> None:
-    scheduler = Scheduler(320, max_num_seqs=4, max_prefill_tokens=64, lookahead=8)
-    world = _World(scheduler, 8, 0)
-    for index in range(4):
-        world.add(_sequence(index, 20, 30))
-    while has_work(world.scheduler):
-        step = world.step()
-        assert not step.preempted
-        assert all(len(sequence.table.runs) == 1 for sequence in scheduler.running)
 
 
 def test_what_a_failed_sequence_leaves_is_not_shared() -> None:

@@ -99,13 +99,6 @@ def test_a_stop_string_ends_the_text_wherever_tokens_end(text: str, data: st.Dat
         assert stop not in _tokenizer().decode(list(output.token_ids)[:-1])
 
 
-def test_of_several_stop_strings_the_earliest_counts() -> None:
-    sequence = _sequence(stop=["done", "naïve", "fee is 5"])
-    sequence.commit(_encode(EMOJI))
-    assert _output(sequence).text == "The "
-    assert sequence.stop_reason == "fee is 5"
-
-
 def test_min_tokens_holds_stop_strings_back_and_keeps_their_text() -> None:
     tokens = _encode("one stop two stop three stop")
     second = _encode("one stop two stop")
@@ -223,21 +216,6 @@ def test_the_text_of_the_token_that_ends_a_sequence_is_dropped_unless_asked_for(
             _, output, told = _streamed([*words, end, *words], pieces, **options)
             assert output.token_ids == (*words, end)
             assert "".join(one.text for one in told) == output.text == "some words" + "!" * include
-
-
-def test_a_token_that_would_complete_a_stop_string_ends_the_sequence_as_a_token() -> None:
-    words, (end,) = _encode("some words"), _encode("!")
-    sequence = _sequence(stop=["words!"], stop_token_ids=[end])
-    sequence.commit([*words, end])
-    assert (sequence.stop_reason, _output(sequence).text) == (end, "some words")
-
-
-def test_text_comes_as_soon_as_it_is_certain() -> None:
-    tokens = _encode(EMOJI)
-    _, _, told = _streamed(tokens, [1] * len(tokens))
-    assert len([one for one in told if one.text]) > len(EMOJI) / 4
-    for one in told:
-        assert "\N{REPLACEMENT CHARACTER}" not in one.text
 
 
 def test_only_what_a_stop_string_may_begin_with_is_held_back() -> None:

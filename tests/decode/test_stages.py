@@ -84,8 +84,7 @@ def _plan(*skip: int) -> Plan:
     return Plan(choices=choices_of([index not in skip for index in range(8)]), num_draft_tokens=6, source="test")
 
 
-@pytest.mark.parametrize("num_taps", [0, 2])
-@pytest.mark.parametrize("skip", [(), (0,), (3,), (2, 5, 6), tuple(range(8)), (7,)])
+@pytest.mark.parametrize(("skip", "num_taps"), [((), 0), ((2, 5, 6), 0), ((2, 5, 6), 2)])
 def test_a_round_commits_what_is_accepted_and_one_more(skip: tuple[int, ...], num_taps: int) -> None:
     result = _round(_prefilled(), _entries(), _plan(*skip), None, num_taps)
     assert [len(one.token_ids) for one in result.drafts] == [4, 0, 6]

@@ -66,7 +66,7 @@ def _launches(runner: Runner, batch: Batch, choices: Choices | None) -> list[Lau
     """From the numbers in the buffers to the logits."""
     assert isinstance(batch.buckets[0][1], BatchMetadata)
     with torch.no_grad():
-        runner._held(batch.buckets[0][1])
+        runner._step.hold(batch.buckets[0][1])  # type: ignore[union-attr]
     with torch.no_grad(), LaunchRecorder() as recorder:
         logits = runner.head(runner.run(batch, runner.embed(batch), choices=choices))
     assert logits.isfinite().all()

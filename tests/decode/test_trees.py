@@ -12,10 +12,7 @@ import torch
 from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.decode.rounds import SURENESS, _siblings
 from rayspec.decode.runner import Runner
-from rayspec.decode.scheduler import moves_to_path
-from rayspec.decode.work import Draft
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import RowSpan, one_run
@@ -73,17 +70,6 @@ def test_every_row_of_a_tree_is_the_end_of_a_chain(family: str, bucket_rows: int
         torch.testing.assert_close(logits[row], alone, atol=1e-3, rtol=1e-4)
 
 
-def test_moves_bring_a_path_together() -> None:
-    rng = random.Random(0)
-    for _ in range(300):
-        path = sorted(rng.sample(range(1, 15), rng.randint(0, 14)))
-        slots = list(range(40))
-        for move in moves_to_path(range(20, 40), path):
-            slots[move.destination : move.destination + move.length] = slots[move.source : move.source + move.length]
-        assert slots[: 21 + len(path)] == [*range(21), *(20 + row for row in path)]
-    assert [move.length for move in moves_to_path(range(20), [1, 2, 5, 6, 9])] == [2, 1]
-
-
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_greedy_equals_generate_under_random_trees_in_a_pipeline(num_stages: int, verification: str) -> None:
@@ -110,20 +96,6 @@ def test_siblings_are_accepted_where_the_spine_is_not() -> None:
         assert tokens_of(complete(engine, known.prompts)) == known.expected
     assert tree.stats.num_rounds < chain.stats.num_rounds
     assert tree.stats.num_draft_tokens > 3 * chain.stats.num_draft_tokens
-
-
-def test_widths_follow_the_confidence() -> None:
-    spine = Draft([1, 2, 3, 4], [0.96, 0.95, 0.8, 0.5])
-    ranked = [[token, *range(10, 20)] for token in spine.token_ids]
-    assert SURENESS == (0.95, 0.8, 0.5)
-    assert [len(others) for others in _siblings(spine, ranked, (1, 3, 5, 10), 64)] == [0, 2, 4, 9]
-    assert [len(others) for others in _siblings(spine, ranked, (3, 5, 8, 10), 64)] == [2, 4, 7, 9]
-    assert _siblings(spine, ranked, (1, 3, 5, 10), 9) == [[], [10, 11], [10, 11, 12], []]
-    assert _siblings(Draft([11], [0.1]), [[12, 11, 13]], (1, 3, 5, 2), 9) == [[12]]
-    spine.branch([[], [10, 11], [12], []])
-    assert spine == Draft([1, 2, 3, 4, 10, 11, 12], [0.96, 0.95, 0.8, 0.5], [0, 1, 2, 3, 1, 1, 2])
-    assert spine.length == 4
-    assert Draft([5, 6, 7], parents=[0, 0, 2]).length == 2
 
 
 def test_under_the_rejection_rule_only_greedy_drafts_have_siblings() -> None:

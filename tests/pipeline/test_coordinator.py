@@ -70,12 +70,12 @@ def generate(run: LoopEngine, path: str, lengths: tuple[int, ...] = LENGTHS) -> 
     for _ in range(12):
         run.engine.step()
     assert not run.engine._under_way, "caches must stay as they are"
-    assert len(run.engine._planner.taps.tokens) >= 6
+    assert len(run.engine._planner.tapped) >= 6
 
 
 def places(run: LoopEngine, count: int) -> tuple[list[TappedToken], list[RowSpan]]:
     sequences = {sequence.sequence_id: sequence for sequence in run.engine._scheduler.running}
-    tokens = run.engine._planner.taps.tokens[-count:]
+    tokens = run.engine._planner.tapped[-count:]
     return tokens, [sequences[token.sequence_id].rows(token.position, 1) for token in tokens]
 
 

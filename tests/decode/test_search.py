@@ -1,0 +1,293 @@
+"""Plan searches over tapped tokens, against what drafts compute, what brute force finds, and transformers itself."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import cosine_similarity
+
+from rayspec.choices import FULL, SKIP, Choice, Choices, choices_of
+from rayspec.config import SamplingParams
+from rayspec.decode.engine import Engine
+from rayspec.decode.search import (
+    Agreement,
+    Answer,
+    Cosine,
+    Cosines,
+    Feature,
+    Features,
+    Found,
+    LayerKnapsack,
+    PlanSearch,
+    Question,
+    Trial,
+    answer,
+)
+from rayspec.decode.work import TappedToken
+from rayspec.model.architecture import Decomposition
+from rayspec.model.rows import RowSpan, slots_between
+from rayspec.planning.knapsack import follow, solve
+from rayspec.strategies.fixed import FixedPlan
+from rayspec.types import Plan
+from tests.demo_model import demo_parts, demo_prompts
+from tests.engines import ALL_CHOICES, engine_with, random_plan, requests_for, varied, ways_of
+from tests.families import cases, checkpoint, parts_of, reference
+
+NUM_TOKENS = 6
+NUM_SUBLAYERS = 8
+
+
+@dataclass
+class _Asked:
+    """An engine in the middle of generation, with tokens that can be asked."""
+
+    engine: Engine
+    tokens: list[TappedToken]
+    rows: list[RowSpan]
+
+    @classmethod
+    def of(
+        cls, parts: Decomposition, prompts: list[list[int]], num_steps: int, choices: Sequence[Choice] = (FULL, SKIP)
+    ) -> _Asked:
+        plan = Plan(choices=(FULL,) * len(parts.sublayers), num_draft_tokens=3, source="all")
+        engine = engine_with(parts, FixedPlan(plan, capture=True), max_num_seqs=len(prompts), choices=choices)
+        for request in requests_for(prompts, SamplingParams(temperature=0, max_tokens=64)):
+            engine.add(request)
+        for _ in range(num_steps):
+            engine.step()
+        sequences = {sequence.sequence_id: sequence for sequence in engine._scheduler.running}
+        tokens = engine._planner.tapped[-NUM_TOKENS:]
+        return cls(engine, tokens, [sequences[token.sequence_id].rows(token.position, 1) for token in tokens])
+
+    def ask(self, question: Question) -> Answer:
+        found = self.engine.stages.search(self.tokens, self.rows, question).result()
+        assert 0 < found.seconds < 10
+        return found
+
+    def try_out(self, patterns: Sequence[Choices]) -> Found:
+        found = self.ask(Trial(num_tokens=NUM_TOKENS, patterns=patterns))
+        assert isinstance(found, Found)
+        return found
+
+    @property
+    def search(self) -> PlanSearch:
+        stages: Any = self.engine.stages
+        search: PlanSearch = stages.plan_search(self.tokens, self.rows)
+        return search
+
+    @torch.inference_mode()
+    def require_drafts(self, patterns: Sequence[Choices], tolerance: float) -> None:
+        """The states under these plans are those of drafts of one token."""
+        search, runner = self.search, self.engine.stages.runner  # type: ignore[attr-defined]
+        states, inputs = follow(patterns, search), search.start()[:, 0]
+        for at, row in enumerate(search.tokens):
+            slots = {
+                layer: slots_between(
+                    row.windowed if layer in runner.cache.windowed_layers else row.runs, row.context, row.end
+                )[0]
+                for layer in runner.cache.keys
+            }
+            saved = [
+                (cached[layer], slot, cached[layer][:, slot].clone())
+                for cached in (runner.cache.keys, runner.cache.values)
+                for layer, slot in slots.items()
+            ]
+            for number, pattern in enumerate(patterns):
+                drafted = runner.run(runner.batch([row]), inputs[at][None, None], choices=pattern)
+                torch.testing.assert_close(states[at, number], drafted[0, 0], atol=tolerance, rtol=tolerance)
+            for cached, slot, content in saved:
+                cached[:, slot] = content
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "qwen3_moe"])
+def path(request: Any) -> str:
+    return checkpoint(request.param)
+
+
+@pytest.fixture(scope="module")
+def asked(path: str) -> _Asked:
+    return _Asked.of(parts_of(path), cases(path, (37, 3, 150), 16).prompts, 4)
+
+
+@pytest.fixture(scope="module")
+def choosing() -> _Asked:
+    """On the demo model, with all choices; its contexts of about 200 tokens exceed the budgets of keys by far."""
+    return _Asked.of(demo_parts("float32", ("int8", "int4")), demo_prompts(2, 8), 8, ALL_CHOICES)
+
+
+def _random_patterns(seed: int, number: int) -> list[Choices]:
+    rng = random.Random(seed)
+    return [choices_of(random_plan(rng, NUM_SUBLAYERS, 1).keep) for _ in range(number)]
+
+
+def test_a_branch_is_what_a_draft_of_one_token_computes(asked: _Asked) -> None:
+    assert asked.search.num_tokens == NUM_TOKENS
+    asked.require_drafts(_random_patterns(0, 10), 1e-4)
+
+
+def test_few_keys_and_copies_of_a_branch_are_those_of_a_draft(choosing: _Asked) -> None:
+    rng, ways = random.Random(1), ways_of(choosing.search._runner.parts)
+    everything = Plan(choices=(FULL,) * 32, num_draft_tokens=1, source="all")
+    patterns = [varied(rng, everything, ways).choices for _ in range(12)]
+    assert len({choice for pattern in patterns for choice in pattern}) == len(ALL_CHOICES) - 1
+    choosing.require_drafts(patterns, 2e-3)
+
+
+@torch.inference_mode()
+def test_a_trial_says_what_each_draft_alone_would_have_done(asked: _Asked) -> None:
+    patterns = _random_patterns(1, 28)  # more rows than one piece of the head
+    patterns += [(FULL,) * NUM_SUBLAYERS, (SKIP,) * NUM_SUBLAYERS, patterns[0]]
+    found = asked.try_out(patterns)
+    assert [draft.choices for draft in found.drafts] == patterns
+    assert found.num_tokens == NUM_TOKENS
+    search, stages = asked.search, asked.engine.stages
+    assert search._next_tokens is not None
+    states = follow(patterns, search)
+    for number, draft in enumerate(found.drafts):
+        state = states[:, number]
+        best, tokens = stages.runner.head(state[None]).softmax(-1).max(-1)  # type: ignore[attr-defined]
+        agrees = tokens == search._next_tokens
+        cosine = cosine_similarity(state, search._targets[-1, :, 0], dim=-1).mean()
+        assert draft.similarity == pytest.approx(float(cosine), abs=1e-5)
+        assert draft.num_agreed == int(agrees.sum())
+        for told, those in ((draft.confidence, agrees), (draft.missed_confidence, ~agrees)):
+            assert told == (pytest.approx(float(best[those].mean()), abs=1e-5) if those.any() else None)
+    assert found.drafts[-3].num_agreed == NUM_TOKENS
+    assert found.drafts[0] == found.drafts[-1]
+    assert len({draft.num_agreed for draft in found.drafts}) > 1
+    with pytest.raises(ValueError, match="8 choices"):
+        asked.try_out([(FULL,) * 6])
+
+
+def test_the_drafts_of_a_layer_knapsack_are_as_similar_as_a_trial_says(asked: _Asked) -> None:
+    found = asked.ask(LayerKnapsack(num_tokens=NUM_TOKENS, num_skipped=3))
+    assert isinstance(found, Found)
+    assert [draft.choices.count(SKIP) for draft in found.drafts] == [0, 2, 4, 6]
+    assert all(draft.choices[0::2] == draft.choices[1::2] for draft in found.drafts)
+    tried = asked.try_out([draft.choices for draft in found.drafts])
+    for draft, again in zip(found.drafts, tried.drafts, strict=True):
+        assert draft.similarity == pytest.approx(again.similarity, abs=1e-5)
+        assert draft.num_agreed == again.num_agreed
+
+
+def test_cosines_are_of_the_states_around_each_sublayer(asked: _Asked) -> None:
+    found = asked.ask(Cosine(num_tokens=NUM_TOKENS))
+    assert isinstance(found, Cosines)
+    stages: Any = asked.engine.stages
+    for index, cosine in enumerate(found.cosines):
+        states = [stages.span._taps[token][index : index + 2] for token in asked.tokens]
+        expected = [float(cosine_similarity(before, after, dim=0)) for before, after in states]
+        assert cosine == pytest.approx(np.mean(expected), abs=1e-5)
+    assert len({round(cosine, 6) for cosine in found.cosines}) == NUM_SUBLAYERS
+
+
+@torch.no_grad()
+def test_a_feature_is_the_mean_of_the_last_hidden_states_of_transformers(asked: _Asked, path: str) -> None:
+    features = asked.ask(Feature(num_tokens=NUM_TOKENS))
+    assert isinstance(features, Features)
+    texts = {sequence.sequence_id: sequence.token_ids for sequence in asked.engine._scheduler.running}
+    states = []
+    for token in asked.tokens:
+        ids = torch.tensor([texts[token.sequence_id][: token.position + 1]])
+        states.append(reference(path)(ids, output_hidden_states=True).hidden_states[-1][0, -1])
+    assert features.vector == pytest.approx(torch.stack(states).mean(0).tolist(), abs=1e-4)
+
+
+# Units saved by each choice, of a sublayer that takes 10.
+_ATTENTION: dict[Choice, int] = {SKIP: 10, "int4": 4, "window": 3}
+_MLP: dict[Choice, int] = {SKIP: 10, "int4": 6, "int8": 4}
+
+
+def test_a_search_with_four_choices_a_sublayer_finds_nearly_what_brute_force_finds(choosing: _Asked) -> None:
+    """All 4^5 drafts, each sublayer of them run exactly, against the search at every budget."""
+    search = choosing.search
+    savings: list[dict[Choice, int]] = [
+        (_MLP if index % 2 else _ATTENTION) if index in range(12, 17) else {} for index in range(32)
+    ]
+    patterns = list(itertools.product(*((FULL, *each) for each in savings)))
+    similarity = search.similarity(31, follow(patterns, search))
+    units = [[each.get(choice, 0) for each, choice in zip(savings, one, strict=True)] for one in patterns]
+    saved = np.asarray(units).sum(1)
+    solution = solve(savings, search, max_saved=50, min_similarity=0.0, max_states=16)
+    truly = {one.saved: similarity[patterns.index(one.choices)] for one in solution.candidates}
+    shares = [
+        max((value for units, value in truly.items() if units >= budget), default=0.0)
+        / similarity[saved >= budget].max()
+        for budget in range(1, 51)
+    ]
+    assert min(shares) >= 0.98
+    assert np.mean(shares) >= 0.99
+
+
+@dataclass
+class _Additive:
+    """States whose similarity is the sum of what each skipped sublayer costs: a state is that sum."""
+
+    costs: Sequence[float]
+    rows: list[int] = field(default_factory=list)
+
+    def start(self) -> NDArray[np.float64]:
+        return np.zeros(1)
+
+    def run(self, sublayer: int, choice: Choice, states: Any) -> Any:
+        assert choice == FULL
+        self.rows.append(len(states))
+        return states + self.costs[sublayer]
+
+    def vary(self, sublayer: int, choice: Choice, states: Any) -> Any:
+        raise AssertionError("no draft here has cheaper choices")
+
+    def similarity(self, sublayer: int, states: Any) -> Any:
+        return states - sum(self.costs[: sublayer + 1])
+
+    def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> Any:
+        return np.concatenate(batches)[index]
+
+    def keep(self, batches: Sequence[Any]) -> None:
+        pass
+
+    def agreement(self, states: Any) -> Agreement:
+        nothing = np.zeros(len(states))
+        return Agreement(1, nothing.astype(np.int64), nothing, nothing)
+
+    def cosines(self) -> list[float]:
+        return []
+
+    def feature(self) -> list[float]:
+        return []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_layers_are_chosen_as_well_as_by_trying_all_sets_of_them(seed: int) -> None:
+    rng = random.Random(seed)
+    num_layers = rng.randint(2, 7)
+    costs = [rng.uniform(0.01, 1) for _ in range(2 * num_layers)]
+    num_skipped = rng.randint(1, num_layers)
+    question = LayerKnapsack(num_tokens=1, num_skipped=num_skipped)
+    found = answer(question, _Additive(costs), num_sublayers=2 * num_layers, started=0.0)
+    assert isinstance(found, Found)
+    assert len(found.drafts) == num_skipped + 1
+    of_layer = [costs[2 * layer] + costs[2 * layer + 1] for layer in range(num_layers)]
+    for count, draft in enumerate(found.drafts):
+        best = min(sum(chosen) for chosen in itertools.combinations(of_layer, count))
+        skipped = [layer for layer in range(num_layers) if draft.choices[2 * layer] == SKIP]
+        assert len(skipped) == count
+        assert sum(of_layer[layer] for layer in skipped) == pytest.approx(best)
+        assert draft.similarity == pytest.approx(-best)
+
+
+def test_all_early_exits_together_cost_one_full_pass() -> None:
+    tapped = _Additive([1.0] * 12)
+    patterns = [choices_of([index < end for index in range(12)]) for end in range(2, 12, 2)]
+    found = answer(Trial(num_tokens=1, patterns=patterns), tapped, num_sublayers=12, started=0.0)
+    assert isinstance(found, Found)
+    assert [draft.similarity for draft in found.drafts] == [-10, -8, -6, -4, -2]
+    assert tapped.rows == [1] * 10
