@@ -195,6 +195,13 @@ def test_nobody_waits_for_an_engine_that_has_died(bad: str, failure: BaseExcepti
     loop.stop()
 
 
+def test_a_ping_that_ends_the_engine_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CountingEngine()
+    monkeypatch.delattr(CountingEngine, "ping")  # so that the call raises
+    with pytest.raises(EngineDeadError, match="ping"):
+        loop_of(engine).ping().result(WAIT_S)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_in_a_forked_process_nobody_waits_for_a_thread_that_is_not_there() -> None:
