@@ -124,11 +124,6 @@ class KVCache:
             for index, shape in layers.items()
         }
 
-    @property
-    def supported_keys(self) -> tuple[Keys, ...]:
-        """Keys that rows can choose to read in this cache."""
-        return ("all", "window") if self.looked_at is None else ("all", "window", "pages")
-
     def heads(self, layer: int, first_head: int, num_heads: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of these heads of the layer, as views."""
         heads = slice(first_head, first_head + num_heads)
