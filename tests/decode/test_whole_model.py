@@ -40,7 +40,7 @@ def test_a_family_that_does_not_split_decodes_plainly_and_says_so(
 @pytest.mark.parametrize("family", ["gpt2", "bert"])  # tokens of a prompt to bert see later ones: no chunks
 def test_preempted_sequences_start_again(family: str) -> None:
     known = cases(checkpoint(family), (30, 30, 30), 20)
-    engine = load_engine(_config(family, kv_cache_tokens=150, max_num_batched_tokens=16), with_tokenizer=False)
+    engine = load_engine(_config(family, kv_cache_tokens=150, max_num_batched_tokens=40), with_tokenizer=False)
     outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
     assert tokens_of(outputs) == known.expected
     assert engine.stats.num_preemptions > 0
