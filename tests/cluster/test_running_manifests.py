@@ -32,7 +32,7 @@ from rayspec import demo
 from rayspec.config import SamplingParams
 from rayspec.ops.k8s.render import JOBS_FOLDER
 from rayspec.serve.run import Address
-from tests.ops.k8s import kustomization
+from tests.ops.k8s.test_overlays import built
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = ROOT / "k8s" / "overlays" / "cpu-demo"
@@ -100,7 +100,7 @@ def running(spec: dict[str, Any]) -> Iterator[RunningCluster]:
 
 def resource(overlay: str, kind: str) -> dict[str, Any]:
     """The spec of the overlay's one resource of this kind."""
-    [found] = [one for one in kustomization.build(OVERLAYS / overlay) if one["kind"] == kind]
+    [found] = [one for one in built(OVERLAYS / overlay) if one["kind"] == kind]
     spec: dict[str, Any] = found["spec"]
     return spec
 
