@@ -285,17 +285,13 @@ class Job:
                 report.add_earlier(kinds, folder.rows)
                 say(f"going on with a run that has {kinds.total()} rows")
             if changes := found.describe():
-                say(
-                    f"{changes}: {len(redone)} are done again"
-                    if len(redone)
-                    else f"{changes}: the earlier results are kept"
-                )
+                done_again = f"{len(redone)} are done again" if len(redone) else "the earlier results are kept"
+                say(f"{changes}: {done_again}")
             refused = [*refused, *found.errors]
             left = scan.rows.take(np.sort(np.concatenate([found.left, redone])))
         for row in refused:
             folder.add(row)
             report.add(row)
-        folder.commit()
         return left
 
     def _complete(
@@ -331,21 +327,24 @@ class Job:
                         report.add(row)
                         time_left.add(row)
                         show()
-            if failure is not None and not drain.requested:
+        except RayspecError as error:
+            if drain.requested and error.kind == "aborted":  # no engine takes rows any more
+                raise SystemExit(EXIT_TERMINATED) from None
+            raise
+        else:
+            if drain.requested:
+                raise SystemExit(EXIT_TERMINATED)
+            if failure is not None:
                 raise EngineDeadError(str(failure.error))
             stats = pool.stats()
             pool.stop()
-        except RayspecError as error:
-            if not (drain.requested and error.kind == "aborted"):  # no engine takes rows any more
-                raise
+            return stats
         finally:
             pool.kill()  # at once, so that the next job of this process can use their CPUs and GPUs
-        if drain.requested:
-            raise SystemExit(EXIT_TERMINATED)
-        return stats
 
     def _conclude(self, folder: RunFolder, report: RunReport, stats: EngineStats) -> None:
         """Merge the rows and write the report, unless an earlier run has done so and no row has changed since."""
+        folder.commit()
         if stats.num_lost_replicas:
             say(f"{stats.num_lost_replicas} replicas were lost for good, and the others did their rows; see the log")
         if folder.is_merged:

@@ -14,7 +14,7 @@ import pytest
 from pyarrow import fs
 
 from rayspec.batch.columns import Columns
-from rayspec.batch.documents import input_row, pieces, read_documents, row_counts
+from rayspec.batch.documents import Piece, input_row, pieces, read_documents, read_piece, row_counts
 from rayspec.batch.input_files import find_files
 from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
@@ -399,3 +399,10 @@ def test_a_parquet_file_with_any_damage_is_rows_and_errors(tmp_path: Path) -> No
 def test_a_name_that_no_file_can_have_is_a_mistake(name: str) -> None:
     with pytest.raises(ConfigError, match="no file has such a name"):
         read(name)
+
+
+def test_rows_that_have_gone_since_the_scan_are_an_error(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
+    (_, row), (_, gone) = read_piece(Piece(path=path, name="a.jsonl"), TEXT, frozenset({2, 9}))
+    assert (row.document, gone.error_kind) == ("two", "unreadable_file")
+    assert str(gone.error) == "a.jsonl: 1 rows are gone; do not change the input"

@@ -133,17 +133,17 @@ def test_quick_kills_from_outside_condemn_no_row(jobs: Jobs, undisturbed: dict[s
 
 
 def test_a_pipeline_that_is_lost_at_the_tail_is_started_again(jobs: Jobs, undisturbed: dict[str, str]) -> None:
-    write_lines(jobs.folder / "in.jsonl", documents(12))
+    write_lines(jobs.folder / "in.jsonl", documents(40))
     pipeline = ("--stages", "2", "--max-restarts", "0", "--cpus-per-shard", "0.25", "--max-num-seqs", "2")
     with jobs.running("in.jsonl", "-o", "out", *pipeline) as job:
         wait_until(lambda: bool(jobs.processes(SHARD)), job)
-        wait_until(lambda: num_committed(jobs.folder / "out") >= 1, job)
+        wait_until(lambda: num_committed(jobs.folder / "out") >= 1, job)  # 32 rows: the first part
         wait_until(lambda: jobs.kill(SHARD), job)
         output, errors = job.communicate(timeout=400)
     assert job.returncode == 0, errors
-    assert "12 rows, " in output
+    assert "40 rows, " in output
     texts = jobs.texts()
-    assert len(texts) == 12
+    assert len(texts) == 40
     assert texts.items() <= undisturbed.items()
 
 
