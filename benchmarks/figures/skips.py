@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 import rayspec
 from benchmarks.figures.runs import Prompt, TimedStrategy, latency_of, take_turns
 from rayspec.choices import SKIP, Choices
-from rayspec.planning.budget import Trigger
 from rayspec.planning.latency import LatencyModel
+from rayspec.planning.trigger import Trigger
 from rayspec.strategies.auto import Auto
 
 

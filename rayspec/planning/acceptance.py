@@ -24,6 +24,12 @@ def shrink(matches: float, total: float, prior: float) -> float:
     return (matches + PRIOR_TOKENS * prior) / (total + PRIOR_TOKENS)
 
 
+def estimated_acceptance(similarity: float, num_agreed: int, num_tokens: int) -> float:
+    """Estimate a draft's acceptance by the share of the captured tokens on which it agreed, with its similarity as the
+    prior."""
+    return shrink(num_agreed, num_tokens, min(max(similarity, 0.0), 1.0))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """The best candidate and draft length. candidate: index, or None for no draft. tpt, plain_tpt: predicted tokens per
@@ -96,10 +102,10 @@ def tokens_per_time(
     may end early: expected tokens / (draft steps + verify + round overhead). With `reuse_prefix`, the verify runs the
     leading sublayers that the draft runs in full for the last drafted token only.
     """
-    expected = expected_draft(np.asarray(acceptance, float), max_draft_tokens, stop_rule)
+    num_drafted, num_accepted = expected_draft(acceptance, max_draft_tokens, stop_rule)
     # A draft step takes place while any sequence of the batch still drafts, and runs only the rows of those sequences.
     # So in a large batch the longest draft sets the number of steps.
-    drafting = np.diff(expected.num_drafted, axis=1, prepend=0.0).clip(0.0, 1.0)  # share of the sequences, by step
+    drafting = np.diff(num_drafted, axis=1, prepend=0.0).clip(0.0, 1.0)  # share of the sequences, by step
     happens = 1 - (1 - drafting) ** batch
     rows = batch * drafting / np.maximum(happens, 1e-12)
     knots = sorted({min(2**power, batch) for power in range(batch.bit_length() + 1)})
@@ -108,7 +114,7 @@ def tokens_per_time(
     draft_s = np.cumsum(happens * step_s, axis=1)
     # A verify of so many draft tokens, by the leading sublayers that run one row per sequence; interpolated between
     # whole numbers of tokens.
-    lengths = np.arange(int(np.ceil(expected.num_drafted.max())) + 1)
+    lengths = np.arange(int(np.ceil(num_drafted.max())) + 1)
     leading = np.concatenate([[0.0], np.cumsum(latency.sublayers_s(rows=batch, context=context, batch=batch))])
     columns = []
     for num_rows in (batch * (lengths + 1)).tolist():
@@ -116,10 +122,8 @@ def tokens_per_time(
         columns.append(leading + np.append(rest, 0.0) + latency.head_s(num_rows))
     by_prefix = np.stack(columns, axis=1) + latency.overhead_s + latency.hops_s((FULL,) * len(latency.sublayers))
     prefixes = [num_leading_full(choices) * reuse_prefix for choices in patterns]
-    verify_s = np.stack(
-        [np.interp(row, lengths, by_prefix[at]) for row, at in zip(expected.num_drafted, prefixes, strict=True)]
-    )
-    tpt: Floats = (1 + expected.num_accepted) / (draft_s + verify_s + latency.round_s)
+    verify_s = np.stack([np.interp(row, lengths, by_prefix[at]) for row, at in zip(num_drafted, prefixes, strict=True)])
+    tpt: Floats = (1 + num_accepted) / (draft_s + verify_s + latency.round_s)
     return tpt
 
 

@@ -187,23 +187,14 @@ class StopRule:
 NEVER = StopRule()
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedDraft:
-    """Expected drafted and accepted tokens: [num_candidates, max_length] each, by the maximum draft length (1, 2, ...).
+def expected_draft(acceptance: ArrayLike, max_length: int, rule: StopRule) -> tuple[Floats, Floats]:
+    """Return the expected drafted and the expected accepted tokens: [num_candidates, max_length] each, by the maximum
+    draft length (1, 2, ...). acceptance: [num_candidates], of a token whose predecessors were accepted.
 
-    With StopRule(), drafts of maximum length g and acceptance a have num_drafted = g and num_accepted = a + a^2 + ...
-    + a^g (Leviathan et al., eq. 1, without the bonus token).
-    """
-
-    num_drafted: Floats
-    num_accepted: Floats
-
-
-def expected_draft(acceptance: ArrayLike, max_length: int, rule: StopRule) -> ExpectedDraft:
-    """Return the expected drafts. acceptance: [num_candidates], of a token whose predecessors were accepted.
-
-    The computation tracks two probabilities: that a draft is sound (all tokens so far are accepted), and that it is
-    lost (a token was rejected, but the rule did not end the draft). Otherwise the draft has ended.
+    With StopRule(), drafts of maximum length g and acceptance a have g drafted and a + a^2 + ... + a^g accepted tokens
+    (Leviathan et al., eq. 1, without the bonus token). The computation tracks two probabilities: that a draft is sound
+    (all tokens so far are accepted), and that it is lost (a token was rejected, but the rule did not end the draft).
+    Otherwise the draft has ended.
     """
     accepted = np.asarray(acceptance, float)
     sound, lost = np.ones_like(accepted), np.zeros_like(accepted)
@@ -213,7 +204,7 @@ def expected_draft(acceptance: ArrayLike, max_length: int, rule: StopRule) -> Ex
         kept.append(sound * accepted)
         lost = (1 - rule.detects) * (lost + sound * (1 - accepted))
         sound = (1 - rule.misfires) * sound * accepted
-    return ExpectedDraft(np.cumsum(drafted, 0).T, np.cumsum(kept, 0).T)
+    return np.cumsum(drafted, 0).T, np.cumsum(kept, 0).T
 
 
 class DraftWhileSure(msgspec.Struct, frozen=True, kw_only=True, tag=True):

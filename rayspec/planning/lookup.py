@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, takewhile
-from operator import mul
+from operator import itemgetter, mul
 
 import msgspec
 import numpy as np
@@ -63,27 +62,14 @@ def survival(by_class: Sequence[float], match_classes: Sequence[int]) -> list[fl
     return list(accumulate((by_class[one] for one in match_classes), mul))
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """Expected result of a round that verifies `lengths` looked-up tokens, by sequence. committed: over the batch."""
-
-    lengths: tuple[int, ...]
-    committed: float
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        return self.committed / self.seconds
-
-
 def best_lookup(
     survivals: Sequence[Sequence[float]],
     seconds: Callable[[Sequence[int]], float],
     *,
     committed_without: float = 1.0,
-) -> Verified:
-    """Return how many looked-up tokens of each sequence to verify for the most tokens per second: the likeliest tokens
-    of the batch, a power of two of them or all. As survival falls, these are the first tokens of each sequence.
+) -> tuple[tuple[int, ...], float]:
+    """Return how many looked-up tokens of each sequence to verify for the most tokens per second, and that rate: the
+    likeliest tokens of the batch, a power of two of them or all. As survival falls, these are the first of a sequence.
 
     survivals: `survival` of each sequence's looked-up tokens; at least one is not empty. seconds: function from the
     number of verified tokens of each sequence to the seconds of the round. committed_without: expected tokens of a
@@ -96,8 +82,8 @@ def best_lookup(
     for least in dict.fromkeys(likeliest[number - 1] for number in sorted(numbers)):
         lengths = tuple(sum(chance >= least for chance in one) for one in survivals)
         committed = [one[length] if length else committed_without for one, length in zip(sums, lengths, strict=True)]
-        rounds.append(Verified(lengths, sum(committed), seconds(lengths)))
-    return max(rounds, key=lambda one: one.rate)
+        rounds.append((lengths, sum(committed) / seconds(lengths)))
+    return max(rounds, key=itemgetter(1))
 
 
 class DraftUntilFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -13,10 +13,10 @@ import msgspec
 from rayspec.config import SpeculationOptions
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan
 from rayspec.decode.work import KeepDrafting, RoundResult
-from rayspec.planning.budget import Trigger
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import MAX_PLAN_GAIN, PRIOR_TOKENS, TEXT_HALF_LIFE, Discounted
 from rayspec.planning.lookup import DraftUntilFound, LookupRecord, best_lookup, survival
+from rayspec.planning.trigger import Trigger
 from rayspec.strategies.gate import PLAIN, Gate, Proposed, Taken
 from rayspec.strategies.knapspec import Candidate, KnapSpec
 from rayspec.types import Plan, PlanRecord, no_draft
@@ -159,6 +159,5 @@ class Auto:
             verify_s = latency.verify_s(rows=rows, context=context, batch=batch)
             return self._num_steps.value * step_s + verify_s + latency.round_s
 
-        found = best_lookup(survivals, seconds, committed_without=self._committed.value if base.drafts else 1.0)
-        plan = replace(base, num_lookup_tokens=max(found.lengths), lookup_lengths=found.lengths)
-        return Proposed(plan, found.rate)
+        lengths, rate = best_lookup(survivals, seconds, committed_without=self._committed.value if base.drafts else 1.0)
+        return Proposed(replace(base, num_lookup_tokens=max(lengths), lookup_lengths=lengths), rate)

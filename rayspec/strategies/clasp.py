@@ -12,9 +12,10 @@ from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, LayerKnapsack
 from rayspec.decode.strategy import BatchState
 from rayspec.decode.work import KeepDrafting
+from rayspec.planning.acceptance import estimated_acceptance
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import DraftWhileSure
-from rayspec.strategies.periodic import PeriodicStrategy, estimated_acceptance
+from rayspec.strategies.periodic import PeriodicStrategy
 from rayspec.types import PlanRecord
 
 # Published values.
@@ -43,7 +44,7 @@ class CLaSp(PeriodicStrategy):
             state,
             chosen.choices,
             self._max_draft_tokens,
-            acceptance=estimated_acceptance(chosen, answer.num_tokens),
+            acceptance=estimated_acceptance(chosen.similarity, chosen.num_agreed, answer.num_tokens),
             reason="its interval is over",
             optimise_s=answer.seconds,
         )

@@ -17,13 +17,20 @@ from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, Knapsack
 from rayspec.decode.strategy import Ask, BatchState
 from rayspec.decode.work import RoundResult
-from rayspec.planning.acceptance import Decision, DraftWhileWorth, best_choice, shrink, tokens_per_time
-from rayspec.planning.budget import Budget, Trigger
+from rayspec.planning.acceptance import (
+    Decision,
+    DraftWhileWorth,
+    best_choice,
+    estimated_acceptance,
+    shrink,
+    tokens_per_time,
+)
 from rayspec.planning.knapsack import count_rows, quantize
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import (
     FEW_KEYS_COST,
     FIRST_OFFSET,
+    FIRST_SEARCH_SHARE,
     ROUNDS_TO_REVIEW,
     TOKENS_HALF_LIFE,
     Calibration,
@@ -31,6 +38,7 @@ from rayspec.planning.learning import (
     Discounted,
     StopRecord,
 )
+from rayspec.planning.trigger import Trigger
 from rayspec.types import Plan, PlanRecord, no_draft
 
 logger = logging.getLogger(__name__)
@@ -60,7 +68,7 @@ class Candidate:
     @property
     def estimate(self) -> float:
         """Estimate of acceptance by the captured tokens alone, with the similarity as the prior."""
-        return shrink(self.num_agreed, self.num_captured, min(max(self.similarity, 0.0), 1.0))
+        return estimated_acceptance(self.similarity, self.num_agreed, self.num_captured)
 
 
 class KnapSpec:
@@ -96,7 +104,7 @@ class KnapSpec:
         self._calibration = Calibration()
         self._stops = StopRecord()
         # Searches.
-        self._budget = Budget(options.optimise_share)
+        self._spent_s = 0.0
         self._trigger = trigger or Trigger()
         self._rounds_to_price = 0
         self._question: Knapsack | None = None  # of the search that waits for captured tokens or is under way
@@ -146,8 +154,24 @@ class KnapSpec:
         )
 
     def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        """Learn from a round by a plan of KnapSpec, or without a draft."""
-        num_accepted, num_tested = self._learn(plan, result)
+        """Learn from a round by a plan of KnapSpec, or without a draft. A draft's tokens are tested up to and including
+        the first rejected token."""
+        num_accepted = num_tested = 0
+        confidences: list[float] = []
+        outcomes: list[bool] = []
+        for one, stood in zip(result.drafts, result.num_accepted, strict=True):
+            accepted = min(stood, one.num_drafted)
+            tested = min(accepted + 1, one.num_drafted)
+            num_accepted, num_tested = num_accepted + accepted, num_tested + tested
+            confidences.extend(one.confidences[:tested])
+            outcomes.extend(position < accepted for position in range(tested))
+            ended = tested == len(one.token_ids) < plan.num_draft_tokens
+            self._stops.observe(num_accepted=accepted, num_tested=tested, ended=ended)
+        candidate = self._in_use
+        if num_tested and candidate is not None:
+            self._calibration.observe(confidences, outcomes)
+            self._correction.observe(candidate.estimate, num_accepted=num_accepted, num_tested=num_tested)
+            candidate.used.observe(num_accepted, num_tested)
         self._trigger.observe(num_tokens=num_tokens / state.batch, num_accepted=num_accepted, num_tested=num_tested)
         if self._record is not None and plan is self._record.plan:
             self._record.add_round(
@@ -220,65 +244,41 @@ class KnapSpec:
             also=uniform_patterns(savings),
         )
 
-    def _learn(self, plan: Plan, result: RoundResult) -> tuple[int, int]:
-        """Learn from the tested draft tokens and return how many were accepted, and tested. A draft's tokens are tested
-        up to and including the first rejected token."""
-        num_accepted = num_tested = 0
-        confidences: list[float] = []
-        outcomes: list[bool] = []
-        for one, stood in zip(result.drafts, result.num_accepted, strict=True):
-            accepted = min(stood, one.num_drafted)
-            tested = min(accepted + 1, one.num_drafted)
-            num_accepted, num_tested = num_accepted + accepted, num_tested + tested
-            confidences.extend(one.confidences[:tested])
-            outcomes.extend(position < accepted for position in range(tested))
-            ended = tested == len(one.token_ids) < plan.num_draft_tokens
-            self._stops.observe(num_accepted=accepted, num_tested=tested, ended=ended)
-        candidate = self._in_use
-        if num_tested and candidate is not None:
-            self._calibration.observe(confidences, outcomes)
-            self._correction.observe(candidate.estimate, num_accepted=num_accepted, num_tested=num_tested)
-            candidate.used.observe(num_accepted, num_tested)
-        return num_accepted, num_tested
-
     def _consider_search(self, state: BatchState, share: float) -> None:
-        """Set the question of a search that is due and affordable. It stays for ROUNDS_TO_REVIEW rounds, because
-        predicting the cost of a search takes a good part of a small model's step."""
+        """Set the question of a search that is due and that the budget allows. It stays for ROUNDS_TO_REVIEW rounds,
+        because predicting the cost of a search takes a good part of a small model's step.
+
+        If all of the outstanding time, not only `share`, is too little for the whole first search, the first search
+        may be a smaller one. A whole search follows if it can, as a part of the same investment.
+        """
         self._rounds_to_price -= 1
         if self._rounds_to_price > 0:
             return
         self._question, reason = None, self._trigger.reason(context=state.context, batch=state.batch)
         if reason is None and self._is_provisional:
             reason = "the first search was a smaller one"
-        if reason is not None:
-            self._rounds_to_price = ROUNDS_TO_REVIEW
-            self._reason, self._question = reason, self._affordable(state, share)
-
-    def _affordable(self, state: BatchState, share: float) -> Knapsack | None:
-        """Return the question of a search that the budget allows; None if it allows none.
-
-        The budget counts the time of the outstanding work without a draft. If all of it, not only `share`, is too
-        little for the whole first search, the first search may be a smaller one. A whole search follows if it can, as
-        a part of the same investment.
-        """
-        question = self.question(state)
-        for one in (question, smaller(question)):
-            if self._allows(one, state, share):
-                return one
-            if self._budget.spent_s or self._allows(one, state, 1.0):
-                return None
-        return None
+        if reason is None:
+            return
+        self._rounds_to_price, self._reason = ROUNDS_TO_REVIEW, reason
+        whole = self.question(state)
+        if self._allows(whole, state, share):
+            self._question = whole
+        elif not self._spent_s and not self._allows(whole, state, 1.0) and self._allows(smaller(whole), state, share):
+            self._question = smaller(whole)
 
     def _allows(self, question: Knapsack, state: BatchState, share: float) -> bool:
-        """Return whether the budget allows a search, if it counts this share of the time."""
+        """Whether the budget allows a search, if it counts this share of the time: of the elapsed time and of the time
+        that the outstanding work takes without a draft. A search must fit by its predicted cost, in advance, so the
+        first search can come early, while a better plan still pays back."""
         step_s = self._latency.decode_step_s(context=state.context, batch=state.batch)
         work_s = share * state.num_outstanding_tokens * step_s / state.batch
-        cost_s = self._search_cost_s(question, state.context)
-        if self._budget.allows(cost_s, elapsed_s=share * state.elapsed_s, expected_remaining_s=work_s):
+        cost_s = self._spent_s + self._search_cost_s(question, state.context)
+        if cost_s <= self._options.optimise_share * (share * state.elapsed_s + work_s):
             return True
-        if self._budget.spent_s and not self._is_provisional:
+        if self._options.optimise_share == 0 or (self._spent_s and not self._is_provisional):
             return False
-        return self._budget.may_invest(cost_s, saving_s=work_s * (1 - 1 / self._gain_to_expect(state, question)))
+        # The first searches are an investment: they may take a share of the time that their plan is expected to save.
+        return cost_s <= FIRST_SEARCH_SHARE * work_s * (1 - 1 / self._gain_to_expect(state, question))
 
     def _gain_to_expect(self, state: BatchState, question: Knapsack) -> float:
         """Return the predicted gain of the fastest draft that a search may find, if it agrees with the target on all
@@ -324,7 +324,7 @@ class KnapSpec:
                     one.used = previous.used
             if all(one.choices != previous.choices for one in self._candidates):
                 self._candidates.append(previous)
-        self._budget.spent_s += found.seconds
+        self._spent_s += found.seconds
         self._is_provisional = found.num_tokens < self._options.num_tap_tokens
         return self._decide(state, self._reason, found.seconds)
 

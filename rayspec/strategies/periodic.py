@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from rayspec.choices import Choices, num_leading_full
-from rayspec.decode.search import Answer, FoundDraft, Question
+from rayspec.decode.search import Answer, Question
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan
 from rayspec.decode.work import KeepDrafting, RoundResult
-from rayspec.planning.acceptance import best_choice, shrink
+from rayspec.planning.acceptance import best_choice
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import Plan, PlanRecord, no_draft
 
@@ -177,9 +177,3 @@ class PeriodicStrategy(ABC):
     @abstractmethod
     def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         """Choose the plan by the answer. Return the new plan's record, or None if the plan stays."""
-
-
-def estimated_acceptance(draft: FoundDraft, num_tokens: int) -> float:
-    """Estimate a draft's acceptance by the share of the captured tokens on which it agreed, with its similarity as the
-    prior."""
-    return shrink(draft.num_agreed, num_tokens, min(max(draft.similarity, 0.0), 1.0))

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from typing_extensions import Self
 
 from rayspec.config import SpeculationOptions
@@ -68,8 +66,7 @@ class SelfSD:
         reason: str = "a saved plan",
     ) -> None:
         self.threshold = threshold
-        self.record: PlanRecord | None = None  # from the first observed round on
-        self._new_record = PlanRecord(
+        self.record = PlanRecord(  # its situation is that of the first observed round
             elapsed_s=0.0,
             context=0,
             batch=0,
@@ -80,7 +77,7 @@ class SelfSD:
             plain_tpt=plain_tpt,
             optimise_s=0.0,
         )
-        self._reported = False
+        self._has_begun = self._was_reported = False
 
     @classmethod
     def of(cls, saved: SavedPlan, options: SpeculationOptions) -> Self:
@@ -95,13 +92,14 @@ class SelfSD:
         )
 
     def choose(self, state: BatchState) -> RoundPlan:
-        return RoundPlan(plan=self._new_record.plan, keep_drafting=DraftWhileSure(threshold=self.threshold.value))
+        return RoundPlan(plan=self.record.plan, keep_drafting=DraftWhileSure(threshold=self.threshold.value))
 
     def observe(
         self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
     ) -> None:
-        if self.record is None:
-            self.record = replace(self._new_record, elapsed_s=state.elapsed_s, context=state.context, batch=state.batch)
+        if not self._has_begun:
+            self._has_begun = True
+            self.record.elapsed_s, self.record.context, self.record.batch = state.elapsed_s, state.context, state.batch
         if chosen.plan is self.record.plan:
             tested = Tested.of(chosen.plan, result)
             tested.add_to(self.record, num_tokens, seconds * state.batch)
@@ -109,7 +107,7 @@ class SelfSD:
 
     def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
         """Return the plan's record once, after the first observed round; otherwise None."""
-        if self._reported:
+        if self._was_reported or not self._has_begun:
             return None
-        self._reported = self.record is not None
+        self._was_reported = True
         return self.record

@@ -198,7 +198,6 @@ class _Bench:
         strategy = SelfSD(plan, threshold, acceptance=0.0, expected_tpt=0.0, plain_tpt=plain_tpt)
         with selecting(self._engine, strategy):
             _generate(self._engine, self._prompts, self._options.max_tokens)
-        assert strategy.record is not None
         return strategy.record, threshold
 
     def confirmed(self, plan: Plan, plain: PlanRecord, *, domain: str, method: str) -> SavedPlan:

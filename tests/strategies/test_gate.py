@@ -137,12 +137,9 @@ def steady(gate: Gate, num_rounds: int, draft_s: float, pace: Callable[[int], fl
 
 def test_a_plan_that_pays_is_taken_and_one_that_does_not_is_left() -> None:
     assert set(steady(Gate(LATENCY), 100, 2.0)[-60:]) == {"plan"}
-    assert steady(Gate(LATENCY), 100, 4.0)[-60:].count("plan") < 6
-
-
-def test_rounds_of_a_trial_alternate_with_others() -> None:
     found = steady(Gate(LATENCY), 9, 2.7)
-    assert [first != second for first, second in itertools.pairwise(found)][:6] == [True] * 6
+    assert [one != other for one, other in itertools.pairwise(found)][:6] == [True] * 6, "rounds of a trial alternate"
+    assert steady(Gate(LATENCY), 100, 4.0)[-60:].count("plan") < 6
 
 
 @pytest.mark.parametrize(("draft_s", "best"), [(2.4, "plan"), (3.6, PLAIN)])
@@ -215,8 +212,7 @@ def test_a_trial_with_shorter_drafts_is_judged_by_what_was_predicted_for_them() 
     assert set(lengths[-10:]) == {8}
 
 
-@pytest.mark.parametrize("row_s", [0.0, 0.5])
-@pytest.mark.parametrize("widths", [(), (1, 2, 4, 8)])
+@pytest.mark.parametrize(("row_s", "widths"), [(0.0, ()), (0.5, ()), (0.5, (1, 2, 4, 8))])
 def test_drafts_of_a_trial_are_shorter_where_their_rows_cost_more(row_s: float, widths: tuple[int, ...]) -> None:
     """A draft step takes 3 s, and a row of the verify `4 * row_s`; a branch has up to eight rows."""
     gate, rates = Gate(latency_model(2, row_s=row_s)), {PLAIN: 0.25, "plan": 0.5}
@@ -340,10 +336,3 @@ def test_rounds_in_which_nobody_may_draft_say_nothing() -> None:
     for _ in range(100):
         gated.observe(state(), gated.choose(state()), nothing, 1, 50.0)
     assert gated.status == status
-
-
-@pytest.mark.parametrize("rule", [lambda confidences: [True], None])
-def test_the_rule_that_ends_drafts_is_the_strategys(rule: Any) -> None:
-    strategy = _Strategy()
-    strategy.chosen = replace(strategy.chosen, keep_drafting=rule)
-    assert _gated(strategy).choose(state()).keep_drafting is rule

@@ -9,12 +9,11 @@ from rayspec.decode.drafting.lookahead import Guess, Lookahead, NgramPool
 from rayspec.decode.loading import make_scheduler
 from rayspec.model.kv_cache import CacheSize
 from rayspec.strategies.by_name import make_strategy
-from rayspec.strategies.fixed import FixedPlan, lookahead_plan
+from rayspec.strategies.fixed import lookahead_plan
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
 from tests.exhaustive import few_of
 from tests.families import cases, checkpoint, parts_of
-from tests.pipeline.loop import loop_engine
 from tests.strategy_cases import latency_model, state
 
 SMALL = {"num_levels": 3, "num_columns": 2, "max_guesses": 2}
@@ -73,15 +72,6 @@ def test_greedy_equals_generate(family: str, verification: str) -> None:
     assert engine.stats.num_draft_tokens > 0
     engine = engine_with(parts, PLAN, num_beside=64, kv_cache_tokens=250, max_num_seqs=3, max_num_batched_tokens=16)
     assert tokens_of(complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=40))) == known.expected
-
-
-def test_greedy_equals_generate_in_a_pipeline() -> None:
-    known = cases(checkpoint("llama"), LENGTHS, 40)
-    with loop_engine(checkpoint("llama"), 2, FixedPlan(PLAN), num_beside=64) as run:
-        outputs = complete(run.engine, known.prompts, SamplingParams(temperature=0, max_tokens=40))
-        assert tokens_of(outputs) == known.expected
-        run.require_clean()
-        assert run.engine.stats.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "presence_penalty": 0.8}])

@@ -56,20 +56,6 @@ def test_a_fixed_one_stays_and_rounds_without_drafts_teach_nothing() -> None:
     assert (fixed.value, adaptive.value, adaptive._matched) == (0.5, 0.5, 0.0)
 
 
-def test_a_batch_is_one_verify() -> None:
-    strategy = SelfSD.of(saved_plan(), _options())
-    here = state(batch=3)
-    chosen = strategy.choose(here)
-    alone = DraftThreshold(0.7, target=0.9)
-    strategy.observe(here, chosen, result([5, 2, 0], [5, 1, 0]), 9, 0.1)
-    alone.observe(_tested(6, 7, False))
-    assert (strategy.threshold.value, strategy.threshold._matched) == (alone.value, alone._matched)
-    for _ in range(8):
-        strategy.observe(here, chosen, result([5, 5, 0], [5, 5, 0]), 12, 0.1)
-        alone.observe(_tested(10, 10, True))
-    assert strategy.threshold.value == alone.value
-
-
 def test_the_saved_plan_is_what_drafts() -> None:
     strategy = SelfSD.of(saved_plan(skip=[1, 6], num_draft_tokens=40), _options())
     here = state()

@@ -1,4 +1,4 @@
-"""When to search for a new plan: the time budget of searches, and the events that justify a search."""
+"""When to search for a new plan: the events that justify a search."""
 
 from __future__ import annotations
 
@@ -6,34 +6,12 @@ import math
 
 from rayspec.planning.learning import (
     COOLDOWN_TOKENS,
-    FIRST_SEARCH_SHARE,
     MAX_PATIENCE_TOKENS,
     MAX_RATIO,
     NUM_ERRORS,
     TOKENS_HALF_LIFE,
     Discounted,
 )
-
-
-class Budget:
-    """Bounds the time of plan searches by `share` of all time. A search must fit by its predicted cost, in advance."""
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self.spent_s = 0.0
-
-    def allows(self, predicted_cost_s: float, *, elapsed_s: float, expected_remaining_s: float = 0.0) -> bool:
-        """Whether a search of that cost fits into the share of the elapsed time plus the expected remaining time.
-
-        Without `expected_remaining_s`, enough time must elapse before the first search. With it, the first search can
-        come early, while a better plan still pays back.
-        """
-        return self.spent_s + predicted_cost_s <= self._share * (elapsed_s + expected_remaining_s)
-
-    def may_invest(self, predicted_cost_s: float, *, saving_s: float) -> bool:
-        """Whether the first searches may cost so much together, beyond their share: up to FIRST_SEARCH_SHARE of the
-        time that their plan is expected to save. With a share of 0 there are no searches."""
-        return self._share > 0 and self.spent_s + predicted_cost_s <= FIRST_SEARCH_SHARE * saving_s
 
 
 class Trigger:
