@@ -84,15 +84,15 @@ def test_the_longest_draft_of_a_batch_sets_the_number_of_steps(batch: int) -> No
             sound &= rng.random(batch) < acceptance
             num_tokens += int((sound & drafting).sum())
             drafting &= rng.random(batch) >= np.where(sound, rule.misfires, rule.detects)
-    expected = expected_draft([acceptance], length, rule)
+    num_drafted, num_accepted = expected_draft([acceptance], length, rule)
     verify_s = [model.verify_s(rows=batch * (count + 1), context=500, batch=batch) for count in range(length + 1)]
     rate = tokens_per_time(
         [choices], [acceptance], model, context=500, batch=batch, max_draft_tokens=length, stop_rule=rule,
         reuse_prefix=False,
     )[0, -1]  # fmt: skip
-    others_s = np.interp(expected.num_drafted[0, -1], range(length + 1), verify_s) + model.round_s
-    assert (1 + expected.num_accepted[0, -1]) / rate - others_s == pytest.approx(seconds / 4000, rel=0.05)
-    assert batch * (1 + expected.num_accepted[0, -1]) == pytest.approx(num_tokens / 4000, rel=0.03)
+    others_s = np.interp(num_drafted[0, -1], range(length + 1), verify_s) + model.round_s
+    assert (1 + num_accepted[0, -1]) / rate - others_s == pytest.approx(seconds / 4000, rel=0.05)
+    assert batch * (1 + num_accepted[0, -1]) == pytest.approx(num_tokens / 4000, rel=0.03)
 
 
 def test_no_draft_where_none_pays_or_none_is_left() -> None:

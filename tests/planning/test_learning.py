@@ -71,9 +71,9 @@ def simulate(acceptance: float, length: int, rule: StopRule, rng: random.Random)
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.9, 1.0])
 def test_without_a_rule_drafts_reach_their_length(acceptance: float) -> None:
-    expected = expected_draft([acceptance], 7, NEVER)
-    assert expected.num_drafted[0] == pytest.approx(np.arange(1, 8))
-    assert 1 + expected.num_accepted[0] == pytest.approx(1 + np.cumsum(acceptance ** np.arange(1, 8)))
+    num_drafted, num_accepted = expected_draft([acceptance], 7, NEVER)
+    assert num_drafted[0] == pytest.approx(np.arange(1, 8))
+    assert 1 + num_accepted[0] == pytest.approx(1 + np.cumsum(acceptance ** np.arange(1, 8)))
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_without_a_rule_drafts_reach_their_length(acceptance: float) -> None:
 def test_expected_drafts_are_the_mean_of_simulated_ones(acceptance: float, rule: StopRule) -> None:
     rng = random.Random(0)
     drafts = np.array([simulate(acceptance, 9, rule, rng) for _ in range(20_000)])
-    expected = expected_draft([acceptance, 0.5], 9, rule)
-    assert expected.num_drafted.shape == expected.num_accepted.shape == (2, 9)
-    assert drafts.mean(0) == pytest.approx([expected.num_drafted[0, -1], expected.num_accepted[0, -1]], rel=0.03)
+    num_drafted, num_accepted = expected_draft([acceptance, 0.5], 9, rule)
+    assert num_drafted.shape == num_accepted.shape == (2, 9)
+    assert drafts.mean(0) == pytest.approx([num_drafted[0, -1], num_accepted[0, -1]], rel=0.03)
 
 
 def test_the_rule_is_learned_from_drafts() -> None:

@@ -13,7 +13,9 @@ from rayspec.decode.drafting.lookup import NOTHING, Proposal
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.strategy import Ask, BatchState
 from rayspec.decode.work import Committed, Draft, RoundResult
+from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.latency import LatencyModel
+from rayspec.planning.learning import CalibrationCurve
 from rayspec.planning.lookup import SINGLE, DraftUntilFound, match_class
 from rayspec.strategies.auto import Auto
 from rayspec.types import Plan
@@ -154,14 +156,31 @@ def test_what_went_on_a_draft_teaches_lookup_and_the_plan_hears_of_its_own(num_a
     chosen = auto.choose(state)
     assert 0 < chosen.plan.num_draft_tokens < 8
     auto.observe(state, chosen, _continued(num_accepted), num_accepted + 1, 0.04)
-    assert isinstance(chosen.keep_drafting, DraftUntilFound)
-    assert chosen.keep_drafting.by_class == before, "drafts go on by what lookup has learned"
     [(_, own_plan, own, _, _)] = heard
     assert own_plan is plan, "also where its drafts were made shorter"
     assert own.num_accepted == [min(2, num_accepted)]
     learned = [now > then for now, then in zip(auto._lookup.by_class, before, strict=True)]
     assert any(learned) == (num_accepted > 2), "what was looked up behind a wrong token says nothing"
     assert (auto._lookup.by_class != before) == (num_accepted >= 2)
+
+
+def test_drafts_go_on_by_what_lookup_has_learned() -> None:
+    there = world(right=1.0)
+    assert there.auto.choose(_batch_state()).keep_drafting is None, "the plan does not draft"
+    for _ in range(20):
+        there.play([FOUND])
+    worth = DraftWhileWorth(
+        curve=CalibrationCurve(confidence=(0.0, 1.0), excess=(0.0, 0.0)), usual=0.8, rate=1.0, step_s=0.5, row_s=0.01
+    )
+    knapspec = there.auto._knapspec
+    knapspec.keep_drafting = lambda state, rate: worth  # type: ignore[method-assign]
+    knapspec.rate = lambda state, longest=None: 1e9  # type: ignore[method-assign]
+    knapspec.plan = Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x")
+    state = replace(_batch_state(), proposals=lambda: [NOTHING])
+    rule = there.auto.choose(state).keep_drafting
+    assert isinstance(rule, DraftUntilFound)
+    assert (rule.worth, rule.by_class) == (worth, there.auto._lookup.by_class)
+    assert rule.drafting_gain > 1
 
 
 def _batch_state() -> BatchState:
