@@ -65,11 +65,13 @@ class PageTable:
 
 class PagePool:
     """Allocates `num_pages` pages. A page is free or is used by one or more sequences. `find` may still return a free
-    page. A table grows into adjacent pages only if `find` cannot return them or the table has claimed them: tables of a
-    windowed store, which go forward through the pool, would else overwrite whatever lies there."""
+    page. spares_content: a table grows into adjacent pages only if `find` cannot return them or the table has claimed
+    them. Tables that go forward through the pool would else overwrite whatever lies there; other tables would become
+    fragmented."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, *, spares_content: bool = False) -> None:
         self.num_pages = num_pages
+        self._spares_content = spares_content
         self.num_free = num_pages
         self._num_users: NDArray[np.int64] = np.zeros(num_pages, np.int64)
         self._claimed: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
@@ -153,9 +155,11 @@ class PagePool:
         self._claim(table, range(0))
         free = self._num_users == 0
         behind = self._hole_at(table.pages[-1] + 1, free)[:room] if table.pages else range(0)
-        allowed = itertools.takewhile(lambda page: page in own or not self._released[page], behind)
-        if num_allowed := sum(1 for _ in allowed):
-            return behind[:num_allowed]
+        if self._spares_content:
+            num_allowed = itertools.takewhile(lambda page: page in own or not self._released[page], behind)
+            behind = behind[: sum(1 for _ in num_allowed)]
+        if behind:
+            return behind
         while room >= num_pages:
             if (hole := self._oldest(free & ~self._claimed, room)) is not None:
                 return hole
@@ -243,7 +247,7 @@ class WindowedPages:
     """
 
     def __init__(self, num_slots: int, window: int, num_behind: int) -> None:
-        self.pool = PagePool(num_slots // PAGE_SIZE)
+        self.pool = PagePool(num_slots // PAGE_SIZE, spares_content=True)
         self._window = window
         self._num_behind = num_behind
 

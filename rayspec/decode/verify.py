@@ -196,6 +196,8 @@ def _packed(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor 
 
 def _agreement(row: Rows, targets: Sequence[int]) -> Verdict:
     """Accept the longest path of draft tokens that all equal the target's, and the target's token after it."""
+    if not row.pending:
+        return Verdict([targets[0]], 0)
     agrees = [True]
     for at, token in enumerate(row.pending):
         parent = row.parents[at] if row.parents else at

@@ -49,7 +49,7 @@ def test_what_was_freed_is_found_until_it_is_needed() -> None:
 
 def test_a_table_that_moves_on_spares_what_others_have_left() -> None:
     """It goes on in its claim, then in the pages that it has released."""
-    pool = PagePool(12)
+    pool = PagePool(12, spares_content=True)
     left = [_grown(pool, 4) for _ in range(2)]  # in pages 8 to 11, and 4 to 7
     for name, table in enumerate(left):
         _fill(pool, table, name)
@@ -62,6 +62,19 @@ def test_a_table_that_moves_on_spares_what_others_have_left() -> None:
         assert pool.grow(moving, num_pages, num_pages)
         pool.release_before(moving, num_pages - 2)
     assert len(pool.find(hashes[4:])) == len(pool.find(hashes[:4])) == 4
+
+
+def test_a_table_that_shares_a_prefix_goes_on_behind_it() -> None:
+    """Keys and values in one run are read in place, so the rest of an earlier text gives way."""
+    pool = PagePool(12)
+    old = _grown(pool, 4)
+    _fill(pool, old, 1)
+    shared = old.pages[:2]
+    pool.release(old)
+    table = PageTable()
+    pool.share(table, shared)
+    assert pool.grow(table, 5, 6)
+    assert len(table.runs) == 1
 
 
 @pytest.mark.parametrize("seed", range(5))
