@@ -73,7 +73,7 @@ def test_a_table_that_shares_a_prefix_goes_on_behind_it() -> None:
     pool.release(old)
     table = PageTable()
     pool.share(table, shared)
-    assert pool.grow(table, 5, 6)
+    assert pool.grow(table, 4, 6)
     assert len(table.runs) == 1
 
 
