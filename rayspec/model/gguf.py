@@ -11,11 +11,13 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
+from transformers import PretrainedConfig
 
 from rayspec.machine import bytes_available
 from rayspec.model.sources import GGUF_SUFFIX, check_source, gguf_of_hub
@@ -83,16 +85,16 @@ def located(
         yield model, {}
         return
     library: Any = import_module("gguf")  # an optional package
+    thread = threading.get_ident()
 
-    class Reader:
-        def __init__(self, path: str, *_: Any) -> None:
-            parsed = _parsed(Path(path), Path(path).stat().st_mtime_ns)
-            self.fields = parsed.fields
-            self.tensors = [tensor for tensor in parsed.tensors if wanted(tensor.name)]
+    def read(path: Any, *arguments: Any) -> Any:
+        if threading.get_ident() != thread or Path(path) != file:  # somebody else's
+            return own(path, *arguments)
+        return SimpleNamespace(fields=parsed.fields, tensors=[each for each in parsed.tensors if wanted(each.name)])
 
     with _LOCK:
-        _parsed(file, file.stat().st_mtime_ns)  # with gguf's own reader
-        own, library.GGUFReader = library.GGUFReader, Reader
+        parsed, own = _parsed(file, file.stat().st_mtime_ns), library.GGUFReader
+        library.GGUFReader = read
         try:
             yield str(file.parent), {"gguf_file": file.name}
         finally:
@@ -117,6 +119,21 @@ def stored_dtype(file: Path) -> torch.dtype:
     """Return the data type of the file's matrices; bfloat16 for blocks of quantised numbers."""
     types = {tensor.tensor_type.name for tensor in _tensors(file) if len(tensor.shape) > 1}
     return _FLOATS[types.pop()] if len(types) == 1 and types <= _FLOATS.keys() else torch.bfloat16
+
+
+def check_positions(model: str, file: Path, config: PretrainedConfig) -> None:
+    """Raise CheckpointError for a file whose rotary positions are scaled, if transformers has not read how: Llama 3.1
+    and later, and long Phi 3, would write other text."""
+    fields = _parsed(file, file.stat().st_mtime_ns).fields
+    scalings = [field.contents() for name, field in fields.items() if name.endswith(".rope.scaling.type")]
+    factors = any(tensor.name.startswith(("rope_freqs.", "rope_factors_")) for tensor in _tensors(file))
+    text = config.get_text_config(decoder=True)
+    is_read = re.search(r"'rope_type': '(?!default)", str(getattr(text, "rope_parameters", None)))
+    if (factors or any(each != "none" for each in scalings)) and not is_read:
+        raise CheckpointError(
+            f"model {model!r} has scaled rotary positions, which transformers does not read from GGUF files: use the "
+            "checkpoint in safetensors"
+        )
 
 
 def check_memory(model: str, file: Path, wanted: Callable[[str], bool], dtype: torch.dtype) -> None:

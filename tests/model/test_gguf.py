@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -12,6 +13,7 @@ import rayspec.model.gguf
 from rayspec import LLM, SamplingParams, demo
 from rayspec.config import EngineConfig
 from rayspec.model.fingerprint import weights_fingerprint
+from rayspec.model.gguf import located
 from rayspec.model.sizes import quantisation_of
 from rayspec.model.weights import load_config, load_model, load_tokenizer
 from rayspec.types import CheckpointError, ConfigError
@@ -119,6 +121,21 @@ def test_damaged_files_are_refused(folder: Path, tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=path.name):
             load_model(_config(path))
+
+
+def test_scaled_positions_that_transformers_does_not_read_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(build("llama", vocab_size=2048), tmp_path / "llama.gguf", scaling="yarn")
+    with pytest.raises(CheckpointError, match="scaled rotary positions"):
+        load_model(_config(path))
+
+
+def test_other_threads_read_whole_files_meanwhile(folder: Path) -> None:
+    path = folder / "llama.gguf"
+    with located(str(path), wanted=lambda name: False), ThreadPoolExecutor(1) as other:
+        assert gguf.GGUFReader(path).tensors == []
+        assert len(other.submit(gguf.GGUFReader, path).result().tensors) > 0
+        assert len(gguf.GGUFReader(folder / "phi3.gguf").tensors) > 0, "another file"
+    assert len(gguf.GGUFReader(path).tensors) > 0
 
 
 def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:

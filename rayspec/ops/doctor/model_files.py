@@ -35,8 +35,16 @@ class ModelFiles:
 
 
 def look_at_model(model: str) -> ModelFiles:
-    """Inspect the files of a model. model: a folder, a hub id, or "demo"."""
+    """Inspect the files of a model. model: a folder, a GGUF file, a hub id, or "demo"."""
     place = Path(demo.local_path(model))
+    if place.suffix == ".gguf" and place.is_file():
+        return ModelFiles(
+            model=model,
+            folder=str(place),
+            num_bytes=place.stat().st_size,
+            bytes_free=shutil.disk_usage(place.parent).free,
+            errors=tuple(filter(None, [_damage(place)])),
+        )
     if not place.is_dir():
         cache = Path(HF_HUB_CACHE)
         while not cache.exists():
@@ -101,6 +109,9 @@ def _index_errors(folder: Path) -> list[str]:
 def _damage(path: Path) -> str | None:
     """Return an error for a damaged file of weights, or None. The header of safetensors gives the file's length."""
     try:
+        if path.suffix == ".gguf":
+            with path.open("rb") as file:
+                return None if file.read(4) == b"GGUF" else f"{path.name} is no GGUF file"
         if path.suffix != ".safetensors":
             return None if path.stat().st_size else f"{path.name} is empty"
         with safe_open(path, framework="numpy"):
