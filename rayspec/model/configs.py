@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import struct
 from functools import lru_cache
 from pathlib import Path
 
@@ -33,11 +32,8 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
             config = copy.deepcopy(_of_gguf(file, file.stat().st_mtime_ns))
     except StrictDataclassError as error:
         raise invalid_config(source, error) from error
-    # The last four for JSON with unexpected types and for damaged GGUF files.
-    except (
-        *(OSError, ValueError, KeyError, RuntimeError, ImportError),
-        *(TypeError, AttributeError, IndexError, struct.error),
-    ) as error:
+    # The last two for JSON with unexpected types.
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError) as error:
         raise CheckpointError(f"config of model {source!r} could not be read: {in_one_line(error)}") from error
     # A config may name a kernel of the hub, which transformers would fetch and run. The setter sets parts, too.
     config._attn_implementation = "eager"

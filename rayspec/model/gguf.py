@@ -103,7 +103,10 @@ def located(
 
 @lru_cache(maxsize=1)  # modified_ns: a file that was replaced is read again
 def _parsed(file: Path, modified_ns: int) -> Any:
-    return import_module("gguf").GGUFReader(file)
+    try:
+        return import_module("gguf").GGUFReader(file)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise CheckpointError(f"{file} is damaged, or no GGUF file ({error}): fetch it again") from error
 
 
 def forget_parsed() -> None:
