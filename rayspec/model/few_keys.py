@@ -54,7 +54,8 @@ def few_pages(
 ) -> FewPages:
     """Choose the pages that rows read: the sink, the noted pages, and the newest ones with the row's own.
 
-    positions: int64 [R], of rows for which `reads_all` is false. tables: int64 [R, pages], see `block_tables`.
+    positions: int64 [R]; rows for which `reads_all` is true read all their pages if there is no sliding window.
+    tables: int64 [R, pages], see `block_tables`.
     looked_at: int [L, R, budget.looked_at], distinct page numbers in the sequence, none of the sink; negative: empty.
     Noted pages among the newest are not read twice. Pages that are partly outside the sliding window are left out.
     """
@@ -66,9 +67,11 @@ def few_pages(
     is_read = (older >= 0) & (older < newest[:, :1])
     if sliding_window is not None:
         is_read &= older * PAGE_SIZE > positions[:, None] - sliding_window
-    numbers = torch.cat([torch.where(is_read, older, own + 1), newest.expand(len(older), -1, -1)], -1).sort(-1).values
+    numbers = torch.cat([older, newest.expand(len(older), -1, -1)], -1)
+    is_read = torch.cat([is_read, (newest >= 0).expand(len(older), -1, -1)], -1)
+    numbers = torch.where(is_read, numbers, own + 1).sort(-1).values
     pages = tables.expand(len(numbers), -1, -1).gather(-1, numbers.minimum(own))
-    num_full = is_read.sum(-1) + budget.newest
+    num_full = is_read.sum(-1) - 1  # the last is the row's own
     return FewPages(pages, num_full * PAGE_SIZE + positions % PAGE_SIZE)
 
 

@@ -14,7 +14,7 @@ from rayspec.choices import Keys
 from rayspec.model.attention import AttentionKind, Heads, Rows
 from rayspec.model.buckets import MAX_TREE_ROWS, Bucket
 from rayspec.model.cuda.operations import attend, rotate_and_write
-from rayspec.model.few_keys import reads_all
+from rayspec.model.few_keys import few_pages
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
 from rayspec.model.norms import RmsNorm
 from rayspec.model.rows import Path, RowSpan, Runs, is_paged, slots_between
@@ -53,9 +53,9 @@ class StaticRows(Rows):
     block_table: int32 [R, pages]. residual: [1, N, hidden_size]. Rows after those of the last sequence are padding.
     rope: by layer type, cosines and sines [1, N, rotary]. `cuda.reference.attend` explains the numbers.
 
-    keys: the keys that rows read; if sequences have several rows, these read all keys. window_table: int32 [R, P], the
-    pages that single rows read with keys "window". window_contexts: int32 [R], how many places of these pages are
-    before the row. windowed: the same rows with the slots and pages of the cache's windowed store.
+    keys: the keys that rows read; if sequences have several rows, these read all keys. windowed: the same rows with the
+    slots and pages of the cache's windowed store. few: by sliding window, the pages that single rows read with keys
+    "window", int32 [N, P], and how many places of these are before the row, int32 [N]; of this pass only.
     """
 
     in_place: ClassVar[bool] = True
@@ -69,12 +69,11 @@ class StaticRows(Rows):
     row_starts: Tensor
     contexts: Tensor
     block_table: Tensor
-    window_table: Tensor
-    window_contexts: Tensor
     residual: Tensor
     rope: dict[str, Any] = field(default_factory=dict)
     keys: Keys = "all"
     windowed: StaticRows | None = None
+    few: dict[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def seeing(self, keys: Keys) -> StaticRows:
         """Do as `Rows.seeing`. Raises NotImplementedError for keys that are not in `STATIC_KEYS`."""
@@ -112,26 +111,21 @@ class StaticRows(Rows):
     def _mixed(self, cached: tuple[Tensor, Tensor], query: Tensor, kind: AttentionKind) -> Tensor:
         """Return the attention of the queries [N, H, D]. cached: keys and values of all slots, those of the rows
         included."""
-        is_tree, num_read = self.bucket.is_tree, self.window_table.shape[1] * PAGE_SIZE
-        is_narrow = kind.sliding_window is not None and kind.sliding_window <= num_read
+        is_tree, budget, sliding_window = self.bucket.is_tree, self.cache.budgets.window, kind.sliding_window
+        table, starts, contexts, positions = self.block_table, self.row_starts, self.contexts, self.positions
+        is_narrow = sliding_window is not None and sliding_window <= budget.num_pages * PAGE_SIZE
         if self.keys == "window" and self.bucket.max_rows == 1 and not is_tree and not is_narrow:
-            return self._mixed_in_window(cached, query, kind)
+            if sliding_window not in self.few:
+                own = few_pages(budget, positions, table[: len(query)].long(), sliding_window=sliding_window)
+                self.few[sliding_window] = own.pages[0].int(), own.num_before[0].int()
+            table, contexts = self.few[sliding_window]
+            # A row's place in these pages stands for its position. None of them is outside the sliding window.
+            starts, positions, sliding_window = starts[: len(query) + 1], contexts, None
         return attend(
-            query, *cached, self.block_table, self.row_starts, self.contexts, self.positions,
+            query, *cached, table, starts, contexts, positions,
             self.shared if is_tree else None, self.bits if is_tree else None,
-            scaling=kind.scaling, window=kind.sliding_window or 0, softcap=kind.softcap or 0.0, page_size=PAGE_SIZE,
-            max_rows=self.bucket.max_rows, max_context=self.block_table.shape[1] * PAGE_SIZE,
-        )  # fmt: skip
-
-    def _mixed_in_window(self, cached: tuple[Tensor, Tensor], query: Tensor, kind: AttentionKind) -> Tensor:
-        """Return the attention of single rows over the pages of `window_table`. The row's place in these pages replaces
-        its position. If the layer has a sliding window, rows see the newest pages only: the sink may be outside it."""
-        places = self.window_contexts[: len(query)]
-        window = self.cache.budgets.window.newest * PAGE_SIZE + 1 if kind.sliding_window else 0
-        return attend(
-            query, *cached, self.window_table, self.row_starts, self.window_contexts,
-            places, None, None, scaling=kind.scaling, window=window, softcap=kind.softcap or 0.0,
-            page_size=PAGE_SIZE, max_rows=1, max_context=self.window_table.shape[1] * PAGE_SIZE,
+            scaling=kind.scaling, window=sliding_window or 0, softcap=kind.softcap or 0.0, page_size=PAGE_SIZE,
+            max_rows=self.bucket.max_rows, max_context=table.shape[1] * PAGE_SIZE,
         )  # fmt: skip
 
 
@@ -156,8 +150,7 @@ class StepBuffers:
         self._cache = cache
         self._max_rows = max_rows
         self._max_sequences = max_sequences
-        self._sizes = (max_rows, max_sequences, cache.budgets.window.num_pages)
-        self._numbers = Staging(_NUM_WIDE * max_rows + -(-sum(_narrow_sizes(*self._sizes)) // 2), device)
+        self._numbers = Staging(_NUM_WIDE * max_rows + (max_rows + 2 * max_sequences) // 2 + 1, device)
         self._num_places = whole_pages(max_places)
         self._table = _BlockTable(max_sequences, self._num_places, device)
         self._windowed_table = _BlockTable(max_sequences, self._num_places, device) if cache.windowed_layers else None
@@ -193,6 +186,9 @@ class StepBuffers:
                 if self._windowed_table is not None:
                     self._windowed_table.write(sequence, span.windowed)
             self._numbers.upload(partial(self._write, metadata))
+            for rows in (self._rows[bucket], self._rows[bucket].windowed):
+                if rows is not None:
+                    rows.few.clear()
             if isinstance(metadata.token_ids, Tensor):
                 self._rows[bucket].tokens[: len(metadata.token_ids)].copy_(metadata.token_ids)
             self._held = metadata
@@ -216,7 +212,7 @@ class StepBuffers:
         return self._rows[self._held.bucket].residual
 
     def _views(self, bucket: Bucket) -> StaticRows:
-        words = _Numbers(self._numbers.buffer, *self._sizes)
+        words = _Numbers(self._numbers.buffer, self._max_rows, self._max_sequences)
         rows, sequences = slice(bucket.num_rows), slice(bucket.num_sequences)
         views = StaticRows(
             bucket=bucket,
@@ -229,8 +225,6 @@ class StepBuffers:
             row_starts=words.row_starts[: bucket.num_sequences + 1],
             contexts=words.contexts[sequences],
             block_table=self._table.device[sequences],
-            window_table=words.window_table[sequences],
-            window_contexts=words.window_contexts[sequences],
             residual=self._residual[:, rows],
         )
         if self._windowed_table is None:
@@ -239,14 +233,14 @@ class StepBuffers:
             views,
             slots=words.windowed_slots[rows],
             block_table=self._windowed_table.device[sequences],
-            window_table=words.windowed_window_table[sequences],
+            few={},
         )
         return views
 
     def _write(self, metadata: BatchMetadata, numbers: Tensor) -> None:
         """Write the integers of the pass to `numbers`, a tensor on the host."""
         numbers.zero_()
-        words = _Numbers(numbers, *self._sizes)
+        words = _Numbers(numbers, self._max_rows, self._max_sequences)
         words.slots[:] = self._cache.num_slots  # padding rows write to a spare slot
         words.windowed_slots[:] = self._cache.num_windowed_slots
         end = 0
@@ -257,8 +251,6 @@ class StepBuffers:
                 words.windowed_slots[rows] = torch.tensor(slots_between(span.windowed, span.context, span.end))
             words.contexts[sequence] = span.context
             words.row_starts[sequence + 1] = end
-            if metadata.bucket.max_rows == 1:
-                self._write_window(words, sequence, span.context)
             if paths:
                 words.positions[rows] = torch.tensor([path.position for path in paths])
                 words.shared[rows] = torch.tensor([path.shared for path in paths], dtype=torch.int32)
@@ -274,26 +266,12 @@ class StepBuffers:
         if not isinstance(metadata.token_ids, Tensor) and metadata.token_ids:
             words.tokens[:end] = torch.tensor(metadata.token_ids)
 
-    def _write_window(self, words: _Numbers, sequence: int, position: int) -> None:
-        """Write the pages and the context of a single row at this position, for keys "window"."""
-        budget, own = self._cache.budgets.window, position // PAGE_SIZE
-        sink, newest = slice(budget.sink), slice(own - budget.newest, own + 1)
-        if reads_all(budget, position, None):
-            sink, newest = slice(0), slice(own + 1)
-        for table, store in ((words.window_table, self._table), (words.windowed_window_table, self._windowed_table)):
-            if store is not None:
-                read = store.pages[sequence][sink] + store.pages[sequence][newest]
-                table[sequence, : len(read)] = torch.tensor(read, dtype=torch.int32)
-                words.window_contexts[sequence] = (len(read) - 1) * PAGE_SIZE + position % PAGE_SIZE
-
 
 class _BlockTable:
-    """The pages of sequences in one store of the cache, on the host and on the device. device: int32 [sequences,
-    pages]."""
+    """The pages of sequences in one store of the cache. device: int32 [sequences, pages]."""
 
     def __init__(self, max_sequences: int, num_places: int, device: torch.device) -> None:
         self.device = torch.zeros(max_sequences, num_places // PAGE_SIZE, dtype=torch.int32, device=device)
-        self.pages: list[list[int]] = [[] for _ in range(max_sequences)]
         self._runs: list[Runs] = [()] * max_sequences
 
     def write(self, sequence: int, runs: Runs) -> None:
@@ -301,7 +279,7 @@ class _BlockTable:
         if self._runs[sequence] != runs:
             pages = [slot // PAGE_SIZE for run in runs for slot in run.slots[::PAGE_SIZE]][: self.device.shape[1]]
             self.device[sequence, : len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
-            self._runs[sequence], self.pages[sequence] = runs, pages
+            self._runs[sequence] = runs
 
 
 class Staging:
@@ -327,22 +305,13 @@ class Staging:
 
 
 class _Numbers:
-    """The integers of a pass, as views of one int64 buffer `words`. window_pages: pages of a sequence that keys
-    "window" read. tokens to windowed_slots: int64 [max_rows]; the others are int32."""
+    """The integers of a pass, as views of one int64 buffer `words`: int64 [max_rows], then int32."""
 
-    def __init__(self, words: Tensor, max_rows: int, max_sequences: int, window_pages: int) -> None:
+    def __init__(self, words: Tensor, max_rows: int, max_sequences: int) -> None:
         wide = words[: _NUM_WIDE * max_rows].view(_NUM_WIDE, max_rows)
         self.tokens, self.positions, self.slots, self.bits, self.windowed_slots = wide.unbind()
-        sizes = _narrow_sizes(max_rows, max_sequences, window_pages)
-        narrow = torch.split(words[_NUM_WIDE * max_rows :].view(torch.int32)[: sum(sizes)], sizes)
-        self.shared, self.row_starts, self.contexts, self.window_contexts, *tables = narrow
-        self.window_table, self.windowed_window_table = (each.view(max_sequences, window_pages) for each in tables)
-
-
-def _narrow_sizes(max_rows: int, max_sequences: int, window_pages: int) -> list[int]:
-    """Return the sizes of the int32 fields of `_Numbers`, in order."""
-    table = max_sequences * window_pages
-    return [max_rows, max_sequences + 1, max_sequences, max_sequences, table, table]
+        narrow = words[_NUM_WIDE * max_rows :].view(torch.int32)[: max_rows + 2 * max_sequences + 1]
+        self.shared, self.row_starts, self.contexts = narrow.split([max_rows, max_sequences + 1, max_sequences])
 
 
 def _operator_weights(heads: Heads) -> tuple[Tensor | None, Tensor | None, float] | None:
