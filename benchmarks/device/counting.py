@@ -18,7 +18,7 @@ from rayspec.choices import FULL, SKIP, Choices
 from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import AttentionKind, Heads
 from rayspec.model.cuda.operations import gated
-from rayspec.model.fused import FusedAttention, FusedMlp
+from rayspec.model.fused import FusedLayer
 from rayspec.model.kv_cache import PAGE_SIZE, LayerShape
 from rayspec.model.matrices import Matrix
 from rayspec.model.norms import RmsNorm
@@ -138,12 +138,12 @@ def _attention(layer: Any, shape: ModelShape) -> Sublayer:
         norms=(_norm(block.q_norm), _norm(block.k_norm)) if has_norms else None,
         kind=AttentionKind(shape.head_dim**-0.5, None, None),
     )
-    body = FusedAttention(
+    body = FusedLayer(
         sublayer=sublayer,
         pre_norm=_norm(layer.input_layernorm),
-        projections=Matrix([block.q_proj, block.k_proj, block.v_proj], blocked=False),
-        heads=heads,
-        output=Matrix([block.o_proj], blocked=False),
+        first=Matrix([block.q_proj, block.k_proj, block.v_proj], blocked=False),
+        between=lambda projected, rows: rows.attend_projected(heads, projected).flatten(1),
+        last=Matrix([block.o_proj], blocked=False),
     )
     return replace(sublayer, body=body)
 
@@ -151,12 +151,12 @@ def _attention(layer: Any, shape: ModelShape) -> Sublayer:
 def _mlp(layer: Any) -> Sublayer:
     block = layer.mlp
     sublayer = _sublayer(1, "mlp", block, layer.post_attention_layernorm)
-    body = FusedMlp(
+    body = FusedLayer(
         sublayer=sublayer,
         pre_norm=_norm(layer.post_attention_layernorm),
-        gate_up=Matrix([block.gate_proj, block.up_proj], blocked=False),
-        weigh=lambda gate_up: gated(gate_up[0], "silu")[None],
-        down=Matrix([block.down_proj], blocked=False),
+        first=Matrix([block.gate_proj, block.up_proj], blocked=False),
+        between=lambda gate_up, _: gated(gate_up, "silu"),
+        last=Matrix([block.down_proj], blocked=False),
     )
     return replace(sublayer, body=body)
 

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,56 +55,22 @@ _MISFITS = (Exception,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusedAttention:
-    """Attention with a rotate-half rotary embedding. Each query head and key head may have a norm."""
+class FusedLayer:
+    """A sublayer as two matrices. between: what is computed from the rows of the first for the rows of the last,
+    [N, first.num_rows] -> [N, columns of the last]: attention with a rotate-half rotary embedding, or an MLP's gate."""
 
     sublayer: Sublayer
     pre_norm: Norm
-    projections: LinearMap
-    heads: Heads
-    output: nn.Module
+    first: LinearMap
+    between: Callable[[Tensor, Rows], Tensor]
+    last: nn.Module
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """Return the residual with the sublayer's output added; hidden: [1, N, hidden_size] in and out."""
-        mixed = rows.attend_projected(self.heads, self.projections(self.pre_norm(hidden))[0])
-        return _added(self.sublayer, self.output, hidden, mixed.flatten(1)[None], in_place=rows.in_place)
-
-    @property
-    def matrices(self) -> tuple[LinearMap, nn.Module]:
-        """First matrix, and last matrix, whose product is added to the residual."""
-        return self.projections, self.output
-
-    def with_matrices(self, first: LinearMap, last: nn.Module) -> FusedAttention:
-        """Return a copy of this body with other matrices."""
-        return replace(self, projections=first, output=last)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedMlp:
-    """A gated MLP: down(act(gate) * up). weigh: computes act(gate) * up, [1, N, 2 * I] -> [1, N, I]."""
-
-    sublayer: Sublayer
-    pre_norm: Norm
-    gate_up: LinearMap
-    weigh: Callable[[Tensor], Tensor]
-    down: nn.Module
-
-    def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
-        """Return the residual with the sublayer's output added; hidden: [1, N, hidden_size] in and out."""
-        weighed = self.weigh(self.gate_up(self.pre_norm(hidden)))
-        return _added(self.sublayer, self.down, hidden, weighed, in_place=rows.in_place)
-
-    @property
-    def matrices(self) -> tuple[LinearMap, nn.Module]:
-        """First and last matrix, as in `FusedAttention`."""
-        return self.gate_up, self.down
-
-    def with_matrices(self, first: LinearMap, last: nn.Module) -> FusedMlp:
-        """Return a copy of this body with other matrices."""
-        return replace(self, gate_up=first, down=last)
-
-
-FusedLayer: TypeAlias = FusedAttention | FusedMlp
+        mixed = self.between(self.first(self.pre_norm(hidden))[0], rows)[None]
+        if not (self.sublayer.adds_plainly and isinstance(self.last, LinearMap)):
+            return self.sublayer.add(hidden, self.last(mixed), in_place=rows.in_place)
+        return self.last.add_to(hidden, mixed) if rows.in_place else self.last.plus(hidden, mixed)
 
 
 @torch.inference_mode()
@@ -151,8 +117,8 @@ def bytes_of_copies(parts: Decomposition) -> dict[Weights, int]:
     sizes: dict[Weights, int] = {}
     for sublayer in parts.sublayers:
         for weights, body in sublayer.quantised.items():
-            matrices = body.matrices if isinstance(body, FusedLayer) else ()
-            num_bytes = sum(each.num_bytes for each in matrices if isinstance(each, LinearMap))
+            assert isinstance(body, FusedLayer), "copies have the form of fused layers"
+            num_bytes = sum(each.num_bytes for each in (body.first, body.last) if isinstance(each, LinearMap))
             sizes[weights] = sizes.get(weights, 0) + num_bytes
     return sizes
 
@@ -187,30 +153,26 @@ class _Check:
 class _Fuser:
     """Makes bodies and checks each on the rows of a load check.
 
-    An attention block that is the first of its kind is checked with long chunks, the others with short ones. In a
-    narrower type than float32, rounding could hide a fault, so the first block of a kind is also checked in float32.
-    What an MLP computes does not depend on positions, so it has one pass of a few rows.
+    The first attention block of a kind is also checked with long chunks, in float32: in a narrower type, rounding could
+    hide a fault. What an MLP computes does not depend on positions, so it has one pass of a few rows.
     """
 
     def __init__(self, parts: Decomposition, use_operators: bool, quantised: Collection[Weights]) -> None:
         self._use_operators = use_operators
         self._quantised = quantised
         self._shapes = parts.shapes
-        self._long, self._short = (check_rows(parts, with_chunks=each) for each in (True, False))
-        self._exact = (
-            self._long if parts.dtype == torch.float32 else check_rows(parts, with_chunks=True, dtype=torch.float32)
-        )
-        self._plain = rows_of(parts, [CheckSequence(0, (_NUM_MLP_ROWS,))])
-        self._seen: set[tuple[Any, ...]] = set()  # kinds of attention
+        self._rows = {
+            "attention": check_rows(parts, with_chunks=False),
+            "mlp": rows_of(parts, [CheckSequence(0, (_NUM_MLP_ROWS,))]),
+        }
+        self._exact = check_rows(parts, with_chunks=True, dtype=torch.float32)
         self._faults: dict[tuple[Any, ...], ValueError | None] = {}  # of each kind of attention, in float32
         self._failed: dict[str, dict[tuple[str, type[Exception]], tuple[str, list[int]]]] = {}
 
     def fused(self, sublayer: Sublayer) -> Sublayer:
-        check = self._check(sublayer)
+        check = _Check.of(sublayer, self._rows[sublayer.kind])
         try:
-            body, linears = self._body(sublayer, check)
-            check.require(body)
-            self._require_exact(sublayer)
+            body, linears = self._checked_body(sublayer, check)
         except _MISFITS as misfit:
             self._note("run by transformers' modules, which is slower", sublayer, misfit)
         else:
@@ -224,11 +186,10 @@ class _Fuser:
         """Return an offloaded sublayer with quantised copies, which stay on the device."""
         if not self._quantised:
             return sublayer
-        check = self._check(sublayer)  # This fetches the weights. They stay until another sublayer runs.
+        check = _Check.of(sublayer, self._rows[sublayer.kind])  # Fetches the weights: until another sublayer runs.
         try:
             twin = _twin_of(sublayer)
-            body, linears = self._body(twin, check)
-            check.require(body)
+            body, linears = self._checked_body(twin, check)
         except _MISFITS as misfit:
             self._note("have no copies for drafts", sublayer, misfit)
             return sublayer
@@ -250,32 +211,27 @@ class _Fuser:
         why, found = lack_of_memory(misfit) or str(misfit), list[int]()
         self._failed.setdefault(effect, {}).setdefault(cause, (why, found))[1].append(sublayer.index)
 
-    def _check(self, sublayer: Sublayer) -> _Check:
-        if sublayer.kind == "mlp":
-            return _Check.of(sublayer, self._plain)
-        kind = _kind_of(sublayer)
-        is_first = kind not in self._seen
-        self._seen.add(kind)
-        return _Check.of(sublayer, self._long if is_first else self._short)
-
-    def _require_exact(self, sublayer: Sublayer) -> None:
-        """Raise ValueError if a fused body of this kind of attention differs from the modules in float32."""
-        if sublayer.kind == "mlp" or self._exact is self._long:
-            return
-        kind = _kind_of(sublayer)
-        if kind not in self._faults:
-            self._faults[kind] = None
-            twin = _twin_of(sublayer)
-            for module in (twin.block, twin.pre_norm, twin.post_norm):
-                if module is not None:
-                    module.float()
-            check = _Check.of(twin, self._exact)
-            try:
-                check.require(self._body(twin, check)[0])
-            except ValueError as error:
-                self._faults[kind] = error
-        if (fault := self._faults[kind]) is not None:
-            raise fault
+    def _checked_body(self, sublayer: Sublayer, check: _Check) -> tuple[FusedLayer, Sequence[nn.Linear]]:
+        """Do as `_body`. Raises ValueError, too, if the body computes something else than the modules."""
+        body, linears = self._body(sublayer, check)
+        check.require(body)
+        if sublayer.kind == "attention":
+            norms = (likeness(norm) for norm in (sublayer.pre_norm, sublayer.post_norm) if norm is not None)
+            kind = (sublayer.layer_type, likeness(sublayer.block), *norms)
+            if kind not in self._faults:
+                self._faults[kind] = None
+                twin = _twin_of(sublayer)
+                for module in (twin.block, twin.pre_norm, twin.post_norm):
+                    if module is not None:
+                        module.float()
+                exact = _Check.of(twin, self._exact)
+                try:
+                    exact.require(self._body(twin, exact)[0])
+                except ValueError as error:
+                    self._faults[kind] = error
+            if (fault := self._faults[kind]) is not None:
+                raise fault
+        return body, linears
 
     def head(self, parts: Decomposition) -> nn.Module | None:
         """Return the LM head in the faster layout, if it has one. A tied head stays: the embedding needs its rows."""
@@ -296,14 +252,13 @@ class _Fuser:
     ) -> dict[Weights, Body]:
         """Return bodies with quantised copies of the linear layers `linears`. A last layer that is not plain stays."""
         copies: dict[Weights, Body] = {}
-        _, last = body.matrices
         for weights in self._quantised:
             make = partial(QUANTISED[weights], use_operators=self._use_operators)
             try:
-                if isinstance(last, LinearMap):
-                    made = body.with_matrices(make(linears[:-1]), make(linears[-1:]))
+                if isinstance(body.last, LinearMap):
+                    made = replace(body, first=make(linears[:-1]), last=make(linears[-1:]))
                 else:
-                    made = body.with_matrices(make(linears), last)
+                    made = replace(body, first=make(linears))
                 error = float((check.branch(made) - check.expected).norm() / check.expected.norm())
                 if not error <= _LARGEST_ERROR[weights]:
                     raise ValueError(f"its error is {error:.3f} of the output")
@@ -314,16 +269,30 @@ class _Fuser:
         return copies
 
     def _body(self, sublayer: Sublayer, check: _Check) -> tuple[FusedLayer, Sequence[nn.Linear]]:
-        """Return a body and the linear layers whose weights it holds. Raises one of `_MISFITS` for another layout."""
-        return self._mlp(sublayer) if sublayer.kind == "mlp" else self._attention(sublayer, check.kinds)
-
-    def _attention(self, sublayer: Sublayer, kinds: Sequence[AttentionKind]) -> tuple[FusedLayer, Sequence[nn.Linear]]:
+        """Return a body and the linear layers whose weights it holds. Raises one of `_MISFITS` for another layout. A
+        last layer that sums over ranks stays as it is."""
         block: Any = sublayer.block
-        linears, last = matrices_of(block, "attention")
-        _require_plain(block, linears)
+        linears, last = matrices_of(block, sublayer.kind)
+        # Hooks, a quantizer or a fetch act on matrices that are not plain. A rank's share is allowed.
+        if block._forward_hooks or block._forward_pre_hooks or not all(map(is_plain_or_share, linears)):
+            raise TypeError(f"{type(block).__name__} is more than its matrices")
+        first = self._matrix(linears)
+        body = FusedLayer(
+            sublayer=sublayer,
+            pre_norm=self._norm(sublayer.pre_norm),
+            first=first,
+            between=self._gate(block) if sublayer.kind == "mlp" else self._attention(sublayer, first, check.kinds),
+            last=self._matrix([last]) if is_plain(last) else last,
+        )
+        return body, [*linears, *filter(is_plain, [last])]
+
+    def _attention(
+        self, sublayer: Sublayer, projections: Matrix, kinds: Sequence[AttentionKind]
+    ) -> Callable[[Tensor, Rows], Tensor]:
+        block: Any = sublayer.block
         if len(kinds) != 1:
             raise TypeError(f"{len(kinds)} attention calls, not one")
-        projections, num_kv_heads = self._matrix(linears), self._shapes[sublayer.layer].num_heads
+        num_kv_heads = self._shapes[sublayer.layer].num_heads
         has_norms = getattr(block, "q_norm", None) is not None
         heads = Heads(
             layer=sublayer.layer,
@@ -334,29 +303,21 @@ class _Fuser:
             norms=(self._norm(block.q_norm), self._norm(block.k_norm)) if has_norms else None,
             kind=kinds[0],
         )
-        body = FusedAttention(
-            sublayer=sublayer,
-            pre_norm=self._norm(sublayer.pre_norm),
-            projections=projections,
-            heads=heads,
-            output=self._last(last),
-        )
-        return body, [*linears, *filter(is_plain, [last])]
+        return lambda projected, rows: rows.attend_projected(heads, projected).flatten(1)
 
-    def _mlp(self, sublayer: Sublayer) -> tuple[FusedLayer, Sequence[nn.Linear]]:
-        block: Any = sublayer.block
-        linears, last = matrices_of(block, "mlp")
-        _require_plain(block, linears)
+    def _gate(self, block: Any) -> Callable[[Tensor, Rows], Tensor]:
+        """Return what computes act(gate) * up. The first half of the columns is the gate, the second half is up."""
         activation = block.act_fn if hasattr(block, "act_fn") else block.activation_fn
         name = _OPERATOR_ACTIVATIONS.get(type(activation).__name__) if self._use_operators else None
-        body = FusedMlp(
-            sublayer=sublayer,
-            pre_norm=self._norm(sublayer.pre_norm),
-            gate_up=self._matrix(linears),
-            weigh=(lambda gate_up: gated(gate_up[0], name)[None]) if name else partial(_weighed, activation),
-            down=self._last(last),
-        )
-        return body, [*linears, *filter(is_plain, [last])]
+
+        def weighed(gate_up: Tensor, _: Rows) -> Tensor:
+            if name is not None:
+                return gated(gate_up, name)
+            gate, up = gate_up.chunk(2, -1)
+            product: Tensor = activation(gate) * up
+            return product
+
+        return weighed
 
     def _block_linears(self, sublayer: Sublayer, check: _Check) -> None:
         """Give the block's linear layers the device's faster layout, if the block's result stays equal."""
@@ -380,10 +341,6 @@ class _Fuser:
     def _matrix(self, linears: Sequence[nn.Linear]) -> Matrix:
         return Matrix(linears, blocked=self._may_block(linears[0]))
 
-    def _last(self, linear: nn.Module) -> nn.Module:
-        """Return the last layer as a `Matrix`; the module itself if it sums over ranks."""
-        return self._matrix([linear]) if is_plain(linear) else linear
-
     def _may_block(self, linear: nn.Linear) -> bool:
         return not self._use_operators and has_blocked_layout(linear.weight)
 
@@ -391,32 +348,6 @@ class _Fuser:
         if norm is None:
             return lambda hidden: hidden
         return as_operator(norm) if self._use_operators else norm
-
-
-def _require_plain(block: nn.Module, linears: Sequence[nn.Linear]) -> None:
-    """Refuse, by TypeError, matrices on which hooks, a quantizer or a fetch act. A rank's share is allowed."""
-    if block._forward_hooks or block._forward_pre_hooks or not all(map(is_plain_or_share, linears)):
-        raise TypeError(f"{type(block).__name__} is more than its matrices")
-
-
-def _weighed(activation: nn.Module, gate_up: Tensor) -> Tensor:
-    """Return act(gate) * up. gate_up: the gate's columns, then those of up."""
-    gate, up = gate_up.chunk(2, -1)
-    weighed: Tensor = activation(gate) * up
-    return weighed
-
-
-def _added(sublayer: Sublayer, matrix: nn.Module, hidden: Tensor, rows: Tensor, *, in_place: bool) -> Tensor:
-    """Return the residual plus the block's output, which is the matrix times `rows`."""
-    if not (sublayer.adds_plainly and isinstance(matrix, LinearMap)):
-        return sublayer.add(hidden, matrix(rows), in_place=in_place)
-    return matrix.add_to(hidden, rows) if in_place else matrix.plus(hidden, rows)
-
-
-def _kind_of(sublayer: Sublayer) -> tuple[Any, ...]:
-    """Return what attention sublayers have in common that differ in their weights only."""
-    norms = (likeness(norm) for norm in (sublayer.pre_norm, sublayer.post_norm) if norm is not None)
-    return (sublayer.layer_type, likeness(sublayer.block), *norms)
 
 
 def _twin_of(sublayer: Sublayer) -> Sublayer:

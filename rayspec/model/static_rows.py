@@ -311,7 +311,7 @@ class _Numbers:
         wide = words[: _NUM_WIDE * max_rows].view(_NUM_WIDE, max_rows)
         self.tokens, self.positions, self.slots, self.bits, self.windowed_slots = wide.unbind()
         narrow = words[_NUM_WIDE * max_rows :].view(torch.int32)[: max_rows + 2 * max_sequences + 1]
-        self.shared, self.row_starts, self.contexts = narrow.split([max_rows, max_sequences + 1, max_sequences])
+        self.shared, self.row_starts, self.contexts = torch.split(narrow, [max_rows, max_sequences + 1, max_sequences])
 
 
 def _operator_weights(heads: Heads) -> tuple[Tensor | None, Tensor | None, float] | None:

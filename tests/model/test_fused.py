@@ -115,7 +115,7 @@ def dequantise_linears(parts: Decomposition, copies: Decomposition, weights: Wei
         assert isinstance(body, FusedLayer)
         first, last = matrices_of(sublayer.block, sublayer.kind)
         assert isinstance(last, nn.Linear)
-        for linears, matrix in zip((first, [last]), body.matrices, strict=True):
+        for linears, matrix in zip((first, [last]), (body.first, body.last), strict=True):
             weight = matrix(torch.eye(linears[0].in_features)).T
             for linear, rows in zip(linears, weight.split([each.out_features for each in linears]), strict=True):
                 linear.weight.copy_(rows)
