@@ -9,7 +9,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
-from rayspec.decode.load_lock import LoadLock
 from rayspec.decode.loading import (
     affordable_slots,
     cache_size,
@@ -21,8 +20,7 @@ from rayspec.decode.loading import (
     prepare_span,
     resolve_max_model_len,
 )
-from rayspec.decode.num_threads import chosen_threads
-from rayspec.decode.profile import load_or_measure
+from rayspec.decode.profile import LoadLock, chosen_threads, load_or_measure
 from rayspec.decode.requests import Vocabulary
 from rayspec.decode.runner import ways_of
 from rayspec.decode.stages import LocalStages

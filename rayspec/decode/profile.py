@@ -1,7 +1,8 @@
-"""Measure the latency model of a model on a device, with the same forward that decoding uses."""
+"""Measurements of a loaded model on its device, with the forward that decoding uses: latency, and numbers of threads."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -9,23 +10,24 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import torch
 import transformers
+from typing_extensions import Self
 
-from rayspec.choices import FULL, SKIP, Choice, choices_of, combined, keys_of, weights_of
-from rayspec.decode.load_lock import LoadLock
+from rayspec.choices import FULL, SKIP, Choice
 from rayspec.decode.runner import Runner
-from rayspec.machine import cpu_name, user_folder
+from rayspec.machine import boot_id, cpu_name, num_cores, user_folder
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.rows import RowSpan, one_run, runs_of_pages
+from rayspec.model.threads import Threads
 from rayspec.planning.latency import (
     HEAD,
     OVERHEAD,
@@ -54,6 +56,62 @@ BUDGET_S, _DISTURBED_BUDGET_S = 5.0, 1.0
 _SAMPLE_S = 0.02
 # More bytes than the last-level cache of one core complex holds; and a pause like that between two passes of a stage.
 _CACHE_BYTES, _PAUSE_S = 64 * 2**20, 0.005
+_LOCK_POLL_S, _SILENT_S = 0.05, 5.0  # of waiting for other processes: between two looks, until a line says so
+
+# Of the number of threads: repeats, seconds of a measured pass (a large model runs only its first sublayers) and of all.
+_NUM_THREAD_REPEATS, _PASS_S, _THREADS_BUDGET_S = 8, 0.01, 0.3
+_CLEARLY_SLOWER = 2.0  # times as long as the fastest number: it is not measured again
+_WORTH_MORE = 1.1  # times as fast must a larger number be
+
+
+class LoadLock:
+    """A file lock: loads share it, and a measurement has it alone. The file is in the folder of the profiles, one for
+    each machine, for all processes and containers that use the folder.
+
+    Every wait has a limit, because a process may be stopped while it has the lock. Where there can be no such file,
+    nobody waits.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"loading-{boot_id()[:13]}.lock"
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        with suppress(OSError):  # the folder cannot be written
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def share(self, timeout_s: float = 30.0) -> bool:
+        """Wait until nobody measures, and keep others from measuring. Return False after the timeout."""
+        return self._locked(fcntl.LOCK_SH, timeout_s)
+
+    def take(self, timeout_s: float = 60.0) -> bool:
+        """Wait until nobody else loads or measures, and keep all others waiting. A shared lock is given up first.
+        Return False after the timeout."""
+        return self._locked(fcntl.LOCK_EX, timeout_s)
+
+    def _locked(self, kind: int, timeout_s: float) -> bool:
+        began, is_told = time.monotonic(), False
+        while self._file is not None:
+            try:
+                fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited_s = time.monotonic() - began
+            except OSError:  # a file system without locks
+                break
+            if waited_s > timeout_s:
+                return False
+            if waited_s > _SILENT_S and not is_told:
+                is_told = True
+                logger.warning("waiting up to %.0f s for processes that load or measure (%s)", timeout_s, self._path)
+            time.sleep(_LOCK_POLL_S)
+        return True
 
 
 def load_or_measure(
@@ -94,6 +152,59 @@ def load_or_measure(
             error,
         )
     return model
+
+
+def chosen_threads(runner: Runner, folder: str | None, *, remeasure: bool = False) -> Threads:
+    """Return the numbers of threads that were saved for exactly this model, processor and versions. Measure and save
+    them if none are saved, or with `remeasure`. Passes of many rows use all cores."""
+    cores = num_cores()
+    if cores == 1:
+        return Threads.of_all_passes(1)
+    key = model_key(runner) | {"cores": cores}
+    path = cache_file(folder, "threads", key)
+    few = None
+    with suppress(OSError, ValueError):
+        few = None if remeasure else json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(few, int) or not 1 <= few <= cores:
+        powers = [2**power for power in range(cores.bit_length()) if 2**power < cores]
+        few = fastest_number(runner, [*powers, cores])
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(str(few), encoding="utf-8")
+        except OSError as error:
+            logger.info("the number of threads could not be saved (%s): it is measured again next time", error)
+    logger.info("decoding uses %d of %d CPU threads, as measured (kept in %s)", few, cores, path)
+    return Threads(few=few, many=cores)
+
+
+def fastest_number(runner: Runner, numbers: Sequence[int], clock: Callable[[], float] = time.perf_counter) -> int:
+    """Return the number of threads with the fastest decode pass: the smallest that is nearly as fast as the fastest.
+
+    The shortest of several passes counts, because whatever else runs only makes a pass slower. The cache must hold no
+    sequences. It takes well under a second, unless a single layer takes that long.
+    """
+    with torch.inference_mode():
+        batch, hidden = runner.batch([span_at(runner.cache, 0, 0, 1)]), random_states(runner, 1)
+
+        def seconds(number: int, end: int) -> float:
+            torch.set_num_threads(number)
+            runner.run(batch, hidden, end=end)  # wakes the threads
+            started = clock()
+            runner.run(batch, hidden, end=end)
+            return clock() - started
+
+        first_layer = runner.first_sublayer + 2
+        layer_s = min(seconds(numbers[-1], first_layer) for _ in range(3)) or _PASS_S
+        end = min(runner.end_sublayer, runner.first_sublayer + 2 * max(1, round(_PASS_S / layer_s)))
+        best = dict.fromkeys(numbers, float("inf"))
+        began, tried = clock(), list(numbers)
+        for repeat in range(_NUM_THREAD_REPEATS):
+            for number in tried:
+                best[number] = min(best[number], seconds(number, end))
+            tried = [number for number in tried if best[number] < _CLEARLY_SLOWER * min(best.values())]
+            if len(tried) == 1 or (repeat > 0 and clock() - began > _THREADS_BUDGET_S):
+                break
+    return next(number for number in numbers if best[number] <= _WORTH_MORE * min(best.values()))
 
 
 def cache_file(folder: str | None, what: str, key: Mapping[str, Any]) -> Path:
@@ -185,11 +296,6 @@ def measurements(
         # If the repeats of an item followed one another, a slow second of the machine would slow them all. The fastest
         # runs of two items may come from different moments, so the median is used.
         found = [replace(works[at][0], seconds=median(took) / works[at][0].seconds) for at, took in times.items()]
-        found += [
-            one
-            for name, ways in runner.choices_by_kind.items()
-            for one in _composed(found, name, ways, _shortest(_grid(runner.cache.num_slots)))
-        ]
         if runner.device.type == "cpu" and device:
             wake_s = _wake_seconds(runner, clock)
             found.append(Measurement(kind=WAKE, rows=1, context=0, batch=1, seconds=wake_s, device=device))
@@ -244,25 +350,23 @@ def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_
     """Yield each measurement and the function to time for it. `seconds` holds a divisor: the sublayers that one run of
     the function times, or 1."""
     cells = _grid(runner.cache.num_slots)
-    shortest = _shortest(cells)
+    known: set[tuple[object, ...]] = set()
     for rows, context, batch_size in cells:
-        each = rows // batch_size
-        spans = [span_at(runner.cache, at, context, each) for at in range(batch_size)]
+        spans = [span_at(runner.cache, at, context, rows // batch_size) for at in range(batch_size)]
         _note_pages(runner, spans)
         batch, hidden = runner.batch(spans), random_states(runner, rows)
-        for name, ways in runner.choices_by_kind.items():
-            for choice in ways:
-                if not _must_be_timed(name, choice, rows, context, batch_size, short_context=shortest[batch_size]):
-                    continue
-                one = Measurement(
-                    kind=kind_of(name, choice),
-                    rows=rows,
-                    context=context,
-                    batch=batch_size,
-                    seconds=sample[name],
-                    device=device,
-                )
-                yield one, partial(runner.run, batch, hidden, choices=_only(runner, name, sample[name], choice))
+        for name, choice in [(name, choice) for name, ways in runner.choices_by_kind.items() for choice in ways]:
+            kind = kind_of(name, choice)
+            place = (kind, rows, context, batch_size) if Curve.reads_context(name) else (kind, rows)
+            if place in known or (choice != FULL and rows != batch_size):  # drafts have one row for each sequence
+                continue
+            known.add(place)
+            yield (
+                Measurement(
+                    kind=kind, rows=rows, context=context, batch=batch_size, seconds=sample[name], device=device
+                ),
+                partial(runner.run, batch, hidden, choices=_only(runner, name, sample[name], choice)),
+            )
         if runner.parts.lm_head is not None and context == cells[0][1] and batch_size == 1:
             head = Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=1, device=device)
             yield head, partial(runner.head, hidden)
@@ -282,37 +386,6 @@ def span_at(cache: KVCache, at: int, context: int, num_rows: int) -> RowSpan:
     return replace(span, windowed=runs_of_pages(pages, PAGE_SIZE))
 
 
-def _must_be_timed(name: str, choice: Choice, rows: int, context: int, batch: int, *, short_context: int) -> bool:
-    """Return False if a draft never runs the cell or if its time follows from other cells. Drafts have one row per
-    sequence. Without context reads, the time is the same for any context. The time that a copy of the weights saves
-    does not depend on context or keys, see `_composed`."""
-    if choice == FULL:
-        return Curve.reads_context(name) or (context == short_context and batch == 1)
-    few_keys, copied = keys_of(choice) != "all", weights_of(choice) != FULL
-    return rows == batch and not (few_keys and copied) and (few_keys or context == short_context)
-
-
-def _composed(
-    found: Sequence[Measurement], name: str, ways: Sequence[Choice], shortest: Mapping[int, int]
-) -> Iterator[Measurement]:
-    """Yield estimates for attention with a copy of its weights, for contexts and keys that were timed only with the
-    full weights: the full-weight seconds plus the copy's difference from the full weights at the short context."""
-    seconds = {(one.kind, one.rows, one.context, one.batch): one.seconds for one in found}
-    for choice in ways:
-        if weights_of(choice) == FULL or not Curve.reads_context(name):
-            continue
-        with_full, with_all = (combined("full", keys_of(choice)), combined(weights_of(choice), "all"))
-        for one in found:
-            if one.kind != kind_of(name, with_full) or one.rows != one.batch:
-                continue
-            copy_s, full_s = (
-                seconds[kind_of(name, each), one.rows, shortest[one.batch], one.batch] for each in (with_all, FULL)
-            )
-            if (kind_of(name, choice), one.rows, one.context, one.batch) not in seconds:
-                composed_s = max(one.seconds + copy_s - full_s, copy_s)
-                yield replace(one, kind=kind_of(name, choice), seconds=composed_s)
-
-
 def _note_pages(runner: Runner, spans: Sequence[RowSpan]) -> None:
     """Run two rows that end where each span begins, and that begin a page, so that they note the pages to read. Drafts
     that read few pages then read as many as in use."""
@@ -324,7 +397,6 @@ def _note_pages(runner: Runner, spans: Sequence[RowSpan]) -> None:
 def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
     """Return the extra seconds of one row through all sublayers after a pause and with cold caches."""
     batch, hidden = runner.batch([span_at(runner.cache, 0, 0, 1)]), random_states(runner, 1)
-    choices = choices_of([False] * runner.first_sublayer + [True] * len(runner.parts.curve_names))
     others, fastest_s = bytearray(_CACHE_BYTES), []
     for is_cold in (False, True):
         times = []
@@ -332,7 +404,7 @@ def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
             if is_cold:
                 others[:] = bytes(len(others))
                 time.sleep(_PAUSE_S)
-            times.append(_timed(partial(runner.run, batch, hidden, choices=choices), runner.device, clock))
+            times.append(_timed(partial(runner.run, batch, hidden), runner.device, clock))
         fastest_s.append(min(times[1:]))  # disturbances only make a run slower
     return max(fastest_s[1] - fastest_s[0], 0.0)
 
@@ -356,11 +428,6 @@ def _grid(num_slots: int) -> list[tuple[int, int, int]]:
     num_slots_each = num_slots // holds[0] // PAGE_SIZE * PAGE_SIZE
     contexts = _contexts(num_slots_each, num_beside=max(_ROWS_EACH))[:2]
     return cells + [(holds[0] * each, context, holds[0]) for context in contexts for each in _ROWS_EACH]
-
-
-def _shortest(cells: Sequence[tuple[int, int, int]]) -> dict[int, int]:
-    """Return the shortest context for each number of sequences."""
-    return {batch: min(context for _, context, other in cells if other == batch) for _, _, batch in cells}
 
 
 def _contexts(num_slots: int, *, num_beside: int) -> list[int]:

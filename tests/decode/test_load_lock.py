@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from rayspec.decode.load_lock import LoadLock
+from rayspec.decode.profile import LoadLock
 
 SOON_S = 0.1
 
@@ -29,7 +29,7 @@ def test_loads_run_side_by_side_and_a_measurement_alone(tmp_path: Path) -> None:
 
 def test_a_process_that_is_stopped_or_killed_does_not_block_others_for_ever(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from rayspec.decode.load_lock import LoadLock\n"
+        "import sys, time; from pathlib import Path; from rayspec.decode.profile import LoadLock\n"
         f"with LoadLock(Path({str(tmp_path)!r})) as lock: print(lock.take(5.0), flush=True); time.sleep(60)"
     )
     other = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

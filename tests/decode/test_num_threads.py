@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from rayspec import LLM, SamplingParams, demo
 from rayspec.config import EngineConfig
-from rayspec.decode import num_threads
+from rayspec.decode import profile
 from rayspec.decode.engine_loop import EngineLoop
-from rayspec.decode.num_threads import chosen_threads, fastest_number
+from rayspec.decode.profile import chosen_threads, fastest_number
 from rayspec.decode.runner import Runner
 from rayspec.local_engine import load_engine
 from rayspec.model.kv_cache import KVCache
@@ -65,13 +64,13 @@ def test_the_fewest_threads_that_are_about_as_fast_as_any(seconds: dict[int, flo
 def test_the_number_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process that starts later decodes with the same number, so with the same rounding."""
     answers = iter([2, 1, 1])
-    monkeypatch.setattr(num_threads, "num_cores", lambda: 4)
-    monkeypatch.setattr(num_threads, "fastest_number", lambda runner, numbers: next(answers))
+    monkeypatch.setattr(profile, "num_cores", lambda: 4)
+    monkeypatch.setattr(profile, "fastest_number", lambda runner, numbers: next(answers))
     runner, folder = _runner(), str(tmp_path)
     assert [chosen_threads(runner, folder) for _ in range(2)] == [Threads(few=2, many=4)] * 2
     assert chosen_threads(runner, folder, remeasure=True) == Threads(few=1, many=4)
     (path,) = tmp_path.iterdir()
-    for damaged in ("", "{", json.dumps({"few": 99}), json.dumps(json.loads(path.read_text()) | {"few": 99})):
+    for damaged in ("", "{", '{"few": 2}', "99"):
         path.write_text(damaged)
         answers = iter([1])
         assert chosen_threads(runner, folder).few == 1

@@ -12,8 +12,7 @@ import torch
 
 from rayspec.choices import FULL, SKIP, Choice, choices_of
 from rayspec.decode import profile
-from rayspec.decode.load_lock import LoadLock
-from rayspec.decode.profile import measure, measurements
+from rayspec.decode.profile import LoadLock, measure, measurements
 from rayspec.decode.runner import Runner
 from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_cache import KVCache
