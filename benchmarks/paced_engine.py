@@ -20,7 +20,7 @@ from rayspec.config import EngineConfig
 from rayspec.decode.engine import EngineInfo
 from rayspec.decode.output import NewOutput
 from rayspec.decode.progress import Progress
-from rayspec.decode.requests import LiveRequest, Requests, Vocabulary
+from rayspec.decode.requests import LiveRequest, ModelInfo, Requests
 from rayspec.generation import GenerationDefaults
 from rayspec.model.weights import load_tokenizer
 from rayspec.serve.model_server import ModelServer
@@ -47,9 +47,12 @@ class PacedEngine:
         text = "The quick brown fox jumps over the lazy dog while the agency spends forty million dollars on roads. "
         self._tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         self._requests = Requests(
-            vocabulary=Vocabulary(size=len(self.tokenizer), eos_token_ids=()),
-            max_model_len=_MAX_MODEL_LEN,
-            tokenizer=self.tokenizer,
+            model=ModelInfo(
+                vocab_size=len(self.tokenizer),
+                eos_token_ids=(),
+                max_model_len=_MAX_MODEL_LEN,
+                tokenizer=self.tokenizer,
+            ),
             fits=lambda _: True,
             clock=time.perf_counter,
         )

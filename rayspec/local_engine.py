@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
@@ -17,22 +17,21 @@ from rayspec.decode.loading import (
     load_weights,
     make_runner,
     make_scheduler,
+    model_info,
     prepare_span,
-    resolve_max_model_len,
 )
 from rayspec.decode.profile import LoadLock, chosen_threads, load_or_measure
-from rayspec.decode.requests import Vocabulary
+from rayspec.decode.requests import ModelInfo
 from rayspec.decode.runner import ways_of
 from rayspec.decode.stages import LocalStages
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.machine import num_cores, user_folder
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.fast_dtype import in_fast_dtype
-from rayspec.model.generation_config import eos_token_ids, generation_defaults
 from rayspec.model.kv_cache import CacheSize, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.threads import Threads, asked_threads, in_thread_of_its_own, on_device
-from rayspec.model.weights import load_tokenizer, resolve_device, vocab_size
+from rayspec.model.weights import load_config, resolve_device
 from rayspec.strategies.by_name import make_strategy, needs_latency
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import ConfigError, UnsupportedModelError, no_draft
@@ -57,17 +56,14 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
 
 
 def _load(config: EngineConfig, with_tokenizer: bool, lock: LoadLock) -> Engine:
-    defaults = generation_defaults(config)
-    tokenizer = load_tokenizer(config) if with_tokenizer else None
+    info = model_info(config, load_config(config), with_tokenizer=with_tokenizer)
     model = in_fast_dtype(load_weights(config), config)
-    max_model_len = resolve_max_model_len(config, model.config)
-    vocabulary = Vocabulary(size=vocab_size(model.config), eos_token_ids=eos_token_ids(config), defaults=defaults)
     try:
         parts = decompose(model)
     except UnsupportedModelError as error:
-        return _plain_engine(config, model, str(error), vocabulary, max_model_len, tokenizer)
+        return _plain_engine(config, model, str(error), info)
     parts, offloaded, _ = prepare_span(config, model, parts)
-    return _local_engine(config, parts, vocabulary, max_model_len, tokenizer, lock, offloaded)
+    return _local_engine(config, parts, info, lock, offloaded)
 
 
 def engine_like(engine: Engine, config: EngineConfig) -> Engine | None:
@@ -85,25 +81,23 @@ def engine_like(engine: Engine, config: EngineConfig) -> Engine | None:
     if not wanted <= there | made:
         return None
     with LoadLock(user_folder(config.profile_cache)) as lock:
-        return _local_engine(config, parts, engine.vocabulary, engine.max_model_len, engine.tokenizer, lock)
+        return _local_engine(config, parts, engine.model, lock)
 
 
 def _local_engine(
     config: EngineConfig,
     parts: Decomposition,
-    vocabulary: Vocabulary,
-    max_model_len: int,
-    tokenizer: PreTrainedTokenizerBase | None,
+    info: ModelInfo,
     lock: LoadLock,
     offloaded: OffloadedWeights | None = None,
 ) -> Engine:
     device = resolve_device(config.device)
     num_slots = whole_pages(
-        config.kv_cache_tokens or min(config.max_num_seqs * max_model_len, affordable_slots(config, parts, device))
+        config.kv_cache_tokens or min(config.max_num_seqs * info.max_model_len, affordable_slots(config, parts, device))
     )
     window = max(parts.windows.values(), default=None)
     size = cache_size(config, num_slots, window)
-    runner = make_runner(config, parts, size, max_model_len)
+    runner = make_runner(config, parts, size, info.max_model_len)
     if device.type == "cpu":
         # Whatever other engines of the process use. In deterministic mode the bits of a row may depend on the number of
         # threads, so no measurement decides it.
@@ -119,7 +113,7 @@ def _local_engine(
         )
     stages = LocalStages(
         runner,
-        vocab_size=vocabulary.size,
+        vocab_size=info.vocab_size,
         verification=config.speculation.verification,
         num_tap_tokens=config.num_tap_tokens,
     )
@@ -127,42 +121,30 @@ def _local_engine(
         config.replace(
             dtype=str(parts.dtype).removeprefix("torch."),
             device=str(device),
-            max_model_len=max_model_len,
+            max_model_len=info.max_model_len,
             kv_cache_tokens=num_slots,
         ),
         stages=stages,
         scheduler=make_scheduler(config, size, window=window),
         strategy=make_strategy(config, runner.end_sublayer, latency, ways=ways_of(parts, choices_here(config, parts))),
-        vocabulary=vocabulary,
-        max_model_len=max_model_len,
-        tokenizer=tokenizer,
+        model=info,
         latency=latency,
     )
 
 
-def _plain_engine(
-    config: EngineConfig,
-    model: PreTrainedModel,
-    reason: str,
-    vocabulary: Vocabulary,
-    max_model_len: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> Engine:
-    if config.deterministic:
-        raise ConfigError(f"option 'deterministic' needs a model that splits into sublayers: {reason}")
-    if config.offload is not None:
-        raise ConfigError(f"option 'offload' needs a model that splits into sublayers: {reason}")
+def _plain_engine(config: EngineConfig, model: PreTrainedModel, reason: str, info: ModelInfo) -> Engine:
+    for name in ("deterministic", "offload"):
+        if getattr(config, name):
+            raise ConfigError(f"option {name!r} needs a model that splits into sublayers: {reason}")
     logger.warning("speculation is off for this model, which decodes plainly: %s", reason)
     threads = Threads.of_all_passes(asked_threads(config.num_threads) or num_cores())
-    stages = WholeModelStages(model, vocab_size=vocabulary.size, threads=threads)
-    num_slots = whole_pages(config.kv_cache_tokens or config.max_num_seqs * max_model_len)
+    stages = WholeModelStages(model, vocab_size=info.vocab_size, threads=threads)
+    num_slots = whole_pages(config.kv_cache_tokens or config.max_num_seqs * info.max_model_len)
     config = config.replace(enable_prefix_caching=False)  # each sequence has a cache of its own
     return Engine(
-        config.replace(max_model_len=max_model_len, kv_cache_tokens=num_slots),
+        config.replace(max_model_len=info.max_model_len, kv_cache_tokens=num_slots),
         stages=stages,
         scheduler=make_scheduler(config, CacheSize(num_slots), window=None),
         strategy=FixedPlan(no_draft(stages.num_sublayers, reason)),
-        vocabulary=vocabulary,
-        max_model_len=max_model_len,
-        tokenizer=tokenizer,
+        model=info,
     )

@@ -22,12 +22,11 @@ from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode import loading
 from rayspec.decode.engine import Engine
 from rayspec.decode.pages import WindowedPages
-from rayspec.decode.requests import Vocabulary
-from rayspec.decode.runner import Runner
+from rayspec.decode.requests import ModelInfo
+from rayspec.decode.runner import Runner, Stopwatch
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.search import Knapsack
 from rayspec.decode.stages import LocalStages, Stages
-from rayspec.decode.stopwatch import Stopwatch
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
 from rayspec.decode.work import KeepDrafting, Pass, Result, Round, RoundEntry, RoundResult, Work
 from rayspec.generation import GenerationDefaults
@@ -266,9 +265,13 @@ def engine_with(
             shares_pages=config.enable_prefix_caching,
         ),
         strategy=strategy,
-        vocabulary=Vocabulary(size=vocab_size, eos_token_ids=tuple(eos), defaults=defaults or GenerationDefaults()),
-        max_model_len=max_model_len,
-        tokenizer=tokenizer,
+        model=ModelInfo(
+            vocab_size=vocab_size,
+            eos_token_ids=tuple(eos),
+            max_model_len=max_model_len,
+            tokenizer=tokenizer,
+            defaults=defaults or GenerationDefaults(),
+        ),
         clock=clock,
     )
 
@@ -316,7 +319,7 @@ class RowClock:
 
         stages.span.run, stages.head.logits = counted, waited  # type: ignore[method-assign]
         if self._behind:
-            stages._stopwatch = Stopwatch(self, lambda: QueuedEvent(self, max(self.now_s, self._done_s)))
+            stages.head.stopwatch = Stopwatch(self, lambda: QueuedEvent(self, max(self.now_s, self._done_s)))
         return stages
 
 
@@ -432,7 +435,7 @@ def plant_trees(
     """From now on most entries verify a random tree in place of what they were to. known: the output tokens of requests
     and their sequences, which some branches are made of."""
     rng, start = random.Random(seed), engine.stages.start
-    vocab_size = engine.vocabulary.size
+    vocab_size = engine.model.vocab_size
 
     def planted(entry: RoundEntry) -> RoundEntry:
         if rng.random() < 0.2:

@@ -13,16 +13,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedTokenizerBase
-
 from rayspec.config import EngineConfig
 from rayspec.decode.drafting.lookup import lookup_index
 from rayspec.decode.output import NewOutput
 from rayspec.decode.progress import Progress
-from rayspec.decode.requests import Requests, Vocabulary
+from rayspec.decode.requests import ModelInfo, Requests, SequenceState
 from rayspec.decode.round_planner import PlannedRound, RoundPlanner
-from rayspec.decode.scheduler import Scheduler, moves_to_path
-from rayspec.decode.sequence import SequenceState
+from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError
 from rayspec.decode.strategy import Strategy
 from rayspec.decode.work import (
@@ -56,9 +53,8 @@ _MOST_MIXED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Description of a loaded engine. config: the options in force, defaults resolved. max_model_len: the most prompt
-    and output tokens of a request together. defaults: the checkpoint's, of sampling parameters. latency: the latency
-    model; None if it was not needed."""
+    """Description of a loaded engine. config: the options in force, defaults resolved. max_model_len, defaults: see
+    `ModelInfo`. latency: the latency model; None if it was not needed."""
 
     config: EngineConfig
     max_model_len: int
@@ -90,28 +86,20 @@ class Engine:
         stages: Stages,
         scheduler: Scheduler,
         strategy: Strategy,
-        vocabulary: Vocabulary,
-        max_model_len: int,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        model: ModelInfo,
         latency: LatencyModel | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         self.stats = EngineStats()
-        self.tokenizer = tokenizer
+        self.model = model
+        self.tokenizer = model.tokenizer
+        self.max_model_len = model.max_model_len
         self.latency = latency
-        self.max_model_len = max_model_len
         self.stages = stages
-        self.vocabulary = vocabulary
         self._clock = clock
         self._scheduler = scheduler
-        self._requests = Requests(
-            vocabulary=vocabulary,
-            max_model_len=max_model_len,
-            tokenizer=tokenizer,
-            fits=scheduler.fits,
-            clock=clock,
-        )
+        self._requests = Requests(model=model, fits=scheduler.fits, clock=clock)
         self._planner = RoundPlanner(
             strategy,
             options=config.speculation,
@@ -132,7 +120,7 @@ class Engine:
         return EngineInfo(
             config=self.config,
             max_model_len=self.max_model_len,
-            defaults=self.vocabulary.defaults,
+            defaults=self.model.defaults,
             latency=self.latency,
         )
 
@@ -380,7 +368,7 @@ class Engine:
 
     def _fail(self, sequence: SequenceState, error: RayspecError) -> None:
         if not sequence.finished:
-            sequence.fail(error)
+            sequence.finish_reason, sequence.error = "error", error
             self._retire(sequence)
 
     def _retire(self, sequence: SequenceState) -> None:
@@ -412,7 +400,7 @@ class Engine:
     def _fail_all(self, error: StageLostError) -> None:
         for sequence in self._give_up_work():
             if not sequence.finished:
-                sequence.fail(error)
+                sequence.finish_reason, sequence.error = "error", error
             self._scheduler.remove(sequence)
             sequence.metrics.finished_s = self._clock()
 
@@ -426,9 +414,22 @@ def _moves_of_branches(planned: PlannedRound, result: RoundResult) -> list[Move]
     """Return the moves of keys and values of accepted branches to the slots of their positions."""
     moves: list[Move] = []
     for entry, path in zip(planned.work.entries, result.paths, strict=False):
-        if path:
-            first, end = entry.length - 1, entry.length + max(path)
-            moves.extend(moves_to_path(slots_between(entry.runs, first, end), path))
-            windowed = moves_to_path(slots_between(entry.windowed, first, end), path) if entry.windowed else ()
-            moves.extend(replace(move, in_windowed_store=True) for move in windowed)
+        for runs in (entry.runs, entry.windowed) if path else ():
+            if runs:
+                slots = slots_between(runs, entry.length - 1, entry.length + max(path))
+                moves += moves_to_path(slots, path, in_windowed_store=runs is entry.windowed)
+    return moves
+
+
+def moves_to_path(slots: Sequence[int], path: Sequence[int], *, in_windowed_store: bool = False) -> list[Move]:
+    """Return the moves that place the rows `path` directly after the newest token's row. slots: the slots of all rows;
+    row 0 is the newest token's. Contiguous rows are one move. The order is safe: no row moves to a later place, so no
+    unmoved row is overwritten."""
+    moves: list[Move] = []
+    for source, destination in zip([slots[row] for row in path], slots[1:], strict=False):
+        last = moves[-1] if moves else None
+        if last and (last.source + last.length, last.destination + last.length) == (source, destination):
+            moves[-1] = replace(last, length=last.length + 1)
+        elif source != destination:
+            moves.append(Move(source, destination, 1, in_windowed_store))
     return moves

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rayspec.choices import Choice, Weights, keys_of
 from rayspec.config import KV_CACHE_SHARE, EngineConfig
 from rayspec.decode.pages import WindowedPages
+from rayspec.decode.requests import ModelInfo
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
 from rayspec.machine import bytes_available
@@ -20,6 +21,7 @@ from rayspec.model.buckets import MAX_TREE_ROWS, decode_and_verify_buckets, padd
 from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.cuda.trial import has_operators
 from rayspec.model.fused import fuse
+from rayspec.model.generation_config import eos_token_ids, generation_defaults
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_cache import CacheSize, KVCache, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
@@ -27,7 +29,7 @@ from rayspec.model.row_counts import FIXED, SINGLE_ROWS, has_experts, independen
 from rayspec.model.sizes import quantised_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
 from rayspec.model.static_step import StaticStep, require_same_attention
-from rayspec.model.weights import load_model, num_layers, resolve_device
+from rayspec.model.weights import load_model, load_tokenizer, num_layers, resolve_device, vocab_size
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -37,28 +39,20 @@ _DEFAULT_MODEL_LEN = 4096
 _NUM_BEHIND = 128
 
 
+def model_info(config: EngineConfig, model: PretrainedConfig, *, with_tokenizer: bool) -> ModelInfo:
+    """Return what an engine has to know of the model. Raises ConfigError and CheckpointError."""
+    return ModelInfo(
+        vocab_size=vocab_size(model),
+        eos_token_ids=eos_token_ids(config),
+        max_model_len=resolve_max_model_len(config, model),
+        tokenizer=load_tokenizer(config) if with_tokenizer else None,
+        defaults=generation_defaults(config),
+    )
+
+
 def load_weights(config: EngineConfig, *, layers: range | None = None) -> PreTrainedModel:
     """Call `load_model`. A model that will be offloaded is loaded into CPU memory and stays there until then."""
     return load_model(config if config.offload is None else config.replace(device="cpu"), layers=layers)
-
-
-def offload_weights(config: EngineConfig, model: PreTrainedModel, parts: Decomposition) -> OffloadedWeights | None:
-    """Offload the sublayers of this model or span that `config.offload` names, and move the rest to the device. Return
-    None without that option. Raises ConfigError for a sublayer that does not exist."""
-    options = config.offload
-    if options is None:
-        return None
-    num_sublayers = 2 * num_layers(parts.config)
-    foreign = [index for index in options.sublayers or () if not 0 <= index < num_sublayers]
-    if foreign:
-        raise ConfigError(f"option 'sublayers' names sublayer {foreign[0]}; the model has 0 to {num_sublayers - 1}")
-    device = resolve_device(config.device)
-    chosen = options.sublayers if options.sublayers is not None else least_needed(parts, options.share)
-    here = [index for index in chosen if parts.sublayers[0].index <= index <= parts.sublayers[-1].index]
-    folder = Path(options.folder) if options.folder is not None else None
-    offloaded = offload(parts, here, to=options.to, device=device, folder=folder)
-    model.to(device)  # type: ignore[arg-type]
-    return offloaded
 
 
 def prepare_span(
@@ -70,7 +64,18 @@ def prepare_span(
     """Offload and fuse the sublayers of a loaded model or stage, and make the copies of weights that drafts want.
     Return them with what is offloaded and the bytes of the weights here, without the copies. split: keeps the share of
     this rank of a stage. Raises ConfigError for an offloaded sublayer that does not exist."""
-    offloaded = offload_weights(config, model, parts)
+    offloaded, options = None, config.offload
+    if options is not None:
+        num_sublayers = 2 * num_layers(parts.config)
+        foreign = [index for index in options.sublayers or () if not 0 <= index < num_sublayers]
+        if foreign:
+            raise ConfigError(f"option 'sublayers' names sublayer {foreign[0]}; the model has 0 to {num_sublayers - 1}")
+        device = resolve_device(config.device)
+        chosen = options.sublayers if options.sublayers is not None else least_needed(parts, options.share)
+        here = [index for index in chosen if parts.sublayers[0].index <= index <= parts.sublayers[-1].index]
+        folder = Path(options.folder) if options.folder is not None else None
+        offloaded = offload(parts, here, to=options.to, device=device, folder=folder)
+        model.to(device)  # type: ignore[arg-type]
     parts = split(parts)
     weight_bytes = sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta")
     parts = fuse(
@@ -151,17 +156,15 @@ def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weight
 
 
 def allowed_copies(by_weights: Mapping[Weights, int], most: int | None) -> list[Weights]:
-    """Return the copies, in order, that together take at most `most` bytes in this process. by_weights: the bytes of
-    each copy. A copy that does not fit is left out, and later ones may still fit."""
+    """Return the copies that together take at most `most` bytes in this process. by_weights: the bytes of each."""
     chosen: list[Weights] = []
     for weights, num_bytes in by_weights.items():
         if most is None or num_bytes <= most:
             chosen.append(weights)
             most = None if most is None else most - num_bytes
-            continue
-        logger.info(
-            "drafts have no %s weights: they take %d bytes, extra_weight_bytes leaves %d", weights, num_bytes, most
-        )
+        else:
+            message = "drafts have no %s weights: they take %d bytes, extra_weight_bytes leaves %d"
+            logger.info(message, weights, num_bytes, most)
     return chosen
 
 

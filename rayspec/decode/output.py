@@ -24,31 +24,6 @@ if TYPE_CHECKING:
     from rayspec.generation import DecodingParams
 
 
-class StopString:
-    """How much of the beginning of a stop string ends a growing text (Knuth, Morris, Pratt): each character costs the
-    same, however long text and string are."""
-
-    def __init__(self, stop: str) -> None:
-        self._stop = stop
-        self._borders = [0]  # of the string's first 1, 2, ... characters: their longest beginning that also ends them
-        self.length = 0
-
-    def push(self, text: str) -> None:
-        for character in text:
-            self.length = self._next(self.length, character)
-            if self.length == len(self._stop):  # no end of the text that is the whole string is a beginning of it
-                self.length = self._borders[self.length - 1]
-
-    def _next(self, length: int, character: str) -> int:
-        while length and self._stop[length] != character:
-            length = self._borders[length - 1]
-        length += self._stop[length] == character
-        while len(self._borders) < length:
-            border = self._next(self._borders[-1], self._stop[len(self._borders)])
-            self._borders.append(border)
-        return length
-
-
 class Detokenizer:
     """Decodes the growing tokens of a sequence, and detects its stop strings. What `take` has returned is the beginning
     of the text wherever the output ends. So it never splits a character, nor a run of byte tokens, as sentencepiece has
@@ -69,7 +44,7 @@ class Detokenizer:
         self._window = 0  # first token that is decoded again, because spaces depend on the tokens before
         self._num_taken = 0  # characters that `take` has returned
         self._is_stopped = False  # at a stop string; `_text` ends there
-        self._stops = [StopString(stop) for stop in params.stop]
+        self._num_held_back = max(map(len, params.stop), default=1) - 1  # characters that a stop string may begin with
 
     def text_of(self, new: CompletionOutput) -> str:
         """Add the tokens of a sequence without stop strings and return their text, see `take`. A token that ends the
@@ -82,11 +57,8 @@ class Detokenizer:
         """Add a token of a sequence with stop strings. Return the stop string that it completed, if any; the text then
         ends there."""
         self._token_ids.append(token_id)
-        settled = len(self._text)
-        length = settled + len(self._tail)
+        length = len(self._text) + len(self._tail)
         self._grow()
-        for each in self._stops:
-            each.push(self._text[settled:])
         text = self._text + self._tail
         starts = [(text.find(stop, max(0, length - len(stop) + 1)), stop) for stop in self._params.stop]
         found = [(position, stop) for position, stop in starts if position >= 0]
@@ -98,8 +70,8 @@ class Detokenizer:
         return stop
 
     def take(self, *, finished: bool) -> str:
-        """Return the new text since the last call; unless `finished`, without an end that later tokens may change and
-        without one that may be the beginning of a stop string."""
+        """Return the new text since the last call; unless `finished`, without an end that later tokens may change or
+        that has room for the beginning of a stop string (as in vLLM)."""
         if self._is_stopped:
             text = self._text
         elif finished:
@@ -107,7 +79,7 @@ class Detokenizer:
         else:
             while self._num_grown < len(self._token_ids):
                 self._grow()
-            text = self._text[: len(self._text) - max((stop.length for stop in self._stops), default=0)]
+            text = self._text[: max(0, len(self._text) - self._num_held_back)]
         taken, self._num_taken = self._num_taken, max(self._num_taken, len(text))
         return text[taken:]
 

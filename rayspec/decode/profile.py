@@ -1,4 +1,4 @@
-"""Measurements of a loaded model on its device, with the forward that decoding uses: latency, and numbers of threads."""
+"""Measurements of a loaded model on its device, with the forward that decoding uses: latency, and thread numbers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _SAMPLE_S = 0.02
 _CACHE_BYTES, _PAUSE_S = 64 * 2**20, 0.005
 _LOCK_POLL_S, _SILENT_S = 0.05, 5.0  # of waiting for other processes: between two looks, until a line says so
 
-# Of the number of threads: repeats, seconds of a measured pass (a large model runs only its first sublayers) and of all.
+# Of the number of threads: repeats, seconds of a measured pass (of a large model the first sublayers), and of all.
 _NUM_THREAD_REPEATS, _PASS_S, _THREADS_BUDGET_S = 8, 0.01, 0.3
 _CLEARLY_SLOWER = 2.0  # times as long as the fastest number: it is not measured again
 _WORTH_MORE = 1.1  # times as fast must a larger number be

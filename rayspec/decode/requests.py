@@ -1,4 +1,7 @@
-"""Unfinished requests: their prompts as tokens, their sequences, and their outputs."""
+"""Unfinished requests: their prompts as tokens, their sequences, and their outputs.
+
+Of a sequence, only the committed tokens are essential: the KV cache can be computed from them again.
+"""
 
 from __future__ import annotations
 
@@ -6,56 +9,200 @@ import itertools
 import operator
 import reprlib
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rayspec.decode.drafting.lookahead import Guess, Lookahead
+from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
 from rayspec.decode.output import Detokenizer, NewOutput, TokenTexts
+from rayspec.decode.pages import PageHash, PageTable
 from rayspec.decode.processing import check_tokens
-from rayspec.decode.sequence import SequenceState
-from rayspec.generation import GenerationDefaults
+from rayspec.generation import DecodingParams, GenerationDefaults
+from rayspec.model.rows import RowSpan
 from rayspec.prompts import text_tokens
 from rayspec.types import (
+    CompletionOutput,
     EmptyPromptError,
+    FinishReason,
     InvalidTokenError,
+    Logprob,
     OutOfMemoryError,
     PromptTooLongError,
+    RayspecError,
     Request,
     RequestError,
     RequestMetrics,
     RequestOutput,
 )
 
+_SEED_STRIDE = 0x9E3779B97F4A7C15
 
-def admitted_tokens(
-    request: Request, tokenizer: PreTrainedTokenizerBase | None, *, vocab_size: int, max_model_len: int
-) -> list[int]:
-    """Return the prompt's tokens. Raises RequestError if the prompt is invalid, empty or too long, and
-    InvalidTokenError if the prompt or `logit_bias` has foreign tokens. Checked here, because a stage in another process
-    cannot refuse."""
-    check_tokens("logit_bias", request.params.logit_bias, vocab_size)
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SequenceState:
+    """A sequence of a request (a request with n > 1 has several) and its progress. num_computed: leading tokens whose
+    keys and values are in the KV cache. windowed_table: pages in the windowed store, if the cache has one."""
+
+    sequence_id: str
+    index: int
+    params: DecodingParams
+    seed: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_total_tokens: int
+    eos_token_ids: Collection[int]
+    detokenizer: Detokenizer | None
+    streams: bool = False
+    background: bool = False
+    num_computed: int = 0
+    cohort: int = 0
+    table: PageTable = field(default_factory=PageTable)
+    windowed_table: PageTable = field(default_factory=PageTable)
+    page_hashes: list[PageHash] = field(default_factory=list)  # of its first pages, as many as were needed
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: RayspecError | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    num_taken: int = 0  # output tokens that `take_new_output` has returned
+    taken_end: bool = False
+    lookup: LookupIndex | None = None  # None if nothing is looked up
+    lookahead: Lookahead | None = None  # created at the first guess
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether the sequence can take part in a round: all its tokens except the newest are in the KV cache."""
+        return self.num_computed == self.num_tokens - 1 and self.num_tokens > self.num_prompt_tokens
+
+    @property
+    def num_remaining(self) -> int:
+        return self.max_total_tokens - self.num_tokens
+
+    def rows(self, first: int, num_rows: int) -> RowSpan:
+        """Return rows of this sequence, a chain from position `first` on."""
+        return RowSpan(self.table.runs, first, num_rows, windowed=self.windowed_table.runs)
+
+    def commit(self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]] = ()) -> int:
+        """Append tokens up to the first that ends the sequence. Return how many were appended."""
+        for num_before, token_id in enumerate(token_ids):
+            if self.finished:
+                return num_before
+            self.token_ids.append(token_id)
+            self.logprobs.extend(logprobs[num_before : num_before + 1])
+            self._check_end(token_id)
+        return len(token_ids)
+
+    def _check_end(self, token_id: int) -> None:
+        enough = self.num_tokens - self.num_prompt_tokens >= self.params.min_tokens
+        is_eos = enough and not self.params.ignore_eos and token_id in self.eos_token_ids
+        is_stop = enough and token_id in self.params.stop_token_ids
+        is_end, stop_string = is_eos or is_stop, None
+        if self.params.stop and self.detokenizer and (self.params.include_stop_str_in_output or not is_end):
+            stop_string = self.detokenizer.push(token_id, may_stop=enough and not is_end)
+        if is_eos:
+            self.finish_reason = "stop"
+        elif is_stop:
+            self.finish_reason, self.stop_reason = "stop", token_id
+        elif stop_string is not None:
+            self.finish_reason, self.stop_reason = "stop", stop_string
+        elif self.num_remaining <= 0:
+            self.finish_reason = "length"
+
+    def note_computed(self, num_tokens: int) -> None:
+        """Note that keys and values of this many leading tokens are in the KV cache, and index them for lookups."""
+        self.num_computed = num_tokens
+        if self.lookup is not None:
+            self.lookup.extend_to(self.token_ids, self.num_computed)
+
+    def proposal(self, num_tokens: int) -> Proposal:
+        """Return tokens that may come next, looked up in the sequence's own text; at most one fewer than the sequence
+        may still have. Nothing without an index."""
+        if self.lookup is None:
+            return NOTHING
+        self.lookup.extend_to(self.token_ids)
+        return self.lookup.propose(min(num_tokens, self.num_remaining - 1))
+
+    def guess(self, max_tokens: int) -> Guess:
+        """Return a tree of tokens that may come next, from the sequence's Jacobi window, and that window. The tree's
+        depth is less than the number of tokens that the sequence may still have."""
+        if self.lookahead is None:
+            self.lookahead = Lookahead(self.token_ids)
+        return self.lookahead.guess(self.token_ids[-1], max_tokens=max_tokens, max_depth=self.num_remaining - 1)
+
+    @property
+    def has_new_output(self) -> bool:
+        """Whether `take_new_output` would return anything."""
+        return not self.taken_end and (self.finished or self.num_taken < self.num_tokens - self.num_prompt_tokens)
+
+    def take_new_output(self) -> CompletionOutput | None:
+        """Return the output since the last call, or None if there is none. `text` is empty, unless the sequence has
+        stop strings and the engine a tokenizer."""
+        if not self.has_new_output:
+            return None
+        first, self.num_taken, self.taken_end = self.num_taken, self.num_tokens - self.num_prompt_tokens, self.finished
+        chosen = [row[token_id].logprob for row, token_id in zip(self.logprobs, self.output_token_ids, strict=False)]
+        return CompletionOutput(
+            index=self.index,
+            text=self.detokenizer.take(finished=self.finished) if self.params.stop and self.detokenizer else "",
+            token_ids=tuple(self.token_ids[self.num_prompt_tokens + first :]),
+            cumulative_logprob=sum(chosen) if self.logprobs else None,
+            logprobs=self.logprobs[first:] or None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the engine knows of the model. max_model_len: the most prompt and output tokens of a request together.
+    defaults: the checkpoint's, of sampling parameters."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    tokenizer: PreTrainedTokenizerBase | None = None
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+
+
+def admitted_tokens(request: Request, model: ModelInfo) -> list[int]:
+    """Return the prompt's tokens. Raises RequestError if the prompt is invalid, empty or too long, or if it or
+    `logit_bias` has foreign tokens. Checked here, because a stage in another process cannot refuse."""
+    check_tokens("logit_bias", request.params.logit_bias, model.vocab_size)
     prompt: Any = request.prompt
     if request.prompt_token_ids is None:
-        if isinstance(prompt, str) and tokenizer is None:
+        if isinstance(prompt, str) and model.tokenizer is None:
             raise RequestError("the prompt is a text and the engine has no tokenizer: give `prompt_token_ids`")
-        token_ids = text_tokens(prompt, tokenizer)
+        token_ids = text_tokens(prompt, model.tokenizer)
     elif isinstance(request.prompt_token_ids, Iterable):
         token_ids = [_integer(token) for token in request.prompt_token_ids]
     else:
         raise RequestError(f"prompt_token_ids is {reprlib.repr(request.prompt_token_ids)}: give a list of token ids")
     if not token_ids:
         raise EmptyPromptError("the prompt has zero tokens: give it some text")
-    if len(token_ids) >= max_model_len:
+    if len(token_ids) >= model.max_model_len:
         raise PromptTooLongError(
-            f"the prompt has {len(token_ids)} tokens, max_model_len is {max_model_len} with the output: "
+            f"the prompt has {len(token_ids)} tokens, max_model_len is {model.max_model_len} with the output: "
             "shorten or split it, or raise max_model_len if it is below the model's own limit"
         )
-    foreign = [token for token in token_ids if not 0 <= token < vocab_size]
+    foreign = [token for token in token_ids if not 0 <= token < model.vocab_size]
     if foreign:
         raise InvalidTokenError(
-            f"prompt token {foreign[0]} is outside the vocabulary of {vocab_size}: use the model's own tokenizer"
+            f"prompt token {foreign[0]} is outside the vocabulary of {model.vocab_size}: use the model's own tokenizer"
         )
     return token_ids
 
@@ -71,25 +218,13 @@ def _integer(token: Any) -> int:
     return number
 
 
-_SEED_STRIDE = 0x9E3779B97F4A7C15
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
-    """The properties of the model's tokens that the engine needs. defaults: of sampling parameters."""
-
-    size: int
-    eos_token_ids: tuple[int, ...]
-    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-
-
 @dataclass(slots=True)
 class LiveRequest:
-    """An unfinished request and its sequences; there are `params.n` of them."""
+    """An unfinished request and its `params.n` sequences."""
 
     request: Request
     prompt_token_ids: list[int]
-    sequences: list[SequenceState] = field(default_factory=list)
+    sequences: list[SequenceState]
 
     @property
     def finished(self) -> bool:
@@ -103,19 +238,15 @@ class Requests(dict[str, LiveRequest]):
     def __init__(
         self,
         *,
-        vocabulary: Vocabulary,
-        max_model_len: int,
-        tokenizer: PreTrainedTokenizerBase | None,
+        model: ModelInfo,
         fits: Callable[[SequenceState], bool],
         clock: Callable[[], float],
     ) -> None:
         super().__init__()
-        self._vocabulary = vocabulary
-        self._max_model_len = max_model_len
-        self._tokenizer = tokenizer
+        self._model = model
         self._fits = fits
         self._clock = clock
-        self._texts = TokenTexts(tokenizer) if tokenizer is not None else None
+        self._texts = TokenTexts(model.tokenizer) if model.tokenizer is not None else None
         self._sequence_ids = itertools.count(1)
 
     def admit(self, request: Request) -> LiveRequest:
@@ -123,13 +254,17 @@ class Requests(dict[str, LiveRequest]):
         prompt is invalid, empty, too long or has foreign tokens, or if the KV cache is too small."""
         if request.request_id in self:
             raise RequestError(f"request id {request.request_id!r} is in use: give each request its own")
-        token_ids = admitted_tokens(
-            request, self._tokenizer, vocab_size=self._vocabulary.size, max_model_len=self._max_model_len
+        token_ids = admitted_tokens(request, self._model)
+        params = self._model.defaults.completed(
+            request.params, num_prompt_tokens=len(token_ids), max_model_len=self._model.max_model_len
         )
-        live = LiveRequest(request, token_ids)
-        for index in range(request.params.n):
-            live.sequences.append(self._new_sequence(live, index))
-        return live
+        sequences = [self._new_sequence(request, index, token_ids, params) for index in range(params.n)]
+        if not self._fits(sequences[0]):
+            raise OutOfMemoryError(
+                f"the request may need {sequences[0].max_total_tokens} tokens of KV cache, more than there are: "
+                "raise kv_cache_tokens or lower max_tokens"
+            )
+        return LiveRequest(request, token_ids, sequences)
 
     def outputs(self) -> list[NewOutput]:
         """Return and forget the finished requests, and return the new output of streaming requests."""
@@ -160,32 +295,24 @@ class Requests(dict[str, LiveRequest]):
         detokenizers = [None if sequence.params.stop else sequence.detokenizer for _, sequence in new]
         return NewOutput(output, detokenizers, self._texts)
 
-    def _new_sequence(self, live: LiveRequest, index: int) -> SequenceState:
-        num_prompt_tokens = len(live.prompt_token_ids)
-        params = self._vocabulary.defaults.completed(
-            live.request.params, num_prompt_tokens=num_prompt_tokens, max_model_len=self._max_model_len
-        )
+    def _new_sequence(
+        self, request: Request, index: int, token_ids: Sequence[int], params: DecodingParams
+    ) -> SequenceState:
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        sequence = SequenceState(
-            sequence_id=f"{next(self._sequence_ids)}/{live.request.request_id}/{index}",
+        return SequenceState(
+            sequence_id=f"{next(self._sequence_ids)}/{request.request_id}/{index}",
             index=index,
             params=params,
             seed=(seed + index * _SEED_STRIDE + 2**63) % 2**64 - 2**63,  # as a signed 64-bit integer
-            token_ids=list(live.prompt_token_ids),
-            num_prompt_tokens=num_prompt_tokens,
-            max_total_tokens=num_prompt_tokens + params.max_tokens,
-            eos_token_ids=self._vocabulary.eos_token_ids,
-            detokenizer=Detokenizer(self._tokenizer, params) if self._tokenizer else None,
-            streams=live.request.stream,
-            background=live.request.background,
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            max_total_tokens=len(token_ids) + params.max_tokens,
+            eos_token_ids=self._model.eos_token_ids,
+            detokenizer=Detokenizer(self._model.tokenizer, params) if self._model.tokenizer else None,
+            streams=request.stream,
+            background=request.background,
             metrics=RequestMetrics(arrival_s=self._clock()),
         )
-        if not self._fits(sequence):
-            raise OutOfMemoryError(
-                f"the request may need {sequence.max_total_tokens} tokens of KV cache, more than there are: "
-                "raise kv_cache_tokens or lower max_tokens"
-            )
-        return sequence
 
 
 def _summed(metrics: Sequence[RequestMetrics]) -> RequestMetrics:

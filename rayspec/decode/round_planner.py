@@ -12,9 +12,9 @@ from functools import cache
 from rayspec.config import MAX_TREE_TOKENS, SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess
 from rayspec.decode.drafting.lookup import NOTHING, Proposal
+from rayspec.decode.requests import SequenceState
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.search import Answer, Question
-from rayspec.decode.sequence import SequenceState
 from rayspec.decode.stages import Stages
 from rayspec.decode.strategy import BatchState, RoundPlan, Strategy
 from rayspec.decode.work import Chunk, Round, RoundEntry, RoundResult, TappedToken

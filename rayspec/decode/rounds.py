@@ -12,18 +12,20 @@ which costs no draft step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import torch
 from torch import Tensor
 
-from rayspec.decode.head import Head, commit
+from rayspec.config import Verification
+from rayspec.decode.drafting.lookup import LookupIndex
 from rayspec.decode.noise import integers
-from rayspec.decode.sampling import Drafts, Rows, draft_tokens
-from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
-from rayspec.decode.verify import verify_coupled
+from rayspec.decode.processing import TokenSampler
+from rayspec.decode.runner import Stopwatch, queued_s, seconds
+from rayspec.decode.sampling import Drafts, Rows, draft_tokens, top_logprobs
+from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
 from rayspec.decode.work import (
     Chunk,
     Committed,
@@ -36,10 +38,126 @@ from rayspec.decode.work import (
     Round,
     RoundEntry,
     RoundResult,
+    SamplerSpec,
+    TappedToken,
+    TapsGoneError,
     Work,
     num_rows,
 )
 from rayspec.planning.lookup import DraftUntilFound
+from rayspec.types import Logprob
+
+# The owner of a saved row whose token was drawn after its draft's end.
+DROPPED = -1
+
+# Above these confidences a drafted token is one of `Plan.tree_widths[0]`, [1], [2] alternatives; else of [3] (SWIFT).
+SURENESS = (0.95, 0.8, 0.5)
+
+
+class Head:
+    """The last step of a pass, next to the LM head: turns logits into tokens with each sequence's own sampler. Keeps
+    the samplers of the open sequences and the target's most likely tokens after tapped tokens.
+
+    logits: maps [1, N, hidden_size] before the final norm to [N, V]. draft_look_interval: draft steps between two
+    copies of the drawn tokens to the host; it must be 1 if another process embeds the tokens. drawn: the last drawn
+    tokens, int64 [S], on the device.
+    """
+
+    drawn: Tensor | None = None
+
+    def __init__(
+        self,
+        logits: Callable[[Tensor], Tensor],
+        *,
+        vocab_size: int,
+        device: torch.device,
+        verification: Verification,
+        num_taps: int,
+        draft_look_interval: int = 1,
+    ) -> None:
+        self.draft_look_interval = draft_look_interval
+        self.verification: Verification = verification
+        self.stopwatch = Stopwatch.of(device)
+        self._logits = logits
+        self._vocab_size = vocab_size
+        self._device = device
+        self._num_taps = num_taps
+        self._samplers: dict[str, TokenSampler] = {}
+        self._lookups: dict[str, LookupIndex] = {}
+        self._next_tokens: dict[TappedToken, Tensor] = {}
+
+    def open(self, spec: SamplerSpec) -> None:
+        self._samplers[spec.sequence_id] = TokenSampler(spec, vocab_size=self._vocab_size, device=self._device)
+        if spec.lookup is not None:
+            self._lookups[spec.sequence_id] = spec.lookup
+
+    def close(self, sequence_id: str) -> None:
+        del self._samplers[sequence_id]
+        self._lookups.pop(sequence_id, None)
+
+    def forget(self) -> None:
+        """Close all sequences and forget all taps."""
+        self._samplers.clear()
+        self._lookups.clear()
+        self._next_tokens.clear()
+
+    def sampler(self, sequence_id: str) -> TokenSampler:
+        return self._samplers[sequence_id]
+
+    def note_computed(self, sequence_id: str, num_tokens: int) -> None:
+        """Index this many leading tokens of the sequence for lookups, if there are any: they have been prefilled."""
+        if sequence_id in self._lookups:
+            self._lookups[sequence_id].extend_to(self._samplers[sequence_id].token_ids, num_tokens)
+
+    def lookup(self, sequence_id: str) -> LookupIndex:
+        """Return the lookup index of the sequence's committed tokens, up to date."""
+        index = self._lookups[sequence_id]
+        index.extend_to(self._samplers[sequence_id].token_ids)
+        return index
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._logits(hidden)
+
+    def note_taps(self, taps: Sequence[tuple[int, TappedToken]], logits: Tensor) -> None:
+        """Remember the target's most likely token after each tapped token, and only the last `num_taps` of them.
+        logits: [N, V]; taps: pairs of a row and its token."""
+        for row, token in taps:
+            self._next_tokens.pop(token, None)
+            self._next_tokens[token] = logits[row].argmax(-1)
+        for token in list(self._next_tokens)[: -self._num_taps]:
+            del self._next_tokens[token]
+
+    def next_tokens(self, tokens: Sequence[TappedToken]) -> Tensor:
+        """Return the target's most likely token after each tapped token, [T]. Raises TapsGoneError."""
+        if any(token not in self._next_tokens for token in tokens):
+            raise TapsGoneError("what followed some tapped tokens is not kept any more")
+        return torch.stack([self._next_tokens[token] for token in tokens])
+
+
+def commit(logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict]) -> list[Committed]:
+    """Commit the verdicts' tokens to the samplers and return them with as many log-probabilities as their parameters
+    ask for. Everything is computed before any sampler changes. One host synchronisation per distinct number of
+    log-probabilities."""
+    pairs = list(zip(rows, verdicts, strict=True))
+    results: list[Sequence[dict[int, Logprob]]] = [()] * len(rows)
+    asked = [row.sampler.params.logprobs if verdict.is_finite else None for row, verdict in pairs]
+    for count in {count for count in asked if count is not None}:
+        chosen = [index for index, its_count in enumerate(asked) if its_count == count]
+        where = []  # the rows whose logits chose the tokens
+        for row, verdict in ((rows[index], verdicts[index]) for index in chosen):
+            path = verdict.path or range(1, len(verdict.token_ids))
+            where += [row.start, *(row.start + at for at in path)]
+        tokens = [token for index in chosen for token in verdicts[index].token_ids]
+        table = iter(top_logprobs(logits[integers(where, logits.device)], tokens, count))
+        for index in chosen:
+            results[index] = list(itertools.islice(table, len(verdicts[index].token_ids)))
+    for row, verdict in pairs:
+        if verdict.is_finite:
+            row.sampler.commit(verdict.token_ids)
+    return [
+        Committed(verdict.token_ids, each, verdict.is_finite) for verdict, each in zip(verdicts, results, strict=True)
+    ]
 
 
 def first_pass(work: Work) -> Pass:
@@ -59,10 +177,10 @@ def first_pass(work: Work) -> Pass:
     return _verify_pass(work, drafts, [])
 
 
-def script(work: Work, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Tensor, Result]:
+def script(work: Work, head: Head) -> Generator[Pass, Tensor, Result]:
     """Yield passes, receive the states [1, N, hidden_size] of each pass, and return the result."""
     if isinstance(work, Round):
-        return (yield from _round(work, head, stopwatch))
+        return (yield from _round(work, head))
     hidden = yield first_pass(work)
     last_rows = _last_rows(work.chunks, 0)
     logits = head.logits(hidden[:, integers(last_rows, hidden.device)]) if last_rows else hidden.new_zeros(0, 0)
@@ -88,10 +206,10 @@ def _chosen(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committ
     return [next(committed) if chunk.sample else None for chunk in chunks]
 
 
-def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Tensor, RoundResult]:
-    started = stopwatch.mark()
+def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
+    started = head.stopwatch.mark()
     drafted = yield from draft(head, work)
-    drafted_at = stopwatch.mark()
+    drafted_at = head.stopwatch.mark()
     verify = _verify_pass(work, drafted.drafts, drafted.owners)
     hidden = yield verify
     num_chunk_rows = num_rows(work.chunks)
@@ -101,19 +219,26 @@ def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Ten
         hidden = hidden[:, wanted]
     both = head.logits(hidden)
     logits, chunk_logits = both[:num_verified], both[num_verified:]
-    rows, start = [], 0
+    rows: list[Rows] = []
+    probes: list[range] = []  # by entry, the rows of its probes, which follow those of its draft
     for entry, one in zip(work.entries, drafted.drafts, strict=True):
-        rows.append(Rows(head.sampler(entry.sequence_id), start, one.token_ids, one.parents))
-        start = rows[-1].end + entry.num_probes
-    draft_logits = [torch.stack(logits) if logits else None for logits in drafted.logits]
-    verdicts = head.accept(logits, rows, draft_logits)
+        rows.append(Rows(head.sampler(entry.sequence_id), probes[-1].stop if probes else 0, one.token_ids, one.parents))
+        probes.append(range(rows[-1].end, rows[-1].end + entry.num_probes))
+    if head.verification == "coupled":
+        verdicts = verify_coupled(logits, rows)
+    else:
+        verdicts = verify_rejection(logits, rows, [torch.stack(each) if each else None for each in drafted.logits])
     if len(logits) > len(work.entries) and not all(verdict.is_finite for verdict in verdicts):
         # A drafted token may be the cause, and its row spoils the other rows of its sequence: verify without drafts.
         entries = [replace(entry, max_draft_tokens=0, looked_up=(), parents=(), num_probes=0) for entry in work.entries]
-        return (yield from _round(msgspec.structs.replace(work, entries=entries, num_taps=0), head, stopwatch))
+        return (yield from _round(msgspec.structs.replace(work, entries=entries, num_taps=0), head))
     head.note_taps(verify.taps, logits)
     committed = commit(logits, rows, verdicts)
-    ended = stopwatch.mark()
+    probed: list[list[int]] = [[] for _ in probes]
+    if any(probes):
+        likeliest = logits.argmax(-1).tolist()
+        probed = [likeliest[each.start : each.stop] for each in probes]
+    ended = head.stopwatch.mark()
     verify_s = seconds(drafted_at, ended)
     prefill_s = verify_s * num_chunk_rows / len(verify.token_ids)
     return RoundResult(
@@ -126,20 +251,9 @@ def _round(work: Round, head: Head, stopwatch: Stopwatch) -> Generator[Pass, Ten
         prefill_s=prefill_s,
         queued_s=queued_s(started, ended),
         paths=[verdict.path for verdict in verdicts],
-        probed=_probed(logits, rows, work.entries),
+        probed=probed,
         prefilled=_chosen(head, work.chunks, chunk_logits),
     )
-
-
-def _probed(logits: Tensor, rows: Sequence[Rows], entries: Sequence[RoundEntry]) -> list[list[int]]:
-    """Return, for each entry, the target's likeliest token after each probe. The probes' rows follow the draft's
-    rows."""
-    if not any(entry.num_probes for entry in entries):
-        return [[] for _ in entries]
-    pairs = list(zip(rows, entries, strict=True))
-    probes = [at for row, entry in pairs for at in range(row.end, row.end + entry.num_probes)]
-    likeliest = iter(logits[integers(probes, logits.device)].argmax(-1).tolist())
-    return [list(itertools.islice(likeliest, entry.num_probes)) for entry in entries]
 
 
 def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) -> Pass:
@@ -180,13 +294,6 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
         taps=taps,
         scores_pages=scores_pages,
     )
-
-
-# The owner of a saved row whose token was drawn after its draft's end.
-DROPPED = -1
-
-# Above these confidences a drafted token is one of `Plan.tree_widths[0]`, [1], [2] alternatives; else of [3] (SWIFT).
-SURENESS = (0.95, 0.8, 0.5)
 
 
 @dataclass(slots=True)

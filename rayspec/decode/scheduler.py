@@ -1,21 +1,155 @@
-"""Choose the sequences that the next step admits, prefills, decodes or preempts. No tensors, no clock."""
+"""Choose the sequences that the next step admits, prefills, decodes or preempts, and give them pages of the KV cache.
+No tensors, no clock."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from rayspec.decode.kv_manager import KVManager
-from rayspec.decode.pages import WindowedPages
-from rayspec.decode.sequence import SequenceState
-from rayspec.decode.work import Chunk, Move
+from rayspec.decode.pages import PageHash, PagePool, PageTable, WindowedPages, extend_hashes
+from rayspec.decode.requests import SequenceState
+from rayspec.decode.work import Chunk
 from rayspec.model.kv_cache import PAGE_SIZE
 
 # Share of the pages that must stay free when a sequence is admitted while others run; as in vLLM.
 _SPARE_SHARE = 0.01
 _BACKGROUND_SHARE = 0.75  # of the sequences; the rest stays free for the next interactive request
+
+
+class KVManager:
+    """Gives the pages of one KV cache to sequences, takes them back, and finds those that they share: a sequence that
+    begins with the same tokens as an earlier sequence shares its full pages. windowed: the pages of the windowed store,
+    if the cache has one.
+
+    chunk_grid: prompts are cut at its multiples, and the bits in a page depend on the chunk that computed it. So only
+    whole chunks are shared. shares_pages: if False, no page is ever found.
+    """
+
+    def __init__(
+        self, num_slots: int, windowed: WindowedPages | None, *, shares_pages: bool, chunk_grid: int | None
+    ) -> None:
+        self.pool = PagePool(num_slots // PAGE_SIZE)
+        self.windowed = windowed
+        self._shares_pages = shares_pages
+        self._chunk_grid = chunk_grid
+        self._in_work: dict[PageHash, SequenceState] = {}  # pages that a sequence is about to fill
+
+    @property
+    def num_slots(self) -> int:
+        return self.pool.num_pages * PAGE_SIZE
+
+    @property
+    def num_used_slots(self) -> int:
+        """Number of slots in pages that sequences use. Free pages may also hold tokens, for later sequences."""
+        return self.num_slots - self.pool.num_free * PAGE_SIZE
+
+    def holds_window(self, sequence: SequenceState, position: int) -> bool:
+        """Return whether the cache still has all keys that the sequence's token at this position sees."""
+        return self.windowed is None or self.windowed.holds_window(sequence.windowed_table, position)
+
+    def find(self, sequence: SequenceState) -> list[int]:
+        """Return pages that hold the sequence's first tokens. At least one token remains to be computed, because its
+        logits give the next token."""
+        hashes = self._hashes(sequence, (sequence.num_tokens - 1) // PAGE_SIZE)
+        pages = self.pool.find(hashes)
+        num_usable = self._num_usable(sequence, len(pages))
+        while self.windowed is not None and num_usable:
+            in_window = self.windowed.longest_prefix(hashes[:num_usable])
+            if in_window == num_usable:
+                break
+            num_usable = self._num_usable(sequence, in_window)
+        return pages[:num_usable]
+
+    def is_in_work(self, sequence: SequenceState) -> bool:
+        """Return whether another sequence is filling the first page of this sequence that cannot be found yet."""
+        hashes = self._hashes(sequence, (sequence.num_tokens - 1) // PAGE_SIZE)
+        num_found = len(self.pool.find(hashes))
+        return num_found < len(hashes) and hashes[num_found] in self._in_work
+
+    def begin(self, sequence: SequenceState, pages: Sequence[int]) -> None:
+        """Make the pages that `find` returned the sequence's first pages. It is about to fill the other full pages of
+        its tokens."""
+        self.pool.share(sequence.table, pages)
+        if self.windowed is not None:
+            self.windowed.share(sequence.windowed_table, self._hashes(sequence, len(pages)))
+        sequence.num_computed = sequence.table.capacity
+        for one in self._hashes(sequence, sequence.num_tokens // PAGE_SIZE):
+            self._in_work.setdefault(one, sequence)
+
+    def grow(self, sequence: SequenceState, num_pages: int, room: int) -> bool:
+        """See `PagePool.grow`."""
+        has_grown = self.pool.grow(sequence.table, num_pages, room)
+        if has_grown and sequence.prefilled:
+            self.grow_window(sequence, sequence.table.capacity)
+        return has_grown
+
+    def grow_window(self, sequence: SequenceState, num_tokens: int) -> None:
+        """Give the sequence pages of the windowed store up to `num_tokens`, and take back those before its window."""
+        if self.windowed is not None:
+            self.windowed.grow(sequence.windowed_table, sequence.num_computed, num_tokens)
+
+    def register(self, sequence: SequenceState) -> None:
+        """Let other sequences find the pages that this sequence has filled."""
+        num_full = sequence.num_computed // PAGE_SIZE
+        if num_full > sequence.table.num_hashed:
+            new = self._hashes(sequence, num_full)[sequence.table.num_hashed :]
+            for pool, table in self._tables(sequence):
+                for one in new:
+                    pool.register(table, one)
+            self._give_up(sequence, new)
+
+    def release(self, sequence: SequenceState) -> None:
+        """Take back all pages of the sequence. Others can still find its full pages, unless the sequence has failed."""
+        if sequence.error is None:
+            self.register(sequence)
+        self._give_up(sequence, sequence.page_hashes)
+        for pool, table in self._tables(sequence):
+            if sequence.error is not None:
+                pool.forget(table.pages)
+            pool.release(table)
+        sequence.num_computed = 0
+
+    def forget_all(self) -> None:
+        """Let nobody find a page any more, because the content of the cache is lost."""
+        self.pool.forget_all()
+        if self.windowed is not None:
+            self.windowed.pool.forget_all()
+
+    def _tables(self, sequence: SequenceState) -> list[tuple[PagePool, PageTable]]:
+        both = [(self.pool, sequence.table)]
+        return both if self.windowed is None else [*both, (self.windowed.pool, sequence.windowed_table)]
+
+    def _give_up(self, sequence: SequenceState, hashes: Sequence[PageHash]) -> None:
+        for one in hashes:
+            if self._in_work.get(one) is sequence:
+                del self._in_work[one]
+
+    def _hashes(self, sequence: SequenceState, num_pages: int) -> list[PageHash]:
+        """Return the hashes of the first `num_pages` pages of the sequence, which must be full; [] if none are shared.
+
+        With a grid, the bits of the prompt's last chunk and of generated tokens depend on the prompt length, so it is
+        the salt of their pages.
+        """
+        if not self._shares_pages:
+            return []
+        num_prompt, grid = sequence.num_prompt_tokens, self._chunk_grid
+
+        def salt(end: int) -> bytes:
+            return b"" if grid is None or end <= num_prompt // grid * grid else str(num_prompt).encode()
+
+        extend_hashes(sequence.page_hashes, sequence.token_ids, num_pages, salt)
+        return sequence.page_hashes[:num_pages]
+
+    def _num_usable(self, sequence: SequenceState, num_pages: int) -> int:
+        """Return how many of the found pages can be shared. With a grid, the next prompt chunk must begin at a multiple
+        of it; pages after the prompt can all be shared, because generated tokens come one by one."""
+        if self._chunk_grid is None or num_pages * PAGE_SIZE >= sequence.num_prompt_tokens:
+            return num_pages
+        step = math.lcm(self._chunk_grid, PAGE_SIZE) // PAGE_SIZE
+        return num_pages // step * step
 
 
 @dataclass(slots=True)
@@ -143,7 +277,9 @@ class Scheduler:
         for sequence in list(itertools.islice(self.waiting, self._max_num_seqs)):
             if len(self.running) >= self._max_num_seqs or num_members >= self._max_cohort_seqs:
                 return
-            if self.kv.is_in_work(sequence) or not self._has_room_for(sequence):
+            num_background = sum(one.background for one in self.running)
+            has_room = len(self.running) < self._max_beside_background or not num_background
+            if self.kv.is_in_work(sequence) or (sequence.background and not has_room):
                 continue
             pages = self.kv.find(sequence)
             # While others run, a few more must be free, because the newest sequence would be preempted first.
@@ -158,13 +294,6 @@ class Scheduler:
             sequence.cohort = cohort
             num_members += 1
             step.admitted.append(sequence)
-
-    def _has_room_for(self, sequence: SequenceState) -> bool:
-        return (
-            not sequence.background
-            or len(self.running) < self._max_beside_background
-            or not any(one.background for one in self.running)
-        )
 
     @property
     def _first_of_background(self) -> int:
@@ -223,21 +352,6 @@ class Scheduler:
         self.running.remove(sequence)
         self._put_back(sequence)
         step.preempted.append(sequence)
-
-
-def moves_to_path(slots: Sequence[int], path: Sequence[int]) -> list[Move]:
-    """Return the moves that place the rows `path` directly after the newest token's row. slots: the slots of all rows;
-    row 0 is the newest token's. Contiguous rows are one move. The order is safe: no row moves to a later place, so no
-    unmoved row is overwritten."""
-    moves: list[Move] = []
-    for at, row in enumerate(path, 1):
-        source, destination = slots[row], slots[at]
-        last = moves[-1] if moves else None
-        if last and (last.source + last.length, last.destination + last.length) == (source, destination):
-            moves[-1] = replace(moves[-1], length=moves[-1].length + 1)
-        else:
-            moves.append(Move(source, destination, 1))
-    return [move for move in moves if move.source != move.destination]
 
 
 def _num_pages(num_tokens: int) -> int:

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from rayspec.config import Verification
-from rayspec.decode.head import Head
 from rayspec.decode.noise import integers
 from rayspec.decode.progress import Progress
-from rayspec.decode.rounds import script
-from rayspec.decode.runner import Batch, Runner
+from rayspec.decode.rounds import Head, script
+from rayspec.decode.runner import Batch, Runner, Stopwatch
 from rayspec.decode.search import Answer, PlanSearch, Question, answer
-from rayspec.decode.stopwatch import Stopwatch
 from rayspec.decode.work import Move, Pass, Result, SamplerSpec, TappedToken, TapsGoneError, Work
 from rayspec.model.load_check import lack_of_memory
 from rayspec.model.rows import RowSpan
@@ -253,7 +251,6 @@ class LocalStages(InProcessStages):
     ) -> None:
         super().__init__()
         self.runner = runner
-        self._stopwatch = Stopwatch.of(runner.device, clock)
         self.span = SpanRunner(runner, num_taps=num_tap_tokens)
         self.head = Head(
             runner.head,
@@ -263,6 +260,7 @@ class LocalStages(InProcessStages):
             num_taps=num_tap_tokens,
             draft_look_interval=_DRAFT_LOOK_INTERVAL.get(runner.device.type, 1),
         )
+        self.head.stopwatch = Stopwatch.of(runner.device, clock)
 
     @property
     def num_sublayers(self) -> int:
@@ -295,7 +293,7 @@ class LocalStages(InProcessStages):
 
     @torch.inference_mode()
     def _run(self, work: Work) -> Result:
-        passes = script(work, self.head, self._stopwatch)
+        passes = script(work, self.head)
         try:
             one = next(passes)
             while True:

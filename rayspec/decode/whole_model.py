@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from rayspec.decode.head import commit
 from rayspec.decode.processing import TokenSampler
+from rayspec.decode.rounds import commit
+from rayspec.decode.runner import Stopwatch, queued_s, seconds
 from rayspec.decode.sampling import Rows
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.stages import InProcessStages, done
-from rayspec.decode.stopwatch import Stopwatch, queued_s, seconds
 from rayspec.decode.verify import verify_coupled
 from rayspec.decode.work import (
     Chunk,

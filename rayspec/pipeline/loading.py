@@ -11,12 +11,10 @@ from transformers import PretrainedConfig
 
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine
-from rayspec.decode.loading import allowed_copies, make_scheduler, resolve_max_model_len
-from rayspec.decode.requests import Vocabulary
-from rayspec.model.generation_config import eos_token_ids, generation_defaults
+from rayspec.decode.loading import allowed_copies, make_scheduler, model_info
 from rayspec.model.kv_cache import whole_pages
 from rayspec.model.sizes import ModelSizes, model_sizes, quantisation_of, quantised_bytes
-from rayspec.model.weights import load_config, load_tokenizer, num_layers, vocab_size
+from rayspec.model.weights import load_config, num_layers
 from rayspec.pipeline.placement import gpus_per_shard
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.replica import Blueprint, Replica
@@ -46,18 +44,14 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
             f"{model.model_type}: it does not split into attention and MLP sublayers, so it cannot be cut into stages: "
             "remove option 'parallel'"
         )
-    max_model_len = resolve_max_model_len(config, model)
-    tokenizer = load_tokenizer(config) if with_tokenizer else None
-    vocabulary = Vocabulary(
-        size=vocab_size(model), eos_token_ids=eos_token_ids(config), defaults=generation_defaults(config)
-    )
+    info = model_info(config, model, with_tokenizer=with_tokenizer)
     num_gpus = gpus_per_shard(config, options)
     blueprint = Blueprint(
         config=config.replace(parallel=options),
-        costs=_costs(config, options, sizes, max_model_len),
-        vocab_size=vocabulary.size,
+        costs=_costs(config, options, sizes, info.max_model_len),
+        vocab_size=info.vocab_size,
         hidden_size=model.get_text_config().hidden_size,
-        num_slots=whole_pages(config.kv_cache_tokens or config.max_num_seqs * max_model_len),
+        num_slots=whole_pages(config.kv_cache_tokens or config.max_num_seqs * info.max_model_len),
         window=sizes.window,
         num_gpus=num_gpus,
         shard_type=shard_type,
@@ -68,7 +62,7 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
         config.replace(
             dtype=first.dtype,
             device="cuda" if blueprint.num_gpus else "cpu",
-            max_model_len=max_model_len,
+            max_model_len=info.max_model_len,
             kv_cache_tokens=stages.replica.cache_size.num_slots,
         ),
         stages=stages,
@@ -76,9 +70,7 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
             config, stages.replica.cache_size, window=sizes.window, num_cohorts=stages.num_cohorts
         ),
         strategy=make_strategy(config, stages.num_sublayers, latency, ways=stages.ways),
-        vocabulary=vocabulary,
-        max_model_len=max_model_len,
-        tokenizer=tokenizer,
+        model=info,
         latency=latency,
     )
 

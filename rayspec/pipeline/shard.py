@@ -14,7 +14,6 @@ import torch
 
 from rayspec.choices import Choice
 from rayspec.config import EngineConfig, ParallelOptions
-from rayspec.decode.head import Head
 from rayspec.decode.loading import (
     affordable_slots,
     choices_here,
@@ -25,6 +24,7 @@ from rayspec.decode.loading import (
     resolve_max_model_len,
 )
 from rayspec.decode.profile import BUDGET_S, measurements
+from rayspec.decode.rounds import Head
 from rayspec.decode.runner import ways_of
 from rayspec.decode.stages import SpanRunner
 from rayspec.decode.work import Prefill

@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayspec.decode.head import Head
-from rayspec.decode.rounds import first_pass, script
+from rayspec.decode.rounds import Head, first_pass, script
 from rayspec.decode.search import PlanSearch
 from rayspec.decode.stages import SpanRunner, out_of_memory
-from rayspec.decode.stopwatch import Stopwatch
 from rayspec.decode.work import Pass, Result, TapsGoneError
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, stage_name
 from rayspec.pipeline.messages import (
@@ -86,7 +84,6 @@ class StageWorker:
         self._span = span
         self._head = head
         self._measure = measure
-        self._stopwatch = Stopwatch.of(span.runner.device)
         self._scripts: dict[int, Generator[Pass, Tensor, Result]] = {}
         self._seeking: _Seeking | None = None
 
@@ -157,7 +154,7 @@ class StageWorker:
             self._head.close(sequence_id)
         for spec in begin.opened:
             self._head.open(spec)
-        passes = script(begin.work, self._head, self._stopwatch)
+        passes = script(begin.work, self._head)
         next(passes)  # the first stage has run that one already
         self._scripts[begin.work.id] = passes
 

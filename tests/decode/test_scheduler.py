@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.decode.pages import WindowedPages
+from rayspec.decode.requests import SequenceState
 from rayspec.decode.scheduler import Scheduler, Step
-from rayspec.decode.sequence import SequenceState
 from rayspec.generation import DecodingParams
 from rayspec.model.kv_cache import PAGE_SIZE
 from rayspec.model.rows import slots_between

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rayspec.decode.stopwatch import Mark, queued_s, seconds
+from rayspec.decode.runner import Mark, queued_s, seconds
 from tests.engines import QueuedEvent, RowClock
 
 

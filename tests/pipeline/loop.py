@@ -24,7 +24,7 @@ from torch import Tensor
 from rayspec.choices import Weights
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine
-from rayspec.decode.requests import Vocabulary
+from rayspec.decode.requests import ModelInfo
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.strategy import Strategy
 from rayspec.decode.work import Pass, Result, Round, Work
@@ -437,7 +437,11 @@ def loop_engine(
                 num_cohorts=config.parallel.num_cohorts,
             ),
             strategy=strategy or FixedPlan(no_draft(2 * NUM_LAYERS, "ar")),
-            vocabulary=Vocabulary(size=VOCAB_SIZE, eos_token_ids=tuple(eos), defaults=defaults or GenerationDefaults()),
-            max_model_len=1024,
+            model=ModelInfo(
+                vocab_size=VOCAB_SIZE,
+                eos_token_ids=tuple(eos),
+                max_model_len=1024,
+                defaults=defaults or GenerationDefaults(),
+            ),
         )
         yield LoopEngine(engine, replica, loop)
