@@ -153,15 +153,13 @@ def decompose(model: PreTrainedModel, *, layers: range | None = None) -> Decompo
     config = model.config
     before = config._attn_implementation
     try:
-        _require_croppable_attention(config)
-        trunk, all_layers = trunk_and_layers(model)
-        own = {number: all_layers[number] for number in (range(len(all_layers)) if layers is None else layers)}
-        numbers = _distinct_layers(own, config)
-        parts = _assemble(model, trunk, own)
-        parts.shapes.update(_shapes(config, _attention_calls(model, parts, numbers)))
-        _check_layers(model, trunk, parts, list(numbers))
-        _check_masks(model, trunk, parts, list(numbers))
-        _check_ends(model, trunk, parts)
+        parts = outline(model, layers=layers)
+        numbers = list(_distinct_layers(model, parts))
+        calls = attention_calls(model, parts)
+        parts.shapes.update({number: _together(config, number, own) for number, own in calls.items()})
+        _check_layers(model, parts, numbers)
+        _check_masks(model, parts, numbers)
+        _check_ends(model, parts)
     except UnsupportedModelError:
         config._attn_implementation = before
         raise
@@ -220,16 +218,6 @@ def why_context_ends(config: PretrainedConfig) -> str:
     return f"beyond {limit} tokens the model's rotary embedding ({kind}) changes with the length of the whole batch"
 
 
-def _require_croppable_attention(config: PretrainedConfig) -> None:
-    foreign = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if foreign:
-        raise UnsupportedModelError(
-            f"{config.model_type}: state of {', '.join(sorted(foreign))} layers cannot be cropped"
-        )
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(f"{config.model_type}: layers share keys and values, so they cannot be skipped")
-
-
 def trunk_and_layers(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
     """Return the model without its LM head, and the list of its decoder layers.
 
@@ -245,20 +233,34 @@ def trunk_and_layers(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
     return trunk, layers
 
 
-def _assemble(model: PreTrainedModel, trunk: Any, layers: Mapping[int, Any]) -> Decomposition:
+def outline(model: PreTrainedModel, *, layers: range | None = None) -> Decomposition:
+    """Split without a check, and without the shapes of keys and values. The model may be without weights (on the meta
+    device). Raises UnsupportedModelError for a model that does not split, as far as that shows without weights."""
     config = model.config
-    norms = {name for name, _ in next(iter(layers.values())).named_children() if name.endswith("norm")}
+    foreign = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if foreign:
+        raise UnsupportedModelError(
+            f"{config.model_type}: state of {', '.join(sorted(foreign))} layers cannot be cropped"
+        )
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(f"{config.model_type}: layers share keys and values, so they cannot be skipped")
+    trunk, all_layers = trunk_and_layers(model)
+    numbers = range(len(all_layers)) if layers is None else layers
+    norms = {name for name, _ in all_layers[numbers[0]].named_children() if name.endswith("norm")}
     layout = next((layout for layout in LAYOUTS if set(layout.names) == norms), None)
     if layout is None:
         raise UnsupportedModelError(f"{config.model_type}: unknown arrangement of norms {sorted(norms)}")
     typed_rope = all(isinstance(v, dict) for v in (getattr(config, "rope_parameters", None) or {"": None}).values())
     sublayers: list[Sublayer] = []
-    for number, layer in layers.items():
-        mlp = next(getattr(layer, name) for name in MLP_NAMES if hasattr(layer, name))
+    for number in numbers:
+        layer: Any = all_layers[number]
+        mlp = next((getattr(layer, name) for name in MLP_NAMES if hasattr(layer, name)), None)
         for index, kind, block, pre, post in (
-            (2 * number, "attention", layer.self_attn, layout.pre_attention, layout.post_attention),
+            (2 * number, "attention", getattr(layer, "self_attn", None), layout.pre_attention, layout.post_attention),
             (2 * number + 1, "mlp", mlp, layout.pre_mlp, layout.post_mlp),
         ):
+            if block is None:
+                raise UnsupportedModelError(f"{config.model_type}: layer {number} has no {kind} module of a known name")
             sublayers.append(
                 Sublayer(
                     index=index,
@@ -271,7 +273,10 @@ def _assemble(model: PreTrainedModel, trunk: Any, layers: Mapping[int, Any]) -> 
                     residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
                 )
             )
-    is_first, is_last = 0 in layers, len(trunk.layers) - 1 in layers
+        held = {id(weight) for one in sublayers[-2:] for module in one.modules for weight in module.parameters()}
+        if not held.issuperset(map(id, layer.parameters())):
+            raise UnsupportedModelError(f"{config.model_type}: layer {number} has weights outside attention and MLP")
+    is_first, is_last = 0 in numbers, len(all_layers) - 1 in numbers
     return Decomposition(
         config=config,
         embedding=model.get_input_embeddings() if is_first else None,
@@ -287,46 +292,31 @@ def _assemble(model: PreTrainedModel, trunk: Any, layers: Mapping[int, Any]) -> 
 
 
 @torch.inference_mode()
-def attention_calls(model: PreTrainedModel) -> dict[int, list[LayerShape]]:
-    """Return the keys and values that each layer passes to its attention calls, in a model that may be without weights
-    (on the meta device). Raises UnsupportedModelError for a model that does not split, as far as that shows without
-    weights: `decompose` has the last word. Errors of the model's own code are not caught."""
-    _require_croppable_attention(model.config)
-    trunk, layers = trunk_and_layers(model)
-    own = dict(enumerate(layers))
-    return _attention_calls(model, _assemble(model, trunk, own), _distinct_layers(own, model.config))
-
-
-def _attention_calls(
-    model: PreTrainedModel, parts: Decomposition, numbers: Mapping[int, Sequence[int]]
-) -> dict[int, list[LayerShape]]:
-    """Return what each layer passes to its attention calls. numbers: see `_distinct_layers`."""
+def attention_calls(model: PreTrainedModel, parts: Decomposition) -> dict[int, list[LayerShape]]:
+    """Return the keys and values that each layer passes to its attention calls. Works on the meta device, too, except
+    for code that needs numbers, as a rotary embedding that rescales. Errors of the model's own code are not caught."""
     hidden = random_hidden(parts)
     calls: dict[int, list[LayerShape]] = {}
-    for number, alike in numbers.items():
+    for number, alike in _distinct_layers(model, parts).items():
         rows = RecordingRows(torch.arange(hidden.shape[1], device=parts.device))
         parts.rotate(hidden, rows)
-        with _attention_implementation(model, IMPLEMENTATION):
+        with _replaced(model.config, {"_attn_implementation": IMPLEMENTATION}):
             run([one for one in parts.sublayers if one.layer == number and one.kind == "attention"], hidden, rows)
-        shapes = [shape for shape, _ in rows.calls]
-        calls |= dict.fromkeys(alike, shapes)
-    return calls
+        calls |= {each: [shape for shape, _ in rows.calls] for each in alike}
+    return dict(sorted(calls.items()))
 
 
-def _shapes(config: PretrainedConfig, calls: Mapping[int, Sequence[LayerShape]]) -> dict[int, LayerShape]:
-    """Return the shape of the keys and values of all calls of each layer together."""
-    found = {}
-    for number in sorted(calls):
-        sizes = {(call.key_dim, call.value_dim) for call in calls[number]}
-        if len(sizes) != 1:
-            raise UnsupportedModelError(
-                f"{config.model_type}: layer {number} calls attention with {len(sizes)} sizes of heads, not one"
-            )
-        found[number] = LayerShape(sum(call.num_heads for call in calls[number]), *sizes.pop())
-    return found
+def _together(config: PretrainedConfig, layer: int, calls: Sequence[LayerShape]) -> LayerShape:
+    """Return the shape of the keys and values of all calls of a layer."""
+    sizes = {(call.key_dim, call.value_dim) for call in calls}
+    if len(sizes) != 1:
+        raise UnsupportedModelError(
+            f"{config.model_type}: layer {layer} calls attention with {len(sizes)} sizes of heads, not one"
+        )
+    return LayerShape(sum(call.num_heads for call in calls), *sizes.pop())
 
 
-def _check_layers(model: PreTrainedModel, trunk: Any, parts: Decomposition, numbers: Sequence[int]) -> None:
+def _check_layers(model: PreTrainedModel, parts: Decomposition, numbers: Sequence[int]) -> None:
     """Require that each of these layers is its two sublayers, one after the other, in all rows of a check.
 
     The MLP gets the states that the layer itself has after attention, in calls of the same shape: a router of experts
@@ -335,14 +325,14 @@ def _check_layers(model: PreTrainedModel, trunk: Any, parts: Decomposition, numb
     rows = check_rows(parts, with_chunks=True)
     pairs = {number: [one for one in parts.sublayers if one.layer == number] for number in numbers}
     between = {number: mlp.block if mlp.pre_norm is None else mlp.pre_norm for number, (_, mlp) in pairs.items()}
-    with _attention_implementation(model, "eager"):
-        entering, found = TransformersLayers(trunk, numbers).states(rows, between)
+    with _replaced(model.config, {"_attn_implementation": "eager"}):
+        entering, found = TransformersLayers(model.base_model, numbers).states(rows, between)
     inputs = rows.in_passes(entering)
     for number, (attention, mlp) in pairs.items():
         message = f"{model.config.model_type}: layer {number} is not attention, then MLP"
         for each in rows.passes:
             each.calls.clear()  # they tell the windows of this layer
-        with _attention_implementation(model, IMPLEMENTATION):
+        with _replaced(model.config, {"_attn_implementation": IMPLEMENTATION}):
             actual = rows.outputs(number, attention, hidden=inputs)
         # Some families have the window in the mask only, which packed attention does not use. Pages outside the window
         # would also be given back too early.
@@ -357,17 +347,17 @@ def _check_layers(model: PreTrainedModel, trunk: Any, parts: Decomposition, numb
             _require_equal(after, mlp(before.flatten(0, 1)[None], rows.passes[0]).view_as(after), message)
 
 
-def _check_masks(model: PreTrainedModel, trunk: Any, parts: Decomposition, numbers: Sequence[int]) -> None:
+def _check_masks(model: PreTrainedModel, parts: Decomposition, numbers: Sequence[int]) -> None:
     """Require that transformers' masks hide no other keys than packed attention does, around every length that the
     config names."""
     lengths = boundaries(model.config, max_positions(model.config))
-    layers = TransformersLayers(trunk, numbers)
+    layers = TransformersLayers(model.base_model, numbers)
     for length in lengths:
         context = max(0, min(length - _NUM_CHECK_TOKENS // 2, lengths[-1] - _NUM_CHECK_TOKENS))
         if context > LONGEST_MASK:
             break
         hidden = random_hidden(parts)
-        with _attention_implementation(model, "eager"):
+        with _replaced(model.config, {"_attn_implementation": "eager"}):
             masks = layers.mask(context, hidden)
         for number, mask in masks.items():
             window, is_same = parts.windows.get(number), False
@@ -385,10 +375,11 @@ def _check_masks(model: PreTrainedModel, trunk: Any, parts: Decomposition, numbe
                 )
 
 
-def _check_ends(model: PreTrainedModel, trunk: Any, parts: Decomposition) -> None:
+def _check_ends(model: PreTrainedModel, parts: Decomposition) -> None:
     """Require that the model without layers equals the span's embedding and head. Finds unknown scales and softcaps."""
     if parts.embedding is None and parts.lm_head is None:
         return
+    trunk: Any = model.base_model
     stubs: dict[str, nn.Module] = {"layers": nn.ModuleList()}
     if parts.final_norm is None:
         stubs["norm"] = nn.Identity()
@@ -440,12 +431,13 @@ def rows_of(parts: Decomposition, chosen: Sequence[CheckSequence], *, dtype: tor
     )
 
 
-def _distinct_layers(layers: Mapping[int, Any], config: PretrainedConfig) -> dict[int, list[int]]:
+def _distinct_layers(model: PreTrainedModel, parts: Decomposition) -> dict[int, list[int]]:
     """Return the first layer of each kind, with all layers of the kind: they differ in their weights only."""
-    types: Sequence[str] | None = getattr(config, "layer_types", None)
+    _, layers = trunk_and_layers(model)
+    types: Sequence[str] | None = getattr(model.config, "layer_types", None)
     kinds: dict[tuple[Any, ...], list[int]] = {}
-    for number, layer in layers.items():
-        kinds.setdefault((types[number] if types else "", likeness(layer)), []).append(number)
+    for number in dict.fromkeys(sublayer.layer for sublayer in parts.sublayers):
+        kinds.setdefault((types[number] if types else "", likeness(layers[number])), []).append(number)
     return {alike[0]: alike for alike in kinds.values()}
 
 
@@ -466,22 +458,13 @@ class _Doubling(nn.Module):
 
 
 @contextmanager
-def _attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.config._attn_implementation = name
+def _replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Give an object other attributes for a while."""
+    before = {name: getattr(owner, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
-        model.config._attn_implementation = before
-
-
-@contextmanager
-def _replaced(parent: nn.Module, children: Mapping[str, nn.Module]) -> Iterator[None]:
-    before = {name: getattr(parent, name) for name in children}
-    try:
-        for name, child in children.items():
-            setattr(parent, name, child)
-        yield
-    finally:
-        for name, child in before.items():
-            setattr(parent, name, child)
+        for name, value in before.items():
+            setattr(owner, name, value)

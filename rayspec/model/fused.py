@@ -216,14 +216,12 @@ class _Fuser:
         body, linears = self._body(sublayer, check)
         check.require(body)
         if sublayer.kind == "attention":
-            norms = (likeness(norm) for norm in (sublayer.pre_norm, sublayer.post_norm) if norm is not None)
-            kind = (sublayer.layer_type, likeness(sublayer.block), *norms)
+            kind = (sublayer.layer_type, *map(likeness, sublayer.modules))
             if kind not in self._faults:
                 self._faults[kind] = None
                 twin = _twin_of(sublayer)
-                for module in (twin.block, twin.pre_norm, twin.post_norm):
-                    if module is not None:
-                        module.float()
+                for module in twin.modules:
+                    module.float()
                 exact = _Check.of(twin, self._exact)
                 try:
                     exact.require(self._body(twin, exact)[0])

@@ -245,8 +245,7 @@ class StepGraphs:
 def is_capturable(sublayer: Sublayer) -> bool:
     """Return whether the sublayer's launches depend on the bucket only. They do not if hooks fetch weights or sum over
     ranks, nor in a mixture of experts, where the number of rows per expert depends on the data."""
-    blocks = [block for block in (sublayer.pre_norm, sublayer.block, sublayer.post_norm) if block is not None]
-    modules = itertools.chain.from_iterable(block.modules() for block in blocks)
+    modules = itertools.chain.from_iterable(each.modules() for each in sublayer.modules)
     return not sublayer.has_experts and not any(
         module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook") for module in modules
     )

@@ -67,7 +67,7 @@ def offload(
         raise ValueError(f"sublayers {foreign} cannot be offloaded: here are {held[0]} to {held[-1]}")
     chosen = [sublayer for sublayer in parts.sublayers if sublayer.index in sublayers]
     for sublayer in chosen:
-        for module in _modules(sublayer):
+        for module in sublayer.modules:
             if any(isinstance(hook, Fetch) for hook in module._forward_pre_hooks.values()):
                 raise ValueError(f"sublayer {sublayer.index} is offloaded already")
             if any(type(p) is not nn.Parameter or type(p.data) is not Tensor for p in module.parameters()):
@@ -183,11 +183,11 @@ class _ImageLayout:
     def of(cls, parts: Decomposition, sublayer: Sublayer) -> _ImageLayout:
         ends = (parts.embedding, parts.rotary, parts.final_norm, parts.lm_head)
         others = [
-            *(module for other in parts.sublayers if other is not sublayer for module in _modules(other)),
+            *(module for other in parts.sublayers if other is not sublayer for module in other.modules),
             *(module for module in ends if module is not None),
         ]
         elsewhere = {id(parameter) for module in others for parameter in module.parameters()}
-        modules = _modules(sublayer)
+        modules = sublayer.modules
         entrance, end = modules[-1], 0
         offsets: list[tuple[nn.Parameter, int]] = []
         for module in reversed(modules):
@@ -295,11 +295,6 @@ class _DiskStore:
 
     def _refused(self, error: OSError) -> ConfigError:
         return ConfigError(f"option 'folder' is {str(self._folder)!r}, which cannot take the weights: {error}")
-
-
-def _modules(sublayer: Sublayer) -> list[nn.Module]:
-    """Return the sublayer's modules in the order in which they run."""
-    return [module for module in (sublayer.pre_norm, sublayer.block, sublayer.post_norm) if module is not None]
 
 
 def _page_aligned(num_bytes: int, *, pinned: bool) -> Tensor:

@@ -12,11 +12,12 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from rayspec.choices import Weights
-from rayspec.model.architecture import LAYOUTS, MLP_NAMES, attention_calls, window_of
+from rayspec.model.architecture import Decomposition, attention_calls, outline, window_of
 from rayspec.model.configs import in_one_line
 from rayspec.model.fused import matrices_of
 from rayspec.model.kv_cache import LayerShape, bytes_per_slot
 from rayspec.model.quantised import num_bytes
+from rayspec.model.sublayers import Sublayer
 from rayspec.types import ConfigError, UnsupportedModelError
 
 Quantization = Literal["fp8", "int8", "int4"]
@@ -118,9 +119,9 @@ def model_sizes(
     num_heads = int(getattr(text, "num_attention_heads", 1))
     if tensor < 1 or num_heads % tensor:
         raise ConfigError(f"option 'tensor' is {tensor}: it must divide the model's {num_heads} attention heads")
-    model = _meta_model(config)
+    model, parts = _meta_model(config)
     layers = _decoder_layers(model, config)
-    calls, splits = _keys_and_values(model, layers, text)
+    calls = _keys_and_values(model, parts, layers, text)
     head = list(model.get_output_embeddings().parameters())
     known = {id(parameter) for parameter in (*layers.parameters(), *head)}
     tied = any(parameter is model.get_input_embeddings().weight for parameter in head)
@@ -128,19 +129,19 @@ def model_sizes(
     ends += [model.get_input_embeddings().weight] if tied else []
     size = dtype.itemsize
     linear_bytes = BYTES_PER_LINEAR_WEIGHT[quantization] if quantization else size
-    return ModelSizes(
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        embedding_bytes=_bytes_of((parameter for parameter in ends if parameter.ndim > 1), size, size),
-        layers=tuple(
+    sizes = []
+    for number, (layer, own) in enumerate(zip(layers, calls, strict=True)):
+        sublayers = parts.sublayers[2 * number : 2 * number + 2] if parts is not None else ()
+        weights = [[weight for module in one.modules for weight in module.parameters()] for one in sublayers]
+        sizes.append(
             LayerSizes(
                 sublayer_bytes=tuple(
-                    _bytes_of(parameters, size, linear_bytes, tensor)
-                    for parameters in _sublayer_parameters(layer, splits=splits)
+                    _bytes_of(each, size, linear_bytes, tensor) for each in weights or [layer.parameters()]
                 ),
                 copy_bytes=sum(
-                    _copy_bytes(block, kind, weights, dtype, tensor)
-                    for kind, block in _blocks(layer)
-                    for weights in (draft_weights if quantization is None else ())
+                    _copy_bytes(one, each, dtype, tensor)
+                    for one in sublayers
+                    for each in (draft_weights if quantization is None else ())
                 ),
                 # Ranks share the heads of a call. Each has at least one.
                 kv_bytes_per_token=bytes_per_slot(
@@ -149,8 +150,11 @@ def model_sizes(
                 ),
                 window=window_of(getattr(layer, "self_attn", None), text),
             )
-            for layer, own in zip(layers, calls, strict=True)
-        ),
+        )
+    return ModelSizes(
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        embedding_bytes=_bytes_of((parameter for parameter in ends if parameter.ndim > 1), size, size),
+        layers=tuple(sizes),
         norm_bytes=_bytes_of((parameter for parameter in ends if parameter.ndim == 1), size, size),
         head_bytes=_bytes_of(head, size, size),
         tied=tied,
@@ -160,32 +164,24 @@ def model_sizes(
 def quantised_bytes(
     config: PretrainedConfig, weights: Weights, *, dtype: torch.dtype, tensor: int = 1
 ) -> tuple[int, ...]:
-    """Return the bytes of each sublayer's quantised copy, in order, on one of `tensor` ranks of a model in `dtype`.
+    """Return the bytes of each sublayer's quantised copy, in order, on one of `tensor` ranks of a model in `dtype`;
+    nothing for a model that does not split.
 
     A sublayer whose layout has no copy counts 0. The check at load has the last word: it may leave out copies.
 
     Raises UnsupportedModelError as `model_sizes`.
     """
-    layers = _decoder_layers(_meta_model(config), config)
-    return tuple(_copy_bytes(block, kind, weights, dtype, tensor) for layer in layers for kind, block in _blocks(layer))
+    _, parts = _meta_model(config)
+    return tuple(_copy_bytes(one, weights, dtype, tensor) for one in (parts.sublayers if parts is not None else ()))
 
 
-def _blocks(layer: nn.Module) -> list[tuple[Literal["attention", "mlp"], nn.Module | None]]:
-    mlp = next((getattr(layer, name) for name in MLP_NAMES if hasattr(layer, name)), None)
-    return [("attention", getattr(layer, "self_attn", None)), ("mlp", mlp)]
-
-
-def _copy_bytes(
-    block: nn.Module | None, kind: Literal["attention", "mlp"], weights: Weights, dtype: torch.dtype, tensor: int
-) -> int:
-    """Return the bytes of a block's copy on one rank, 0 if it has none.
+def _copy_bytes(sublayer: Sublayer, weights: Weights, dtype: torch.dtype, tensor: int) -> int:
+    """Return the bytes of a sublayer's copy on one rank, 0 if it has none.
 
     Several ranks share the rows of the first matrix. The last matrix then has no copy, because ranks sum its products.
     """
-    if block is None:
-        return 0
     try:
-        first, last = matrices_of(block, kind)
+        first, last = matrices_of(sublayer.block, sublayer.kind)
         sizes = [(sum(each.out_features for each in first) // tensor, first[0].in_features)]
         if tensor == 1 and isinstance(last, nn.Linear):
             sizes.append((last.out_features, last.in_features))
@@ -203,7 +199,8 @@ def _bytes_of(parameters: Iterable[nn.Parameter], itemsize: int, linear_bytes: f
     )
 
 
-def _meta_model(config: PretrainedConfig) -> Any:
+def _meta_model(config: PretrainedConfig) -> tuple[Any, Decomposition | None]:
+    """Build the model without weights, and split it. A model that does not split decodes plainly."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # before transformers lists all its model types
         raise UnsupportedModelError(f"{config.model_type}: by this config alone, not a causal LM in transformers")
     try:
@@ -213,7 +210,10 @@ def _meta_model(config: PretrainedConfig) -> Any:
         raise UnsupportedModelError(
             f"{config.model_type}: not a causal LM that can be built: {in_one_line(error)}"
         ) from error
-    return model
+    try:
+        return model, outline(model)
+    except UnsupportedModelError:
+        return model, None
 
 
 def _decoder_layers(model: Any, config: PretrainedConfig) -> nn.ModuleList:
@@ -226,38 +226,21 @@ def _decoder_layers(model: Any, config: PretrainedConfig) -> nn.ModuleList:
 
 
 def _keys_and_values(
-    model: Any, layers: nn.ModuleList, text: PretrainedConfig
-) -> tuple[Sequence[Sequence[LayerShape]], bool]:
-    """Return the keys and values that each layer caches, one shape for each of its attention calls, and whether the
-    model splits.
+    model: Any, parts: Decomposition | None, layers: nn.ModuleList, text: PretrainedConfig
+) -> Sequence[Sequence[LayerShape]]:
+    """Return the keys and values that each layer caches, one shape for each of its attention calls.
 
     They are what the layers pass to attention, as an engine sees it when it has loaded the model. In a model that does
     not split, or that cannot run without numbers, each layer has one call with the heads that the config names.
     """
-    try:
-        found = attention_calls(model)
-        return [found[number] for number in range(len(layers))], True
-    except UnsupportedModelError:
-        splits = False
-    except (AttributeError, TypeError, KeyError, RuntimeError, ValueError):  # as a rotary embedding that rescales
-        splits = True
+    if parts is not None:
+        try:
+            return list(attention_calls(model, parts).values())
+        except (AttributeError, TypeError, KeyError, RuntimeError, ValueError):
+            pass  # as a rotary embedding that rescales
     if not getattr(text, "num_attention_heads", None):
         raise UnsupportedModelError(f"{text.model_type}: its layers have no attention heads, so no keys and values")
     num_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     usual_dim = text.hidden_size // text.num_attention_heads
     dims = [int(getattr(getattr(layer, "self_attn", None), "head_dim", None) or usual_dim) for layer in layers]
-    return [[LayerShape(num_heads, dim, dim)] for dim in dims], splits
-
-
-def _sublayer_parameters(layer: nn.Module, *, splits: bool) -> list[list[nn.Parameter]]:
-    """Return the parameters of attention and of MLP, or of the whole layer as one list if its layout is unknown or the
-    model does not split."""
-    norms = {name for name, _ in layer.named_children() if name.endswith("norm")}
-    layout = next((layout for layout in LAYOUTS if set(layout.names) == norms), None)
-    if not splits or layout is None or not hasattr(layer, "self_attn"):
-        return [list(layer.parameters())]
-    of_attention = ("self_attn", layout.pre_attention, layout.post_attention)
-    split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
-    for name, child in layer.named_children():
-        split[name not in of_attention].extend(child.parameters())
-    return list(split)
+    return [[LayerShape(num_heads, dim, dim)] for dim in dims]

@@ -66,6 +66,11 @@ class Sublayer:
         return choice != SKIP and has_weights and (self.kind == "attention" or keys_of(choice) == "all")
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """The modules in the order in which they run."""
+        return [module for module in (self.pre_norm, self.block, self.post_norm) if module is not None]
+
+    @property
     def has_experts(self) -> bool:
         """Whether the block is a mixture of experts. Its launches and matrix shapes then depend on the routing."""
         return hasattr(self.block, "experts")
