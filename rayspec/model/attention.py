@@ -7,8 +7,8 @@ ancestors, but no row of another branch.
 If the keys of a sequence are one run of slots, attention reads them in place. If they are several runs, or if rows of a
 prompt chunk attend to an earlier context, there is one call for each long run and one for the gathered short runs. The
 results are merged by the log-sum-exp of their scores. A run that several sequences share is read once for all of them.
-If results cannot be merged, or if a sliding window hides keys from rows of a chunk, the keys that lie in several runs
-are gathered into one tensor.
+If results cannot be merged, or if a sliding window hides keys, the keys that lie in several runs are gathered into one
+tensor.
 
 Rows of a draft may read few keys. These are gathered, and one call computes the attention of all such rows.
 """
@@ -31,7 +31,7 @@ from rayspec.model.few_keys import FewPages, block_tables, few_pages, reads_all
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache
 from rayspec.model.norms import Norm
 from rayspec.model.page_scores import NewestRows, newest_rows, note_pages
-from rayspec.model.rows import Path, RowSpan, Run, Runs, joined, runs_between, slots_between
+from rayspec.model.rows import Path, RowSpan, Run, Runs, runs_between, slots_between
 
 IMPLEMENTATION = "rayspec"
 # Up to this number of rows, query heads that share a key head are folded into rows: keys are read once, not per head.
@@ -329,18 +329,20 @@ class _Attention:
         gathered: Iterator[tuple[Tensor, Tensor]] = iter(())
         if few:
             pages = self._few_pages(self._index([span.context for span in few]), [span.runs for span in few])
-            slots, counts = (each[self._place_in(each)] for each in pages.slots(with_own=False))
-            gathered = zip(slots, self._masked(counts), strict=True)
+            gathered = zip(*(each[self._place_in(each)] for each in pages.slots(with_own=False)), strict=True)
         for span in self.rows.spans:
+            rows, end = slice(end, end + span.num_rows), end + span.num_rows
             if self._reads_all(span):  # the context as a row right after it sees it
                 first = max(0, span.context + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
-                seen, mask = self._slots(runs_between(span.runs, first, span.context)), None
+                slots = self._slots(runs_between(span.runs, first, span.context))
+                counts = torch.ones(span.context - first, dtype=torch.bool, device=self.query.device)
             else:
-                seen, mask = next(gathered)
-            rows, end = slice(end, end + span.num_rows), end + span.num_rows
-            own = (self.own[0][:, rows], self.own[1][:, rows])
-            context = self._keys_and_values(_Call(rows, seen))
-            output[rows] = _branches(self.query[:, rows], own, context, mask, self.kind).transpose(0, 1)
+                slots, counts = next(gathered)
+            context = self._keys_and_values(_Call(rows, slots))
+            keys, values = (torch.cat([each, own[:, rows]], 1) for each, own in zip(context, self.own, strict=True))
+            own_only = torch.eye(span.num_rows, dtype=torch.bool, device=self.query.device)
+            mask = self._masked(torch.cat([counts.expand(span.num_rows, -1), own_only], 1))
+            output[rows] = self._mixed(self.query[:, rows], keys, values, mask).transpose(0, 1)
         return output
 
     def _find_calls(self) -> _Calls:
@@ -389,27 +391,18 @@ class _Attention:
         return few_pages(budget, positions, tables, looked_at=looked_at, sliding_window=self.kind.sliding_window)
 
     def _pieces(self, span: RowSpan, paths: Sequence[Path]) -> list[Run]:
-        """Return the leading runs of the places from `_first_for_all` to the end of the context that have attention
-        calls of their own. All rows see all of them."""
-        if not self._merges or any(path.shared < span.context for path in paths):
+        """Return the leading runs of the context that have attention calls of their own. All rows see all of them."""
+        if not self._merges or self._is_windowed(span) or any(path.shared < span.context for path in paths):
             return []
-        first = self._first_for_all(span, paths)
-        context = runs_between(span.runs, first, span.context)
+        context = runs_between(span.runs, 0, span.context)
         if _is_chunk(span, paths):
-            return [] if self._is_windowed(span) else context
-        is_scattered = len(context) > 1 and any(self._is_long(run) for run in context)
-        is_last_alone = self._first_for_any(span, paths) < first
-        return context[: None if is_last_alone else -1] if is_scattered else []
+            return context
+        return context[:-1] if any(self._is_long(run) for run in context) else []
 
     def _first_for_any(self, span: RowSpan, paths: Sequence[Path]) -> int:
         """Return the first place that the sliding window shows to any row."""
         lowest = min(path.position for path in paths) if paths else span.context
         return max(0, lowest + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
-
-    def _first_for_all(self, span: RowSpan, paths: Sequence[Path]) -> int:
-        """Return the first place that the sliding window shows to all rows."""
-        highest = max(path.position for path in paths) if paths else span.end - 1
-        return max(0, highest + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
 
     def _calls_in_blocks(self, rows: slice, span: RowSpan, paths: Sequence[Path]) -> list[_Call]:
         """Return the calls of a chain, or of one row of a tree, in which every row has the bits that it has alone."""
@@ -439,24 +432,16 @@ class _Attention:
 
     def _last_call(self, rows: slice, span: RowSpan, paths: Sequence[Path], num_seen: int) -> _Call:
         """Return the call that reads all keys that the rows see, but not the first `num_seen` that all of them see."""
-        if (
-            num_seen == span.context
-            and _is_chunk(span, paths)
-            and not self._is_windowed(span)
-            and not self.kind.softcap
-        ):
+        sees_own = num_seen == span.context and not self._is_windowed(span) and not self.kind.softcap
+        if sees_own and _is_chunk(span, paths):
             return _Call(rows, None, causal=True)
         if paths and span.num_rows == 1 and not num_seen:
             return _Call(rows, self._slots_of_path(span, paths[0]))
-        first, begin = self._first_for_any(span, paths), self._first_for_all(span, paths)
-        hidden_from_some = runs_between(span.runs, first, begin)
-        rest = runs_between(span.runs, begin + num_seen, span.end)
-        slots = self._slots(joined(tuple(hidden_from_some), tuple(rest)))
+        first = num_seen or self._first_for_any(span, paths)
+        slots = self._slots(runs_between(span.runs, first, span.end))
         if span.num_rows == 1:
             return _Call(rows, slots)
-        columns = torch.arange(first, span.end, device=self.query.device)
-        columns = torch.cat([columns[: begin - first], columns[begin + num_seen - first :]])
-        return _Call(rows, slots, self._mask(span, paths, columns))
+        return _Call(rows, slots, self._mask(span, paths, torch.arange(first, span.end, device=self.query.device)))
 
     @property
     def _merges(self) -> bool:
@@ -521,9 +506,13 @@ class _Attention:
         query = self.query[:, call.rows]
         if call.causal:
             return _sdpa(query, keys, values, None, self.kind.scaling, causal=True)
+        return self._mixed(query, keys, values, call.mask)
+
+    def _mixed(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the attention of query [H, m, D] over keys [H_kv, n, D]: [H, m, D_v]. mask: as in `_Call`."""
         if query.shape[1] > _MAX_FOLDED_ROWS and not self.kind.softcap:
-            return _sdpa(query, keys, values, call.mask, self.kind.scaling)
-        mask = None if call.mask is None else call.mask.repeat(query.shape[0] // keys.shape[0], 1)
+            return _sdpa(query, keys, values, mask, self.kind.scaling)
+        mask = None if mask is None else mask.repeat(query.shape[0] // keys.shape[0], 1)
         folded = _folded(query, len(keys))
         if self.kind.softcap:
             mixed = _softcapped(folded, keys, values, mask, self.kind.scaling, self.kind.softcap)
@@ -625,33 +614,6 @@ def _seen_in_tree(paths: Sequence[Path], columns: Tensor, sliding_window: int | 
     where = torch.tensor(own, device=device).T
     seen[where[0], where[1]] = True
     return seen
-
-
-def _branches(
-    query: Tensor,
-    own: tuple[Tensor, Tensor],
-    context: tuple[Tensor, Tensor],
-    mask: Tensor | None,
-    kind: AttentionKind,
-) -> Tensor:
-    """Return the attention of rows that each see the shared context and themselves: [H, m, D_v].
-
-    query: [H, m, D]; own: keys [H_kv, m, D] and values [H_kv, m, D_v] of the rows; context: those of n keys, with mask
-    [n] as in `_Call`.
-    """
-    num_kv_heads, num_rows, _ = own[0].shape
-    folded = query.reshape(num_kv_heads, -1, num_rows, query.shape[-1])
-    with_context = folded.flatten(1, 2) @ context[0].transpose(1, 2)
-    with_own = (folded * own[0][:, None]).sum(-1).reshape(num_kv_heads, -1, 1)
-    scores = torch.cat([with_context, with_own], -1).float() * kind.scaling
-    if kind.softcap:
-        scores = torch.tanh(scores / kind.softcap) * kind.softcap
-    if mask is not None:
-        scores[..., :-1] += mask
-    weights = torch.softmax(scores, -1).to(own[1].dtype)
-    mixed = (weights[..., :-1] @ context[1]).reshape(num_kv_heads, -1, num_rows, own[1].shape[-1])
-    mixed = mixed + weights[..., -1:].reshape(num_kv_heads, -1, num_rows, 1) * own[1][:, None]
-    return mixed.reshape(query.shape[0], num_rows, own[1].shape[-1])
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)

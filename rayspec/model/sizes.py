@@ -136,7 +136,7 @@ def model_sizes(
         sizes.append(
             LayerSizes(
                 sublayer_bytes=tuple(
-                    _bytes_of(each, size, linear_bytes, tensor) for each in weights or [layer.parameters()]
+                    _bytes_of(each, size, linear_bytes, tensor) for each in weights or [list(layer.parameters())]
                 ),
                 copy_bytes=sum(
                     _copy_bytes(one, each, dtype, tensor)
