@@ -55,7 +55,7 @@ FLOORS = (
     Floor(name="rayspec.prompts", below=BASEMENT, only=frozenset()),
     Floor(name="rayspec.config", below=BASEMENT, only=frozenset({"pydantic", "typing_extensions"})),
     Floor(name="rayspec.generation", below=BASEMENT, only=frozenset({"pydantic"})),
-    Floor(name="rayspec.planning", below=PLANNING, only=frozenset({"msgspec", "numpy", "typing_extensions"})),
+    Floor(name="rayspec.planning", below=PLANNING, only=frozenset({"msgspec", "numpy", "scipy", "typing_extensions"})),
     Floor(name="rayspec.model", below=MODEL, without=NO_RAY),
     Floor(name="rayspec.decode", below=DECODE, without=NO_RAY),
     Floor(name="rayspec.strategies", below=STRATEGIES, without=NO_RAY),

@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayspec.choices import FULL, SKIP, Choice, combinations, weights_of
-from rayspec.planning.least_squares import independent_columns, robust_relative_fit
 from rayspec.types import RayspecError
 
 Floats = NDArray[np.float64]
@@ -29,6 +28,8 @@ Floats = NDArray[np.float64]
 FORMAT = "rayspec-latency-3"
 HEAD, OVERHEAD, ROUND, WAKE = "head", "overhead", "round", "wake"
 _FAR = 4096  # tokens of context
+_NUM_REWEIGHTINGS = 12
+_OUTLIER_FLOOR = 1e-3  # relative errors below this count alike
 _CHOICES = combinations(("int8", "int4", "window", "pages"))
 
 
@@ -91,9 +92,7 @@ class Curve:
             columns += [
                 column[:, None] for column in (batch - 1, several * (batch - 1), batch * context, rows * context)
             ]
-        matrix = np.concatenate(columns, axis=1).astype(np.float64)
-        matrix[:, ~independent_columns(matrix)] = 0.0  # what the measurements cannot separate is left to base
-        found = robust_relative_fit(matrix, seconds)
+        found = _robust_fit(np.concatenate(columns, axis=1).astype(np.float64), seconds)
         names = ("sequence_s", "masked_s", "kv_s", "score_s")
         return cls(
             rows=tuple(int(count) for count in knots),
@@ -328,6 +327,27 @@ class _Saved(msgspec.Struct):
     format: str
     key: dict[str, Any]
     model: msgspec.Raw
+
+
+def _robust_fit(matrix: Floats, target: Floats) -> Floats:
+    """Return an x >= 0 that makes the relative errors of matrix x against target > 0 small; outliers hardly count.
+
+    The method is least absolute deviations by iterative reweighting: each row is scaled by the inverse square root of
+    its last error. A column that depends linearly on the columns before it gets 0.
+    """
+    from scipy.optimize import nnls  # noqa: PLC0415 (the import takes a third of a second; a saved profile needs none)
+
+    relative = matrix / target[:, None]
+    norms = np.linalg.norm(relative, axis=0)
+    scale = np.where(norms > 0, norms, 1.0)
+    scaled = relative / scale
+    ranks = [0, *(int(np.linalg.matrix_rank(scaled[:, : count + 1])) for count in range(scaled.shape[1]))]
+    scaled[:, np.diff(ranks) == 0] = 0.0
+    weight = np.ones(len(target))
+    for _ in range(_NUM_REWEIGHTINGS + 1):
+        solution, _ = nnls(scaled * weight[:, None], weight)
+        weight = 1.0 / np.sqrt(np.maximum(np.abs(scaled @ solution - 1.0), _OUTLIER_FLOOR))
+    return np.asarray(solution / scale)
 
 
 def _several(rows: Floats | float, batch: Floats | float) -> Floats:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from rayspec.choices import FULL, SKIP, Choice
 from rayspec.decode.profile import _grid
 from rayspec.planning.latency import Curve, LatencyModel, Measurement, StaleProfileError, kind_of
-from rayspec.planning.least_squares import independent_columns, nonnegative_least_squares
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 BASE = {"attention": 90e-6, "mlp": 300e-6, "head": 150e-6}
@@ -137,14 +136,6 @@ def test_whatever_an_arena_lets_measure_gives_a_curve(seed: int, num_slots: int,
         assert np.isfinite(seconds)
         assert seconds <= curve.seconds(rows=2 * rows, context=context, batch=batch)
         assert seconds <= curve.seconds(rows=rows, context=context + 1000, batch=batch)
-
-
-@given(st.integers(0, 10**6))
-def test_columns_that_say_nothing_new_are_found(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    new = rng.normal(size=(9, 3))
-    matrix = np.stack([new[:, 0], 3 * new[:, 0], np.zeros(9), new[:, 1], new[:, 0] - new[:, 1], new[:, 2]], axis=1)
-    assert independent_columns(matrix).tolist() == [True, False, False, True, False, True]
 
 
 @given(
@@ -294,14 +285,3 @@ def test_save_and_load(tmp_path: Path) -> None:
             LatencyModel.load(path, KEY)
     with pytest.raises(FileNotFoundError):
         LatencyModel.load(tmp_path / "none.json", KEY)
-
-
-@given(st.integers(0, 10**6))
-def test_nonnegative_least_squares_is_optimal(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    matrix, target = rng.normal(size=(12, 5)), rng.normal(size=12)
-    solution = nonnegative_least_squares(matrix, target)
-    gradient = matrix.T @ (matrix @ solution - target)
-    assert (solution >= 0).all()
-    assert (gradient > -1e-7).all()
-    assert np.abs(gradient * solution).max() < 1e-7
