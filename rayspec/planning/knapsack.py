@@ -17,16 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.choices import FULL, SKIP, Choice
-from rayspec.planning.learning import BAND
+from rayspec.choices import FULL, SKIP, Choice, combined, weights_of
+from rayspec.planning.learning import BAND, CHEAPER_COST
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Codes = NDArray[np.int8]
 
-ROUNDING_TOLERANCE = 0.05  # share of the total time by which quantize() may be wrong
-MAX_REFINEMENT = 32
-SCALE_STEP = 1.02
+UNITS = 4096  # of saved time, in the time of all sublayers in full; `solve` bounds its states itself
 
 
 class Expansion(Protocol):
@@ -76,21 +74,6 @@ class _Batch:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Menu:
-    """The choices of a sublayer, `full` first and `skip` last; the code of each, and the units that it saves."""
-
-    choices: tuple[Choice, ...]
-    codes: Codes
-    savings: Ints
-
-    @classmethod
-    def of(cls, savings: Mapping[Choice, int], code_of: Mapping[Choice, int]) -> _Menu:
-        choices = tuple(sorted({FULL, *savings}, key=lambda choice: code_of[choice]))
-        codes = np.asarray([code_of[choice] for choice in choices], np.int8)
-        return cls(choices, codes, np.asarray([savings.get(choice, 0) for choice in choices], np.int64))
-
-
 def solve(
     savings: Sequence[Mapping[Choice, int]],
     expansion: Expansion,
@@ -115,25 +98,26 @@ def solve(
     at equal saved time: it is taken only where the state becomes more similar and another sublayer saves time.
     """
     names = _names(savings)
-    menus = _menus(savings, names)
-    low, high = _limits(menus, max_saved, band)
+    menus = [[choice for choice in names if choice == FULL or choice in each] for each in savings]
+    gains = [np.asarray([each.get(choice, 0) for choice in menu]) for each, menu in zip(savings, menus, strict=True)]
+    low, high = _limits(gains, max_saved, band)
     # A row of the dynamic program: the states after a sublayer, by rising saved time. State 0 has saved nothing and is
     # never dropped.
     batch, saved = _Batch(expansion.start(), 1), np.zeros(1, np.int64)
     similarity = np.ones(1)
     codes: Codes = np.zeros((1, len(menus)), np.int8)  # [num_states, num_sublayers]: the choices made
-    for sublayer, menu in enumerate(menus):
-        grown = saved + menu.savings[:, None]
+    for sublayer, (menu, gain) in enumerate(zip(menus, gains, strict=True)):
+        grown = saved + gain[:, None]
         admitted = (grown >= low[sublayer]) & (grown <= high[sublayer])
         admitted[0, 0] = True
         option, source = np.nonzero(admitted)  # of each new state, choice by choice
-        parents = {choice: source[option == position] for position, choice in enumerate(menu.choices)}
-        batch = _grow_cheaply(sublayer, batch, parents, expansion)
+        parents = {choice: source[option == position] for position, choice in enumerate(menu)}
+        batch = _grow(sublayer, batch, parents, expansion, cheaply=True)
         saved = grown[admitted]
         similarity = np.asarray(expansion.similarity(sublayer, batch.states), float)
         kept = _kept(saved, similarity, min_similarity, max_states, drop_dominated)
         codes = codes[source[kept]]
-        codes[:, sublayer] = menu.codes[option[kept]]
+        codes[:, sublayer] = np.asarray([names.index(choice) for choice in menu])[option[kept]]
         batch, saved, similarity = _take([batch], kept, expansion), saved[kept], similarity[kept]
         expansion.keep([batch.states])
     found = zip(codes.tolist(), saved.tolist(), similarity.tolist(), strict=True)
@@ -158,72 +142,36 @@ def follow(choice_patterns: Sequence[Sequence[Choice]], expansion: Expansion) ->
             parents[choice] = np.unique(rows[made])
             row_of[made] = num_rows + np.searchsorted(parents[choice], rows[made])
             num_rows += len(parents[choice])
-        batch = _grow(sublayer, batch, parents, expansion)
+        batch = _grow(sublayer, batch, parents, expansion, cheaply=False)
     return _take([batch], row_of, expansion).states
 
 
-def count_rows(
-    savings: Sequence[Mapping[Choice, int]],
-    *,
-    max_saved: int,
-    max_states: int,
-    band: float | None = BAND,
-) -> list[int]:
-    """Return the most states that `solve` can run through each sublayer, to predict the search time in advance."""
-    menus = _menus(savings, _names(savings))
-    reachable, counts = 1, []  # bit w: a state that saves w is reachable
-    for menu, least, most in zip(menus, *map(np.ndarray.tolist, _limits(menus, max_saved, band)), strict=True):
-        counts.append(min(max_states, reachable.bit_count()))
-        admitted = ((1 << (most + 1)) - 1) >> least << least
-        grown = 1
-        for saved in menu.savings:
-            grown |= reachable << int(saved) & admitted
-        reachable = grown
-    return counts
-
-
-def quantize(seconds: Sequence[Mapping[Choice, float]], resolution: int) -> list[dict[Choice, int]]:
-    """Return savings for `solve`, in units of total / resolution or finer, where total is the seconds of all in full.
+def quantize(seconds: Sequence[Mapping[Choice, float]]) -> list[dict[Choice, int]]:
+    """Return savings for `solve`, in units of total / UNITS, where total is the seconds of all in full.
 
     seconds: for each sublayer, the seconds of each choice, `full` included. Each saving is rounded to the nearest unit,
     so a skip may save 0. Consider offloaded sublayers that take 800 times as long: rounding the others up to 1 would
-    make them half of the budget, although they take a thousandth of the time. For the same reason there is no cap.
-    Where rounding could be wrong by more than 5 % of the time (a deep model has more sublayers than units), the unit is
-    made finer, by a factor of at most 32; `solve` bounds its states itself.
+    overstate them.
 
-    The result leaves out `full` and choices that are not faster. It also leaves out choices other than `skip` that save
-    less than half a unit, because trying these would cost more than they can save.
+    The result leaves out `full`, and choices that are not faster. A choice other than `skip` must take less than
+    CHEAPER_COST of the time in full, and of the time with the same weights and all keys: trying others would cost more
+    than they can save.
     """
     total = float(sum(costs[FULL] for costs in seconds))
-    shares = [
-        {choice: (costs[FULL] - cost) / total for choice, cost in costs.items() if cost < costs[FULL]}
-        for costs in seconds
-    ]
-    units = _units(shares, resolution)
-    rounded = [{choice: round(share * units) for choice, share in each.items()} for each in shares]
-    return [{choice: saved for choice, saved in each.items() if saved or choice == SKIP} for each in rounded]
+    savings: list[dict[Choice, int]] = [{} for _ in seconds]
+    for saved, costs in zip(savings, seconds, strict=True):
+        for choice, cost in costs.items():
+            units = round(UNITS * (costs[FULL] - cost) / total) if total else 0
+            with_all_keys = combined(weights_of(choice), "all")
+            slower_s = costs[FULL if with_all_keys == choice else with_all_keys]
+            if (choice == SKIP and cost < costs[FULL]) or (units > 0 and cost < CHEAPER_COST * slower_s):
+                saved[choice] = units
+    return savings
 
 
-def _units(shares: Sequence[Mapping[Choice, float]], resolution: int) -> float:
-    """Return the number of units per total with the least rounding error, or the first number whose error is small
-    enough. The error is that of the worst case: each sublayer takes the choice whose saving is rounded most."""
-    exact = np.zeros((len(shares), max(map(len, shares), default=0)))
-    for row, each in zip(exact, shares, strict=True):
-        row[: len(each)] = list(each.values())
-    best = units = float(resolution)
-    best_error = np.inf
-    while units <= MAX_REFINEMENT * resolution and best_error > ROUNDING_TOLERANCE:
-        scaled = exact * units
-        error = float(np.abs(np.rint(scaled) - scaled).max(axis=1, initial=0.0).sum()) / units
-        if error < best_error:
-            best, best_error = units, error
-        units *= SCALE_STEP
-    return best
-
-
-def _limits(menus: Sequence[_Menu], max_saved: int, band: float | None) -> tuple[Ints, Ints]:
+def _limits(gains: Sequence[Ints], max_saved: int, band: float | None) -> tuple[Ints, Ints]:
     """Return the least and the most units that a state may have saved after each sublayer."""
-    decided = np.cumsum([menu.savings.max() for menu in menus], dtype=np.int64)
+    decided = np.cumsum([gain.max() for gain in gains], dtype=np.int64)
     total = int(decided[-1]) if len(decided) else 0
     low, high = np.zeros_like(decided), np.full_like(decided, max_saved)
     if band is not None and total > 0:
@@ -246,35 +194,32 @@ def _kept(saved: Ints, similarity: Floats, min_similarity: float, max_states: in
     return alive[_thin(saved[alive], similarity[alive], max_states)] if len(alive) > max_states else alive
 
 
-def _grow_cheaply(sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion) -> _Batch:
-    """Grow as `_grow` does, but run every state once, in full, and derive the other choices from that."""
-    running = np.unique(np.concatenate([rows for choice, rows in parents.items() if choice != SKIP]))
-    ran = _Batch(expansion.run(sublayer, FULL, _take([batch], running, expansion).states), len(running))
-    grown = []
+def _grow(
+    sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion, *, cheaply: bool
+) -> _Batch:
+    """Return the states after each choice: for each, its rows `parents` of the batch. `skip` comes last.
+
+    cheaply: run every state once, in full, and derive the other choices from that.
+    """
+    running, held = np.zeros(0, np.int64), [batch]
+    if cheaply:
+        running = np.unique(np.concatenate([rows for choice, rows in parents.items() if choice != SKIP]))
+        in_full = expansion.run(sublayer, FULL, _take([batch], running, expansion).states)
+        held.append(_Batch(in_full, len(running)))
+    grown: list[_Batch] = []
     for choice, rows in parents.items():
         if choice == SKIP or not len(rows):
             continue
-        states = _take([ran], np.searchsorted(running, rows), expansion).states
-        grown.append(_Batch(states if choice == FULL else expansion.vary(sublayer, choice, states), len(rows)))
-        expansion.keep([one.states for one in (batch, ran, *grown)])
-    return _with_skipped(grown, batch, parents, expansion)
-
-
-def _grow(sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion) -> _Batch:
-    """Return the states after each choice: for each, its rows `parents` of the batch. `skip` comes last."""
-    ran: list[_Batch] = []
-    for choice, rows in parents.items():
-        if choice != SKIP and len(rows):
-            ran.append(_Batch(expansion.run(sublayer, choice, _take([batch], rows, expansion).states), len(rows)))
-            expansion.keep([one.states for one in (batch, *ran)])
-    return _with_skipped(ran, batch, parents, expansion)
-
-
-def _with_skipped(ran: Sequence[_Batch], batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion) -> _Batch:
-    """Return the states that ran, followed by the rows of the batch that skip the sublayer."""
-    num_ran = sum(each.size for each in ran)
-    index = np.append(np.arange(num_ran), num_ran + parents.get(SKIP, np.zeros(0, np.int64)))
-    merged = _take([*ran, batch], index, expansion)
+        if cheaply:
+            states = _take(held[1:], np.searchsorted(running, rows), expansion).states
+            states = states if choice == FULL else expansion.vary(sublayer, choice, states)
+        else:
+            states = expansion.run(sublayer, choice, _take([batch], rows, expansion).states)
+        grown.append(_Batch(states, len(rows)))
+        expansion.keep([one.states for one in (*held, *grown)])
+    num_grown = sum(each.size for each in grown)
+    index = np.append(np.arange(num_grown), num_grown + parents.get(SKIP, np.zeros(0, np.int64)))
+    merged = _take([*grown, batch], index, expansion)
     expansion.keep([merged.states])
     return merged
 
@@ -322,8 +267,3 @@ def _names(used: Sequence[Mapping[Choice, object]]) -> tuple[Choice, ...]:
     """Return all choices in use: full first, skip last. The position of a choice is its code."""
     others = dict.fromkeys(choice for each in used for choice in each if choice not in (FULL, SKIP))
     return (FULL, *others, SKIP)
-
-
-def _menus(savings: Sequence[Mapping[Choice, int]], names: Sequence[Choice]) -> list[_Menu]:
-    code_of = {choice: code for code, choice in enumerate(names)}
-    return [_Menu.of(each, code_of) for each in savings]

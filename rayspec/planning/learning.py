@@ -43,8 +43,8 @@ NUM_ERRORS = 3.0
 # Minimum tokens of one sequence between two searches, and the bound for it after searches that changed nothing.
 COOLDOWN_TOKENS = 64
 MAX_PATIENCE_TOKENS = 16384
-# Attention to few keys is a choice only if it takes less than this share of the time with all keys.
-FEW_KEYS_COST = 0.9
+# A cheaper way to run a sublayer is a choice only if it takes less than this share of the time.
+CHEAPER_COST = 0.9
 # Width of the band of saved times in which the search keeps states, as a share of the most time that can be saved.
 BAND = 0.2
 

@@ -6,13 +6,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.choices import FULL, SKIP, Choice, Choices, combined, keys_of, nearest, num_leading_full, weights_of
+from rayspec.choices import FULL, SKIP, Choice, Choices, nearest, num_leading_full
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, Knapsack
 from rayspec.decode.strategy import Ask, BatchState
@@ -25,10 +23,9 @@ from rayspec.planning.acceptance import (
     shrink,
     tokens_per_time,
 )
-from rayspec.planning.knapsack import count_rows, quantize
+from rayspec.planning.knapsack import quantize
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import (
-    FEW_KEYS_COST,
     FIRST_OFFSET,
     FIRST_SEARCH_SHARE,
     ROUNDS_TO_REVIEW,
@@ -43,12 +40,12 @@ from rayspec.types import Plan, PlanRecord, no_draft
 
 logger = logging.getLogger(__name__)
 
-# Limits of the search. Budgets are saved time in units of total / resolution.
-_RESOLUTION = 128
+# Limits of the search.
 _MAX_STATES = 16  # states kept a row; more is finer and slower
 _MIN_COSINE = 0.5  # states less similar to the target are dropped
 _MAX_SKIPPED_SHARE = 0.75  # of the model's time
 
+_MAX_REFUSALS = 4  # after which the rounds until the next pricing of a search no longer double
 _CONTEXT_GRID = 64  # tokens; predicted rates are cached in steps of this many, since they change little between
 
 
@@ -106,11 +103,11 @@ class KnapSpec:
         # Searches.
         self._spent_s = 0.0
         self._trigger = trigger or Trigger()
-        self._rounds_to_price = 0
+        self._rounds_to_price = self._num_refused = 0
+        self._num_in_vain = 0  # searches in a row that found no plan
         self._question: Knapsack | None = None  # of the search that waits for captured tokens or is under way
         self._reason = ""  # of this search
         self._asked: Future[Answer] | None = None
-        self._is_provisional = False  # the known candidates are those of a smaller search
 
     @property
     def wants_captures(self) -> bool:
@@ -195,7 +192,8 @@ class KnapSpec:
         if self._asked is not None and self._asked.done():
             return self._conclude(state, self._asked)
         if self._rounds_to_review <= 0 and self._candidates:
-            self._rounds_to_review = ROUNDS_TO_REVIEW
+            # Without drafts, only another context or batch can change the choice.
+            self._rounds_to_review = ROUNDS_TO_REVIEW * (1 if self.plan.drafts else 4)
             self._rates.clear()
             best = self._best_known(state).candidate
             if (None if best is None else self._candidates[best]) is not self._in_use:
@@ -212,26 +210,19 @@ class KnapSpec:
         ]
 
     def question(self, state: BatchState) -> Knapsack:
-        """Return the question of a search. A draft may save all weight transfers and a share of the compute. Left out
-        are choices of few keys that save almost nothing, as the context may be shorter than the keys they read."""
+        """Return the question of a search. A draft may save all weight transfers and a share of the compute."""
         latency = self._latency
         rows, context, batch = state.batch, state.context, state.batch
-        costs = []  # seconds of each sublayer in a draft step, by choice
-        for index in range(len(latency.sublayers)):
-            seconds = {
-                choice: latency.sublayer_s(index, rows=rows, context=context, batch=batch, choice=choice)
-                for choice in latency.choices_of(index)
-                if choice in self._options.draft_choices
-            }
-            all_keys = {choice: seconds[combined(weights_of(choice), "all")] for choice in seconds}
-            costs.append(
-                {
-                    choice: cost
-                    for choice, cost in seconds.items()
-                    if keys_of(choice) == "all" or cost < FEW_KEYS_COST * all_keys[choice]
+        known: dict[tuple[str, float], dict[Choice, float]] = {}  # seconds in a draft step, by choice; alike sublayers
+        alike = list(zip(latency.sublayers, latency.transfer_s, strict=True))
+        for index, kind in enumerate(alike):
+            if kind not in known:
+                known[kind] = {
+                    choice: latency.sublayer_s(index, rows=rows, context=context, batch=batch, choice=choice)
+                    for choice in latency.choices_of(index)
+                    if choice in self._options.draft_choices
                 }
-            )
-        savings = quantize(costs, _RESOLUTION)
+        savings = quantize([known[kind] for kind in alike])
         total = sum(each.get(SKIP, 0) for each in savings)
         total_s = float(latency.sublayers_s(rows=rows, context=context, batch=batch).sum())
         computing_share = 1 - sum(latency.transfer_s) / total_s
@@ -245,40 +236,31 @@ class KnapSpec:
         )
 
     def _consider_search(self, state: BatchState, share: float) -> None:
-        """Set the question of a search that is due and that the budget allows. It stays for ROUNDS_TO_REVIEW rounds,
-        because predicting the cost of a search takes a good part of a small model's step.
-
-        If all of the outstanding time, not only `share`, is too little for the whole first search, the first search
-        may be a smaller one. A whole search follows if it can, as a part of the same investment.
-        """
+        """Set the question of a search that is due and that the budget allows. It stays for ROUNDS_TO_REVIEW rounds. So
+        does a refusal, and each further refusal in a row stays twice as long: making a question takes a good part of a
+        small model's step."""
         self._rounds_to_price -= 1
         if self._rounds_to_price > 0:
             return
         self._question, reason = None, self._trigger.reason(context=state.context, batch=state.batch)
-        if reason is None and self._is_provisional:
-            reason = "the first search was a smaller one"
         if reason is None:
             return
-        self._rounds_to_price, self._reason = ROUNDS_TO_REVIEW, reason
-        whole = self.question(state)
-        if self._allows(whole, state, share):
-            self._question = whole
-        elif not self._spent_s and not self._allows(whole, state, 1.0) and self._allows(smaller(whole), state, share):
-            self._question = smaller(whole)
-
-    def _allows(self, question: Knapsack, state: BatchState, share: float) -> bool:
-        """Whether the budget allows a search, if it counts this share of the time: of the elapsed time and of the time
-        that the outstanding work takes without a draft. A search must fit by its predicted cost, in advance, so the
-        first search can come early, while a better plan still pays back."""
+        self._rounds_to_price = ROUNDS_TO_REVIEW * 2 ** min(self._num_refused, _MAX_REFUSALS)
+        self._num_refused += 1
         step_s = self._latency.decode_step_s(context=state.context, batch=state.batch)
         work_s = share * state.num_outstanding_tokens * step_s / state.batch
-        cost_s = self._spent_s + self._search_cost_s(question, state.context)
-        if cost_s <= self._options.optimise_share * (share * state.elapsed_s + work_s):
-            return True
-        if self._options.optimise_share == 0 or (self._spent_s and not self._is_provisional):
-            return False
-        # The first searches are an investment: they may take a share of the time that their plan is expected to save.
-        return cost_s <= FIRST_SEARCH_SHARE * work_s * (1 - 1 / self._gain_to_expect(state, question))
+        cost_s = self._spent_s + self._search_cost_s(state)
+        # After searches in vain, later ones get less and less of the time.
+        budget_s = self._options.optimise_share * (share * state.elapsed_s + work_s) / 2**self._num_in_vain
+        # The first search may take a share of the time that its plan is expected to save: it can come early, while the
+        # plan still pays back.
+        is_first = not self._spent_s and self._options.optimise_share > 0
+        if cost_s <= budget_s or (is_first and cost_s <= FIRST_SEARCH_SHARE * work_s):
+            question = self.question(state)
+            saved_share = 1 - 1 / self._gain_to_expect(state, question) if cost_s > budget_s else 0.0
+            if cost_s <= max(budget_s, FIRST_SEARCH_SHARE * work_s * saved_share):
+                self._question, self._reason, self._num_refused = question, reason, 0
+                self._rounds_to_price = ROUNDS_TO_REVIEW
 
     def _gain_to_expect(self, state: BatchState, question: Knapsack) -> float:
         """Return the predicted gain of the fastest draft that a search may find, if it agrees with the target on all
@@ -287,20 +269,16 @@ class KnapSpec:
         acceptance = shrink(question.num_tokens, question.num_tokens, 0.5)
         return self._best(state, drafts, [acceptance] * len(drafts)).predicted_gain
 
-    def _search_cost_s(self, question: Knapsack, context: float) -> float:
-        """Return the predicted seconds of a search: the states that run in full, and the captured tokens by every other
-        choice and by every pattern that is always tried."""
-        num_tokens = question.num_tokens
-        num_states = count_rows(question.savings, max_saved=question.max_saved, max_states=question.max_states)
-        seconds = partial(self._latency.sublayer_s, context=context, batch=num_tokens)
-        pass_seconds = partial(self._latency.sublayers_s, rows=num_tokens, context=context, batch=num_tokens)
-        states_s = sum(seconds(index, rows=count * num_tokens) for index, count in enumerate(num_states))
-        choices_s = sum(
-            seconds(index, rows=num_tokens, choice=choice)
-            for index, each in enumerate(question.savings)
-            for choice in each
+    def _search_cost_s(self, state: BatchState) -> float:
+        """Return the most seconds that a search takes: all states run in full, and the captured tokens by each choice
+        twice, once for all states and once for the draft that makes this choice everywhere."""
+        num_tokens, context = self._options.num_tap_tokens, state.context
+        num_cheaper = len({*self._latency.choices_of(0)} & {*self._options.draft_choices} - {FULL, SKIP})
+        states_s, choice_s = (
+            self._latency.verify_s(rows=rows * num_tokens, context=context, batch=num_tokens)
+            for rows in (_MAX_STATES, 1)
         )
-        return states_s + choices_s + sum(float(pass_seconds(choices=choices).sum()) for choices in question.also)
+        return states_s + 2 * num_cheaper * choice_s
 
     def _conclude(self, state: BatchState, asked: Future[Answer]) -> PlanRecord | None:
         """Replace the known candidates by those of a search, keep the one in use, and choose the best. A cancelled
@@ -325,8 +303,9 @@ class KnapSpec:
             if all(one.choices != previous.choices for one in self._candidates):
                 self._candidates.append(previous)
         self._spent_s += found.seconds
-        self._is_provisional = found.num_tokens < self._options.num_tap_tokens
-        return self._decide(state, self._reason, found.seconds)
+        record = self._decide(state, self._reason, found.seconds)
+        self._num_in_vain = 0 if self.plan.drafts else self._num_in_vain + 1
+        return record
 
     def _best_known(self, state: BatchState) -> Decision:
         drafts = [candidate.choices for candidate in self._candidates]
@@ -391,10 +370,3 @@ def fastest_draft(savings: Sequence[Mapping[Choice, int]], max_saved: int) -> Ch
         if 0 < saved <= left:
             choices[index], left = SKIP, left - saved
     return tuple(choices)
-
-
-def smaller(question: Knapsack) -> Knapsack:
-    """Return the question with half of the tokens and half of the states, so about a quarter of the work."""
-    return msgspec.structs.replace(
-        question, num_tokens=-(-question.num_tokens // 2), max_states=max(question.max_states // 2, 2)
-    )
