@@ -18,11 +18,11 @@ from typing import Any, TypeAlias
 import rayspec
 from rayspec.batch.document_task import DocumentTask, PromptBuilder, summary_prompt
 from rayspec.batch.documents import input_row
-from rayspec.batch.feeding import completing
+from rayspec.batch.job import completing
 from rayspec.batch.long_documents import LongDocumentOptions
-from rayspec.batch.ray_backend import dataset_of, quieten, reading, rows_of
-from rayspec.batch.row_engine import RowEngineFactory
-from rayspec.batch.rows import Row
+from rayspec.batch.ray_backend import RayBackend, quieten, reading
+from rayspec.batch.rows import Row, RowEngineFactory
+from rayspec.batch.scan import Source
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.result import markdown_table
 from rayspec.bench.run import engine_config, model_folder
@@ -152,7 +152,9 @@ def _by_llm(llm: rayspec.LLM, prompts: PromptBuilder, documents: Sequence[Row]) 
 
 def _through_ray_data(pool: EnginePool, documents: Sequence[Row], num_wanted: int) -> Iterator[Row]:
     """Complete documents in an engine's actor, while Ray Data reads the rows, as in a job."""
-    with completing(pool.submit, rows_of(dataset_of(documents)), num_wanted=num_wanted) as rows:
+    backend, source = RayBackend(), Source(rows=documents)
+    read = backend.rows(source, backend.scan(source).rows, "input")
+    with completing(pool.submit, read, num_wanted=num_wanted) as rows:
         yield from rows
 
 

@@ -20,9 +20,10 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-from rayspec.batch.job import CONFIG_NAME, Job, Source
+from rayspec.batch.job import CONFIG_NAME, Job
 from rayspec.batch.ray_backend import RayBackend
 from rayspec.batch.rows import Row
+from rayspec.batch.scan import Source
 from rayspec.bench.result import markdown_table
 from rayspec.command.environment import describe_environment
 from rayspec.command.settings import Settings

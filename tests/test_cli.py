@@ -117,7 +117,7 @@ def test_a_run_that_is_repeated_does_the_rows_that_are_left_and_its_output_is_no
     assert "going on with a run that has 2 rows" in again.stderr
     assert "4 rows (2 of an earlier run), 6 tokens" in again.stdout
     assert read_rows(tmp_path / "out.jsonl").keys() == {row["id"] for row in rows}
-    monkeypatch.setattr("rayspec.batch.row_engine.load_llm", pytest.fail)
+    monkeypatch.setattr("rayspec.batch.rows.load_llm", pytest.fail)
     assert run(*arguments).exit_code == 0
     other = run(*arguments, "--temperature", "0.5")
     assert "sampling.temperature was 0.0 and is 0.5: choose another folder, or pass --overwrite" in other.stderr

@@ -20,11 +20,12 @@ from typing import Any
 from unittest.mock import patch
 
 import rayspec
-from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import DocumentTask
+from rayspec.batch.documents import Columns
 from rayspec.batch.in_process import LocalBackend
 from rayspec.batch.input_files import find_files
-from rayspec.batch.job import Backend, Job, Source
+from rayspec.batch.job import Job
+from rayspec.batch.scan import Source
 from rayspec.command.loading import load_llm
 from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig, SamplingParams
@@ -34,7 +35,7 @@ _LOCAL = ("LocalPool.submit", "Engine.add", "RoundPlanner.plan", "SequenceState.
 _ON_RAY = ("EnginePool.submit", "RunFolder.add")
 
 
-def route(backend: Backend, marks: Sequence[str], folder: Path) -> dict[str, str]:
+def route(backend: LocalBackend, marks: Sequence[str], folder: Path) -> dict[str, str]:
     """Run the job, and return the phase of each file. marks: the methods whose calls, in this order, end phases."""
     files: dict[str, str] = {}
     phases = ["reading", *("sending", "prefill", "decoding")[: len(marks) - 1]]
@@ -53,7 +54,7 @@ def route(backend: Backend, marks: Sequence[str], folder: Path) -> dict[str, str
     task, output = DocumentTask(settings=settings, template="{text}"), str(folder / "out")
     job = Job(backend=backend, task=task, output=output, name="texts", title="Texts", text_column="text")
     source = Source(inputs=find_files([str(folder / "in.jsonl")]), columns=Columns(text="text"))
-    with load_llm(engine) as llm, patch("rayspec.batch.row_engine.load_llm", lambda config: llm):
+    with load_llm(engine) as llm, patch("rayspec.batch.rows.load_llm", lambda config: llm):
         threading.setprofile(note)
         sys.setprofile(note)
         job.run(source)

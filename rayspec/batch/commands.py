@@ -11,15 +11,15 @@ import typer
 from pydantic import Field
 from rich.table import Table
 
-from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
-from rayspec.batch.documents import input_row
+from rayspec.batch.documents import Columns, input_row
 from rayspec.batch.in_process import LocalBackend
 from rayspec.batch.input_files import KNOWN_TYPES, InputFiles, find_files
-from rayspec.batch.job import Backend, Job, JobOptions, Source
+from rayspec.batch.job import Job, JobOptions
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import DOCUMENT_HEADINGS
 from rayspec.batch.run_folder import MANIFEST, output_places
+from rayspec.batch.scan import Source
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import clean_exit, error_console, output_console
 from rayspec.config import SamplingParams
@@ -150,8 +150,8 @@ def openai_batch(
         )
         report = job.run(Source(rows=requests, refused=refused))
         folder = output_places(output, options.format)[0]
-        output_console().print(f"{report.tally}\n{OUTPUT_NAME} and {ERRORS_NAME} are in {folder}", soft_wrap=True)
-    raise typer.Exit(report.tally.exit_code(accepts_failed=options.accept_failed_rows))
+        output_console().print(f"{report}\n{OUTPUT_NAME} and {ERRORS_NAME} are in {folder}", soft_wrap=True)
+    raise typer.Exit(report.exit_code(accepts_failed=options.accept_failed_rows))
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -187,7 +187,7 @@ def _run_documents(
         text_column=text_column,
     )
     report = job.run(source)
-    table = Table(title=str(report.tally), title_justify="left")
+    table = Table(title=str(report), title_justify="left")
     for heading in DOCUMENT_HEADINGS:
         text = heading in {"id", "error"}
         table.add_column(heading, justify="left" if text else "right", no_wrap=text)
@@ -198,10 +198,10 @@ def _run_documents(
     folder, file, _ = output_places(output, None)
     where = f"rows are in {file}, report and picture" if file is not None else "rows, report and picture"
     console.print(f"{where} are in {folder}", soft_wrap=True)
-    raise typer.Exit(report.tally.exit_code(accepts_failed=options.accept_failed_rows))
+    raise typer.Exit(report.exit_code(accepts_failed=options.accept_failed_rows))
 
 
-def _backend(context: typer.Context) -> Backend:
+def _backend(context: typer.Context) -> LocalBackend:
     if context.parent is None or context.parent.info_name != _ON_RAY:
         return LocalBackend()
     from rayspec.batch.ray_backend import RayBackend  # noqa: PLC0415 - brings Ray
@@ -218,7 +218,7 @@ def _found(inputs: Sequence[str], output: str, options: JobOptions) -> InputFile
     found = find_files(inputs, outputs=leave_out)
     if found.warning is not None:
         error_console().print(found.warning, markup=False, highlight=False, soft_wrap=True)
-    if file is not None and any(os.path.realpath(each.path) == os.path.realpath(file.path) for each in found):
+    if file is not None and any(os.path.realpath(each.path) == os.path.realpath(file.path) for each in found.files):
         raise ConfigError(f"option 'output' is {file.name!r}, which is an input too: choose another name")
     return found
 

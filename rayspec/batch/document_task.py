@@ -8,16 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rayspec.batch.long_documents import LongDocumentOptions, LongDocuments, part_templates
-from rayspec.batch.rows import Row
+from rayspec.batch.rows import Handler, Row
 from rayspec.command.settings import Settings
 from rayspec.config import SamplingParams
-from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.demo import BUNDLED
 from rayspec.prompts import text_tokens
 from rayspec.types import ConfigError, InvalidMessagesError, Request, RequestError
 
 if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
-    from rayspec.batch.row_engine import Handler
     from rayspec.llm import AsyncEngine
 
 SUMMARY_SAMPLING = SamplingParams(temperature=0.0, max_tokens=256)
@@ -153,11 +151,7 @@ class DocumentTask:
             except RequestError as error:
                 return row.failed(error)
             if long_documents is None or row.document is None or len(tokens) <= fitting:
-                done = row.completed(await engine.run(tokens, params))
-            else:
-                done = await long_documents.complete(row)
-            if not done.is_final:
-                raise EngineDeadError(f"the engine has failed a row and cannot go on: {done.error}")
-            return done
+                return row.completed(await engine.run(tokens, params))
+            return await long_documents.complete(row)
 
         return complete

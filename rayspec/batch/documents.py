@@ -1,4 +1,4 @@
-"""Reading the input: text, JSON lines and Parquet files, row by row. A bad row or file becomes an error row.
+"""Reads the input: text, JSON lines and Parquet files, row by row. A bad row or file becomes an error row.
 
 Text is in UTF-8, with or without a byte-order mark.
 """
@@ -8,38 +8,40 @@ from __future__ import annotations
 import codecs
 import gzip
 import hashlib
-import io
 import json
+import math
+import reprlib
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayspec.batch.columns import Columns, InvalidValueError
 from rayspec.batch.input_files import (
     KNOWN_TYPES,
     PARQUET_SUFFIXES,
     TEXT_SUFFIXES,
-    InputFile,
     InputFiles,
+    Piece,
     file_type,
     find_files,
 )
 from rayspec.batch.rows import Row
 from rayspec.command.locations import FILE_ERRORS, Location, UnreadableFileError, error_detail
-from rayspec.types import InputFileError
+from rayspec.prompts import read_conversation
+from rayspec.types import InputFileError, InvalidMessagesError
 
+NO_ID_COLUMN = "none"
+_DEFAULT_ID_COLUMN = "id"
+_MAX_EXACT_FLOAT = 2.0**53
 _BYTES_PER_PIECE, _NUM_FILES_TO_SPLIT = 2**26, 64
 _MIN_ROWS_PER_READ, _MAX_ROWS_PER_READ, _BYTES_PER_READ = 16, 1024, 2**20
-
-
-ByteFile = io.BufferedReader | gzip.GzipFile
+_READ_ERRORS = (*FILE_ERRORS, EOFError, zlib.error)  # the last two are of damaged gzip data
 
 
 class EmptyFileError(InputFileError):
@@ -54,14 +56,91 @@ class MalformedRowError(InputFileError):
     kind = "malformed_row"
 
 
+class DuplicateIdError(InputFileError):
+    kind = "duplicate_id"
+
+
 class DuplicateColumnError(InputFileError):
     """Two columns of a file, or two keys of an object, have the same name. Either could be meant."""
 
     kind = "duplicate_column"
 
 
-class DuplicateIdError(InputFileError):
-    kind = "duplicate_id"
+class MissingColumnError(InputFileError):
+    kind = "missing_column"
+
+
+class InvalidValueError(InputFileError):
+    """The text or id is null, empty or of the wrong type."""
+
+    kind = "invalid_value"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The names of the columns that hold the id, the text and the messages of a JSON-lines or Parquet row.
+
+    id None: the column "id" where a row has a value there, else the file's name (`InputFile.name`) and the row number.
+    id "none": always these two.
+    messages: a column of chat messages, used instead of the text where a row has it; None: text only.
+    """
+
+    text: str = "text"
+    id: str | None = None
+    messages: str | None = None
+
+    @property
+    def id_name(self) -> str | None:
+        """The column of ids; None where ids are made from places."""
+        return None if self.id == NO_ID_COLUMN else self.id or _DEFAULT_ID_COLUMN
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in (self.id_name, self.text, self.messages) if name is not None]
+
+    def row_id(self, row: Mapping[str, Any], source: str) -> str:
+        """Return the id of a row. source: the row's place, which is its id where it has none. Raises InputFileError."""
+        name = self.id_name
+        if name is None:
+            return source
+        value = row.get(name)
+        is_null = value is None or (isinstance(value, float) and math.isnan(value))  # pandas' null
+        if self.id is None and is_null:
+            return source
+        if name not in row:
+            raise MissingColumnError(f"{source}: no column {name!r} for the id; {_present(row)}")
+        if isinstance(value, str) and value:
+            return value
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+        if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT_FLOAT:
+            return str(int(value))  # pandas makes whole numbers floats where a null is among them
+        raise InvalidValueError(
+            f"{source}: the id is {reprlib.repr(value)}; it must be text or a whole number. Choose the column with "
+            f"--id-column; with --id-column {NO_ID_COLUMN} the row's place is its id"
+        )
+
+    def content(self, row: Mapping[str, Any], source: str) -> tuple[str | None, Sequence[Mapping[str, Any]] | None]:
+        """Return the text of a row, or its messages as `read_conversation` returns them. Raises InputFileError."""
+        conversation = row.get(self.messages) if self.messages is not None else None
+        if conversation is not None:
+            try:
+                return None, read_conversation(conversation)
+            except InvalidMessagesError as error:
+                raise InvalidValueError(f"{source}: column {self.messages!r} holds no conversation: {error}") from None
+        if self.text not in row:
+            raise MissingColumnError(f"{source}: no column {self.text!r} for the text; {_present(row)}")
+        value = row[self.text]
+        if not isinstance(value, str):
+            name = "null" if value is None else type(value).__name__
+            raise InvalidValueError(f"{source}: column {self.text!r} is {name}; it must be text")
+        if not value.strip():
+            raise InvalidValueError(f"{source}: column {self.text!r} is empty; there is nothing to work on")
+        return value, None
+
+
+def _present(row: Mapping[str, Any]) -> str:
+    return f"the row has {', '.join(map(repr, row)) or 'none that were asked for'}"
 
 
 def input_row(row_id: str, *, source: str, text: str | None = None, messages: Sequence[Any] | None = None) -> Row:
@@ -77,28 +156,8 @@ def read_documents(inputs: Iterable[str] | InputFiles, columns: Columns) -> Iter
 
     An error in the content of a file yields an error row. Raises ConfigError as `find_files` does.
     """
-    check = DuplicateCheck()
-    for file in find_files(inputs):
-        for _, row in read_piece(Piece(path=file.path, name=file.name), columns):
-            yield check(row)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """The part of the input that one task reads: a file, or some row groups of a Parquet file.
-
-    path: a path or URI. name: the name of the file in rows and errors. groups: the first row group and the number of
-    row groups; None is the whole file. num_before: rows of the file before the first row group.
-    """
-
-    path: str
-    name: str
-    groups: tuple[int, int] | None = None
-    num_before: int = 0
-
-    def source(self, number: int) -> str:
-        """Identify the source of the row with this number; 0 is the file itself."""
-        return f"{self.name}:{number}" if number else self.name
+    for piece in find_files(inputs).files:
+        yield from (row for _, row in read_piece(piece, columns))
 
 
 def read_piece(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None = None) -> Iterator[tuple[int, Row]]:
@@ -108,6 +167,9 @@ def read_piece(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None =
     wanted: read only the rows with these numbers; 0 is the number of the single row of a text file. Then an error of
     the file yields an error row only if wanted rows are missing. Raises ConfigError for a URI of an unknown kind.
     """
+    if piece.rows:
+        yield from ((n, row) for n, row in enumerate(piece.rows, start=1) if wanted is None or n in wanted)
+        return
     num_rows, failure = 0, None  # type: int, InputFileError | None
     try:
         for number, fields in _read(Location.parse(piece.path), piece, columns, wanted):
@@ -115,7 +177,7 @@ def read_piece(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None =
             yield number, _row_of(fields, piece.source(number), columns)
     except InputFileError as error:
         failure = error
-    except FILE_ERRORS as error:
+    except _READ_ERRORS as error:
         where = f"after {piece.num_before + num_rows} rows " if num_rows and wanted is None else ""
         failure = UnreadableFileError(f"{piece.name}: could not be read {where}({error_detail(error)})")
     num_missing = len(wanted) - num_rows if wanted is not None else 0
@@ -127,17 +189,6 @@ def read_piece(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None =
         yield 0, Row(id=piece.name, source=piece.name).refused(failure)
 
 
-class DuplicateCheck:
-    """Turns a row into an error row if another row already has its id. Reading a row twice is no error."""
-
-    def __init__(self) -> None:
-        self._sources: dict[str, str] = {}
-
-    def __call__(self, row: Row) -> Row:
-        first = self._sources.setdefault(row.id, str(row.source))
-        return row if row.error_kind is not None or first == row.source else as_duplicate(row, first)
-
-
 def as_duplicate(row: Row, first: str | None) -> Row:
     """Return `row` as an error row, because the row at `first` has the same id."""
     return row.refused(DuplicateIdError(f"{row.source}: id {row.id!r} is that of {first} too; ids must be unique"))
@@ -145,6 +196,18 @@ def as_duplicate(row: Row, first: str | None) -> Row:
 
 _Fields = Mapping[Any, Any] | InputFileError
 _Numbered = Iterator[tuple[int, _Fields]]
+
+
+def _row_of(fields: _Fields, source: str, columns: Columns) -> Row:
+    row_id = source
+    try:
+        if isinstance(fields, InputFileError):
+            raise fields
+        row_id = columns.row_id(fields, source)
+        text, messages = columns.content(fields, source)
+    except InputFileError as error:
+        return Row(id=row_id, source=source).refused(error)
+    return input_row(row_id, source=source, text=text, messages=messages)
 
 
 def _read(location: Location, piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _Numbered:
@@ -155,11 +218,12 @@ def _read(location: Location, piece: Piece, columns: Columns, wanted: AbstractSe
     kind = file_type(location.file_name)
     if kind is None:
         raise UnreadableFileError(f"{piece.name}: its type is not known; known are {KNOWN_TYPES}")
-    if kind.suffix in PARQUET_SUFFIXES:
+    suffix, is_zipped = kind
+    if suffix in PARQUET_SUFFIXES:
         yield from _read_parquet(location, piece, columns, wanted)
         return
-    with opened(location, is_zipped=kind.is_zipped) as file:
-        if kind.suffix in TEXT_SUFFIXES:
+    with location.open() as opened, gzip.GzipFile(fileobj=opened) if is_zipped else opened as file:
+        if suffix in TEXT_SUFFIXES:
             if content := file.read():
                 yield 0, {columns.text: _decoded(content, piece.name), columns.id_name: piece.name}
             return
@@ -200,6 +264,18 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _JSON = json.JSONDecoder(object_pairs_hook=_with_unique_keys)
 
 
+def _decoded(content: bytes, source: str) -> str:
+    """Return a text without its byte-order mark. Raises NotUtf8Error."""
+    if b"\0" in content[:4]:
+        raise NotUtf8Error(f"{source}: not UTF-8, but like UTF-16 or UTF-32; convert the file to UTF-8")
+    try:
+        return content.removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeDecodeError as error:
+        raise NotUtf8Error(
+            f"{source}: not UTF-8 at byte {error.start}: {error.reason}; convert the file to UTF-8"
+        ) from error
+
+
 def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _Numbered:
     """Row groups without a wanted row are not read."""
     number = piece.num_before
@@ -237,96 +313,32 @@ def _parquet_rows(batch: pa.RecordBatch, numbers: Sequence[int], piece: Piece) -
             yield InvalidValueError(f"{source}: a value cannot be read ({error}); text and ids must be text")
 
 
-def pieces(file: InputFile, num_bytes: int) -> Iterator[Piece]:
-    """Split a file into pieces of about `num_bytes`: a Parquet file at its row groups. Other files are one piece.
-
-    A file that cannot be read is one piece; reading the piece reports the error.
-    """
-    whole = Piece(path=file.path, name=file.name)
-    try:
-        sizes = _group_sizes(Location.parse(file.path))
-    except (*FILE_ERRORS, UnreadableFileError):
-        sizes = []
-    first = num_rows = num_before = size = 0
-    for group, (rows_of_group, bytes_of_group) in enumerate(sizes, start=1):
-        num_rows, size = num_rows + rows_of_group, size + bytes_of_group
-        if size >= num_bytes or (group == len(sizes) and first > 0):
-            yield replace(whole, groups=(first, group - first), num_before=num_before)
-            first, num_before, size = group, num_rows, 0
-    if first == 0:
-        yield whole
-
-
 def pieces_of(inputs: Iterable[str] | InputFiles) -> list[Piece]:
-    """Split files, folders and patterns into pieces for read tasks. Of few files, Parquet files are split too."""
+    """Split files, folders and patterns into pieces for read tasks. Of few files, Parquet files are split at row groups
+    into pieces of about 64 MB. A file that cannot be read is one piece; reading the piece reports the error."""
     files = find_files(inputs).files
-    if len(files) < _NUM_FILES_TO_SPLIT:
-        return [piece for file in files for piece in pieces(file, _BYTES_PER_PIECE)]
-    return [Piece(path=file.path, name=file.name) for file in files]
+    if len(files) >= _NUM_FILES_TO_SPLIT:
+        return list(files)
+    return [piece for file in files for piece in _pieces_of_file(file)]
 
 
-def row_counts(piece: Piece) -> Iterator[int]:
-    """Yield numbers that add up to the number of rows of a piece, without parsing rows. Empty lines count; an
-    unreadable file has 1."""
-    try:
-        location = Location.parse(piece.path)
-        kind = file_type(location.file_name)
-        if kind is None or kind.suffix in TEXT_SUFFIXES:
-            yield 1
-        elif kind.suffix in PARQUET_SUFFIXES:
-            first, num_groups = piece.groups or (0, None)
-            yield from (num_rows for num_rows, _ in _group_sizes(location)[first:][:num_groups])
-        else:
-            with opened(location, is_zipped=kind.is_zipped) as file:
-                yield from (block.count(b"\n") for block in iter(lambda: file.read(_BYTES_PER_READ), b""))
-    except (*FILE_ERRORS, UnreadableFileError):
-        yield 1
+def _pieces_of_file(file: Piece) -> Iterator[Piece]:
+    first = num_rows = num_before = num_bytes = 0
+    groups = _row_groups(file)
+    for number, group in enumerate(groups, start=1):
+        num_rows, num_bytes = num_rows + group.num_rows, num_bytes + group.total_byte_size
+        if num_bytes >= _BYTES_PER_PIECE or (number == len(groups) and first > 0):
+            yield replace(file, groups=(first, number - first), num_before=num_before)
+            first, num_before, num_bytes = number, num_rows, 0
+    if first == 0:
+        yield file
 
 
-def _group_sizes(location: Location) -> list[tuple[int, int]]:
-    """Return the rows and uncompressed bytes of each row group of a Parquet file; an empty list for other files."""
-    if location.suffix not in PARQUET_SUFFIXES:
-        return []
-    with location.open() as content, pq.ParquetFile(content) as file:
-        groups = (file.metadata.row_group(index) for index in range(file.num_row_groups))
-        return [(group.num_rows, group.total_byte_size) for group in groups]
-
-
-def _row_of(fields: _Fields, source: str, columns: Columns) -> Row:
-    if isinstance(fields, InputFileError):
-        return Row(id=source, source=source).refused(fields)
-    row_id = None
-    try:
-        row_id = columns.row_id(fields, source)
-        text, messages = columns.content(fields, source)
-    except InputFileError as error:
-        return Row(id=row_id or source, source=source).refused(error)
-    return input_row(row_id, source=source, text=text, messages=messages)
-
-
-def _decoded(content: bytes, source: str) -> str:
-    """Return a text without its byte-order mark. Raises NotUtf8Error."""
-    if b"\0" in content[:4]:
-        raise NotUtf8Error(f"{source}: not UTF-8, but like UTF-16 or UTF-32; convert the file to UTF-8")
-    try:
-        return content.removeprefix(codecs.BOM_UTF8).decode()
-    except UnicodeDecodeError as error:
-        raise NotUtf8Error(
-            f"{source}: not UTF-8 at byte {error.start}: {error.reason}; convert the file to UTF-8"
-        ) from error
-
-
-@contextmanager
-def opened(location: Location, *, is_zipped: bool) -> Iterator[ByteFile]:
-    """Open a file and unzip its content. Raises OSError, also if the block reads damaged gzip data."""
-    with location.open() as file:
-        if not is_zipped:
-            yield file
-            return
-        try:
-            with gzip.GzipFile(fileobj=file, mode="rb") as unzipped:
-                yield unzipped
-        except EOFError as error:
-            raise OSError("its gzip data is cut short") from error
-        except zlib.error as error:
-            raise OSError(f"its gzip data is damaged: {error}") from error
+def _row_groups(file: Piece) -> list[pq.RowGroupMetaData]:
+    """Return what a Parquet file says of its row groups; an empty list for other files and those that are damaged."""
+    with suppress(*FILE_ERRORS, UnreadableFileError):
+        location = Location.parse(file.path)
+        if location.suffix in PARQUET_SUFFIXES:
+            with location.open() as content, pq.ParquetFile(content) as parquet:
+                return [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
+    return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -11,44 +11,41 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from rayspec.batch.documents import read_piece
-from rayspec.batch.job import Order, Pool, Source, sort_key
 from rayspec.batch.rows import Row
-from rayspec.batch.scan import Scan, scan_of, scan_pieces
+from rayspec.batch.scan import Order, Scan, Source, numbers_by_piece, scan_of, scan_pieces, sort_key
 from rayspec.pool.loop_thread import LoopThread
 from rayspec.types import EngineStats
 
 if TYPE_CHECKING:
+    from rayspec.pool.pool import EnginePool
     from rayspec.pool.worker import EngineFactory, LoadedEngine
 
 _JOIN_S = 10.0
 
 
 class LocalBackend:
-    """Reads the rows of a job in this process, one after another, and completes them with an engine of this process."""
+    """Where a job reads and completes its rows: in this process, one row after another."""
 
     def session(self) -> AbstractContextManager[None]:
+        """Return the block in which all other methods are called."""
         return nullcontext()
 
     def scan(self, source: Source) -> Scan:
-        tables = scan_pieces(source.pieces, 0, source.columns, source.share, source.limit)
-        return scan_of(tables, source.pieces, limit=source.limit)
+        """Return the wanted rows of the input, in order, without their documents and messages."""
+        return scan_of(scan_pieces(source.pieces, 0, source.columns, source.limit), source)
 
-    def rows(self, source: Source, left: pa.Table | None, order: Order) -> Generator[Row]:
-        """Yield the rows. An order other than that of the input needs memory for all of them."""
-        rows = _read(source, left) if source.inputs else iter(source.given(left))
+    def rows(self, source: Source, left: pa.Table, order: Order) -> Generator[Row]:
+        """Read and yield the rows of a scan. An order other than that of the input needs memory for all of them."""
+        rows = (
+            row
+            for index, numbers in sorted(numbers_by_piece(left).items())
+            for _, row in read_piece(source.pieces[index], source.columns, numbers)
+        )
         yield from rows if order == "input" else sorted(rows, key=lambda row: sort_key(row, order))
 
-    def pool(self, factory: EngineFactory, *, max_restarts: int) -> Pool:
-        """Return the engine. An engine of this process that dies is not started again."""
+    def pool(self, factory: EngineFactory, *, max_restarts: int) -> LocalPool | EnginePool:
+        """Return the engines, which are not loaded yet. An engine of this process that dies is not started again."""
         return LocalPool(factory)
-
-
-def _read(source: Source, left: pa.Table | None) -> Iterator[Row]:
-    wanted = source.wanted(left)
-    for index, piece in enumerate(source.pieces):
-        if wanted is None or index in wanted:
-            numbers = None if wanted is None else frozenset(wanted[index])
-            yield from (row for _, row in read_piece(piece, source.columns, numbers) if source.share(row.id))
 
 
 class LocalPool:
@@ -89,9 +86,8 @@ class LocalPool:
         """End the engine and the thread. Later calls do nothing."""
         self._thread.close(self._stop_engine, _JOIN_S)
 
+    kill = stop
+
     async def _stop_engine(self) -> None:
         if self._engine is not None:
             self._engine.stop()
-
-    def kill(self) -> None:
-        self.stop()

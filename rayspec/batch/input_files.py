@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import PurePosixPath
 
+from rayspec.batch.rows import Row
 from rayspec.command.locations import Location, UnreadableFileError
 from rayspec.types import ConfigError
 
@@ -20,33 +21,37 @@ _ZIPPED = TEXT_SUFFIXES + LINES_SUFFIXES  # Parquet has a compression of its own
 KNOWN_TYPES = f"{', '.join((*_ZIPPED, *PARQUET_SUFFIXES))}, the first {len(_ZIPPED)} also with {GZIP_SUFFIX}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileType:
-    """suffix: the suffix without ".gz", in lower case and with its dot. is_zipped: the content is in gzip's format."""
-
-    suffix: str
-    is_zipped: bool = False
-
-
-def file_type(file_name: str) -> FileType | None:
-    """Return the type that the suffix of a file name means; None for a type that cannot be read."""
+def file_type(file_name: str) -> tuple[str, bool] | None:
+    """Return the suffix of a file name, in lower case and without ".gz", and whether the content is in gzip's format;
+    None for a type that cannot be read."""
     path = PurePosixPath(file_name.lower())
     if path.suffix == GZIP_SUFFIX:
         suffix = PurePosixPath(path.stem).suffix
-        return FileType(suffix=suffix, is_zipped=True) if suffix in _ZIPPED else None
-    return FileType(suffix=path.suffix) if path.suffix in (*_ZIPPED, *PARQUET_SUFFIXES) else None
+        return (suffix, True) if suffix in _ZIPPED else None
+    return (path.suffix, False) if path.suffix in (*_ZIPPED, *PARQUET_SUFFIXES) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputFile:
-    """A file to read. path: an absolute path or URI. name: the path below the folder that all inputs share.
+class Piece:
+    """The part of the input that one task reads: a file, some row groups of a Parquet file, or rows in memory.
 
-    Ids of rows without an id of their own are made from `name`. Therefore `name` is the same for a relative path, an
-    absolute path, a symbolic link to a folder and another mount point.
+    path: an absolute path or URI. name: of the file in rows and errors, its path below the folder that all inputs
+    share. It is the same for a relative path, an absolute path, a symbolic link to a folder and another mount point.
+    groups: the first row group and the number of row groups; None is the whole file. num_before: rows of the file
+    before the first row group. rows: the rows themselves, where there is no file.
     """
 
-    path: str
-    name: str
+    path: str = ""
+    name: str = ""
+    groups: tuple[int, int] | None = None
+    num_before: int = 0
+    rows: tuple[Row, ...] = ()
+
+    def source(self, number: int) -> str:
+        """Identify the source of the row with this number, from 1 on; 0 is the file itself."""
+        if self.rows:
+            return self.rows[number - 1].source or ""
+        return f"{self.name}:{number}" if number else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +61,8 @@ class InputFiles:
     skipped: number of files in folders and patterns that are left out because of their type, by suffix.
     """
 
-    files: tuple[InputFile, ...]
+    files: tuple[Piece, ...]
     skipped: Mapping[str, int] = field(default_factory=dict)
-
-    def __iter__(self) -> Iterator[InputFile]:
-        return iter(self.files)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -93,10 +95,16 @@ def find_files(inputs: Iterable[str] | InputFiles, *, outputs: Iterable[str] = (
         place, reason = next(iter(search.useless.items()))
         if len(search.useless) > 1:
             reason += f", and {len(search.useless) - 1} more inputs cannot be read either"
-        name = str(search.found[place])
-        raise ConfigError(f"input {name!r}: {reason}; name files, folders or patterns that exist")
+        raise ConfigError(f"input {str(search.found[place])!r}: {reason}; name files, folders or patterns that exist")
     num_shared = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*search.bases, strict=False)))
-    files = (_input_file(file, parts[num_shared:]) for parts, file in search.found.items())
+    files = []
+    for parts, found in search.found.items():
+        if isinstance(found, str):  # in a store that does not answer
+            files.append(Piece(path=found, name=found))
+            continue
+        name = "/".join(parts[num_shared:]) or found.name
+        shown = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        files.append(Piece(path=found.absolute().name, name=shown))
     return InputFiles(files=tuple(files), skipped=Counter(search.left_out.values()))
 
 
@@ -127,31 +135,27 @@ class _Search:
             return
         reason = None
         if kind == "folder":
-            if not self._keep_all(*location.below()):
+            if not self._keep_known(*location.below()):
                 reason = f"the folder holds no file of a known type{self._shown_types()}"
         elif kind is None and location.is_pattern:
             matches = location.glob()
-            if not sum(self._keep_all(*_files_of(match)) for match in matches):
+            if not sum([self._keep_known(*_files_of(match)) for match in matches]):
                 found = f"no file of a known type{self._shown_types()}" if matches else "nothing"
                 raise ConfigError(f"input {name!r}: it matches {found}; correct it, or leave it out")
         elif kind is None:
             reason = "there is no such file"
         elif file_type(location.file_name) is None:
             reason = f"its type is not known; known are {KNOWN_TYPES}"
-        else:
-            self._keep(location)
-        if reason is not None:
-            self.useless[self._keep(location)] = reason
+        if kind == "file" or reason is not None:
+            parts = self._canonical(location)
+            self.found.setdefault(parts, location)
+            if reason is not None:
+                self.useless[parts] = reason
 
     def _canonical(self, place: Location) -> tuple[str, ...]:
         return (*self.bases[-1], *PurePosixPath(place.path).parts[self._num_base_parts :])
 
-    def _keep(self, place: Location) -> tuple[str, ...]:
-        parts = self._canonical(place)
-        self.found.setdefault(parts, place)
-        return parts
-
-    def _keep_all(self, files: Iterable[Location], unreadable: Iterable[Location]) -> int:
+    def _keep_known(self, files: Iterable[Location], unreadable: Iterable[Location]) -> int:
         """Keep the files of known types and the unreadable folders; record the others. Return how many are kept."""
         kept = list(unreadable)
         for file in files:
@@ -163,7 +167,7 @@ class _Search:
             else:
                 kept.append(file)
         for place in sorted(kept, key=lambda each: PurePosixPath(each.path).parts):
-            self._keep(place)
+            self.found.setdefault(self._canonical(place), place)
         return len(kept)
 
     def _shown_types(self) -> str:
@@ -171,17 +175,7 @@ class _Search:
 
 
 def _parts(location: Location) -> tuple[str, ...]:
-    """Return the parts of the canonical path, which are the same for every way to name the place."""
     return tuple(location.canonical_name.split("/"))
-
-
-def _input_file(found: Location | str, parts: Sequence[str]) -> InputFile:
-    if isinstance(found, str):  # in a store that does not answer
-        return InputFile(path=found, name=found)
-    name = "/".join(parts) or found.name
-    return InputFile(
-        path=found.absolute().name, name=name.encode(errors="surrogateescape").decode(errors="backslashreplace")
-    )
 
 
 def _files_of(match: Location) -> tuple[list[Location], list[Location]]:

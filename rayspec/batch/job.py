@@ -2,150 +2,40 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import pyarrow as pa
 import yaml
 from pydantic import Field
 
-from rayspec.batch.columns import Columns
-from rayspec.batch.documents import Piece, pieces_of, row_counts
-from rayspec.batch.feeding import completing
-from rayspec.batch.input_files import InputFiles
+from rayspec.batch.in_process import LocalBackend
 from rayspec.batch.parts import FileFormat
-from rayspec.batch.progress import TimeLeft, showing_progress
-from rayspec.batch.report import PLOT_NAME, RunReport
-from rayspec.batch.row_engine import RowEngineFactory, RowTask
-from rayspec.batch.rows import Row
+from rayspec.batch.report import PLOT_NAME, RunReport, showing_progress
+from rayspec.batch.rows import Row, RowEngineFactory, RowTask
 from rayspec.batch.run_folder import RunFolder, output_places
-from rayspec.batch.scan import Changed, Scan, Share, compared, scan_rows
+from rayspec.batch.scan import Changed, Order, Source, compared
 from rayspec.command.locations import Location
 from rayspec.command.terminal import EXIT_TERMINATED, error_console, exit_on_sigterm, say
 from rayspec.config import DType, Options
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.types import EngineStats, RayspecError
+from rayspec.types import EngineStats, RayspecError, RequestError
 
 if TYPE_CHECKING:
     from rayspec.pool.worker import EngineFactory
 
 CONFIG_NAME = "config.yaml"
-_PREFIX_CHARS = 4096
 _REPORT_FILES = (CONFIG_NAME, "report.md", PLOT_NAME)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """The rows of a job: those in the files `inputs`, or else `rows`. refused: rows that failed before they could be
-    read. limit: number of rows to take from the beginning. sample: share of these rows to take."""
-
-    inputs: Sequence[str] | InputFiles = ()
-    columns: Columns = field(default_factory=Columns)
-    rows: Sequence[Row] = ()
-    refused: Sequence[Row] = ()
-    limit: int | None = None
-    sample: float | None = None
-
-    @cached_property
-    def pieces(self) -> Sequence[Piece]:
-        """The pieces of the files, for read tasks."""
-        return pieces_of(self.inputs)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all rows of the input are wanted."""
-        return self.limit is None and self.sample is None
-
-    @property
-    def share(self) -> Share:
-        return Share(self.sample)
-
-    @contextmanager
-    def counting(self) -> Iterator[Callable[[], int | None]]:
-        """Count the rows of the files in a thread while the block runs. Give the block a function that returns about
-        how many are wanted; None while that is not known."""
-        ended, total = threading.Event(), 0
-        num_rows: int | None = None
-
-        def count() -> None:
-            nonlocal num_rows, total
-            for number in chain.from_iterable(map(row_counts, self.pieces)):
-                if ended.is_set():
-                    return
-                total += number
-            num_rows = total if self.sample is None else round(self.sample * total)
-
-        threading.Thread(target=count, name="rayspec-counter").start()
-        try:
-            yield lambda: num_rows
-        finally:
-            ended.set()
-
-    def given(self, left: pa.Table | None) -> list[Row]:
-        """Return those of `rows` that are wanted. left: a table of SCAN_SCHEMA; None: all."""
-        if left is None:
-            return [row for row in self.rows[: self.limit] if self.share(row.id)]
-        return [self.rows[index] for index in left["piece"].to_pylist()]
-
-    def wanted(self, left: pa.Table | None) -> dict[int, list[int]] | None:
-        """Return the numbers of the rows in `left`, by the index of their piece; None: all rows."""
-        if left is None:
-            return None
-        grouped = left.group_by("piece").aggregate([("number", "list")])
-        return dict(zip(grouped["piece"].to_pylist(), grouped["number_list"].to_pylist(), strict=True))
-
-
-Order = Literal["input", "longest", "prefix"]
-"""The order of the rows. longest: long inputs first, so that no long row is the last. prefix: inputs that begin alike
-are neighbours and share keys and values in the KV cache. Both orders sort all rows before an engine gets the first."""
-
-
-def sort_key(row: Row, order: Order) -> int | str:
-    """Return the key by which rows are sorted for an order that is not that of the input."""
-    text = row.messages or row.document or ""
-    return -len(text) if order == "longest" else text[:_PREFIX_CHARS]
-
-
-class Pool(Protocol):
-    """Engines that complete rows. EnginePool has this interface."""
-
-    def begin(self) -> Any: ...
-
-    def submit(self, item: Row) -> Future[Row]: ...
-
-    def drain(self) -> None: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def stop(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-
-class Backend(Protocol):
-    """Where a job reads and completes its rows: on Ray (`ray_backend`), or in this process (`in_process`)."""
-
-    def session(self) -> AbstractContextManager[None]:
-        """Return the block in which all other methods are called."""
-
-    def scan(self, source: Source) -> Scan:
-        """Return the wanted rows of the files, in order, without their documents and messages."""
-
-    def rows(self, source: Source, left: pa.Table | None, order: Order) -> Generator[Row]:
-        """Read and yield rows. left: a table of SCAN_SCHEMA; None: all, where `limit` must be None for files."""
-
-    def pool(self, factory: EngineFactory, *, max_restarts: int) -> Pool:
-        """Return the engines, which are not loaded yet. max_restarts: as `max_engine_restarts` of the job."""
+_JOIN_S = 10.0
 
 
 class JobTask(RowTask, Protocol):
@@ -214,6 +104,90 @@ class JobOptions(Options):
     )
 
 
+@contextmanager
+def completing(
+    submit: Callable[[Row], Future[Row]], rows: Iterator[Row], *, num_wanted: int
+) -> Iterator[Iterator[Row]]:
+    """Give the block an iterator over completed rows, in no particular order. Reading begins with the block.
+
+    submit: gives a row to the engines. num_wanted: number of rows under way at a time. When the engines take no more
+    rows, reading ends. The iterator still yields the rows under way, some of which are not final (`Row.is_final`). It
+    raises the errors of reading.
+    """
+    feeder = _Feeder(submit, rows, num_wanted)
+    thread = threading.Thread(target=feeder.feed, name="rayspec-feeder", daemon=True)
+    thread.start()
+    try:
+        yield feeder.completed()
+    finally:
+        feeder.end()
+        thread.join(_JOIN_S)
+
+
+class _Feeder:
+    """Reads rows and submits them to the pool while fewer than `num_wanted` rows are under way."""
+
+    def __init__(self, submit: Callable[[Row], Future[Row]], rows: Iterator[Row], num_wanted: int) -> None:
+        self._submit, self._rows = submit, rows
+        self._room = threading.Semaphore(num_wanted)
+        self._done: queue.SimpleQueue[Row | Exception | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_ended = False
+        self._num_given = 0
+
+    def feed(self) -> None:
+        try:
+            for row in self._rows:
+                self._room.acquire()
+                with self._lock:
+                    if self._is_ended:
+                        return
+                    self._num_given += 1
+                if row.error_kind is not None:
+                    self._done.put(row)
+                else:
+                    self._submit(row).add_done_callback(partial(self._take, row))
+        except Exception as error:  # noqa: BLE001 - raised where rows are taken
+            self._done.put(error)
+        finally:
+            self._done.put(None)
+            with suppress(AttributeError, RuntimeError):
+                self._rows.close()  # type: ignore[attr-defined]
+
+    def _take(self, row: Row, done: Future[Row]) -> None:
+        try:
+            result = done.result()
+        except RequestError as error:
+            result = row.failed(error)
+        except (RayspecError, CancelledError) as error:
+            result = row.failed(EngineDeadError(str(error)))
+        except Exception as error:  # noqa: BLE001 - raised where rows are taken
+            self._done.put(error)
+            return
+        if not result.is_final:
+            self.end()
+        self._done.put(result)
+
+    def completed(self) -> Iterator[Row]:
+        num_taken = 0
+        while not self._is_ended or num_taken < self._num_given:
+            match self._done.get():
+                case None:
+                    self.end()
+                case Exception() as error:
+                    raise error
+                case row:
+                    num_taken += 1
+                    self._room.release()
+                    yield row
+
+    def end(self) -> None:
+        """Give no more rows to the pool."""
+        with self._lock:
+            self._is_ended = True
+        self._room.release()
+
+
 # Writes additional files into the output folder. The first argument returns an iterator over the rows at each call.
 Export = Callable[[Callable[[], Iterable[Row]], Location], None]
 
@@ -227,7 +201,7 @@ class Job:
     names `export_names`.
     """
 
-    backend: Backend
+    backend: LocalBackend
     task: JobTask
     output: str
     name: str
@@ -266,36 +240,32 @@ class Job:
             exit_on_sigterm()  # like Ray's own handler, but with our exit code
             with drain.watching():
                 left, stats = self._catch_up(source, folder, report), EngineStats()
-                if left is None or len(left):
+                if len(left):
                     stats = self._complete(source, left, folder, report, drain)
                 self._conclude(folder, report, stats)
         return report
 
-    def _catch_up(self, source: Source, folder: RunFolder, report: RunReport) -> pa.Table | None:
+    def _catch_up(self, source: Source, folder: RunFolder, report: RunReport) -> pa.Table:
         """Take all rows that need no engine: rows of earlier runs, unreadable rows, duplicates. Return the scanned rows
-        that are left; None if all are, which are then not scanned. Raises ConfigError."""
-        left, refused = None, source.refused
-        if not source.inputs or source.limit is not None or len(folder.done):
-            scan = self.backend.scan(source) if source.inputs else scan_rows(source.rows[: source.limit], source.share)
-            found = compared(scan, folder.done, is_whole=source.is_whole)
-            found.check(self.options.changed)
-            redone = found.redoable if self.options.changed == "redo" else found.redoable[:0]
-            folder.redo(scan.rows["id"].take(redone))
-            if kinds := folder.kinds:
-                report.add_earlier(kinds, folder.rows)
-                say(f"going on with a run that has {kinds.total()} rows")
-            if changes := found.describe():
-                done_again = f"{len(redone)} are done again" if len(redone) else "the earlier results are kept"
-                say(f"{changes}: {done_again}")
-            refused = [*refused, *found.errors]
-            left = scan.rows.take(np.sort(np.concatenate([found.left, redone])))
-        for row in refused:
+        that are left. Raises ConfigError."""
+        scan = self.backend.scan(source)
+        found = compared(scan, folder.done, is_whole=source.is_whole)
+        found.check(self.options.changed)
+        redone = found.changed if self.options.changed == "redo" else {}
+        folder.redo(pa.array(redone, pa.large_string()))
+        if kinds := folder.kinds:
+            report.add_earlier(kinds, folder.rows)
+            say(f"going on with a run that has {kinds.total()} rows")
+        if changes := found.describe():
+            done_again = f"{len(redone)} are done again" if redone else "the earlier results are kept"
+            say(f"{changes}: {done_again}")
+        for row in (*source.refused, *found.errors):
             folder.add(row)
             report.add(row)
-        return left
+        return scan.rows.take(pa.array(sorted([*found.left, *redone.values()]), pa.int64()))
 
     def _complete(
-        self, source: Source, left: pa.Table | None, folder: RunFolder, report: RunReport, drain: Drain
+        self, source: Source, left: pa.Table, folder: RunFolder, report: RunReport, drain: Drain
     ) -> EngineStats:
         """Complete the rows that are left. Raises EngineDeadError if engines die too often; SystemExit on SIGTERM."""
         # `auto` may choose another data type on another machine. All rows of a folder have the same.
@@ -308,24 +278,18 @@ class Job:
         num_wanted = 2 * engine.max_num_seqs * (engine.parallel.replicas if engine.parallel is not None else 1)
         rows = self.backend.rows(source, left, self.options.order)
         try:
-            with (
-                completing(pool.submit, rows, num_wanted=num_wanted) as completed,
-                nullcontext(lambda: len(left)) if left is not None else source.counting() as num_left,
-            ):
+            with completing(pool.submit, rows, num_wanted=num_wanted) as completed:
                 config = pool.begin()
                 folder.location.join(CONFIG_NAME).write(yaml.safe_dump(config, sort_keys=False).encode())
                 folder.note({"config": config})
-                time_left = TimeLeft(
-                    num_left=num_left, num_under_way=num_wanted, is_bound=self.options.order == "longest"
-                )
-                with showing_progress(report.tally, error_console(), time_left) as show:
+                report.num_left, report.num_under_way = len(left), num_wanted
+                with showing_progress(report, error_console()) as show:
                     for row in completed:
                         if not row.is_final:
                             failure = row
                             continue
                         folder.add(row)
                         report.add(row)
-                        time_left.add(row)
                         show()
         except RayspecError as error:
             if drain.requested and error.kind == "aborted":  # no engine takes rows any more
@@ -350,12 +314,11 @@ class Job:
         if folder.is_merged:
             folder.finish(folder.manifest.counts)
             return
-        tally = report.tally
         counts = {
-            "prompt_tokens": tally.num_prompt_tokens,
-            "output_tokens": tally.num_output_tokens,
-            "seconds": tally.elapsed_s,
-            "errors": dict(tally.errors),
+            "prompt_tokens": report.num_prompt_tokens,
+            "output_tokens": report.num_output_tokens,
+            "seconds": report.elapsed_s,
+            "errors": dict(report.errors),
         }
         folder.finish(counts)
         if self.export is not None:

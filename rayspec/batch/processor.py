@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from typing_extensions import Self
 
 from rayspec.batch.ray_backend import patient
-from rayspec.batch.row_engine import Handler, RowEngineFactory, RowTask
+from rayspec.batch.rows import Handler, RowEngineFactory, RowTask
 from rayspec.command.plain_values import plain_values
 from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams

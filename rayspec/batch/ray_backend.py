@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -16,18 +16,16 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from rayspec.batch.columns import Columns
-from rayspec.batch.documents import Piece, read_piece
-from rayspec.batch.job import Order, Source, sort_key
+from rayspec.batch.documents import Columns, read_piece
+from rayspec.batch.in_process import LocalBackend
 from rayspec.batch.rows import Row
-from rayspec.batch.scan import ALL_ROWS, Scan, Share, scan_of, scan_pieces
+from rayspec.batch.scan import Order, Scan, Source, numbers_by_piece, scan_of, scan_pieces, sort_key
 from rayspec.pool.pool import EnginePool
 from rayspec.pool.worker import EngineFactory
 from rayspec.ray_session import ray_session
 
 _READ_CPUS = 0.5
 _MAX_READ_TASKS = 64  # Ray Data needs 0.2 s for even the smallest task: small files share a task
-_ROWS_PER_TASK = 32
 _READER_THREADS = ("StreamingExecutor-", "ray-data-metadata-prefetch", "iter_threaded")  # name prefixes
 _READERS_END_WITHIN_S = 10.0
 
@@ -36,7 +34,7 @@ _KEY = "order"
 logger = logging.getLogger(__name__)
 
 
-class RayBackend:
+class RayBackend(LocalBackend):
     """Ray Data tasks read the rows of a job, and a pool of actors completes them."""
 
     @contextmanager
@@ -49,53 +47,29 @@ class RayBackend:
         """Scan the files. Each task scans some of the pieces, and all tasks run at once. A task has a whole CPU: more
         tasks would only start more processes. A task ends itself after `limit` rows: `ray.cancel` can crash the driver.
         """
+        if not source.inputs:
+            return super().scan(source)
         pieces = source.pieces
         num_cpus: float = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
         num_tasks = max(1, min(len(pieces), int(num_cpus)))
         scan: Any = ray.remote(scan_pieces).options(num_returns="streaming")
         bounds = itertools.pairwise(len(pieces) * task // num_tasks for task in range(num_tasks + 1))
-        tasks = [
-            scan.remote(pieces[start:end], start, source.columns, source.share, source.limit) for start, end in bounds
-        ]
-        return scan_of(map(ray.get, itertools.chain.from_iterable(tasks)), pieces, limit=source.limit)
+        tasks = [scan.remote(pieces[start:end], start, source.columns, source.limit) for start, end in bounds]
+        return scan_of(map(ray.get, itertools.chain.from_iterable(tasks)), source)
 
-    def rows(self, source: Source, left: pa.Table | None, order: Order) -> Generator[Row]:
-        if source.inputs:
-            dataset = read_dataset(source.pieces, source.columns, takes=source.share, wanted=source.wanted(left))
-        else:
-            dataset = dataset_of(source.given(left))
-        if order != "input":  # Ray Data spills rows that do not fit in memory to disk
+    def rows(self, source: Source, left: pa.Table, order: Order) -> Generator[Row]:
+        """Read and yield the rows of a scan. For an order, Ray Data spills rows that do not fit in memory to disk."""
+        wanted = sorted(numbers_by_piece(left).items())
+        items = [{"piece": source.pieces[index], "wanted": sorted(numbers)} for index, numbers in wanted]
+        blocks = ray.data.from_items(items, override_num_blocks=max(1, min(len(items), _MAX_READ_TASKS)))
+        dataset = blocks.flat_map(partial(_read, columns=source.columns), num_cpus=_READ_CPUS)
+        if order != "input":
             keyed = dataset.map(partial(_with_key, order=order), num_cpus=_READ_CPUS)
             dataset = keyed.sort(_KEY).drop_columns([_KEY])
         return rows_of(dataset)
 
     def pool(self, factory: EngineFactory, *, max_restarts: int) -> EnginePool:
         return EnginePool(factory, max_restarts=max_restarts)
-
-
-def read_dataset(
-    found: Sequence[Piece],
-    columns: Columns,
-    *,
-    takes: Share = ALL_ROWS,
-    wanted: Mapping[int, Sequence[int]] | None = None,
-) -> ray.data.Dataset:
-    """Return a dataset of the rows of pieces. Each row is a dict with the fields of `Row`.
-
-    takes: decides by the id whether a row is kept. wanted: the numbers of the rows to read, by the index of the piece;
-    None reads all.
-    """
-    numbers = dict.fromkeys(range(len(found)), None) if wanted is None else wanted
-    items = [{"piece": found[index], "wanted": numbers[index]} for index in sorted(numbers)]
-    blocks = ray.data.from_items(items, override_num_blocks=max(1, min(len(items), _MAX_READ_TASKS)))
-    how = {"columns": columns, "takes": takes}
-    return blocks.flat_map(_read, fn_kwargs=how, num_cpus=_READ_CPUS)  # type: ignore[arg-type]
-
-
-def dataset_of(rows: Sequence[Row]) -> ray.data.Dataset:
-    """Return a dataset of rows in memory, with the same fields as `read_dataset`."""
-    num_blocks = max(1, min(len(rows) // _ROWS_PER_TASK, _MAX_READ_TASKS))
-    return ray.data.from_items([asdict(row) for row in rows], override_num_blocks=num_blocks)
 
 
 def patient(dataset: ray.data.Dataset) -> ray.data.Dataset:
@@ -146,9 +120,8 @@ def rows_of(dataset: ray.data.Dataset) -> Generator[Row]:
             yield from (Row(**fields) for fields in batch.to_pylist())
 
 
-def _read(item: dict[str, Any], columns: Columns, takes: Share) -> Iterator[dict[str, Any]]:
-    wanted = None if item["wanted"] is None else frozenset(item["wanted"])
-    yield from (asdict(row) for _, row in read_piece(item["piece"], columns, wanted) if takes(row.id))
+def _read(item: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
+    yield from (asdict(row) for _, row in read_piece(item["piece"], columns, frozenset(item["wanted"])))
 
 
 def _with_key(fields: dict[str, Any], order: Order) -> dict[str, Any]:

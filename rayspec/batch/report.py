@@ -1,22 +1,31 @@
-"""The report of a run, in Markdown, with the picture of its plans."""
+"""The rows of a run as they come: counts with the exit code they add up to, a progress line, and the report."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rayspec.batch.progress import Tally
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
 from rayspec.batch.rows import Row
 from rayspec.choices import described
+from rayspec.command.terminal import EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
 from rayspec.types import EngineStats, PlanRecord
 
 PLOT_NAME = "skip-map.png"
 _MAX_LISTED = 50
+_MAX_KINDS = 4
+_PASSING_KINDS = frozenset({"unreadable_file"})
+_PLAIN_INTERVAL_S = 5.0
+_MINUTE_S = 60.0
 _MARKUP = re.compile(r"[\\`*\[\]<>|~]|(?<![^\W_])_|_(?![^\W_])")
 
 
@@ -24,16 +33,45 @@ _MARKUP = re.compile(r"[\\`*\[\]<>|~]|(?<![^\W_])_|_(?![^\W_])")
 class RunReport:
     """Collects rows as they come. At the end it writes `report.md` and, if matplotlib is here, the picture.
 
-    listed: table rows for the first rows, under DOCUMENT_HEADINGS. examples: one error message for every kind.
+    clock: returns seconds. num_left: the rows that this run has to do; None while that is not known. num_under_way:
+    rows that must be done before the time left is estimated, because the first rows to finish are short. listed: table
+    rows for the first rows, under DOCUMENT_HEADINGS. examples: one error message for every kind.
     """
 
-    tally: Tally = field(default_factory=Tally)
+    clock: Callable[[], float] = time.perf_counter
+    num_left: int | None = None
+    num_under_way: int = 1
+    num_rows: int = 0
+    num_earlier: int = 0
+    num_done: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
     listed: list[tuple[str, ...]] = field(default_factory=list)
     examples: dict[str, str] = field(default_factory=dict)
+    started_s: float = 0.0
+    begun_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.started_s = self.clock()
 
     def add(self, row: Row) -> None:
-        self.tally.add(row)
+        """Add a row of this run."""
         self._list(row)
+        self.num_rows += 1
+        self.num_output_tokens += row.num_output_tokens
+        self.num_draft_tokens += row.num_draft_tokens
+        self.num_accepted_tokens += row.num_accepted_tokens
+        if row.error_kind is not None:
+            self.errors[row.error_kind] += 1
+        else:
+            self.num_prompt_tokens += row.num_prompt_tokens
+        if self.num_left is not None:
+            if self.num_done == 0:  # the time in which the engine loaded does not count
+                self.begun_s = self.clock() - (row.latency_s or 0.0)
+            self.num_done += 1
 
     def add_earlier(self, kinds: Counter[str | None], rows: Callable[..., Iterable[Row]]) -> None:
         """Add the rows of an earlier run, which do not count for the speed of this run.
@@ -41,7 +79,9 @@ class RunReport:
         kinds: numbers of rows by kind of error; None is the kind of those that succeeded. rows: returns the rows;
         `with_text` says whether with their texts. Only as many are read as the report needs.
         """
-        self.tally.add_earlier(kinds)
+        self.num_rows += kinds.total()
+        self.num_earlier += kinds.total()
+        self.errors.update({kind: number for kind, number in kinds.items() if kind is not None})
         for row in islice((row for row in rows(with_text=False) if row.is_final), _MAX_LISTED):
             self._list(row)
 
@@ -62,6 +102,58 @@ class RunReport:
                 )
             )
 
+    @property
+    def num_failed(self) -> int:
+        return self.errors.total()
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.clock() - self.started_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_output_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    def exit_code(self, *, accepts_failed: bool = False) -> int:
+        """Return the exit code: 0 if every row succeeded, 1 if none did, 3 if some failed. accepts_failed: it is 0 even
+        if rows failed, unless a file could not be read, because another run may succeed in reading it."""
+        is_final = not self.errors.keys() & _PASSING_KINDS
+        if self.num_rows > 0 and (self.num_failed == 0 or (accepts_failed and is_final)):
+            return EXIT_OK
+        return EXIT_FAILED if self.num_failed == self.num_rows else EXIT_SOME_FAILED
+
+    def __str__(self) -> str:
+        acceptance = "" if self.acceptance_rate is None else f", acceptance {self.acceptance_rate:.2f}"
+        kinds = [f"{kind} {count}" for kind, count in self.errors.most_common(_MAX_KINDS)]
+        kinds += ["..."] * (len(self.errors) > _MAX_KINDS)
+        failed = f", {self.num_failed} failed ({', '.join(kinds)})" if self.num_failed else ""
+        speed = f"{self.num_output_tokens} tokens, {self.tokens_per_s:.1f} tokens/s"
+        earlier = f" ({self.num_earlier} of an earlier run)" if self.num_earlier else ""
+        return f"{self.num_rows} rows{earlier}{failed}, {speed}{acceptance}"
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimated seconds that are left; None while there is no estimate. Rows under way count as not begun, so the
+        first estimates are too long."""
+        if self.num_left is None or self.num_done < self.num_under_way:
+            return None
+        return max(0, self.num_left - self.num_done) * (self.clock() - self.begun_s) / self.num_done
+
+    @property
+    def progress(self) -> str:
+        """The line of a run under way."""
+        if self.num_left is None:
+            return str(self)
+        time_left = "time left not known yet"
+        if (seconds := self.seconds_left) is not None:
+            hours, minutes = divmod(max(1, round(seconds / _MINUTE_S)), 60)
+            time_left = f"about {hours} h {minutes} min left" if hours else f"about {minutes} min left"
+        return f"{self}, {max(0, self.num_left - self.num_done)} rows to do, {time_left}"
+
     def write(self, folder: Path, *, stats: EngineStats, config: Mapping[str, Any], title: str) -> Path:
         """Write the report into `folder`, which must exist. Return the path of `report.md`."""
         try:
@@ -71,13 +163,12 @@ class RunReport:
             picture = f"![the drafts' plans]({PLOT_NAME})"
         except ModuleNotFoundError:
             picture = "The picture of the drafts' plans needs matplotlib: `pip install 'rayspec[plots]'`."
-        tally = self.tally
         parts = [f"# {_inert(title)}", *self._summary(stats, config), picture]
-        if tally.errors:
-            kinds = [(kind, str(count), self.examples.get(kind, "")) for kind, count in tally.errors.most_common()]
+        if self.errors:
+            kinds = [(kind, str(count), self.examples.get(kind, "")) for kind, count in self.errors.most_common()]
             parts += ["## Failed rows", _table(("kind", "rows", "for example"), kinds)]
         parts += ["## Documents", _table(DOCUMENT_HEADINGS, self.listed)]
-        if more := tally.num_rows - len(self.listed):
+        if more := self.num_rows - len(self.listed):
             parts.append(f"{more} more rows are in the output file.")
         if stats.plans:
             note = "Rates are of one sequence: as predicted, as measured in use, and as predicted without a draft."
@@ -87,7 +178,6 @@ class RunReport:
         return path
 
     def _summary(self, stats: EngineStats, config: Mapping[str, Any]) -> list[str]:
-        tally = self.tally
         seconds = (
             ("prefill", stats.prefill_s),
             ("draft", stats.draft_s),
@@ -95,12 +185,12 @@ class RunReport:
             ("plan search", stats.optimise_s),
         )
         lines = [
-            ("rows", f"{tally.num_rows}, {tally.num_failed} failed"),
-            ("prompt tokens", f"{tally.num_prompt_tokens}"),
+            ("rows", f"{self.num_rows}, {self.num_failed} failed"),
+            ("prompt tokens", f"{self.num_prompt_tokens}"),
             ("prompt tokens found in the KV cache", _share(stats.cache_hit_rate)),
-            ("output tokens", f"{tally.num_output_tokens}"),
-            ("wall time", f"{tally.elapsed_s:.1f} s"),
-            ("throughput", f"{tally.tokens_per_s:.1f} output tokens/s"),
+            ("output tokens", f"{self.num_output_tokens}"),
+            ("wall time", f"{self.elapsed_s:.1f} s"),
+            ("throughput", f"{self.tokens_per_s:.1f} output tokens/s"),
             ("draft acceptance", _share(stats.acceptance_rate)),
             ("tokens a drafted round", _number(stats.mean_accepted_length)),
             ("rounds", f"{stats.num_rounds}, {stats.num_plain_rounds} without a draft"),
@@ -122,6 +212,26 @@ class RunReport:
             )
         )
         return [f"With {setting}.", _table(("what", "value"), lines)]
+
+
+@contextmanager
+def showing_progress(report: RunReport, console: Console) -> Iterator[Callable[[], None]]:
+    """Give the block a function to call after every row that the report has got."""
+    if console.is_terminal:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(report.progress, total=None)
+            yield lambda: progress.update(task, description=report.progress)
+    else:
+        shown_s = time.monotonic()
+
+        def show() -> None:
+            nonlocal shown_s
+            if time.monotonic() - shown_s >= _PLAIN_INTERVAL_S:
+                console.print(report.progress, highlight=False, soft_wrap=True)
+                shown_s = time.monotonic()
+
+        yield show
 
 
 DOCUMENT_HEADINGS = ("id", "prompt tokens", "output tokens", "tokens/s", "acceptance", "error")

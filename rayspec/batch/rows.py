@@ -1,11 +1,22 @@
-"""The row of a job: the reader makes it, a task completes it, the writer writes it."""
+"""The row of a job, and the engine that completes rows."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from rayspec.command.loading import load_llm
+from rayspec.command.settings import Settings
+from rayspec.config import DType, EngineConfig
+from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import RayspecError, RequestOutput
+
+if TYPE_CHECKING:
+    from rayspec.llm import AsyncEngine
+    from rayspec.pool.calls import Callback
+    from rayspec.pool.worker import Beginning
 
 TRANSIENT_KINDS: Final = frozenset({"aborted", "engine_dead", "stage_lost", "stages_replaced", "transport"})
 """Kinds of errors that the engine causes and not the row. Rows with such an error are done again."""
@@ -124,3 +135,63 @@ class RequestTotals:
         if self.arrival_s is None or self.finished_s is None:
             return None
         return self.finished_s - self.arrival_s
+
+
+Handler = Callable[[Any], Awaitable[Any]]
+
+
+class RowTask(Protocol):
+    """The engine options of a job, and the work on each row. The task is sent to the engines' actors."""
+
+    @property
+    def settings(self) -> Settings: ...
+
+    def handler(self, engine: AsyncEngine) -> Handler:
+        """Make the function that completes rows. It is called once, in the engine's actor. An error of a row is stored
+        in the row that the function returns; the function raises EngineDeadError."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowEngineFactory:
+    """Loads engines that do a task. dtype: of the weights, in place of the task's; None: as the task says."""
+
+    task: RowTask
+    dtype: DType | None = None
+
+    @property
+    def engine(self) -> EngineConfig:
+        asked = self.task.settings.engine
+        return asked if self.dtype is None else asked.replace(dtype=self.dtype)
+
+    def load(self, config: EngineConfig) -> RowEngine:
+        """Load an engine for the task. Raises ConfigError, CheckpointError, and with shards PlacementError."""
+        from rayspec.llm import AsyncEngine  # noqa: PLC0415 - brings torch, which callers of the actor do not need
+
+        if "ray" in sys.modules:  # in an actor
+            from rayspec.ray_session import forget_reserved_threads  # noqa: PLC0415
+
+            forget_reserved_threads()
+        return RowEngine(self.task, AsyncEngine(load_llm(config)), self.engine)
+
+    def beginning(self, item: Any) -> Beginning:
+        """Return the text of the item's prompt, by which the pool chooses an engine; None if there is none."""
+        if isinstance(item, Row):
+            return item.messages or item.document
+        found = next((item[name] for name in ("tokenized_prompt", "messages", "prompt") if item.get(name)), None)
+        return found if found is None or isinstance(found, str) else str(found)
+
+
+class RowEngine:
+    """An engine in an actor, with the handler of its task. asked: the options of the whole pool."""
+
+    def __init__(self, task: RowTask, engine: AsyncEngine, asked: EngineConfig) -> None:
+        self.client, self.stop = engine.client, engine.stop
+        self.info = task.settings.resolved(engine.llm.config.replace(parallel=asked.parallel))
+        self._handle = task.handler(engine)
+
+    async def handle(self, item: Any, callback: Callback) -> Any:
+        """Complete an item. Raises EngineDeadError for a row that failed through no fault of its own."""
+        done = await self._handle(item)
+        if isinstance(done, Row) and not done.is_final:
+            raise EngineDeadError(f"the engine has failed a row and cannot go on: {done.error}")
+        return done

@@ -12,9 +12,8 @@ import msgspec
 
 import rayspec
 from rayspec import demo
-from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import PromptBuilder
-from rayspec.batch.documents import read_documents
+from rayspec.batch.documents import Columns, read_documents
 from rayspec.batch.rows import Row
 from rayspec.config import SamplingParams
 from rayspec.demo import Task

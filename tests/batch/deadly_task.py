@@ -17,6 +17,7 @@ from rayspec.command.settings import Settings
 
 if TYPE_CHECKING:
     from rayspec.batch.row_engine import Handler
+
     from rayspec.llm import AsyncEngine
 
 PARAMS = {"temperature": 0.0, "max_tokens": 6}

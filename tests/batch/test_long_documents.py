@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rayspec.batch.row_engine import Handler
 
 from rayspec import LLM, demo
 from rayspec.batch.document_task import DocumentTask, PromptBuilder
@@ -27,7 +28,6 @@ from rayspec.batch.long_documents import (
     part_seed,
     part_templates,
 )
-from rayspec.batch.row_engine import Handler
 from rayspec.batch.rows import Row
 from rayspec.command.settings import make_settings
 from rayspec.config import SamplingParams

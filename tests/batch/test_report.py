@@ -1,24 +1,39 @@
 from __future__ import annotations
 
+import io
 import random
 import re
+from collections import Counter
 from html import escape
-from itertools import product
+from itertools import repeat
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from markdown_it import MarkdownIt
 from PIL import Image
+from rich.console import Console
 
-from rayspec.batch.plots import plot_plans
-from rayspec.batch.report import PLOT_NAME, RunReport
+from rayspec.batch import report
+from rayspec.batch.report import PLOT_NAME, RunReport, showing_progress
 from rayspec.batch.rows import Row
 from rayspec.choices import Choice
-from rayspec.types import EngineStats, Plan, PlanRecord, PromptTooLongError, no_draft
-from tests.exhaustive import few_of
+from rayspec.types import EngineStats, Plan, PlanRecord, no_draft
 
 CONFIG = {"model": "demo", "dtype": "float32", "speculation": {"strategy": "knapspec"}}
+GOOD = Row(
+    id="good",
+    num_prompt_tokens=100,
+    num_output_tokens=21,
+    num_draft_tokens=20,
+    num_accepted_tokens=15,
+    decode_s=2.0,
+    latency_s=8.0,
+)
+
+
+def bad(kind: str = "prompt_too_long") -> Row:
+    return Row(id="bad|id", error_kind=kind, error="too\nlong")
 
 
 def record(rng: random.Random, *, drafts: bool = True, num_tokens: int = 100) -> PlanRecord:
@@ -44,40 +59,26 @@ def stats_of(records: list[PlanRecord]) -> EngineStats:
     return EngineStats(total_s=10.0, draft_s=2.0, verify_s=5.0, optimise_s=0.1, gate_reason="none pays", plans=records)
 
 
-def rows() -> list[Row]:
-    good = Row(id="good", text="a\nB", num_prompt_tokens=100, num_output_tokens=21, decode_s=2.0)
-    return [good, Row(id="bad|id").failed(PromptTooLongError("too\nlong")), Row(id="other", text="x")]
-
-
-@pytest.mark.parametrize(
-    ("num_records", "drafts"),
-    few_of(list(product([0, 1, 7, 300], [True, False])), [(0, True), (1, False), (300, True)]),
-)
-def test_the_picture_is_drawn_for_any_number_of_plans(tmp_path: Path, num_records: int, drafts: bool) -> None:
+@pytest.mark.parametrize(("num_records", "drafts"), [(0, True), (1, False), (300, True)])
+def test_the_report_and_its_picture_say_what_happened(tmp_path: Path, num_records: int, drafts: bool) -> None:
     rng = random.Random(0)
     records = [record(rng, drafts=drafts, num_tokens=rng.choice([0, 200])) for _ in range(num_records)]
-    plot_plans(stats_of(records), tmp_path / "p.png", title="title")
-    with Image.open(tmp_path / "p.png") as image:
-        assert image.size > (1000, 400)
-        assert len(image.convert("RGB").getcolors(2**24) or ()) > 10
-
-
-def test_the_report_says_what_happened(tmp_path: Path) -> None:
-    report = RunReport()
-    for row in rows():
-        report.add(row)
-    rng = random.Random(0)
-    path = report.write(tmp_path, stats=stats_of([record(rng), record(rng, drafts=False)]), config=CONFIG, title="Run")
-    text = path.read_text(encoding="utf-8")
+    run = RunReport()
+    for row in (GOOD, bad(), Row(id="other"), *repeat(GOOD, 60)):
+        run.add(row)
+    text = run.write(tmp_path, stats=stats_of(records), config=CONFIG, title="Run").read_text(encoding="utf-8")
     assert text.startswith("# Run\n")
-    assert "| rows | 3, 1 failed |" in text
+    assert "| rows | 63, 1 failed |" in text
     assert "| time in verify | 50 % |" in text
     assert "| prompt_too_long | 1 | too long |" in text
     assert "| good | 100 | 21 | 10.0 | - |  |" in text
     assert "| bad\\|id | - | - | - | - | prompt_too_long |" in text
-    assert "drift \\| of context" in text
+    assert "13 more rows are in the output file." in text
+    assert ("drift \\| of context" in text) is bool(records)
     assert f"]({PLOT_NAME})" in text
-    assert (tmp_path / PLOT_NAME).stat().st_size > 10_000
+    with Image.open(tmp_path / PLOT_NAME) as image:
+        assert image.size > (1000, 400)
+        assert len(image.convert("RGB").getcolors(2**24) or ()) > 10
 
 
 MARKUP = [
@@ -93,22 +94,90 @@ MARKUP = [
 
 
 def test_texts_of_others_are_no_markup(tmp_path: Path) -> None:
-    report = RunReport()
+    run = RunReport()
     for text in MARKUP:
-        report.add(Row(id=text, finish_reason="error", error_kind="k", error=text))
-    path = report.write(tmp_path, stats=EngineStats(), config=CONFIG | {"model": MARKUP[0]}, title=MARKUP[1])
+        run.add(Row(id=text, finish_reason="error", error_kind="k", error=text))
+    path = run.write(tmp_path, stats=EngineStats(), config=CONFIG | {"model": MARKUP[0]}, title=MARKUP[1])
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(path.read_text(encoding="utf-8"))
     assert re.findall(r"<(?:a|img|code|em|script)\b[^>]{0,20}", body) == [f'<img src="{PLOT_NAME}" ']
     for text in MARKUP:
         assert f"<td>{escape(text)}</td>" in body
 
 
-def test_a_report_of_many_rows_lists_the_first_and_counts_all(tmp_path: Path) -> None:
-    report = RunReport()
-    for number in range(200):
-        report.add(Row(id=f"row-{number}", num_output_tokens=1))
-    text = report.write(tmp_path, stats=EngineStats(), config=CONFIG, title="Run").read_text(encoding="utf-8")
-    assert "| rows | 200, 0 failed |" in text
-    assert "row-49" in text
-    assert "row-50" not in text
-    assert "150 more rows are in the output file." in text
+def shown(*, terminal: bool) -> str:
+    file, run = io.StringIO(), RunReport()
+    with showing_progress(run, Console(file=file, force_terminal=terminal, width=100)) as show:
+        for _ in range(3):
+            run.add(GOOD)
+            show()
+    return file.getvalue()
+
+
+def test_elsewhere_a_plain_line_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "3 rows" in shown(terminal=True)
+    assert shown(terminal=False) == ""
+    monkeypatch.setattr(report, "_PLAIN_INTERVAL_S", 0.0)
+    lines = shown(terminal=False).splitlines()
+    assert [line.split(",")[0] for line in lines] == ["1 rows", "2 rows", "3 rows"]
+    assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("num_left", "num_done", "said"),
+    [
+        (100, 3, "97 rows to do, time left not known yet"),
+        (100, 40, "60 rows to do, about 2 min left"),  # not much longer than the two minutes that it takes
+        (100, 100, "0 rows to do, about 1 min left"),
+        (10_000, 100, "9900 rows to do, about 5 h 40 min left"),
+    ],
+)
+def test_the_time_left_is_told(num_left: int, num_done: int, said: str) -> None:
+    """Four rows at a time, 8 s each, begun 2 s after each other."""
+    now_s = 100.0
+    run = RunReport(clock=lambda: now_s)
+    run.add_earlier(Counter({None: 7}), lambda with_text: [])
+    assert "left" not in run.progress
+    run.num_left, run.num_under_way = num_left, 4
+    for number in range(num_done):
+        now_s = 150.0 + 8 + 2 * number
+        run.add(GOOD)
+    assert run.progress == f"{run}, {said}"
+
+
+def test_rows_of_an_earlier_run_count_as_rows_and_not_as_work() -> None:
+    run = RunReport(clock=lambda: 1.0)
+    run.add_earlier(Counter({None: 1, "prompt_too_long": 1}), lambda with_text: [bad(), bad("engine_dead")])
+    run.add(GOOD)
+    assert (run.num_rows, run.num_earlier, run.num_failed, run.exit_code(), len(run.listed)) == (3, 2, 1, 3, 2)
+    assert (run.num_prompt_tokens, run.num_output_tokens, run.num_draft_tokens) == (100, 21, 20)
+    assert str(run).startswith("3 rows (2 of an earlier run), 1 failed (prompt_too_long 1), 21 tokens")
+
+
+def test_the_line_says_why_rows_failed() -> None:
+    run = RunReport()
+    for kind in ["a"] * 4 + ["b"] * 3 + ["c", "c", "d", "e"]:
+        run.add(bad(kind))
+    assert "11 rows, 11 failed (a 4, b 3, c 2, d 1, ...), " in str(run)
+
+
+UNREADABLE = bad("unreadable_file")
+
+
+@pytest.mark.parametrize(
+    ("rows", "code", "accepting"),
+    [
+        ([GOOD], 0, 0),
+        ([GOOD, bad()], 3, 0),
+        ([bad()], 1, 0),
+        ([GOOD, UNREADABLE], 3, 3),
+        ([UNREADABLE], 1, 1),
+        ([], 1, 1),
+    ],
+)
+def test_failed_rows_may_be_accepted_but_not_files_that_could_not_be_read(
+    rows: list[Row], code: int, accepting: int
+) -> None:
+    run = RunReport()
+    for row in rows:
+        run.add(row)
+    assert (run.exit_code(), run.exit_code(accepts_failed=True)) == (code, accepting)

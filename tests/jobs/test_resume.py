@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rayspec import demo
-from rayspec.batch.scan import Share
+from rayspec.batch.scan import in_sample
 from rayspec.cli import app
 from tests.jobs.job_process import FAST, committed, write_lines
 
@@ -118,7 +118,7 @@ def test_a_limited_run_is_taken_further_and_a_share_is_the_same_every_time(folde
     run("a.jsonl", "--limit", "5")
     run("a.jsonl", "--limit", "9")
     assert set(texts()) == {f"r{n}" for n in range(9)}
-    share = {f"r{n}" for n in range(30) if Share(0.4)(f"r{n}")}
+    share = {f"r{n}" for n in range(30) if in_sample(f"r{n}", 0.4)}
     assert 0 < len(share) < 30
     run("a.jsonl", "--sample", "0.4")
     assert set(texts()) == {f"r{n}" for n in range(9)} | share

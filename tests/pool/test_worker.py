@@ -19,8 +19,7 @@ import ray
 from rayspec import LLM, SamplingParams, demo
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.documents import input_row
-from rayspec.batch.row_engine import RowEngine, RowEngineFactory
-from rayspec.batch.rows import Row
+from rayspec.batch.rows import Row, RowEngine, RowEngineFactory
 from rayspec.command.settings import make_settings
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
