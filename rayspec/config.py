@@ -84,6 +84,7 @@ REPLACED: Mapping[str, Mapping[str, str]] = {
     },
     "TuningOptions": {
         "threshold": "is now 'speculation.draft_threshold'",
+        "plans_by": "is gone: plans are tuned by trials; leave it out",
         **dict.fromkeys(("seed", "num_anchors"), _FIXED),
     },
 }
@@ -185,9 +186,6 @@ class TuningOptions(Options):
     num_tries: int = Field(1000, ge=1, description="plans that are tried on the prompts")
     max_seconds: float = Field(3600.0, gt=0.0, description="after which no other plan is tried")
     max_tokens: int = Field(32, ge=2, description="tokens generated from each prompt")
-    plans_by: Literal["trials", "knapspec"] = Field(
-        "trials", description="plans of domains: by trials as above, or the best that KnapSpec finds in one run"
-    )
 
 
 class SpeculationOptions(Options):

@@ -19,7 +19,7 @@ from rayspec.command.loading import load_llm
 from rayspec.config import EngineConfig, TuningOptions
 from rayspec.decode.engine import Engine
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
-from rayspec.strategies.tuning import Tried, knapspec_plan, tune_domains, tune_plan
+from rayspec.strategies.tuning import tune_domains, tune_plan
 from rayspec.types import ConfigError
 
 _SUFFIX = ".json"
@@ -85,23 +85,10 @@ def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
         width = f", {options.widen} times as wide" if options.widen > 1 else ""
         identity = ModelIdentity.of(engine.config, engine.stages.num_sublayers)
         tuned = msgspec.structs.replace(identity, name=f"{options.engine.model}{width}")
-        best = dict.fromkeys(domains, 0.0)
-
-        def tell(tried: Tried) -> None:
-            """Report each new best plan."""
-            if tried.best_tokens_per_s > best[tried.domain]:
-                best[tried.domain] = tried.best_tokens_per_s
-                say(
-                    f"{tried.domain or _ANY}: plan {tried.number} of {options.tuning.num_tries} makes "
-                    f"{tried.best_tokens_per_s:.1f} tokens/s (plain {tried.plain_tokens_per_s:.1f})"
-                )
-
         if list(domains) != [""]:
-            saved = tune_domains(engine, domains, options.tuning, model=tuned, tell=tell)
-        elif options.tuning.plans_by == "knapspec":
-            saved = SavedPlans(model=tuned, plans=(knapspec_plan(engine, domains[""], options.tuning),))
+            saved = tune_domains(engine, domains, options.tuning, model=tuned, say=say)
         else:
-            saved = SavedPlans(model=tuned, plans=(tune_plan(engine, domains[""], options.tuning, tell=tell),))
+            saved = SavedPlans(model=tuned, plans=(tune_plan(engine, domains[""], options.tuning, say=say),))
     saved.save(options.output)
     return saved
 
@@ -149,16 +136,16 @@ def plans_table(saved: SavedPlans) -> Table:
 
 
 def _engine_config(options: TuneOptions, folder: str) -> EngineConfig:
-    """Return options for tuning: "static" for trials, which set their own plans; else "knapspec", which measures."""
-    base, by_trials = options.engine, options.tuning.plans_by == "trials"
+    """Return options for tuning: strategy "static", in which each trial sets its own plan."""
+    base = options.engine
     return base.replace(
         model=folder,
         max_num_seqs=options.batch,
         enable_prefix_caching=False,  # each repeat of a prompt must be prefilled again
         max_model_len=base.max_model_len or options.context + options.tuning.max_tokens,
         speculation=base.speculation.replace(
-            strategy="static" if by_trials else "knapspec",
-            skip=_UNUSED_SKIP if by_trials else (),
+            strategy="static",
+            skip=_UNUSED_SKIP,
             static_choice=FULL,
             warm_start=None,
         ),

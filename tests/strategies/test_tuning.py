@@ -20,12 +20,11 @@ from rayspec.decode.work import RoundResult
 from rayspec.local_engine import load_engine
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.strategies.self_sd import SelfSD
-from rayspec.strategies.tuning import features_of, knapspec_plan, tune_domains, tune_plan
+from rayspec.strategies.tuning import features_of, tune_domains, tune_plan
 from rayspec.types import ConfigError, EmptyPromptError, Plan
-from tests.demo_model import demo_parts, demo_prompts
 from tests.engines import complete, engine_with, require_idle, tokens_of
 from tests.families import cases, checkpoint, parts_of, ragged_prompts, reference
-from tests.strategy_cases import LENGTHS, latency, saved_plan
+from tests.strategy_cases import LENGTHS, saved_plan
 
 PROMPTS = ragged_prompts([30, 12, 50])
 FAST = TuningOptions(num_tries=12, max_tokens=10)
@@ -83,17 +82,17 @@ def test_no_plan_is_tried_after_its_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len({one.choices for one in seen if one.drafts}) == 2
 
 
-@pytest.mark.parametrize("prompts", [[], [[]]])
-def test_without_prompts_there_is_nothing_to_tune_on(prompts: list[list[int]]) -> None:
-    engine = _engine()
-    with pytest.raises((ConfigError, EmptyPromptError), match="prompt"):
-        tune_plan(engine, prompts, FAST)
+def test_without_prompts_or_room_for_drafts_nothing_is_tuned() -> None:
+    with pytest.raises(ConfigError, match="no calibration prompts"):
+        tune_plan(_engine(), [], FAST)
+    with pytest.raises(EmptyPromptError, match="prompt"):
+        tune_plan(engine := _engine(), [[]], FAST)
     require_idle(engine)
-
-
-def test_an_engine_that_never_drafts_has_no_room_for_drafts() -> None:
     with pytest.raises(ConfigError, match="'ar'"):
         tune_plan(_engine(speculation={"strategy": "ar"}), PROMPTS, FAST)
+    for domains in ({}, {"": PROMPTS}, {"law": []}):
+        with pytest.raises(ConfigError, match=r"domains|prompts"):
+            tune_domains(engine, domains, FAST, model=MODEL)
 
 
 def test_what_fails_in_the_middle_leaves_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,35 +141,6 @@ def test_each_domain_gets_its_plan_and_its_anchors() -> None:
         for anchor in plan.anchors:
             assert min(float(np.linalg.norm(direction - anchor)) for direction in directions) < 1e-3
         assert plan.radius > 0
-
-
-@pytest.mark.parametrize("domains", [{}, {"": PROMPTS}, {"law": []}])
-def test_domains_need_names_and_prompts(domains: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"domains|prompts"):
-        tune_domains(_engine(), domains, FAST, model=MODEL)
-
-
-def test_by_knapspec_it_is_the_fastest_plan_of_one_run() -> None:
-    engine = engine_with(demo_parts(), max_draft_tokens=16)
-    options = TuningOptions(plans_by="knapspec", max_tokens=60)
-    with pytest.raises(ConfigError, match="loaded with that strategy"):
-        knapspec_plan(engine, demo_prompts(2, 8), options)
-    engine.latency = latency(32)
-    plan = knapspec_plan(engine, demo_prompts(2, 8), options, domain="law")
-    used = [one for one in engine.stats.plans if one.num_tested_tokens and one.reason != "a saved plan"]
-    fastest = max(used, key=lambda record: record.measured_tpt or 0.0)
-    assert (plan.choices, plan.num_draft_tokens) == (fastest.plan.choices, fastest.plan.num_draft_tokens)
-    assert plan.tokens_per_s != fastest.measured_tpt, "it is measured once more"
-    assert plan.threshold is not None
-    assert plan.acceptance > 0.3
-    assert plan.provenance.method == "the fastest of KnapSpec's"
-
-
-def test_where_knapspec_drafts_nothing_there_is_no_plan() -> None:
-    engine = _engine()
-    engine.latency = latency()
-    with pytest.raises(ConfigError, match="drafted nothing on the prompts of domain 'law'"):
-        knapspec_plan(engine, PROMPTS, FAST, domain="law")
 
 
 def test_what_was_tuned_is_what_self_sd_and_knn_ssd_draft_by(tmp_path: Path) -> None:
