@@ -180,16 +180,6 @@ def test_dominated_states_lose_nothing_that_is_best_for_its_saved_time_or_more()
         assert damage_at(frontier, saved) == pytest.approx(damage_at(exact, saved))
 
 
-class Spoiled(Additive):
-    def similarity(self, sublayer: int, states: Any) -> Any:
-        return np.full(len(states), np.nan)
-
-
-def test_nothing_finite_leaves_the_one_that_saves_nothing() -> None:
-    solution = solve(skips([1, 2]), Spoiled(skip_damages([1, 1])), max_saved=3, min_similarity=0.5, max_states=4)
-    assert [c.choices for c in solution.candidates] == [(FULL, FULL)]
-
-
 class Residual:
     """A random residual network: a state is the hidden states of some tokens, [num_states, num_tokens, hidden_size].
     A cheaper choice is a perturbed matrix. Nothing about it is additive."""

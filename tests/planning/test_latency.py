@@ -99,33 +99,6 @@ def test_each_sequence_has_its_price_and_more_with_several_rows() -> None:
     assert curve.seconds(rows=0.5, context=9, batch=0.5) >= curve.seconds(rows=0.5, context=0, batch=0.5) > 0
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [
-        [(1, 0, 1)],
-        [(8, 32, 8)],
-        [(8, 32, 8), (32, 32, 8)],
-        [(1, 32, 1), (8, 32, 8)],
-        [(1, 32, 1), (2, 32, 1), (2, 32, 2)],
-        [(rows, 32, 1) for rows in ROWS],
-        [(2, 300, 2), (4, 300, 4)],
-    ],
-)
-def test_of_few_measurements_nothing_is_negative_or_unknown(cells: list[tuple[int, int, int]]) -> None:
-    """Columns that say the same, and columns of zeros."""
-    curve = Curve.fit(called(cells))
-    found = np.asarray([*curve.base_s, curve.sequence_s, curve.masked_s, curve.kv_s, curve.score_s])
-    assert np.isfinite(found).all()
-    assert (found >= 0).all()
-    for rows, context, batch in cells:
-        seconds = curve.seconds(rows=rows, context=context, batch=batch)
-        assert seconds == pytest.approx(called_s(rows, context, batch), rel=0.05)
-    if all(batch == 1 for _, _, batch in cells):
-        assert curve.sequence_s == curve.masked_s == 0
-    if len({context for _, context, _ in cells}) == 1:
-        assert curve.base_s[0] > 0, "a context that never changes is no reason to take the rows for free"
-
-
 @given(st.integers(0, 10**6), st.sampled_from([1, 40, 90, 300, 1200, 9000]), st.sampled_from([0.05, 0.5, 2.0]))
 def test_whatever_an_arena_lets_measure_gives_a_curve(seed: int, num_slots: int, noise: float) -> None:
     rng = np.random.default_rng(seed)
@@ -136,26 +109,6 @@ def test_whatever_an_arena_lets_measure_gives_a_curve(seed: int, num_slots: int,
         assert np.isfinite(seconds)
         assert seconds <= curve.seconds(rows=2 * rows, context=context, batch=batch)
         assert seconds <= curve.seconds(rows=rows, context=context + 1000, batch=batch)
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 64), st.integers(0, 20000), st.integers(1, 4), st.floats(1e-6, 1e-2)),
-        min_size=1,
-        max_size=20,
-    )
-)
-def test_any_curve_is_monotone_and_never_negative(cells: list[tuple[int, int, int, float]]) -> None:
-    curve = Curve.fit([Measurement(kind="attention", rows=r, context=c, batch=b, seconds=s) for r, c, b, s in cells])
-    for batch in (2, 4):
-        by_rows = [curve.seconds(rows=rows, context=100, batch=batch) for rows in range(batch, 200, 7)]
-        assert all(b >= a - 1e-12 for a, b in itertools.pairwise(by_rows))
-    by_rows = [curve.seconds(rows=rows, context=100, batch=1) for rows in (0, *range(1, 200, 7))]
-    by_context = [curve.seconds(rows=4, context=context, batch=2) for context in (0, 10, 1000, 10**6)]
-    assert min(by_rows) >= 0
-    assert by_rows[0] == 0
-    assert all(b >= a - 1e-12 for a, b in itertools.pairwise(by_rows))
-    assert all(b >= a for a, b in itertools.pairwise(by_context))
 
 
 def test_extrapolation() -> None:
@@ -212,13 +165,6 @@ def test_each_choice_has_its_curve(device: str) -> None:
     assert draft_s == pytest.approx(one_row_s @ (0.3, 0.4, 0, 1) + fitted.head_s(1), rel=1e-3)
     with pytest.raises(ValueError, match="choice 'pages' was not measured"):
         fitted.sublayer_s(0, **cell, choice="pages")
-
-
-def test_a_sublayer_has_the_choices_that_were_measured() -> None:
-    for fitted in (model_of_choices(), model_of_choices("cuda:0")):
-        assert fitted.choices_of(0) == ("full", "int8", "int4", "window", "int4+window", "skip")
-        assert fitted.choices_of(3) == ("full", "int4", "skip")
-    assert model().choices_of(0) == ("full", "skip")
 
 
 def test_hops_bypass_stages_with_nothing_to_run() -> None:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from rayspec.planning import learning
 from rayspec.planning.learning import (
-    NEVER,
     AnswerLength,
     Discounted,
     PrefillPace,
@@ -46,18 +45,6 @@ def test_it_is_the_ratio_of_sums_in_which_each_has_halved_by_all_that_came_later
         assert record.value == pytest.approx((total + prior * strength) / (weight + strength), abs=1e-9)
 
 
-def test_the_prior_is_the_value_until_something_was_seen() -> None:
-    mean = Discounted(16, prior=7.0)
-    assert (mean.value, mean.is_known) == (7.0, False)
-    mean.observe(3.0)
-    assert (mean.value, mean.is_known) == (3.0, True)
-    drawn = Discounted(16, prior=7.0, strength=1.0)
-    drawn.observe(3.0)
-    assert drawn.value == 5.0
-    assert drawn.with_prior(0.0, 2.0) == 1.0
-    assert Discounted(16).with_prior(0.5, 0.0) == 0.5
-
-
 def simulate(acceptance: float, length: int, rule: StopRule, rng: random.Random) -> tuple[int, int]:
     """One draft: tokens drafted, and accepted."""
     num_accepted, sound = 0, True
@@ -67,13 +54,6 @@ def simulate(acceptance: float, length: int, rule: StopRule, rng: random.Random)
         if rng.random() < (rule.misfires if sound else rule.detects):
             return step, num_accepted
     return length, num_accepted
-
-
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.9, 1.0])
-def test_without_a_rule_drafts_reach_their_length(acceptance: float) -> None:
-    num_drafted, num_accepted = expected_draft([acceptance], 7, NEVER)
-    assert num_drafted[0] == pytest.approx(np.arange(1, 8))
-    assert 1 + num_accepted[0] == pytest.approx(1 + np.cumsum(acceptance ** np.arange(1, 8)))
 
 
 @pytest.mark.parametrize(
@@ -146,13 +126,6 @@ def test_it_is_never_tiny_nor_more_than_allowed() -> None:
     assert _pace(5.0, 0.001, mixed=False).num_rows(1024) == 1024
     assert PrefillPace().num_rows(1024) == 32, "nothing is known yet"
     assert _pace(0.5, 0.0, mixed=True).num_rows(1024) == 32, "a chunk that cost nothing"
-
-
-def test_it_follows_a_machine_that_gets_slower() -> None:
-    pace = _pace(0.5, 0.001, mixed=False)
-    for _ in range(8):
-        pace.observe(0.4, num_chunk_rows=100, has_round=False)
-    assert pace.num_rows(1024) == pytest.approx(125, abs=2)
 
 
 TABLE = Path(__file__).parent.parent.parent / "docs" / "internals.md"

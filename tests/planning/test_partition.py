@@ -97,17 +97,6 @@ def test_brute_force_finds_nothing_better(instance: tuple[ModelCosts, list[Devic
             partition(costs, places)
 
 
-def test_the_slowest_stage_counts_before_evenness() -> None:
-    costs = model([1, 1, 4], (2.0, 1.0))
-    assert sizes(partition(costs, devices(1, 1))) == [2, 1], "4 s at most; [1, 2] has fewer squares and takes 5"
-
-
-def test_a_tie_goes_to_the_most_even_cut() -> None:
-    # The slow first layer is the bottleneck whatever the rest does; the best prefix by itself would be a bad start.
-    costs = model([9, 1, 1, 1, 1, 1, 1], (1.0,) * 3)
-    assert sizes(partition(costs, devices(1, 1, 1))) == [1, 3, 3]
-
-
 @pytest.mark.parametrize(
     ("tenths", "expected"), [([5, 2, 6, 4, 4, 9], [3, 2, 1]), ([1, 4, 5, 1, 8, 7, 2, 1], [2, 2, 1, 3])]
 )
@@ -117,36 +106,10 @@ def test_rounding_does_not_hide_a_tie(tenths: list[int], expected: list[int]) ->
         assert sizes(partition(costs, devices(*[1] * len(expected)))) == expected
 
 
-def test_a_slow_device_gets_fewer_layers() -> None:
-    even = partition(model([1.0] * 32, (1, 1, 1, 1)), devices(*[1] * 4))
-    slowed = partition(model([1.0] * 32, (1, 1, 2.35, 1)), devices(*[1] * 4))
-    assert sizes(even) == [8, 8, 8, 8]
-    # Ten layers are the least that one of the fast ones must hold. With 3 or 4 on the slow one it would be no sooner
-    # done, and the stages would take more time in all.
-    assert sizes(slowed) == [10, 10, 2, 10]
-
-
-def test_a_small_device_gets_what_it_holds() -> None:
-    costs = model([1.0] * 12, (1, 1, 1), layer_bytes=GIB, ends=(2 * GIB, 3 * GIB))
-    assert sizes(partition(costs, devices(5 * GIB, 9 * GIB, 5 * GIB))) == [3, 7, 2]
-
-
-def test_the_ends_weigh_on_their_stages() -> None:
-    costs = model([1.0] * 9, (1, 1, 1), end_seconds=(2.0, 4.0))
-    assert sizes(partition(costs, devices(1, 1, 1))) == [3, 5, 1]
-    alone = stage_costs(model([1.0], ends=(6, 9), end_seconds=(2.0, 4.0)), devices(20), [range(1)])[0]
-    assert (alone.weight_bytes, alone.kv_bytes, alone.seconds, alone.bytes_left) == (10, 5, 7.0, 5)
-
-
 def test_what_does_not_fit_says_how_much_is_missing() -> None:
     costs = model([1.0] * 8, (1, 1), layer_bytes=GIB, ends=(GIB, 0))
     with pytest.raises(ConfigError, match=r"'stages' is 2: .*needs 9\.0 GiB.*hold 6\.0.*3\.0 GiB are missing.*quantiz"):
         partition(costs, devices(3 * GIB, 3 * GIB))
-
-
-def test_layers_stay_whole() -> None:
-    costs = model([1.0] * 3, (1, 1), layer_bytes=2 * GIB)
-    assert bytes_missing(costs, devices(3 * GIB, 3 * GIB)) == GIB
 
 
 def test_pinned_layers_win_and_only_report_what_is_missing() -> None:

@@ -206,19 +206,3 @@ def test_drafts_in_one_cohort_gain_what_the_table_of_pipelines_has(
         for length in (2, 3, 4)
     ]
     assert max(gains) == pytest.approx(speedup, rel=0.035), "a little more: the first layer is not verified again"
-
-
-def test_drafts_in_cohorts_gain_about_what_the_table_has_and_dip_where_it_dips() -> None:
-    """The table's are up to 9 % less with one and two cohorts, where they are below the table of pipelines, too."""
-    table = {1: 1.29, 2: 2.53, 4: 4.63, 8: 5.37}
-    one = rate(4, 1)
-    found = {cohorts: rate(4, cohorts, 3, num_rounds=300) / one for cohorts in table}
-    assert list(found.values()) == pytest.approx(list(table.values()), rel=0.1)
-    gains = {cohorts: found[cohorts] / (rate(4, cohorts) / one) for cohorts in table}
-    assert gains[4] < gains[1] - 0.08
-    assert gains[8] > gains[4] + 0.08
-    cost = (0.5 * LLAMA_70B.sublayers_s(rows=1, context=16384, batch=1).sum() + LLAMA_70B.head_s(1)) / (
-        LLAMA_70B.decode_step_s(context=16384, batch=1)
-    )
-    full = EXPECTED_TOKENS / (3 * cost + 1)
-    assert gains[8] == pytest.approx(full, rel=0.04), "no stage waits: the table's 1.31 is less than that"

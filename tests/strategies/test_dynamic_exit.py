@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rayspec.choices import FULL, SKIP
+from rayspec.choices import FULL
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, FoundDraft, Question, Trial
 from rayspec.planning.learning import DraftWhileSure
@@ -33,11 +33,6 @@ def _replies(shares: list[float], confidence: float = 0.9, missed: float = 0.3) 
         return Found(drafts, count, 0.25)
 
     return reply
-
-
-def test_exits_are_after_every_layer_but_the_last() -> None:
-    assert early_exits(6) == [(FULL, FULL, SKIP, SKIP, SKIP, SKIP), (FULL, FULL, FULL, FULL, SKIP, SKIP)]
-    assert early_exits(2) == []
 
 
 def test_by_latency_what_layers_take_decides() -> None:
@@ -69,26 +64,12 @@ def test_looking_every_round_costs_the_rows_that_the_verify_could_have_reused() 
             assert records[0].predicted_tpt == pytest.approx(5 / 56)
 
 
-def test_where_no_exit_pays_it_does_not_draft() -> None:
-    chooser = _del()
-    assert run_rounds(chooser, Asker(_replies([0.0, 0.125, 0.25, 0.25, 0.375])), 12) == []
-    assert not chooser.choose(state()).plan.drafts
-    assert chooser.choose(state()).keep_drafting is None
-
-
 def test_it_first_looks_at_some_tokens_and_then_at_the_newest_of_each_sequence() -> None:
     asker, chooser = Asker(_replies([0.0, 0.5, 1.0, 1.0, 1.0])), _del(num_search_tokens=8)
     run_rounds(chooser, asker, 7, batch=3)
     asked = [question for question in asker.asked if isinstance(question, Trial)]
     assert [question.num_tokens for question in asked] == [8, 3, 3, 3], "three rounds to tap the first eight"
     assert all(list(question.patterns) == early_exits(2 * NUM_LAYERS) for question in asked)
-
-
-def test_an_interval_makes_looks_rarer() -> None:
-    asker, chooser = Asker(_replies([1.0] * 5)), _del(num_search_tokens=1, search_interval=50)
-    chooser._max_draft_tokens = 1
-    run_rounds(chooser, asker, 40)
-    assert len(asker.asked) == 1
 
 
 def test_the_record_fades_look_by_look() -> None:
@@ -112,14 +93,6 @@ def test_drafts_end_between_the_confidence_of_matches_and_misses() -> None:
     rule = chooser.choose(state()).keep_drafting
     assert isinstance(rule, DraftWhileSure)
     assert rule.threshold == pytest.approx(0.6)
-
-
-def test_the_same_choice_again_is_the_same_plan() -> None:
-    chooser, asker = _del(num_search_tokens=1), Asker(_replies([0.0, 1.0, 1.0, 1.0, 1.0]))
-    (record,) = run_rounds(chooser, asker, 20)
-    assert record.plan is chooser.choose(state()).plan
-    assert record.num_tokens > 10
-    assert record.plan.choices.count(FULL) == 4
 
 
 def test_a_model_of_one_layer_has_no_exits() -> None:

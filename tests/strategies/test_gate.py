@@ -82,10 +82,6 @@ def test_close_to_the_oracle(
     assert np.mean(right) > least_right
 
 
-def test_plans_that_keep_coming_and_never_pay() -> None:
-    assert np.mean([simulate(seed, lambda index: 0.5, 3000, new_plan_every=100)[0] for seed in range(4)]) < 0.03
-
-
 def speed_up(seed: int, gain: float, total: int, acceptance: float = ACCEPTANCE, predicted: float = 1.001) -> float:
     """Of so many tokens in all over plain decoding, where it is known how many are to come. Drafts of a trial are as
     long as the trial may cost."""
@@ -162,21 +158,6 @@ def test_ways_that_are_trusted_are_taken_at_their_prediction_until_rounds_show_o
     assert gate.choose(ENDLESS, faster).way == PLAIN
 
 
-def test_a_new_plan_is_judged_afresh() -> None:
-    gate = Gate(LATENCY)
-    steady(gate, 60, 4.0)
-    assert gate.factor("plan") < 0.9
-    gate.renew("plan")
-    assert gate.factor("plan") == 1.0
-    steady(gate, 60, 2.0)
-    assert gate.taken == "plan"
-    before = gate.factor("plan")
-    gate.renew("plan")
-    assert gate.factor("plan") == pytest.approx(before), "what is taken goes on"
-    assert gate.choose(ENDLESS, ways({PLAIN: 1.0, "plan": 1.2})).way == "plan"
-    assert gate.choose(ENDLESS, ways({PLAIN: 1.0})).way == PLAIN
-
-
 def test_a_trial_that_a_new_plan_ends_has_cost_what_it_lost() -> None:
     gate, rates = Gate(LATENCY), {PLAIN: 1.0, "plan": 1.2}
     steady(gate, 1, 1.0)
@@ -187,15 +168,6 @@ def test_a_trial_that_a_new_plan_ends_has_cost_what_it_lost() -> None:
     gate.renew("plan")
     assert gate.trial is None
     assert gate.remaining_loss_s(rates) == pytest.approx(remaining_loss_s)
-
-
-def test_a_trial_waits_while_another_way_is_clearly_faster() -> None:
-    gate = Gate(LATENCY, trusted=("lookup",))
-    few, many = ways({PLAIN: 1.0, "plan": 1.2}), ways({PLAIN: 1.0, "plan": 1.2, "lookup": 4.0})
-    gate.observe(ENDLESS, gate.choose(ENDLESS, ways({PLAIN: 1.0})), 1, 1.0)
-    assert gate.choose(ENDLESS, few).way == gate.trial == "plan"
-    assert [gate.choose(ENDLESS, many).way for _ in range(4)] == ["lookup"] * 4
-    assert gate.choose(ENDLESS, few).way == gate.trial == "plan"
 
 
 def test_a_trial_with_shorter_drafts_is_judged_by_what_was_predicted_for_them() -> None:
@@ -278,15 +250,6 @@ def _run(strategy: _Strategy, *, num_accepted: int, draft_s: float, num_rounds: 
     return gated, drafted
 
 
-def test_a_strategy_that_pays_drafts_and_one_that_does_not_stops() -> None:
-    gated, drafted = _run(_Strategy(), num_accepted=3, draft_s=2.0)
-    assert sum(drafted) > 500
-    assert "drafting is on (measured " in gated.status
-    gated, drafted = _run(_Strategy(), num_accepted=1, draft_s=3.0)
-    assert 4 <= sum(drafted) < 60
-    assert "drafting is off (measured 0." in gated.status
-
-
 def test_the_time_of_searches_is_the_strategys() -> None:
     assert _run(_Strategy(search_s=0.0), num_accepted=2, draft_s=2.0)[1][-1]
     assert sum(_run(_Strategy(search_s=1.5), num_accepted=2, draft_s=2.0)[1]) < 60
@@ -314,16 +277,6 @@ def test_while_plain_decoding_pays_the_strategy_searches_nothing() -> None:
     assert not drafted[-1]
     assert not gated.choose(state()).capture
     assert len(strategy.seen) == 600, "it hears of every round"
-
-
-def test_until_there_is_a_plan_the_strategy_looks_for_one() -> None:
-    strategy = _Strategy(NO_PLAN)
-    gated = _gated(strategy)
-    for number in range(20):
-        assert gated.choose(state()).capture
-        run_round(gated, ASKER)
-        assert strategy.num_searches == number + 1
-    assert not gated.choose(state()).plan.drafts
 
 
 def test_rounds_in_which_nobody_may_draft_say_nothing() -> None:

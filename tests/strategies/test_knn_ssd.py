@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -13,11 +11,10 @@ from rayspec.choices import SKIP
 from rayspec.config import SamplingParams, SpeculationOptions
 from rayspec.decode.search import Answer, Feature, Features, Question
 from rayspec.planning.learning import DraftWhileSure
-from rayspec.strategies import knn_ssd
-from rayspec.strategies.knn_ssd import KnnSSD, nearest, radius, representatives, unit_rows
+from rayspec.strategies.knn_ssd import KnnSSD, radius, representatives, unit_rows
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlan, SavedPlans
 from rayspec.strategies.tuning import features_of
-from rayspec.types import ConfigError, Plan, PlanRecord, RayspecError
+from rayspec.types import Plan, PlanRecord, RayspecError
 from tests.engines import complete, engine_with, requests_for, tokens_of
 from tests.families import cases, checkpoint, parts_of
 from tests.pipeline.loop import loop_engine
@@ -89,22 +86,6 @@ def _skipped_for(knn: KnnSSD, name: str) -> list[int]:
     return _skipped(knn.choose(state(sequence_ids=(name,))).plan)
 
 
-def test_plans_without_anchors_are_of_no_use() -> None:
-    with pytest.raises(ConfigError, match="by anchors"):
-        _knn(ANY)
-
-
-@pytest.mark.parametrize(("radius", "plans", "skipped"), [(0.11, [CODE], [5]), (0.09, [CODE], []), (0.09, [ANY], [7])])
-def test_beyond_the_radius_of_the_nearest_domain_it_is_any_text(
-    radius: float, plans: list[SavedPlan], skipped: list[int]
-) -> None:
-    """The text's distance from the nearest anchor of the domain is 0.1."""
-    code = msgspec.structs.replace(CODE, radius=radius)
-    knn, texts = _knn(code, *(plan for plan in plans if plan is not CODE)), _Texts({"a": [0.19**0.5, 0.9]})
-    _round(knn, texts, "a")
-    assert _round(knn, texts, "a")[0] == skipped
-
-
 def test_a_texts_first_round_is_looked_at_and_its_second_drafts_by_the_plan_of_its_domain() -> None:
     knn, texts = _knn(LAW, CODE), _Texts({"a": NEAR_LAW})
     assert _round(knn, texts, "a") == ([], True, None)
@@ -151,20 +132,6 @@ def test_a_batch_has_the_plan_of_most_of_it_and_what_is_new_has_no_say() -> None
     assert texts.asked == list("abcdef")
 
 
-def test_while_the_answer_is_on_its_way_nothing_is_asked_again() -> None:
-    knn, texts = _knn(LAW, CODE), _Texts({"a": NEAR_LAW, "b": NEAR_CODE}, at_once=False)
-    taps = [_round(knn, texts, "a")[1] for _ in range(5)]
-    assert taps == [True] + [False] * 4
-    _round(knn, texts, "b")
-    texts.answer("a")
-    texts.answer("b")
-    _round(knn, texts, "b")
-    assert (_skipped_for(knn, "a"), _skipped_for(knn, "b")) == ([], [5]), "a's batch hears of it when it is at rest"
-    assert _round(knn, texts, "a")[0] == []
-    assert _round(knn, texts, "a")[0] == [2, 3, 4, 5]
-    assert texts.asked == ["a", "b"]
-
-
 def test_a_text_that_moved_is_looked_at_again_and_one_that_cannot_be_asked_is_of_no_domain() -> None:
     knn, texts = _knn(LAW, CODE), _Texts({"a": NEAR_LAW, "b": NEAR_CODE}, at_once=False)
     _round(knn, texts, "a")
@@ -182,33 +149,6 @@ def test_a_text_that_moved_is_looked_at_again_and_one_that_cannot_be_asked_is_of
         assert _round(knn, texts, name)[:2] == ([], False)
         assert _skipped_for(knn, name) == []
     assert texts.asked.count("b") == texts.asked.count("unknown") == 1
-
-
-def test_each_domain_has_a_gate_of_its_own() -> None:
-    """Rounds by the plan for code take too long; those by the plan for law make six tokens in the time of one."""
-    knn, texts = _knn(LAW, CODE, gate=True), _Texts({"a": NEAR_LAW, "b": NEAR_CODE})
-    rounds = [
-        [
-            _round(knn, texts, name, seconds=lambda plan: 0.9 if plan.choices == CODE.choices else 0.1)[0]
-            for name in "ab"
-        ]
-        for _ in range(60)
-    ]
-    law, code = zip(*rounds, strict=True)
-    assert law.index([2, 3, 4, 5]) <= 5
-    assert all(law[20:])
-    assert [5] in code
-    assert not any(code[20:])
-
-
-def test_old_texts_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knn_ssd, "_MAX_SEQUENCES", 3)
-    names = [f"text-{number}" for number in range(10)]
-    knn, texts = _knn(LAW), _Texts(dict.fromkeys(names, NEAR_LAW))
-    for name in names:
-        _round(knn, texts, name)
-    assert [name for name in names if _skipped_for(knn, name)] == names[-3:]
-    assert not knn._asked
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -239,19 +179,6 @@ def test_real_texts_are_told_apart_and_their_tokens_stay_the_same(num_stages: in
     assert engine.stats.num_accepted_tokens > 0
 
 
-def test_the_nearest_anchor_is_the_one_of_the_highest_cosine() -> None:
-    rng = np.random.default_rng(0)
-    anchors = {name: unit_rows(rng.normal(size=(5, 8))) for name in ("news", "code", "law")}
-    for feature in rng.normal(size=(50, 8)) * rng.uniform(0.1, 50, size=(50, 1)):
-        cosines = {
-            name: max(float(row @ feature) / float(np.linalg.norm(feature)) for row in rows)
-            for name, rows in anchors.items()
-        }
-        domain, distance = nearest({name: rows.tolist() for name, rows in anchors.items()}, feature.tolist())
-        assert domain == max(cosines, key=lambda name: cosines[name])
-        assert distance == pytest.approx(1 - max(cosines.values()))
-
-
 def test_representatives_are_the_samples_nearest_to_the_centres() -> None:
     """Three tight clusters: the sample nearest to each cluster's mean, found by trying."""
     rng = np.random.default_rng(1)
@@ -263,17 +190,6 @@ def test_representatives_are_the_samples_nearest_to_the_centres() -> None:
     rows = representatives(np.concatenate(clusters) * 3.0, 3)
     assert {tuple(row.round(9).tolist()) for row in rows} == expected
     assert representatives([[2.0, 0.0], [0.0, 3.0], [4.0, 0.0]], 5).tolist() == [[0.0, 1.0], [1.0, 0.0]], "few samples"
-
-
-def test_the_radius_is_twice_the_farthest_that_a_sample_lies_from_an_anchor_not_itself() -> None:
-    rng = np.random.default_rng(2)
-    samples = unit_rows(rng.normal(size=(6, 4)))
-    farthest = max(
-        min(1 - float(one @ other) for j, other in enumerate(samples[:3]) if i != j) for i, one in enumerate(samples)
-    )
-    assert radius(samples * 2.0, samples[:3]) == pytest.approx(2 * farthest)
-    assert radius(samples[:1], samples[:1]) == 0.0
-    assert all(radius(samples, samples[list(some)]) > 0 for some in itertools.combinations(range(6), 2))
 
 
 def test_where_other_domains_are_known_it_is_half_way_to_the_nearest_of_their_anchors() -> None:

@@ -5,7 +5,7 @@ import pytest
 from rayspec import demo
 from rayspec.choices import FULL
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
-from rayspec.decode.drafting.lookahead import Guess, Lookahead, NgramPool
+from rayspec.decode.drafting.lookahead import Guess, Lookahead
 from rayspec.decode.loading import make_scheduler
 from rayspec.model.kv_cache import CacheSize
 from rayspec.strategies.by_name import make_strategy
@@ -19,15 +19,6 @@ from tests.strategy_cases import latency_model, state
 SMALL = {"num_levels": 3, "num_columns": 2, "max_guesses": 2}
 PLAN = lookahead_plan(8)
 LENGTHS = (1, 37, 3, 61, 12)
-
-
-def test_the_pool_keeps_the_latest_continuations() -> None:
-    pool = NgramPool(2)
-    for ngram in ((1, 2, 3), (1, 4, 5), (2, 2, 2), (1, 2, 3), (1, 6, 7)):
-        pool.add(ngram)
-    assert pool.after(1) == [(6, 7), (2, 3)]
-    assert pool.after(2) == [(2, 2)]
-    assert pool.after(9) == []
 
 
 def test_the_window_is_a_tree_of_levels() -> None:
@@ -72,15 +63,6 @@ def test_greedy_equals_generate(family: str, verification: str) -> None:
     assert engine.stats.num_draft_tokens > 0
     engine = engine_with(parts, PLAN, num_beside=64, kv_cache_tokens=250, max_num_seqs=3, max_num_batched_tokens=16)
     assert tokens_of(complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=40))) == known.expected
-
-
-@pytest.mark.parametrize("params", [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "presence_penalty": 0.8}])
-def test_with_a_seed_the_text_does_not_depend_on_it(params: dict[str, float]) -> None:
-    parts, prompts = parts_of(checkpoint("qwen2")), cases(checkpoint("qwen2"), LENGTHS, 16).prompts
-    sampling = [SamplingParams(seed=index, max_tokens=30, n=2, logprobs=1, **params) for index in range(len(prompts))]
-    plain, ahead = (complete(engine_with(parts, plan, num_beside=64), prompts, sampling) for plan in (None, PLAN))
-    for one, other in zip(plain, ahead, strict=True):
-        assert [each.token_ids for each in one.outputs] == [each.token_ids for each in other.outputs]
 
 
 def test_text_that_repeats_itself_takes_fewer_rounds() -> None:

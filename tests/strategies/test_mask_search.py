@@ -57,32 +57,6 @@ def test_suggestions_find_the_best_of_many_sets_with_few_trials(num_skipped: int
     assert at_random.best[1] < 1.0
 
 
-def test_a_suggestion_is_new_where_there_is_one() -> None:
-    search = MaskSearch(4, range(4), num_skipped=2, suggest_every=1, seed=1)
-    tried = []
-    for _ in range(6):
-        keep = search.propose()
-        search.observe(keep, 1.0)
-        tried.append(keep)
-    assert len(set(tried)) == 6
-    assert search.propose() in tried, "there is no other"
-
-
-def test_the_best_is_by_its_last_score_and_one_seed_makes_one_search() -> None:
-    searches = [MaskSearch(8, range(8), num_skipped=4, suggest_every=3, seed=9) for _ in range(2)]
-    runs = []
-    for search in searches:
-        run = [search.propose() for _ in range(2)]
-        for keep, score in zip(run, (0.9, 0.4), strict=True):
-            search.observe(keep, score)
-        run.append(search.propose())
-        runs.append(run)
-    assert runs[0] == runs[1]
-    assert searches[0].best == (runs[0][0], 0.9)
-    searches[0].observe(runs[0][0], 0.1)
-    assert searches[0].best == (runs[0][1], 0.4)
-
-
 def test_the_bound_is_mean_and_deviations_of_the_process_by_the_book() -> None:
     """Gaussian process regression, eq. 2.25 and 2.26 of Rasmussen and Williams, scores at mean 0 and variance 1."""
     rng = np.random.default_rng(0)

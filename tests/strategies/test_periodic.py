@@ -11,7 +11,7 @@ from rayspec.choices import FULL, SKIP, Choices, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Cosine, Cosines, Found, FoundDraft, LayerKnapsack, Question
 from rayspec.planning.learning import DraftWhileSure
-from rayspec.strategies.asd import ASD, without_similar_attention
+from rayspec.strategies.asd import ASD
 from rayspec.strategies.clasp import CLaSp
 from rayspec.strategies.periodic import PeriodicStrategy
 from rayspec.types import PlanRecord, RayspecError
@@ -60,15 +60,6 @@ def test_it_asks_when_as_many_new_tokens_were_captured_as_the_question_is_about(
     assert not asd.choose(state()).capture
 
 
-def test_the_next_question_begins_an_interval_after_the_last_began() -> None:
-    asd, later = _asd(30), _Later()
-    for _ in range(100):
-        if later.asked and not later.asked[-1].done():
-            later.asked[-1].set_result(Cosines(COSINES, 0.1))
-        run_round(asd, later, batch=4)
-    assert len(later.asked) == 4, "after rounds 2, 32, 62 and 92"
-
-
 def test_a_cancelled_question_is_asked_again_and_a_failed_one_is_not() -> None:
     asd, later = _asd(), _Later()
 
@@ -86,20 +77,6 @@ def test_a_cancelled_question_is_asked_again_and_a_failed_one_is_not() -> None:
     assert len(later.asked) == 2
     rounds(100)
     assert len(later.asked) == 3
-
-
-def test_while_there_are_too_few_tokens_it_goes_on_capturing() -> None:
-    asd = _asd()
-    for _ in range(3):
-        run_round(asd, lambda question, sequence_id=None: None, batch=4)
-        assert asd.choose(state()).capture
-
-
-def test_asd_leaves_out_attention_above_the_threshold_only() -> None:
-    is_attention = [True, False] * 4
-    assert without_similar_attention(is_attention, COSINES, 0.95) == (SKIP, FULL, SKIP, FULL, FULL, FULL, SKIP, FULL)
-    assert without_similar_attention(is_attention, COSINES, 0.97) == (SKIP, *(FULL,) * 7), "a threshold is not above"
-    assert without_similar_attention(is_attention, COSINES, 1.0) == (FULL,) * 8
 
 
 def test_asd_drafts_by_the_newest_cosines_and_not_at_all_where_all_attention_matters() -> None:

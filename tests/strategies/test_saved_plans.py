@@ -53,20 +53,6 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["plans.json"]
 
 
-def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "plans.json"
-    _plans().save(path)
-
-    def full(self: Path, target: Path) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="disk full"):
-        _plans(saved_plan("law")).save(path)
-    assert SavedPlans.load(path, MODEL) == _plans()
-    assert [file.name for file in tmp_path.iterdir()] == ["plans.json"]
-
-
 @pytest.mark.parametrize("changes", [{"weights": "00fe"}, {"num_sublayers": 10}])
 def test_plans_of_another_model_are_refused_by_name(tmp_path: Path, changes: dict[str, Any]) -> None:
     path = tmp_path / "plans.json"
@@ -111,24 +97,11 @@ def test_half_a_file_other_bytes_and_no_file_are_refused(tmp_path: Path) -> None
             SavedPlans.load(path, MODEL)
 
 
-def test_two_plans_of_one_domain_and_anchors_of_two_sizes_cannot_be() -> None:
-    with pytest.raises(ValueError, match="two plans of one domain"):
-        _plans(saved_plan("law"), saved_plan("law", [1]))
-    with pytest.raises(ValueError, match="one length"):
-        _plans(saved_plan("law", anchors=((1.0,),)), saved_plan("code", anchors=((1.0, 0.0),)))
-
-
 def test_a_plan_for_any_text_is_the_unnamed_or_the_only_one() -> None:
     assert _plans(saved_plan("law"), saved_plan()).only().domain == ""
     assert _plans(saved_plan("law")).only().domain == "law"
     with pytest.raises(ConfigError, match="'law', 'code'"):
         _plans(saved_plan("law"), saved_plan("code")).only()
-
-
-def test_the_identity_is_of_the_checkpoint() -> None:
-    one, other = (ModelIdentity.of(EngineConfig(model=checkpoint(name)), 8) for name in ("llama", "mistral"))
-    assert (one.family, other.family) == ("llama", "mistral")
-    assert one.weights != other.weights
 
 
 def test_knapspec_drafts_by_a_saved_plan_after_the_first_round_and_learns_from_there() -> None:
@@ -170,11 +143,3 @@ def test_an_engine_loads_with_plans_of_its_model_and_with_no_others(strategy: st
     _damaged(plans, model__weights="0" * 16)
     with pytest.raises(ConfigError, match="not of"):
         load_engine(config, with_tokenizer=False)
-
-
-def test_strategies_that_need_saved_plans_say_so_and_others_that_they_do_not() -> None:
-    for strategy in ("self-sd", "knn-ssd"):
-        with pytest.raises(ConfigError, match="needs option 'warm_start'"):
-            SpeculationOptions(strategy=strategy)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="does not work with strategy 'swift'"):
-        SpeculationOptions(strategy="swift", warm_start="plans.json")

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from rayspec.choices import FULL, SKIP
 from rayspec.config import SpeculationOptions
-from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.periodic import Tested
 from rayspec.strategies.self_sd import DraftThreshold, SelfSD
 from tests.strategies.test_every_strategy import require_known_tokens
-from tests.strategy_cases import result, saved_plan, state
+from tests.strategy_cases import saved_plan, state
 
 
 def _options(**options: object) -> SpeculationOptions:
@@ -37,40 +35,6 @@ def test_the_threshold_step_by_step() -> None:
         value = 0.9 * value + 0.1 * (value + wanted)
         assert threshold._matched == pytest.approx(matched)
         assert threshold.value == pytest.approx(value)
-
-
-def test_it_moves_by_a_thousandth_a_verify_at_most_and_stays_a_probability() -> None:
-    for num_accepted, last in ((0, 1.0), (5, 0.0)):
-        threshold = DraftThreshold(0.5, target=0.9)
-        for _ in range(1200):
-            before = threshold.value
-            threshold.observe(_tested(num_accepted, 5, False))
-            assert abs(threshold.value - before) < 0.001 + 1e-9
-        assert threshold.value == last
-
-
-def test_a_fixed_one_stays_and_rounds_without_drafts_teach_nothing() -> None:
-    fixed, adaptive = DraftThreshold(0.5, target=0.9, adaptive=False), DraftThreshold(0.5, target=0.9)
-    fixed.observe(_tested(0, 4, False))
-    adaptive.observe(_tested(0, 0, True))
-    assert (fixed.value, adaptive.value, adaptive._matched) == (0.5, 0.5, 0.0)
-
-
-def test_the_saved_plan_is_what_drafts() -> None:
-    strategy = SelfSD.of(saved_plan(skip=[1, 6], num_draft_tokens=40), _options())
-    here = state()
-    chosen = strategy.choose(here)
-    plan = chosen.plan
-    assert plan.choices == (FULL, SKIP, FULL, FULL, FULL, FULL, SKIP, FULL)
-    assert plan.num_draft_tokens == 16, "no more than max_draft_tokens"
-    assert chosen.keep_drafting == DraftWhileSure(threshold=0.7)
-    assert strategy.search(here, lambda question: None) is None, "nothing has happened yet"
-    strategy.observe(here, chosen, result([4], [2]), 3, 0.5)
-    record = strategy.search(here, lambda question: None)
-    assert record is not None
-    assert (record.plan, record.predicted_tpt, record.plain_tpt) == (plan, 30.0, 20.0)
-    assert (record.measured_tpt, record.num_accepted_tokens, record.num_tested_tokens) == (6.0, 2, 3)
-    assert strategy.search(here, lambda question: None) is None, "it is told once"
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,6 @@ def _tried(asker: Asker) -> list[Choices]:
     return [tuple(trial.patterns[0]) for trial in trials]
 
 
-def test_it_starts_by_skipping_odd_layers_but_never_the_last() -> None:
-    for num_sublayers in (12, 10):
-        skipped = [index for index, kept in enumerate(odd_layers_skipped(num_sublayers)) if not kept]
-        assert skipped == [2, 3, 6, 7], "of layers 0 to 5 or 4, layers 1 and 3"
-
-
 @pytest.mark.parametrize(("num_layers", "size"), [(32, 27), (4, 1)])
 def test_all_other_sets_have_the_same_size_and_keep_the_first_and_last_layer(num_layers: int, size: int) -> None:
     swift, asker = _swift([1, 2, 3, 4] * 8, num_layers=num_layers)
