@@ -118,30 +118,3 @@ def _trees(sequences: Sequence[Rows], num_padding: int) -> dict[str, Tensor | No
         "shared": torch.tensor([path.shared for _, path in paths] + none, dtype=torch.int32),
         "bits": torch.tensor(bits + none),
     }
-
-
-def naive(
-    sequences: Sequence[Rows], *, scaling: float, window: int = 0, softcap: float = 0.0, num_padding: int = 0
-) -> Tensor:
-    """[N, H, D] in float64, zeros for padding: one row and one head after another."""
-    mixed = [
-        _naive_row(rows, row, path, scaling, window, softcap)
-        for rows in sequences
-        for row, path in enumerate(rows.paths())
-    ]
-    shape = sequences[0].query.shape[1:]
-    return torch.cat([*(row[None] for row in mixed), torch.zeros(num_padding, *shape, dtype=torch.float64)])
-
-
-def _naive_row(rows: Rows, row: int, path: Path, scaling: float, window: int, softcap: float) -> Tensor:
-    seen = [*range(path.shared), *path.own]
-    if window:
-        seen = seen[-window:]
-    heads = []
-    for head, query in enumerate(rows.query[row].double()):
-        kv_head = head * len(rows.keys) // rows.query.shape[1]
-        scores = rows.keys[kv_head, seen].double() @ query * scaling
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        heads.append(scores.softmax(0) @ rows.values[kv_head, seen].double())
-    return torch.stack(heads)

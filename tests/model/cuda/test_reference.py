@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +9,14 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
-from rayspec.model.attention import pack, packed_attention
+from rayspec.model.attention import pack
 from rayspec.model.cuda import reference
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache, LayerShape
 from rayspec.model.rows import RowSpan, runs_of_pages
+from tests.model.by_definition import CPU, LAYER, again
 from tests.model.cuda.batches import Rows, lay_out, random_rows
 
 BUCKET = (64, 512)
-MODULE: Any = SimpleNamespace(layer_idx=0)
 # The last two follow the filled position before the last, and one before that.
 TREE = (-1, 0, 0, 1, -2, 4, -4)
 
@@ -40,10 +39,9 @@ def test_it_is_the_attention_of_the_engine(window: int | None, softcap: float | 
 def _engine_attention(sequences: list[Rows], batch: dict[str, Any], **options: Any) -> Tensor:
     """[N, H, D]. The rows' own keys are already where the engine writes them, so it changes nothing."""
     num_kv_heads, num_slots, dim = batch["keys"].shape
-    device = torch.device("cpu")
-    cache = KVCache({0: LayerShape(num_kv_heads, dim, dim)}, num_slots, dtype=batch["keys"].dtype, device=device)
-    cache.keys[0].copy_(batch["keys"].nan_to_num())
-    cache.values[0].copy_(batch["values"].nan_to_num())
+    cache = KVCache({LAYER: LayerShape(num_kv_heads, dim, dim)}, num_slots, dtype=batch["keys"].dtype, device=CPU)
+    cache.keys[LAYER].copy_(batch["keys"].nan_to_num())
+    cache.values[LAYER].copy_(batch["values"].nan_to_num())
     tables = zip(sequences, batch["block_table"], strict=True)
     pages = [table[: -(-rows.num_places // PAGE_SIZE)].tolist() for rows, table in tables]
     packed = pack(
@@ -52,13 +50,13 @@ def _engine_attention(sequences: list[Rows], batch: dict[str, Any], **options: A
             RowSpan(runs_of_pages(own, PAGE_SIZE), rows.context, len(rows), rows.parents)
             for rows, own in zip(sequences, pages, strict=True)
         ],
-        device=device,
+        device=CPU,
     )
     assert packed.slots is not None
     query = batch["query"][: len(packed.slots)].transpose(0, 1)
-    own_rows = cache.keys[0][None, :, packed.slots], cache.values[0][None, :, packed.slots]
+    own_rows = cache.keys[LAYER][:, packed.slots], cache.values[LAYER][:, packed.slots]
     assert torch.equal(packed.positions, batch["positions"][: len(packed.slots)])
-    return packed_attention(MODULE, query[None], *own_rows, None, packed=packed, **options)[0][0]
+    return again(packed, query, *own_rows, **options)
 
 
 @pytest.mark.parametrize(("bucket", "option"), [((2, 512), "max_rows=2"), ((64, 32), "max_context=32")])
