@@ -14,10 +14,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from rayspec.choices import Weights
+from rayspec.choices import Choices, Weights
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.attention import pack
 from rayspec.model.fused import fuse
+from rayspec.model.kv_cache import KVCache
+from rayspec.model.rows import RowSpan, one_run
+from rayspec.model.sublayers import run
 from rayspec.model.weights import load_model
 
 VOCAB_SIZE = 199
@@ -166,6 +170,17 @@ def modules_of(path: str, dtype: str = "float32") -> Decomposition:
 def operator_parts_of(path: str, dtype: str = "float32") -> Decomposition:
     """The checkpoint as an engine on a GPU runs it, of operators."""
     return fuse(modules_of(path, dtype), use_operators=True)
+
+
+@torch.inference_mode()
+def logits_of(parts: Decomposition, tokens: Sequence[int], choices: Choices | None = None) -> torch.Tensor:
+    """Of these tokens as one sequence, in a cache of its own."""
+    cpu = torch.device("cpu")
+    cache = KVCache(parts.shapes, len(tokens), dtype=parts.dtype, device=cpu)
+    rows = pack(cache, [RowSpan(one_run(0, len(tokens)), 0, len(tokens))], device=cpu)
+    hidden = parts.embed(torch.tensor(tokens))
+    parts.rotate(hidden, rows)
+    return parts.head(run(parts.sublayers, hidden, rows, choices=choices))
 
 
 def greedy(

@@ -10,37 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rayspec.choices import Choices, choices_of
+from rayspec.choices import choices_of
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import Decomposition, decompose
-from rayspec.model.attention import pack
-from rayspec.model.kv_cache import KVCache
 from rayspec.model.offload import _DiskStore, offload
-from rayspec.model.rows import RowSpan, one_run
-from rayspec.model.sublayers import run
 from rayspec.model.weights import load_model
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
-from tests.families import MATRIX, checkpoint
+from tests.families import MATRIX, checkpoint, logits_of
 
-CPU = torch.device("cpu")
 CHOSEN = (1, 2, 5, 7)
+TOKENS = range(5, 13)
 
 
 def _parts(family: str = "llama", dtype: Any = "float32") -> Decomposition:
     """One that no other test shares: offloading changes it for good."""
     return decompose(load_model(EngineConfig(model=checkpoint(family), dtype=dtype, device="cpu")))
-
-
-@torch.inference_mode()
-def _forward(parts: Decomposition, num_rows: int, choices: Choices | None = None) -> Tensor:
-    cache = KVCache(parts.shapes, 64, dtype=parts.dtype, device=CPU)
-    rows = pack(cache, [RowSpan(one_run(0, 1000), 0, num_rows)], device=CPU)
-    hidden = parts.embed(torch.arange(5, 5 + num_rows))
-    parts.rotate(hidden, rows)
-    return parts.head(run(parts.sublayers, hidden, rows, choices=choices))
 
 
 def _count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -60,10 +47,10 @@ def _count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("family", MATRIX)
 def test_results_are_bit_equal(family: str, dtype: str, tmp_path: Path) -> None:
     parts = _parts(family, dtype)
-    expected = [_forward(parts, num_rows) for num_rows in (1, 8, 1)]
+    expected = [logits_of(parts, TOKENS[:num_rows]) for num_rows in (1, 8, 1)]
     offload(parts, CHOSEN, to="disk", folder=tmp_path)
     for num_rows, logits in zip((1, 8, 1), expected, strict=True):
-        assert torch.equal(_forward(parts, num_rows), logits)
+        assert torch.equal(logits_of(parts, TOKENS[:num_rows]), logits)
     assert list(tmp_path.iterdir()) == [], "the file has no name"
 
 
@@ -85,19 +72,23 @@ def test_a_skipped_sublayer_fetches_nothing_and_what_comes_next_is_read_ahead(
 ) -> None:
     parts = _parts()
     choices = choices_of([index not in CHOSEN for index in range(8)])
-    expected = _forward(parts, 1, choices)
+    expected = logits_of(parts, TOKENS[:1], choices)
     weights = offload(parts, CHOSEN, to="disk", folder=tmp_path)
     reads = _count_reads(monkeypatch)
-    assert torch.equal(_forward(parts, 1, choices), expected)
+    assert torch.equal(logits_of(parts, TOKENS[:1], choices), expected)
     assert reads == []
-    _forward(parts, 3)
+    logits_of(parts, TOKENS[:3])
     assert reads == list(CHOSEN), "once a forward, in order"
     del reads[:]
     weights.fetch(1)
     weights.fetch(2)
     weights._store._reader.submit(int).result()  # type: ignore[attr-defined]
     assert reads == [1, 2, 5], "5 followed 2 the last time"
-    assert torch.equal(_forward(parts, 1, choices), expected), "a wrong guess does no harm"
+    assert torch.equal(logits_of(parts, TOKENS[:1], choices), expected), "a wrong guess does no harm"
+    del reads[:]
+    with weights.without_transfers():  # to measure without them
+        logits_of(parts, TOKENS[:2])
+    assert reads == []
 
 
 def test_weights_that_others_use_stay(tmp_path: Path) -> None:
@@ -108,58 +99,43 @@ def test_weights_that_others_use_stay(tmp_path: Path) -> None:
     shared.block.o_proj.weight = other.block.o_proj.weight
     shared.pre_norm.weight = other.pre_norm.weight
     kept = (shared.block.o_proj.weight.data_ptr(), shared.pre_norm.weight.data_ptr())
-    expected = _forward(parts, 3)
+    expected = logits_of(parts, TOKENS[:3])
     weights = offload(parts, [2], to="disk", folder=tmp_path)
     assert (shared.block.o_proj.weight.data_ptr(), shared.pre_norm.weight.data_ptr()) == kept
     assert weights.sublayers == (2,)
-    assert torch.equal(_forward(parts, 3), expected)
-
-
-def test_transfers_can_be_left_out_of_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = _parts()
-    expected = _forward(parts, 2)
-    weights = offload(parts, CHOSEN, to="disk", folder=tmp_path)
-    fetched = _count_reads(monkeypatch)
-    with weights.without_transfers():
-        _forward(parts, 2)
-    assert fetched == []
-    assert torch.equal(_forward(parts, 2), expected)
-    assert set(fetched) == set(CHOSEN)
+    assert torch.equal(logits_of(parts, TOKENS[:3]), expected)
 
 
 def test_sublayers_of_a_span_keep_their_numbers(tmp_path: Path) -> None:
     parts = _parts()
-    expected = _forward(parts, 2)
+    expected = logits_of(parts, TOKENS[:2])
     span = replace(parts, embedding=None, sublayers=parts.sublayers[4:])
     weights = offload(span, [5, 7], to="disk", folder=tmp_path)
     assert [seconds > 0 for seconds in weights.transfer_seconds()] == [False, True, False, True]
-    assert torch.equal(_forward(parts, 2), expected)
+    assert torch.equal(logits_of(parts, TOKENS[:2]), expected)
     with pytest.raises(ValueError, match=r"\[1\].*4 to 7"):
         offload(span, [1], to="disk", folder=tmp_path)
 
 
-def test_a_read_that_comes_in_pieces_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_in_pieces_and_one_that_cannot_be_read_back_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = _parts()
-    expected = _forward(parts, 3)
-    offload(parts, CHOSEN, to="disk", folder=tmp_path)
+    expected = logits_of(parts, TOKENS[:3])
+    weights = offload(parts, CHOSEN, to="disk", folder=tmp_path)
     preadv = os.preadv
     monkeypatch.setattr("os.preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:4096]], offset))
-    assert torch.equal(_forward(parts, 3), expected)
-
-
-def test_a_file_that_cannot_be_read_back_is_an_error(tmp_path: Path) -> None:
-    parts = _parts()
-    weights = offload(parts, CHOSEN, to="disk", folder=tmp_path)
+    assert torch.equal(logits_of(parts, TOKENS[:3]), expected)
     os.ftruncate(weights._store._file.fileno(), 4096)  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError, match="end too early"):
-        _forward(parts, 1)
+        logits_of(parts, TOKENS[:1])
 
 
 def test_a_folder_that_cannot_take_the_weights_is_an_error_and_the_model_stays_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = _parts()
-    expected = _forward(parts, 3)
+    expected = logits_of(parts, TOKENS[:3])
     with pytest.raises(ConfigError, match=r"folder.*nowhere"):
         offload(parts, CHOSEN, to="disk", folder=tmp_path / "nowhere")
 
@@ -171,9 +147,9 @@ def test_a_folder_that_cannot_take_the_weights_is_an_error_and_the_model_stays_w
         with pytest.raises(ConfigError, match="No space left"):
             offload(parts, CHOSEN, to="disk", folder=tmp_path)
         monkeypatch.undo()
-    assert torch.equal(_forward(parts, 3), expected)
+    assert torch.equal(logits_of(parts, TOKENS[:3]), expected)
     offload(parts, CHOSEN, to="disk", folder=tmp_path)
-    assert torch.equal(_forward(parts, 3), expected)
+    assert torch.equal(logits_of(parts, TOKENS[:3]), expected)
 
 
 def test_options_that_cannot_work_are_errors(tmp_path: Path) -> None:
@@ -187,15 +163,8 @@ def test_options_that_cannot_work_are_errors(tmp_path: Path) -> None:
     offload(parts, [1], to="disk", folder=tmp_path)
     with pytest.raises(ValueError, match="sublayer 1 is offloaded already"):
         offload(parts, [0, 1], to="disk", folder=tmp_path)
-
-
-def test_quantized_weights_are_refused(tmp_path: Path) -> None:
-    class Quantized(nn.Parameter):
-        pass
-
-    parts = _parts()
     block: Any = parts.sublayers[3].block
-    block.up_proj.weight = Quantized(block.up_proj.weight.data)
+    block.up_proj.weight = type("Quantized", (nn.Parameter,), {})(block.up_proj.weight.data)
     with pytest.raises(UnsupportedModelError, match=r"sublayer 3.*quantiz"):
         offload(parts, [3], to="disk", folder=tmp_path)
 
@@ -209,7 +178,7 @@ from rayspec.config import EngineConfig
 from rayspec.model.architecture import decompose
 from rayspec.model.offload import offload
 from rayspec.model.weights import load_model
-from tests.model.test_offload import _forward
+from tests.families import logits_of
 
 def resident_mib():
     fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
@@ -217,10 +186,10 @@ def resident_mib():
 
 model = load_model(EngineConfig(model=sys.argv[1], dtype="float32", device="cpu"))
 parts = decompose(model)
-expected = _forward(parts, 1)
+expected = logits_of(parts, [5])
 before = resident_mib()
 weights = offload(parts, range(len(parts.sublayers)), to="disk", folder=Path(sys.argv[1]))
-assert torch.equal(_forward(parts, 1), expected)
+assert torch.equal(logits_of(parts, [5]), expected)
 print(before, resident_mib(), weights.num_bytes >> 20)
 """
 
