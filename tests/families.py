@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from rayspec.choices import Choices, Weights
@@ -147,6 +150,31 @@ def checkpoint(family: str) -> str:
     path = Path(_folder.name) / family
     build(family).save_pretrained(path)
     return str(path)
+
+
+def fp8_checkpoint(family: str, folder: Path) -> Path:
+    """The family's checkpoint as block-quantized float8, which transformers turns back into floats on a CPU."""
+    shutil.copytree(checkpoint(family), folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        weight = tensors[name]
+        scale = weight.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale.expand([-(-size // 32) for size in weight.shape]).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def changed_checkpoint(family: str, folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of the family's checkpoint, whose tensors are changed in place."""
+    shutil.copytree(checkpoint(family), folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @cache

@@ -32,7 +32,6 @@ from rayspec.types import CheckpointError, ConfigError
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_CONFIGS = ("config.json", "generation_config.json")  # the second is optional
 _UNPICKLING_ERRORS = (UnpicklingError, EOFError, IndexError, struct.error, AssertionError)  # of torch.load
 # Errors of transformers, huggingface_hub and safetensors for missing or damaged files.
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
@@ -217,10 +216,8 @@ def _span_class(
 
 def _link_files(config: EngineConfig, folder: Path, foreign_keys: re.Pattern[str]) -> None:
     """Make `folder` a checkpoint of links to the files with at least one tensor that is not foreign."""
-    for name in _CONFIGS:
-        described = _checkpoint_file(config, name)
-        if described is not None:
-            (folder / name).symlink_to(described)
+    if (described := _checkpoint_file(config, "config.json")) is not None:
+        (folder / "config.json").symlink_to(described)
     weights = _checkpoint_file(config, _WEIGHTS)
     if weights is not None:
         (folder / _WEIGHTS).symlink_to(weights)

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from rayspec import demo
@@ -22,20 +19,15 @@ from rayspec.model.weights import (
     vocab_size,
 )
 from rayspec.types import CheckpointError, ConfigError
-from tests.families import build, checkpoint
+from tests.families import build, changed_checkpoint, checkpoint
 
 
 def _config(path: str | Path) -> EngineConfig:
     return EngineConfig(model=str(path), dtype="float32", device="cpu")
 
 
-def _copy(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], family: str = "qwen2") -> Path:
-    folder = tmp_path / "model"
-    shutil.copytree(checkpoint(family), folder)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+def _copy(tmp_path: Path) -> Path:
+    return changed_checkpoint("qwen2", tmp_path / "model", lambda tensors: None)
 
 
 def test_dtype_auto_is_the_checkpoints_own() -> None:
@@ -45,7 +37,7 @@ def test_dtype_auto_is_the_checkpoints_own() -> None:
 
 
 def test_a_shard_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
-    folder = _copy(tmp_path, lambda tensors: None)
+    folder = _copy(tmp_path)
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointError, match="model"):
@@ -56,7 +48,7 @@ def test_a_shard_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layers", [None, range(1)])
 def test_a_config_cannot_bring_an_attention_of_its_own(tmp_path: Path, key: str, layers: range | None) -> None:
     """transformers would fetch a kernel of this name from the hub, and run it."""
-    folder = _copy(tmp_path, lambda tensors: None)
+    folder = _copy(tmp_path)
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(content | {key: "kernels-community/evil"}), encoding="utf-8")
     assert load_config(_config(folder))._attn_implementation == "eager"
@@ -65,7 +57,7 @@ def test_a_config_cannot_bring_an_attention_of_its_own(tmp_path: Path, key: str,
 
 @pytest.mark.parametrize("content", [b"", b"cos\nsystem\n(S'true'\ntR.", b"PK\x03\x04broken", b"\x80\x02broken"])
 def test_weights_that_are_no_plain_tensors_are_an_error(tmp_path: Path, content: bytes) -> None:
-    folder = _copy(tmp_path, lambda tensors: None)
+    folder = _copy(tmp_path)
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(CheckpointError, match="could not be loaded"):
@@ -99,14 +91,9 @@ def test_the_generation_config_has_the_word_on_the_end_of_a_text(
     model.generation_config.eos_token_id = of_generation
     model.save_pretrained(tmp_path)
     assert eos_token_ids(_config(tmp_path)) == expected
-
-
-def test_without_a_generation_config_the_config_tells_the_end_of_a_text(tmp_path: Path) -> None:
-    model = build("qwen2")
-    model.config.eos_token_id = 9
-    model.save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").unlink()
-    assert eos_token_ids(_config(tmp_path)) == (9,)
+    if of_generation is None:
+        (tmp_path / "generation_config.json").unlink()
+        assert eos_token_ids(_config(tmp_path)) == expected, "by the config"
 
 
 def test_no_tokenizer_is_an_error() -> None:

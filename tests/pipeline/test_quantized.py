@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
@@ -19,28 +15,12 @@ from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.ray_stages import RayStages
 from tests.engines import complete, tokens_of
 from tests.exhaustive import few_of
-from tests.families import checkpoint, greedy, ragged_prompts
+from tests.families import checkpoint, fp8_checkpoint, greedy, ragged_prompts
 
 PROMPTS = ragged_prompts((20, 5, 33, 48), seed=2)
 PARAMS = SamplingParams(temperature=0, max_tokens=16)
 STATIC: dict[str, Any] = {"strategy": "static", "skip": (2, 3, 5), "max_draft_tokens": 4}
 INT8: dict[str, Any] = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}
-
-
-def fp8_checkpoint(folder: Path) -> str:
-    """Block-quantized float8, which transformers turns back into floats on a CPU."""
-    shutil.copytree(checkpoint("llama"), folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        weight = tensors[name]
-        scale = weight.abs().max() / torch.finfo(torch.float8_e4m3fn).max
-        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = scale.expand([-(-size // 32) for size in weight.shape]).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    values["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
-    (folder / "config.json").write_text(json.dumps(values))
-    return str(folder)
 
 
 def config(model: str, **options: Any) -> EngineConfig:
@@ -65,7 +45,7 @@ def in_two_stages(one: EngineConfig) -> Engine:
 
 
 def from_fp8(folder: Path) -> EngineConfig:
-    return config(fp8_checkpoint(folder / "fp8"))
+    return config(str(fp8_checkpoint("llama", folder / "fp8")))
 
 
 def to_int8(folder: Path) -> EngineConfig:
