@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,22 +141,16 @@ class _PassCosts:
         return [(stage, base_s + slope_s * context) for stage, base_s, slope_s in self._known[shape]]
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Work:
-    """What visits servers one after the other. visits: number of each server, and the seconds there; the engine is
-    last. when_done: called with the time. patience_s: how long the work lets later arrivals go first at a server."""
-
-    visits: list[tuple[int, float]]
-    when_done: Callable[[float], None]
-    patience_s: float = 0.0
-    num_visited: int = 0
+# A pass, prompt or round under way: a generator of the servers that it visits one after the other, by number, with the
+# seconds there. Servers are the stages and, last, the engine.
+_Work: TypeAlias = Iterator[tuple[int, float]]
 
 
 @dataclass(slots=True)
 class _Server:
     """A stage, or the engine. It serves one work at a time: by due time, then by arrival."""
 
-    inbox: list[tuple[float, int, _Work]] = field(default_factory=list)
+    inbox: list[tuple[float, int, float, float, _Work]] = field(default_factory=list)
     working: bool = False
     busy_s: float = 0.0
     idle_since_s: float = 0.0
@@ -196,10 +191,10 @@ class _Replica:
     ) -> None:
         self._costs, self._prefill_costs = _PassCosts(latency), _PassCosts(prefill)
         self._workload, self._drafting, self._rng = workload, drafting, rng
-        self._engine = self._costs.num_stages  # the number of its server
-        self._servers = [_Server() for _ in range(self._engine + 1)]
-        has_hops = self._engine > 1
-        self._hop_s, self._wake_s = (latency.hop_s, latency.wake_s) if has_hops else (0.0, 0.0)
+        num_stages = self._costs.num_stages
+        self._engine = num_stages  # the number of its server
+        self._servers = [_Server() for _ in range(num_stages + 1)]
+        self._hop_s, self._wake_s = (latency.hop_s, latency.wake_s) if num_stages > 1 else (0.0, 0.0)
         self._round_s = latency.round_s
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -227,32 +222,35 @@ class _Replica:
     def _after(self, seconds: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self._now + seconds, next(self._order), happen))
 
-    def _arrive(self, work: _Work) -> None:
-        """Put the work into the queue of its next server."""
-        server = self._servers[work.visits[work.num_visited][0]]
-        heapq.heappush(server.inbox, (self._now + work.patience_s, next(self._order), work))
-        if not server.working:
-            self._serve(server)
+    def _go_on(self, work: _Work, patience_s: float = 0.0) -> None:
+        """Put the work into the queue of the next server that it visits; its generator runs to its end after the last.
+        patience_s: how long the work lets later arrivals go first."""
+        for number, seconds in itertools.islice(work, 1):
+            server = self._servers[number]
+            heapq.heappush(server.inbox, (self._now + patience_s, next(self._order), seconds, patience_s, work))
+            if not server.working:
+                self._serve(number)
 
-    def _serve(self, server: _Server) -> None:
+    def _serve(self, number: int) -> None:
         """Start the work that is due first, if any work waits."""
+        server = self._servers[number]
         server.working = bool(server.inbox)
-        if server.working:
-            work = heapq.heappop(server.inbox)[-1]
-            number, seconds = work.visits[work.num_visited]
-            if number != self._engine and self._now - server.idle_since_s > self._wake_s:
-                seconds += self._wake_s
-            server.busy_s += seconds
-            server.idle_since_s = self._now + seconds
-            self._after(seconds, partial(self._served, server, work))
+        if not server.working:
+            return
+        *_, seconds, patience_s, work = heapq.heappop(server.inbox)
+        if number != self._engine and self._now - server.idle_since_s > self._wake_s:
+            seconds += self._wake_s
+        server.busy_s += seconds
+        server.idle_since_s = self._now + seconds
 
-    def _served(self, server: _Server, work: _Work) -> None:
-        work.num_visited += 1
-        if work.num_visited < len(work.visits):
-            self._after(self._hop_s, partial(self._arrive, work))
-        else:
-            work.when_done(self._now)
-        self._serve(server)
+        def end() -> None:
+            if number == self._engine:
+                self._go_on(work, patience_s)
+            else:
+                self._after(self._hop_s, partial(self._go_on, work, patience_s))
+            self._serve(number)
+
+        self._after(seconds, end)
 
     def _cohorts(self, num_cohorts: int) -> list[_Cohort]:
         """Return the cohorts. Progress is spread evenly over the users, and users are distributed over the cohorts."""
@@ -274,77 +272,66 @@ class _Replica:
                 chunks.append((sequence, count))
                 budget -= count
         decoding = [sequence for sequence in cohort.members if sequence.num_missing == 0]
+        cohort.num_under_way = bool(chunks) + bool(decoding)
         if chunks:
-            cohort.num_under_way += 1
-            visits = self._prefill_costs.visits(
-                _mean_context([sequence for sequence, _ in chunks]),
-                rows=sum(count for _, count in chunks),
-                batch=len(chunks),
-                head_rows=sum(sequence.num_missing == count for sequence, count in chunks),
-            )
-            self._submit(visits, partial(self._finish_prefill, cohort, chunks), _PREFILL_PATIENCE_S)
+            self._go_on(self._prefill(cohort, chunks), _PREFILL_PATIENCE_S)
         if decoding:
-            cohort.num_under_way += 1
-            self._start_round(cohort, decoding)
-
-    def _submit(
-        self, visits: list[tuple[int, float]], when_done: Callable[[float], None], patience_s: float = 0.0
-    ) -> None:
-        engine = [(self._engine, self._round_s)]
-        self._arrive(_Work(visits=visits + engine, when_done=when_done, patience_s=patience_s))
+            self._go_on(self._round(cohort, decoding))
 
     def _finish(self, cohort: _Cohort) -> None:
         cohort.num_under_way -= 1
         if cohort.num_under_way == 0:
             self._start(cohort)
 
-    def _finish_prefill(self, cohort: _Cohort, chunks: Sequence[tuple[_Sequence, int]], now: float) -> None:
+    def _prefill(self, cohort: _Cohort, chunks: Sequence[tuple[_Sequence, int]]) -> _Work:
+        yield from self._prefill_costs.visits(
+            _mean_context([sequence for sequence, _ in chunks]),
+            rows=sum(count for _, count in chunks),
+            batch=len(chunks),
+            head_rows=sum(sequence.num_missing == count for sequence, count in chunks),
+        )
+        yield self._engine, self._round_s
         for sequence, count in chunks:
             sequence.context += count
             sequence.num_missing -= count
             if sequence.num_missing == 0:
-                self._first_token_s.append(now - sequence.sent_s)
+                self._first_token_s.append(self._now - sequence.sent_s)
                 sequence.context -= 1  # `_commit` adds the token, which is not computed yet
-                self._commit(sequence, 1, now)
+                self._commit(sequence, 1)
         self._finish(cohort)
 
-    def _start_round(self, cohort: _Cohort, sequences: Sequence[_Sequence]) -> None:
-        drafting, batch, context = self._drafting, len(sequences), _mean_context(sequences)
+    def _round(self, cohort: _Cohort, sequences: Sequence[_Sequence]) -> _Work:
+        drafting, batch, context, started = self._drafting, len(sequences), _mean_context(sequences), self._now
         lengths, prefix = [0] * batch, 0
-        visits = []
         if drafting is not None:
             lengths = [min(drafting.num_draft_tokens, sequence.num_left - 1) for sequence in sequences]
             for step in range(max(lengths)):
-                num_drafting = sum(length > step for length in lengths)
-                visits += self._costs.visits(context, rows=num_drafting, batch=num_drafting, choices=drafting.choices)
-            # The verify reuses the sublayers that the draft ran in full.
-            prefix = num_leading_full(drafting.choices) if visits else 0
-        visits += self._costs.visits(context, rows=batch + sum(lengths), batch=batch, prefix=prefix)
-        self._submit(visits, partial(self._finish_round, cohort, sequences, lengths, self._now))
-
-    def _finish_round(
-        self, cohort: _Cohort, sequences: Sequence[_Sequence], lengths: Sequence[int], started: float, now: float
-    ) -> None:
+                count = sum(length > step for length in lengths)
+                yield from self._costs.visits(context, rows=count, batch=count, choices=drafting.choices)
+                # The verify reuses the sublayers that the draft ran in full.
+                prefix = num_leading_full(drafting.choices)
+        yield from self._costs.visits(context, rows=batch + sum(lengths), batch=batch, prefix=prefix)
+        yield self._engine, self._round_s
         self._num_rounds += 1
-        self._rounds_s += now - started
+        self._rounds_s += self._now - started
         for sequence, length in zip(sequences, lengths, strict=True):
             num_accepted = 0  # up to the first rejected token
-            if self._drafting is not None and length:
-                rejected = 1 - self._drafting.acceptance
+            if drafting is not None and length:
+                rejected = 1 - drafting.acceptance
                 num_accepted = min(length, int(self._rng.geometric(rejected)) - 1) if rejected > 0 else length
             self._num_sequence_rounds += 1
             self._num_sequence_tokens += 1 + num_accepted
-            self._commit(sequence, 1 + num_accepted, now)
+            self._commit(sequence, 1 + num_accepted)
         self._finish(cohort)
 
-    def _commit(self, sequence: _Sequence, num_tokens: int, now: float) -> None:
+    def _commit(self, sequence: _Sequence, num_tokens: int) -> None:
         """Commit tokens. After the last token of an answer, the user's next request takes its place."""
         self._num_tokens += num_tokens
         sequence.context += num_tokens
         sequence.num_left -= num_tokens
         if sequence.num_left <= 0:
             load = self._workload
-            sequence.context, sequence.sent_s = 0, now
+            sequence.context, sequence.sent_s = 0, self._now
             sequence.num_missing, sequence.num_left = load.prompt_tokens, load.output_tokens or _ENDLESS
 
 
