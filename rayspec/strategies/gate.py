@@ -90,14 +90,6 @@ class _Record:
         self.expected_s *= share
 
 
-@dataclass(slots=True)
-class _TrialRecord:
-    way: Way
-    num_rounds: int = 0
-    lost_s: float = 0.0
-    was_last: bool = False
-
-
 class Gate:
     """Picks the way of each round. `choose` gets what is available to the round, and `observe` its outcome. The gate
     reads no clock.
@@ -112,15 +104,11 @@ class Gate:
         self._home = home
         self._trusted = frozenset(trusted)
         self._records: dict[Way, _Record] = {}
-        self._trial: _TrialRecord | None = None
+        self.trial: Way | None = None  # the way that a trial is testing
+        self._num_trial_rounds, self._trial_lost_s, self._was_trial = 0, 0.0, False
         self._last: Taken | None = None
         self._elapsed_s = self._lost_s = 0.0
         self._num_outstanding: float | None = None
-
-    @property
-    def trial(self) -> Way | None:
-        """The way that a trial is testing; None without a trial."""
-        return self._trial.way if self._trial is not None else None
 
     def choose(self, state: BatchState, ways: Mapping[Way, Proposed]) -> Taken:
         """Return the way of the next round. ways: those available to the round, the home way included.
@@ -130,17 +118,17 @@ class Gate:
         """
         predicted = {way: one.rate for way, one in ways.items()}
         best = self._best(predicted)
-        if self._trial is None:
+        if self.trial is None:
             self.taken = best if best not in self._trusted else self.taken
             rates = {way: self._optimistic_rate(way, predicted) for way in predicted if not self.is_known(way)}
             way = max(rates, key=rates.__getitem__, default=best)
             may_win = way != best and rates[way] > self.rate(best, predicted)
             if may_win and self._lost_s < self._allowance_s(way, predicted):
-                self._trial = _TrialRecord(way)
-        trial, way = self._trial, best
-        if trial is not None and trial.way in predicted and not trial.was_last:
-            is_hopeful = self._optimistic_rate(trial.way, predicted) > self.rate(best, predicted)
-            way = trial.way if is_hopeful else best
+                self.trial, self._was_trial = way, False
+        trial, way = self.trial, best
+        if trial in predicted and not self._was_trial:
+            is_hopeful = self._optimistic_rate(trial, predicted) > self.rate(best, predicted)
+            way = trial if is_hopeful else best
         proposed = ways[way]
         plan, rate = proposed.plan, proposed.rate
         if way == self.trial:
@@ -172,11 +160,25 @@ class Gate:
         record.num_rounds += 1
         record.seconds += seconds
         record.expected_s += expected_s
-        if self._trial is None:
+        self._was_trial = way == self.trial
+        if not self._was_trial:
             return
-        self._trial.was_last = way == self._trial.way
-        if self._trial.was_last:
-            self._observe_trial(self._trial, num_tokens, seconds, predicted)
+        # Judge the trial. It ends when its loss, its clear result or its length is enough.
+        best = self._best(predicted)
+        self._num_trial_rounds += 1
+        self._trial_lost_s += seconds - num_tokens / self.rate(best, predicted)
+        difference = self.rate(way, predicted) - self.rate(best, predicted)
+        error = math.hypot(self._error(way, predicted), self._error(best, predicted))
+        is_judged = self._num_trial_rounds >= MIN_ROUNDS
+        next_loss_s = max(self._trial_lost_s, 0.0) / self._num_trial_rounds
+        if (
+            next_loss_s > self.remaining_loss_s(predicted)
+            or (is_judged and abs(difference) > error)
+            or self._num_trial_rounds >= HALF_LIFE
+        ):
+            if is_judged and difference > 0:
+                self.taken = way
+            self._end_trial()
 
     def renew(self, way: Way) -> None:
         """Forget what was learned about a way whose plan has changed, and end its trial. A way in use stays in use; its
@@ -202,8 +204,8 @@ class Gate:
         return way in {self._home, self.taken} or way in self._trusted
 
     def remaining_loss_s(self, predicted: Mapping[Way, float]) -> float:
-        """Return the seconds that the current trial may still lose."""
-        return max(self._allowance_s(self.trial or self._home, predicted) - self._all_lost_s, 0.0)
+        """Return the seconds that the current trial may still lose; below 0 where it has lost more."""
+        return self._allowance_s(self.trial or self._home, predicted) - self._lost_s - max(self._trial_lost_s, 0.0)
 
     def status(self, way: Way | None) -> str:
         """Return why rounds draft, or not. way: the way that drafts; None without a plan."""
@@ -217,10 +219,6 @@ class Gate:
         gain = self.rate(way, self._last.rates) / self.rate(self._home, self._last.rates)
         predicted = self._last.rates[way] / self._last.rates[self._home]
         return f"drafting is {switch} (measured {gain:.2f}x plain decoding, predicted {predicted:.2f}x)"
-
-    @property
-    def _all_lost_s(self) -> float:
-        return self._lost_s + (max(self._trial.lost_s, 0.0) if self._trial is not None else 0.0)
 
     def _pace(self, way: Way) -> float:
         """Return the recent factor of the home way, which scales the other ways; 1 for the home way itself. A machine
@@ -241,28 +239,9 @@ class Gate:
         known = [way for way in predicted if way != self.trial and self.is_known(way)]
         return max(known, key=lambda way: self.rate(way, predicted), default=self._home)
 
-    def _observe_trial(
-        self, trial: _TrialRecord, num_tokens: float, seconds: float, predicted: Mapping[Way, float]
-    ) -> None:
-        """Judge the trial after a round of it. It ends when its loss, its clear result or its length is enough."""
-        way, best = trial.way, self._best(predicted)
-        trial.num_rounds += 1
-        trial.lost_s += seconds - num_tokens / self.rate(best, predicted)
-        difference = self.rate(way, predicted) - self.rate(best, predicted)
-        error = math.hypot(self._error(way, predicted), self._error(best, predicted))
-        is_judged = trial.num_rounds >= MIN_ROUNDS
-        next_loss_s = max(trial.lost_s, 0.0) / trial.num_rounds
-        if (
-            self._all_lost_s + next_loss_s > self._allowance_s(way, predicted)
-            or (is_judged and abs(difference) > error)
-            or trial.num_rounds >= HALF_LIFE
-        ):
-            if is_judged and difference > 0:
-                self.taken = way
-            self._end_trial()
-
     def _end_trial(self) -> None:
-        self._lost_s, self._trial = self._all_lost_s, None
+        self._lost_s += max(self._trial_lost_s, 0.0)
+        self.trial, self._num_trial_rounds, self._trial_lost_s = None, 0, 0.0
 
     def _allowance_s(self, way: Way, predicted: Mapping[Way, float]) -> float:
         """Return the seconds that all trials so far may have lost before the way is tried: LOSS_SHARE of the elapsed
