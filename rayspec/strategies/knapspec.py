@@ -45,7 +45,6 @@ _MAX_STATES = 16  # states kept a row; more is finer and slower
 _MIN_COSINE = 0.5  # states less similar to the target are dropped
 _MAX_SKIPPED_SHARE = 0.75  # of the model's time
 
-_MAX_REFUSALS = 4  # after which the rounds until the next pricing of a search no longer double
 _CONTEXT_GRID = 64  # tokens; predicted rates are cached in steps of this many, since they change little between
 
 
@@ -103,7 +102,7 @@ class KnapSpec:
         # Searches.
         self._spent_s = 0.0
         self._trigger = trigger or Trigger()
-        self._rounds_to_price = self._num_refused = 0
+        self._rounds_to_price = 0
         self._num_in_vain = 0  # searches in a row that found no plan
         self._question: Knapsack | None = None  # of the search that waits for captured tokens or is under way
         self._reason = ""  # of this search
@@ -223,51 +222,55 @@ class KnapSpec:
                     if choice in self._options.draft_choices
                 }
         savings = quantize([known[kind] for kind in alike])
-        total = sum(each.get(SKIP, 0) for each in savings)
-        total_s = float(latency.sublayers_s(rows=rows, context=context, batch=batch).sum())
-        computing_share = 1 - sum(latency.transfer_s) / total_s
+        sublayers_s = float(latency.sublayers_s(rows=rows, context=context, batch=batch).sum())
         return Knapsack(
             num_tokens=self._options.num_tap_tokens,
             savings=savings,
-            max_saved=total - int(total * (computing_share * (1 - _MAX_SKIPPED_SHARE))),
+            max_saved=int(self._largest_saving(sublayers_s) * sum(each.get(SKIP, 0) for each in savings)),
             min_similarity=_MIN_COSINE,
             max_states=_MAX_STATES,
             also=uniform_patterns(savings),
         )
 
     def _consider_search(self, state: BatchState, share: float) -> None:
-        """Set the question of a search that is due and that the budget allows. It stays for ROUNDS_TO_REVIEW rounds. So
-        does a refusal, and each further refusal in a row stays twice as long: making a question takes a good part of a
-        small model's step."""
+        """Set the question of a search that is due and that the budget allows; it stays for ROUNDS_TO_REVIEW rounds.
+
+        After searches in vain, later ones get less and less of the time. The first search may take a share of the time
+        that the fastest draft it may find would save: so it can come early, while its plan still pays back.
+        """
         self._rounds_to_price -= 1
         if self._rounds_to_price > 0:
             return
         self._question, reason = None, self._trigger.reason(context=state.context, batch=state.batch)
         if reason is None:
             return
-        self._rounds_to_price = ROUNDS_TO_REVIEW * 2 ** min(self._num_refused, _MAX_REFUSALS)
-        self._num_refused += 1
+        self._rounds_to_price, self._reason = ROUNDS_TO_REVIEW, reason
         step_s = self._latency.decode_step_s(context=state.context, batch=state.batch)
         work_s = share * state.num_outstanding_tokens * step_s / state.batch
-        cost_s = self._spent_s + self._search_cost_s(state)
-        # After searches in vain, later ones get less and less of the time.
         budget_s = self._options.optimise_share * (share * state.elapsed_s + work_s) / 2**self._num_in_vain
-        # The first search may take a share of the time that its plan is expected to save: it can come early, while the
-        # plan still pays back.
-        is_first = not self._spent_s and self._options.optimise_share > 0
-        if cost_s <= budget_s or (is_first and cost_s <= FIRST_SEARCH_SHARE * work_s):
-            question = self.question(state)
-            saved_share = 1 - 1 / self._gain_to_expect(state, question) if cost_s > budget_s else 0.0
-            if cost_s <= max(budget_s, FIRST_SEARCH_SHARE * work_s * saved_share):
-                self._question, self._reason, self._num_refused = question, reason, 0
-                self._rounds_to_price = ROUNDS_TO_REVIEW
+        if not self._spent_s and self._options.optimise_share > 0:
+            budget_s = max(budget_s, FIRST_SEARCH_SHARE * work_s * (1 - 1 / self._gain_to_expect(state)))
+        if self._spent_s + self._search_cost_s(state) <= budget_s:
+            self._question = self.question(state)
 
-    def _gain_to_expect(self, state: BatchState, question: Knapsack) -> float:
-        """Return the predicted gain of the fastest draft that a search may find, if it agrees with the target on all
-        captured tokens. The prior of its acceptance is one half."""
-        drafts = [fastest_draft(question.savings, question.max_saved), *question.also]
-        acceptance = shrink(question.num_tokens, question.num_tokens, 0.5)
-        return self._best(state, drafts, [acceptance] * len(drafts)).predicted_gain
+    def _gain_to_expect(self, state: BatchState) -> float:
+        """Return the gain over plain decoding of the fastest draft that a search may find, if it agrees with the target
+        on all captured tokens. The prior of its acceptance is one half."""
+        cell = {"context": state.context, "batch": state.batch}
+        plain_s = self._latency.decode_step_s(**cell)
+        sublayers_s = float(self._latency.sublayers_s(rows=state.batch, **cell).sum())
+        step_s = plain_s - sublayers_s * self._largest_saving(sublayers_s)
+        num_captured = self._options.num_tap_tokens
+        acceptance, num_tokens, gain = shrink(num_captured, num_captured, 0.5), 1.0, 1.0
+        for length in range(1, self._options.max_draft_tokens + 1):
+            num_tokens += acceptance**length
+            verify_s = self._latency.verify_s(rows=(length + 1) * state.batch, **cell)
+            gain = max(gain, num_tokens * plain_s / (length * step_s + verify_s))
+        return gain
+
+    def _largest_saving(self, sublayers_s: float) -> float:
+        """Return the share of the sublayers' time that drafts may save: all transfers, and a share of the compute."""
+        return 1 - (1 - _MAX_SKIPPED_SHARE) * (1 - sum(self._latency.transfer_s) / sublayers_s)
 
     def _search_cost_s(self, state: BatchState) -> float:
         """Return the most seconds that a search takes: all states run in full, and the captured tokens by each choice
@@ -359,14 +362,3 @@ def uniform_patterns(savings: Sequence[Mapping[Choice, int]]) -> list[Choices]:
     ways = dict.fromkeys(choice for each in savings for choice in each if choice != SKIP)
     patterns = dict.fromkeys(tuple(nearest(choice, each) for each in savings) for choice in ways)
     return [choices for choices in patterns if num_leading_full(choices) < len(choices)]
-
-
-def fastest_draft(savings: Sequence[Mapping[Choice, int]], max_saved: int) -> Choices:
-    """Return the draft that skips the slowest sublayers, as many as fit into `max_saved`, and runs the others in
-    full."""
-    choices, left = [FULL] * len(savings), max_saved
-    for index in sorted(range(len(savings)), key=lambda index: -savings[index].get(SKIP, 0)):
-        saved = savings[index].get(SKIP, 0)
-        if 0 < saved <= left:
-            choices[index], left = SKIP, left - saved
-    return tuple(choices)
