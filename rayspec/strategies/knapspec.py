@@ -256,15 +256,15 @@ class KnapSpec:
     def _gain_to_expect(self, state: BatchState) -> float:
         """Return the gain over plain decoding of the fastest draft that a search may find, if it agrees with the target
         on all captured tokens. The prior of its acceptance is one half."""
-        cell = {"context": state.context, "batch": state.batch}
-        plain_s = self._latency.decode_step_s(**cell)
-        sublayers_s = float(self._latency.sublayers_s(rows=state.batch, **cell).sum())
+        context, batch = state.context, state.batch
+        plain_s = self._latency.decode_step_s(context=context, batch=batch)
+        sublayers_s = float(self._latency.sublayers_s(rows=batch, context=context, batch=batch).sum())
         step_s = plain_s - sublayers_s * self._largest_saving(sublayers_s)
         num_captured = self._options.num_tap_tokens
         acceptance, num_tokens, gain = shrink(num_captured, num_captured, 0.5), 1.0, 1.0
         for length in range(1, self._options.max_draft_tokens + 1):
             num_tokens += acceptance**length
-            verify_s = self._latency.verify_s(rows=(length + 1) * state.batch, **cell)
+            verify_s = self._latency.verify_s(rows=(length + 1) * batch, context=context, batch=batch)
             gain = max(gain, num_tokens * plain_s / (length * step_s + verify_s))
         return gain
 
