@@ -53,8 +53,8 @@ _MOST_MIXED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Description of a loaded engine. config: the options in force, defaults resolved. max_model_len, defaults: see
-    `ModelInfo`. latency: the latency model; None if it was not needed."""
+    """config: the options in force, defaults resolved. max_model_len, defaults: see `ModelInfo`. latency: None if not
+    needed."""
 
     config: EngineConfig
     max_model_len: int
@@ -64,8 +64,8 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class _WorkUnderWay:
-    """prefilled: the sequences of the work's chunks. planned: None for a prefill. share_s: the work's share of the time
-    so far: every second is divided evenly among the works that are not done, so that no second is counted twice."""
+    """prefilled: the sequences of the work's chunks. planned: None for a prefill. share_s: of the time so far, which
+    works that are not done share evenly."""
 
     cohort: int
     work: Work
@@ -96,6 +96,9 @@ class Engine:
         self.tokenizer = model.tokenizer
         self.max_model_len = model.max_model_len
         self.latency = latency
+        self.info = EngineInfo(
+            config=config, max_model_len=model.max_model_len, defaults=model.defaults, latency=latency
+        )
         self.stages = stages
         self._clock = clock
         self._scheduler = scheduler
@@ -115,18 +118,8 @@ class Engine:
         self._pace = PrefillPace()
         self._num_mixed: Counter[int] = Counter()  # for each cohort: rounds with chunks since its last round without
 
-    @property
-    def info(self) -> EngineInfo:
-        return EngineInfo(
-            config=self.config,
-            max_model_len=self.max_model_len,
-            defaults=self.model.defaults,
-            latency=self.latency,
-        )
-
     def replace_strategy(self, strategy: Strategy) -> Strategy:
-        """Set the strategy that chooses plans from now on, and return the previous strategy. Only allowed while no
-        request is unfinished."""
+        """Set the strategy, and return the previous one. Only allowed while no request is unfinished."""
         assert not self.has_unfinished, "plans are chosen for what is under way"
         previous, self._planner.strategy = self._planner.strategy, strategy
         return previous
@@ -138,7 +131,7 @@ class Engine:
 
     @property
     def load(self) -> EngineLoad:
-        """Current load of the engine. Any thread may read it."""
+        """Any thread may read it."""
         scheduler = self._scheduler
         return EngineLoad(
             num_running=len(scheduler.running),
@@ -158,8 +151,7 @@ class Engine:
         return 2 * self.config.max_num_seqs
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if its id is in use, if the prompt is invalid, empty or too long, has
-        tokens outside the vocabulary, or cannot fit into the KV cache."""
+        """Queue a request. Raises RequestError, see `Requests.admit`."""
         live = self._requests.admit(request)
         for sequence in live.sequences:
             self._open(sequence)
@@ -211,8 +203,8 @@ class Engine:
         self.stages.wake()
 
     def ping(self) -> Future[None]:
-        """Return a future that is done when the stages have answered. While work is under way it is done at once,
-        because the work itself detects a lost stage. It fails with StageLostError if a stage is lost for good."""
+        """Return a future that is done when the stages have answered; at once while work is under way, which itself
+        detects a lost stage. It fails with StageLostError if a stage is lost for good."""
         answered: Future[None] = Future()
         try:
             if not self._under_way:
@@ -257,8 +249,7 @@ class Engine:
     def _run(
         self, cohort: int, work: Work, prefilled: Sequence[SequenceState], planned: PlannedRound | None = None
     ) -> None:
-        """Run the work and measure its time. In one process it is finished at once, and so its time ends here, before
-        the next work begins."""
+        """Run the work and measure its time, which in one process ends here, before the next work begins."""
         self._divide_time()
         self._under_way.append(_WorkUnderWay(cohort, work, self.stages.start(work), prefilled, planned))
         self._note_done()
@@ -372,8 +363,7 @@ class Engine:
             self._retire(sequence)
 
     def _retire(self, sequence: SequenceState) -> None:
-        """Release a finished sequence: now, or once its cohort's work is done, because rows under way write into its
-        pages."""
+        """Release a finished sequence: now, or once its cohort's work is done, whose rows write into its pages."""
         sequence.metrics.finished_s = self._clock()
         self._planner.forget(sequence)
         if not sequence.table.pages or not self._is_busy(sequence.cohort):
@@ -384,8 +374,7 @@ class Engine:
         self.stages.close(sequence.sequence_id)
 
     def _replay(self) -> None:
-        """Open every sequence again after the stages have lost their state; later steps prefill the committed
-        tokens."""
+        """Open every sequence again after the stages have lost their state; later steps prefill their tokens."""
         lost = self._give_up_work()
         self._scheduler.restart()
         self._planner.forget()

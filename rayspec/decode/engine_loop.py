@@ -33,11 +33,14 @@ Listener = Callable[[RequestOutput], None]
 
 
 class Client(Protocol):
-    """An engine as its callers see it: in this process, in stages, or a pool of engines. Any thread may use it."""
+    """An engine as its callers see it: in this process, in stages, or a pool of engines. Any thread may use it.
+
+    engine: None for a pool, whose engines are in other processes. num_wanted: how many requests keep the engine, or all
+    engines, busy. progress: whether the thread that runs the engine is stuck.
+    """
 
     @property
-    def engine(self) -> Engine | None:
-        """The engine that runs in this process; None for a pool, whose engines are in other processes."""
+    def engine(self) -> Engine | None: ...
 
     @property
     def info(self) -> EngineInfo: ...
@@ -52,12 +55,10 @@ class Client(Protocol):
     def load(self) -> EngineLoad: ...
 
     @property
-    def progress(self) -> Progress:
-        """Whether the thread that runs the engine is stuck."""
+    def progress(self) -> Progress: ...
 
     @property
-    def num_wanted(self) -> int:
-        """Number of requests that keeps the engine, or all engines, busy."""
+    def num_wanted(self) -> int: ...
 
     @property
     def is_recovering(self) -> bool:
@@ -65,18 +66,16 @@ class Client(Protocol):
         recovery fails, the engine ends by itself."""
 
     def stage_use(self) -> Sequence[StageUse]:
-        """Return how busy the stages of a pipeline were since the last call; empty without a pipeline, and for a
-        pool."""
+        """Return how busy the stages of a pipeline were since the last call; empty for others."""
 
-    def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
-        """Submit one request, see `EngineLoop`. Raises EngineDeadError."""
+    def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]: ...
 
-    def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:
-        """Submit requests at once and return a future for each. Raises EngineDeadError."""
+    def submit_all(
+        self, requests: Sequence[Request], listener: Listener | None = None
+    ) -> list[Future[RequestOutput]]: ...
 
     def ping(self) -> Future[None]:
-        """Return a future that is done when the engine, or all engines that are up, and their processes have
-        answered."""
+        """Return a future that is done when all processes of the engine, or engines, have answered."""
 
     def stop(self) -> None:
         """Take no more requests. Unfinished requests fail with EngineDeadError."""
@@ -99,14 +98,18 @@ class EngineLoop:
     """Steps an engine while it has work, and sleeps otherwise. Two threads start with the first request or ping: one
     runs the engine, the other decodes the tokens and delivers outputs in the order in which they were made.
 
-    `submit` may be called from any thread, and two callers may use the same request id. Its future gives the finished
-    output, whose `error` is set if the request failed; for a streaming request it gives the last output. Cancelling the
-    future aborts the request. When the loop ends, every unfinished future fails with EngineDeadError, which names the
-    cause; every later `submit` raises it. While the loop has no work, its owner may use the engine directly.
+    Two callers may use the same request id. The future of `submit` gives the finished output, whose `error` is set if
+    the request failed; for a stream it gives the last output. Cancelling it aborts the request. When the loop ends,
+    every unfinished future fails with EngineDeadError, which names the cause; later `submit`s raise it. While the loop
+    has no work, its owner may use the engine directly.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.info = engine.info
+        self.tokenizer = engine.tokenizer
+        self.stats = engine.stats
+        self.num_wanted = engine.num_wanted
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls for the engine's thread
         self._request_ids = itertools.count()
         self._waiting: dict[str, _Arrival] = {}  # by the id in the engine: the requests that have no last output yet
@@ -119,28 +122,12 @@ class EngineLoop:
         self._deliverer = threading.Thread(target=self._deliver_all, name="rayspec-delivery", daemon=True)
 
     @property
-    def info(self) -> EngineInfo:
-        return self.engine.info
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        return self.engine.tokenizer
-
-    @property
-    def stats(self) -> EngineStats:
-        return self.engine.stats
-
-    @property
     def load(self) -> EngineLoad:
         return self.engine.load
 
     @property
     def progress(self) -> Progress:
         return self.engine.progress
-
-    @property
-    def num_wanted(self) -> int:
-        return self.engine.num_wanted
 
     @property
     def is_recovering(self) -> bool:
@@ -151,16 +138,16 @@ class EngineLoop:
 
     @property
     def death(self) -> EngineDeadError | None:
-        """The error that says why the loop has ended; None while it runs."""
+        """Why the loop has ended; None while it runs."""
         return self._death
 
     def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
-        """Submit one request and return its future. listener: receives all outputs of a streaming request except the
-        last. Raises EngineDeadError."""
+        """Submit one request and return its future. listener: receives all outputs of a stream but the last. Raises
+        EngineDeadError."""
         return self.submit_all([request], listener)[0]
 
     def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:
-        """Submit requests and return a future for each. The engine gets all of them before its next step. Raises
+        """Submit requests, which the engine gets before its next step, and return a future for each. Raises
         EngineDeadError."""
         arrivals: dict[str, _Arrival] = {}
         for request in requests:
@@ -176,8 +163,8 @@ class EngineLoop:
         return [arrival.future for arrival in arrivals.values()]
 
     def ping(self) -> Future[None]:
-        """Return a future that is done once the loop has asked the engine and the engine has answered. The call or the
-        future raises EngineDeadError if the loop has ended; a stuck loop never answers."""
+        """Return a future that is done once the engine has answered; a stuck loop never does. Raises
+        EngineDeadError."""
         future: Future[None] = Future()
         with self._lock:
             self._require_alive()
@@ -200,7 +187,6 @@ class EngineLoop:
             one.join(timeout_s)
 
     def shutdown(self) -> None:
-        """Stop, then shut the engine down."""
         self.stop()
         self.engine.shutdown()
 
@@ -222,8 +208,8 @@ class EngineLoop:
         self.engine.wake()
 
     def _run(self) -> None:
-        """Step the engine while it has work, and make the calls in the inbox between steps, until one of them raises.
-        What then waits for the engine fails."""
+        """Step the engine while it has work, and make the calls in the inbox between steps, until one of them
+        raises."""
         try:
             while True:
                 while not self._has_work or not self._inbox.empty():
@@ -277,7 +263,6 @@ class EngineLoop:
             self._jobs.put(partial(self._hand_over, arrival, output))
 
     def _deliver_all(self) -> None:
-        """Run the jobs of the delivery thread in order, so that the engine's thread does not wait for callers."""
         while (job := self._jobs.get()) is not None:
             job()
 
@@ -310,7 +295,6 @@ def _death_by(cause: BaseException) -> EngineDeadError:
 
 
 def _another(death: EngineDeadError) -> EngineDeadError:
-    """Return a copy of the error, for another thread to raise."""
     copy = EngineDeadError(*death.args)
     copy.__cause__ = death.__cause__
     return copy

@@ -20,8 +20,7 @@ CpuClock = Callable[[], float]
 
 
 def cpu_clock_of_this_thread() -> CpuClock:
-    """Return a clock of the CPU seconds of the calling thread, which any thread may read. Where the system has no such
-    clock, return a clock of all seconds."""
+    """Return a clock of this thread's CPU seconds for any thread; of all seconds where the system has none."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.monotonic
     clock_id = time.pthread_getcpuclockid(threading.get_ident())
@@ -40,10 +39,10 @@ class _Task:
 class Progress:
     """The tasks of one thread, mostly forward passes, and a judgement whether the present task is stuck.
 
-    A task is stuck if it has lasted at least 60 s (`least_s`) and 20 times as long as expected. A busy machine is no
-    reason: only seconds count in which the thread has used CPU time for this task, or the latest seconds in which it
-    has used none. A task without an expectation (the first of its kind, a plan search, a measurement) is stuck after 20
-    minutes without any CPU time. The expectation comes from earlier tasks of the same kind.
+    A task is stuck if it has lasted `least_s` and 20 times as long as expected from earlier tasks of its kind. A busy
+    machine is no reason: only seconds count in which the thread has used CPU time for this task, or the latest seconds
+    in which it has used none. A task without an expectation (the first of its kind, a plan search, a measurement) is
+    stuck after 20 minutes without any CPU time.
     """
 
     def __init__(
@@ -62,7 +61,11 @@ class Progress:
     @contextmanager
     def of(self, kind: str, size: int | None = None) -> Iterator[None]:
         """Run a task on this thread. size: its amount of work, for the expectation; None: it has no expectation."""
-        expected_s = None if size is None else self._expected_s(kind, size)
+        # The smallest bound that the longest earlier tasks give, by powers of two of their sizes: a task of half the
+        # size takes no longer, and a task of twice the size twice as long at most.
+        longest_s, step = self._longest_s[kind], max(size or 0, 1).bit_length() - 1
+        bounds = (seconds * max(1.0, (size or 0) / 2**at) for at, seconds in longest_s.items())
+        expected_s = None if size is None else min(bounds, default=None)
         self._task = task = _Task(self._clock(), expected_s, self._cpu_clock())
         try:
             yield
@@ -71,8 +74,7 @@ class Progress:
             took_s = self._clock() - task.started_s
             self._worked_s += took_s
             if size is not None:
-                longest_s = self._longest_s[kind]
-                longest_s[_step(size)] = max(took_s, _DECAY * longest_s.get(_step(size), 0.0))
+                longest_s[step] = max(took_s, _DECAY * longest_s.get(step, 0.0))
 
     @property
     def is_busy(self) -> bool:
@@ -102,23 +104,9 @@ class Progress:
         if task.expected_s is None:
             if self._idle_s < max(least_s, _UNPREDICTED_S):
                 return None
-            return (
-                f"has not finished a task for {lasted_s:.0f} s, and used no CPU time for the last {self._idle_s:.0f} s"
-            )
+            why = f"used no CPU time for the last {self._idle_s:.0f} s"
+            return f"has not finished a task for {lasted_s:.0f} s, and {why}"
         if max(self._idle_s, cpu_s - self._began_cpu_s) < max(least_s, _MARGIN * task.expected_s):
             return None
-        return (
-            f"has not finished a pass for {lasted_s:.0f} s, and the pass was expected to take {task.expected_s:.2g} s"
-        )
-
-    def _expected_s(self, kind: str, size: int) -> float | None:
-        """Return the smallest bound that the longest earlier tasks give: a task of half the size takes no longer, and
-        a task of twice the size takes twice as long at most."""
-        return min(
-            (seconds * max(1.0, size / 2**step) for step, seconds in self._longest_s[kind].items()), default=None
-        )
-
-
-def _step(size: int) -> int:
-    """Return the class of similar sizes, by powers of two."""
-    return max(size, 1).bit_length() - 1
+        why = f"the pass was expected to take {task.expected_s:.2g} s"
+        return f"has not finished a pass for {lasted_s:.0f} s, and {why}"

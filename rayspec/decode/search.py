@@ -1,7 +1,7 @@
 """Questions about recently tapped tokens: which drafts would have been right, and what the target's states are.
 
-A tap is a token's hidden states at all sublayer boundaries. `answer` computes partial plans on them. `PlanSearch` holds
-and runs such states in one process, on the device.
+A tap is a token's hidden states at all sublayer boundaries. `answer` computes partial plans on them, which `PlanSearch`
+runs in one process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SUBLAYERS = 2  # sublayers per layer
 
 
 class Knapsack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks which drafts are most similar to the target. The fields are arguments of `knapsack.solve`. also: further
-    drafts to try in any case. Answered by Found."""
+    """Asks which drafts are most similar to the target, by `knapsack.solve`. also: further drafts to try. Answered by
+    Found."""
 
     num_tokens: int
     savings: Sequence[Mapping[Choice, int]]
@@ -40,15 +40,15 @@ class Knapsack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LayerKnapsack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks for the most similar draft that skips n whole layers, for each n up to `num_skipped`: exactly the recurrence
-    of CLaSp. Answered by Found, whose first draft skips nothing."""
+    """Asks for the most similar draft that skips n whole layers, for each n up to `num_skipped`: the recurrence of
+    CLaSp. Answered by Found."""
 
     num_tokens: int
     num_skipped: int
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks how drafts with these sublayer choices would have done. Answered by Found, in the order of `patterns`."""
+    """Asks how these drafts would have done. Answered by Found, in the order of `patterns`."""
 
     num_tokens: int
     patterns: Sequence[Choices]
@@ -69,9 +69,8 @@ class Feature(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 @dataclass(frozen=True, slots=True)
 class FoundDraft:
     """A draft of one token after each tapped token. similarity: mean cosine between its last states and the target's.
-    num_agreed: number of tapped tokens after which its most likely token equals the target's. confidence: its mean
-    top-1 probability after these tokens; missed_confidence: after the other tokens; None if there are no such
-    tokens."""
+    num_agreed: tapped tokens after which its most likely token equals the target's. confidence: its mean top-1
+    probability after these; missed_confidence: after the others; None if there are none."""
 
     choices: tuple[Choice, ...]
     similarity: float
@@ -81,7 +80,7 @@ class FoundDraft:
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
-    """Drafts judged on `num_tokens` tapped tokens. seconds: time that the answer took."""
+    """Drafts judged on `num_tokens` tapped tokens. seconds: that the answer took."""
 
     drafts: Sequence[FoundDraft]
     num_tokens: int
@@ -89,8 +88,7 @@ class Found(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cosines(msgspec.Struct, frozen=True, tag=True):
-    """cosines: for each sublayer, the cosine between the target's states before and after it, a mean over the
-    tokens."""
+    """cosines: for each sublayer, between the target's states before and after it, a mean over the tokens."""
 
     cosines: Sequence[float]
     seconds: float
@@ -109,9 +107,9 @@ Answer: TypeAlias = Found | Cosines | Features
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Agreement of draft states with the target, [num_states] each. num_agreed: number of the `num_tokens` tapped
-    tokens after which the most likely next token equals the target's. confidence, missed_confidence: sum of the state's
-    top-1 probabilities after these tokens, and after the others."""
+    """Agreement of draft states with the target, [num_states] each. num_agreed: tapped tokens, of `num_tokens`, after
+    which the most likely next token equals the target's. confidence, missed_confidence: sums of the state's top-1
+    probabilities after these tokens, and after the others."""
 
     num_tokens: int
     num_agreed: NDArray[np.int64]
@@ -133,11 +131,8 @@ class TappedStates(Expansion, Protocol):
 
 
 def answer(question: Question, tapped: TappedStates, *, num_sublayers: int, started: float) -> Answer:
-    """Answer a question. tapped: the states of `question.num_tokens` tokens. started: start time by
-    `time.perf_counter`.
-
-    Raises ValueError if the question does not match the model's sublayers.
-    """
+    """Answer a question. tapped: the states of `question.num_tokens` tokens. started: by `time.perf_counter`. Raises
+    ValueError if the question does not match the model's sublayers."""
     num_each = 1  # sublayers of an item
     also: Sequence[Choices] = ()
     match question:
@@ -183,8 +178,6 @@ def _followed(patterns: Sequence[Choices], tapped: TappedStates) -> list[FoundDr
 
 
 def _judged(patterns: Sequence[Choices], similarity: Sequence[float], agreement: Agreement) -> list[FoundDraft]:
-    """Return a FoundDraft for each terminal state. All arguments have one item per pattern."""
-
     def mean(total: float, count: int) -> float | None:
         return float(total / count) if count else None
 
@@ -202,7 +195,7 @@ def _judged(patterns: Sequence[Choices], similarity: Sequence[float], agreement:
 
 
 class _Layers:
-    """An `Expansion` with whole layers as its items, instead of sublayers."""
+    """An `Expansion` with whole layers as its items."""
 
     def __init__(self, tapped: TappedStates) -> None:
         self._tapped = tapped
@@ -233,9 +226,9 @@ _HEAD_ROWS = 128
 
 
 class PlanSearch:
-    """`TappedStates` for the sublayers of one span. A batch of S states is a tensor [T, S, hidden_size]: the
-    hidden state of each of the T tokens under S partial plans. Attention sees the sequence's true context and the
-    state's own key, so a state is equal to that of a draft of one token (KnapSpec, section 4).
+    """`TappedStates` for the sublayers of one span. A batch of S states is a tensor [T, S, hidden_size]: the hidden
+    state of each of the T tokens under S partial plans. Attention sees the sequence's true context and the state's own
+    key, so a state is equal to that of a draft of one token (KnapSpec, section 4).
 
     boundaries: [sublayers + 1, T, hidden_size], the target's states before the span and after each of its sublayers.
     tokens: the row of each token. next_tokens: [T], the target's most likely next tokens; None without a head.
@@ -273,8 +266,7 @@ class PlanSearch:
 
     @torch.inference_mode()
     def vary(self, sublayer: int, choice: Choice, states: Any) -> Tensor:
-        """Add the change that the choice makes on the target's own states; it is assumed to be the same for
-        `states`."""
+        """Add the change that the choice makes on the target's own states; it is taken to be the same for `states`."""
         if (sublayer, choice) not in self._changes:
             at = sublayer - self._runner.first_sublayer
             self._changes[sublayer, choice] = self.run(sublayer, choice, self._targets[at]) - self._targets[at + 1]
@@ -282,7 +274,6 @@ class PlanSearch:
 
     @torch.inference_mode()
     def similarity(self, sublayer: int, states: Any) -> NDArray[np.float64]:
-        """Return the mean cosine with the target over the tokens, [S]."""
         target = self._targets[sublayer - self._runner.first_sublayer + 1]
         cosine = cosine_similarity(states.float(), target.float(), dim=-1)
         return cosine.mean(0).double().cpu().numpy()
@@ -296,7 +287,6 @@ class PlanSearch:
 
     @torch.inference_mode()
     def agreement(self, states: Any) -> Agreement:
-        """Return the agreement of each state with the target, [S]. Requires the head in this process."""
         assert self._next_tokens is not None
         num_tokens, num_states, size = states.shape
         drafted, sure = self._drafted(states.reshape(num_tokens * num_states, size))
@@ -307,14 +297,12 @@ class PlanSearch:
 
     @torch.inference_mode()
     def cosines(self) -> list[float]:
-        """Return the cosines of the span's sublayers; see `TappedStates.cosines`."""
         states = self._targets[:, :, 0].float()
         cosines: list[float] = cosine_similarity(states[:-1], states[1:], dim=-1).mean(1).tolist()
         return cosines
 
     @torch.inference_mode()
     def feature(self) -> list[float]:
-        """Return the feature vector; see `TappedStates.feature`. Requires the last span, which has the final norm."""
         norm = self._runner.parts.final_norm
         assert norm is not None
         vector: list[float] = norm(self._targets[-1, :, 0]).float().mean(0).tolist()

@@ -30,10 +30,7 @@ _MAX_ROUNDS_SAVED = 256
 
 class SpanRunner:
     """Runs passes through the sublayers of one process. The first span embeds; the output of the last span goes to the
-    head.
-
-    The saved rows of an abandoned round are dropped once 256 later rounds have saved rows.
-    """
+    head. The saved rows of an abandoned round are dropped once 256 later rounds have saved rows."""
 
     def __init__(self, runner: Runner, *, num_taps: int) -> None:
         self.runner = runner
@@ -45,7 +42,7 @@ class SpanRunner:
     def run(self, work: Pass, hidden: Tensor | None = None, *, drawn: Tensor | None = None) -> Tensor:
         """Run the pass through this span. Return the states after it, [1, N', hidden_size]; N' differs from N if rows
         are merged here. hidden: [1, N, hidden_size] from the previous span; None at the embedding. drawn: the tokens of
-        a pass without `token_ids`, int64 [N]."""
+        a pass without `token_ids`."""
         runner = self.runner
         cut = work.merge.at if work.merge else work.save_at
         is_merged = work.merge is not None and work.merge.at <= runner.first_sublayer
@@ -67,7 +64,6 @@ class SpanRunner:
 
     @torch.inference_mode()
     def move(self, moves: Sequence[Move]) -> None:
-        """Copy keys and values in the KV cache."""
         for move in moves:
             self.runner.cache.move(move.source, move.destination, move.length, in_windowed_store=move.in_windowed_store)
 
@@ -117,21 +113,21 @@ _DRAFT_LOOK_INTERVAL = {"cuda": 4}
 
 
 class StagesReplacedError(RayspecError):
-    """The stages have lost their state and are ready again. All work under way is void, no sequence is open, and the KV
+    """The stages have lost their state and are ready again: all work under way is void, no sequence is open, and the KV
     cache is empty. The caller must open the sequences again and prefill their committed tokens."""
 
     kind = "stages_replaced"
 
 
 class StageLostError(RayspecError):
-    """A stage of the model is lost and could not be brought back: nothing more can be run."""
+    """A stage is lost and could not be brought back: nothing more can be run."""
 
     kind = "stage_lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageUse:
-    """How busy a stage was since the last query. num_passes: passes that it ran; 0 if unknown."""
+    """How busy a stage was since the last query. num_passes: 0 if unknown."""
 
     name: str
     busy_s: float
@@ -152,7 +148,7 @@ class Stages(Protocol):
 
     @property
     def progress(self) -> Progress:
-        """The tasks that the caller's thread runs in these calls. Other processes judge their own tasks."""
+        """The tasks that the caller's thread runs in these calls."""
 
     @property
     def num_sublayers(self) -> int: ...
@@ -188,15 +184,14 @@ class Stages(Protocol):
         """Return how busy each process was since the last call; empty for a model in this process."""
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
-        """Answer a question about tapped tokens. rows: the row of each token. The slots that it sees must keep their
-        content until the future is done."""
+        """Answer a question about tapped tokens. rows: of each token; the slots that they see must keep their content
+        until then."""
 
     def shutdown(self) -> None: ...
 
 
 def done(work: Callable[[], T]) -> Future[T]:
-    """Run `work` now and return a future with its result. The future fails if memory runs out or taps are gone; other
-    errors are raised."""
+    """Run `work` now. The future fails if memory runs out or taps are gone; other errors are raised."""
     future: Future[T] = Future()
     try:
         future.set_result(work())
@@ -208,7 +203,7 @@ def done(work: Callable[[], T]) -> Future[T]:
 
 
 def out_of_memory(error: RuntimeError) -> OutOfMemoryError:
-    """Return `error` as an OutOfMemoryError. Raise `error` again if it is not about memory."""
+    """Return `error` as an OutOfMemoryError, or raise it if it is not about memory."""
     reason = lack_of_memory(error)
     if reason is None:
         raise error
@@ -216,8 +211,7 @@ def out_of_memory(error: RuntimeError) -> OutOfMemoryError:
 
 
 class InProcessStages:
-    """The part of `Stages` that is the same for every model in this process: `start` does the work at once, and there
-    is no other process."""
+    """The part of `Stages` that is the same for every model in this process: `start` does the work at once."""
 
     num_cohorts = 1
     is_recovering = False
@@ -288,7 +282,6 @@ class LocalStages(InProcessStages):
             )
 
     def plan_search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan]) -> PlanSearch:
-        """Return the plan search over these tapped tokens. Raises TapsGoneError."""
         return self.span.search(tokens, rows, self.head.next_tokens(tokens))
 
     @torch.inference_mode()

@@ -47,19 +47,29 @@ _MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupErro
 class GenerateState:
     """The passes of one sequence: inputs, positions and cache are those of the model's own `generate`.
 
-    prompt: the tokens before the first generated token. The model's generation config must be `plain_generation`.
+    prompt: the tokens before the first generated token. The model's generation config must only say whether it has a
+    cache. num_tokens: that have been run.
     """
 
     def __init__(self, model: PreTrainedModel, prompt: Sequence[int]) -> None:
         self._model: Any = model
         self.prompt = prompt
-        self._token_ids = torch.tensor([list(prompt)], device=model.device)
-        self._arguments = self._prepared()
-        self._token_ids = self._token_ids[:, :0]
+        self._arguments: dict[str, Any] = {}
+
+        def keep(_model: Any, input_ids: Tensor, **arguments: Any) -> Tensor:
+            """Take what `generate` gives to its decoding loop for this prompt."""
+            self._arguments = arguments
+            return input_ids
+
+        token_ids = torch.tensor([list(prompt)], device=model.device)
+        options = GenerationConfig(max_new_tokens=1)  # type: ignore[no-untyped-call]
+        self._model.generate(token_ids, generation_config=options, custom_generate=keep)
+        for of_the_loop in ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer"):
+            self._arguments.pop(of_the_loop, None)
+        self._token_ids = token_ids[:, :0]
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that have been run."""
         return self._token_ids.shape[1]
 
     def run(self, token_ids: Sequence[int]) -> Tensor:
@@ -79,35 +89,11 @@ class GenerateState:
         self._arguments = self._model._update_model_kwargs_for_generation(output, self._arguments)
         return output.logits[0, -1:]  # type: ignore[no-any-return]
 
-    def _prepared(self) -> dict[str, Any]:
-        """Return the arguments that `generate` gives to its decoding loop for this prompt."""
-        prepared: dict[str, Any] = {}
-
-        def keep(_model: Any, input_ids: Tensor, **arguments: Any) -> Tensor:
-            prepared.update(arguments)
-            return input_ids
-
-        options = GenerationConfig(max_new_tokens=1)  # type: ignore[no-untyped-call]
-        self._model.generate(self._token_ids, generation_config=options, custom_generate=keep)
-        for of_the_loop in ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer"):
-            prepared.pop(of_the_loop, None)
-        return prepared
-
-
-def plain_generation(model: PreTrainedModel) -> GenerationConfig:
-    """Return a generation config that only says whether the model has a cache: no penalties, and no special tokens,
-    from which `generate` would guess a mask."""
-    known = model.generation_config
-    return GenerationConfig(use_cache=known.use_cache if known is not None else None)  # type: ignore[no-untyped-call]
-
 
 @torch.inference_mode()
 def check_generation(model: PreTrainedModel) -> None:
     """Require that sequences that run in turns compute what `generate` computes for each alone, on random tokens.
-
-    Raises UnsupportedModelError for a model that computes something else, and CheckpointError for weights that compute
-    NaN or infinity.
-    """
+    Raises UnsupportedModelError if they do not, and CheckpointError for weights that compute NaN or infinity."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     prompt = torch.randint(vocab_size, [_NUM_CHECK_TOKENS], generator=torch.Generator().manual_seed(0)).tolist()
     prompts = [prompt[:1], prompt]
@@ -134,7 +120,6 @@ def check_generation(model: PreTrainedModel) -> None:
 
 
 def _generated(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[list[int], list[Tensor]]:
-    """Return what `generate` makes of the prompt: token ids and logits [1, V] of a few steps."""
     options = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=_NUM_CHECK_STEPS + 1, return_dict_in_generate=True, output_logits=True, do_sample=False
     )
@@ -149,14 +134,13 @@ def _generated(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[list[int]
 
 class WholeModelStages(InProcessStages):
     """`Stages` that run an undivided model as transformers' `generate` runs it: one sequence at a time, each prompt in
-    one pass. threads: of its passes.
-
-    Raises UnsupportedModelError and CheckpointError for a model for which this is not safe.
-    """
+    one pass. threads: of its passes. Raises as `check_generation` does."""
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int, threads: Threads) -> None:
         super().__init__()
-        model.generation_config = plain_generation(model)
+        # No penalties, and no special tokens, from which `generate` would guess a mask.
+        use_cache = model.generation_config.use_cache if model.generation_config is not None else None
+        model.generation_config = GenerationConfig(use_cache=use_cache)  # type: ignore[no-untyped-call]
         check_generation(model)
         self._model = model
         self._threads = threads
@@ -177,7 +161,7 @@ class WholeModelStages(InProcessStages):
         self._states.pop(sequence_id, None)
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Do nothing: the caches are not in a cache."""
+        """Do nothing: every sequence has a cache of its own."""
 
     def start(self, work: Work) -> Future[Result]:
         self._threads.use(work.num_rows)
@@ -191,7 +175,7 @@ class WholeModelStages(InProcessStages):
         raise NotImplementedError("a model that does not split into sublayers has no plans")
 
     def _prefilled(self, chunks: Sequence[Chunk]) -> list[Committed | None]:
-        """Run the chunks: a prompt with its last chunk, and generated tokens one by one. Position 0 starts a sequence
+        """Run the chunks: a prompt with its last chunk, generated tokens one by one. Position 0 starts a sequence
         anew."""
         chosen: list[Committed | None] = []
         for chunk in chunks:

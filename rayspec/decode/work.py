@@ -1,9 +1,8 @@
 """The records of the engine's work: what it gives to the model's processes, and what they give back.
 
 A sequence is opened with a `SamplerSpec`. Its prompt runs in a `Prefill` of chunks; then `Round`s draft, verify and
-accept tokens. A `Round` is a few `Pass`es, each one forward over packed rows. The results are `Committed` tokens.
-These records are also what a pipeline sends (`pipeline/messages.py`). Those of which a field may hold one of several
-are tagged Structs.
+accept tokens. A `Round` is a few `Pass`es, each one forward over packed rows. The results are `Committed` tokens. A
+pipeline sends the same records; those of which a field may hold one of several are tagged Structs.
 """
 
 from __future__ import annotations
@@ -34,16 +33,15 @@ class TappedToken:
 
 
 class TapsGoneError(RayspecError):
-    """The taps of some tokens are no longer kept: later taps have replaced them."""
+    """Later taps have replaced those of some tokens."""
 
     kind = "taps_gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSpec:
-    """The data of a sequence that the head needs. seed: 64-bit. output_token_ids: tokens generated before a replay.
-    lookup: the index of its text, which the head shares with the engine if both are in one process; None if nothing is
-    looked up."""
+    """The data of a sequence that the head needs. output_token_ids: generated before a replay. lookup: the index of its
+    text, which the head shares with the engine in one process; None if nothing is looked up."""
 
     sequence_id: str
     params: DecodingParams
@@ -56,8 +54,8 @@ class SamplerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Committed tokens of a sequence to prefill, one per row. sample: choose the token after the chunk. replay: the
-    tokens were generated earlier, and are computed again."""
+    """Committed tokens of a sequence to prefill. sample: choose the token after them. replay: they were generated
+    earlier."""
 
     sequence_id: str
     rows: RowSpan
@@ -86,8 +84,8 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 @dataclass(slots=True)
 class Draft:
-    """The draft of one entry. confidences: for each token that the model drafted on the main chain; these tokens come
-    first. parents: see `RoundEntry`; empty for a chain. match_classes: for each looked-up token that extends them."""
+    """The draft of one entry. confidences: of the tokens that the model drafted on the main chain, which come first.
+    parents: see `RoundEntry`. match_classes: of the looked-up tokens that extend them."""
 
     token_ids: list[int] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
@@ -100,7 +98,6 @@ class Draft:
 
     @property
     def num_drafted(self) -> int:
-        """Number of tokens that the model drafted on the main chain."""
         return len(self.confidences)
 
     @property
@@ -121,11 +118,10 @@ class Draft:
 class RoundEntry:
     """One sequence's part in a round: its newest token is at position `length` - 1 and is not in the KV cache yet.
 
-    end_tokens: a draft that reaches one of these tokens (end of sequence) ends. looked_up: a draft from another source;
-    the model then drafts no tokens. parents: for each looked-up token, the row that it follows; row 0 is the newest
-    token, row i + 1 is looked_up[i]. Empty for a chain. num_probes: this many tokens at the end of `looked_up` are no
-    draft; the verify only returns the target's likeliest token after each. max_tree_tokens: the most rows in addition
-    to the newest token. windowed: see `RowSpan`.
+    end_tokens: a draft ends at one of these. looked_up: a draft from another source; the model then drafts nothing.
+    parents: for each looked-up token, the row that it follows; row 0 is the newest token, row i + 1 is looked_up[i].
+    Empty for a chain. num_probes: this many tokens at the end of `looked_up` are no draft; the verify only returns the
+    target's likeliest token after each. max_tree_tokens: the most rows in addition to the newest token.
     """
 
     sequence_id: str
@@ -141,7 +137,6 @@ class RoundEntry:
     windowed: Runs = ()
 
     def rows(self, first: int, num_rows: int, parents: tuple[int, ...] = ()) -> RowSpan:
-        """Return rows of this sequence from place `first` on; see `RowSpan`."""
         return RowSpan(self.runs, first, num_rows, parents, self.windowed)
 
     def draft(self) -> Draft:
@@ -167,8 +162,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Round(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Draft, verify and accept for several sequences at once. chunks: prompt chunks to prefill in the verify pass.
-    num_taps: how many entries, from the first, have their newest token tapped. That token is committed regardless of
-    the draft. A tap is a token's hidden states at all sublayer boundaries."""
+    num_taps: how many entries, from the first, have their newest token tapped: its hidden states at all sublayer
+    boundaries are kept."""
 
     id: int
     entries: Sequence[RoundEntry]
@@ -179,8 +174,8 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def save_at(self) -> int:
-        """Sublayer before which the draft's states are saved, so that the verify does not compute them again; 0 saves
-        nothing. With taps nothing is saved, because taps need those states too."""
+        """Sublayer before which the draft's states are saved for the verify; 0 saves nothing. Taps need those states
+        too."""
         return 0 if self.num_taps else self.plan.prefix
 
     @property
@@ -196,8 +191,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Tokens that the target chose for one sequence. finite: False if its logits were not finite; the tokens are then
-    void."""
+    """Tokens that the target chose for one sequence; void unless `finite`, as its logits were."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[dict[int, Logprob]]
@@ -211,13 +205,12 @@ class PrefillResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class RoundResult(msgspec.Struct, frozen=True, tag=True):
-    """The result of a round. Lists have an item per entry unless noted. draft_s, verify_s: seconds on the device.
+    """Lists have an item per entry unless noted. draft_s, verify_s: seconds on the device.
 
-    paths: rows of the accepted tokens, where row 0 is the newest token's row; empty unless a branch was accepted, whose
+    paths: rows of the accepted tokens, where row 0 is the newest token's; empty unless a branch was accepted, whose
     keys and values then lie in other places than their positions. probed: the target's likeliest token after each
-    probe, see `RoundEntry`. queued_s: seconds for which the device was still busy with earlier work, such as a prompt
-    chunk, when the host began the round. prefilled: an item per chunk, as in PrefillResult. prefill_s: the chunks'
-    share of the verify pass, by rows.
+    probe. queued_s: seconds for which the device was still busy with earlier work when the host began the round.
+    prefilled: an item per chunk, as in PrefillResult. prefill_s: the chunks' share of the verify pass, by rows.
     """
 
     committed: Sequence[Committed]
@@ -235,8 +228,8 @@ class RoundResult(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Before sublayer `at`, concatenate the rows saved there earlier in the round and the rows of this pass, and sort
-    them by `order`. The result continues as `rows`."""
+    """Before sublayer `at`, join the rows saved there in the round and those of this pass, sorted by `order`, as
+    `rows`."""
 
     at: int
     order: Sequence[int]
@@ -245,14 +238,13 @@ class Merge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One forward over packed rows: `token_ids` enter at the embedding as `rows`. A pass is self-contained: it carries
-    the positions of its rows, so a stage needs no data about its sequences. Empty `token_ids` mean that the tokens were
-    drawn in this process and are still on the device.
+    """One forward over packed rows: `token_ids` enter at the embedding as `rows`. It carries the positions of its rows,
+    so a stage needs no data about its sequences. Empty `token_ids`: the tokens were drawn in this process and are on
+    the device.
 
-    round_id: the round that owns the saved rows. choices: one for each sublayer of the whole model; None runs all in
-    full. save_at: sublayer before which the states are saved for a later pass of the round; 0 saves nothing. taps:
-    pairs of a row and its token; every stage keeps these rows' states at its sublayer boundaries for the plan search.
-    fixed_shape, scores_pages: see `Runner.batch`.
+    round_id: whose saved rows it uses. choices: one for each sublayer of the whole model; None runs all in full.
+    save_at: sublayer before which the states are saved for a later pass of the round; 0 saves nothing. taps: pairs of a
+    row and its token, whose states every stage keeps. fixed_shape, scores_pages: see `Runner.batch`.
     """
 
     round_id: int

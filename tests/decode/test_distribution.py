@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from rayspec.decode import verify
-from rayspec.decode.noise import Stream, gumbel, uniform
+from rayspec.decode.noise import Stream, gumbel
 from rayspec.decode.sampling import Rows, draft_tokens, target_tokens
-from rayspec.decode.verify import RejectionBatch, decide, verify_coupled, verify_rejection
+from rayspec.decode.verify import RejectionBatch, decide, verify_rejection
 from rayspec.generation import DecodingParams
 from tests.decode.samplers import processed, sampler_of
 
@@ -156,7 +156,8 @@ def generate(
         for ahead in range(LONGEST):
             at = begin + ahead
             scores = toy.draft[history_index(text, at)]
-            noise = rule_noise(rule)(own, at, begin if fresh else torch.zeros_like(begin))
+            origins = begin if fresh else torch.zeros_like(begin)
+            noise = gumbel(own, at, VOCAB, Stream.DRAFT, "cpu", origins=origins)
             text.scatter_(1, at.unsqueeze(1), (scores + noise).argmax(1, keepdim=True))
             draft_scores[:, ahead] = scores
         accepted, last = rule(toy, text, begin, lengths, draft_scores, own)
@@ -166,12 +167,6 @@ def generate(
         text.scatter_(1, (begin + accepted).unsqueeze(1), last.unsqueeze(1))
         tokens[live], committed[live] = text, begin + accepted + 1
     return tokens[:, :NUM_TOKENS]
-
-
-def rule_noise(rule: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    if rule is couple:
-        return lambda seeds, at, origins: gumbel(seeds, at, VOCAB, Stream.TARGET, "cpu")
-    return lambda seeds, at, origins: gumbel(seeds, at, VOCAB, Stream.DRAFT, "cpu", origins=origins)
 
 
 def reject(
@@ -213,21 +208,6 @@ def reject_both(*arguments: Tensor) -> tuple[Tensor, Tensor]:
     return reject(*arguments, num_sampled=1)  # type: ignore[arg-type]
 
 
-def couple(
-    toy: Toy, text: Tensor, begin: Tensor, lengths: Tensor, draft_scores: Tensor, seeds: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The coupled rule, vectorised over sequences."""
-    targets, stands = [], []
-    for ahead in range(LONGEST + 1):
-        at = begin + ahead
-        scores = toy.target[history_index(text, at)] + gumbel(seeds, at, VOCAB, Stream.TARGET, "cpu")
-        targets.append(scores.argmax(1))
-        stands.append(targets[-1] == text.gather(1, at.unsqueeze(1)).squeeze(1))
-    accepts = torch.stack(stands, 1) & (torch.arange(LONGEST + 1) < lengths.unsqueeze(1))
-    accepted = accepts.long().cumprod(1).sum(1)
-    return accepted, torch.stack(targets, 1).gather(1, accepted.unsqueeze(1)).squeeze(1)
-
-
 def joint_excess(toy: Toy, tokens: Tensor) -> float:
     cells = (tokens * VOCAB ** torch.arange(NUM_TOKENS - 1, -1, -1)).sum(1)
     return excess(cells.bincount(minlength=VOCAB**NUM_TOKENS), toy.joint())
@@ -238,25 +218,10 @@ def toy(request: pytest.FixtureRequest) -> Toy:
     return Toy.make(EVERYTHING if request.param == "everything" else DecodingParams())
 
 
-@pytest.mark.parametrize("rule", [reject, reject_looked_up, reject_both, couple])
+@pytest.mark.parametrize("rule", [reject, reject_looked_up, reject_both])
 @pytest.mark.parametrize("lengths_of", [varied_lengths, steered_lengths])
 def test_joint_of_several_rounds(toy: Toy, rule: Callable[..., tuple[Tensor, Tensor]], lengths_of: Lengths) -> None:
     assert joint_excess(toy, generate(toy, 100_000, lengths_of, rule=rule)) < 1
-
-
-def plant_same_uniform_everywhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verify, "uniform", lambda seeds, positions, *rest: uniform(seeds, positions * 0, *rest))
-
-
-def plant_bonus_with_the_next_draft(patch: pytest.MonkeyPatch) -> None:
-    def shared(seeds: Tensor, positions: Tensor, vocab_size: int, stream: Tensor, device: torch.device) -> Tensor:
-        bonus = (stream == int(Stream.TARGET)).long()
-        stream = torch.where(bonus > 0, int(Stream.DRAFT), stream)
-        return gumbel(
-            seeds, positions + bonus, vocab_size, stream, device, origins=torch.where(bonus > 0, positions + 1, 0)
-        )
-
-    patch.setattr(verify, "gumbel", shared)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +230,6 @@ def plant_bonus_with_the_next_draft(patch: pytest.MonkeyPatch) -> None:
         plant_recovered_from_target,
         plant_lenient,
         plant_shared_noise,
-        plant_same_uniform_everywhere,
-        plant_bonus_with_the_next_draft,
     ],
 )
 @pytest.mark.parametrize("toy", ["everything"], indirect=True)
@@ -303,14 +266,12 @@ def test_coupled_target_tokens(vocab_size: int) -> None:
         assert excess(pairs.bincount(minlength=256), p.outer(p)) < 1
 
 
-@pytest.mark.parametrize("rule", [reject, couple])
-def test_engine_path_draws_what_the_vectorised_one_draws(toy: Toy, rule: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """TokenSampler, Rows, draft_tokens and verify_*, per sequence, against `generate` with the same seeds."""
+def test_engine_path_draws_what_the_vectorised_one_draws(toy: Toy) -> None:
+    """TokenSampler, Rows, draft_tokens and verify_rejection, per sequence, against `generate` with the same seeds."""
     num = 150
-    want = generate(toy, num, varied_lengths, rule=rule).tolist()
+    want = generate(toy, num, varied_lengths, rule=reject).tolist()
     samplers = [sampler_of(toy.params, VOCAB, seed, eos=(0,)) for seed in range(num)]
     texts: list[list[int]] = [[] for _ in samplers]
-    verification = "rejection" if rule is reject else "coupled"
     while live := [index for index, text in enumerate(texts) if len(text) < NUM_TOKENS]:
         lengths = [(index + len(texts[index])) % (LONGEST + 1) for index in live]
         pendings: list[list[int]] = [[] for _ in live]
@@ -319,7 +280,7 @@ def test_engine_path_draws_what_the_vectorised_one_draws(toy: Toy, rule: Callabl
             going = [at for at, length in enumerate(lengths) if ahead < length]
             rows = [Rows(samplers[live[at]], 0, tuple(pendings[at])) for at in going]
             logits = toy.raw_draft[[index_of(texts[live[at]] + pendings[at]) for at in going]]
-            drafts = draft_tokens(logits, rows, verification)  # type: ignore[arg-type]
+            drafts = draft_tokens(logits, rows, "rejection")
             for place, (at, token) in enumerate(zip(going, drafts.token_ids.tolist(), strict=True)):
                 pendings[at].append(token)
                 if drafts.logits is not None:
@@ -331,7 +292,7 @@ def test_engine_path_draws_what_the_vectorised_one_draws(toy: Toy, rule: Callabl
             histories += [index_of(texts[index] + pending[:j]) for j in range(len(pending) + 1)]
         logits = toy.raw_target[histories]
         given = [torch.stack(each) if each else None for each in draft_logits]
-        verdicts = verify_rejection(logits, rows, given) if rule is reject else verify_coupled(logits, rows)
+        verdicts = verify_rejection(logits, rows, given)
         for index, verdict in zip(live, verdicts, strict=True):
             samplers[index].commit(verdict.token_ids)
             texts[index].extend(verdict.token_ids)

@@ -123,24 +123,6 @@ def test_works_under_way_at_the_same_time_divide_it() -> None:
     assert engine.stats.prefill_s == pytest.approx(engine.stats.total_s) == pytest.approx(4)
 
 
-def test_nothing_is_computed_twice_unless_preempted() -> None:
-    for kv_cache_tokens in (4096, 150):
-        engine = _engine(kv_cache_tokens=kv_cache_tokens, max_num_batched_tokens=16)
-        assert tokens_of(complete(engine, KNOWN.prompts)) == KNOWN.expected
-        assert (
-            (engine.stats.num_prefilled_tokens == sum(LENGTHS))
-            == (engine.stats.num_preemptions == 0)
-            == (kv_cache_tokens == 4096)
-        )
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2])
-def test_the_shortest_outputs(max_tokens: int) -> None:
-    outputs = complete(_engine(), KNOWN.prompts, SamplingParams(temperature=0, max_tokens=max_tokens))
-    assert tokens_of(outputs) == [tokens[:max_tokens] for tokens in KNOWN.expected]
-    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
-
-
 @pytest.mark.parametrize(("num_steps", "victim"), [(0, "2"), (1, "0"), (3, "4"), (8, "2")])
 def test_abort_at_any_time_frees_what_was_held_and_disturbs_nobody(num_steps: int, victim: str) -> None:
     engine = _engine(num_steps, max_num_seqs=3, max_num_batched_tokens=16, kv_cache_tokens=200)
@@ -162,19 +144,6 @@ def test_abort_at_any_time_frees_what_was_held_and_disturbs_nobody(num_steps: in
     assert outputs.keys() == {str(index) for index in range(5)} - {victim}
     for name, output in outputs.items():
         assert tuple(output.outputs[0].token_ids) == KNOWN.expected[int(name)]
-
-
-def test_abort_all_leaves_an_engine_as_good_as_new() -> None:
-    engine = _engine(max_num_seqs=2)
-    for request in requests_for(KNOWN.prompts, SamplingParams(temperature=0, max_tokens=16, n=2)):
-        engine.add(request)
-    for _ in range(4):
-        engine.step()
-    aborted = engine.abort_all()
-    assert {output.request_id for output in aborted} == {str(index) for index in range(5)}
-    assert all(len(output.outputs) == 2 for output in aborted)
-    require_idle(engine)
-    assert tokens_of(complete(engine, KNOWN.prompts)) == KNOWN.expected
 
 
 def test_streams_add_up_to_what_is_not_streamed() -> None:

@@ -27,6 +27,8 @@ class CountingEngine:
     """Finishes a request after as many steps as it may have tokens; a stream tells of each. Prompts have effects: "bad"
     is refused, "bomb" ends the engine in a step, "bad bomb" when it is added."""
 
+    info = tokenizer = stats = num_wanted = None
+
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
         self.prompts: dict[str, str | None] = {}

@@ -49,18 +49,6 @@ def test_greedy_equals_generate_under_a_random_plan_every_round(family: str) -> 
         assert each == 2 + len(parts.sublayers)
 
 
-def test_texts_do_not_depend_on_evictions() -> None:
-    parts, known = operator_parts_of(checkpoint("llama")), cases(checkpoint("llama"), PROMPT_LENGTHS, NUM_TOKENS)
-    driver = RecordingDriver()
-    capture = graphs_with(driver, GraphLimits(max_buckets=2, max_rows=16))
-    engine = engine_with(
-        parts, RandomPlans(4, len(parts.sublayers)), max_num_seqs=3, max_num_batched_tokens=64, capture=capture
-    )
-    assert tokens_of(complete(engine, known.prompts)) == known.expected
-    assert driver.num_captures > _graphs(engine).num_graphs
-    assert len(_graphs(engine).buckets) == 2
-
-
 def test_a_sublayer_that_fails_to_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     parts, known = operator_parts_of(checkpoint("llama")), cases(checkpoint("llama"), PROMPT_LENGTHS, NUM_TOKENS)
     driver = RecordingDriver(refuses=lambda number: number % 3 == 0 and number < 12)

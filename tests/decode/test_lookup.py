@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import random
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,21 +67,6 @@ def test_the_longest_of_the_latest_matches_is_found(
         grown.extend_to(text)
     for index in (at_once, grown, grown):  # the drafted tokens are not kept
         assert index.propose(num_tokens, drafted) == expected
-
-
-@pytest.mark.parametrize("lengths", [(3, 1), (40, 38)])
-def test_a_long_text_is_indexed_as_a_short_one(lengths: tuple[int, int]) -> None:
-    """Words of many kinds, some of them often, and pages that come again: as in a document that is summarised."""
-    rng = random.Random(1)
-    text: list[int] = []
-    index = LookupIndex(*lengths)
-    while len(text) < 20_000:
-        new = [min(int(rng.paretovariate(0.4)), 30_000) for _ in range(rng.choice([1, 3, 200, 1024]))]
-        start = rng.randrange(len(text) + 1)
-        text += rng.choice([new, text[start : start + 300]])
-        index.extend_to(text)
-        if len(text) < 2_000 or rng.random() < 0.2:
-            assert index.propose(8) == by_the_book(text, lengths[0], 8, shortest=lengths[1])
 
 
 def test_n_grams_with_the_same_hash_are_told_apart() -> None:

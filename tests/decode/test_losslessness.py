@@ -3,14 +3,17 @@ seed, sampled text does not depend on it either."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from rayspec.choices import FULL
+from rayspec.choices import FULL, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
+from rayspec.model.attention import _Attention
 from rayspec.types import Plan, RequestOutput
 from tests.decode.test_until_found import LookingUp
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
@@ -21,6 +24,7 @@ from tests.engines import (
     complete,
     engine_with,
     plant_trees,
+    tiny_budgets,
     tokens_of,
     ways_of,
 )
@@ -36,6 +40,7 @@ from tests.families import (
     operator_parts_of,
     parts_of,
 )
+from tests.pipeline.loop import NUM_LAYERS, TravellingPlans, loop_engine
 
 # Contexts that drafts read in part grow beyond the tiny budgets of 48 and 64 tokens, some in the middle of generation.
 LENGTHS = (1, 300, 37, 3, 150, 44, 90)
@@ -194,3 +199,84 @@ def test_stop_strings_cut_the_same_text_with_and_without_drafts() -> None:
             assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
             assert tuple(cut.token_ids) == tuple(output.outputs[0].token_ids)[: len(cut.token_ids)]
             assert engine.stats.num_generated_tokens == len(cut.token_ids)
+
+
+COPIES = ("int8", "int4")
+WINDOWS_OF_A_PAGE = ("mistral", "mixtral", "phi3")
+"""Families whose sliding windows leave nothing for few keys to save."""
+
+
+def noted_reads() -> Any:
+    """Notes whether rows read few keys."""
+    return patch.object(_Attention, "_seen_in_few", autospec=True, side_effect=_Attention._seen_in_few)
+
+
+@pytest.mark.parametrize(
+    ("family", "num_stages", "verification"),
+    few_of(
+        [(family, *way) for family in FAMILIES for way in ((1, "coupled"), (2, "rejection"), (3, "coupled"))],
+        [("llama", 1, "coupled"), ("gemma2", 2, "rejection"), ("qwen3_moe", 3, "coupled")],
+    ),
+)
+def test_drafts_by_any_choice_over_stages(family: str, num_stages: int, verification: str) -> None:
+    parts, known = parts_of(checkpoint(family), "float32", COPIES), _cases(family)
+    selector = TravellingPlans(num_stages, 2 * NUM_LAYERS, ways=ways_of(parts))
+    with (
+        tiny_budgets(),
+        noted_reads() as reads,
+        loop_engine(
+            checkpoint(family), num_stages, selector, quantised=COPIES, verification=verification, seed=num_stages
+        ) as run,
+    ):
+        assert tokens_of(complete(run.engine, known.prompts, PARAMS)) == known.expected
+        run.require_clean()
+        assert 0 < run.engine.stats.num_accepted_tokens < run.engine.stats.num_draft_tokens
+    assert reads.called == (family not in WINDOWS_OF_A_PAGE)
+    assert selector.num_searches > 0
+
+
+def test_completions_that_share_pages_have_notes_of_their_own() -> None:
+    """All begin with the same seven pages, and write to the same places of other ones."""
+    parts = parts_of(checkpoint("llama"), "float32", COPIES)
+    prompts = [_cases("llama").prompts[-1], _cases("llama").prompts[-1][:80]]
+    params = [SamplingParams(temperature=1.0, n=5, seed=seed, max_tokens=30) for seed in (3, 4)]
+    plan = Plan(choices=("int4+pages", "int4") * 4, num_draft_tokens=5, source="pages")
+    plain = complete(engine_with(parts, enable_prefix_caching=False), prompts, params)
+    with noted_reads() as reads:
+        engine = engine_with(parts, plan, choices=ALL_CHOICES, max_num_seqs=7)
+        outputs = complete(engine, prompts, params)
+    assert _texts(outputs) == _texts(plain)
+    assert reads.called
+    assert engine.stats.num_cached_tokens > 300
+    assert engine.stats.num_accepted_tokens > 0
+
+
+def _texts(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
+    assert all(output.error is None for output in outputs)
+    return [[list(one.token_ids) for one in output.outputs] for output in outputs]
+
+
+def _swift(widths: tuple[int, ...], **options: Any) -> Engine:
+    parts = parts_of(checkpoint("llama"))
+    choices = choices_of([index not in (2, 5) for index in range(len(parts.sublayers))])
+    plan = Plan(choices=choices, num_draft_tokens=4, source="swift", tree_widths=widths)
+    return engine_with(parts, plan, **({"num_beside": 64} | options))
+
+
+def test_siblings_are_accepted_where_the_main_chain_is_not() -> None:
+    known = _cases("llama")
+    chain, tree = _swift(()), _swift((10, 10, 10, 10))
+    for engine in (chain, tree):
+        assert tokens_of(complete(engine, known.prompts, PARAMS)) == known.expected
+    assert tree.stats.num_rounds < chain.stats.num_rounds
+    assert tree.stats.num_draft_tokens > 3 * chain.stats.num_draft_tokens
+
+
+def test_under_the_rejection_rule_only_greedy_drafts_have_siblings() -> None:
+    prompts = _cases("llama").prompts
+    params = [SamplingParams(temperature=index % 2, seed=index, max_tokens=12) for index in range(len(prompts))]
+    engine = _swift((4, 4, 4, 4), verification="rejection")
+    outputs = complete(engine, prompts, params)
+    for index, output in enumerate(outputs):
+        per_round = output.metrics.num_draft_tokens / output.metrics.num_rounds
+        assert (per_round > 4) == (index % 2 == 0)

@@ -1,42 +1,46 @@
+"""Latency profiles, numbers of threads, and who waits for whom among processes that load and measure."""
+
 from __future__ import annotations
 
 import itertools
 import json
 import logging
-from collections.abc import Sequence
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
+from rayspec import LLM, SamplingParams, demo
 from rayspec.choices import FULL, SKIP, Choice, choices_of
+from rayspec.config import EngineConfig
 from rayspec.decode import profile
-from rayspec.decode.profile import LoadLock, measure, measurements
+from rayspec.decode.engine_loop import EngineLoop
+from rayspec.decode.profile import LoadLock, chosen_threads, fastest_number, measure, measurements
 from rayspec.decode.runner import Runner
+from rayspec.local_engine import load_engine
 from rayspec.model.architecture import Decomposition
 from rayspec.model.kv_cache import KVCache
-from rayspec.model.row_counts import RowCounts
+from rayspec.model.threads import Threads
 from rayspec.planning.latency import HEAD, LatencyModel
+from rayspec.types import Request
 from tests.engines import ALL_CHOICES, ways_of
 from tests.families import checkpoint, parts_of
 
 CPU = torch.device("cpu")
+SOON_S = 0.1
 
 
-def _counts(bucket_rows: int | None) -> RowCounts | None:
-    return RowCounts(bucket_rows, bucket_rows) if bucket_rows else None
-
-
-def _runner(
-    parts: Decomposition,
-    num_slots: int = 1200,
-    bucket_rows: int | None = None,
-    choices: Sequence[Choice] = (FULL, SKIP),
-) -> Runner:
-    dtype: Any = parts.final_norm.weight.dtype
-    cache = KVCache(parts.shapes, num_slots, dtype=dtype, device=CPU, num_spare=bucket_rows or 0, notes_pages=True)
-    return Runner(parts, cache, device=CPU, row_counts=_counts(bucket_rows), choices=choices)
+def _runner(parts: Decomposition, num_slots: int = 1200, choices: Sequence[Choice] = (FULL, SKIP)) -> Runner:
+    cache = KVCache(parts.shapes, num_slots, dtype=parts.dtype, device=CPU, notes_pages=True)
+    return Runner(parts, cache, device=CPU, row_counts=None, choices=choices)
 
 
 def load_or_measure(runner: Runner, folder: str) -> LatencyModel:
@@ -87,12 +91,6 @@ def test_a_profile_of_a_smaller_cache_is_measured_again_and_one_of_a_larger_is_n
     several = load_or_measure(large, str(tmp_path))
     assert (several.measured_context, several.measured_batch) == (368, 8)
     assert load_or_measure(small, str(tmp_path)) == load_or_measure(large, str(tmp_path)) == several
-
-
-def test_measuring_leaves_the_clock_of_the_caller_in_charge() -> None:
-    ticks = itertools.count()
-    latency = measure(_runner(parts_of(checkpoint("llama")), 200), clock=lambda: float(next(ticks)))
-    assert latency.sublayer_s(0, rows=4, context=32, batch=1) == pytest.approx(1 / 4)
 
 
 def test_another_model_dtype_thread_count_or_mode_is_measured_for_itself(
@@ -153,14 +151,11 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(
     assert "could not be saved" in caplog.text
 
 
-def _coarse_and_whole(runner: Runner, budget_s: float) -> tuple[list[Any], list[Any]]:
-    return measurements(runner, budget_s=budget_s), measurements(runner)
-
-
 def test_without_time_left_a_coarse_grid_is_measured() -> None:
     """Every kind, choice, context and batch, but few numbers of rows."""
     parts = parts_of(checkpoint("llama"), "float32", ("int4",))
-    coarse, whole = _coarse_and_whole(_runner(parts, 5000, choices=ALL_CHOICES), 0.0)
+    runner = _runner(parts, 5000, choices=ALL_CHOICES)
+    coarse, whole = measurements(runner, budget_s=0.0), measurements(runner)
     assert {(one.kind, one.context, one.batch) for one in coarse} == {
         (one.kind, one.context, one.batch) for one in whole
     }
@@ -184,3 +179,123 @@ def test_beside_a_load_that_never_ends_a_coarse_profile_is_measured_and_not_save
     assert latency.sublayer_s(0, rows=4, context=32, batch=1) > 0
     assert not list(tmp_path.glob("*.json"))
     assert "coarse" in caplog.text
+
+
+def test_loads_run_side_by_side_and_a_measurement_alone(tmp_path: Path) -> None:
+    with LoadLock(tmp_path) as first, LoadLock(tmp_path) as second, LoadLock(tmp_path) as third:
+        assert first.share(SOON_S)
+        assert second.share(SOON_S)
+        assert not first.take(SOON_S), "the second still loads"
+        assert second.take(SOON_S), "whoever waits to measure loads no more"
+        assert not third.share(SOON_S)
+        assert not first.take(SOON_S)
+    with LoadLock(tmp_path) as first, LoadLock(tmp_path / "elsewhere") as second:
+        assert first.take(SOON_S)
+        assert second.take(SOON_S)
+
+
+def test_a_process_that_is_stopped_or_killed_does_not_block_others_for_ever(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from rayspec.decode.profile import LoadLock\n"
+        f"with LoadLock(Path({str(tmp_path)!r})) as lock: print(lock.take(5.0), flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "True\n"
+        os.kill(other.pid, signal.SIGSTOP)
+        with LoadLock(tmp_path) as lock:
+            began = time.monotonic()
+            assert not lock.take(0.3)
+            assert time.monotonic() - began < 5.0
+            other.kill()
+            assert lock.take(10.0)
+    finally:
+        other.kill()
+        other.wait()
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class _Clock:
+    """A clock by which a pass takes as long as `seconds` says for torch's number of threads."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        self._seconds, self._now = seconds, 0.0
+
+    def __call__(self) -> float:
+        self._now += self._seconds[torch.get_num_threads()]
+        return self._now
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({1: 1.0, 2: 1.6, 4: 3.0}, 1),
+        ({1: 4.0, 2: 2.1, 4: 2.0}, 2),
+        ({1: 8.0, 2: 4.0, 4: 2.0}, 4),
+        ({1: 2.0, 2: 1.0, 4: 9.0}, 2),
+    ],
+)
+def test_the_fewest_threads_that_are_about_as_fast_as_any(seconds: dict[int, float], expected: int) -> None:
+    scaled = {number: value / 1000 for number, value in seconds.items()}
+    assert fastest_number(_runner(parts_of(checkpoint("llama"))), [1, 2, 4], _Clock(scaled)) == expected
+
+
+def test_the_number_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process that starts later decodes with the same number, so with the same rounding."""
+    answers = iter([2, 1, 1])
+    monkeypatch.setattr(profile, "num_cores", lambda: 4)
+    monkeypatch.setattr(profile, "fastest_number", lambda runner, numbers: next(answers))
+    runner, folder = _runner(parts_of(checkpoint("llama"))), str(tmp_path)
+    assert [chosen_threads(runner, folder) for _ in range(2)] == [Threads(few=2, many=4)] * 2
+    assert chosen_threads(runner, folder, remeasure=True) == Threads(few=1, many=4)
+    (path,) = tmp_path.iterdir()
+    for damaged in ("", "{", '{"few": 2}', "99"):
+        path.write_text(damaged)
+        answers = iter([1])
+        assert chosen_threads(runner, folder).few == 1
+
+
+def test_passes_of_many_rows_use_all_cores_and_tokens_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = {"prompt_token_ids": [5 + index % 90 for index in range(200)]}
+    llm = LLM(
+        demo.model_path(), dtype="float32", max_model_len=512, num_threads=1, enable_prefix_caching=False,
+        speculation={"strategy": "ar"},
+    )  # fmt: skip
+    runner = llm.engine.stages.runner  # type: ignore[union-attr]
+    texts, use, seen = [], Threads.use, set()
+
+    def noted(self: Threads, num_rows: int) -> None:
+        use(self, num_rows)
+        seen.add((num_rows, torch.get_num_threads()))
+
+    monkeypatch.setattr(Threads, "use", noted)
+    for threads in (Threads(few=1, many=1), Threads(few=1, many=2), Threads(few=2, many=1)):
+        runner.threads = threads
+        seen.clear()
+        (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        texts.append(output.outputs[0].token_ids)
+        assert seen == {(200, threads.many), (1, threads.few)}
+    assert texts[0] == texts[1] == texts[2]
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_engines_of_a_process_keep_their_numbers(family: str) -> None:
+    """A thread that runs its first operator takes torch's number, which is that of the engine that was loaded last."""
+    config = EngineConfig(model=checkpoint(family), dtype="float32", max_model_len=64, speculation={"strategy": "ar"})
+    engines = {number: load_engine(config.replace(num_threads=number), with_tokenizer=False) for number in (1, 2)}
+    request = Request(request_id="a", prompt_token_ids=[5, 6, 7], params=SamplingParams(temperature=0, max_tokens=4))
+    for number, engine in engines.items():
+        loop, seen = EngineLoop(engine), []
+        hook = register_module_forward_hook(lambda *_, seen=seen: seen.append(torch.get_num_threads()))
+        assert loop.submit(request).result(60).error is None
+        hook.remove()
+        loop.stop()
+        assert set(seen[-4:]) == {number}

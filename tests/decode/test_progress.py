@@ -76,17 +76,6 @@ def test_a_process_that_was_stopped_and_goes_on_is_not_stuck(lab: Lab) -> None:
         assert lab.watched(50, 0.0) is None
 
 
-def test_larger_passes_may_take_longer_and_smaller_ones_as_long(lab: Lab) -> None:
-    lab.pass_of(2, kind="prefill", size=64)
-    with lab.progress.of("prefill", 2048):
-        assert lab.watched(1278, 1.0) is None
-        assert lab.watched(4, 1.0) is not None
-    lab.pass_of(2, kind="round", size=2048)
-    with lab.progress.of("round", 16):
-        assert lab.watched(58, 1.0) is None
-        assert lab.watched(4, 1.0) is not None
-
-
 def test_worked_seconds(lab: Lab) -> None:
     lab.pass_of(3)
     with pytest.raises(ValueError, match="over"), lab.progress.of("round", 1):

@@ -47,7 +47,6 @@ PARAMS = {
         logit_bias={1: 3.0, 30: -2.0},
     ),
 }
-any_params = pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
 
 
 def sampler_of(params: DecodingParams, output: Sequence[int] = (), *, seed: int = 1) -> TokenSampler:
@@ -56,13 +55,6 @@ def sampler_of(params: DecodingParams, output: Sequence[int] = (), *, seed: int 
 
 def random_logits(rows: int, seed: int = 0, vocab_size: int = V) -> Tensor:
     return 3 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
-
-
-@any_params
-def test_values_of_pending_matter_only_where_it_says_so(params: DecodingParams) -> None:
-    sampler, logits = sampler_of(params), random_logits(4)
-    same = torch.equal(processed(sampler, logits, [9, 9, 9]), processed(sampler, logits, [1, 2, 3]))
-    assert same != sampler.reads_history
 
 
 @pytest.mark.parametrize(
@@ -83,13 +75,6 @@ def test_something_is_always_left(params: DecodingParams, scale: float) -> None:
     got = processed(sampler_of(params, [0, 1, 2]), logits, list(range(4)))
     assert got.amax(1).isfinite().all()
     assert not got.isnan().any()
-
-
-def test_ties() -> None:
-    logits = torch.zeros(1, V)
-    assert processed(sampler_of(DecodingParams(top_k=3)), logits, []).isfinite().sum() == V
-    kept = processed(sampler_of(DecodingParams(top_p=0.19)), logits, [])[0].isfinite().nonzero().flatten()
-    assert kept.tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("names", [["greedy", "greedy", "greedy"], ["greedy", "all", "greedy_penalties"], ["all"] * 3])
@@ -113,16 +98,6 @@ def test_draft_tokens(names: list[str]) -> None:
             torch.testing.assert_close(drafts.confidence[index], scores.softmax(0).max())
         if free.logits is not None:
             assert torch.equal(free.logits[index], scores)
-
-
-def test_draft_noise_is_new_in_every_round() -> None:
-    logits = torch.zeros(64, V)
-    early = [Rows(sampler_of(PARAMS["plain"], [1], seed=seed), 0, [2]) for seed in range(64)]
-    later = [Rows(sampler_of(PARAMS["plain"], [1, 2], seed=seed), 0, []) for seed in range(64)]
-    first, second = (draft_tokens(logits, rows, "rejection").token_ids for rows in (early, later))
-    assert (first == second).sum() < 16
-    first, second = (draft_tokens(logits, rows, "coupled").token_ids for rows in (early, later))
-    assert torch.equal(first, second)
 
 
 def test_top_logprobs() -> None:
@@ -257,24 +232,6 @@ def test_a_batch_has_the_bits_of_its_rows(vocab_size: int) -> None:
         assert torch.equal(processed_logits(logits, rows), want)
         assert torch.equal(target_tokens(logits, rows), tokens)
         assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
-@pytest.mark.parametrize("num_ranked", [0, 4])
-def test_drafts_of_a_batch_are_those_of_its_sequences(verification: Verification, num_ranked: int) -> None:
-    chance, vocab_size = random.Random(5), 3001
-    for _ in range(40):
-        _, rows, _ = any_batch(chance, vocab_size)
-        logits = torch.randn(len(rows), vocab_size) * chance.choice([1, 5])
-        together = draft_tokens(logits, rows, verification, num_ranked=num_ranked)
-        for at, row in enumerate(rows):
-            alone = draft_tokens(logits[at : at + 1], [row], verification, num_ranked=num_ranked)
-            assert alone.token_ids[0] == together.token_ids[at]
-            assert alone.confidence[0] == together.confidence[at]
-            if alone.ranked is not None and together.ranked is not None:
-                assert torch.equal(alone.ranked[0], together.ranked[at])
-            if alone.logits is not None and together.logits is not None:
-                assert torch.equal(alone.logits[0], together.logits[at])
 
 
 def test_top_p_with_ties_at_the_end_of_the_shortlist() -> None:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch.nn.functional import cosine_similarity
 
 from rayspec.choices import FULL, SKIP, Choice, Choices, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.decode.search import (
-    Agreement,
     Answer,
     Cosine,
     Cosines,
@@ -29,7 +27,6 @@ from rayspec.decode.search import (
     PlanSearch,
     Question,
     Trial,
-    answer,
 )
 from rayspec.decode.work import TappedToken
 from rayspec.model.architecture import Decomposition
@@ -225,69 +222,3 @@ def test_a_search_with_four_choices_a_sublayer_finds_nearly_what_brute_force_fin
     ]
     assert min(shares) >= 0.98
     assert np.mean(shares) >= 0.99
-
-
-@dataclass
-class _Additive:
-    """States whose similarity is the sum of what each skipped sublayer costs: a state is that sum."""
-
-    costs: Sequence[float]
-    rows: list[int] = field(default_factory=list)
-
-    def start(self) -> NDArray[np.float64]:
-        return np.zeros(1)
-
-    def run(self, sublayer: int, choice: Choice, states: Any) -> Any:
-        assert choice == FULL
-        self.rows.append(len(states))
-        return states + self.costs[sublayer]
-
-    def vary(self, sublayer: int, choice: Choice, states: Any) -> Any:
-        raise AssertionError("no draft here has cheaper choices")
-
-    def similarity(self, sublayer: int, states: Any) -> Any:
-        return states - sum(self.costs[: sublayer + 1])
-
-    def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> Any:
-        return np.concatenate(batches)[index]
-
-    def keep(self, batches: Sequence[Any]) -> None:
-        pass
-
-    def agreement(self, states: Any) -> Agreement:
-        nothing = np.zeros(len(states))
-        return Agreement(1, nothing.astype(np.int64), nothing, nothing)
-
-    def cosines(self) -> list[float]:
-        return []
-
-    def feature(self) -> list[float]:
-        return []
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_layers_are_chosen_as_well_as_by_trying_all_sets_of_them(seed: int) -> None:
-    rng = random.Random(seed)
-    num_layers = rng.randint(2, 7)
-    costs = [rng.uniform(0.01, 1) for _ in range(2 * num_layers)]
-    num_skipped = rng.randint(1, num_layers)
-    question = LayerKnapsack(num_tokens=1, num_skipped=num_skipped)
-    found = answer(question, _Additive(costs), num_sublayers=2 * num_layers, started=0.0)
-    assert isinstance(found, Found)
-    assert len(found.drafts) == num_skipped + 1
-    of_layer = [costs[2 * layer] + costs[2 * layer + 1] for layer in range(num_layers)]
-    for count, draft in enumerate(found.drafts):
-        best = min(sum(chosen) for chosen in itertools.combinations(of_layer, count))
-        skipped = [layer for layer in range(num_layers) if draft.choices[2 * layer] == SKIP]
-        assert len(skipped) == count
-        assert sum(of_layer[layer] for layer in skipped) == pytest.approx(best)
-        assert draft.similarity == pytest.approx(-best)
-
-
-def test_all_early_exits_together_cost_one_full_pass() -> None:
-    tapped = _Additive([1.0] * 12)
-    patterns = [choices_of([index < end for index in range(12)]) for end in range(2, 12, 2)]
-    found = answer(Trial(num_tokens=1, patterns=patterns), tapped, num_sublayers=12, started=0.0)
-    assert isinstance(found, Found)
-    assert [draft.similarity for draft in found.drafts] == [-10, -8, -6, -4, -2]
-    assert tapped.rows == [1] * 10

@@ -16,7 +16,6 @@ from rayspec.decode.strategy import RoundPlan
 from rayspec.decode.work import Pass
 from rayspec.pipeline.endpoint import COORDINATOR, stage_name
 from rayspec.types import OutOfMemoryError, Plan
-from tests.decode.test_trees import greedy_names
 from tests.engines import (
     complete,
     engine_with,
@@ -85,8 +84,9 @@ def test_preempted_and_moved_sequences_keep_their_tokens(seed: int) -> None:
 def test_moves_happen_in_every_stage() -> None:
     """Accepted branches are moved to where their positions are."""
     known = known_cases()
+    names = {(str(index), 0): tokens for index, tokens in enumerate(known.expected)}
     with loop_engine(checkpoint("llama"), 3, TravellingPlans(1, 2 * NUM_LAYERS), num_beside=20) as run:
-        plant_trees(run.engine, greedy_names(known), 1, max_tokens=20)
+        plant_trees(run.engine, names, 1, max_tokens=20)
         assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
         moved = [name for name, message in run.loop.delivered if type(message).__name__ == "Moves"]
         assert {stage_name(stage) for stage in range(3)} == set(moved)
