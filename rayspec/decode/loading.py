@@ -89,8 +89,8 @@ def prepare_span(
 
 def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max_model_len: int) -> Runner:
     """Make the runner of these sublayers, with its KV cache, and with static buffers and CUDA graphs where the device
-    has the operators. The graphs that decoding and chain drafts can need are captured now. In deterministic mode the
-    row counts of decode passes are fixed: ranks of a stage use a count without testing the kernels."""
+    has the operators. In deterministic mode the row counts of decode passes are fixed: ranks of a stage use a count
+    without testing the kernels."""
     counts = None
     if config.deterministic:
         is_split = config.parallel is not None and config.parallel.tensor > 1
@@ -119,8 +119,8 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
 
 
 def least_needed(parts: Decomposition, share: float) -> list[int]:
-    """Return the sublayers that drafts need least, with `share` of the span's bytes in total. MLP sublayers come first,
-    then attention, each from the middle outwards: drafts best skip sublayers near the middle (KnapSpec, figure 5)."""
+    """Return the sublayers that drafts need least, with `share` of the span's bytes. MLP sublayers come first, then
+    attention, each from the middle outwards: drafts best skip sublayers near the middle (KnapSpec, figure 5)."""
     middle = (parts.sublayers[0].index + parts.sublayers[-1].index) / 2
     order = sorted(parts.sublayers, key=lambda sublayer: (sublayer.kind != "mlp", abs(sublayer.index - middle)))
     sizes = {one.index: sum(weight.nbytes for weight in one.block.parameters()) for one in order}
@@ -175,8 +175,8 @@ def choices_here(config: EngineConfig, parts: Decomposition) -> tuple[Choice, ..
 
 
 def cache_size(config: EngineConfig, num_slots: int, window: int | None) -> CacheSize:
-    """Return the size of a KV cache of `num_slots` slots. window: the longest sliding window of the model's layers.
-    Layers with a window have a store of their own if that takes less memory."""
+    """window: the longest sliding window of the model's layers, which have a store of their own if that takes less
+    memory."""
     num_windowed_slots = _num_windowed_slots(config, window) if window else num_slots
     return CacheSize(num_slots, num_windowed_slots if num_windowed_slots < num_slots else 0)
 
@@ -242,8 +242,8 @@ def _has_buffers(config: EngineConfig, parts: Decomposition) -> bool:
 
 
 def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers | None) -> StepGraphs | None:
-    """Make the CUDA graphs for passes in these buffers, as `config.cuda_graphs` says; None if it says no graphs. Raises
-    ConfigError if the requested graphs are impossible here."""
+    """Make the CUDA graphs for passes in these buffers, or None, as `config.cuda_graphs` says. Raises ConfigError if
+    the requested graphs are impossible here."""
     way = config.cuda_graphs
     is_split = config.parallel is not None and config.parallel.tensor > 1  # ranks would have to capture in step
     if way == "off" or (way == "auto" and (buffers is None or is_split)):
@@ -256,8 +256,7 @@ def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers
 
 
 def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
-    """Return `config.max_model_len`, or by default the model's own limit. Raises ConfigError above that limit. Logs a
-    limit that is below the model's `max_position_embeddings`."""
+    """Return `config.max_model_len`, or by default the model's own limit. Raises ConfigError above that limit."""
     limit = max_positions(model)
     if config.max_model_len is None:
         if limit is not None and limit < getattr(model, "max_position_embeddings", limit):
@@ -270,7 +269,7 @@ def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
 
 def affordable_slots(config: EngineConfig, parts: Decomposition, device: torch.device, *, num_sharing: int = 1) -> int:
     """Return how many tokens' keys and values fit into a share of the memory that is free now. num_sharing: processes
-    that share this memory, each with such a KV cache. Raises CheckpointError for fewer than 16."""
+    that share this memory. Raises CheckpointError for fewer than 16."""
     free = free_bytes(device) // num_sharing
     windowed = bytes_per_slot([parts.shapes[layer] for layer in parts.windows], parts.dtype)
     others = bytes_per_slot(list(parts.shapes.values()), parts.dtype) - windowed
@@ -288,7 +287,6 @@ def affordable_slots(config: EngineConfig, parts: Decomposition, device: torch.d
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of the GPU, or of the memory that this process may use."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return bytes_available()

@@ -10,7 +10,7 @@ import asyncio
 import codecs
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -110,8 +110,8 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True)
 class NewOutput:
-    """New output of a request, with texts still to decode. detokenizers: of each completion; None if it has its text.
-    texts: of the tokens in log-probabilities; None if the engine has no tokenizer."""
+    """New output of a request, with texts still to decode. detokenizers: None for a completion that has its text.
+    texts: of the tokens in log-probabilities; None without a tokenizer."""
 
     output: RequestOutput
     detokenizers: Sequence[Detokenizer | None] = ()
@@ -126,8 +126,7 @@ class NewOutput:
         return self.output.finished
 
     def decoded(self) -> RequestOutput:
-        """Return the output with its texts. May be called once, on any thread; for a stream, in the order of the
-        outputs."""
+        """Return the output with its texts. May be called once, on any thread; for a stream, in order."""
         for completion, detokenizer in zip(self.output.outputs, self.detokenizers, strict=True):
             if detokenizer is not None:
                 completion.text = detokenizer.text_of(completion)
@@ -178,10 +177,7 @@ class TokenTexts:
 
 
 class TextOffsets:
-    """Tracks the character offsets of tokens in a growing text.
-
-    skip_special: whether the text was decoded without special tokens.
-    """
+    """The character offsets of tokens in a growing text. skip_special: it was decoded without special tokens."""
 
     def __init__(self, texts: TokenTexts, *, skip_special: bool) -> None:
         self._texts = texts
@@ -200,7 +196,7 @@ class TextOffsets:
 
 
 def _byte_of(piece: str) -> int | None:
-    """Return the byte that a vocabulary entry of sentencepiece stands for, as "<0xE4>"; None for other entries."""
+    """Return the byte that a vocabulary entry of sentencepiece stands for, as "<0xE4>"; None for others."""
     found = re.fullmatch(r"<0x([0-9A-F]{2})>", piece)
     return int(found[1], 16) if found else None
 
@@ -222,67 +218,54 @@ class PieceQueue:
     queue reads them.
 
     interval_s: minimum seconds between two readings; pieces that arrive meanwhile are joined. The first piece and the
-    end of the output do not wait. With 0, only pieces that arrive while the reader is busy are joined.
+    end of the output do not wait.
     """
 
     def __init__(self, interval_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._interval_s = interval_s
-        self._due_s = 0.0  # by the event loop's clock
         self._arrived: deque[RequestOutput | Future[RequestOutput]] = deque()
         self._is_announced = False
-        self._ready = asyncio.Event()
+        self._ready, self._ended = asyncio.Event(), asyncio.Event()
 
     def put(self, piece: RequestOutput) -> None:
         self._arrived.append(piece)
-        if not self._is_announced:  # `_take` resets it before it reads, so every piece is announced
+        if not self._is_announced:  # `read` resets it before it takes all pieces, so every piece is announced
             self._is_announced = True
-            self._call(self._announce)
+            self._announce(self._ready)
 
     def end(self, outcome: Future[RequestOutput]) -> None:
         """Put the end of the output. outcome: a future that is done and holds the last piece or an error."""
         self._arrived.append(outcome)
-        self._call(self._ready.set)
+        self._announce(self._ready)
+        self._announce(self._ended)
 
     async def read(self) -> AsyncGenerator[RequestOutput, None]:
         """Yield the pieces, joined, and then the last. Raises the outcome's exception after all earlier pieces. Pieces
         before a failed output are not joined to it."""
         while True:
-            pieces, outcome = await self._take()
-            if outcome is None:
-                yield joined(pieces)
-                continue
-            if pieces and (outcome.exception() is not None or outcome.result().error is not None):
-                yield joined(pieces)
-                pieces = []
-            yield joined([*pieces, outcome.result()])
-            return
-
-    async def _take(self) -> tuple[list[RequestOutput], Future[RequestOutput] | None]:
-        """Wait for at least one item. Return all pieces that have arrived and, if it has arrived, the outcome."""
-        while True:
             await self._ready.wait()
             self._ready.clear()
             self._is_announced = False
+            due_s = self._loop.time() + self._interval_s
             pieces: list[RequestOutput] = []
             while self._arrived:
                 item = self._arrived.popleft()
                 if isinstance(item, Future):
-                    return pieces, item
+                    if pieces and (item.exception() is not None or item.result().error is not None):
+                        yield joined(pieces)
+                        pieces = []
+                    yield joined([*pieces, item.result()])
+                    return
                 pieces.append(item)
             if pieces:
-                self._due_s = self._loop.time() + self._interval_s
-                return pieces, None
+                yield joined(pieces)
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), due_s - self._loop.time())
 
-    def _announce(self) -> None:
-        if self._loop.time() >= self._due_s:
-            self._ready.set()
-        else:
-            self._loop.call_at(self._due_s, self._ready.set)
-
-    def _call(self, tell: Callable[[], None]) -> None:
+    def _announce(self, event: asyncio.Event) -> None:
         with suppress(RuntimeError):  # the event loop has ended, and with it the reader
-            self._loop.call_soon_threadsafe(tell)
+            self._loop.call_soon_threadsafe(event.set)
 
 
 def joined(pieces: Sequence[RequestOutput]) -> RequestOutput:

@@ -1,10 +1,8 @@
 """Pages of the KV cache: which sequences use them, and which pages hold a shareable prefix. No tensors.
 
 A full page has a hash of its tokens and of the page before it. A sequence that starts with the same tokens as an
-earlier sequence shares those pages. Free pages keep their content until reuse; the least recently used go first.
-
-Layers with a sliding window may have a store of their own. There a sequence keeps only the pages that its next rows can
-see, and gives earlier pages back. Pages that are given back can be shared until they are reused, like all free pages.
+earlier sequence shares those pages. Free pages keep their content until reuse; the least recently used go first. Layers
+with a sliding window may have a store of their own, where a sequence keeps only the pages that its next rows can see.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ PageHash = bytes
 class PageTable:
     """The pages of one sequence, in order of position. num_gone: how many pages before these were released early; in
     `runs`, slots without meaning stand for them. claimed: free pages after the last page, which other tables avoid
-    while they find enough other pages. num_hashed: how many pages, with those gone, are registered by hash."""
+    while they find others. num_hashed: how many pages, with those gone, are registered by hash."""
 
     pages: list[int] = field(default_factory=list)
     runs: Runs = ()
@@ -65,9 +63,8 @@ class PageTable:
 
 class PagePool:
     """Allocates `num_pages` pages. A page is free or is used by one or more sequences. `find` may still return a free
-    page. spares_content: a table grows into adjacent pages only if `find` cannot return them or the table has claimed
-    them. Tables that go forward through the pool would else overwrite whatever lies there; other tables would become
-    fragmented."""
+    page. spares_content: a table grows only into adjacent pages that `find` cannot return or that it has claimed.
+    Tables that go forward through the pool would else overwrite whatever lies there."""
 
     def __init__(self, num_pages: int, *, spares_content: bool = False) -> None:
         self.num_pages = num_pages
@@ -92,7 +89,6 @@ class PagePool:
         return pages
 
     def has(self, page_hash: PageHash) -> bool:
-        """Return whether `find` would return a page with this hash."""
         return page_hash in self._page_of
 
     def num_free_without(self, pages: Sequence[int]) -> int:
@@ -106,10 +102,8 @@ class PagePool:
         table.num_hashed = table.end
 
     def grow(self, table: PageTable, num_pages: int, room: int) -> bool:
-        """Add pages to a table until it has `num_pages`. Return False, and add nothing, if too few pages are free.
-
-        New pages follow the table's last page if possible, or else lie where the table can grow to `room` pages.
-        """
+        """Add pages to a table until it has `num_pages`. Return False, and add nothing, if too few pages are free. New
+        pages follow the table's last page if possible, or else lie where the table can grow to `room` pages."""
         if num_pages - table.end > self.num_free:
             return False
         while (num_missing := num_pages - table.end) > 0:
@@ -120,7 +114,6 @@ class PagePool:
         return True
 
     def release(self, table: PageTable) -> None:
-        """Release all pages of the table and empty it."""
         self._claim(table, range(0))
         self._release(table.pages)
         table.clear()
@@ -175,9 +168,7 @@ class PagePool:
 
     def _oldest(self, allowed: NDArray[np.bool_], num_pages: int) -> range | None:
         """Return `num_pages` contiguous allowed pages that are empty, or else those whose newest content is oldest.
-
-        Pages released together are reused from their end, because another sequence may share their beginning.
-        """
+        Pages released together are reused from their end, because another sequence may share their beginning."""
         found: tuple[int, int, int] | None = None
         for hole in _ranges(allowed):
             if len(hole) < num_pages:
@@ -215,7 +206,7 @@ class PagePool:
 
 def page_hash(before: PageHash, token_ids: Sequence[int], salt: bytes = b"") -> PageHash:
     """Return the hash of a full page with these tokens after a page with hash `before`: 16 bytes of BLAKE2b, so that
-    nobody can construct two prompts with equal hashes. salt: how the page was computed, if that affects its content."""
+    nobody can construct equal hashes. salt: how the page was computed, if that affects its content."""
     return hashlib.blake2b(before + array("q", token_ids).tobytes(), digest_size=16, salt=salt[:16]).digest()
 
 
@@ -229,7 +220,6 @@ def extend_hashes(
 
 
 def _ranges(flags: NDArray[np.bool_]) -> list[range]:
-    """Return the ranges in which the flags are True."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False]))))
     return [range(int(first), int(end)) for first, end in edges.reshape(-1, 2)]
 
@@ -240,11 +230,8 @@ _WINDOWS_EACH = 2
 
 class WindowedPages:
     """Keeps the pages in the sliding window of each sequence. window: the longest sliding window of a layer, in tokens.
-    num_behind: how many positions behind the newest token also keep their windows, for plan searches over tapped
-    tokens.
-
-    The pool must have as many slots as `num_slots_needed` returns. It then never runs out of pages.
-    """
+    num_behind: how many positions behind the newest token also keep their windows, for plan searches. A pool with as
+    many slots as `num_slots_needed` returns never runs out of pages."""
 
     def __init__(self, num_slots: int, window: int, num_behind: int) -> None:
         self.pool = PagePool(num_slots // PAGE_SIZE, spares_content=True)
@@ -255,14 +242,13 @@ class WindowedPages:
     def num_slots_needed(
         window: int, num_behind: int, *, max_num_seqs: int, max_rows: int, max_prefill_tokens: int, num_cohorts: int
     ) -> int:
-        """Return the slots for `max_num_seqs` sequences. max_rows: the most rows that a sequence has in a round.
-        max_prefill_tokens: the most prompt tokens that each of `num_cohorts` cohorts may prefill at the same time."""
+        """max_rows: the most rows that a sequence has in a round. max_prefill_tokens: the most prompt tokens that each
+        of `num_cohorts` cohorts may prefill at the same time."""
         num_pages = _WINDOWS_EACH * max_num_seqs * (2 + -(-(window + num_behind + max_rows) // PAGE_SIZE))
         return (num_pages + num_cohorts * -(-max_prefill_tokens // PAGE_SIZE)) * PAGE_SIZE
 
     def longest_prefix(self, hashes: Sequence[PageHash]) -> int:
-        """Return the longest prefix, in pages, whose next row finds all pages in its window. hashes: of the prefix's
-        pages."""
+        """Return the longest prefix, in pages, whose next row finds all pages in its window. hashes: of its pages."""
         usable, first_there = 0, 0
         for page, one in enumerate(hashes):
             if not self.pool.has(one):
@@ -272,8 +258,7 @@ class WindowedPages:
         return usable
 
     def share(self, table: PageTable, hashes: Sequence[PageHash]) -> None:
-        """Share the pages in the window of the row after a prefix that `longest_prefix` has found. hashes: of the
-        prefix's pages."""
+        """Share the pages in the window of the row after a prefix that `longest_prefix` has found."""
         first = self._first_seen(len(hashes) * PAGE_SIZE)
         self.pool.share(table, self.pool.find(hashes[first:]), num_gone=first)
 

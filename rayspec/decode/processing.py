@@ -21,7 +21,7 @@ from rayspec.types import InvalidTokenError
 
 
 class Continuations:
-    """A list of sequences, each with a number, looked up by the end of a text. Sequences may have any length from 1."""
+    """Sequences of tokens, each with a number, looked up by the end of a text."""
 
     def __init__(self, sequences: Iterable[tuple[Sequence[int], float]]) -> None:
         self._last: dict[tuple[int, ...], dict[int, float]] = {}
@@ -82,8 +82,8 @@ _SHORTLISTS = (128, 2048)  # how many tokens top-p sorts first, before it sorts 
 
 
 class TokenSampler:
-    """The parameters and the seed of a sequence, and the data of its prompt and output that they need. It is in the LM
-    head's process; its tensors are on `device`.
+    """The parameters and the seed of a sequence, and the data of its prompt and output that they need, in the LM head's
+    process; its tensors are on `device`.
 
     Tokens of the checkpoint's rules that lie outside the vocabulary can never be generated and are ignored. Raises
     InvalidTokenError when `logit_bias` or, where a penalty has to count it, a token lies outside the vocabulary.
@@ -151,14 +151,13 @@ class TokenSampler:
 
     @property
     def reads_history(self) -> bool:
-        """Whether the values of the tokens before a row matter, and not only their number. If not, draft tokens may
-        stay on the device, with placeholders in their place."""
+        """Whether the values of the tokens before a row matter. If not, draft tokens may stay on the device, with
+        placeholders in their place."""
         return self.params.has_penalties or bool(self.biased or self.bad_words or self.ngrams)
 
     @property
     def is_argmax(self) -> bool:
-        """Whether this and all later tokens are the argmax of the raw logits, without `process`. May become true once
-        `min_tokens` are generated."""
+        """Whether this and all later tokens are the argmax of the raw logits. May become true after `min_tokens`."""
         fixed = len(self.bias_ids) or self.forced or self.reads_history or self.has_biases
         return self.greedy and not fixed and not self.forbids(0)
 
@@ -172,7 +171,7 @@ class TokenSampler:
         return found or self._holds_back(num_before) or self._begins(num_before)
 
     def always_forbidden(self, num_before: int) -> list[Tensor]:
-        """Return the tokens that are forbidden after `num_before` more tokens, whichever they are."""
+        """Return the tokens that are forbidden after any `num_before` more tokens."""
         parts = [self.suppressed]
         if self._holds_back(num_before):
             parts.append(self.stops)
@@ -204,8 +203,7 @@ class TokenSampler:
 
 @dataclass(frozen=True, slots=True)
 class LogitRow:
-    """Row `at` of a packed logits tensor. before: the tokens between the committed tokens and the row's token. Their
-    values matter only for penalties; otherwise only their number matters."""
+    """Row `at` of a packed logits tensor. before: the tokens between the committed tokens and the row's token."""
 
     at: int
     sampler: TokenSampler
@@ -221,8 +219,8 @@ def process(scores: Tensor, rows: Sequence[LogitRow]) -> Tensor:
     Sampled rows are shifted so that their largest score is 0.
 
     A row with a finite score keeps at least one. The result for a row with NaN or +inf is undefined, but no error
-    occurs. If a row has top_p, the host synchronises once with the device. Raises InvalidTokenError for a token in
-    `before` that a penalty cannot count.
+    occurs. With top_p the host synchronises once with the device. Raises InvalidTokenError for a token in `before` that
+    a penalty cannot count.
     """
     for is_needed, change in _CHANGES:
         changed = [row for row in rows if is_needed(row)]
@@ -289,7 +287,6 @@ def _penalise(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 
 
 def _counts(rows: Sequence[LogitRow]) -> Tensor:
-    """Count each token in the output before each row: float32 [n, V]."""
     counts = torch.stack([row.sampler.counts for row in rows])
     tokens = [[*row.sampler.uncounted, *row.before] for row in rows]
     flat = [token for each in tokens for token in each]
@@ -329,11 +326,10 @@ def _cut_to_top_p(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 
 
 def _nucleus(scores: Tensor, top_p: Tensor, total: Tensor, shortlists: Sequence[int]) -> Tensor:
-    """Return scores [n, V] with -inf beyond top_p. Of ties at the edge the lowest ids stay, so the cut is the same on
-    every device.
+    """Return scores [n, V] with -inf beyond top_p. Of ties at the edge the lowest ids stay, on every device.
 
-    top_p, and total, the sum of the scores' exponentials: float64 [n, 1]. The first number in `shortlists` says how
-    many of the best tokens are sorted. Rows whose sorted tokens do not reach top_p are repeated with the next number.
+    top_p, and total, the sum of the scores' exponentials: float64 [n, 1]. The first of `shortlists` is how many of the
+    best tokens are sorted. Rows whose sorted tokens do not reach top_p are repeated with the next.
     """
     num_ranked, *longer = *shortlists, scores.shape[1]
     ranked, order = _ranked(scores, num_ranked)
@@ -373,7 +369,6 @@ _CHANGES: Sequence[tuple[Callable[[LogitRow], bool], _Change]] = (
 
 
 def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return `values` as a tensor [n, 1] on the device of `like`, without waiting for the device."""
     return torch.tensor(values, dtype=dtype).unsqueeze(1).to(like.device, non_blocking=True)
 
 

@@ -66,11 +66,8 @@ _WORTH_MORE = 1.1  # times as fast must a larger number be
 
 class LoadLock:
     """A file lock: loads share it, and a measurement has it alone. The file is in the folder of the profiles, one for
-    each machine, for all processes and containers that use the folder.
-
-    Every wait has a limit, because a process may be stopped while it has the lock. Where there can be no such file,
-    nobody waits.
-    """
+    each machine, for all its processes and containers. Every wait has a limit, because a process may be stopped while
+    it has the lock. Where there can be no such file, nobody waits."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"loading-{boot_id()[:13]}.lock"
@@ -91,8 +88,8 @@ class LoadLock:
         return self._locked(fcntl.LOCK_SH, timeout_s)
 
     def take(self, timeout_s: float = 60.0) -> bool:
-        """Wait until nobody else loads or measures, and keep all others waiting. A shared lock is given up first.
-        Return False after the timeout."""
+        """Give up a shared lock, wait until nobody else loads or measures, and keep all others waiting. Return False
+        after the timeout."""
         return self._locked(fcntl.LOCK_EX, timeout_s)
 
     def _locked(self, kind: int, timeout_s: float) -> bool:
@@ -124,9 +121,9 @@ def load_or_measure(
 ) -> LatencyModel:
     """Load the latency model that was saved for exactly this model, dtype, device, threads and versions.
 
-    Measure and save it if none is saved, or if the cache can hold longer contexts or more sequences than the saved
-    model covers: for about `BUDGET_S` seconds, while no other process loads or measures. If others do so for longer
-    than `lock` waits, a coarse model is measured next to them and not saved. With `remeasure`, measure without a limit.
+    Measure and save it if none is saved that covers this cache: for about `BUDGET_S` seconds, while no other process
+    loads or measures. If others do so for longer than `lock` waits, a coarse model is measured next to them and not
+    saved. With `remeasure`, measure without a limit.
     """
     key = profile_key(runner) | {"offloaded": list(offloaded.sublayers) if offloaded else []}
     path = cache_file(folder, "latency", key)
@@ -178,11 +175,8 @@ def chosen_threads(runner: Runner, folder: str | None, *, remeasure: bool = Fals
 
 
 def fastest_number(runner: Runner, numbers: Sequence[int], clock: Callable[[], float] = time.perf_counter) -> int:
-    """Return the number of threads with the fastest decode pass: the smallest that is nearly as fast as the fastest.
-
-    The shortest of several passes counts, because whatever else runs only makes a pass slower. The cache must hold no
-    sequences. It takes well under a second, unless a single layer takes that long.
-    """
+    """Return the smallest number of threads whose decode pass is nearly as fast as the fastest. The shortest of several
+    passes counts, because whatever else runs only makes a pass slower. The cache must hold no sequences."""
     with torch.inference_mode():
         batch, hidden = runner.batch([span_at(runner.cache, 0, 0, 1)]), random_states(runner, 1)
 
@@ -208,7 +202,6 @@ def fastest_number(runner: Runner, numbers: Sequence[int], clock: Callable[[], f
 
 
 def cache_file(folder: str | None, what: str, key: Mapping[str, Any]) -> Path:
-    """Return the file in which measurements with this key are saved."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return user_folder(folder) / f"{what}-{name}.json"
 
@@ -216,8 +209,8 @@ def cache_file(folder: str | None, what: str, key: Mapping[str, Any]) -> Path:
 def _saved(
     path: Path, key: dict[str, Any], num_slots: int, *, tell: Callable[..., None] = logger.debug
 ) -> LatencyModel | None:
-    """Return the saved model if it has this key and covers a KV cache of `num_slots` slots; otherwise None. tell: logs
-    why a file cannot be used."""
+    """Return the saved model if it has this key and covers a KV cache of `num_slots` slots. tell: logs why a file
+    cannot be used."""
     try:
         saved = LatencyModel.load(path, key)
     except OSError:
@@ -239,7 +232,6 @@ def profile_key(runner: Runner) -> dict[str, Any]:
 
 
 def model_key(runner: Runner) -> dict[str, Any]:
-    """Return what changes the cost of a forward, without the number of threads."""
     device = runner.device
     config = {k: v for k, v in runner.parts.config.to_dict().items() if not k.startswith("_")}
     return {
@@ -276,16 +268,14 @@ def measurements(
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Measurement]:
     """Time each kind of sublayer over rows, context and batch, the head over rows if this process has it, and the fixed
-    cost of a forward. In a stage on a CPU, also time how much a pause in which other work fills the caches slows a
-    forward.
+    cost of a forward. In a stage on a CPU, also time how much a pause with cold caches slows a forward.
 
     All sublayers of a kind run one after another, and the other kinds run between two repeats. So weights come from the
     same caches or memory as in use. The transfer of offloaded weights is not timed. The cache must hold no sequences;
     it is overwritten. device: of a stage, its name to store in the measurements.
 
     budget_s: after so many seconds, only a coarse grid is completed, once: few row counts, but every context, batch and
-    choice. The more time is left, the more row counts and repeats. None: everything, as often as it takes; the ranks of
-    a stage need that, because they run the same passes.
+    choice. None: everything, as often as it takes; the ranks of a stage need that, because they run the same passes.
     """
     with torch.inference_mode(), offloaded.without_transfers() if offloaded else nullcontext():
         _fill(runner.cache)
@@ -339,16 +329,16 @@ def _only(runner: Runner, name: str, number: int, choice: Choice = FULL) -> list
 
 
 def _fill(cache: KVCache) -> None:
-    """Write random keys and values to all slots that timed runs read. The system may map a cache that was never
-    written to a single page of zeros, which is always in the cache."""
+    """Write random keys and values to all slots that timed runs read: the system may map a cache that was never written
+    to a single page of zeros, which is always in the processor's cache."""
     num_slots = max(batch * whole_pages(context + rows // batch) for rows, context, batch in _grid(cache.num_slots))
     for tensor in (*cache.keys.values(), *cache.values.values()):
         tensor[:, :num_slots].normal_(generator=torch.Generator(tensor.device).manual_seed(0))
 
 
 def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_Work]:
-    """Yield each measurement and the function to time for it. `seconds` holds a divisor: the sublayers that one run of
-    the function times, or 1."""
+    """Yield each measurement and the function to time for it. `seconds` holds how many sublayers one run of it
+    times."""
     cells = _grid(runner.cache.num_slots)
     known: set[tuple[object, ...]] = set()
     for rows, context, batch_size in cells:
@@ -376,7 +366,7 @@ def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_
 
 def span_at(cache: KVCache, at: int, context: int, num_rows: int) -> RowSpan:
     """Return the rows of sequence number `at` of a batch of sequences of equal length. In a windowed store, sequences
-    lie one after another and start again at the beginning, because a row reads only the end of its sequence."""
+    lie one after another and start again at the beginning, because a row reads only its end."""
     length = whole_pages(context + num_rows)
     span = RowSpan(one_run(at * length, length), context, num_rows)
     if not cache.windowed_layers:
@@ -387,8 +377,8 @@ def span_at(cache: KVCache, at: int, context: int, num_rows: int) -> RowSpan:
 
 
 def _note_pages(runner: Runner, spans: Sequence[RowSpan]) -> None:
-    """Run two rows that end where each span begins, and that begin a page, so that they note the pages to read. Drafts
-    that read few pages then read as many as in use."""
+    """Run two rows before each span, which note the pages to read. Drafts that read few pages then read as many as in
+    use."""
     if runner.cache.looked_at is not None and spans[0].context >= PAGE_SIZE:
         before = [replace(span, context=span.context - 1, num_rows=2) for span in spans]
         runner.run(runner.batch(before, scores_pages=True), random_states(runner, 2 * len(spans)))
@@ -431,8 +421,8 @@ def _grid(num_slots: int) -> list[tuple[int, int, int]]:
 
 
 def _contexts(num_slots: int, *, num_beside: int) -> list[int]:
-    """Return the short context and longer contexts. A context that does not fit into `num_slots` becomes the longest
-    that fits, so that costs of long contexts are not extrapolated from the short context."""
+    """Return the short context and longer contexts; the longest that fits in place of one that does not fit into
+    `num_slots`, so that costs of long contexts are not extrapolated."""
     short, longest = min(CONTEXTS[0], num_slots // 2), num_slots - num_beside
     return [short, *sorted({min(context, longest) for context in CONTEXTS[1:] if longest > 2 * short})]
 

@@ -43,8 +43,8 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SequenceState:
-    """A sequence of a request (a request with n > 1 has several) and its progress. num_computed: leading tokens whose
-    keys and values are in the KV cache. windowed_table: pages in the windowed store, if the cache has one."""
+    """A sequence of a request and its progress. num_computed: leading tokens whose keys and values are in the KV cache.
+    windowed_table: pages in the windowed store, if the cache has one."""
 
     sequence_id: str
     index: int
@@ -94,7 +94,6 @@ class SequenceState:
         return self.max_total_tokens - self.num_tokens
 
     def rows(self, first: int, num_rows: int) -> RowSpan:
-        """Return rows of this sequence, a chain from position `first` on."""
         return RowSpan(self.table.runs, first, num_rows, windowed=self.windowed_table.runs)
 
     def commit(self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]] = ()) -> int:
@@ -124,34 +123,32 @@ class SequenceState:
             self.finish_reason = "length"
 
     def note_computed(self, num_tokens: int) -> None:
-        """Note that keys and values of this many leading tokens are in the KV cache, and index them for lookups."""
+        """Note that keys and values of this many leading tokens are there, and index them for lookups."""
         self.num_computed = num_tokens
         if self.lookup is not None:
             self.lookup.extend_to(self.token_ids, self.num_computed)
 
     def proposal(self, num_tokens: int) -> Proposal:
-        """Return tokens that may come next, looked up in the sequence's own text; at most one fewer than the sequence
-        may still have. Nothing without an index."""
+        """Return tokens that may come next, looked up in the sequence's own text; at most one fewer than it may still
+        have."""
         if self.lookup is None:
             return NOTHING
         self.lookup.extend_to(self.token_ids)
         return self.lookup.propose(min(num_tokens, self.num_remaining - 1))
 
     def guess(self, max_tokens: int) -> Guess:
-        """Return a tree of tokens that may come next, from the sequence's Jacobi window, and that window. The tree's
-        depth is less than the number of tokens that the sequence may still have."""
+        """Return a tree of tokens that may come next, from the sequence's Jacobi window, and that window."""
         if self.lookahead is None:
             self.lookahead = Lookahead(self.token_ids)
         return self.lookahead.guess(self.token_ids[-1], max_tokens=max_tokens, max_depth=self.num_remaining - 1)
 
     @property
     def has_new_output(self) -> bool:
-        """Whether `take_new_output` would return anything."""
         return not self.taken_end and (self.finished or self.num_taken < self.num_tokens - self.num_prompt_tokens)
 
     def take_new_output(self) -> CompletionOutput | None:
-        """Return the output since the last call, or None if there is none. `text` is empty, unless the sequence has
-        stop strings and the engine a tokenizer."""
+        """Return the output since the last call, or None. `text` is empty, unless the sequence has stop strings and the
+        engine a tokenizer."""
         if not self.has_new_output:
             return None
         first, self.num_taken, self.taken_end = self.num_taken, self.num_tokens - self.num_prompt_tokens, self.finished
@@ -232,7 +229,7 @@ class LiveRequest:
 
 
 class Requests(dict[str, LiveRequest]):
-    """Requests by id, from admission to their last output. fits: says whether the KV cache can hold a sequence to its
+    """Requests by id, from admission to their last output. fits: whether the KV cache can hold a sequence to its
     end."""
 
     def __init__(
@@ -277,7 +274,6 @@ class Requests(dict[str, LiveRequest]):
         return outputs
 
     def finish(self, live: LiveRequest) -> NewOutput:
-        """Return the last output of the request and forget the request."""
         del self[live.request.request_id]
         return self._new_output(live)
 

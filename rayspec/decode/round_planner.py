@@ -26,8 +26,7 @@ _MAX_PLAN_RECORDS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PlannedRound:
-    """A round, and the strategy's choice for it in this batch state. started: when planning began, in seconds of the
-    planner's clock."""
+    """A round, and the strategy's choice for it in this batch state. started: when planning began."""
 
     work: Round
     sequences: Sequence[SequenceState]
@@ -68,7 +67,6 @@ class RoundPlanner:
         return [token for token in self._taps if token is not None]
 
     def plan(self, work_id: int, sequences: Sequence[SequenceState], chunks: Sequence[Chunk] = ()) -> PlannedRound:
-        """Plan a round for the sequences. chunks: prompt chunks to prefill in the round."""
         started = self._clock()
         state = self._batch_state(sequences)
         chosen = self.strategy.choose(state)
@@ -86,9 +84,8 @@ class RoundPlanner:
         return PlannedRound(work, sequences, state, chosen, started)
 
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
-        """Log the taps of a finished round, tell the strategy its result, and let the strategy search.
-        num_tokens: number of committed tokens. The strategy learns nothing from a round with chunks, because the
-        round's own time is then unknown."""
+        """Log the taps of a finished round, tell the strategy its result, and let the strategy search. The strategy
+        learns nothing from a round with chunks, because the round's own time is then unknown."""
         self._taps.extend(planned.work.taps)
         num_ends = sum(sequence.finish_reason == "stop" for sequence in planned.sequences)
         self._answer_length.observe(num_tokens=num_tokens, num_ends=num_ends)
@@ -123,8 +120,8 @@ class RoundPlanner:
                 self._taps[at] = None
 
     def _search(self, question: Question, sequence_id: str | None = None) -> Future[Answer] | None:
-        """Search over the last tapped tokens; None if they are too few. Their sequences must keep their places in the
-        KV cache until the search is done."""
+        """Search over the last tapped tokens; None if they are too few. Their sequences must keep their places until
+        then."""
         sequences = {sequence.sequence_id: sequence for sequence in self._scheduler.running}
         tokens = [
             token

@@ -1,12 +1,11 @@
-"""A round as a script: draft, verify, accept. The same script serves one process and many.
-
-A script yields the passes that it needs and receives the hidden states before the head. `LocalStages` runs each pass
-directly. In a pipeline the stage with the head runs the script, and the passes travel through the stages.
+"""A round as a script: draft, verify, accept. The same script serves one process and many: it yields the passes that it
+needs and receives the hidden states before the head. `LocalStages` runs each pass directly. In a pipeline the stage
+with the head runs the script, and the passes travel through the stages.
 
 The target drafts for itself, with each sublayer run by the plan's choice. A draft is a chain of tokens, or a tree: a
 *main chain* with alternatives to its tokens, which have no successors (SWIFT, Xia et al. 2025). Looked-up drafts may be
-any tree. If the drafted tokens occur earlier in the text, the tokens that followed them there may extend the draft,
-which costs no draft step.
+any tree. If the drafted tokens occur earlier in the text, what followed there may extend the draft, without a draft
+step.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class Head:
         return self._samplers[sequence_id]
 
     def note_computed(self, sequence_id: str, num_tokens: int) -> None:
-        """Index this many leading tokens of the sequence for lookups, if there are any: they have been prefilled."""
+        """Index this many leading tokens of the sequence for lookups, if there are any."""
         if sequence_id in self._lookups:
             self._lookups[sequence_id].extend_to(self._samplers[sequence_id].token_ids, num_tokens)
 
@@ -121,7 +120,7 @@ class Head:
 
     def note_taps(self, taps: Sequence[tuple[int, TappedToken]], logits: Tensor) -> None:
         """Remember the target's most likely token after each tapped token, and only the last `num_taps` of them.
-        logits: [N, V]; taps: pairs of a row and its token."""
+        logits: [N, V]."""
         for row, token in taps:
             self._next_tokens.pop(token, None)
             self._next_tokens[token] = logits[row].argmax(-1)
@@ -136,8 +135,8 @@ class Head:
 
 
 def commit(logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict]) -> list[Committed]:
-    """Commit the verdicts' tokens to the samplers and return them with as many log-probabilities as their parameters
-    ask for. Everything is computed before any sampler changes. One host synchronisation per distinct number of
+    """Commit the verdicts' tokens to the samplers and return them with the log-probabilities that their parameters ask
+    for. Everything is computed before any sampler changes. One host synchronisation per distinct number of
     log-probabilities."""
     pairs = list(zip(rows, verdicts, strict=True))
     results: list[Sequence[dict[int, Logprob]]] = [()] * len(rows)
@@ -161,8 +160,7 @@ def commit(logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict]) ->
 
 
 def first_pass(work: Work) -> Pass:
-    """Return the first pass of the work's script. It depends only on the work, so the first stage need not wait for the
-    head."""
+    """Return the first pass of the work's script, which depends only on the work: no stage need wait for the head."""
     if isinstance(work, Prefill):
         return Pass(
             round_id=work.id,
@@ -298,11 +296,8 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
 
 @dataclass(slots=True)
 class DraftRound:
-    """Drafts by entry. owners: if rows are saved for the verify, the entry of each saved row, or DROPPED.
-
-    logits: processed logits of each token that the model drafted, [V] each, by entry; kept for verification "rejection"
-    only.
-    """
+    """Drafts by entry. owners: if rows are saved for the verify, the entry of each saved row, or DROPPED. logits:
+    processed logits of each token that the model drafted, [V] each, by entry; for verification "rejection" only."""
 
     drafts: list[Draft]
     logits: list[list[Tensor]]
@@ -324,7 +319,6 @@ def draft_pass(work: Round, drafts: Sequence[Draft], active: Sequence[int], *, a
 
 
 def drafting_entries(entries: Sequence[RoundEntry]) -> list[int]:
-    """Return the indices of the entries for which the model drafts."""
     return [index for index, entry in enumerate(entries) if entry.max_draft_tokens > 0 and not entry.looked_up]
 
 
@@ -372,8 +366,8 @@ def draft(head: Head, work: Round) -> Generator[Pass, Tensor, DraftRound]:
 def _drawn(
     head: Head, work: Round, drafts: Sequence[Draft], active: Sequence[int]
 ) -> Generator[Pass, Tensor, list[Drafts]]:
-    """Draw the next tokens of the active entries, for as many steps as need no host synchronisation. The results stay
-    on the device. The host must synchronise at the latest when a draft reaches its length."""
+    """Draw the next tokens of the active entries, on the device, for as many steps as need no host synchronisation; at
+    most until a draft reaches its length."""
     steps: list[Drafts] = []
     samplers = [head.sampler(work.entries[index].sequence_id) for index in active]
     left = (work.entries[index].max_draft_tokens - len(drafts[index].token_ids) for index in active)
@@ -394,8 +388,7 @@ def _siblings(
     chain: Draft, ranked: Sequence[Sequence[float]], widths: Sequence[int], max_tokens: int
 ) -> list[list[int]]:
     """Return alternatives to each token that the model drafted: the best-ranked other tokens, and more of them at lower
-    confidence. Together with the chain there are at most `max_tokens` tokens. Earlier positions come first, because
-    they are more likely to be reached."""
+    confidence; earlier positions first. With the chain there are at most `max_tokens` tokens."""
     num_left = max(0, max_tokens - len(chain.token_ids))
     siblings = []
     for token, confidence, best in zip(chain.token_ids, chain.confidences, ranked, strict=False):
@@ -408,7 +401,7 @@ def _siblings(
 
 def _still_drafting(head: Head, work: Round, drafts: Sequence[Draft], active: Sequence[int]) -> list[int]:
     """Return the entries whose drafts are below their length, have not reached an end token, and are worth another
-    token. Other drafts are completed with looked-up tokens where that is worth more than further drafting."""
+    token. Others are completed with looked-up tokens where that is worth more than further drafting."""
     rule = work.keep_drafting
     left = []
     for index in active:

@@ -33,8 +33,8 @@ _Piece: TypeAlias = tuple[RowSpan, Sequence[Path]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one pass. buckets: each is (number of real rows, rows as the kernels see them). token_ids: empty unless
-    the pass begins at the embedding."""
+    """Rows of one pass. buckets: each is (number of real rows, rows as the kernels see them). token_ids: if it
+    embeds."""
 
     buckets: tuple[tuple[int, PackedRows | BatchMetadata], ...]
     token_ids: TokenIds = ()
@@ -45,14 +45,13 @@ class Batch:
 
 
 class Runner:
-    """The model of this process with its cache. row_counts: limits the rows of decode passes. The bits of a row then do
-    not depend on the plan or on the batch.
+    """The model of this process with its cache. row_counts: limits the rows of decode passes, so that the bits of a row
+    do not depend on the plan or on the batch.
 
     buffers: passes that fit run in them, and their launches depend on the bucket only. The hidden states that `run`
     returns are then valid only until the next batch is embedded or run; without the head they are a copy. graphs:
-    captured from passes in these buffers; without graphs such passes are launched eagerly. choices: the choices by
-    which drafts may run sublayers, if the sublayers support them. threads: CPU threads of each pass; None: those that
-    torch has.
+    captured from passes in these buffers; without graphs such passes are launched eagerly. choices: by which drafts may
+    run sublayers that support them. threads: CPU threads of each pass; None: those that torch has.
     """
 
     threads: Threads | None = None
@@ -86,12 +85,10 @@ class Runner:
 
     @property
     def first_sublayer(self) -> int:
-        """Index of the first sublayer in this process."""
         return self.parts.sublayers[0].index
 
     @property
     def end_sublayer(self) -> int:
-        """Index after the last sublayer in this process."""
         return self.parts.sublayers[-1].index + 1
 
     def batch(
@@ -207,7 +204,7 @@ def ways_of(parts: Decomposition, choices: Sequence[Choice]) -> list[tuple[Choic
 
 def _pieces(span: RowSpan, longest_chain: int) -> Iterator[_Piece]:
     """Yield the rows that may share an attention call, with their paths: some rows of a chain, or one row of a tree.
-    There are no paths if each row sees all slots up to its own, as in a chain."""
+    There are no paths if each row sees all slots up to its own."""
     if not span.parents:
         for at in range(0, span.num_rows, longest_chain):
             yield span.chain(at, min(longest_chain, span.num_rows - at)), ()
@@ -228,7 +225,6 @@ def _passes(pieces: Sequence[_Piece], most: int) -> Iterator[list[_Piece]]:
 
 
 def _pad_rows(hidden: Tensor, size: int) -> Tensor:
-    """Pad [1, n, hidden_size] to [1, size, hidden_size] with zero rows at the end."""
     return pad(hidden, (0, 0, 0, size - hidden.shape[1])) if hidden.shape[1] < size else hidden
 
 

@@ -22,10 +22,8 @@ from rayspec.types import Logprob
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Rows start .. start + len(pending) of a packed logits tensor, all of one sequence. Row 0 predicts the token after
-    the committed tokens, and row j + 1 predicts the token after pending[j].
-
-    parents: for each pending token, the earlier row that it follows; empty for a chain.
-    """
+    the committed tokens, and row j + 1 the token after pending[j]. parents: for each pending token, the earlier row
+    that it follows; empty for a chain."""
 
     sampler: TokenSampler
     start: int
@@ -53,7 +51,6 @@ class Rows:
         return path[::-1]
 
     def logit_rows(self) -> list[LogitRow]:
-        """Return a LogitRow for each row, with the pending tokens on its path."""
         before: list[Sequence[int]] = [self.pending[:at] for at in range(len(self.pending) + 1)]
         for at, parent in enumerate(self.parents):
             before[at + 1] = (*before[parent], self.pending[at])
@@ -63,8 +60,8 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """One draft token per sequence. token_ids: int64 [S]. confidence: float32 [S]. logits: float32 [S, V], processed,
-    for `verify_rejection`; None under the coupled rule and if every sequence takes the argmax. ranked: int64 [S, k],
-    the k tokens with the highest scores, best first; None if k is 0."""
+    for `verify_rejection`; None if it needs none. ranked: int64 [S, k], the tokens with the highest scores, best
+    first."""
 
     token_ids: Tensor
     confidence: Tensor
@@ -114,23 +111,20 @@ def draft_tokens(logits: Tensor, rows: Sequence[Rows], verification: Verificatio
 
 
 def processed_logits(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
-    """Return a float32 copy of raw logits [N, V] in which the rows of all sequences are processed by `process`."""
+    """Return a float32 copy of raw logits [N, V] in which the rows of all sequences are processed."""
     changed = [row for row in rows if not row.sampler.is_argmax]
     return process(logits.to(torch.float32, copy=True), [each for row in changed for each in row.logit_rows()])
 
 
 def finite_rows(logits: Tensor) -> Tensor:
-    """Return which rows of raw logits [N, V] can be sampled from: bool [N], on the device. False for a row with NaN or
-    +inf, or with only -inf."""
+    """Return which rows of raw logits [N, V] can be sampled from: bool [N]. False with NaN or +inf, or only -inf."""
     return logits.amax(-1).isfinite()
 
 
 def top_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dict[int, Logprob]]:
-    """Return, for each row of raw logits [m, V], the k most likely tokens, most likely first. The chosen token is last
-    if it is not among them. Logarithms are natural; rank 1 is the most likely token, and tied tokens share a rank.
-
-    The host synchronises once with the device. Raises InvalidTokenError for a chosen token outside the vocabulary.
-    """
+    """Return, for each row of raw logits [m, V], the k most likely tokens, most likely first, and then the chosen token
+    if it is not among them. Natural logarithms; rank 1 is the most likely token, and tied tokens share a rank. The host
+    synchronises once with the device. Raises InvalidTokenError for a chosen token outside the vocabulary."""
     vocab_size = logits.shape[-1]
     check_tokens("token_ids", token_ids, vocab_size)
     logprobs = logits.to(torch.float32).log_softmax(-1)
@@ -148,9 +142,8 @@ def top_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dict[
 def _with_noise(
     scores: Tensor, stream: Stream, noise: Sequence[tuple[int, int, int, int]], *, winner_only: bool = True
 ) -> Tensor:
-    """Return scores [N, V], float32, with noise added to some rows; a new tensor if there are any. noise: for each of
-    these, the row and the arguments of `noise.gumbel`: seed, position and origin, which only the DRAFT stream uses. One
-    copy from the host; `noise.noisy` synchronises with the host. winner_only: see there."""
+    """Return scores [N, V], float32, with noise added to some rows. noise: for each of these, the row and the arguments
+    of `noise.gumbel`: seed, position and origin, which only the DRAFT stream uses. winner_only: see `noise.noisy`."""
     if not noise:
         return scores
     columns = integers([number for column in zip(*noise, strict=True) for number in column], scores.device)

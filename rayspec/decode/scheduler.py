@@ -20,9 +20,8 @@ _BACKGROUND_SHARE = 0.75  # of the sequences; the rest stays free for the next i
 
 
 class KVManager:
-    """Gives the pages of one KV cache to sequences, takes them back, and finds those that they share: a sequence that
-    begins with the same tokens as an earlier sequence shares its full pages. windowed: the pages of the windowed store,
-    if the cache has one.
+    """Gives the pages of one KV cache to sequences, takes them back, and finds those that they share. windowed: the
+    pages of the windowed store, if the cache has one.
 
     chunk_grid: prompts are cut at its multiples, and the bits in a page depend on the chunk that computed it. So only
     whole chunks are shared. shares_pages: if False, no page is ever found.
@@ -43,7 +42,7 @@ class KVManager:
 
     @property
     def num_used_slots(self) -> int:
-        """Number of slots in pages that sequences use. Free pages may also hold tokens, for later sequences."""
+        """Number of slots in pages that sequences use."""
         return self.num_slots - self.pool.num_free * PAGE_SIZE
 
     def holds_window(self, sequence: SequenceState, position: int) -> bool:
@@ -70,8 +69,7 @@ class KVManager:
         return num_found < len(hashes) and hashes[num_found] in self._in_work
 
     def begin(self, sequence: SequenceState, pages: Sequence[int]) -> None:
-        """Make the pages that `find` returned the sequence's first pages. It is about to fill the other full pages of
-        its tokens."""
+        """Make the pages that `find` returned the sequence's first pages. It is about to fill the other full pages."""
         self.pool.share(sequence.table, pages)
         if self.windowed is not None:
             self.windowed.share(sequence.windowed_table, self._hashes(sequence, len(pages)))
@@ -113,7 +111,6 @@ class KVManager:
         sequence.num_computed = 0
 
     def forget_all(self) -> None:
-        """Let nobody find a page any more, because the content of the cache is lost."""
         self.pool.forget_all()
         if self.windowed is not None:
             self.windowed.pool.forget_all()
@@ -129,10 +126,8 @@ class KVManager:
 
     def _hashes(self, sequence: SequenceState, num_pages: int) -> list[PageHash]:
         """Return the hashes of the first `num_pages` pages of the sequence, which must be full; [] if none are shared.
-
-        With a grid, the bits of the prompt's last chunk and of generated tokens depend on the prompt length, so it is
-        the salt of their pages.
-        """
+        With a grid, the bits of the prompt's last chunk and of generated tokens depend on the prompt length, which
+        salts them."""
         if not self._shares_pages:
             return []
         num_prompt, grid = sequence.num_prompt_tokens, self._chunk_grid
@@ -154,8 +149,8 @@ class KVManager:
 
 @dataclass(slots=True)
 class Step:
-    """The work for one step of a cohort. prefill: the sequences of the `chunks`. admitted: sequences that were waiting
-    before this step."""
+    """The work for one step of a cohort. prefill: the sequences of the `chunks`. admitted: those that were waiting
+    before."""
 
     admitted: list[SequenceState] = field(default_factory=list)
     prefill: list[SequenceState] = field(default_factory=list)
@@ -169,19 +164,14 @@ class Scheduler:
     sequence is preempted.
 
     Sequences of background requests wait behind the others, and are preempted first. They are admitted while less than
-    three quarters of `max_num_seqs` run. At least one of them goes on under any load: while none runs, the first keeps
-    its place among the others.
+    three quarters of `max_num_seqs` run. While none of them runs, the first keeps its place among the others, so that
+    at least one goes on under any load.
 
-    Running sequences are divided into `num_cohorts` cohorts. Cohorts are scheduled one at a time and run independently;
-    a cohort with work under way is not changed. lookahead: how many tokens after its newest token a sequence may write
-    in a round. num_beside: how many further rows, the branches of a tree, it may write in addition, regardless of its
-    length; fewer if the pages run out. chunk_grid: prompts are cut at its multiples and each chunk runs alone, so that
-    chunk shapes do not depend on other sequences.
-
-    shares_pages: sequences with a common prefix share the full pages of that prefix. If several such sequences wait,
-    one computes the pages and the others wait for it.
-
-    windowed: the pages of the windowed store, if the cache has one.
+    Running sequences are divided into `num_cohorts` cohorts, which are scheduled one at a time and run independently; a
+    cohort with work under way is not changed. lookahead: how many tokens after its newest token a sequence may write in
+    a round. num_beside: how many further rows, the branches of a tree; fewer if the pages run out. chunk_grid: prompts
+    are cut at its multiples and each chunk runs alone, so that chunk shapes do not depend on other sequences.
+    shares_pages: if several waiting sequences have a common prefix, one computes its pages and the others wait for it.
     """
 
     def __init__(
@@ -209,7 +199,6 @@ class Scheduler:
         self._max_cohort_seqs = -(-max_num_seqs // num_cohorts)
 
     def fits(self, sequence: SequenceState) -> bool:
-        """Return whether the cache can hold the sequence to its end if no other sequence runs."""
         return sequence.max_total_tokens <= self.kv.num_slots
 
     def add(self, sequence: SequenceState) -> None:
@@ -222,7 +211,6 @@ class Scheduler:
         self.waiting.insert(place, sequence)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Forget a finished or aborted sequence and free its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -261,8 +249,7 @@ class Scheduler:
         return step
 
     def restart(self) -> None:
-        """Move all running sequences back to `waiting` and forget all pages, because the content of the cache is
-        lost."""
+        """Move all running sequences back to `waiting` and forget all pages: the content of the cache is lost."""
         for sequence in self.running:
             self.kv.release(sequence)
         self.kv.forget_all()
@@ -338,7 +325,6 @@ class Scheduler:
             budget -= num_tokens
 
     def _num_pages_needed(self, sequence: SequenceState) -> int:
-        """Return how many pages the sequence needs for its next round."""
         num_tokens = min(sequence.num_tokens + self._lookahead, sequence.max_total_tokens)
         return min(_num_pages(num_tokens + self._num_beside), self.kv.pool.num_pages)
 

@@ -5,10 +5,11 @@ model in this process. `SpanRunner` takes passes through the sublayers of one pr
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -139,55 +140,62 @@ class StageUse:
         return 1.0 - self.busy_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
 
-class Stages(Protocol):
-    """The model, in one process or many. Sequences are opened once, then prefilled and taken through rounds.
+class Stages(ABC):
+    """The model, in one process or many. Sequences are opened once, then prefilled and taken through rounds. Methods
+    that are not abstract are right for a model in this process, where `start` does the work at once.
 
     Any call may raise StagesReplacedError, or StageLostError if the model is lost for good. A future fails with the
     error of its work. After OutOfMemoryError the work has changed nothing.
+
+    progress: the tasks that the caller's thread runs in these calls. num_cohorts: how many batches of sequences should
+    have work under way at once, so that no stage waits. is_recovering: whether lost processes of the model are being
+    replaced; any thread may read it.
     """
 
-    @property
-    def progress(self) -> Progress:
-        """The tasks that the caller's thread runs in these calls."""
+    num_cohorts: int = 1
+    is_recovering: bool = False
+
+    def __init__(self) -> None:
+        self.progress = Progress()
 
     @property
+    @abstractmethod
     def num_sublayers(self) -> int: ...
 
-    @property
-    def num_cohorts(self) -> int:
-        """How many batches of sequences should have work under way at once, so that no stage waits."""
-
-    @property
-    def is_recovering(self) -> bool:
-        """Whether lost processes of the model are being replaced. Any thread may read it."""
-
+    @abstractmethod
     def open(self, spec: SamplerSpec) -> None: ...
 
+    @abstractmethod
     def close(self, sequence_id: str) -> None:
         """Close a sequence. Only allowed while none of its work is under way."""
 
+    @abstractmethod
     def move(self, moves: Sequence[Move]) -> None:
         """Copy keys and values in the KV cache, before any work that is started later."""
 
+    @abstractmethod
     def start(self, work: Work) -> Future[Result]: ...
 
-    def wait(self) -> None:
-        """Wait until another future is done, `wake` is called, or a short time has passed."""
-
-    def wake(self) -> None:
-        """Let `wait` return at once. Any thread may call it."""
-
-    def check(self) -> None:
-        """Return when all processes of the model have answered. Only allowed while no work is under way."""
-
-    def recent_use(self) -> Sequence[StageUse]:
-        """Return how busy each process was since the last call; empty for a model in this process."""
-
+    @abstractmethod
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         """Answer a question about tapped tokens. rows: of each token; the slots that they see must keep their content
         until then."""
 
-    def shutdown(self) -> None: ...
+    def wait(self) -> None:  # noqa: B027 - an engine in one process needs none
+        """Wait until another future is done, `wake` is called, or a short time has passed."""
+
+    def wake(self) -> None:  # noqa: B027 - an engine in one process needs none
+        """Let `wait` return at once. Any thread may call it."""
+
+    def check(self) -> None:  # noqa: B027 - an engine in one process needs none
+        """Return when all processes of the model have answered. Only allowed while no work is under way."""
+
+    def recent_use(self) -> Sequence[StageUse]:
+        """Return how busy each process was since the last call; empty for a model in this process."""
+        return ()
+
+    def shutdown(self) -> None:  # noqa: B027 - an engine in one process needs none
+        """End the processes of the model."""
 
 
 def done(work: Callable[[], T]) -> Future[T]:
@@ -210,28 +218,7 @@ def out_of_memory(error: RuntimeError) -> OutOfMemoryError:
     return OutOfMemoryError(f"{reason}: lower max_num_batched_tokens, max_num_seqs or kv_cache_tokens")
 
 
-class InProcessStages:
-    """The part of `Stages` that is the same for every model in this process: `start` does the work at once."""
-
-    num_cohorts = 1
-    is_recovering = False
-
-    def __init__(self) -> None:
-        self.progress = Progress()
-
-    def wake(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-    def check(self) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-    def recent_use(self) -> Sequence[StageUse]:
-        return ()
-
-
-class LocalStages(InProcessStages):
+class LocalStages(Stages):
     """The whole model in this process, cut into sublayers."""
 
     def __init__(

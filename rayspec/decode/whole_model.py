@@ -17,7 +17,7 @@ from rayspec.decode.rounds import commit
 from rayspec.decode.runner import Stopwatch, queued_s, seconds
 from rayspec.decode.sampling import Rows
 from rayspec.decode.search import Answer, Question
-from rayspec.decode.stages import InProcessStages, done
+from rayspec.decode.stages import Stages, done
 from rayspec.decode.verify import verify_coupled
 from rayspec.decode.work import (
     Chunk,
@@ -63,7 +63,7 @@ class GenerateState:
 
         token_ids = torch.tensor([list(prompt)], device=model.device)
         options = GenerationConfig(max_new_tokens=1)  # type: ignore[no-untyped-call]
-        self._model.generate(token_ids, generation_config=options, custom_generate=keep)
+        model.generate(token_ids, generation_config=options, custom_generate=keep)  # type: ignore[operator]
         for of_the_loop in ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer"):
             self._arguments.pop(of_the_loop, None)
         self._token_ids = token_ids[:, :0]
@@ -132,7 +132,7 @@ def _generated(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[list[int]
     return written.sequences[0, len(prompt) :].tolist(), list(written.logits)
 
 
-class WholeModelStages(InProcessStages):
+class WholeModelStages(Stages):
     """`Stages` that run an undivided model as transformers' `generate` runs it: one sequence at a time, each prompt in
     one pass. threads: of its passes. Raises as `check_generation` does."""
 

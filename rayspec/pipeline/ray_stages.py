@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from rayspec.choices import Choice
-from rayspec.decode.progress import Progress
 from rayspec.decode.search import Answer, Question
-from rayspec.decode.stages import StageLostError, StagesReplacedError, StageUse
+from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError, StageUse
 from rayspec.decode.work import Move, Prefill, Result, SamplerSpec, TappedToken, Work
 from rayspec.errors import TransportError
 from rayspec.model.rows import RowSpan
@@ -72,7 +71,7 @@ class _Searching:
     deadline: float
 
 
-class RayStages:
+class RayStages(Stages):
     """A replica's shards as the engine's stages. Only one thread at a time may use them.
 
     Shards that die or freeze are replaced while the engine waits; the engine then gets StagesReplacedError. A
@@ -81,9 +80,9 @@ class RayStages:
     """
 
     def __init__(self, replica: Replica) -> None:
+        super().__init__()
         options = replica.blueprint.options
         self.num_cohorts = options.num_cohorts
-        self.progress = Progress()
         self.replica = replica
         self._transport = Transport(ENGINE, replica.secret, host=node_address())
         self._epoch = 0
@@ -99,7 +98,6 @@ class RayStages:
         self._lost: StageLostError | None = None
         self.link_s: tuple[float, ...] = ()
         self.recovery_s: list[float] = []
-        self.is_recovering = False
         self._worked: dict[str, tuple[float, int]] = {}  # seconds and passes, from heartbeats and answers
         self._worked_before: dict[str, tuple[float, int]] = {}
         self._use_asked_at = time.monotonic()
