@@ -23,14 +23,13 @@ from typing_extensions import Self, Unpack
 
 from rayspec import demo
 from rayspec.config import EngineConfig, EngineKeywords, SamplingParams
-from rayspec.decode.chat import chat_template, conversation_tokens
 from rayspec.decode.engine_loop import Client, EngineDeadError, EngineLoop
 from rayspec.decode.output import PieceQueue
 from rayspec.decode.stages import StageLostError
 from rayspec.errors import naming_the_extra
 from rayspec.local_engine import load_engine
 from rayspec.model.weights import load_tokenizer
-from rayspec.prompts import text_tokens
+from rayspec.prompts import chat_template, conversation_tokens, text_tokens
 from rayspec.types import ConfigError, EngineStats, Request, RequestError, RequestOutput
 
 if TYPE_CHECKING:

@@ -1,13 +1,15 @@
-"""What a prompt may be: the one reader of texts and chat messages for Python, rows of files and datasets, and HTTP."""
+"""What a prompt may be: the one reader of texts and chat messages for Python, rows of files and datasets, and HTTP; and
+conversations as tokens, through a tokenizer's chat template."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from rayspec.errors import InvalidMessagesError, RequestError
+from rayspec.errors import ConfigError, InvalidMessagesError, RequestError
 from rayspec.types import Role
 
 _IDENTIFYING = ("role", "content", "name", "tool_call_id")
@@ -177,3 +179,49 @@ def _check_tool_calls(calls: Any, place: str) -> None:
         if not isinstance(function.get("arguments", ""), str | dict):
             problem = f"it is {reprlib.repr(function['arguments'])}; give a JSON object, or its text"
             raise InvalidMessageError(f"{place}.{index}.function.arguments", problem)
+
+
+def conversation_tokens(
+    messages: Sequence[Any], tokenizer: Any, template: str, *, add_generation_prompt: bool = True
+) -> list[int]:
+    """Return the tokens of the conversation by the chat template. Arguments of tool calls that are the text of a JSON
+    object become an object, as in vLLM. Raises InvalidMessagesError, also for any error of the template."""
+    encoded = _templated(messages, tokenizer, template, add_generation_prompt=add_generation_prompt, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+def conversation_text(messages: Sequence[Any], tokenizer: Any, template: str) -> str:
+    """Return the text of the conversation, without what begins an answer. Raises InvalidMessagesError."""
+    return str(_templated(messages, tokenizer, template, tokenize=False))
+
+
+def _templated(messages: Sequence[Any], tokenizer: Any, template: str, **options: Any) -> Any:
+    conversation = read_conversation(messages)
+    check_rendered(conversation, template)
+    for message in conversation:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = _as_object(call["function"].get("arguments") or {})
+    try:
+        return tokenizer.apply_chat_template(conversation, chat_template=template, **options)
+    except Exception as error:  # a template is anybody's program, which may raise anything
+        is_of_jinja = type(error).__module__.startswith("jinja2")  # whose messages say all
+        told = str(error) if is_of_jinja else f"{type(error).__name__}: {error}"
+        raise InvalidMessagesError(f"the messages cannot be made a prompt: {told}") from error
+
+
+def chat_template(tokenizer: Any) -> str:
+    """Return the template of a tokenizer that has one. Raises ConfigError if it has several and none is the default."""
+    try:
+        return str(tokenizer.get_chat_template())
+    except ValueError as error:
+        raise ConfigError(f"the tokenizer's chat template cannot be used: {error}") from error
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments

@@ -64,16 +64,16 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class _WorkUnderWay:
-    """prefilled: the sequences of the work's chunks. planned: None for a prefill. share_s: of the time so far, which
-    works that are not done share evenly."""
+    """prefilled: the sequences of the work's chunks. planned: None for a prefill. took_s: until it was done, divided by
+    the number of works that were under way; None before."""
 
     cohort: int
     work: Work
     future: Future[Result]
     prefilled: Sequence[SequenceState]
     planned: PlannedRound | None
-    share_s: float = 0.0
-    is_done: bool = False
+    started_s: float
+    took_s: float | None = None
 
 
 class Engine:
@@ -114,7 +114,6 @@ class Engine:
         )
         self._under_way: list[_WorkUnderWay] = []
         self._work_ids = itertools.count(1)
-        self._divided_until_s = 0.0
         self._pace = PrefillPace()
         self._num_mixed: Counter[int] = Counter()  # for each cohort: rounds with chunks since its last round without
 
@@ -189,7 +188,7 @@ class Engine:
                     self._start(cohort)
             self.stages.wait()
             self._note_done()
-            for done in [one for one in self._under_way if one.is_done]:
+            for done in [one for one in self._under_way if one.took_s is not None]:
                 self._commit(done)
         except StagesReplacedError:
             self._replay()
@@ -250,22 +249,15 @@ class Engine:
         self, cohort: int, work: Work, prefilled: Sequence[SequenceState], planned: PlannedRound | None = None
     ) -> None:
         """Run the work and measure its time, which in one process ends here, before the next work begins."""
-        self._divide_time()
-        self._under_way.append(_WorkUnderWay(cohort, work, self.stages.start(work), prefilled, planned))
+        started_s = self._clock()
+        self._under_way.append(_WorkUnderWay(cohort, work, self.stages.start(work), prefilled, planned, started_s))
         self._note_done()
 
     def _note_done(self) -> None:
-        for one in self._under_way:
-            if not one.is_done and one.future.done():
-                self._divide_time()
-                one.is_done = True
-
-    def _divide_time(self) -> None:
-        """Divide the seconds since the last call among the works that are not done."""
-        now_s, going_on = self._clock(), [one for one in self._under_way if not one.is_done]
+        going_on = [one for one in self._under_way if one.took_s is None]
         for one in going_on:
-            one.share_s += (now_s - self._divided_until_s) / len(going_on)
-        self._divided_until_s = now_s
+            if one.future.done():
+                one.took_s = (self._clock() - one.started_s) / len(going_on)
 
     def _is_busy(self, cohort: int) -> bool:
         return any(one.cohort == cohort for one in self._under_way)
@@ -274,16 +266,16 @@ class Engine:
         """Commit the result of finished work to its sequences, and release those that are finished. If the work ran out
         of memory, the sequences of its chunks fail, or else the youngest of the round; the engine goes on."""
         self._under_way.remove(done)
-        has_round = done.planned is not None
+        has_round, took_s = done.planned is not None, done.took_s or 0.0
         if not has_round:
-            self.stats.prefill_s += done.share_s
+            self.stats.prefill_s += took_s
         try:
             result = done.future.result()
         except OutOfMemoryError as error:
             for sequence in done.prefilled or (done.planned.sequences[-1:] if done.planned else ()):
                 self._fail(sequence, error)
         else:
-            self._pace.observe(done.share_s, num_chunk_rows=num_rows(done.work.chunks), has_round=has_round)
+            self._pace.observe(took_s, num_chunk_rows=num_rows(done.work.chunks), has_round=has_round)
             chosen = result.committed if isinstance(result, PrefillResult) else result.prefilled
             for sequence, chunk, one in zip(done.prefilled, done.work.chunks, chosen, strict=True):
                 sequence.note_computed(sequence.num_computed + chunk.rows.num_rows)

@@ -92,6 +92,7 @@ class TokenSampler:
     def __init__(self, spec: SamplerSpec, *, vocab_size: int, device: torch.device | str) -> None:
         self.params = params = spec.params
         self.seed = spec.seed
+        self.lookup = spec.lookup
         self.vocab_size = vocab_size
         prompt_token_ids, eos_token_ids = spec.prompt_token_ids, spec.eos_token_ids
         self.device = device

@@ -82,22 +82,17 @@ class Head:
         self._device = device
         self._num_taps = num_taps
         self._samplers: dict[str, TokenSampler] = {}
-        self._lookups: dict[str, LookupIndex] = {}
         self._next_tokens: dict[TappedToken, Tensor] = {}
 
     def open(self, spec: SamplerSpec) -> None:
         self._samplers[spec.sequence_id] = TokenSampler(spec, vocab_size=self._vocab_size, device=self._device)
-        if spec.lookup is not None:
-            self._lookups[spec.sequence_id] = spec.lookup
 
     def close(self, sequence_id: str) -> None:
         del self._samplers[sequence_id]
-        self._lookups.pop(sequence_id, None)
 
     def forget(self) -> None:
         """Close all sequences and forget all taps."""
         self._samplers.clear()
-        self._lookups.clear()
         self._next_tokens.clear()
 
     def sampler(self, sequence_id: str) -> TokenSampler:
@@ -105,14 +100,16 @@ class Head:
 
     def note_computed(self, sequence_id: str, num_tokens: int) -> None:
         """Index this many leading tokens of the sequence for lookups, if there are any."""
-        if sequence_id in self._lookups:
-            self._lookups[sequence_id].extend_to(self._samplers[sequence_id].token_ids, num_tokens)
+        sampler = self._samplers[sequence_id]
+        if sampler.lookup is not None:
+            sampler.lookup.extend_to(sampler.token_ids, num_tokens)
 
     def lookup(self, sequence_id: str) -> LookupIndex:
         """Return the lookup index of the sequence's committed tokens, up to date."""
-        index = self._lookups[sequence_id]
-        index.extend_to(self._samplers[sequence_id].token_ids)
-        return index
+        sampler = self._samplers[sequence_id]
+        assert sampler.lookup is not None, "a strategy that looks up has an index"
+        sampler.lookup.extend_to(sampler.token_ids)
+        return sampler.lookup
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -16,11 +16,10 @@ from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-from rayspec.decode.chat import chat_template, conversation_text
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.requests import Conversation, TokenIds, check_served, num_characters
 from rayspec.openai.strict_body import Refusals, StrictBody
-from rayspec.prompts import InvalidMessageError, text_tokens
+from rayspec.prompts import InvalidMessageError, chat_template, conversation_text, text_tokens
 from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, PromptTooLongError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from rayspec.batch.document_task import PromptBuilder, fitting_prompt_tokens
 from rayspec.batch.documents import input_row
 from rayspec.batch.rows import Row
 from rayspec.config import SamplingParams
-from rayspec.decode.chat import conversation_tokens
+from rayspec.prompts import conversation_tokens
 from rayspec.types import ConfigError, InvalidMessagesError
 
 PARAMS = SamplingParams(max_tokens=10)

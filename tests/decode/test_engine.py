@@ -92,37 +92,6 @@ def test_every_second_counts_once(behind: bool) -> None:
     assert tokens_of(sorted(outputs, key=lambda output: output.request_id)) == known.expected
 
 
-class _Late:
-    """Stages of two cohorts: each second, the oldest work is done."""
-
-    num_cohorts = 2
-
-    def __init__(self, stages: LocalStages, clock: RowClock) -> None:
-        self._stages, self._clock = stages, clock
-        self._under_way: list[tuple[Work, Future[Result]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stages, name)
-
-    def start(self, work: Work) -> Future[Result]:
-        self._under_way.append((work, Future()))
-        return self._under_way[-1][1]
-
-    def wait(self) -> None:
-        self._clock.now_s += 1
-        work, future = self._under_way.pop(0)
-        future.set_result(self._stages.start(work).result())
-
-
-def test_works_under_way_at_the_same_time_divide_it() -> None:
-    clock = RowClock()
-    engine = engine_with(PARTS, wrap=lambda stages: _Late(stages, clock), clock=clock)
-    engine._scheduler._max_cohort_seqs = 1
-    outputs = complete(engine, KNOWN.prompts[:4], GREEDY.replace(max_tokens=1))
-    assert tokens_of(outputs) == [tokens[:1] for tokens in KNOWN.expected[:4]]
-    assert engine.stats.prefill_s == pytest.approx(engine.stats.total_s) == pytest.approx(4)
-
-
 @pytest.mark.parametrize(("num_steps", "victim"), [(0, "2"), (1, "0"), (3, "4"), (8, "2")])
 def test_abort_at_any_time_frees_what_was_held_and_disturbs_nobody(num_steps: int, victim: str) -> None:
     engine = _engine(num_steps, max_num_seqs=3, max_num_batched_tokens=16, kv_cache_tokens=200)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rayspec.config import Verification
 from rayspec.decode import processing
 from rayspec.decode.noise import Stream, gumbel
 from rayspec.decode.processing import TokenSampler
@@ -114,22 +113,6 @@ def test_top_logprobs() -> None:
     assert len(top_logprobs(logits, [1, 0], 20)[0]) == 5
     with pytest.raises(InvalidTokenError, match="token_ids holds token 5"):
         top_logprobs(logits, [1, 5], 1)
-
-
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
-def test_ranked_are_the_tokens_nearest_to_being_drawn(verification: Verification) -> None:
-    """Under the coupled rule without those before it the next one would be drawn; nothing is ranked unless asked."""
-    torch.manual_seed(3)
-    logits = torch.randn(20, V)
-    params = [DecodingParams(temperature=index % 2) for index in range(20)]
-    rows = [Rows(sampler_of(one, seed=index), index, ()) for index, one in enumerate(params)]
-    assert draft_tokens(logits, rows, verification).ranked is None
-    ranked = draft_tokens(logits, rows, verification, num_ranked=3).ranked
-    assert ranked is not None
-    left = logits.clone()
-    for place in range(3):
-        assert draft_tokens(left, rows, verification).token_ids.tolist() == ranked[:, place].tolist()
-        left.scatter_(1, ranked[:, place : place + 1], -torch.inf)
 
 
 def processed_alone(params: DecodingParams, logits: Tensor, prompt: Sequence[int], output: Sequence[int]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from rayspec.decode.search import (
 from rayspec.decode.work import TappedToken
 from rayspec.model.architecture import Decomposition
 from rayspec.model.rows import RowSpan, slots_between
-from rayspec.planning.knapsack import follow, solve
+from rayspec.planning.knapsack import follow
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import Plan
 from tests.demo_model import demo_parts, demo_prompts
@@ -196,29 +195,3 @@ def test_a_feature_is_the_mean_of_the_last_hidden_states_of_transformers(asked: 
         ids = torch.tensor([texts[token.sequence_id][: token.position + 1]])
         states.append(reference(path)(ids, output_hidden_states=True).hidden_states[-1][0, -1])
     assert features.vector == pytest.approx(torch.stack(states).mean(0).tolist(), abs=1e-4)
-
-
-# Units saved by each choice, of a sublayer that takes 10.
-_ATTENTION: dict[Choice, int] = {SKIP: 10, "int4": 4, "window": 3}
-_MLP: dict[Choice, int] = {SKIP: 10, "int4": 6, "int8": 4}
-
-
-def test_a_search_with_four_choices_a_sublayer_finds_nearly_what_brute_force_finds(choosing: _Asked) -> None:
-    """All 4^5 drafts, each sublayer of them run exactly, against the search at every budget."""
-    search = choosing.search
-    savings: list[dict[Choice, int]] = [
-        (_MLP if index % 2 else _ATTENTION) if index in range(12, 17) else {} for index in range(32)
-    ]
-    patterns = list(itertools.product(*((FULL, *each) for each in savings)))
-    similarity = search.similarity(31, follow(patterns, search))
-    units = [[each.get(choice, 0) for each, choice in zip(savings, one, strict=True)] for one in patterns]
-    saved = np.asarray(units).sum(1)
-    solution = solve(savings, search, max_saved=50, min_similarity=0.0, max_states=16)
-    truly = {one.saved: similarity[patterns.index(one.choices)] for one in solution.candidates}
-    shares = [
-        max((value for units, value in truly.items() if units >= budget), default=0.0)
-        / similarity[saved >= budget].max()
-        for budget in range(1, 51)
-    ]
-    assert min(shares) >= 0.98
-    assert np.mean(shares) >= 0.99

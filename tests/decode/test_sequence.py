@@ -1,3 +1,5 @@
+"""Where sequences end, what their streams tell, and the texts of single tokens."""
+
 from __future__ import annotations
 
 import time
@@ -8,24 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from rayspec import demo
-from rayspec.decode.output import Detokenizer
+from rayspec.decode.output import Detokenizer, TextOffsets, TokenTexts
 from rayspec.decode.requests import SequenceState
 from rayspec.generation import DecodingParams
 from rayspec.types import CompletionOutput, Logprob
+from tests.demo_model import demo_tokenizer
 
 EOS = 1
 
 
-@cache
-def _tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(demo.tokenizer_path())
-
-
 def _encode(text: str) -> list[int]:
-    tokens: list[int] = _tokenizer()(text, add_special_tokens=False)["input_ids"]
+    tokens: list[int] = demo_tokenizer()(text, add_special_tokens=False)["input_ids"]
     return tokens
 
 
@@ -55,7 +52,7 @@ def _sequence(
         num_prompt_tokens=len(prompt),
         max_total_tokens=min(len(prompt) + options.max_tokens, max_model_len),
         eos_token_ids=(eos,),
-        detokenizer=Detokenizer(tokenizer or _tokenizer(), options) if with_text else None,
+        detokenizer=Detokenizer(tokenizer or demo_tokenizer(), options) if with_text else None,
     )
 
 
@@ -82,7 +79,7 @@ EMOJI = "The fee is 5 €, naïve 👩‍👩‍👧‍👦 and 日本語 🎉 d
 @given(TEXTS, st.data())
 def test_a_stop_string_ends_the_text_wherever_tokens_end(text: str, data: st.DataObject) -> None:
     """Against the rule by the book: the first position, of the text so far, at which a stop string is complete."""
-    whole = _tokenizer().decode(_encode(text))
+    whole = demo_tokenizer().decode(_encode(text))
     first = data.draw(st.integers(0, len(whole) - 1))
     stop = whole[first : first + data.draw(st.integers(1, 5))]
     for include in (False, True):
@@ -94,9 +91,9 @@ def test_a_stop_string_ends_the_text_wherever_tokens_end(text: str, data: st.Dat
         assert output.finish_reason == "stop"
         assert output.stop_reason == stop
         assert num_taken == len(output.token_ids)
-        shown = _tokenizer().decode(list(output.token_ids))
+        shown = demo_tokenizer().decode(list(output.token_ids))
         assert stop in shown
-        assert stop not in _tokenizer().decode(list(output.token_ids)[:-1])
+        assert stop not in demo_tokenizer().decode(list(output.token_ids)[:-1])
 
 
 def test_min_tokens_holds_stop_strings_back_and_keeps_their_text() -> None:
@@ -153,7 +150,7 @@ def _streamed(
 def test_what_streams_adds_up_to_the_output(text: str, data: st.DataObject) -> None:
     tokens = _encode(text)
     pieces = data.draw(st.lists(st.integers(1, 3), min_size=len(tokens), max_size=len(tokens)))
-    whole = _tokenizer().decode(tokens)
+    whole = demo_tokenizer().decode(tokens)
     stops = [
         whole[at : at + length] for at, length in data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6))))
     ]
@@ -173,7 +170,7 @@ BYTES = [*range(256, 265), *"東京 €\n".encode(), 0xE6, 0x9D, 0x80, 0x20]
 @pytest.mark.parametrize("name", ["bytes", "byte-level"])
 @given(st.data())
 def test_the_stream_is_what_the_whole_text_says_wherever_it_ends(name: str, data: st.DataObject) -> None:
-    tokenizer, known = (_byte_fallback(), BYTES) if name == "bytes" else (_tokenizer(), [*_encode(EMOJI), 0, 2])
+    tokenizer, known = (_byte_fallback(), BYTES) if name == "bytes" else (demo_tokenizer(), [*_encode(EMOJI), 0, 2])
     tokens = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=20))
     pieces = data.draw(st.lists(st.integers(1, 3), min_size=len(tokens), max_size=len(tokens)))
     skip_special_tokens = data.draw(st.booleans())
@@ -224,3 +221,67 @@ def test_only_as_much_as_a_stop_string_begins_with_is_held_back() -> None:
         sequence.commit([token])
         told += getattr(_new_output(sequence), "text", "")
     assert told == "one two three and four"[: -len("three days") + 1]
+
+
+@cache
+def demo_texts() -> TokenTexts:
+    return TokenTexts(demo_tokenizer())
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
+def test_tokens_join_to_the_text_and_offsets_point_into_it(text: str) -> None:
+    tokenizer, texts = demo_tokenizer(), demo_texts()
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces = [bytes(texts.utf8(token_id) or ()) for token_id in token_ids]
+    assert b"".join(pieces) == text.encode()
+    expected = [len(b"".join(pieces[:end]).decode(errors="ignore")) for end in range(len(pieces))]
+    assert TextOffsets(texts, skip_special=True).of(token_ids) == expected
+    in_pieces = TextOffsets(texts, skip_special=True)
+    assert [offset for token_id in token_ids for offset in in_pieces.of([token_id])] == expected
+
+
+@given(kinds=st.lists(st.integers(0, 3), max_size=12))
+def test_offsets_count_the_characters_that_stand_for_broken_ones(kinds: list[int]) -> None:
+    (a,) = demo_tokenizer()("a", add_special_tokens=False)["input_ids"]
+    tokens = [a, *demo_tokenizer()("世", add_special_tokens=False)["input_ids"]]
+    token_ids = [tokens[kind % len(tokens)] for kind in kinds]
+    text = demo_tokenizer().decode(token_ids)
+    offsets = TextOffsets(demo_texts(), skip_special=True).of(token_ids)
+    for index, offset in enumerate(offsets):
+        assert text[:offset].count("a") == token_ids[:index].count(a)
+
+
+def test_special_tokens_take_no_place_where_the_text_has_none() -> None:
+    eos = demo_tokenizer().eos_token_id
+    token_ids = [*demo_tokenizer()("ab")["input_ids"], eos, eos]
+    assert demo_texts().text(eos) == demo_tokenizer().eos_token
+    assert TextOffsets(demo_texts(), skip_special=True).of(token_ids)[-1] == 2
+    assert TextOffsets(demo_texts(), skip_special=False).of(token_ids)[-1] == 2 + len(demo_tokenizer().eos_token)
+
+
+def test_the_replacement_character_itself_is_a_text() -> None:
+    texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=_byte_level({"ï¿½": 3})))
+    assert [texts.text(token_id) for token_id in (0, 3)] == ["a", "\N{REPLACEMENT CHARACTER}"]
+    assert texts.text(1) == "bytes:\\xef"
+
+
+def test_a_row_of_the_model_that_is_no_token_has_no_text() -> None:
+    assert demo_texts().text(len(demo_tokenizer()) + 7) == ""
+
+
+def _byte_level(more: dict[str, int]) -> Tokenizer:
+    inner = Tokenizer(models.BPE(vocab={"a": 0, "ï": 1, "¿": 2} | more, merges=[]))
+    inner.decoder = decoders.ByteLevel()
+    return inner
+
+
+def test_pieces_of_sentencepiece_keep_their_space_and_their_bytes() -> None:
+    vocabulary = {"<unk>": 0, "▁a": 1, "a": 2, "▁": 3, "<0xE4>": 4, "<0xB8>": 5, "<0x96>": 6}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    texts = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>"))
+    assert [texts.text(token_id) for token_id in (1, 2, 4)] == [" a", "a", "bytes:\\xe4"]
+    assert [texts.utf8(token_id) for token_id in (1, 4, 5)] == [[32, 97], [0xE4], [0xB8]]
+    assert TextOffsets(texts, skip_special=True).of([2, 4, 5, 6, 1]) == [0, 1, 1, 1, 2]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from rayspec.decode.chat import conversation_tokens
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.openai.requests import ChatRequest, CompletionRequest
 from rayspec.openai.responses import plain_body
@@ -23,6 +22,7 @@ from rayspec.openai.tokenizing import (
     prompt_tokens,
     tokenize,
 )
+from rayspec.prompts import conversation_tokens
 from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, RequestError
 from tests.demo_model import demo_tokenizer
 
