@@ -17,9 +17,7 @@ from rayspec.generation import DecodingParams, GenerationDefaults
 from rayspec.model.generation_config import REFUSED, TAKEN, eos_token_ids, generation_defaults
 from rayspec.types import CheckpointError
 from tests.engines import RandomPlans, complete, engine_with, tokens_of
-from tests.exhaustive import few_of
 from tests.families import checkpoint, greedy, parts_of
-from tests.pipeline.loop import NUM_LAYERS, TravellingPlans, loop_engine
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
@@ -104,13 +102,6 @@ def test_greedy_equals_generate_with_the_checkpoint_as_it_is(name: str, tmp_path
         )
         assert tokens_of(complete(engine, PROMPTS, GREEDY)) == expected
         assert engine.stats.num_accepted_tokens > 0
-
-
-@pytest.mark.parametrize("name", few_of(FIELDS, ["all", "sequence_bias", "forced_bos_token_id"]))
-def test_stages_write_the_same(name: str, tmp_path: Path) -> None:
-    folder = with_generation_config(tmp_path, FIELDS[name](plain_texts()))
-    with loop_engine(str(folder), 2, TravellingPlans(2, 2 * NUM_LAYERS), **told(folder)) as run:
-        assert tokens_of(complete(run.engine, PROMPTS, GREEDY)) == generated(folder)
 
 
 def test_none_leaves_the_defaults_of_the_checkpoint_out(tmp_path: Path) -> None:

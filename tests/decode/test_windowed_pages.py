@@ -8,35 +8,11 @@ import pytest
 
 from rayspec.config import EngineConfig
 from rayspec.decode.loading import affordable_slots, cache_size
-from rayspec.decode.pages import PageTable, WindowedPages, extend_hashes
 from rayspec.model import attention
 from rayspec.model.kv_cache import PAGE_SIZE
-from rayspec.model.rows import slots_between
 from tests.engines import GREEDY, NUM_BEHIND, RandomPlans, complete, engine_with, tokens_of
 from tests.exhaustive import few_of
 from tests.families import WINDOW, cases, checkpoint, parts_of
-
-
-def test_pages_outside_the_window_are_given_back_and_found_until_they_are_reused() -> None:
-    pages, table = WindowedPages(16 * PAGE_SIZE, 2 * PAGE_SIZE, num_behind=0), PageTable()
-    token_ids = list(range(8 * PAGE_SIZE))
-    hashes: list[bytes] = []
-    extend_hashes(hashes, token_ids, 8)
-    pages.grow(table, 0, len(token_ids))
-    for one in hashes:
-        pages.pool.register(table, one)
-    pages.grow(table, 8 * PAGE_SIZE, 8 * PAGE_SIZE + 1)
-    assert (table.num_gone, len(table.pages), pages.pool.num_free) == (6, 3, 13)
-    assert slots_between(table.runs, 0, 9 * PAGE_SIZE)[6 * PAGE_SIZE] == table.pages[0] * PAGE_SIZE
-    assert not pages.holds_window(table, 7 * PAGE_SIZE)
-    assert pages.holds_window(table, 8 * PAGE_SIZE)
-    assert pages.longest_prefix(hashes) == 8
-    assert pages.longest_prefix(hashes[:5]) == 5, "what was given back can still be shared"
-    pages.pool.forget(pages.pool.find(hashes[3:4]))
-    assert pages.longest_prefix(hashes[:5]) == 3, "the windows after five and four pages have a hole"
-    other = PageTable()
-    pages.share(other, hashes)
-    assert (other.num_gone, other.pages) == (6, table.pages[:2])
 
 
 @pytest.mark.parametrize("family", few_of(["gemma2", "gemma3_text", "mistral", "phi3", "mixtral"], ["gemma3_text"]))
