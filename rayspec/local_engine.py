@@ -15,8 +15,8 @@ from rayspec.decode.loading import (
     choices_here,
     copies_for_drafts,
     load_weights,
+    make_engine,
     make_runner,
-    make_scheduler,
     model_info,
     prepare_span,
 )
@@ -117,18 +117,10 @@ def _local_engine(
         verification=config.speculation.verification,
         num_tap_tokens=config.num_tap_tokens,
     )
-    return Engine(
-        config.replace(
-            dtype=str(parts.dtype).removeprefix("torch."),
-            device=str(device),
-            max_model_len=info.max_model_len,
-            kv_cache_tokens=num_slots,
-        ),
-        stages=stages,
-        scheduler=make_scheduler(config, size, window=window),
-        strategy=make_strategy(config, runner.end_sublayer, latency, ways=ways_of(parts, choices_here(config, parts))),
-        model=info,
-        latency=latency,
+    strategy = make_strategy(config, runner.end_sublayer, latency, ways=ways_of(parts, choices_here(config, parts)))
+    dtype = str(parts.dtype).removeprefix("torch.")
+    return make_engine(
+        config, stages, strategy, info, size, window=window, latency=latency, dtype=dtype, device=str(device)
     )
 
 
@@ -141,10 +133,5 @@ def _plain_engine(config: EngineConfig, model: PreTrainedModel, reason: str, inf
     stages = WholeModelStages(model, vocab_size=info.vocab_size, threads=threads)
     num_slots = whole_pages(config.kv_cache_tokens or config.max_num_seqs * info.max_model_len)
     config = config.replace(enable_prefix_caching=False)  # each sequence has a cache of its own
-    return Engine(
-        config.replace(max_model_len=info.max_model_len, kv_cache_tokens=num_slots),
-        stages=stages,
-        scheduler=make_scheduler(config, CacheSize(num_slots), window=None),
-        strategy=FixedPlan(no_draft(stages.num_sublayers, reason)),
-        model=info,
-    )
+    strategy = FixedPlan(no_draft(stages.num_sublayers, reason))
+    return make_engine(config, stages, strategy, info, CacheSize(num_slots))

@@ -11,10 +11,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rayspec.choices import Choice, Weights, keys_of
 from rayspec.config import KV_CACHE_SHARE, EngineConfig
+from rayspec.decode.engine import Engine
 from rayspec.decode.pages import WindowedPages
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
+from rayspec.decode.stages import Stages
+from rayspec.decode.strategy import Strategy
 from rayspec.machine import bytes_available
 from rayspec.model.architecture import Decomposition, max_positions, why_context_ends
 from rayspec.model.buckets import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
@@ -30,6 +33,7 @@ from rayspec.model.sizes import quantised_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
 from rayspec.model.static_step import StaticStep, require_same_attention
 from rayspec.model.weights import load_model, load_tokenizer, num_layers, resolve_device, vocab_size
+from rayspec.planning.latency import LatencyModel
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -210,6 +214,28 @@ def make_scheduler(config: EngineConfig, size: CacheSize, *, window: int | None,
         chunk_grid=config.max_num_batched_tokens if config.deterministic else None,
         num_cohorts=num_cohorts,
         shares_pages=config.enable_prefix_caching,
+    )
+
+
+def make_engine(
+    config: EngineConfig,
+    stages: Stages,
+    strategy: Strategy,
+    info: ModelInfo,
+    size: CacheSize,
+    *,
+    window: int | None = None,
+    latency: LatencyModel | None = None,
+    **resolved: str,
+) -> Engine:
+    """Make the engine of loaded stages. resolved: options that were left to choose, as they are."""
+    return Engine(
+        config.replace(max_model_len=info.max_model_len, kv_cache_tokens=size.num_slots, **resolved),
+        stages=stages,
+        scheduler=make_scheduler(config, size, window=window, num_cohorts=stages.num_cohorts),
+        strategy=strategy,
+        model=info,
+        latency=latency,
     )
 
 

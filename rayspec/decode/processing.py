@@ -168,17 +168,16 @@ class TokenSampler:
 
     def forbids(self, num_before: int) -> bool:
         """Return whether tokens may be forbidden in the row after `num_before` more tokens."""
-        found = bool(self.ngrams or self.bad_words) or len(self.suppressed) > 0
-        return found or self._holds_back(num_before) or self._begins(num_before)
+        return bool(self.ngrams or self.bad_words or self.always_forbidden(num_before))
 
     def always_forbidden(self, num_before: int) -> list[Tensor]:
         """Return the tokens that are forbidden after any `num_before` more tokens."""
-        parts = [self.suppressed]
-        if self._holds_back(num_before):
+        num_output_tokens, parts = self.num_output_tokens + num_before, [self.suppressed]
+        if num_output_tokens < self.params.min_tokens:
             parts.append(self.stops)
-        if self._begins(num_before):
+        if num_output_tokens == self._begin:
             parts.append(self.suppressed_at_begin)
-        return parts
+        return [part for part in parts if len(part)]
 
     def forbidden_after(self, before: Sequence[int]) -> list[int]:
         """Return the tokens that are forbidden because of the tokens before them."""
@@ -190,13 +189,6 @@ class TokenSampler:
         """Return the tokens of which one must come after `num_before` more tokens; None for any."""
         tokens = self.forced.get(self.num_output_tokens + num_before)
         return None if tokens is None or not len(tokens) else tokens
-
-    def _holds_back(self, num_before: int) -> bool:
-        """Return whether `min_tokens` still forbids EOS and stop tokens."""
-        return self.num_output_tokens + num_before < self.params.min_tokens and len(self.stops) > 0
-
-    def _begins(self, num_before: int) -> bool:
-        return self.num_output_tokens + num_before == self._begin and len(self.suppressed_at_begin) > 0
 
     def _tokens(self, token_ids: Collection[int]) -> Tensor:
         return integers(sorted(token for token in token_ids if 0 <= token < self.vocab_size), self.device)

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine
-from rayspec.decode.loading import allowed_copies, make_scheduler, model_info
+from rayspec.decode.loading import allowed_copies, make_engine, model_info
 from rayspec.model.kv_cache import whole_pages
 from rayspec.model.sizes import ModelSizes, model_sizes, quantisation_of, quantised_bytes
 from rayspec.model.weights import load_config, num_layers
@@ -58,20 +58,16 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
     )
     stages, latency = _started(blueprint)
     first = stages.replica.loaded["stage-0"]
-    return Engine(
-        config.replace(
-            dtype=first.dtype,
-            device="cuda" if blueprint.num_gpus else "cpu",
-            max_model_len=info.max_model_len,
-            kv_cache_tokens=stages.replica.cache_size.num_slots,
-        ),
-        stages=stages,
-        scheduler=make_scheduler(
-            config, stages.replica.cache_size, window=sizes.window, num_cohorts=stages.num_cohorts
-        ),
-        strategy=make_strategy(config, stages.num_sublayers, latency, ways=stages.ways),
-        model=info,
+    return make_engine(
+        config,
+        stages,
+        make_strategy(config, stages.num_sublayers, latency, ways=stages.ways),
+        info,
+        stages.replica.cache_size,
+        window=sizes.window,
         latency=latency,
+        dtype=first.dtype,
+        device="cuda" if blueprint.num_gpus else "cpu",
     )
 
 
