@@ -127,12 +127,10 @@ def load_or_measure(
     """
     key = profile_key(runner) | {"offloaded": list(offloaded.sublayers) if offloaded else []}
     path = cache_file(folder, "latency", key)
-    saved = None if remeasure else _saved(path, key, runner.cache.num_slots, tell=logger.warning)
-    if saved is not None:
+    if not remeasure and (saved := _saved(path, key, runner.cache.num_slots)) is not None:
         return saved
-    is_alone = lock.take()
-    saved = None if remeasure else _saved(path, key, runner.cache.num_slots)  # others may have measured meanwhile
-    if saved is not None:
+    is_alone = lock.take()  # others may have measured meanwhile
+    if not remeasure and (saved := _saved(path, key, runner.cache.num_slots)) is not None:
         return saved
     if not is_alone:
         logger.warning("other processes still load or measure a model: the latency profile is coarse and not saved")
@@ -206,17 +204,14 @@ def cache_file(folder: str | None, what: str, key: Mapping[str, Any]) -> Path:
     return user_folder(folder) / f"{what}-{name}.json"
 
 
-def _saved(
-    path: Path, key: dict[str, Any], num_slots: int, *, tell: Callable[..., None] = logger.debug
-) -> LatencyModel | None:
-    """Return the saved model if it has this key and covers a KV cache of `num_slots` slots. tell: logs why a file
-    cannot be used."""
+def _saved(path: Path, key: dict[str, Any], num_slots: int) -> LatencyModel | None:
+    """Return the saved model if it has this key and covers a KV cache of `num_slots` slots."""
     try:
         saved = LatencyModel.load(path, key)
     except OSError:
         return None
     except StaleProfileError as error:
-        tell("%s; this is done now", error)
+        logger.info("%s; this is done now", error)
         return None
     if saved.covers(_grid(num_slots)):
         return saved
@@ -247,15 +242,10 @@ def model_key(runner: Runner) -> dict[str, Any]:
     }
 
 
-def measure(
-    runner: Runner,
-    offloaded: OffloadedWeights | None = None,
-    budget_s: float | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> LatencyModel:
+def measure(runner: Runner, offloaded: OffloadedWeights | None = None, budget_s: float | None = None) -> LatencyModel:
     """Measure the latency model of a whole model on this device; see `measurements`."""
-    found = measurements(runner, offloaded, budget_s=budget_s, clock=clock)
-    transfer_s = offloaded.transfer_seconds(clock) if offloaded else None
+    found = measurements(runner, offloaded, budget_s=budget_s)
+    transfer_s = offloaded.transfer_seconds() if offloaded else None
     return LatencyModel.fit(found, runner.parts.curve_names, transfer_s=transfer_s)
 
 
@@ -265,7 +255,6 @@ def measurements(
     *,
     device: str = "",
     budget_s: float | None = None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Measurement]:
     """Time each kind of sublayer over rows, context and batch, the head over rows if this process has it, and the fixed
     cost of a forward. In a stage on a CPU, also time how much a pause with cold caches slows a forward.
@@ -279,30 +268,28 @@ def measurements(
     """
     with torch.inference_mode(), offloaded.without_transfers() if offloaded else nullcontext():
         _fill(runner.cache)
-        sample = Counter(runner.parts.curve_names) if budget_s is None else _sample(runner, clock)
+        sample = Counter(runner.parts.curve_names) if budget_s is None else _sample(runner)
         works = list(_works(runner, device, sample))
-        until = float("inf") if budget_s is None else clock() + budget_s
-        times = _times(works, runner.device, until, clock)
+        until = float("inf") if budget_s is None else time.perf_counter() + budget_s
+        times = _times(works, runner.device, until)
         # If the repeats of an item followed one another, a slow second of the machine would slow them all. The fastest
         # runs of two items may come from different moments, so the median is used.
         found = [replace(works[at][0], seconds=median(took) / works[at][0].seconds) for at, took in times.items()]
         if runner.device.type == "cpu" and device:
-            wake_s = _wake_seconds(runner, clock)
+            wake_s = _wake_seconds(runner)
             found.append(Measurement(kind=WAKE, rows=1, context=0, batch=1, seconds=wake_s, device=device))
         return found
 
 
-def _times(
-    works: Sequence[_Work], device: torch.device, until: float, clock: Callable[[], float]
-) -> dict[int, list[float]]:
+def _times(works: Sequence[_Work], device: torch.device, until: float) -> dict[int, list[float]]:
     """Return the seconds of each work item by its place, from its second run on. Items of the coarse grid run first,
     and twice at least; no other run begins after `until`."""
     coarse = [at for at, (one, _) in enumerate(works) if _is_coarse(one)]
     others = [at for at in range(len(works)) if at not in set(coarse)]
     times: dict[int, list[float]] = defaultdict(list)
     for repeat, at in [(repeat, at) for repeat in range(1 + _NUM_REPEATS) for at in (*coarse, *others)]:
-        if clock() <= until or (repeat < 2 and _is_coarse(works[at][0])):
-            times[at].append(_timed(works[at][1], device, clock))
+        if time.perf_counter() <= until or (repeat < 2 and _is_coarse(works[at][0])):
+            times[at].append(_timed(works[at][1], device))
     return {at: seconds[1:] for at, seconds in sorted(times.items()) if len(seconds) > 1}
 
 
@@ -310,13 +297,13 @@ def _is_coarse(one: Measurement) -> bool:
     return one.rows == one.batch or (one.batch == 1 and one.rows in _COARSE_ROWS)
 
 
-def _sample(runner: Runner, clock: Callable[[], float]) -> dict[str, int]:
+def _sample(runner: Runner) -> dict[str, int]:
     """Return how many sublayers of each kind a timed run has: as many as take `_SAMPLE_S` for one row."""
     batch, hidden = runner.batch([span_at(runner.cache, 0, 0, 1)]), random_states(runner, 1)
     found = {}
     for name, num_sublayers in Counter(runner.parts.curve_names).items():
         run = partial(runner.run, batch, hidden, choices=_only(runner, name, 1))
-        seconds = min([_timed(run, runner.device, clock) for _ in range(3)][1:])  # the first run warms up
+        seconds = min([_timed(run, runner.device) for _ in range(3)][1:])  # the first run warms up
         found[name] = min(num_sublayers, max(1, math.ceil(_SAMPLE_S / max(seconds, 1e-9))))
     return found
 
@@ -384,7 +371,7 @@ def _note_pages(runner: Runner, spans: Sequence[RowSpan]) -> None:
         runner.run(runner.batch(before, scores_pages=True), random_states(runner, 2 * len(spans)))
 
 
-def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
+def _wake_seconds(runner: Runner) -> float:
     """Return the extra seconds of one row through all sublayers after a pause and with cold caches."""
     batch, hidden = runner.batch([span_at(runner.cache, 0, 0, 1)]), random_states(runner, 1)
     others, fastest_s = bytearray(_CACHE_BYTES), []
@@ -394,7 +381,7 @@ def _wake_seconds(runner: Runner, clock: Callable[[], float]) -> float:
             if is_cold:
                 others[:] = bytes(len(others))
                 time.sleep(_PAUSE_S)
-            times.append(_timed(partial(runner.run, batch, hidden), runner.device, clock))
+            times.append(_timed(partial(runner.run, batch, hidden), runner.device))
         fastest_s.append(min(times[1:]))  # disturbances only make a run slower
     return max(fastest_s[1] - fastest_s[0], 0.0)
 
@@ -427,11 +414,10 @@ def _contexts(num_slots: int, *, num_beside: int) -> list[int]:
     return [short, *sorted({min(context, longest) for context in CONTEXTS[1:] if longest > 2 * short})]
 
 
-def _timed(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = clock()
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
+    started = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return clock() - started
+    wait()
+    return time.perf_counter() - started
