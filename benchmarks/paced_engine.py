@@ -6,7 +6,6 @@ The requests, texts, threads and deliveries around it are those of any engine.
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
@@ -87,10 +86,8 @@ class PacedEngine:
             self._grow(live)
         return self._requests.outputs()
 
-    def ping(self) -> Future[None]:
-        answer: Future[None] = Future()
-        answer.set_result(None)
-        return answer
+    def ping(self) -> None:
+        """There are no stages."""
 
     def shutdown(self) -> None:
         """Nothing to end."""

@@ -201,20 +201,14 @@ class Engine:
         """Let a call of `advance` that waits for work return. Any thread may call this."""
         self.stages.wake()
 
-    def ping(self) -> Future[None]:
-        """Return a future that is done when the stages have answered; at once while work is under way, which itself
-        detects a lost stage. It fails with StageLostError if a stage is lost for good."""
-        answered: Future[None] = Future()
+    def ping(self) -> None:
+        """Return when the stages have answered; at once while work is under way, which itself detects a lost stage.
+        Raises StageLostError if a stage is lost for good."""
         try:
             if not self._under_way:
                 self.stages.check()
         except StagesReplacedError:
             self._replay()
-        except StageLostError as error:
-            answered.set_exception(error)
-            return answered
-        answered.set_result(None)
-        return answered
 
     def shutdown(self) -> None:
         """Abort all requests and shut the stages down."""

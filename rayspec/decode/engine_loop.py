@@ -248,10 +248,13 @@ class EngineLoop:
         self._deliver(refused)
 
     def _answer(self, ping: Future[None]) -> None:
-        answer = self.engine.ping()
+        problem = None
+        try:
+            self.engine.ping()
+        except RayspecError as error:  # a stage is lost
+            problem = error
         self._pings.discard(ping)
-        pass_on = lambda answered: _settle(ping, None, answered.exception())  # noqa: E731
-        self._jobs.put(partial(answer.add_done_callback, pass_on))
+        self._jobs.put(partial(_settle, ping, None, problem))
 
     def _deliver(self, outputs: Iterable[NewOutput]) -> None:
         for output in outputs:
