@@ -415,9 +415,10 @@ def _contexts(num_slots: int, *, num_beside: int) -> list[int]:
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     started = time.perf_counter()
     work()
-    wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - started
