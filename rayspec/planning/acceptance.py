@@ -1,7 +1,5 @@
 """From acceptance to a decision: expected tokens, the best draft and its length, and when a draft should end.
-
-Acceptance is the probability that a draft token equals the target's token, given that all earlier draft tokens did.
-"""
+Acceptance is the probability that a draft token equals the target's, given that all earlier draft tokens did."""
 
 from __future__ import annotations
 
@@ -58,10 +56,7 @@ def best_choice(
     min_gain: float = 0.0,
 ) -> Decision:
     """Return the candidate and draft length with the most `tokens_per_time`; no draft without a gain above `min_gain`.
-
-    patterns: the choices of each candidate. acceptance: [num_candidates], best corrected by observations in use. A
-    candidate that runs all sublayers in full equals plain decoding and is never chosen.
-    """
+    A candidate that runs all sublayers in full equals plain decoding and is never chosen."""
     plain_tpt = 1.0 / latency.decode_step_s(context=context, batch=batch)
     plain = Decision(candidate=None, num_draft_tokens=0, tpt=plain_tpt, plain_tpt=plain_tpt)
     is_plain = [num_leading_full(choices) == len(choices) for choices in patterns]
@@ -96,12 +91,10 @@ def tokens_per_time(
     stop_rule: StopRule = NEVER,
     reuse_prefix: bool = True,
 ) -> Floats:
-    """Return [num_candidates, max_draft_tokens]: tokens per second of one sequence, by draft length (1, 2, ...).
-
-    This is KnapSpec's eq. 4 with head, overheads, hops, the true cost of the verify's rows, and drafts that `stop_rule`
-    may end early: expected tokens / (draft steps + verify + round overhead). With `reuse_prefix`, the verify runs the
-    leading sublayers that the draft runs in full for the last drafted token only.
-    """
+    """Return [num_candidates, max_draft_tokens]: tokens per second of one sequence, by draft length (1, 2, ...). This
+    is KnapSpec's eq. 4 with head, overheads, hops, the true cost of the verify's rows, and drafts that `stop_rule` may
+    end. With `reuse_prefix`, the verify runs the leading sublayers that the draft runs in full for the last drafted
+    token only."""
     num_drafted, num_accepted = expected_draft(acceptance, max_draft_tokens, stop_rule)
     # A draft step takes place while any sequence of the batch still drafts, and runs only the rows of those sequences.
     # So in a large batch the longest draft sets the number of steps.
@@ -128,17 +121,12 @@ def tokens_per_time(
 
 
 class DraftWhileWorth(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Draft while the next token is worth its time. The rule is serializable, and can be sent to the process that
-    drafts.
+    """Draft while the next token is worth its time; a rule that can be sent to the process that drafts.
 
-    curve: acceptance of a drafted token by its confidence. usual: acceptance of a token not drafted yet. rate: current
-    tokens per second of the whole batch. step_s: fixed seconds of a draft step. row_s: extra seconds for each sequence
-    that takes part, its row in the verify included.
-
-    By the renewal-reward argument, the best policy drafts while the marginal tokens - rate * seconds is not negative.
-    Here `rate` is the best rate itself. The survival of a draft, the probability that all its tokens are accepted, only
-    falls, so looking one token ahead is enough. So a sequence takes part iff survival * usual > rate * row_s. The step
-    takes place iff the surplus of these sequences, summed, exceeds rate * step_s.
+    curve: acceptance of a drafted token by its confidence. usual: of a token not drafted yet. rate: tokens per second
+    of the whole batch. step_s: fixed seconds of a draft step. row_s: extra seconds for each sequence that takes part,
+    its row in the verify included. By the renewal-reward argument, the best policy drafts while marginal tokens - rate
+    * seconds is not negative; as the survival of a draft only falls, looking one token ahead is enough.
     """
 
     curve: CalibrationCurve

@@ -1,11 +1,9 @@
 """The multiple-choice knapsack over sublayers: for every amount of saved time, the draft most similar to the target.
 
-After KnapSpec: state (i, w) holds hidden states after sublayer i, of a draft that has saved w units of time so far. Of
-all such drafts, the state is the one most similar to the target's. KnapSpec extends each state by "run sublayer i" and
-by "skip it". Here a state is extended by every choice of sublayer i (`rayspec.choices`), and w grows by the time that
-the choice saves. Each state runs a sublayer once, in full; its results under the other choices are derived from that
-run, at almost no cost. The result is optimal when similarity is a sum over the sublayers, and a heuristic otherwise. No
-choice is excluded a priori: the first and the last sublayers may be skipped, and "all in full" is always an answer.
+After KnapSpec: state (i, w) is the draft most similar to the target after sublayer i, of those that have saved w units
+of time. Here each state is extended by every choice of sublayer i, not only by run and skip. A state runs a sublayer
+once, in full; other choices are derived from that run. The result is optimal if similarity is a sum over the sublayers.
+No choice is excluded a priori.
 """
 
 from __future__ import annotations
@@ -86,16 +84,12 @@ def solve(
 ) -> Solution:
     """Return the most similar draft for each saved time up to `max_saved`.
 
-    savings: for each sublayer, the units of time that each choice saves compared with `full`. `full` is always a choice
-    and saves 0; a sublayer without `skip` is never skipped. The search calls `run` and `similarity` once per sublayer,
-    and `vary` once per sublayer and choice other than full and skip.
-
-    The search drops states less similar than `min_similarity` (or NaN). Two diagonals lead to `band` times
-    `max_saved` and to `max_saved`; the search drops states that lie outside them by more than `band`, a share of the
-    most that could be saved. With `drop_dominated`, it drops states that save no more than another state and are
-    no more similar. A row of more than `max_states` states is thinned over saved time. band=None, drop_dominated=False,
-    min_similarity=-inf and a large `max_states` give the exact recurrence. A choice that saves 0 competes with `full`
-    at equal saved time: it is taken only where the state becomes more similar and another sublayer saves time.
+    savings: for each sublayer, the units of time that each choice saves compared with `full`, which is always a choice;
+    a sublayer without `skip` is never skipped. The search drops states less similar than `min_similarity` (or NaN), and
+    states outside two diagonals to `max_saved`, by more than the share `band` of the most that could be saved. With
+    `drop_dominated`, it drops states that save no more than another state and are no more similar. More than
+    `max_states` states are thinned over saved time. band=None, drop_dominated=False, min_similarity=-inf and a large
+    `max_states` give the exact recurrence.
     """
     names = _names(savings)
     menus = [[choice for choice in names if choice == FULL or choice in each] for each in savings]
@@ -147,15 +141,12 @@ def follow(choice_patterns: Sequence[Sequence[Choice]], expansion: Expansion) ->
 
 
 def quantize(seconds: Sequence[Mapping[Choice, float]]) -> list[dict[Choice, int]]:
-    """Return savings for `solve`, in units of total / UNITS, where total is the seconds of all in full.
+    """Return savings for `solve`, in units of total / UNITS, where total is the seconds of all in full. A skip may save
+    0.
 
-    seconds: for each sublayer, the seconds of each choice, `full` included. Each saving is rounded to the nearest unit,
-    so a skip may save 0. Consider offloaded sublayers that take 800 times as long: rounding the others up to 1 would
-    overstate them.
-
-    The result leaves out `full`, and choices that are not faster. A choice other than `skip` must take less than
-    CHEAPER_COST of the time in full, and of the time with the same weights and all keys: trying others would cost more
-    than they can save.
+    seconds: for each sublayer, the seconds of each choice, `full` included. The result leaves out `full`. A choice
+    other than `skip` must save a unit, and take less than CHEAPER_COST of the time in full, or of the time with the
+    same weights and all keys: trying others would cost more than they can save.
     """
     total = float(sum(costs[FULL] for costs in seconds))
     savings: list[dict[Choice, int]] = [{} for _ in seconds]
@@ -234,10 +225,8 @@ def _take(batches: Sequence[_Batch], index: Ints, expansion: Expansion) -> _Batc
 def _thin(saved: Ints, similarity: Floats, num_kept: int) -> Ints:
     """Return `num_kept` positions out of states by rising saved time, the first state included.
 
-    States on the concave hull of (saved, similarity) are taken first, evenly over saved time: for a similarity that is
-    a sum, the best draft of a hull budget passes through hull states only. The most similar state of each bucket of
-    saved time would be the bucket's slowest, row after row; so drafts that save much would be lost. The remaining
-    places go to the states farthest in saved time from those taken.
+    States on the concave hull of (saved, similarity) are taken first, evenly over saved time: the best draft of a hull
+    budget passes through hull states only. Then those farthest in saved time from the states taken.
     """
     hull = _hull(saved, similarity)
     targets = np.linspace(saved[0], saved[-1], num_kept)
@@ -251,10 +240,8 @@ def _thin(saved: Ints, similarity: Floats, num_kept: int) -> Ints:
 
 
 def _hull(saved: Ints, similarity: Floats) -> Ints:
-    """Return the positions on the upper concave hull, first and last included; `saved` rises strictly.
-
-    A point is on the hull where every line to it from the left is steeper than every line from it to the right.
-    """
+    """Return the positions on the upper concave hull: every line to it from the left is steeper than every line from it
+    to the right. First and last are included; `saved` rises strictly."""
     before = np.tri(len(saved), k=-1, dtype=bool)  # [of, to]
     with np.errstate(divide="ignore", invalid="ignore"):
         slope = (similarity[:, None] - similarity) / (saved[:, None] - saved)

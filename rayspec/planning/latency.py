@@ -1,7 +1,6 @@
 """Latency of a forward pass: seconds of each sublayer, of the head, of hops and of weight transfers.
 
-A curve is fitted for each kind of sublayer on each device, from measurements on that very device. The model does not
-assume which kind is slower, and does not bound their ratio.
+A curve is fitted for each kind of sublayer on each device, from measurements on that very device.
 """
 
 from __future__ import annotations
@@ -41,13 +40,11 @@ class StaleProfileError(RayspecError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Seconds of one measured run.
+    """Seconds of one measured run over `rows` new tokens of `batch` sequences that held `context` tokens each.
 
-    kind: "attention", "mlp", or any other kind of sublayer (a kind that starts with "attention" reads context). A
-        choice other than `full` is appended, as `kind_of` does. Other kinds are "head"; "overhead", the time of a
-        forward outside sublayers and head; "round", the time of a round outside its forwards; and "wake", the extra
-        time of a forward after a pause in which other work used the caches.
-    rows: new tokens in total over the batch. context: tokens that each sequence already held. batch: sequences.
+    kind: of a sublayer, with a choice other than `full` appended (`kind_of`); a kind that starts with "attention" reads
+    context. Or "head"; "overhead", a forward outside sublayers and head; "round", a round outside its forwards; "wake",
+    what a forward takes more after a pause in which other work used the caches.
     """
 
     kind: str
@@ -62,10 +59,9 @@ class Measurement:
 class Curve:
     """base(rows) + (sequence_s + masked_s * several) * (batch - 1) + (kv_s * batch + score_s * rows) * context, in s.
 
-    base is piecewise linear through the measured row counts, because the time of GEMMs is a staircase rather than a
-    line. It never falls, is constant below the first knot and continues beyond the last with the slope of the upper
-    half; with a single knot it is proportional to the rows. sequence_s: seconds of each sequence but the first, which
-    base contains, since attention is called once per sequence. masked_s: extra seconds of a sequence with several rows,
+    base is piecewise linear through the measured row counts, because the time of GEMMs is a staircase. It never falls,
+    is constant below the first knot and goes on beyond the last with the slope of the upper half. sequence_s: of each
+    sequence but the first, as attention is called once per sequence. masked_s: more for a sequence with several rows,
     which need a mask. several: the share of such sequences, rows / batch - 1, at most 1.
     """
 
@@ -126,14 +122,12 @@ class Curve:
 class LatencyModel:
     """Seconds of forwards over `rows` new tokens of `batch` sequences that hold `context` tokens each.
 
-    sublayers: name of the curve of each sublayer in full; measured curves of other choices have the choice in their
-    names. head: name of the head's curve. overhead_s: seconds of a forward in addition to sublayers and head. round_s:
-    seconds of a round in addition to its forwards. stages: stage of each sublayer. A forward hops from the first stage
-    (embedding) over the stages that run any sublayer to the last stage (head) and back. Each hop takes hop_s, and
-    wake_s because the next stage was idle. link_s: measured seconds of a hop from each stage to the next, and from the
-    last to the first. Where links were measured, hop_s is their mean, and a hop that bypasses stages takes as long as
-    the slowest link on its way. transfer_s: seconds to transfer the weights of each sublayer, for every run with the
-    target's own weights. measured_context, measured_batch: the longest context and largest batch measured.
+    sublayers, head: names of curves; those of other choices have the choice in their names. overhead_s: of a forward,
+    in addition to sublayers and head. round_s: of a round, in addition to its forwards. stages: stage of each sublayer.
+    A forward hops from the first stage over the stages that run any sublayer to the last stage (head) and back; each
+    hop takes hop_s and wake_s. link_s: measured seconds of a hop from each stage to the next, and from the last to the
+    first; a hop that bypasses stages takes as long as the slowest link on its way. transfer_s: to fetch the weights of
+    each sublayer, for every run with the target's own weights. measured_context, measured_batch: the largest measured.
     """
 
     sublayers: tuple[str, ...]
@@ -171,11 +165,8 @@ class LatencyModel:
         link_s: Sequence[float] = (),
         transfer_s: Sequence[float] | None = None,
     ) -> LatencyModel:
-        """Fit one curve for each kind and device in `measurements`.
-
-        devices: device of each sublayer, required if the measurements come from several devices; the head is on the
-        last one. Raises ValueError if a sublayer or the head has no measurement.
-        """
+        """Fit one curve for each kind and device in `measurements`. devices: of each sublayer, if there are several;
+        the head is on the last one. Raises ValueError if a sublayer or the head has no measurement."""
         grouped: dict[str, list[Measurement]] = defaultdict(list)
         for each in measurements:
             grouped[_curve_name(each.kind, each.device)].append(each)
@@ -330,11 +321,8 @@ class _Saved(msgspec.Struct):
 
 
 def _robust_fit(matrix: Floats, target: Floats) -> Floats:
-    """Return an x >= 0 that makes the relative errors of matrix x against target > 0 small; outliers hardly count.
-
-    The method is least absolute deviations by iterative reweighting: each row is scaled by the inverse square root of
-    its last error. A column that depends linearly on the columns before it gets 0.
-    """
+    """Return an x >= 0 that makes the relative errors of matrix x against target > 0 small; outliers hardly count:
+    least absolute deviations by reweighting. A column that depends linearly on the columns before it gets 0."""
     from scipy.optimize import nnls  # noqa: PLC0415 (the import takes a third of a second; a saved profile needs none)
 
     relative = matrix / target[:, None]

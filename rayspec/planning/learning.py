@@ -1,9 +1,4 @@
-"""What the engine learns while it runs, and the constants that it decides by.
-
-Estimates fade (`Discounted`): acceptance against its estimate, acceptance by confidence, how drafts end, how long
-answers are, and how fast prompts are read. The gate's constants are in `strategies.gate`. docs/internals.md has one
-table of both. Constants that only bound memory or rounding are next to their use.
-"""
+"""What the engine learns while it runs, and the constants that it decides by; docs/internals.md has a table of them."""
 
 from __future__ import annotations
 
@@ -59,12 +54,9 @@ _HALF_LIFE = 1.0  # rounds, or chunks
 
 
 class Discounted:
-    """An exponentially discounted mean: the sum of observed totals over the sum of observed weights. Both sums halve
-    whenever `half_life` of further weight, or of explicit age, has been added.
-
-    prior: the value before the first observation, which counts as an observation of weight `strength`. With strength 0
-    the first observation replaces it.
-    """
+    """An exponentially discounted mean: observed totals over observed weights. Both halve whenever `half_life` of
+    further weight, or of explicit age, has been added. prior: the value before the first observation, which counts as
+    an observation of weight `strength`."""
 
     def __init__(self, half_life: float, *, prior: float = 0.0, strength: float = 0.0) -> None:
         self._half_life = half_life
@@ -96,11 +88,8 @@ class Discounted:
 
 
 class Correction:
-    """One offset, in logits, between estimated and observed acceptance; it applies to every candidate's estimate.
-
-    A drafted token is tested only if no token before it was rejected; untested tokens do not count. Old tokens fade.
-    PRIOR_TOKENS virtual tokens keep the offset near `prior_offset` at first.
-    """
+    """One offset, in logits, between estimated and observed acceptance of all candidates. Old tokens fade; PRIOR_TOKENS
+    virtual tokens keep the offset near `prior_offset` at first."""
 
     def __init__(self, *, prior_offset: float = 0.0) -> None:
         self._prior_offset = prior_offset
@@ -143,20 +132,16 @@ class CalibrationCurve:
 
 
 class Calibration:
-    """Acceptance of a draft token, given its confidence (the draft's top-1 probability).
-
-    The estimate is the confidence plus the observed difference, kept in bins of confidence and interpolated between
-    them. Bins are narrow near 1, where most tokens are. In each bin, PRIOR_TOKENS virtual tokens count for a difference
-    of 0. Old tokens fade.
-    """
+    """Acceptance of a draft token, given its confidence (the draft's top-1 probability): the confidence plus the
+    observed difference, in bins that are narrow near 1, where most tokens are. Old tokens fade; PRIOR_TOKENS virtual
+    tokens in each bin count for a difference of 0."""
 
     def __init__(self) -> None:
         self._edges = 1.0 - np.linspace(1.0, 0.0, _NUM_BINS + 1) ** 2
         self._excess = [Discounted(TOKENS_HALF_LIFE, strength=PRIOR_TOKENS) for _ in range(_NUM_BINS)]
 
     def observe(self, confidence: ArrayLike, accepted: ArrayLike) -> None:
-        """Record tested tokens: those of a draft up to and including its first rejected token. confidence, accepted:
-        [num_tested]."""
+        """Record tested tokens: those of a draft up to and including its first rejected token."""
         values, hits = np.asarray(confidence, float), np.asarray(accepted, bool)
         bins = np.searchsorted(self._edges[1:-1], values, side="right")
         counts, sums = np.bincount(bins, minlength=_NUM_BINS), np.bincount(bins, hits - values, _NUM_BINS)
@@ -177,8 +162,8 @@ def _logit(probability: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """A rule that ends drafts early, by its two probabilities. detects: the draft ends after a token that will be
-    rejected. misfires: the draft ends after a token that will be accepted. (0, 0): drafts always reach their length."""
+    """How often a rule ends drafts early. detects: after a token that will be rejected. misfires: after a token that
+    will be accepted."""
 
     detects: float = 0.0
     misfires: float = 0.0
@@ -188,13 +173,11 @@ NEVER = StopRule()
 
 
 def expected_draft(acceptance: ArrayLike, max_length: int, rule: StopRule) -> tuple[Floats, Floats]:
-    """Return the expected drafted and the expected accepted tokens: [num_candidates, max_length] each, by the maximum
-    draft length (1, 2, ...). acceptance: [num_candidates], of a token whose predecessors were accepted.
+    """Return the expected drafted and the expected accepted tokens, [num_candidates, max_length] each, by the maximum
+    draft length (1, 2, ...). acceptance: [num_candidates].
 
-    With StopRule(), drafts of maximum length g and acceptance a have g drafted and a + a^2 + ... + a^g accepted tokens
-    (Leviathan et al., eq. 1, without the bonus token). The computation tracks two probabilities: that a draft is sound
-    (all tokens so far are accepted), and that it is lost (a token was rejected, but the rule did not end the draft).
-    Otherwise the draft has ended.
+    The computation tracks that a draft is sound (all tokens so far are accepted), or lost (a token was rejected, but
+    the rule did not end the draft). With StopRule(), a + a^2 + ... tokens are accepted (Leviathan et al., eq. 1).
     """
     accepted = np.asarray(acceptance, float)
     sound, lost = np.ones_like(accepted), np.zeros_like(accepted)
@@ -226,11 +209,8 @@ class StopRecord:
         self._misfires = Discounted(TOKENS_HALF_LIFE, prior=MISFIRES, strength=PRIOR_TOKENS)
 
     def observe(self, *, num_accepted: int, num_tested: int, ended: bool) -> None:
-        """Record one draft.
-
-        num_tested: its tokens up to and including the first rejected token. ended: whether the rule ended the draft at
-        the last of these (False: the draft continued, or reached its length).
-        """
+        """Record one draft. num_tested: its tokens up to and including the first rejected token. ended: whether the
+        rule ended the draft at the last of these."""
         num_rejected = num_tested - num_accepted
         self._detects.observe(ended and num_rejected > 0, num_rejected, age=num_tested)
         self._misfires.observe(ended and num_rejected == 0, num_accepted, age=num_tested)
@@ -241,8 +221,8 @@ class StopRecord:
 
 
 class AnswerLength:
-    """Learns how likely a token is the last of an answer that ends by itself, from the tokens of all requests. Tokens
-    of answers that go on, or that reach their limit, count too; so short answers, which end first, do not bias it."""
+    """Learns how likely a token is the last of an answer that ends by itself. Tokens of unfinished answers count too;
+    so short answers, which end first, do not bias it."""
 
     def __init__(self) -> None:
         self._ends = Discounted(ANSWERS_HALF_LIFE)  # ends per token
@@ -252,7 +232,7 @@ class AnswerLength:
         self._ends.observe(num_ends, num_tokens, age=num_ends)
 
     def expected(self, limit: int) -> float:
-        """Return how many tokens a request is expected to generate, if `limit` is the most; `limit` until an answer has
+        """Return how many of at most `limit` tokens a request is expected to generate; `limit` until an answer has
         ended by itself."""
         chance = self._ends.value
         return (1 - (1 - chance) ** limit) / chance if chance else float(limit)

@@ -1,7 +1,5 @@
-"""The decoder layers of each pipeline stage: a partition that minimises the time of the slowest stage, within memory.
-
-A stage holds whole layers: attention and MLP of a layer are one module of the checkpoint and are loaded together.
-"""
+"""The decoder layers of each pipeline stage: a partition that minimises the time of the slowest stage, within memory. A
+stage holds whole layers."""
 
 from __future__ import annotations
 
@@ -30,10 +28,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """Memory and time of a decoder layer, or of one of the two ends of the model.
-
-    kv_bytes: keys and values. seconds: seconds of one step, for the device of each stage.
-    """
+    """Memory and time of a decoder layer, or of one of the two ends of the model. seconds: of one step, for the device
+    of each stage."""
 
     weight_bytes: int
     kv_bytes: int = 0
@@ -77,13 +73,10 @@ class StageCost:
 def partition(costs: ModelCosts, devices: Sequence[Device], pinned: Sequence[int] | None = None) -> tuple[range, ...]:
     """Return consecutive layers for each stage, at least one each; stage i runs on devices[i].
 
-    The caller orders the devices by the network, which is not known here. Of all partitions that fit, take the one
-    whose slowest stage takes least time, because that stage sets the throughput of a full pipeline. Of equal ones, take
-    the least sum of squared times: the most even partition on equal devices, and less total work on unequal devices.
-
-    pinned: number of layers of each stage. It overrides even the memory limit, because bytes are estimates.
-
-    Raises ConfigError if there are more stages than layers, if `pinned` does not add up, or if nothing fits.
+    Of all partitions that fit, take the one whose slowest stage takes least time, because that stage sets the
+    throughput of a full pipeline. Of equal ones, take the least sum of squared times. pinned: number of layers of each
+    stage; it overrides even the memory limit, because bytes are estimates. Raises ConfigError if there are more stages
+    than layers, if `pinned` does not add up, or if nothing fits.
     """
     _check(costs, devices)
     if pinned is not None:
@@ -116,10 +109,8 @@ def partition(costs: ModelCosts, devices: Sequence[Device], pinned: Sequence[int
 
 
 def bytes_missing(costs: ModelCosts, devices: Sequence[Device]) -> int:
-    """Return the bytes that the best partition lacks, summed over stages; 0 if any partition fits.
-
-    Raises ConfigError if there are more stages than layers.
-    """
+    """Return the bytes that the best partition lacks, summed over stages. Raises ConfigError if there are more stages
+    than layers."""
     _check(costs, devices)
     return int(_best_cut(np.maximum(_bytes_over(costs, devices), 0), np.add)[0])
 
@@ -158,10 +149,8 @@ def _bytes_over(costs: ModelCosts, devices: Sequence[Device]) -> Floats:
 
 
 def _span_sums(layers: NDArray[np.generic], first: float, last: float) -> Floats:
-    """Return [stage, start, end]: the sum over layers start .. end - 1 on a stage, infinite for an empty span.
-
-    layers: [stage, layer]. first, last: amounts to add for the first and the last stage.
-    """
+    """Return [stage, start, end]: the sum over layers start .. end - 1 on a stage, infinite for an empty span. layers:
+    [stage, layer]. first, last: added for the first and the last stage."""
     running = np.pad(np.cumsum(layers, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
     sums = running[:, None, :] - running[:, :, None]
     sums[0] += first
@@ -170,11 +159,8 @@ def _span_sums(layers: NDArray[np.generic], first: float, last: float) -> Floats
 
 
 def _best_cut(costs: Floats, combine: np.ufunc) -> tuple[float, tuple[range, ...]]:
-    """Return the least combined cost over the stages, and its spans: a dynamic program over (stage, end).
-
-    costs: [stage, start, end], infinite where a stage cannot hold layers start .. end - 1. combine: must be
-    non-decreasing in both arguments.
-    """
+    """Return the least combined cost over the stages, and its spans: a dynamic program over (stage, end). costs:
+    [stage, start, end]. combine: non-decreasing in both arguments."""
     best = costs[0, 0]
     choices = []
     for stage in costs[1:]:

@@ -1,14 +1,9 @@
 """Simulation of a replica: pipeline, cohorts, drafts and prompts as discrete events, by a LatencyModel.
 
-The simulation follows the pipeline. A round consists of a pass for each draft step and one pass for the verify. A pass
-visits the stages that run any of its sublayers, and the last stage sends the next pass to the first. A stage works on
-one pass at a time, by due time: rounds are due at once, prefills a moment later. A cohort continues when both its
-prefill and its round are finished.
-
-Every stage that a pass visits takes the model's `overhead_s`, because each stage builds its own batch. So a pass over
-several stages takes longer than `LatencyModel` predicts, by `overhead_s` for each stage but one.
-
-Not modelled: memory (see `partition`), processes that share a core, plan searches, lost shards.
+A round is a pass for each draft step and one for the verify. A pass visits the stages that run any of its sublayers;
+each takes the model's `overhead_s`, because it builds its own batch. A stage works on one pass at a time, by due time:
+rounds are due at once, prefills a moment later. A cohort continues when both its prefill and its round are finished.
+Not modelled: memory, processes that share a core, plan searches, lost shards.
 """
 
 from __future__ import annotations
@@ -45,11 +40,8 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedLoad:
-    """`concurrency` users, each of whom sends the next request as soon as the previous one is answered.
-
-    prompt_tokens, output_tokens: length of every prompt and answer; output_tokens None: answers have just begun, and do
-    not end. chunk_tokens: the most prompt tokens that a cohort runs at a time.
-    """
+    """`concurrency` users, each of whom sends the next request as soon as the previous one is answered. output_tokens:
+    None: answers do not end. chunk_tokens: the most prompt tokens that a cohort runs at a time."""
 
     prompt_tokens: int
     output_tokens: int | None
@@ -59,12 +51,9 @@ class SimulatedLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """Results of a simulation of `seconds`.
-
-    num_tokens: committed tokens. num_rounds: rounds of any cohort. round_s: mean seconds of a round, from its start to
-    its commit. tokens_per_round: mean tokens that a round commits per sequence. idle_shares: share of idle time of each
-    stage. first_token_s: seconds from sending a request to its first token, in order of the first tokens.
-    """
+    """Results of a simulation of `seconds`. round_s: mean seconds of a round, from its start to its commit.
+    tokens_per_round: mean of a sequence. idle_shares: of each stage. first_token_s: seconds from sending a request to
+    its first token."""
 
     seconds: float
     num_tokens: int
@@ -89,11 +78,9 @@ def simulate(
     num_tokens: int,
     seed: int = 0,
 ) -> Simulated:
-    """Simulate until `num_tokens` are committed, from a state in which answers of all lengths are under way.
-
-    latency: its stages are numbered 0, 1, ... without gaps. prefill: a separate model for prompts. cohorts: batches
-    under way at the same time, over which the users are distributed. The same arguments give the same result.
-    """
+    """Simulate until `num_tokens` are committed, from a state in which answers of all lengths are under way. latency:
+    its stages are numbered 0, 1, ... without gaps. prefill: another model for prompts. cohorts: batches under way at
+    the same time."""
     replica = _Replica(latency, prefill or latency, workload, drafting, np.random.default_rng(seed))
     return replica.run(cohorts, num_tokens)
 
@@ -116,12 +103,9 @@ class _PassCosts:
         prefix: int = 0,
         head_rows: int | None = None,
     ) -> list[tuple[int, float]]:
-        """Return the stages that a pass visits, in order, and the seconds on each.
-
-        The pass has `rows` rows of `batch` sequences, and runs all sublayers and the head. choices: of a draft step;
-        None: all in full. prefix: leading sublayers that run only one row per sequence, as in a verify. head_rows: rows
-        of the head, if they are others, as in a prompt.
-        """
+        """Return the stages that a pass visits, in order, and the seconds on each. choices: of a draft step; None: all
+        in full. prefix: leading sublayers that run only one row per sequence, as in a verify. head_rows: rows of the
+        head, if they are others."""
         shape = (rows, batch, choices, prefix, head_rows)
         if shape not in self._known:
             latency, stages = self._latency, np.asarray(self._latency.stages)
@@ -176,9 +160,8 @@ class _Cohort:
 class _Replica:
     """The engine, which starts the next work of each cohort, and the stages, as queues.
 
-    The engine is assumed to run next to the first stage: only the way back from the last stage is a hop. With a single
-    stage there are no hops. A pass takes longer by the model's wake_s on a stage that was idle for longer than that.
-    This does not apply to a single stage, because the engine keeps its core busy in the meantime.
+    The engine runs next to the first stage: only the way back from the last stage is a hop. A stage that was idle for
+    longer than wake_s takes wake_s more. A single stage has neither.
     """
 
     def __init__(

@@ -15,13 +15,10 @@ from rayspec.planning.learning import (
 
 
 class Trigger:
-    """Requests the first search, and another one when the conditions of the last search have changed.
-
-    A search is due when context or batch changed by more than the factor MAX_RATIO. It is due when observed acceptance
-    differs from the plan's expectation by more than NUM_ERRORS standard errors, and after `patience_tokens` of one
-    sequence. At least `cooldown_tokens` lie between two searches. A search that leaves the decision unchanged doubles
-    both numbers, up to `max_patience_tokens`; a search that changes the decision resets them.
-    """
+    """Requests the first search, and another one when context or batch changed by more than the factor MAX_RATIO, when
+    observed acceptance differs from the expectation by more than NUM_ERRORS standard errors, and after
+    `patience_tokens` of one sequence. At least `cooldown_tokens` lie between two searches. Each search that leaves the
+    decision unchanged doubles both numbers, up to `max_patience_tokens`."""
 
     def __init__(
         self,

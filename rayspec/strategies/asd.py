@@ -65,10 +65,7 @@ class ASD(PeriodicStrategy):
 
 
 def without_similar_attention(is_attention: Sequence[bool], cosines: Sequence[float], threshold: float) -> Choices:
-    """Return choices that skip the attention sublayers whose cosine is above the threshold.
-
-    is_attention, cosines: one value per sublayer.
-    """
+    """Return choices that skip the attention sublayers whose cosine is above the threshold; one value per sublayer."""
     return choices_of(
         [not (attention and cosine > threshold) for attention, cosine in zip(is_attention, cosines, strict=True)]
     )

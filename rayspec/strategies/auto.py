@@ -25,12 +25,9 @@ PLAN, LOOKUP, BOTH = "plan", "prompt lookup", "plan and prompt lookup"
 
 
 class Auto:
-    """KnapSpec finds plans; the gate decides which rounds use them.
-
-    Every round compares the tokens that lookup would have proposed with the committed tokens; so the acceptance of
-    lookup is learned without trials. looks_up: False for drafts by plans alone, the strategy "knapspec". known,
-    trigger: see `KnapSpec`.
-    """
+    """KnapSpec finds plans; the gate decides which rounds use them. Every round compares the tokens that lookup would
+    have proposed with the committed tokens; so the acceptance of lookup is learned without trials. looks_up: False for
+    the strategy "knapspec". known, trigger: see `KnapSpec`."""
 
     def __init__(
         self,

@@ -48,11 +48,8 @@ def static_plan(
     choice: Choice = FULL,
     ways: Sequence[Collection[Choice]] | None = None,
 ) -> Plan:
-    """Return the plan that skips the sublayers `skip` and runs the others by `choice`, or the nearest possible choice.
-
-    ways: the possible choices of each sublayer; None: `choice` is always possible. Raises ConfigError for a sublayer
-    that does not exist.
-    """
+    """Return the plan that skips the sublayers `skip` and runs the others by `choice`, or the nearest of their possible
+    choices (`ways`; None: all). Raises ConfigError for a sublayer that does not exist."""
     foreign = [index for index in skip if not 0 <= index < num_sublayers]
     if foreign:
         raise ConfigError(f"option 'skip' names sublayer {foreign[0]}; the model has 0 to {num_sublayers - 1}")

@@ -1,15 +1,10 @@
 """The gate switches drafting off where it is measured to be slower: it picks each round's *way* of decoding.
 
-A way is plain decoding, drafting by a plan, or verifying looked-up tokens, for example. Each round brings a predicted
-rate, in tokens per second, for every way that is available to it. A way's *factor* is the seconds that its tokens
-should have taken, divided by the seconds that they took. The factor is learned from rounds, and old rounds fade. A
-predicted rate times the factor is the expected rate; so predictions serve as priors, and may differ from round to
-round.
-
-The round takes the way with the highest expected rate among the known ways. Another way gets a *trial* where it has a
-fair chance to be faster. In a trial, its rounds alternate with those of the best way, so that a slowdown of the machine
-affects both. The record of a way that is not taken fades too, so every way gets another trial eventually. The time lost
-in trials is bounded by a share of the total time.
+Each round brings a predicted rate, in tokens per second, for every way that is available: plain decoding, a plan,
+looked-up tokens. A way's *factor* is expected over measured seconds of its rounds; old rounds fade. The expected rate
+is the predicted rate times the factor. The round takes the known way with the highest. Another way gets a *trial* where
+it has a fair chance: its rounds alternate with those of the best way, so that a slowdown of the machine affects both.
+Records fade, so every way gets another trial. The time lost in trials is bounded.
 """
 
 from __future__ import annotations
@@ -46,8 +41,8 @@ FIRST_ROUNDS, FIRST_SHARE, SAVING_SHARE = 12.0, 0.005, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """A way's plan for the round, and its predicted tokens per second over the batch. shorter: gives the rate with
-    drafts of at most so many tokens; None: it is not known."""
+    """A way's plan, and its predicted tokens per second over the batch. shorter: gives the rate of drafts of at most so
+    many tokens."""
 
     plan: Plan
     rate: float
@@ -56,8 +51,8 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken(RoundPlan):
-    """The way of a round. proposed: its plan; the round's own plan may have shorter drafts. rates: predicted tokens per
-    second of all ways that were available. rate: the same of this round; a trial with shorter drafts makes fewer."""
+    """The way of a round. proposed: its plan; the round's own plan may have shorter drafts. rates: predicted, of all
+    ways. rate: of this round."""
 
     way: Way
     proposed: Plan
@@ -91,17 +86,12 @@ class _Record:
 
 
 class Gate:
-    """Picks the way of each round. `choose` gets what is available to the round, and `observe` its outcome. The gate
-    reads no clock.
+    """Picks the way of each round. It reads no clock. trusted: ways other than plain decoding that need no trial, because
+    their predictions are learned from rounds of all ways."""
 
-    home: the way to which all rounds fall back; it needs no trial. trusted: other ways that need no trial, because
-    their predictions are learned from rounds of all ways.
-    """
-
-    def __init__(self, latency: LatencyModel, *, home: Way = PLAIN, trusted: Collection[Way] = ()) -> None:
-        self.taken = home  # the way in use, trusted ways aside
+    def __init__(self, latency: LatencyModel, *, trusted: Collection[Way] = ()) -> None:
+        self.taken = PLAIN  # the way in use, trusted ways aside
         self._latency = latency
-        self._home = home
         self._trusted = frozenset(trusted)
         self._records: dict[Way, _Record] = {}
         self.trial: Way | None = None  # the way that a trial is testing
@@ -111,11 +101,8 @@ class Gate:
         self._num_outstanding: float | None = None
 
     def choose(self, state: BatchState, ways: Mapping[Way, Proposed]) -> Taken:
-        """Return the way of the next round. ways: those available to the round, the home way included.
-
-        In a trial, drafts are no longer than the trial may cost: one long draft without an accepted token would cost a
-        short answer several per cent of its time.
-        """
+        """Return the way of the next round. In a trial, drafts are no longer than the trial may cost: one long draft
+        without an accepted token would cost a short answer several per cent of its time."""
         predicted = {way: one.rate for way, one in ways.items()}
         best = self._best(predicted)
         if self.trial is None:
@@ -145,8 +132,8 @@ class Gate:
     def observe(
         self, state: BatchState, taken: Taken, num_tokens: float, seconds: float, *, counts: bool = True
     ) -> None:
-        """Record a finished round: tokens committed over the batch, and wall seconds. counts: whether the round
-        says anything about the speed of its way."""
+        """Record a finished round: tokens committed over the batch, and seconds. counts: whether it says anything about
+        the speed of its way."""
         way, predicted = taken.way, taken.rates
         self._elapsed_s += seconds
         self._num_outstanding = max(state.num_outstanding_tokens - num_tokens, 0)
@@ -181,8 +168,7 @@ class Gate:
             self._end_trial()
 
     def renew(self, way: Way) -> None:
-        """Forget what was learned about a way whose plan has changed, and end its trial. A way in use stays in use; its
-        record fades by one half-life only."""
+        """Forget what was learned about a way whose plan has changed, and end its trial. A way in use stays in use."""
         if self.trial == way:
             self._end_trial()
         if self.taken == way:
@@ -192,7 +178,7 @@ class Gate:
 
     def factor(self, way: Way) -> float:
         """Return the measured over the predicted rate of a way. For a trusted way the prediction counts as one more
-        round, so that a way that seemed slow is not abandoned forever."""
+        round, so that it is not abandoned forever."""
         return self._record(way).factor(prior_rounds=way in self._trusted) * self._pace(way)
 
     def rate(self, way: Way, predicted: Mapping[Way, float]) -> float:
@@ -200,30 +186,30 @@ class Gate:
         return predicted[way] * self.factor(way)
 
     def is_known(self, way: Way) -> bool:
-        """Whether the way needs no trial: it is home, in use, or trusted."""
-        return way in {self._home, self.taken} or way in self._trusted
+        """Whether the way needs no trial: it is plain decoding, in use, or trusted."""
+        return way in {PLAIN, self.taken} or way in self._trusted
 
     def remaining_loss_s(self, predicted: Mapping[Way, float]) -> float:
         """Return the seconds that the current trial may still lose; below 0 where it has lost more."""
-        return self._allowance_s(self.trial or self._home, predicted) - self._lost_s - max(self._trial_lost_s, 0.0)
+        return self._allowance_s(self.trial or PLAIN, predicted) - self._lost_s - max(self._trial_lost_s, 0.0)
 
     def status(self, way: Way | None) -> str:
         """Return why rounds draft, or not. way: the way that drafts; None without a plan."""
         if way is None:
             return "drafting is off (no plan is predicted to be faster)"
-        switch = "off" if self.taken == self._home else "on"
+        switch = "off" if self.taken == PLAIN else "on"
         if self.trial is not None:
             return f"drafting is {switch} (trying the {self.trial})"
         if not self._record(way).num_rounds or self._last is None or way not in self._last.rates:
             return f"drafting is off ({way} not tried yet)"
-        gain = self.rate(way, self._last.rates) / self.rate(self._home, self._last.rates)
-        predicted = self._last.rates[way] / self._last.rates[self._home]
+        gain = self.rate(way, self._last.rates) / self.rate(PLAIN, self._last.rates)
+        predicted = self._last.rates[way] / self._last.rates[PLAIN]
         return f"drafting is {switch} (measured {gain:.2f}x plain decoding, predicted {predicted:.2f}x)"
 
     def _pace(self, way: Way) -> float:
-        """Return the recent factor of the home way, which scales the other ways; 1 for the home way itself. A machine
+        """Return the recent factor of plain decoding, which scales the other ways; 1 for itself. A machine
         that is slower than predicted is slower for all ways."""
-        return 1.0 if way == self._home else self._record(self._home).factor()
+        return 1.0 if way == PLAIN else self._record(PLAIN).factor()
 
     def _error(self, way: Way, predicted: Mapping[Way, float]) -> float:
         """Return the standard error of the expected rate."""
@@ -235,22 +221,21 @@ class Gate:
         return predicted[way] * factor + self._error(way, predicted)
 
     def _best(self, predicted: Mapping[Way, float]) -> Way:
-        """Return the way with the highest expected rate among the known ways that no trial is testing; else home."""
+        """Return the way with the highest expected rate among the known ways that no trial is testing; else plain."""
         known = [way for way in predicted if way != self.trial and self.is_known(way)]
-        return max(known, key=lambda way: self.rate(way, predicted), default=self._home)
+        return max(known, key=lambda way: self.rate(way, predicted), default=PLAIN)
 
     def _end_trial(self) -> None:
         self._lost_s += max(self._trial_lost_s, 0.0)
         self.trial, self._num_trial_rounds, self._trial_lost_s = None, 0, 0.0
 
     def _allowance_s(self, way: Way, predicted: Mapping[Way, float]) -> float:
-        """Return the seconds that all trials so far may have lost before the way is tried: LOSS_SHARE of the elapsed
-        time plus an initial amount."""
-        first_s = FIRST_ROUNDS * self._record(self._home).round_s
+        """Return the seconds that all trials so far may have lost before the way is tried."""
+        first_s = FIRST_ROUNDS * self._record(PLAIN).round_s
         if self._num_outstanding is not None:
-            saved = 1 - predicted[self._home] / predicted[way]
+            saved = 1 - predicted[PLAIN] / predicted[way]
             share = max(FIRST_SHARE, SAVING_SHARE * saved)
-            known_s = self._elapsed_s + self._num_outstanding / self.rate(self._home, predicted)
+            known_s = self._elapsed_s + self._num_outstanding / self.rate(PLAIN, predicted)
             first_s = min(first_s, share * known_s)
         return LOSS_SHARE * self._elapsed_s + first_s
 
@@ -259,14 +244,9 @@ class Gate:
 
 
 class Gated:
-    """A strategy behind a gate of its own: its plans are used where they are measured to be faster than plain decoding.
-
-    The gate judges the strategy as a whole, because its plan may change every round, and may be not to draft. The
-    strategy gets its trial regardless of its predicted gain. The time to choose plans counts as time of its rounds.
-    While plain decoding is faster, the strategy may search only after the rounds that try it again.
-
-    clock: seconds, any origin.
-    """
+    """A strategy behind a gate of its own, which judges it as a whole, because its plan may change every round. It gets
+    its trial regardless of its predicted gain. The time of its searches counts as time of its rounds. While plain
+    decoding is faster, it may search only after the rounds that try it again. clock: seconds, any origin."""
 
     def __init__(
         self, strategy: Strategy, latency: LatencyModel, *, clock: Callable[[], float] = time.perf_counter

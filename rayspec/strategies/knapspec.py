@@ -50,10 +50,8 @@ _CONTEXT_GRID = 64  # tokens; predicted rates are cached in steps of this many, 
 
 @dataclass(slots=True)
 class Candidate:
-    """A draft that the last search found, with its agreement on the captured tokens and its acceptance in use.
-
-    num_agreed: of `num_captured` tokens, those on which draft and target agree. used: accepted over tested tokens.
-    """
+    """A draft that the last search found. num_agreed: of `num_captured` tokens, those on which draft and target agree.
+    used: accepted over tested tokens."""
 
     choices: Choices
     similarity: float
@@ -70,11 +68,8 @@ class Candidate:
 class KnapSpec:
     """Finds plans by the knapsack. `Auto` decides whether rounds use them.
 
-    Between searches, the known candidates are compared again at an interval, with the observed acceptance of the plan
-    in use; that takes almost no time. While a search is under way, the last plan stays.
-
-    known: candidates of an earlier run, compared after the first round, before any search. trigger: decides when to
-    search; None: a `Trigger` with default arguments.
+    Between searches, the known candidates are compared again at an interval, by what was observed. While a search is
+    under way, the last plan stays. known: candidates of an earlier run, compared after the first round.
     """
 
     def __init__(
@@ -114,8 +109,8 @@ class KnapSpec:
         return self._question is not None and self._asked is None
 
     def rate(self, state: BatchState, longest: int | None = None) -> float:
-        """Return the tokens per second of one sequence that are predicted for the plan in use, with drafts of at most
-        `longest` tokens."""
+        """Return the predicted tokens per second of one sequence for the plan in use, with drafts of at most `longest`
+        tokens."""
         candidate = self._in_use
         assert candidate is not None, "there is a plan in use"
         context = state.context // _CONTEXT_GRID * _CONTEXT_GRID
@@ -133,10 +128,8 @@ class KnapSpec:
         return float(self._rates[key][:longest].max())
 
     def keep_drafting(self, state: BatchState, rate: float) -> DraftWhileWorth | None:
-        """Return the rule to draft while the next token is expected to gain more than its time costs; None without one.
-
-        rate: expected tokens per second of the round, over the batch.
-        """
+        """Return the rule to draft while the next token is expected to gain more than its time costs; None without a
+        plan. rate: expected tokens per second of the round, over the batch."""
         candidate = self._in_use
         if candidate is None:
             return None
@@ -180,9 +173,7 @@ class KnapSpec:
 
     def search(self, state: BatchState, ask: Ask, *, share: float = 1.0) -> PlanRecord | None:
         """Search when there is a reason and the budget allows; otherwise, at an interval, review the known candidates.
-
-        share: share of the time in rounds that a plan could make faster; the budget counts only this time.
-        """
+        share: of the time, in rounds that a plan could make faster; the budget counts only this time."""
         if self._asked is None:
             had_question = self._question is not None
             self._consider_search(state, share)
@@ -200,8 +191,8 @@ class KnapSpec:
         return None
 
     def acceptance_of(self, candidates: Sequence[Candidate]) -> list[float]:
-        """Return the expected acceptance of each candidate: its estimate with the correction learned from all
-        candidates, which is then the prior for its own observations."""
+        """Return the expected acceptance of each candidate: its corrected estimate is the prior for its own
+        observations."""
         corrected = self._correction.apply([candidate.estimate for candidate in candidates])
         return [
             shrink(one.used.total, one.used.weight, float(prior))
@@ -236,7 +227,7 @@ class KnapSpec:
         """Set the question of a search that is due and that the budget allows; it stays for ROUNDS_TO_REVIEW rounds.
 
         After searches in vain, later ones get less and less of the time. The first search may take a share of the time
-        that the fastest draft it may find would save: so it can come early, while its plan still pays back.
+        that the fastest draft it may find would save, so that it can come early.
         """
         self._rounds_to_price -= 1
         if self._rounds_to_price > 0:
@@ -357,8 +348,8 @@ class KnapSpec:
 
 
 def uniform_patterns(savings: Sequence[Mapping[Choice, int]]) -> list[Choices]:
-    """Return the drafts that skip nothing and run all sublayers by the same choice, or by the nearest that saves time.
-    They work with any model, even if the search finds no good draft."""
+    """Return the drafts that run all sublayers by the same choice, or by the nearest that saves time. They work with
+    any model."""
     ways = dict.fromkeys(choice for each in savings for choice in each if choice != SKIP)
     patterns = dict.fromkeys(tuple(nearest(choice, each) for each in savings) for choice in ways)
     return [choices for choices in patterns if num_leading_full(choices) < len(choices)]

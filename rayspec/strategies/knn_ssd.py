@@ -61,8 +61,8 @@ def nearest(anchors: Mapping[str, Sequence[Vector]], feature: Sequence[float]) -
 
 
 def representatives(features: ArrayLike, count: int) -> Floats:
-    """Return [up to count, size]: unit vectors of the samples nearest to the centres of `count` clusters (KNN-SSD,
-    eq. 2); all distinct samples if there are at most `count`. features: [num_samples, size]."""
+    """Return [up to count, size]: unit vectors of the samples nearest to the centres of `count` clusters (KNN-SSD, eq.
+    2); all distinct samples if there are at most `count`."""
     rows = np.unique(unit_rows(features), axis=0)
     if len(rows) <= count:
         return rows
@@ -74,13 +74,9 @@ def representatives(features: ArrayLike, count: int) -> Floats:
 
 
 def radius(features: ArrayLike, anchors: Floats, others: Sequence[Floats] = ()) -> float:
-    """Return the cosine distance from the anchors within which text belongs to the domain.
-
-    It is half of the distance to the nearest anchor of the `others`, but at least twice the largest distance of a
-    sample to its nearest anchor other than itself. A few samples lie closer together than other text of their domain,
-    hence twice. Distances for the demo model's four domains: 12 samples each within 0.05, 12 other texts within 0.04,
-    text of another domain beyond 0.42, and text of no domain beyond 0.26.
-    """
+    """Return the cosine distance from the anchors within which text belongs to the domain: half of the distance to the
+    nearest anchor of the `others`, but at least twice the largest distance of a sample to its nearest anchor other than
+    itself, because a few samples lie closer together than other text of their domain."""
     rows = unit_rows(features)
     distances = 1 - rows @ anchors.T
     distances[np.isclose(distances, 0.0, atol=1e-9)] = np.inf
@@ -99,12 +95,9 @@ class _Voted(RoundPlan):
 
 
 class KnnSSD:
-    """The first round of each sequence captures hidden states, to classify the sequence by its feature.
-
-    Each domain has a drafter: Self-SD with the domain's plan and a fixed threshold. The sequences of a batch vote for
-    their drafters. Sequences not yet classified do not vote; sequences of no domain vote against drafting. Raises
-    ConfigError if no saved plan has anchors.
-    """
+    """The first round of each sequence captures hidden states, to classify the sequence. Each domain has a drafter:
+    Self-SD with the domain's plan and a fixed threshold. The classified sequences of a batch vote; those of no domain
+    vote against drafting. Raises ConfigError if no saved plan has anchors."""
 
     def __init__(self, saved: SavedPlans, options: SpeculationOptions, latency: LatencyModel) -> None:
         self._saved = saved
@@ -167,7 +160,7 @@ class KnnSSD:
 
     def _classify(self, name: str, ask: Ask) -> None:
         """Ask for the feature of a sequence, or classify the sequence by the answer. If the captured token is gone or
-        the question failed, the sequence has no domain. If the question was cancelled, it is asked again later."""
+        the question failed, it has no domain. If the question was cancelled, it is asked again later."""
         asked = self._asked.pop(name, None) or ask(Feature(num_tokens=1), name)
         if asked is not None and not asked.done():
             self._asked[name] = asked

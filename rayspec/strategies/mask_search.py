@@ -24,12 +24,9 @@ _MAX_REDRAWS = 16
 
 
 class MaskSearch:
-    """Searches the mask with the highest score. A mask has a flag for each sublayer, [num_sublayers]: True = keep.
-
-    free: sublayers that may be skipped. num_skipped: how many of them a mask skips; None: any number from 1 on.
-    suggest_every: one of this many proposals comes from the Gaussian process (Matern 5/2 over the flags, the highest
-    mean + 2.5 standard deviations). The others are random, redrawn a few times if they were already tried.
-    """
+    """Searches the mask with the highest score. A mask has a flag for each sublayer: True = keep. free: sublayers that
+    may be skipped. num_skipped: how many of them; None: any number from 1 on. suggest_every: one of this many proposals
+    comes from a Gaussian process; the others are random, redrawn a few times if already tried."""
 
     def __init__(
         self, num_sublayers: int, free: Sequence[int], *, num_skipped: int | None, suggest_every: int, seed: int
@@ -109,11 +106,9 @@ class MaskSearch:
 
 
 def upper_bound(observed: Masks, scores: Floats, candidates: Masks) -> Floats:
-    """Return [num_candidates]: mean + 2.5 standard deviations of a Gaussian process fitted to the scores of `observed`.
-
-    observed: [num_observed, free]; candidates: [num_candidates, free]. The kernel length with the highest likelihood is
-    used, out of a few.
-    """
+    """Return [num_candidates]: mean + 2.5 standard deviations of a Gaussian process (Matern 5/2) fitted to the scores
+    of `observed`, with the likeliest of a few lengths. observed: [num_observed, free]; candidates: [num_candidates,
+    free]."""
     # Imported here: the import takes a second, which only users of this search should wait for.
     from sklearn.gaussian_process import GaussianProcessRegressor  # noqa: PLC0415
     from sklearn.gaussian_process.kernels import Matern  # noqa: PLC0415

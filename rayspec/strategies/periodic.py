@@ -26,9 +26,8 @@ ALWAYS_DRAFTS = "rounds draft whenever there is a plan"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tested:
-    """Draft tokens of a round, over the batch; a tree counts by its longest path. num_tested: tokens up to and with the
-    first rejected token of each draft. reached_length: no draft ended before the plan's length.
-    """
+    """Draft tokens of a round, over the batch; a tree counts by its longest path. num_tested: up to and with the first
+    rejected token of each draft. reached_length: no draft ended before the plan's length."""
 
     num_accepted: int
     num_tested: int
@@ -57,10 +56,7 @@ class Tested:
 
 
 class CurrentPlan:
-    """Current plan of a strategy that chooses how to run each sublayer; the gate decides whether drafting pays.
-
-    source: the strategy's name. `plan` drafts nothing before the first `take`.
-    """
+    """Current plan of a strategy that chooses how to run each sublayer. It drafts nothing before the first `take`."""
 
     def __init__(self, source: str, latency: LatencyModel) -> None:
         self.plan = no_draft(len(latency.sublayers), f"{source}: no draft")
@@ -87,10 +83,7 @@ class CurrentPlan:
         tree_widths: tuple[int, ...] = (),
     ) -> PlanRecord:
         """Draft by these choices from now on; do not draft if all of them are full. Return the new plan's record.
-
-        acceptance: expected acceptance of a token. The record's prediction assumes the best draft length and, with
-        `reuse_prefix`, verifies that reuse the draft's leading sublayers in full.
-        """
+        acceptance: expected, of a token. reuse_prefix: whether verifies reuse the draft's leading sublayers in full."""
         drafts = num_leading_full(choices) < len(choices) and num_draft_tokens > 0
         drafting = Plan(
             choices=choices, num_draft_tokens=num_draft_tokens, source=self._source, tree_widths=tree_widths
@@ -121,12 +114,9 @@ class CurrentPlan:
 
 
 class PeriodicStrategy(ABC):
-    """Asks one question at a time, the first one without delay. Each question waits until enough new tokens are
-    captured. There are no drafts before an answer has led to a plan.
-
-    source: the strategy's name. interval: tokens of one sequence from the start of a question to the start of the next
-    question. A question is asked again if its tokens were lost meanwhile. If it fails, the plan stays.
-    """
+    """Asks one question at a time, each when enough new tokens are captured; no drafts before an answer has led to a
+    plan. interval: tokens of one sequence from the start of a question to the start of the next. A question is asked
+    again if its tokens were lost. If it fails, the plan stays."""
 
     status = ALWAYS_DRAFTS
 

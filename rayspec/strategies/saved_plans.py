@@ -39,8 +39,7 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ModelIdentity(_Strict, frozen=True, kw_only=True):
-    """The model that a plan belongs to. name: folder or hub id, for readers only; models are compared by `weights` (a
-    fingerprint) and `num_sublayers`."""
+    """The model that a plan belongs to. Models are compared by `weights` (a fingerprint) and `num_sublayers`."""
 
     name: str
     weights: str
@@ -72,11 +71,10 @@ class Provenance(_Strict, frozen=True, kw_only=True):
 class SavedPlan(_Strict, frozen=True, kw_only=True):
     """A plan, and its acceptance and speed when it was saved.
 
-    domain: the kind of text that the plan is for; "" for any text. choices: how the draft runs each sublayer.
-    threshold: confidence below which drafts ended; None: drafts reached their length. acceptance: accepted share of the
-    `num_tested_tokens`. Speeds are tokens per second of one of `batch` sequences that hold `context` tokens on average.
-    anchors: unit vectors, features of typical text of the domain. radius: the cosine distance from the anchors within
-    which text belongs to the domain.
+    domain: the kind of text; "" for any text. threshold: confidence below which drafts ended; None: drafts reached
+    their length. Speeds are tokens per second of one of `batch` sequences that hold `context` tokens on average.
+    anchors: unit vectors, features of typical text of the domain. radius: the cosine distance from them within which
+    text belongs to the domain.
     """
 
     domain: str
@@ -125,8 +123,7 @@ class SavedPlans(_Strict, frozen=True, kw_only=True):
         return next((plan for plan in self.plans if plan.domain == domain), None)
 
     def only(self) -> SavedPlan:
-        """Return the plan for any text: the plan of the domain "", or the only plan. Raises ConfigError if neither
-        exists."""
+        """Return the plan of the domain "", or the only plan. Raises ConfigError if neither exists."""
         plan = self.of_domain("") or (self.plans[0] if len(self.plans) == 1 else None)
         if plan is None:
             domains = ", ".join(repr(plan.domain) for plan in self.plans) or "none"
@@ -137,10 +134,8 @@ class SavedPlans(_Strict, frozen=True, kw_only=True):
         return plan
 
     def within(self, ways: Sequence[Collection[Choice]]) -> SavedPlans:
-        """Return a copy whose plans run each sublayer by the possible choice that is nearest to the saved choice.
-
-        ways: the possible choices of each sublayer.
-        """
+        """Return a copy whose plans run each sublayer by the possible choice (of `ways`) that is nearest to the saved
+        choice."""
         plans = [msgspec.structs.replace(plan, choices=tuple(map(nearest, plan.choices, ways))) for plan in self.plans]
         return SavedPlans(model=self.model, plans=tuple(plans))
 
@@ -178,8 +173,7 @@ class SavedPlans(_Strict, frozen=True, kw_only=True):
 
 
 def known_candidates(saved: SavedPlans) -> list[Candidate]:
-    """Return the plans as candidates of KnapSpec, which can then draft before its first search. The saved acceptance
-    counts like new observations, and fades like them."""
+    """Return the plans as candidates of KnapSpec. The saved acceptance counts like new observations."""
     candidates = []
     for plan in saved.plans:
         num_tested = min(plan.num_tested_tokens, _MAX_REMEMBERED_TOKENS)

@@ -24,8 +24,7 @@ _STEP = 0.01
 
 class DraftThreshold:
     """The confidence below which a draft ends. It rises while the accepted share of the drafted tokens is below
-    `target`. Otherwise it falls, or stays if drafts reach their length. It changes by at most 0.001 per verify.
-    """
+    `target`; else it falls, or stays if drafts reach their length. It changes by at most 0.001 per verify."""
 
     def __init__(self, value: float, *, target: float, adaptive: bool = True) -> None:
         self.value = value
@@ -47,11 +46,8 @@ class DraftThreshold:
 
 
 class SelfSD:
-    """One plan in all rounds. The threshold of its drafts is kept for the engine's lifetime, across requests.
-
-    expected_tpt, plain_tpt: tokens per second of one sequence with the plan and without it, when the plan was chosen.
-    reason: why the plan was chosen, for the record.
-    """
+    """One plan in all rounds. The threshold of its drafts is kept across requests. expected_tpt, plain_tpt: tokens per
+    second of one sequence with the plan and without it. reason: why the plan was chosen."""
 
     status = ALWAYS_DRAFTS
 

@@ -40,11 +40,8 @@ _TREE_WIDTHS = (1, 3, 5, 10)
 
 class Swift:
     """Until the search ends, each round tries one set, and each new best set becomes the plan. The seconds of tries
-    without a gain are reported with the next gain, or with the end of the search. A set has a flag for each sublayer,
-    True = keep.
-
-    Raises ConfigError if the ratio skips no sublayer between the first and the last layer.
-    """
+    without a gain are reported with the next gain. Raises ConfigError if the ratio skips no sublayer between the first
+    and the last layer."""
 
     status = ALWAYS_DRAFTS
 

@@ -1,7 +1,5 @@
-"""Tuning of plans before their use: real generation from calibration prompts, with one plan after another.
-
-The measured runs equal later runs of Self-SD: the same drafts, ended by the same rule, in the same engine.
-"""
+"""Tuning of plans before their use: real generation from calibration prompts, with one plan after another, by the
+drafts and the rule of Self-SD."""
 
 from __future__ import annotations
 
@@ -49,11 +47,8 @@ def tune_plan(
     clock: Callable[[], float] = time.perf_counter,
 ) -> SavedPlan:
     """Return the plan with the most tokens per second over the prompts, by Bayesian search over all sets of sublayers
-    (Self-SD, section 3.2). All prompts run at once, up to the engine's `max_num_seqs`. The saved speed comes from a
-    separate run after the search. say: called with a message for each plan that is better than all before.
-
-    Raises ConfigError without prompts and for an engine loaded with strategy "ar". Raises the error of a failed prompt.
-    """
+    (Self-SD, section 3.2). The saved speed comes from a separate run. say: called with a message for each new best
+    plan. Raises ConfigError without prompts and for strategy "ar". Raises the error of a failed prompt."""
     config, num_sublayers = engine.config, engine.stages.num_sublayers
     _require_prompts(prompts)
     if config.speculation.strategy == "ar":
@@ -122,11 +117,8 @@ def tune_domains(
     model: ModelIdentity,
     say: Callable[[str], None] | None = None,
 ) -> SavedPlans:
-    """Return a plan and anchors for each domain, from its prompts: the input of KNN-SSD.
-
-    say: see `tune_plan`. Raises ConfigError without domains, for a domain without a name or prompts, and for an engine
-    loaded with strategy "ar".
-    """
+    """Return a plan and anchors for each domain, from its prompts: the input of KNN-SSD. Raises ConfigError without
+    domains, for a domain without a name or prompts, and as `tune_plan` does."""
     if not domains or "" in domains:
         raise ConfigError("domains to tune need names, and there must be one: give prompts by domain")
     for prompts in domains.values():

@@ -120,20 +120,6 @@ def test_extrapolation() -> None:
     assert two_close.seconds(rows=64) == pytest.approx(3 + 32 * 2 / 31)
 
 
-def test_forwards_add_up() -> None:
-    fitted = model()
-    every = fitted.sublayers_s(rows=3, context=2000, batch=1)
-    assert every.tolist() == [fitted.sublayer_s(i, rows=3, context=2000, batch=1) for i in range(8)]
-    verify = fitted.verify_s(rows=3, context=2000, batch=1)
-    assert verify == pytest.approx(every.sum() + fitted.head_s(3) + fitted.overhead_s)
-    one = fitted.sublayers_s(rows=1, context=2000, batch=1)
-    draft = fitted.draft_step_s((FULL, SKIP) * 4, context=2000, batch=1)
-    assert draft == pytest.approx(one[::2].sum() + fitted.head_s(1) + fitted.overhead_s)
-    assert fitted.decode_step_s(context=2000, batch=1) == pytest.approx(
-        fitted.draft_step_s((FULL,) * 8, context=2000, batch=1) + fitted.round_s
-    )
-
-
 CHEAPER: dict[Choice, float] = {"int8": 0.6, "int4": 0.4, "window": 0.7, "int4+window": 0.3}
 
 

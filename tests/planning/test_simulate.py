@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.roofline import ACCELERATORS, SHAPES, ideal_latency
 from rayspec.choices import choices_of
 from rayspec.planning.acceptance import best_choice
 from rayspec.planning.latency import Curve, LatencyModel
@@ -135,15 +134,6 @@ def test_answers_that_end_make_room_for_the_next_request() -> None:
     assert found.tokens_per_s < undisturbed.tokens_per_s, "prompts take time, too"
 
 
-def test_rounds_go_before_prefills_that_came_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = SimulatedLoad(prompt_tokens=256, output_tokens=16, concurrency=6, chunk_tokens=32)
-    first = simulate(latency(1), work, cohorts=6, num_tokens=600)
-    monkeypatch.setattr("rayspec.planning.simulate._PREFILL_PATIENCE_S", 0.0)
-    in_turn = simulate(latency(1), work, cohorts=6, num_tokens=600)
-    assert first.round_s < 0.95 * in_turn.round_s
-    assert fmean(first.first_token_s) > fmean(in_turn.first_token_s)
-
-
 def test_a_draft_is_no_longer_than_what_is_left_to_answer() -> None:
     model = latency(1)
     work = SimulatedLoad(prompt_tokens=1, output_tokens=3, concurrency=1)
@@ -156,53 +146,3 @@ def test_the_same_seed_is_the_same_run() -> None:
     work = SimulatedLoad(prompt_tokens=64, output_tokens=16, concurrency=6)
     runs = [simulate(latency(2), work, cohorts=3, drafting=drafting(), num_tokens=300, seed=seed) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
-
-
-# What follows holds the simulator against tables computed apart from it: 70B in bfloat16 on H200, 16K, drafts that
-# leave out half of the layers, acceptance .90, hops of 200 us. They cut the model, its head included, into equal parts.
-LLAMA_70B = ideal_latency(SHAPES["Llama-3.1-70B"], ACCELERATORS["H200"])
-HALF = choices_of([layer % 2 == 0 for layer in range(80) for _ in range(2)])
-
-
-def equal_cut(num_stages: int, hop_s: float) -> LatencyModel:
-    """The head's time spread over all sublayers."""
-    head_s = LLAMA_70B.head_s(1) / 160
-    curves = {
-        name: replace(curve, base_s=tuple(base_s + head_s * base_s / curve.base_s[0] for base_s in curve.base_s))
-        for name, curve in LLAMA_70B.curves.items()
-    }
-    curves["head"] = Curve(rows=(1, 4096), base_s=(0.0, 0.0))
-    stages = tuple(layer * num_stages // 80 for layer in range(80) for _ in range(2))
-    return replace(LLAMA_70B, curves=curves, stages=stages, hop_s=hop_s)
-
-
-def rate(num_stages: int, cohorts: int, length: int = 0, num_rounds: int = 150, hop_s: float = 200e-6) -> float:
-    draft = Drafting(choices=HALF, num_draft_tokens=length, acceptance=0.9) if length else None
-    work = SimulatedLoad(prompt_tokens=16384, output_tokens=None, concurrency=cohorts)
-    num_tokens = num_rounds * cohorts * (3 if length else 1)
-    found = simulate(equal_cut(num_stages, hop_s), work, cohorts=cohorts, drafting=draft, num_tokens=num_tokens)
-    return found.tokens_per_s
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "by_cohorts"),
-    [(4, {2: 2, 4: 4, 8: 4.10}), (8, {8: 7.99, 16: 8.42})],
-)
-def test_plain_cohorts_give_what_the_table_of_cohorts_has(num_stages: int, by_cohorts: dict[int, float]) -> None:
-    one = rate(num_stages, 1)
-    found = [rate(num_stages, cohorts) / one for cohorts in by_cohorts]
-    assert found == pytest.approx(list(by_cohorts.values()), rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "hop_s", "speedup"),
-    [(2, 20e-6, 1.36), (4, 200e-6, 1.34), (8, 1e-3, 1.22)],
-)
-def test_drafts_in_one_cohort_gain_what_the_table_of_pipelines_has(
-    num_stages: int, hop_s: float, speedup: float
-) -> None:
-    gains = [
-        rate(num_stages, 1, length, num_rounds=600, hop_s=hop_s) / rate(num_stages, 1, hop_s=hop_s)
-        for length in (2, 3, 4)
-    ]
-    assert max(gains) == pytest.approx(speedup, rel=0.035), "a little more: the first layer is not verified again"

@@ -14,13 +14,12 @@ from typing import Any, get_args
 
 import pytest
 
-from rayspec.choices import choices_of
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions, Strategy
 from rayspec.decode import strategy as protocol
 from rayspec.decode.search import Answer
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.strategy import BatchState, RoundPlan
-from rayspec.decode.work import Round, RoundResult
+from rayspec.decode.work import Round
 from rayspec.pipeline.messages import Begin, Searched
 from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.by_name import make_strategy
@@ -179,18 +178,3 @@ def test_sampled_text_is_that_of_plain_decoding(strategy: str) -> None:
     engine = engine_with(parts, made(strategy), max_num_seqs=3, max_draft_tokens=MAX_DRAFT_TOKENS)
     assert tokens_of(complete(engine, prompts, params)) == tokens_of(complete(engine_with(parts), prompts, params))
     assert engine.stats.num_draft_tokens > 0
-
-
-@pytest.mark.parametrize(("strategy", "most_steps"), [("ar", 0), ("lookup", 0), ("static", MAX_DRAFT_TOKENS)])
-def test_a_plan_that_is_fixed_is_that_of_every_round(strategy: str, most_steps: int) -> None:
-    fixed, rounds = made(strategy), []
-
-    def observe(state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        rounds.append((chosen.plan, result))
-
-    fixed.observe = observe  # type: ignore[method-assign]
-    require_known_tokens(fixed)
-    skipped = {2} if strategy == "static" else set()
-    assert {plan.choices for plan, _ in rounds} == {choices_of([at not in skipped for at in range(NUM_SUBLAYERS)])}
-    assert max(result.num_draft_steps for _, result in rounds) == most_steps, "what is looked up takes no step"
-    assert any(count > 0 for _, result in rounds for count in result.num_accepted) == (strategy != "ar")

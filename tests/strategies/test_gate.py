@@ -184,17 +184,6 @@ def test_a_trial_with_shorter_drafts_is_judged_by_what_was_predicted_for_them() 
     assert set(lengths[-10:]) == {8}
 
 
-@pytest.mark.parametrize(("row_s", "widths"), [(0.0, ()), (0.5, ()), (0.5, (1, 2, 4, 8))])
-def test_drafts_of_a_trial_are_shorter_where_their_rows_cost_more(row_s: float, widths: tuple[int, ...]) -> None:
-    """A draft step takes 3 s, and a row of the verify `4 * row_s`; a branch has up to eight rows."""
-    gate, rates = Gate(latency_model(2, row_s=row_s)), {PLAIN: 0.25, "plan": 0.5}
-    plan = replace(PLAN, num_draft_tokens=10**6, tree_widths=widths)
-    gate.observe(state(), gate.choose(state(), ways(rates, plan)), 1, 4.0)
-    taken = gate.choose(state(), ways(rates, plan))
-    cost_s = 3 + 4 * row_s * (8 if widths else 1)
-    assert taken.plan.num_draft_tokens == max(1, int(gate.remaining_loss_s(rates) / cost_s))
-
-
 def test_the_status_says_why_rounds_do_not_draft() -> None:
     gate, rates = Gate(LATENCY), ways({PLAIN: 1.0, "plan": 1.2})
     assert gate.status(None) == "drafting is off (no plan is predicted to be faster)"

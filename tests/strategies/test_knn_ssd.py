@@ -105,21 +105,6 @@ def test_a_texts_first_round_is_looked_at_and_its_second_drafts_by_the_plan_of_i
     assert knn.choose(state(sequence_ids=("a",))).keep_drafting == DraftWhileSure(threshold=0.8), "it is fixed"
 
 
-def test_the_next_text_is_looked_at_at_once() -> None:
-    names = [f"text-{number}" for number in range(12)]
-    kinds = [(NEAR_LAW, [2, 3, 4, 5]), (NEAR_CODE, [5]), (NOWHERE, [])]
-    knn, texts = _knn(LAW, CODE), _Texts({name: kinds[number % 3][0] for number, name in enumerate(names)})
-    records = []
-    for number, name in enumerate(names):
-        rounds = [_round(knn, texts, name) for _ in range(3)]
-        assert [tapped for _, tapped, _ in rounds] == [True, False, False]
-        assert [skipped for skipped, _, _ in rounds] == [[], kinds[number % 3][1], kinds[number % 3][1]]
-        records += [record for _, _, record in rounds if record is not None]
-    assert texts.asked == names
-    assert [record.reason for record in records] == ["the plan for 'law'", "the plan for 'code'"]
-    assert knn.status == "drafting is off (text of no domain); the last text began 0.900 from 'code', too far"
-
-
 def test_a_batch_has_the_plan_of_most_of_it_and_what_is_new_has_no_say() -> None:
     features = {"a": NEAR_CODE, "b": NEAR_LAW, "c": NEAR_LAW, "d": NOWHERE, "e": NOWHERE, "f": NOWHERE}
     knn, texts = _knn(LAW, CODE), _Texts(features)

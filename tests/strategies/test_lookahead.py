@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from rayspec import demo
 from rayspec.choices import FULL
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
@@ -12,8 +10,6 @@ from rayspec.strategies.by_name import make_strategy
 from rayspec.strategies.fixed import lookahead_plan
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
-from tests.exhaustive import few_of
-from tests.families import cases, checkpoint, parts_of
 from tests.strategy_cases import latency_model, state
 
 SMALL = {"num_levels": 3, "num_columns": 2, "max_guesses": 2}
@@ -50,19 +46,6 @@ def test_guesses_share_what_they_begin_with() -> None:
     guess = lookahead.guess(1, max_tokens=60, max_depth=60)
     assert guess.token_ids[: -guess.num_probes] == [2, 5, 6, 3, 4]
     assert guess.parents[: -guess.num_probes] == [0, 1, 2, 1, 4]
-
-
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
-@pytest.mark.parametrize("family", few_of(["llama", "gemma2", "qwen3_moe", "smollm3"], ["gemma2"]))
-def test_greedy_equals_generate(family: str, verification: str) -> None:
-    known = cases(checkpoint(family), LENGTHS, 40)
-    parts = parts_of(checkpoint(family))
-    engine = engine_with(parts, PLAN, verification=verification, num_beside=64)
-    outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=40))
-    assert tokens_of(outputs) == known.expected
-    assert engine.stats.num_draft_tokens > 0
-    engine = engine_with(parts, PLAN, num_beside=64, kv_cache_tokens=250, max_num_seqs=3, max_num_batched_tokens=16)
-    assert tokens_of(complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=40))) == known.expected
 
 
 def test_text_that_repeats_itself_takes_fewer_rounds() -> None:

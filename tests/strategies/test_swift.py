@@ -2,23 +2,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 
-from rayspec import demo
-from rayspec.choices import SKIP, Choices, choices_of
-from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
+from rayspec.choices import Choices, choices_of
+from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, FoundDraft, Question, Trial
 from rayspec.decode.strategy import RoundPlan
-from rayspec.local_engine import load_engine
 from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.swift import Swift, odd_layers_skipped
 from rayspec.types import ConfigError
-from tests.demo_model import EOS, demo_prompts
-from tests.engines import complete, tokens_of
-from tests.exhaustive import few_of
-from tests.families import greedy
 from tests.strategy_cases import Asker, latency, result, state
 
 NUM_TOKENS = 32
@@ -41,16 +34,6 @@ def _tried(asker: Asker) -> list[Choices]:
     trials = [question for question in asker.asked if isinstance(question, Trial)]
     assert {(len(trial.patterns), trial.num_tokens) for trial in trials} == {(1, NUM_TOKENS)}
     return [tuple(trial.patterns[0]) for trial in trials]
-
-
-@pytest.mark.parametrize(("num_layers", "size"), [(32, 27), (4, 1)])
-def test_all_other_sets_have_the_same_size_and_keep_the_first_and_last_layer(num_layers: int, size: int) -> None:
-    swift, asker = _swift([1, 2, 3, 4] * 8, num_layers=num_layers)
-    for _ in range(27):
-        swift.search(state(), asker)
-    for choices in _tried(asker)[1:]:
-        assert choices.count(SKIP) == size
-        assert SKIP not in choices[:2] + choices[-2:]
 
 
 @pytest.mark.parametrize(
@@ -123,26 +106,3 @@ def test_a_trial_that_was_cancelled_is_made_again_and_one_that_failed_too() -> N
     assert first == ODD_LAYERS
     assert len(again) == 3
     assert len({*again, first}) == 2
-
-
-@pytest.mark.parametrize("gate", few_of([False, True], [True]))
-def test_a_loaded_engine_finds_a_set_that_is_right_more_often_than_not(gate: bool, tmp_path: Path) -> None:
-    config = EngineConfig(
-        model=demo.model_path(),
-        dtype="float32",
-        device="cpu",
-        max_model_len=1024,
-        kv_cache_tokens=2048,
-        profile_cache=str(tmp_path),
-        speculation={"strategy": "swift", "gate": gate, "num_search_tokens": 16},  # type: ignore[arg-type]
-    )
-    prompts = demo_prompts(2, 12)
-    engine = load_engine(config)
-    outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=60))
-    assert tokens_of(outputs) == greedy(demo.model_path(), prompts, 60, eos=(EOS,))
-    assert engine.stats.plans
-    assert engine.stats.optimise_s > 0
-    assert ("drafting is" in engine.stats.gate_reason) == gate
-    if not gate:
-        assert engine.stats.num_draft_tokens > 20
-        assert engine.stats.plans[-1].estimated_acceptance > 0.5
