@@ -86,8 +86,8 @@ class _Record:
 
 
 class Gate:
-    """Picks the way of each round. It reads no clock. trusted: ways other than plain decoding that need no trial, because
-    their predictions are learned from rounds of all ways."""
+    """Picks the way of each round. It reads no clock. trusted: further ways that need no trial, because their
+    predictions are learned from rounds of all ways."""
 
     def __init__(self, latency: LatencyModel, *, trusted: Collection[Way] = ()) -> None:
         self.taken = PLAIN  # the way in use, trusted ways aside
