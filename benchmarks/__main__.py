@@ -22,13 +22,24 @@ from benchmarks.serve import (
     succeeded,
 )
 from benchmarks.serve_mix import Mix
-from benchmarks.shared import Context, Input, Json, Seed, Strategies, conclude
+from benchmarks.shared import (
+    Batch,
+    Context,
+    DeviceOptions,
+    Input,
+    Json,
+    MaxTokens,
+    Repeats,
+    Seed,
+    Strategies,
+    Widen,
+    conclude,
+    numbers,
+)
 from benchmarks.streams import run_streams
-from rayspec.bench.commands import Batch, ComparedType, Device, MaxTokens, Quick, Repeats, Widen
-from rayspec.bench.options import bench_options, numbers
+from rayspec.bench.commands import ComparedType, Device, Quick
+from rayspec.bench.options import bench_options
 from rayspec.bench.result import bench_markdown, save_json
-from rayspec.bench.selfcheck import SelfcheckOptions
-from rayspec.bench.workloads import WorkloadOptions
 from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console, say
@@ -51,7 +62,7 @@ def device(
     Exit code 1 if launches or reads of the host are not as they should be. Run nothing else at the same time.
     """
     with clean_exit():
-        options = SelfcheckOptions(device=device, dtype=dtype, num_threads=num_threads, is_quick=quick)
+        options = DeviceOptions(device=device, dtype=dtype, num_threads=num_threads, is_quick=quick)
         page, is_good = measure_device(options, say, json)
         output_console().print(page, markup=False, highlight=False, soft_wrap=True)
     if not is_good:
@@ -87,10 +98,12 @@ def pipeline(
 
     with clean_exit():
         parsed = parse_cases(cases)
-        workloads = WorkloadOptions(inputs=(input_,), contexts=(context,), num_prompts=num_prompts_for(parsed, batch))
         options = bench_options(
             asked,
-            workloads,
+            input=(input_,),
+            context=(context,),
+            num_prompts=num_prompts_for(parsed, batch),
+            hf=False,
             strategies=strategies,
             max_tokens=max_tokens,
             batch=batch,
@@ -122,10 +135,12 @@ def data(
     """
 
     with clean_exit():
-        workloads = WorkloadOptions(inputs=(input_,), contexts=(context,), num_prompts=rows)
         options = bench_options(
             asked,
-            workloads,
+            input=(input_,),
+            context=(context,),
+            num_prompts=rows,
+            hf=False,
             strategies=strategies,
             max_tokens=max_tokens,
             batch=batch,
@@ -158,13 +173,17 @@ def streams(
     with clean_exit():
         options = bench_options(
             asked,
-            WorkloadOptions(inputs=tuple(inputs), contexts=(context,), num_prompts=num_prompts, seed=seed),
+            input=inputs,
+            context=(context,),
+            num_prompts=num_prompts,
+            workload_seed=seed,
+            hf=False,
             strategies=strategies,
             max_tokens=max_tokens,
             batch=1,
             repeats=repeats,
             widen=widen,
-            plans=plans,
+            plans=plans or {},
         )
         result = run_streams(options, numbers("ratios", ratios, float), say)
         output_console().print(bench_markdown(result), markup=False, highlight=False, soft_wrap=True)

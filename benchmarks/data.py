@@ -23,10 +23,10 @@ from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.ray_backend import RayBackend, quieten, reading
 from rayspec.batch.rows import Row, RowEngineFactory
 from rayspec.batch.scan import Source
-from rayspec.bench.options import BenchOptions
+from rayspec.bench.options import BenchOptions, WorkloadOptions
 from rayspec.bench.result import markdown_table
 from rayspec.bench.run import engine_config, model_folder
-from rayspec.bench.workloads import WorkloadOptions, file_documents, fitting_tasks
+from rayspec.bench.workloads import file_documents, fitting_tasks
 from rayspec.command.environment import describe_environment
 from rayspec.command.loading import hide_progress_bars, load_llm
 from rayspec.command.settings import Settings
@@ -94,16 +94,16 @@ def run_data_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[st
         say("loading")
         samples = _measured(options, config, say)
     rows = [asdict(row) for row in data_rows(samples)]
-    return {"environment": describe_environment(), "options": options.as_json(), "results": rows}
+    return {"environment": describe_environment(), "options": options.model_dump(mode="json"), "results": rows}
 
 
 def _measured(options: BenchOptions, config: EngineConfig, say: Callable[[str], None]) -> dict[str, list[DataSample]]:
     params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
     template = summary_prompt(options.engine.model)
     with load_llm(config) as llm, _loaded_pool(config, params, template) as pool:
-        (context,) = options.workloads.contexts
+        (context,) = options.context
         prompts = PromptBuilder(llm=llm, params=params, template=template, max_prompt_tokens=context)
-        documents = _documents(prompts, options.workloads)
+        documents = _documents(prompts, options)
         ways: dict[str, _Way] = {
             BARE: partial(_by_llm, llm, prompts),
             RAY_DATA: partial(_through_ray_data, pool, num_wanted=2 * config.max_num_seqs),
@@ -119,7 +119,7 @@ def _measured(options: BenchOptions, config: EngineConfig, say: Callable[[str], 
 
 def _documents(prompts: PromptBuilder, options: WorkloadOptions) -> list[Row]:
     """Return documents of a file, or bundled ones sized to fit the context, so that none is cut."""
-    (name,), (context,) = options.inputs, options.contexts
+    (name,), (context,) = options.input, options.context
     if name != "demo":
         return file_documents(name, options.num_prompts)
     whole = replace(prompts, max_prompt_tokens=None)
@@ -127,7 +127,8 @@ def _documents(prompts: PromptBuilder, options: WorkloadOptions) -> list[Row]:
     def num_tokens(task: Task) -> int:
         return len(whole.fitting_tokens(task.document))
 
-    tasks = fitting_tasks("summary", num_tokens, context=context, num_tasks=options.num_prompts, seed=options.seed)
+    seed, num_tasks = options.workload_seed, options.num_prompts
+    tasks = fitting_tasks("summary", num_tokens, context=context, num_tasks=num_tasks, seed=seed)
     return [input_row(f"report-{index}", source="demo", text=task.document) for index, task in enumerate(tasks)]
 
 
@@ -206,11 +207,10 @@ def data_rows(samples: dict[str, list[DataSample]]) -> list[DataRow]:
 def data_markdown(result: dict[str, Any]) -> str:
     """Return the result as a Markdown table, below a line with model, hardware and options."""
     options, environment = result["options"], result["environment"]
-    workloads = options["workloads"]
     heading = (
         f"{options['engine']['model']} in {options['engine']['dtype']}, {options['widen']} times as wide, on "
-        f"{environment['hardware']}, commit {environment['commit']}: {workloads['num_prompts']} rows of up to "
-        f"{workloads['contexts'][0]} tokens, {options['max_tokens']} output tokens, {options['strategies'][0]}, batch "
+        f"{environment['hardware']}, commit {environment['commit']}: {options['num_prompts']} rows of up to "
+        f"{options['context'][0]} tokens, {options['max_tokens']} output tokens, {options['strategies'][0]}, batch "
         f"{options['batch']}, {options['repeats']} repeats"
     )
     headings = ("way", "tokens/s", "min to max", "seconds", "first row, s", "of bare", "min to max", "identical")

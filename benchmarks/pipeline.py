@@ -90,7 +90,7 @@ def run_pipeline_bench(options: BenchOptions, cases: Sequence[Case], say: Callab
                 say(f"{number + 1} of {len(places)}: {strategy} {samples[-1].tokens_per_s:.1f} tokens/s")
     return {
         "environment": describe_environment(),
-        "options": options.as_json() | {"cases": [one.name for one in cases]},
+        "options": options.model_dump(mode="json") | {"cases": [one.name for one in cases]},
         "prompt_tokens": [len(prompt) for prompt in prompts],
         "hop_bytes": _HOP_BYTES,
         "hops": [asdict(one) for one in hops],
@@ -117,7 +117,7 @@ def case_config(options: BenchOptions, folder: str, strategy: str, case: Case | 
 
 
 def _prompts(llm: rayspec.LLM, options: BenchOptions) -> list[list[int]]:
-    workloads = make_workloads(llm, options.workloads, template=summary_prompt(options.engine.model))
+    workloads = make_workloads(llm, options, template=summary_prompt(options.engine.model))
     return [prompt for workload in workloads for prompt in workload.prompts]
 
 

@@ -7,24 +7,31 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import typer
 
 from rayspec.bench.result import save_json
-from rayspec.bench.selfcheck import Outcome
 from rayspec.command.terminal import EXIT_FAILED, output_console
+from rayspec.config import DType
+from rayspec.model.weights import resolve_device
+from rayspec.types import ConfigError
 
 Input = Annotated[str, typer.Option("--input", help="a file of documents, or 'demo' for the bundled ones")]
 Context = Annotated[int, typer.Option(min=2, help="prompt tokens; documents are cut to it")]
 Strategies = Annotated[str, typer.Option(help="what to compare, with commas; 'ar' always runs")]
 Seed = Annotated[int, typer.Option("--workload-seed", help="of the bundled prompts and of streams")]
+MaxTokens = Annotated[int, typer.Option(min=2, help="output tokens of a prompt")]
+Batch = Annotated[int, typer.Option(min=1, help="sequences decoded at once")]
+Repeats = Annotated[int, typer.Option(min=1, help="rounds in which everything is measured once")]
+Widen = Annotated[int, typer.Option(min=1, help="make the model so many times as wide, with the same text")]
 Json = Annotated[Path | None, typer.Option(help="file to write the numbers to")]
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _UNITS = {"K": 2**10, "M": 2**20}
 _DEFAULT_CACHE_BYTES = 64 * 2**20
+_Number = TypeVar("_Number", int, float)
 
 
 def fastest_seconds(
@@ -59,6 +66,47 @@ def cache_bytes(device: torch.device) -> int:
     return max(
         (int(size[:-1]) * _UNITS[size[-1]] for size in sizes if size[-1:] in _UNITS), default=_DEFAULT_CACHE_BYTES
     )
+
+
+def numbers(option: str, text: str, number: Callable[[str], _Number]) -> tuple[_Number, ...]:
+    """Parse comma-separated numbers and drop duplicates; ranges are not checked. Raises ConfigError."""
+    try:
+        return tuple(dict.fromkeys(number(part) for part in text.split(",")))
+    except ValueError as error:
+        raise ConfigError(f"option {option!r} is {text!r}: give numbers with commas between them") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOptions:
+    """device: auto, cpu, cuda, cuda:1, ... dtype: compared in addition to float32. is_quick: fewer models."""
+
+    device: str = "auto"
+    dtype: DType = "bfloat16"
+    num_threads: int | None = None
+    is_quick: bool = False
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device. Raises ConfigError if the device does not exist."""
+        return resolve_device(self.device)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, "bfloat16" if self.dtype == "auto" else self.dtype)
+        return dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of a check. found: one or two sentences. numbers: JSON values for programs."""
+
+    status: Literal["passed", "failed", "not here"]
+    found: str
+    numbers: Any = None
+
+
+def not_here(why: str) -> Outcome:
+    return Outcome(status="not here", found=why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

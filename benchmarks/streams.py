@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rayspec.batch.document_task import summary_prompt
@@ -23,12 +22,12 @@ def run_streams(options: BenchOptions, ratios: Sequence[float], say: Callable[[s
             raise ConfigError(f"option 'ratios' has {ratio}: a ratio lies between 0 and 1")
     with loaded_contenders(options, say) as (llm, contenders):
         result = empty_result(options, llm)
-        domains = make_workloads(llm, options.workloads, template=summary_prompt(options.engine.model))
+        domains = make_workloads(llm, options, template=summary_prompt(options.engine.model))
         for ratio in ratios:
-            stream = mixed(domains, ratio, options.workloads.num_prompts, seed=options.workloads.seed)
+            stream = mixed(domains, ratio, options.num_prompts, seed=options.workload_seed)
             samples: dict[str, list[Sample]] = {name: [] for name in contenders}
             for _ in range(options.repeats):
-                for name, once in take_turns(contenders, stream, replace(options, repeats=1), say).items():
+                for name, once in take_turns(contenders, stream, options.replace(repeats=1), say).items():
                     samples[name] += once
             result["workloads"].append(workload_result(stream, samples, contenders) | {"mix_ratio": ratio})
     return result

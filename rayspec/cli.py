@@ -14,10 +14,11 @@ from typer.core import TyperGroup
 import rayspec
 from rayspec import demo
 from rayspec.bench.commands import app as bench_app
+from rayspec.bench.options import TuneOptions
 from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import clean_exit, output_console, say
-from rayspec.config import REPLACED, ParallelOptions, TuningOptions
+from rayspec.config import REPLACED, ParallelOptions
 from rayspec.types import ConfigError
 
 # Commands that have left the package, and what runs them in a checkout of the project.
@@ -138,45 +139,21 @@ def profile(
 
 
 @app.command()
-@with_settings(own=(TuningOptions, "Tuning"))
+@with_settings(own=(TuneOptions, "Tuning"))
 def tune(
     *,
     asked: Asked,
-    input_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input",
-            metavar="[DOMAIN=]INPUT",
-            help="calibration prompts: a file of documents or questions, demo:DOMAIN, demo:all; repeatable",
-        ),
-    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="file of saved plans to write: .json")],
-    context: Annotated[int, typer.Option(min=2, help="prompt tokens; documents are cut to it")] = 1024,
-    num_prompts: Annotated[int, typer.Option(min=1, help="of each domain, at most")] = 8,
-    batch: Annotated[int, typer.Option(min=1, help="sequences decoded at once")] = 1,
-    widen: Annotated[int, typer.Option(min=1, help="make the model so many times as wide, as in bench")] = 1,
-    overwrite: Annotated[bool, typer.Option(help="replace an output that exists")] = False,
 ) -> None:
     """Find the draft plan that is fastest on calibration prompts, or one for each of their domains, and save them.
 
     The saved plans are for this model only. With --warm-start, --strategy self-sd or knn-ssd drafts by them, and
     knapspec and auto begin with them. One input without a domain gives a plan for any text.
     """
-    from rayspec.bench.tune import TuneOptions, plans_table, run_tune  # noqa: PLC0415 - brings torch
+    from rayspec.bench.tune import plans_table, run_tune  # noqa: PLC0415 - brings torch
 
     with clean_exit():
-        options = TuneOptions(
-            engine=asked.settings().engine,
-            tuning=asked.own_options(TuningOptions),
-            inputs=tuple(input_ or ()),
-            output=output,
-            context=context,
-            num_prompts=num_prompts,
-            batch=batch,
-            widen=widen,
-            overwrite=overwrite,
-        )
-        saved = run_tune(options, say)
+        saved = run_tune(asked.own_options(TuneOptions, engine=asked.settings().engine, output=output), say)
         output_console().print(plans_table(saved), highlight=False)
         say(f"saved in {output}")
 

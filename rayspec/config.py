@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypedDict, get_args
+from typing import Annotated, Any, Literal, TypedDict, get_args
 
 import pydantic
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from typing_extensions import Self
 
 from rayspec.choices import FULL, QUANTISED_WEIGHTS, SKIP, Choice, Weights, combinations, keys_of, weights_of
@@ -109,6 +109,26 @@ def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
     return f"option {name!r} is {value!r}: {message}" if name else message
 
 
+def _split_at_commas(value: Any) -> Any:
+    texts = (value,) if isinstance(value, str) else value
+    if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
+        return [part.strip() for text in texts for part in text.split(",")]
+    return value
+
+
+def _split_pairs(value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        return value
+    pairs = [pair.partition("=") for pair in value]
+    if not all(name and text for name, _, text in pairs):
+        raise ValueError("write it as NAME=VALUE")
+    return {name: text for name, _, text in pairs}
+
+
+# Of an option that is a tuple: a flag gives `1,2`, or is repeated. Of a mapping: each flag gives NAME=VALUE.
+Commas, Pairs = BeforeValidator(_split_at_commas), BeforeValidator(_split_pairs)
+
+
 def _integers(value: Any) -> list[int]:
     """Return the integers in the value of an option, or in its keys."""
     several = value if isinstance(value, tuple | dict) else (value,)
@@ -139,7 +159,7 @@ class SamplingParams(Options):
     min_p: float | None = Field(None, ge=0.0, le=1.0, description=f"{_UNSET}0")
     seed: int | None = None
     stop: tuple[str, ...] | None = Field(None, description=f"texts that end the output; {_UNSET}none")
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Commas] = ()
     ignore_eos: bool = False
     max_tokens: int | None = Field(16, ge=1)
     min_tokens: int | None = Field(None, ge=0, description=f"{_UNSET}0")
@@ -221,7 +241,7 @@ class SpeculationOptions(Options):
     exit_layer: int | None = Field(
         None, ge=1, description="layerskip only: layers that the draft runs; None: a quarter of them"
     )
-    choices: tuple[Cheaper, ...] = Field(
+    choices: Annotated[tuple[Cheaper, ...], Commas] = Field(
         ("skip", "int4", "window", "pages"),
         description="cheaper ways that drafts may run a sublayer, beside in full: not at all, by a copy of its weights "
         "with 8 or 4 bits each, or with attention to few keys (first and newest pages; also the pages looked at most)",
@@ -229,7 +249,7 @@ class SpeculationOptions(Options):
     extra_weight_bytes: int | None = Field(
         None, ge=0, description="the most that copies of weights for drafts may take in each process; None: no bound"
     )
-    skip: tuple[int, ...] = Field((), description="static only: sublayers the draft leaves out")
+    skip: Annotated[tuple[int, ...], Commas] = Field((), description="static only: sublayers the draft leaves out")
     static_choice: Choice = Field("full", description="static only: how the draft runs the others")
     gate: bool = Field(True, description="turn drafting off where it is measured not to pay")
     optimise_share: float = Field(0.02, ge=0.0, le=1.0, description="of elapsed time, for plan search")
@@ -315,7 +335,9 @@ class ParallelOptions(Options):
     stages: int = Field(1, ge=1, description="pipeline stages the model is cut into")
     tensor: int = Field(1, ge=1, description="tensor-parallel ranks of each stage")
     replicas: int = Field(1, ge=1, description="copies of the whole model")
-    layers: tuple[int, ...] | None = Field(None, description="decoder layers of each stage; None: by time and memory")
+    layers: Annotated[tuple[int, ...] | None, Commas] = Field(
+        None, description="decoder layers of each stage; None: by time and memory"
+    )
     cohorts: int | None = Field(None, ge=1, description="batches under way at once; None: 2 a stage, 1 for one stage")
     placement: Placement | None = Field(None, description="how Ray places a replica's shards on nodes; None: PACK")
     labels: dict[str, str] = Field(default_factory=dict)

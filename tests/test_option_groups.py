@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 import yaml
 
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.processor import ProcessorConfig
+from rayspec.bench.options import BenchOptions, TuneOptions
 from rayspec.command.settings import Settings, make_settings
 from rayspec.config import (
     EngineConfig,
@@ -28,6 +29,8 @@ from rayspec.types import ConfigError
 
 MODEL = {"model_loading_config": {"model_id": "m"}}
 REQUIRED: dict[type[Options], dict[str, Any]] = {
+    BenchOptions: {"engine": EngineConfig(model="m")},
+    TuneOptions: {"engine": EngineConfig(model="m"), "output": Path("a.json"), "input": ("b",)},
     EngineConfig: {"model": "m"},
     LLMConfig: MODEL,
     ModelLoadingConfig: {"model_id": "m"},
@@ -75,7 +78,10 @@ def values(annotation: Any) -> list[Any]:
     if origin in (Union, UnionType):
         return [value for one in arguments if one is not type(None) for value in values(one)]
     if origin is tuple:
-        return [(value,) for value in values(arguments[0])]
+        return [
+            (value,)
+            for value in values(get_args(arguments[0])[0] if get_origin(arguments[0]) is Annotated else arguments[0])
+        ]
     if origin is dict:
         return [{key: value} for key in values(arguments[0])[:1] for value in values(arguments[1])[:1]]
     if isinstance(annotation, type) and issubclass(annotation, Options):

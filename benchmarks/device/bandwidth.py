@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.roofline import SHAPES, ModelShape
-from benchmarks.shared import Table, cache_bytes, fastest_seconds, measured
-from rayspec.bench.selfcheck import Outcome, SelfcheckOptions
+from benchmarks.shared import DeviceOptions, Outcome, Table, cache_bytes, fastest_seconds, measured
 from rayspec.model.matrices import Matrix, has_blocked_layout
 
 _MODELS = ("Llama-3.1-8B", "Qwen3-14B", "Llama-3.1-70B")
@@ -39,7 +38,7 @@ class Reading:
     bytes_per_s: dict[int, float]
 
 
-def check_bandwidth(options: SelfcheckOptions) -> Outcome:
+def check_bandwidth(options: DeviceOptions) -> Outcome:
     device = options.torch_device
     peak = read_bytes_per_s(device)
     names = _MODELS[:1] if options.is_quick else _MODELS
@@ -87,7 +86,7 @@ def _reading(
     sizes: tuple[int, int],
     counts: Sequence[int],
     max_bytes: int,
-    options: SelfcheckOptions,
+    options: DeviceOptions,
 ) -> Reading:
     device, dtype = options.torch_device, options.torch_dtype
     num_outputs, num_inputs = sizes
@@ -110,7 +109,7 @@ def _reading(
     )
 
 
-def _copies(num_outputs: int, num_inputs: int, options: SelfcheckOptions) -> Iterator[Matrix]:
+def _copies(num_outputs: int, num_inputs: int, options: DeviceOptions) -> Iterator[Matrix]:
     """Yield enough copies that each leaves the cache before its next use, in the layout of the engine."""
     device, dtype = options.torch_device, options.torch_dtype
     weight = torch.randn(num_outputs, num_inputs, device=device, dtype=dtype)

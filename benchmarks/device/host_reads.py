@@ -13,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.device.models import BUNDLED, PassShape, Prepared, prepare_model
-from benchmarks.shared import Table, judged
-from rayspec.bench.selfcheck import Outcome, SelfcheckOptions
+from benchmarks.shared import DeviceOptions, Outcome, Table, judged
 from rayspec.choices import choices_of
 from rayspec.decode.stages import LocalStages
 from rayspec.decode.work import Chunk, Prefill, PrefillResult, Round, RoundEntry, SamplerSpec, Work
@@ -88,7 +87,7 @@ class RoundReads:
         return self.num_reads <= self.allowed
 
 
-def check_host_reads(options: SelfcheckOptions) -> Outcome:
+def check_host_reads(options: DeviceOptions) -> Outcome:
     device = options.torch_device
     found = reads_of_rounds(prepare_model(BUNDLED, "operators", torch.float32, device, is_static=True))
     return judged(

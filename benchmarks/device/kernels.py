@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.device.parity import Difference
-from benchmarks.shared import Table, judged
-from rayspec.bench.selfcheck import Outcome, SelfcheckOptions, not_here
+from benchmarks.shared import DeviceOptions, Outcome, Table, judged, not_here
 from rayspec.model.cuda import operations
 from rayspec.model.cuda.trial import has_operators
 
@@ -23,7 +22,7 @@ _CONTEXTS, _ROWS = (300, 17), (5, 3)
 Operation = Callable[[torch.device], Tensor]
 
 
-def check_kernels(options: SelfcheckOptions) -> Outcome:
+def check_kernels(options: DeviceOptions) -> Outcome:
     device = options.torch_device
     if not has_operators(device):
         return not_here(f"{device} has no Triton kernels: the operators run as plain torch")

@@ -21,7 +21,7 @@ from benchmarks.device.models import (
     prepare,
     prepare_model,
 )
-from rayspec.bench.selfcheck import Outcome, SelfcheckOptions, not_here
+from benchmarks.shared import DeviceOptions, Outcome, not_here
 from rayspec.choices import choices_of
 from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.graphs import GraphDriver, StepGraphs, is_capturable
@@ -52,7 +52,7 @@ class Difference:
         return self.largest <= self.allowed
 
 
-def check_parity(options: SelfcheckOptions) -> Outcome:
+def check_parity(options: DeviceOptions) -> Outcome:
     """Compare the logits of all ways to run a model's sublayers with those of transformers' modules."""
     names = ["llama", "qwen3"] if options.is_quick else [BUNDLED, *RANDOM_FAMILIES]
     device, found = options.torch_device, list[Difference]()
@@ -73,7 +73,7 @@ def logit_differences(reference: Prepared, other: Prepared, *, what: str) -> lis
     ]
 
 
-def check_captured_against_eager(options: SelfcheckOptions) -> Outcome:
+def check_captured_against_eager(options: DeviceOptions) -> Outcome:
     """Compare the logits of captured graphs with those of eager launches: they must have the same bits."""
     device = options.torch_device
     if device.type != "cuda":
@@ -127,7 +127,7 @@ def _judged(found: Sequence[Difference]) -> Outcome:
     )
 
 
-def _dtypes(options: SelfcheckOptions) -> list[torch.dtype]:
+def _dtypes(options: DeviceOptions) -> list[torch.dtype]:
     return list(dict.fromkeys([torch.float32, options.torch_dtype]))
 
 

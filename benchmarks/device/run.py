@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import time
+import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
+
+import torch
 
 from benchmarks.device.bandwidth import check_bandwidth
 from benchmarks.device.host_reads import check_host_reads
@@ -11,10 +18,12 @@ from benchmarks.device.kernels import check_kernels
 from benchmarks.device.parity import check_captured_against_eager, check_parity
 from benchmarks.device.static_launches import check_static_launches
 from benchmarks.device.step_times import check_step_times
-from benchmarks.shared import Measured
-from rayspec.bench.result import markdown_table
-from rayspec.bench.selfcheck import Check, Outcome, SelfcheckOptions, run_selfcheck, save_outcomes
+from benchmarks.shared import DeviceOptions, Measured, Outcome
+from rayspec.bench.result import markdown_table, save_json
 from rayspec.command.environment import describe_environment
+from rayspec.command.loading import hide_progress_bars
+
+Check = Callable[[DeviceOptions], Outcome]
 
 CHECKS: Mapping[str, Check] = {
     "logits of fused layers": check_parity,
@@ -27,15 +36,53 @@ CHECKS: Mapping[str, Check] = {
 }
 
 
-def measure_device(options: SelfcheckOptions, say: Callable[[str], None], json: Path | None) -> tuple[str, bool]:
+def measure_device(options: DeviceOptions, say: Callable[[str], None], json: Path | None) -> tuple[str, bool]:
     """Return a page with all tables, and whether no check failed; save the numbers in `json`. Raises ConfigError."""
-    outcomes = run_selfcheck(options, say, checks=CHECKS)
+    outcomes = run_checks(options, say)
+    is_good = all(one.status != "failed" for one, _ in outcomes.values())
     if json is not None:
-        save_outcomes(outcomes, options, json)
-    return _page(options, outcomes), all(one.status != "failed" for one, _ in outcomes.values())
+        found = {
+            "ok": is_good,
+            "options": asdict(options),
+            "device": str(options.torch_device),
+            "environment": describe_environment(),
+            "load_average": os.getloadavg(),
+            "checks": [
+                {"name": name, "seconds": seconds} | {key: getattr(one, key) for key in ("status", "found", "numbers")}
+                for name, (one, seconds) in outcomes.items()
+            ],
+        }
+        save_json(found, json)
+    return _page(options, outcomes), is_good
 
 
-def _page(options: SelfcheckOptions, outcomes: Mapping[str, tuple[Outcome, float]]) -> str:
+def run_checks(
+    options: DeviceOptions, say: Callable[[str], None], *, checks: Mapping[str, Check] = CHECKS
+) -> dict[str, tuple[Outcome, float]]:
+    """Run all checks, one after another, and call `say` with each result. Return each outcome with its seconds. A check
+    that fails or raises does not stop the others. Raises ConfigError if the device does not exist."""
+    options.torch_device  # noqa: B018 - raises
+    hide_progress_bars()
+    before = torch.get_num_threads()
+    torch.set_num_threads(options.num_threads or before)
+    outcomes: dict[str, tuple[Outcome, float]] = {}
+    for name, check in checks.items():
+        started = time.perf_counter()
+        try:
+            outcome = check(options)
+        except Exception as error:  # noqa: BLE001 - it is reported, and the others still run
+            say(traceback.format_exc())
+            found = f"the check raised {type(error).__name__}: {error}"
+            outcome = Outcome(status="failed", found=found, numbers={"traceback": traceback.format_exc()})
+        seconds = time.perf_counter() - started
+        outcomes[name] = (outcome, seconds)
+        say(f"{name}: {outcome.status} ({seconds:.1f} s): {outcome.found}")
+        gc.collect()  # free the models of this check
+    torch.set_num_threads(before)
+    return outcomes
+
+
+def _page(options: DeviceOptions, outcomes: Mapping[str, tuple[Outcome, float]]) -> str:
     environment = describe_environment()
     where = (
         f"On {options.torch_device} ({environment['hardware']}), {environment['threads']} threads; "

@@ -16,8 +16,7 @@ from benchmarks.device.launches import (
     record_forward,
 )
 from benchmarks.device.models import RANDOM_FAMILIES, PassShape, Prepared, prepare_model
-from benchmarks.shared import Table, judged
-from rayspec.bench.selfcheck import Outcome, SelfcheckOptions
+from benchmarks.shared import DeviceOptions, Outcome, Table, judged
 from rayspec.choices import FULL, SKIP, Choices, choices_of
 
 MAX_KERNELS_A_LAYER = 12
@@ -80,7 +79,7 @@ class Comparison:
         return self.difference is None and not self.host_operations and (few or not is_bounded)
 
 
-def check_static_launches(options: SelfcheckOptions) -> Outcome:
+def check_static_launches(options: DeviceOptions) -> Outcome:
     found = []
     for family in ["llama"] if options.is_quick else RANDOM_FAMILIES:
         runner = prepare_model(family, "operators", torch.float32, options.torch_device, is_static=True)

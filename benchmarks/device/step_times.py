@@ -10,8 +10,7 @@ import torch
 
 from benchmarks.device.bandwidth import read_bytes_per_s
 from benchmarks.device.models import Prepared, bundled_model, prepare
-from benchmarks.shared import Table, fastest_seconds, measured
-from rayspec.bench.selfcheck import Outcome, SelfcheckOptions
+from benchmarks.shared import DeviceOptions, Outcome, Table, fastest_seconds, measured
 from rayspec.choices import Choice, choices_of
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.buckets import padded_rows
@@ -27,7 +26,7 @@ _VERIFY_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 _NUM_SLOTS = whole_pages(_CONTEXT + max(_VERIFY_ROWS))
 
 
-def check_step_times(options: SelfcheckOptions) -> Outcome:
+def check_step_times(options: DeviceOptions) -> Outcome:
     device = options.torch_device
     factor = _WIDER_QUICK if options.is_quick else _WIDER
     parts, num_weight_bytes = _wide_parts(options, factor)
@@ -72,7 +71,7 @@ def _step(prepared: Prepared, num_rows: int, choices: Sequence[Choice] | None) -
     return tokens
 
 
-def _wide_parts(options: SelfcheckOptions, factor: int) -> tuple[Decomposition, int]:
+def _wide_parts(options: DeviceOptions, factor: int) -> tuple[Decomposition, int]:
     """Return the widened model as the engine runs it on this device, and the bytes of weights that a step reads."""
     model = bundled_model(options.torch_dtype, options.torch_device, factor=factor)
     embedding: Any = model.get_input_embeddings()

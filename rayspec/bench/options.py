@@ -1,80 +1,86 @@
-"""Options of a comparison, and how they are read from the command line."""
+"""Options of `rayspec bench` and `rayspec tune`: each field is a flag, too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any
 
-from rayspec.bench.workloads import WorkloadOptions
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
 from rayspec.command.options import Asked
-from rayspec.config import EngineConfig
-from rayspec.types import ConfigError
-
-_Number = TypeVar("_Number", int, float)
+from rayspec.config import Commas, EngineConfig, Options, Pairs, TuningOptions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
+class WorkloadOptions(Options):
+    """The prompts of a benchmark."""
+
+    input: tuple[str, ...] = Field(
+        ("demo",),
+        description="a file of documents, a Spec-Bench question file, or demo:DOMAIN of summary, question, ledger, "
+        "schedule, all; repeatable",
+    )
+    context: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Commas] = Field(
+        (1024,), description="prompt tokens, several with commas; documents are cut, questions left out"
+    )
+    num_prompts: int = Field(4, ge=1, description="of each workload, at most")
+    workload_seed: int = Field(0, ge=0, description="of the bundled prompts")
+
+
+class BenchOptions(WorkloadOptions):
     """The strategies to compare, and the workloads. engine: options that all strategies share. plans: files of saved
-    plans, by strategy. widen: factor by which the model is widened."""
+    plans, by strategy."""
 
     engine: EngineConfig
-    workloads: WorkloadOptions
-    strategies: tuple[str, ...]
-    max_tokens: int
-    batch: int
-    repeats: int
-    widen: int
-    plans: Mapping[str, str] = field(default_factory=dict)
-    hf: bool = False
+    strategies: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Commas] = Field(
+        ("ar", "knapspec"), description="what to compare, with commas, or 'all'; 'ar' always runs"
+    )
+    max_tokens: int = Field(128, ge=2, description="output tokens of a prompt")
+    batch: int = Field(1, ge=1, description="sequences decoded at once")
+    repeats: int = Field(3, ge=1, description="rounds in which everything is measured once")
+    widen: int = Field(1, ge=1, description="make the model so many times as wide, with the same text")
+    plans: Annotated[dict[str, str], Pairs] = Field(
+        default_factory=dict, description="STRATEGY=FILE: saved plans for one strategy, as self-sd=a.json; repeatable"
+    )
+    hf: bool = Field(True, description="compare with transformers generate")
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the options as JSON values, as the results contain them."""
-        return asdict(self) | {"engine": self.engine.model_dump(mode="json")}
 
-
-def bench_options(
-    asked: Asked,
-    workloads: WorkloadOptions,
-    *,
-    strategies: str,
-    max_tokens: int,
-    batch: int,
-    repeats: int,
-    widen: int,
-    plans: Sequence[str] | None = None,
-    hf: bool = False,
-) -> BenchOptions:
-    """Parse the options. strategies: comma-separated names. plans: "STRATEGY=FILE" each. Raises ConfigError."""
+def bench_options(asked: Asked, **values: Any) -> BenchOptions:
+    """Return the options of a comparison. values: those of BenchOptions. Raises ConfigError."""
     is_static = asked.flags["skip"] or asked.flags["static_choice"]
     asked.flags["strategy"] = "static" if is_static else None  # each contender gets its own strategy later
-    names = tuple(filter(None, map(str.strip, strategies.split(","))))
-    if not names:
-        raise ConfigError(f"option 'strategies' is {strategies!r}: name at least one, as ar,knapspec")
-    return BenchOptions(
-        engine=asked.settings().engine,
-        workloads=workloads,
-        strategies=names,
-        max_tokens=max_tokens,
-        batch=batch,
-        repeats=repeats,
-        widen=widen,
-        plans=dict(map(_strategy_and_file, plans or ())),
-        hf=hf,
+    return BenchOptions(engine=asked.settings().engine, **values)
+
+
+class TuneOptions(TuningOptions):
+    """The model to tune for, and the calibration prompts.
+
+    input: "[DOMAIN=]INPUT". Without DOMAIN, the input's own name is the domain; of a file of questions, these are the
+    categories. A single domain that was not named gives a plan for any text.
+    """
+
+    engine: EngineConfig
+    output: Path
+    input: tuple[str, ...] = Field(
+        (),
+        description="[DOMAIN=]INPUT, calibration prompts: a file of documents or questions, demo:DOMAIN, demo:all; "
+        "repeatable",
     )
+    context: int = Field(1024, ge=2, description="prompt tokens; documents are cut to it")
+    num_prompts: int = Field(8, ge=1, description="of each domain, at most")
+    batch: int = Field(1, ge=1, description="sequences decoded at once")
+    widen: int = Field(1, ge=1, description="make the model so many times as wide, as in bench")
+    overwrite: bool = Field(False, description="replace an output that exists")
 
-
-def _strategy_and_file(text: str) -> tuple[str, str]:
-    strategy, _, file = text.partition("=")
-    if not strategy or not file:
-        raise ConfigError(f"option 'plans' is {text!r}: write it as STRATEGY=FILE, such as self-sd=plans.json")
-    return strategy, file
-
-
-def numbers(option: str, text: str, number: Callable[[str], _Number]) -> tuple[_Number, ...]:
-    """Parse comma-separated numbers and drop duplicates; ranges are not checked. Raises ConfigError."""
-    try:
-        return tuple(dict.fromkeys(number(part) for part in text.split(",")))
-    except ValueError as error:
-        raise ConfigError(f"option {option!r} is {text!r}: give numbers with commas between them") from error
+    @model_validator(mode="after")
+    def _has_prompts_and_a_place(self) -> Self:
+        if not self.input:
+            raise ValueError("option 'input' is missing: name calibration prompts, as FILE or DOMAIN=FILE")
+        place = f"option 'output' is {str(self.output)!r}"
+        if self.output.suffix != ".json":
+            raise ValueError(f"{place}: its name must end in .json")
+        if self.output.is_dir():
+            raise ValueError(f"{place}, a folder: name a file")
+        if self.output.exists() and not self.overwrite:
+            raise ValueError(f"{place}, which exists: choose another name or pass --overwrite")
+        return self

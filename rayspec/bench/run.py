@@ -43,7 +43,7 @@ def run_bench(
     """
     with loaded_contenders(options, say) as (llm, contenders):
         result = empty_result(options, llm)
-        for workload in make_workloads(llm, options.workloads, template=summary_prompt(options.engine.model)):
+        for workload in make_workloads(llm, options, template=summary_prompt(options.engine.model)):
             if not workload.prompts:
                 say(f"{workload.name}: left out, as all of its {workload.num_left_out} prompts are longer")
                 continue
@@ -86,8 +86,8 @@ def loaded_contenders(options: BenchOptions, say: Say) -> Iterator[tuple[rayspec
 
 def empty_result(options: BenchOptions, llm: rayspec.LLM) -> dict[str, Any]:
     """Return a result without workloads."""
-    environment = {"environment": describe_environment(), "options": options.as_json(), "dtype": llm.config.dtype}
-    return environment | {"workloads": []}
+    about = {"environment": describe_environment(), "options": options.model_dump(mode="json")}
+    return about | {"dtype": llm.config.dtype, "workloads": []}
 
 
 def workload_result(
@@ -197,6 +197,6 @@ def engine_config(options: BenchOptions, folder: str, strategy: str) -> EngineCo
         model=folder,
         max_num_seqs=options.batch,
         enable_prefix_caching=False,  # each repeat of a prompt must be prefilled again
-        max_model_len=base.max_model_len or max(options.workloads.contexts) + options.max_tokens,
+        max_model_len=base.max_model_len or max(options.context) + options.max_tokens,
         speculation=speculation,
     )

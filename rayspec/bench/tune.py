@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -12,54 +11,21 @@ from rich.table import Table
 
 import rayspec
 from rayspec.batch.document_task import summary_prompt
+from rayspec.bench.options import TuneOptions, WorkloadOptions
 from rayspec.bench.run import model_folder
-from rayspec.bench.workloads import WorkloadOptions, make_workloads
+from rayspec.bench.workloads import make_workloads
 from rayspec.choices import FULL, SKIP
 from rayspec.command.loading import load_llm
-from rayspec.config import EngineConfig, TuningOptions
+from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.strategies.tuning import tune_domains, tune_plan
 from rayspec.types import ConfigError
 
-_SUFFIX = ".json"
 # Seed of the bundled prompts, far from those of benchmarks, which start at 0.
 _SEED = 7000
 _ANY = "any text"
 _UNUSED_SKIP = (0,)  # placeholder: each trial sets its own plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions:
-    """The model to tune for, and the calibration prompts. Raises ConfigError.
-
-    inputs: "[DOMAIN=]INPUT". INPUT is the same as for benchmarks: "demo:DOMAIN", "demo:all", a file of documents, or a
-    file of questions, whose categories are domains. Without DOMAIN, the input's own name is the domain. A single domain
-    that was not named gives a plan for any text. context: prompt tokens; documents are cut to this length. num_prompts:
-    for each domain of an input, at most. batch: prompts decoded at once. widen: factor by which the model is widened.
-    """
-
-    engine: EngineConfig
-    tuning: TuningOptions
-    inputs: tuple[str, ...]
-    output: Path
-    context: int = 1024
-    num_prompts: int = 8
-    batch: int = 1
-    widen: int = 1
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.inputs:
-            raise ConfigError("option 'input' is missing: name calibration prompts, as FILE or DOMAIN=FILE")
-        if self.output.suffix != _SUFFIX:
-            raise ConfigError(f"option 'output' is {str(self.output)!r}: its name must end in {_SUFFIX}")
-        if self.output.is_dir():
-            raise ConfigError(f"option 'output' is {str(self.output)!r}, a folder: name a file")
-        if self.output.exists() and not self.overwrite:
-            raise ConfigError(
-                f"option 'output' is {str(self.output)!r}, which exists: choose another name or pass --overwrite"
-            )
 
 
 def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
@@ -86,9 +52,9 @@ def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
         identity = ModelIdentity.of(engine.config, engine.stages.num_sublayers)
         tuned = msgspec.structs.replace(identity, name=f"{options.engine.model}{width}")
         if list(domains) != [""]:
-            saved = tune_domains(engine, domains, options.tuning, model=tuned, say=say)
+            saved = tune_domains(engine, domains, options, model=tuned, say=say)
         else:
-            saved = SavedPlans(model=tuned, plans=(tune_plan(engine, domains[""], options.tuning, say=say),))
+            saved = SavedPlans(model=tuned, plans=(tune_plan(engine, domains[""], options, say=say),))
     saved.save(options.output)
     return saved
 
@@ -98,17 +64,17 @@ def calibration_prompts(llm: rayspec.LLM, options: TuneOptions) -> dict[str, lis
     input, and for a domain that occurs again without DOMAIN=."""
     template = summary_prompt(options.engine.model)
     domains: dict[str, list[list[int]]] = {}
-    for name in options.inputs:
+    for name in options.input:
         domain, source = _domain_and_source(name)
         asked = WorkloadOptions(
-            inputs=(source,), contexts=(options.context,), num_prompts=options.num_prompts, seed=_SEED
+            input=(source,), context=(options.context,), num_prompts=options.num_prompts, workload_seed=_SEED
         )
         for workload in make_workloads(llm, asked, template=template):
             prompts = domains.setdefault(workload.domain if domain is None else domain, [])
             if prompts and domain is None:
                 raise ConfigError(f"option 'input' names two of domain {workload.domain!r}: say DOMAIN=FILE of each")
             prompts.extend(workload.prompts)
-    named = [name for name in options.inputs if _domain_and_source(name)[0] is not None]
+    named = [name for name in options.input if _domain_and_source(name)[0] is not None]
     return domains if len(domains) > 1 or named else {"": next(iter(domains.values()))}
 
 
@@ -142,7 +108,7 @@ def _engine_config(options: TuneOptions, folder: str) -> EngineConfig:
         model=folder,
         max_num_seqs=options.batch,
         enable_prefix_caching=False,  # each repeat of a prompt must be prefilled again
-        max_model_len=base.max_model_len or options.context + options.tuning.max_tokens,
+        max_model_len=base.max_model_len or options.context + options.max_tokens,
         speculation=base.speculation.replace(
             strategy="static",
             skip=_UNUSED_SKIP,

@@ -15,6 +15,7 @@ from rayspec import demo
 from rayspec.batch.document_task import PromptBuilder
 from rayspec.batch.documents import Columns, read_documents
 from rayspec.batch.rows import Row
+from rayspec.bench.options import WorkloadOptions
 from rayspec.config import SamplingParams
 from rayspec.demo import Task
 from rayspec.types import ConfigError, InputFileError
@@ -24,27 +25,6 @@ _MIN_SIZE = 2
 _DEMO = "demo"
 _DEMO_TOKEN = "<|document|>"  # noqa: S105 - a token of the bundled model's vocabulary
 _SUMMARIZE = "Summarize the document."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadOptions:
-    """Options of workloads. Raises ConfigError.
-
-    inputs: "demo:DOMAIN" ("demo" for its summaries, "demo:all" for all domains), files of documents, question files.
-    contexts: prompt tokens. num_prompts: of each workload, at most.
-    """
-
-    inputs: tuple[str, ...]
-    contexts: tuple[int, ...]
-    num_prompts: int
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for context in self.contexts:
-            if context < 2:
-                raise ConfigError(f"option 'context' is {context}: a prompt needs 2 tokens or more")
-        if self.seed < 0:
-            raise ConfigError(f"option 'workload_seed' is {self.seed}: it must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +48,9 @@ def make_workloads(llm: rayspec.LLM, options: WorkloadOptions, *, template: str)
     template: prompt template for documents, see `PromptBuilder`. Raises ConfigError, and the error of an invalid
     document.
     """
-    inputs = list(dict.fromkeys("demo:summary" if name == _DEMO else name for name in options.inputs))
+    inputs = list(dict.fromkeys("demo:summary" if name == _DEMO else name for name in options.input))
     found: list[Workload] = []
-    for context in options.contexts:
+    for context in dict.fromkeys(options.context):
         workloads = [one for name in inputs for one in _of_input(llm, name, context, options, template)]
         name, count = Counter(workload.domain for workload in workloads).most_common(1)[0]
         if count > 1:
@@ -87,8 +67,8 @@ def _of_input(llm: rayspec.LLM, name: str, context: int, options: WorkloadOption
     kind, _, domain = name.partition(":")
     if kind == _DEMO:
         for each in demo.DOMAINS if domain == "all" else (domain or "summary",):
-            prompts = demo_prompts(llm, each, context=context, num_prompts=options.num_prompts, seed=options.seed)
-            yield Workload(domain=each, prompts=prompts, context=context)
+            size = {"context": context, "num_prompts": options.num_prompts, "seed": options.workload_seed}
+            yield Workload(domain=each, prompts=demo_prompts(llm, each, **size), context=context)
     elif (by_category := read_questions(name)) is not None:
         for category, questions in by_category.items():
             prompts = list(map(_text_encoder(llm), questions))

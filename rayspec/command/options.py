@@ -1,11 +1,11 @@
-"""Makes command-line flags from the option groups in rayspec.config, the only place of names, help and defaults."""
+"""Makes command-line flags from option groups, the only place of names, help and defaults."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -18,13 +18,9 @@ from pydantic_core import PydanticUndefined
 from rayspec.command.settings import Settings, make_settings
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, SpeculationOptions
 
-_ENGINE_PANEL, _SPECULATION_PANEL, _PARALLEL_PANEL, _SAMPLING_PANEL = "Engine", "Speculation", "Shards", "Sampling"
-_PANELS = ((EngineConfig, _ENGINE_PANEL), (SpeculationOptions, _SPECULATION_PANEL), (ParallelOptions, _PARALLEL_PANEL))
 _RAY_ADDRESS = "RAY_ADDRESS"
-_NOT_FLAGS = {"n"}  # a row has one output
 
 _Command = Callable[..., None]
-GivenFlags = dict[str, Any]
 OwnOptions = TypeVar("OwnOptions", bound=Options)
 
 
@@ -49,9 +45,14 @@ class Asked:
             check_name(settings.engine.tokenizer, option="tokenizer", is_elsewhere=is_elsewhere)
         return settings
 
-    def own_options(self, options: type[OwnOptions]) -> OwnOptions:
-        """Validate the command's own options. Raises ConfigError."""
-        return options(**{name: value for name, value in self.own.items() if value is not None})
+    @property
+    def given(self) -> dict[str, Any]:
+        """The command's own options that have a value."""
+        return {name: value for name, value in self.own.items() if value is not None}
+
+    def own_options(self, options: type[OwnOptions], **more: Any) -> OwnOptions:
+        """Validate the command's own options, and `more` that no flag gives. Raises ConfigError."""
+        return options(**self.given, **more)
 
 
 def with_settings(
@@ -62,44 +63,39 @@ def with_settings(
     sampling: defaults of the sampling flags; None gives no such flags. own: a group of options that the command has in
     addition to the engine's, and the title of its flags.
     """
-
-    owned = list(_group_flags(*own)) if own is not None else []
-    generated = [flag for options, panel in _PANELS for flag in _group_flags(options, panel)]
-    if sampling is not None:
-        for name, info in SamplingParams.model_fields.items():
-            if name not in _NOT_FLAGS:
-                generated += _flag(name, info, default=getattr(sampling, name), panel=_SAMPLING_PANEL)
-
-    def asked(values: dict[str, Any]) -> Asked:
-        flags, mine = ({flag.name: values[flag.name] for flag in some} for some in (generated, owned))
-        return Asked(file=values["config"], overrides=values["set_"] or (), flags=flags, sampling=sampling, own=mine)
-
-    return lambda command: _with(command, [*owned, *_FILE_FLAGS, *generated], asked)
-
-
-def with_flags(options: type[Options], *, from_file: bool = False) -> Callable[[_Command], _Command]:
-    """Give a typer command a flag for each option that has a description and is not a parameter of the command itself.
-
-    The command has a parameter `asked`, which receives the given flags by name. Their values are validated when
-    `options` is created. from_file: a file may give the options too, so that no flag is required.
-    """
+    generated = [
+        *_group_flags(EngineConfig, "Engine"),
+        *_group_flags(SpeculationOptions, "Speculation"),
+        *_group_flags(ParallelOptions, "Shards"),
+        # A row has one output.
+        *([] if sampling is None else _group_flags(SamplingParams, "Sampling", sampling, leave_out=("n",))),
+    ]
 
     def decorate(command: _Command) -> _Command:
-        own = inspect.signature(command).parameters
-        flags = [
-            flag
-            for name, info in options.model_fields.items()
-            if info.description is not None and name not in own
-            for flag in _flag(
-                name, info, default=info.default, is_text=True, is_required=info.is_required() and not from_file
-            )
-        ]
-        return _with(command, flags, lambda values: {name: each for name, each in values.items() if each is not None})
+        owned = list(_group_flags(*own, leave_out=inspect.signature(command).parameters)) if own is not None else []
+
+        def asked(values: dict[str, Any]) -> Asked:
+            flags, mine = ({flag.name: values[flag.name] for flag in some} for some in (generated, owned))
+            file, overrides = values["config"], values["set_"] or ()
+            return Asked(file=file, overrides=overrides, flags=flags, sampling=sampling, own=mine)
+
+        return _with(command, [*owned, *_FILE_FLAGS, *generated], asked)
 
     return decorate
 
 
-def _with(command: _Command, flags: Sequence[inspect.Parameter], asked: Callable[[dict[str, Any]], Any]) -> _Command:
+def with_options(options: type[Options]) -> Callable[[_Command], _Command]:
+    """Give a typer command a flag for each option that is no parameter of the command itself; its parameter `asked` is
+    an Asked with their values in `own`."""
+
+    def decorate(command: _Command) -> _Command:
+        flags = list(_group_flags(options, leave_out=inspect.signature(command).parameters))
+        return _with(command, flags, lambda values: Asked(own=values))
+
+    return decorate
+
+
+def _with(command: _Command, flags: Sequence[inspect.Parameter], asked: Callable[[dict[str, Any]], Asked]) -> _Command:
     """Return a command with flags in place of the parameter `asked`, which gets what `asked` makes of their values."""
     hints = get_type_hints(command, include_extras=True)
     own = [
@@ -119,81 +115,60 @@ def _with(command: _Command, flags: Sequence[inspect.Parameter], asked: Callable
     return wrapper
 
 
-def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+def _parameter(name: str, kind: Any, **about: Any) -> inspect.Parameter:
+    names = [about.pop("flag")] if "flag" in about else []
+    annotation = Annotated[kind | None, typer.Option(*names, **about)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 _FILE_FLAGS = (
-    _parameter(
-        "config",
-        Annotated[
-            Path | None,
-            typer.Option(help="YAML file with any of these options; flags win over it", rich_help_panel=_ENGINE_PANEL),
-        ],
-    ),
+    _parameter("config", Path, help="YAML file with any of these options; flags win over it", rich_help_panel="Engine"),
     _parameter(
         "set_",
-        Annotated[
-            list[str] | None,
-            typer.Option(
-                "--set",
-                metavar="NAME=VALUE",
-                help="any option by its dotted name, as speculation.exit_layer=8; repeatable",
-                rich_help_panel=_ENGINE_PANEL,
-            ),
-        ],
+        list[str],
+        flag="--set",
+        metavar="NAME=VALUE",
+        help="any option by its dotted name, as speculation.exit_layer=8; repeatable",
+        rich_help_panel="Engine",
     ),
 )
 
 
-def _group_flags(options: type[Options], panel: str) -> Iterator[inspect.Parameter]:
-    for name, info in options.model_fields.items():
-        yield from _flag(name, info, default=info.default, panel=panel)
-
-
-def _flag(
-    name: str,
-    info: FieldInfo,
-    *,
-    default: Any,
-    panel: str | None = None,
-    is_text: bool = False,
-    is_required: bool = False,
+def _group_flags(
+    options: type[Options], panel: str | None = None, usual: Options | None = None, leave_out: Collection[str] = ()
 ) -> Iterator[inspect.Parameter]:
-    """Yield the flag of an option, if a flag can set it. is_text: the option's validator splits the text of a list, and
-    a mapping is given by repeated LABEL=VALUE."""
-    kind = _flag_type(info.annotation, is_text=is_text)
-    if kind is not None:
-        repeats = is_text and get_origin(info.annotation) is dict
-        help_ = _help(info, default, "LABEL=VALUE, repeatable" if repeats else "")
-        flag = _parameter(name, Annotated[kind, typer.Option(help=help_, rich_help_panel=panel)])
-        yield flag.replace(default=inspect.Parameter.empty) if is_required else flag
+    """Yield a flag for each option that a flag can set. usual: has the defaults; None: those of the group."""
+    for name, info in options.model_fields.items():
+        kind = _flag_type(info)
+        if kind is not None and name not in leave_out:
+            default = info.default if usual is None else getattr(usual, name)
+            yield _parameter(name, kind, help=_help(info, default), rich_help_panel=panel)
 
 
-def _flag_type(annotation: Any, *, is_text: bool = False) -> Any:
-    """Return the type of a flag; None for an option that a single flag cannot set. Values are validated later."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin in (Union, types.UnionType):
-        kinds = [_flag_type(argument, is_text=is_text) for argument in arguments if argument is not type(None)]
-        return kinds[0] if is_text or len(set(kinds)) == 1 else None
-    if origin is Literal or (is_text and origin is tuple):
-        return str | None
+def _flag_type(info: FieldInfo) -> Any:
+    """Return the type of a flag, or None. Values are validated later. A mapping has one if it has a description."""
+    if get_origin(info.annotation) is dict:
+        return list[str] if info.description else None
+    kinds = {_plain_type(kind) for kind in _members(info.annotation)}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _plain_type(annotation: Any) -> Any:
+    origin = get_origin(annotation)
     if origin is tuple:
-        element = str if get_origin(arguments[0]) is Literal else arguments[0]
-        return list[element] | None  # type: ignore[valid-type]
-    if origin is dict:
-        return list[str] | None if is_text else None
-    return annotation | None if annotation in (bool, int, float, str, Path) else None
+        return list[str]
+    return str if origin is Literal else annotation if annotation in (bool, int, float, str, Path) else None
 
 
-def _help(info: FieldInfo, default: Any, more: str) -> str:
+def _members(annotation: Any) -> list[Any]:
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return [one for one in get_args(annotation) if one is not type(None)] if is_union else [annotation]
+
+
+def _help(info: FieldInfo, default: Any) -> str:
     within = get_args(info.annotation)
     choices = next((get_args(one) for one in (info.annotation, *within) if get_origin(one) is Literal), ())
-    text = "; ".join(part for part in (info.description or "", ", ".join(choices), more) if part)
-    return f"{text} {_shown(default)}".strip()
-
-
-def _shown(default: Any) -> str:
+    text = "; ".join(part for part in (info.description or "", ", ".join(choices)) if part)
     if default is False or default in (None, (), PydanticUndefined):
-        return ""
-    return f"[default: {', '.join(map(str, default)) if isinstance(default, tuple) else default}]"
+        return text
+    return f"{text} [default: {', '.join(map(str, default)) if isinstance(default, tuple) else default}]".strip()

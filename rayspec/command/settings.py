@@ -64,21 +64,26 @@ def make_settings(
     flags: Mapping[str, Any] | None = None,
     sampling: SamplingParams | None = None,
 ) -> Settings:
-    """Merge the options of all sources. Raises ConfigError, also for overrides and flags that contradict each other.
+    """Merge the options of all sources. Raises ConfigError, also for an option that overrides or flags give twice.
 
     file: YAML with the names of EngineConfig, and those of SamplingParams under "sampling"; overrides and flags take
     precedence. overrides: "a.b=value", the value as YAML reads it. flags: by name, those of EngineConfig,
-    SpeculationOptions, ParallelOptions or SamplingParams; None is unset. sampling: the defaults of the
-    sampling parameters.
+    SpeculationOptions, ParallelOptions or SamplingParams; None is unset. sampling: the defaults of the sampling
+    parameters.
     """
     options = _read(file) if file is not None else {}
     given = [*map(_of_override, overrides), *_of_flags(flags or {})]
-    _refuse_contradictions(given)
-    for one in given:
+    for number, (path, value, source) in enumerate(given):
+        for other, _, earlier in given[:number]:
+            if all(
+                one == its for one, its in zip(path, other, strict=False)
+            ):  # the same, or one is a group of the other
+                name = ".".join(path if len(path) > len(other) else other)
+                raise ConfigError(f"option {name!r} is given twice, by {earlier} and by {source}: remove one of them")
         target = options
-        for group in one.path[:-1]:
+        for group in path[:-1]:
             target = _group(target, group)
-        target[one.path[-1]] = one.value
+        target[path[-1]] = value
     asked = _group(options, _SAMPLING)
     del options[_SAMPLING]
     if asked.get("n", 1) != 1:
@@ -86,62 +91,24 @@ def make_settings(
     return Settings(engine=EngineConfig(**options), sampling=(sampling or SamplingParams()).replace(**asked))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GivenValue:
-    """A value that the command line gives an option. path: the option's groups and name. source: the words given."""
-
-    path: tuple[str, ...]
-    value: Any
-    source: str
-
-
-def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if not isinstance(value, dict) or not value:
-        yield path, value
-        return
-    for name, part in value.items():
-        yield from _leaves((*path, str(name)), part)
-
-
-def _of_override(override: str) -> _GivenValue:
+def _of_override(override: str) -> tuple[tuple[str, ...], Any, str]:
+    """Return the groups and the name of the option, its value, and the words given."""
     name, equals, text = override.partition("=")
     path = tuple(name.strip().split("."))
     if not equals or not all(path):
         raise ConfigError(f"option 'set' is {override!r}: write it as name=value or group.name=value")
     try:
-        value = parse_yaml(text)
+        return path, parse_yaml(text), f"--set {override}"
     except NotYamlError as error:
         raise ConfigError(f"option 'set' is {reprlib.repr(override)}, whose value is {error}") from error
-    return _GivenValue(path=path, value=value, source=f"--set {override}")
 
 
-def _of_flags(flags: Mapping[str, Any]) -> Iterator[_GivenValue]:
+def _of_flags(flags: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, str]]:
     for name, value in flags.items():
         if value is not None:
             home = next((path for path, options in _GROUPS.items() if name in options.model_fields), (_SAMPLING,))
-            yield _GivenValue(path=(*home, name), value=value, source=_as_flag(name, value))
-
-
-def _as_flag(name: str, value: Any) -> str:
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
-    return " ".join(f"--{flag} {one}" for one in (value if isinstance(value, list | tuple) else [value]))
-
-
-def _refuse_contradictions(given: Sequence[_GivenValue]) -> None:
-    """Check that no option has two different values. Raises ConfigError."""
-    said: dict[tuple[str, ...], _GivenValue] = {}  # by the path of a single option
-    for one in given:
-        leaves = dict(_leaves(one.path, one.value))
-        for path, earlier in said.items():
-            is_replaced = path[: len(one.path)] == one.path
-            if leaves[path] != earlier.value if path in leaves else is_replaced:
-                raise ConfigError(
-                    f"option {'.'.join(path)!r} is given two values, by {earlier.source} and by {one.source}: "
-                    "remove one of them"
-                )
-        said |= {path: _GivenValue(path=path, value=value, source=one.source) for path, value in leaves.items()}
+            flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+            yield (*home, name), value, flag if isinstance(value, bool) else f"{flag} {value}"
 
 
 def _group(options: dict[str, Any], name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from rayspec import demo
-from rayspec.command.options import GivenFlags, with_flags
+from rayspec.command.options import Asked, with_options
 from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console
 from rayspec.ops.doctor import machine
 from rayspec.ops.doctor.findings import Finding, findings_table, has_problems, skipped
@@ -31,8 +31,8 @@ Json = Annotated[Path | None, typer.Option("--json", help="file to write the num
 
 
 @app.command()
-@with_flags(PlacementOptions)
-def placement(*, model: Model, asked: GivenFlags, json_: Json = None) -> None:
+@with_options(PlacementOptions)
+def placement(*, model: Model, asked: Asked, json_: Json = None) -> None:
     """Say which layers go on which GPUs, what fits, and how fast a decode step could be. Needs no GPU.
 
     Exit code 1 if it does not fit.
@@ -43,7 +43,7 @@ def placement(*, model: Model, asked: GivenFlags, json_: Json = None) -> None:
     from rayspec.ops.plan.placement import placements_json, placements_table  # noqa: PLC0415
 
     with clean_exit():
-        options = PlacementOptions(**asked)
+        options = asked.own_options(PlacementOptions)
         found = place_best(read_config(demo.local_path(model)), options)
         output_console().print(placements_table(found), highlight=False)
         _save(placements_json(found), json_)
@@ -51,8 +51,8 @@ def placement(*, model: Model, asked: GivenFlags, json_: Json = None) -> None:
 
 
 @app.command()
-@with_flags(PlanOptions)
-def plan(*, model: Model, asked: GivenFlags, json_: Json = None) -> None:
+@with_options(PlanOptions)
+def plan(*, model: Model, asked: Asked, json_: Json = None) -> None:
     """Recommend stages x tensor x replicas: simulate what fits, with drafts and without. Needs no GPU.
 
     Exit code 1 if nothing fits.
@@ -62,7 +62,7 @@ def plan(*, model: Model, asked: GivenFlags, json_: Json = None) -> None:
     from rayspec.ops.plan.report import make_plan, plan_json, plan_table  # noqa: PLC0415
 
     with clean_exit():
-        options = PlanOptions(**asked)
+        options = asked.own_options(PlanOptions)
         report = make_plan(read_config(demo.local_path(model)), options)
         # Not cropped: flags to paste may be longer than a line.
         output_console().print(plan_table(report), highlight=False, markup=False, crop=False)
@@ -107,9 +107,9 @@ def examine(*, model: str | None = None, address: str | None = None, quick: bool
     findings = machine.check_machine()
     # The imports below load torch, ray or the hub's client, which the checks above need not wait for.
     if model is not None:
-        from rayspec.ops.doctor.model_files import check_model, look_at_model  # noqa: PLC0415
+        from rayspec.ops.doctor.model_files import check_model  # noqa: PLC0415
 
-        findings.append(check_model(look_at_model(model)))
+        findings.append(check_model(model)[0])
     if quick:
         return findings
     findings.append(machine.check_dtype())

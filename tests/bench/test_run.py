@@ -15,8 +15,8 @@ from rayspec.bench import run as run_module
 from rayspec.bench.contenders import Writing
 from rayspec.bench.options import BenchOptions, bench_options
 from rayspec.bench.result import Sample
-from rayspec.bench.run import Say, engine_config, model_folder, strategy_names
-from rayspec.bench.workloads import Workload, WorkloadOptions
+from rayspec.bench.run import Say, engine_config, strategy_names
+from rayspec.bench.workloads import Workload
 from rayspec.cli import app
 from rayspec.command.options import Asked
 from rayspec.config import EngineConfig, Strategy
@@ -35,90 +35,68 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
 
 
 def options(
-    *strategies: str, hf: bool = False, plans: dict[str, str] | None = None, **speculation: Any
+    *strategies: str, plans: dict[str, str] | None = None, hf: bool = False, **speculation: Any
 ) -> BenchOptions:
-    return BenchOptions(
-        engine=EngineConfig(model="demo", speculation=speculation),  # type: ignore[arg-type]
-        workloads=WorkloadOptions(inputs=("demo",), contexts=(100, 300), num_prompts=1),
-        strategies=strategies,
-        max_tokens=20,
-        batch=2,
-        repeats=3,
-        widen=1,
-        plans=plans or {},
-        hf=hf,
-    )
+    engine = EngineConfig(model="demo", speculation=speculation)  # type: ignore[arg-type]
+    more: dict[str, Any] = {"max_tokens": 20, "batch": 2, "plans": plans or {}, "hf": hf, "context": (100, 300)}
+    return BenchOptions(engine=engine, strategies=strategies, **more)
 
 
-class TestNames:
-    def test_the_baseline_is_first_and_transformers_last(self) -> None:
-        assert strategy_names(options("knapspec", "ar", "knapspec", hf=True)) == ["ar", "knapspec", "hf"]
-        assert strategy_names(options("hf", "clasp")) == ["ar", "hf", "clasp"]
+SAVED = {"self-sd": "s.json", "knn-ssd": "k.json"}
 
-    def test_all_are_those_that_need_nothing_further(self) -> None:
-        assert sorted(strategy_names(options("all"))) == sorted(ALL)
 
-    def test_all_with_what_the_others_need(self) -> None:
-        found = strategy_names(options("all", plans={"self-sd": "s.json", "knn-ssd": "k.json"}))
-        assert sorted(found) == sorted([*ALL, "self-sd", "knn-ssd"])
-        assert sorted(strategy_names(options("all", strategy="static", skip=(3,)))) == sorted([*ALL, "static"])
-        everything = {*found, "static"}
-        assert everything == set(get_args(Strategy))
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (options("knapspec", "ar", "knapspec", hf=True), {"ar", "knapspec", "hf"}),
+        (options("hf", "clasp"), {"ar", "hf", "clasp"}),
+        (options("all"), set(ALL)),
+        (options("all", plans=SAVED), {*ALL, *SAVED}),
+        (options("all", strategy="static", skip=(3,)), {*ALL, "static"}),
+    ],
+)
+def test_the_baseline_is_first_and_all_are_those_that_lack_nothing(given: BenchOptions, names: set[str]) -> None:
+    found = strategy_names(given)
+    assert found[0] == "ar"
+    assert len(found) == len(names)
+    assert set(found) == names
+    assert {*ALL, *SAVED, "static"} == set(get_args(Strategy))
 
-    def test_a_strategy_that_needs_something(self) -> None:
-        with pytest.raises(ConfigError, match="strategy 'knn-ssd' needs option 'warm_start'"):
-            strategy_names(options("knn-ssd"))
 
-    def test_plans_for_one_strategy(self) -> None:
-        assert "self-sd" in strategy_names(options("all", plans={"self-sd": "s.json"}))
-        assert "knn-ssd" not in strategy_names(options("all", plans={"self-sd": "s.json"}))
-        with pytest.raises(ConfigError, match=r"option 'plans' has 's\.json' for 'self-sd', which does not run"):
-            strategy_names(options("ar", plans={"self-sd": "s.json"}))
-        with pytest.raises(ConfigError, match="does not work with strategy 'clasp'"):
-            strategy_names(options("clasp", plans={"clasp": "s.json"}))
-
-    def test_plans_that_nobody_needs(self) -> None:
-        with pytest.raises(ConfigError, match=r"option 'warm_start' is 'p\.json': .* --plans self-sd=p\.json"):
-            strategy_names(options("clasp", warm_start="p.json"))
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (options("knn-ssd"), "strategy 'knn-ssd' needs option 'warm_start'"),
+        (options("ar", plans=SAVED), "option 'plans' has 's.json' for 'self-sd', which does not run"),
+        (options("clasp", plans={"clasp": "s.json"}), "does not work with strategy 'clasp'"),
+        (
+            options("clasp", warm_start="p.json", strategy="auto"),
+            "name the strategy that the saved plans are for",
+        ),
+    ],
+)
+def test_a_strategy_that_lacks_something_is_named(given: BenchOptions, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        strategy_names(given)
 
 
 def test_plans_and_sublayers_go_to_those_that_cannot_do_without() -> None:
     given = options("all", strategy="static", skip=(3,))
     assert engine_config(given, "m", "static").speculation.skip == (3,)
     assert engine_config(given, "m", "clasp").speculation.skip == ()
-    given = options("all", plans={"self-sd": "s.json"})
+    given = options("all", plans=SAVED)
     assert engine_config(given, "m", "self-sd").speculation.warm_start == "s.json"
     assert engine_config(given, "m", "knapspec").speculation.warm_start is None
 
 
-def parsed(strategies: str = "knapspec", **changes: Any) -> Any:
-    flags = {"model": "demo", "num_threads": 3, "skip": None, "static_choice": None} | changes.pop("flags", {})
-    values: dict[str, Any] = {"max_tokens": 5, "batch": 1, "repeats": 1, "widen": 1} | changes
-    workloads = WorkloadOptions(inputs=("demo",), contexts=(100,), num_prompts=4)
-    return bench_options(Asked(flags=flags), workloads, strategies=strategies, **values)
-
-
 def test_flags_of_drafts_are_those_of_the_engine() -> None:
-    assert parsed(flags={"skip": [3]}).engine.speculation.skip == (3,)
-    assert parsed(flags={"static_choice": "int4"}).engine.speculation.static_choice == "int4"
-    assert parsed(plans=["self-sd=a=b.json", "knn-ssd=c.json"]).plans == {"self-sd": "a=b.json", "knn-ssd": "c.json"}
+    def parsed(**flags: Any) -> BenchOptions:
+        flags = {"model": "demo", "skip": None, "static_choice": None} | flags
+        return bench_options(Asked(flags=flags), plans=["self-sd=a=b.json", "knn-ssd=c.json"])
 
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"strategies": " ,"}, "option 'strategies' is ' ,': name at least one"),
-        ({"plans": ["a.json"]}, "option 'plans' is 'a.json': write it as STRATEGY=FILE"),
-    ],
-)
-def test_what_cannot_be_parsed_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        parsed(**changes)
-
-
-def test_what_cannot_be_widened_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="option 'widen' is 0"), model_folder(EngineConfig(model="demo"), 0):
-        pass
+    assert parsed(skip=["3"]).engine.speculation.skip == (3,)
+    assert parsed(static_choice="int4").engine.speculation.static_choice == "int4"
+    assert parsed().plans == {"self-sd": "a=b.json", "knn-ssd": "c.json"}
 
 
 class Diary:
@@ -156,19 +134,15 @@ def take_turns(workload: Workload, at_once: Sequence[int] = (20, 20, 20)) -> lis
 WORKLOAD = Workload(domain="d", prompts=[[1, 2]], context=100)
 
 
-def test_each_repeat_is_everyone_in_an_order_of_its_own() -> None:
+def test_each_repeat_is_everyone_in_an_order_of_its_own_and_who_is_behind_goes_on() -> None:
     entries = take_turns(WORKLOAD)
     assert entries[:6] == ["a forgets", "a warms up", "b forgets", "b warms up", "c forgets", "c warms up"]
     orders = [tuple(entries[first : first + 3]) for first in (6, 9, 12)]
     assert {"".join(sorted(order)) for order in orders} == {"abc"}
     assert len(set(orders)) > 1
-
-
-def test_one_that_is_behind_goes_on() -> None:
     at_once = {"a": 5, "b": 10, "c": 15}
-    entries = take_turns(WORKLOAD, tuple(at_once.values()))
     written = dict.fromkeys("abc", 0)
-    for name in entries[6:14]:
+    for name in take_turns(WORKLOAD, tuple(at_once.values()))[6:14]:
         assert written[name] == min(written.values())
         written[name] += at_once[name]
     assert min(written.values()) >= 20
@@ -211,7 +185,10 @@ def test_strategies_on_the_same_prompts(run: Invoke, tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--strategies", "ar,knapspac"], "did you mean 'knapspec'?"),
-        (["--context", "1k"], "option 'context' is '1k'"),
+        (["--context", "100,1k"], "option 'context.1' is '1k'"),
+        (["--strategies", ","], "option 'strategies.0' is ''"),
+        (["--plans", "a.json"], "option 'plans' is ['a.json']: write it as NAME=VALUE"),
+        (["--widen", "0"], "option 'widen' is 0"),
         (["--stream", "0,1"], "python -m benchmarks streams"),
         (["--threads", "2"], "is now '--num-threads'"),
     ],

@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 import rayspec
 from rayspec import demo
-from rayspec.bench.tune import TuneOptions, calibration_prompts
+from rayspec.bench.options import TuneOptions
+from rayspec.bench.tune import calibration_prompts
 from rayspec.choices import SKIP
 from rayspec.cli import app
-from rayspec.config import EngineConfig, TuningOptions
+from rayspec.config import EngineConfig
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.types import ConfigError
 
@@ -42,8 +43,8 @@ def load(path: Path) -> SavedPlans:
 
 
 def options(*inputs: str, **changes: Any) -> TuneOptions:
-    values = {"engine": EngineConfig(model="demo"), "tuning": TuningOptions(), "output": Path("plans.json")}
-    return TuneOptions(inputs=inputs, **({"context": 150, "num_prompts": 3} | values | changes))
+    values = {"engine": EngineConfig(model="demo"), "output": Path("plans.json"), "context": 150, "num_prompts": 3}
+    return TuneOptions(input=inputs, **(values | changes))
 
 
 def write_documents(path: Path, count: int) -> Path:

@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 
 from rayspec import demo
-from rayspec.bench.workloads import (
-    Workload,
-    WorkloadOptions,
-    demo_prompts,
-    make_workloads,
-    read_questions,
-)
+from rayspec.bench.options import WorkloadOptions
+from rayspec.bench.workloads import Workload, demo_prompts, make_workloads, read_questions
 from rayspec.types import ConfigError
 from tests.demo_model import demo_tokenizer
 
@@ -40,7 +35,7 @@ def text(prompt: list[int]) -> str:
 
 
 def make(*inputs: str, template: str = "{text}", **changes: Any) -> list[Workload]:
-    options = {"inputs": inputs, "contexts": (200,), "num_prompts": 3} | changes
+    options = {"input": inputs, "context": (200,), "num_prompts": 3} | changes
     return make_workloads(LLM, WorkloadOptions(**options), template=template)
 
 
@@ -75,13 +70,11 @@ class TestDemo:
         assert asked[0][0]["content"].endswith("\n\nSummarize the document.")
         assert asked[-1][0]["content"].endswith("\n\nWrite the rows as sentences.")
 
-    def test_a_domain_that_there_is_not(self) -> None:
+    def test_a_domain_that_there_is_not_and_a_context_that_holds_none(self) -> None:
         with pytest.raises(ConfigError, match="domain 'poems' is none of summary, question, ledger, schedule"):
             make("demo:poems")
-
-    def test_a_context_that_holds_none(self) -> None:
         with pytest.raises(ConfigError, match="option 'context' is 10, and the smallest prompts of domain 'summary'"):
-            make("demo", contexts=(10,))
+            make("demo", context=(10,))
 
 
 class TestInputs:
@@ -111,10 +104,10 @@ class TestInputs:
         assert (qa.name, len(qa.prompts), qa.num_left_out) == ("qa-200", 3, 1)
         assert text(qa.prompts[0]) == "<|document|>Who is 0?<|summary|>"
         assert (math.name, len(math.prompts), math.num_left_out) == ("math-200", 1, 0)
-        shorter = make(str(tmp_path / "q.jsonl"), contexts=(7,))
+        shorter = make(str(tmp_path / "q.jsonl"), context=(7,))
         assert [(one.name, len(one.prompts), one.num_left_out) for one in shorter] == [("qa-7", 0, 5), ("math-7", 1, 0)]
         with pytest.raises(ConfigError, match="option 'context' is 3, and none of the prompts is as short"):
-            make(str(tmp_path / "q.jsonl"), contexts=(3,))
+            make(str(tmp_path / "q.jsonl"), context=(3,))
 
     @pytest.mark.parametrize("content", [b'{"text": "A."}', b"[1]", b"", b"\xff{"])
     def test_question_files_are_known_by_their_first_row(self, tmp_path: Path, content: bytes) -> None:
@@ -142,14 +135,3 @@ class TestInputs:
             (tmp_path / folder / "docs.txt").write_text("A document.", encoding="utf-8")
         with pytest.raises(ConfigError, match="two workloads named 'docs'"):
             make(str(tmp_path / "a" / "docs.txt"), str(tmp_path / "b" / "docs.txt"))
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"contexts": (100, 1)}, "option 'context' is 1"),
-            ({"seed": -1}, "option 'workload_seed' is -1"),
-        ],
-    )
-    def test_bad_values_are_named(self, changes: dict[str, Any], message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            make("demo", **changes)

@@ -11,7 +11,6 @@ import pytest
 from benchmarks.data import BARE, RAY_DATA, DataSample, data_markdown, data_rows, run_data_bench, timed
 from rayspec.batch.rows import Row
 from rayspec.bench.options import BenchOptions
-from rayspec.bench.workloads import WorkloadOptions
 from rayspec.config import EngineConfig
 from rayspec.types import ConfigError
 
@@ -41,12 +40,13 @@ ROW = Row(id="a", text="text", num_output_tokens=3)
 def options(*, input_: str = "demo", **changes: Any) -> BenchOptions:
     values = {
         "engine": EngineConfig(model="demo", dtype="float32", device="cpu", num_threads=1),
-        "workloads": WorkloadOptions(inputs=(input_,), contexts=(150,), num_prompts=12),
+        "input": (input_,),
+        "context": (150,),
+        "num_prompts": 12,
         "strategies": ("ar",),
         "max_tokens": 4,
         "batch": 4,
         "repeats": 1,
-        "widen": 1,
     }
     return BenchOptions(**(values | changes))
 

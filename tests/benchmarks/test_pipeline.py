@@ -13,7 +13,6 @@ from benchmarks.pipeline import (
 )
 from benchmarks.pipeline_result import Case, HopTimes, PipelineRun, TimedPart, pipeline_rows
 from rayspec.bench.options import BenchOptions
-from rayspec.bench.workloads import WorkloadOptions
 from rayspec.config import EngineConfig
 from rayspec.types import ConfigError
 
@@ -21,12 +20,11 @@ from rayspec.types import ConfigError
 def options(*, num_prompts: int = 2, **changes: Any) -> BenchOptions:
     values = {
         "engine": EngineConfig(model="demo", dtype="float32", device="cpu"),
-        "workloads": WorkloadOptions(inputs=("demo",), contexts=(150,), num_prompts=num_prompts),
+        "context": (150,),
+        "num_prompts": num_prompts,
         "strategies": ("ar",),
         "max_tokens": 24,
-        "batch": 1,
         "repeats": 1,
-        "widen": 1,
     }
     return BenchOptions(**(values | changes))
 

@@ -30,7 +30,7 @@ def settings_of(*arguments: str) -> Settings:
 
 def test_flags_become_options_of_the_right_group() -> None:
     settings = settings_of(
-        *("--model", "m", "--max-num-seqs", "3", "--strategy", "static", "--skip", "2", "--skip", "5", "--no-gate"),
+        *("--model", "m", "--max-num-seqs", "3", "--strategy", "static", "--skip", "2", "--skip", "5,7", "--no-gate"),
         *("--temperature", "0.25", "--stop", "a", "--stop", "b", "--set", "offload.share=0.25"),
         *("--name", "me", "--deterministic", "--stages", "2", "--layers", "3", "--layers", "1"),
     )
@@ -39,7 +39,7 @@ def test_flags_become_options_of_the_right_group() -> None:
         max_num_seqs=3,
         deterministic=True,
         parallel=ParallelOptions(stages=2, layers=(3, 1)),
-        speculation=SpeculationOptions(strategy="static", skip=(2, 5), gate=False),
+        speculation=SpeculationOptions(strategy="static", skip=(2, 5, 7), gate=False),
         offload=OffloadOptions(share=0.25),
     )
     assert settings.sampling == SamplingParams(temperature=0.25, stop=("a", "b"), max_tokens=77)

@@ -23,21 +23,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayspec.config import EngineConfig
 from rayspec.ops.doctor.findings import Finding, ok, problem, skipped, warning
 from rayspec.ops.doctor.machine import (
-    Gpus,
     check_gpus,
     check_memory,
     check_open_files,
     check_packages,
     check_ray_folder,
     check_shared_memory,
-    inspect_gpus,
     installed_version,
 )
-from rayspec.ops.doctor.model_files import ModelFiles, check_model, look_at_model
+from rayspec.ops.doctor.model_files import check_model
 
 _NODE_TIMEOUT_S = 120.0
 _EXCHANGE_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 3.0
+_NO_ANSWER = f"no answer within {_NODE_TIMEOUT_S:.0f} s"
 _PACKAGES = ("rayspec", "ray", "torch", "transformers")
 
 
@@ -53,36 +52,31 @@ class Node:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """Facts that a node reports about itself. versions: of Python and of packages that must be the same on all nodes.
-    findings: checks of this node alone. model: None where no model is checked. fingerprint: of the model's weights, ""
-    if unreadable."""
+    num_usable_gpus: by torch. findings: checks of this node alone. fingerprint: of the model's weights, "" if there are
+    none to read."""
 
     versions: Mapping[str, str]
-    gpus: Gpus
-    findings: tuple[Finding, ...]
-    model: ModelFiles | None
-    fingerprint: str
-
-
-@dataclass(frozen=True, slots=True)
-class NoAnswer:
-    """Why a node, or something on it, gave no answer."""
-
-    reason: str
+    num_usable_gpus: int = 0
+    findings: tuple[Finding, ...] = ()
+    fingerprint: str = ""
 
 
 def describe_node(model: str | None) -> NodeFacts:
     """Collect the facts of the node that runs this function."""
-    files = look_at_model(model) if model is not None else None
+    gpus, num_usable = check_gpus(hidden_too=True)
+    findings = [check_packages(), check_memory(), check_shared_memory(), check_ray_folder(), check_open_files(), gpus]
     fingerprint = ""
-    if files is not None and files.folder is not None and not files.errors:
-        from rayspec.model.fingerprint import weights_fingerprint  # noqa: PLC0415
+    if model is not None:
+        finding, place = check_model(model)
+        findings.append(finding)
+        if place is not None:
+            from rayspec.model.fingerprint import weights_fingerprint  # noqa: PLC0415
 
-        fingerprint = weights_fingerprint(EngineConfig(model=files.folder))
+            fingerprint = weights_fingerprint(EngineConfig(model=place))
     return NodeFacts(
         versions={"python": platform.python_version()} | {name: installed_version(name) or "-" for name in _PACKAGES},
-        gpus=inspect_gpus(hidden_too=True),
-        findings=(check_packages(), check_memory(), check_shared_memory(), check_ray_folder(), check_open_files()),
-        model=files,
+        num_usable_gpus=num_usable,
+        findings=tuple(findings),
         fingerprint=fingerprint,
     )
 
@@ -167,9 +161,8 @@ def _same(name: str, values: Mapping[str, str], remedy: str) -> Finding:
     return problem(name, found, remedy)
 
 
-def check_counted_gpus(node: Node, facts: NodeFacts) -> Finding:
+def check_counted_gpus(node: Node, usable: int) -> Finding:
     """Compare the number of GPUs that Ray counts with the number that torch can use."""
-    usable = facts.gpus.num_usable
     if node.num_gpus == 0 and usable == 0:
         return skipped(f"{node.name}: GPUs in Ray", "no GPU")
     found = f"Ray counts {node.num_gpus}, torch can use {usable}"
@@ -194,19 +187,18 @@ def check_reach(nodes: Sequence[Node], backend: Literal["gloo", "nccl"]) -> Find
         ray.remote(Peer).options(**resources, scheduling_strategy=_affinity(node)).remote() for node in having
     ]
     try:
-        (place,) = _answers({"place": peers[0].open.remote()}).values()
-        if isinstance(place, NoAnswer):
-            return problem(name, f"{having[0].name}: {place.reason}", "is rayspec installed there?")
-        answers = _answers(
-            {
-                node.name: peer.join.remote(rank, len(peers), place, backend)
-                for rank, (node, peer) in enumerate(zip(having, peers, strict=True))
-            }
-        )
+        place = _answers([peers[0].open.remote()])[0]
+        if isinstance(place, Exception):
+            return problem(name, f"{having[0].name}: {_first_line(place)}", "is rayspec installed there?")
+        answers = _answers([peer.join.remote(rank, len(peers), place, backend) for rank, peer in enumerate(peers)])
     finally:
         for peer in peers:
             ray.kill(peer)
-    failed = [f"{node}: {answer.reason}" for node, answer in answers.items() if isinstance(answer, NoAnswer)]
+    failed = [
+        f"{node.name}: {_first_line(answer)}"
+        for node, answer in zip(having, answers, strict=True)
+        if isinstance(answer, Exception)
+    ]
     if not failed:
         return ok(name, f"every two of {len(having)} nodes exchange tensors")
     remedy = "open all TCP ports between the nodes (firewall, security group, network policy): shards choose theirs"
@@ -216,25 +208,18 @@ def check_reach(nodes: Sequence[Node], backend: Literal["gloo", "nccl"]) -> Find
 
 
 def _findings(nodes: Sequence[Node], model: str | None) -> list[Finding]:
-    describe = ray.remote(describe_node)
-    received = _answers(
-        {
-            node.name: describe.options(num_cpus=0, max_retries=0, scheduling_strategy=_affinity(node)).remote(model)
-            for node in nodes
-        }
-    )
-    facts = {name: one for name, one in received.items() if not isinstance(one, NoAnswer)}
+    describe = ray.remote(describe_node).options(num_cpus=0, max_retries=0)
+    answers = _answers([describe.options(scheduling_strategy=_affinity(node)).remote(model) for node in nodes])
     findings = [ok("cluster", f"{len(nodes)} nodes, {sum(node.num_gpus for node in nodes)} GPUs")]
-    for node in nodes:
-        one = received[node.name]
-        if isinstance(one, NoAnswer):
+    facts: dict[str, NodeFacts] = {}
+    for node, answer in zip(nodes, answers, strict=True):
+        if isinstance(answer, Exception):
             remedy = "is rayspec installed there, in the environment that Ray was started in?"
-            findings.append(problem(node.name, one.reason, remedy))
+            findings.append(problem(node.name, _first_line(answer), remedy))
         else:
-            own = [*one.findings, check_gpus(one.gpus)]
-            own += [check_model(one.model)] if one.model is not None else []
-            findings += [replace(finding, name=f"{node.name}: {finding.name}") for finding in own]
-            findings.append(check_counted_gpus(node, one))
+            facts[node.name] = answer
+            findings += [replace(finding, name=f"{node.name}: {finding.name}") for finding in answer.findings]
+            findings.append(check_counted_gpus(node, answer.num_usable_gpus))
     findings += check_agreement(facts, with_model=model is not None)
     reachable = [node for node in nodes if node.name in facts]
     return [*findings, check_reach(reachable, "gloo"), check_reach(reachable, "nccl")]
@@ -268,19 +253,15 @@ def _affinity(node: Node) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node.node_id, soft=False)
 
 
-def _answers(references: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the results that arrive in time, by the same keys, and `NoAnswer` for the rest."""
-    waiting = list(references.values())
-    arrived = set(ray.wait(waiting, num_returns=len(waiting), timeout=_NODE_TIMEOUT_S)[0]) if waiting else set()
-    found: dict[Any, Any] = {}
-    for key, reference in references.items():
-        if reference not in arrived:
-            found[key] = NoAnswer(f"no answer within {_NODE_TIMEOUT_S:.0f} s")
-            continue
+def _answers(references: Sequence[Any]) -> list[Any]:
+    """Return the results in order, and an error for each that failed or does not arrive in time."""
+    arrived = ray.wait(list(references), num_returns=len(references), timeout=_NODE_TIMEOUT_S)[0] if references else []
+    found: list[Any] = []
+    for reference in references:
         try:
-            found[key] = ray.get(reference)
-        except RayError as error:
-            found[key] = NoAnswer(_first_line(getattr(error, "cause", None) or error))
+            found.append(ray.get(reference) if reference in arrived else TimeoutError(_NO_ANSWER))
+        except RayError as error:  # noqa: PERF203 - one node may fail
+            found.append(getattr(error, "cause", None) or error)
     return found
 
 

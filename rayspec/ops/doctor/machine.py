@@ -9,10 +9,10 @@ import resource
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -33,6 +33,7 @@ _LONGEST_RAY_FOLDER = 35
 _LEAST_MEMORY = 2 * _GIB
 _FEW_FILES, _ENOUGH_FILES = 1024, 65536
 _LOOK_TIMEOUT_S = 60.0
+_CUDA_BUILD = "install torch's build for CUDA"
 _QUERY = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
 
 
@@ -123,65 +124,48 @@ def check_open_files(limit: int | None = None) -> Finding:
     return warning("open files", found, f"{remedy}: large clusters need more")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpus:
-    """GPUs of a machine. names, driver: from nvidia-smi. num_usable, torch, cuda, has_nccl: from torch; `cuda` is None
-    in CPU builds. error: why the query of nvidia-smi or torch failed."""
+def check_gpus(*, hidden_too: bool = False) -> tuple[Finding, int]:
+    """Check that torch can use all GPUs of the driver, and includes NCCL. Return also how many it can use.
 
-    names: tuple[str, ...] = ()
-    driver: str = ""
-    num_usable: int = 0
-    torch: str = ""
-    cuda: str | None = None
-    has_nccl: bool = False
-    error: str = ""
-
-
-def inspect_gpus(*, hidden_too: bool = False) -> Gpus:
-    """Query the driver and, where there is a GPU, torch. hidden_too: include GPUs that CUDA_VISIBLE_DEVICES hides; Ray
-    sets that variable in tasks that reserve no GPU."""
+    hidden_too: include GPUs that CUDA_VISIBLE_DEVICES hides; Ray sets that variable in tasks that reserve no GPU.
+    """
     smi = shutil.which("nvidia-smi")
     if smi is None:
-        return Gpus()
+        return skipped("GPUs", "no GPU"), 0
     try:
         done = subprocess.run(  # noqa: S603 - nvidia-smi as found on PATH
             [smi, *_QUERY], capture_output=True, text=True, check=True, timeout=_LOOK_TIMEOUT_S
         )
-        rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
-        if not rows:
-            return Gpus()
-        seen = Gpus(names=tuple(row[0] for row in rows), driver=rows[0][1])
-    except (OSError, subprocess.SubprocessError, IndexError) as error:
-        return Gpus(error=f"nvidia-smi: {_reason(error)}")
+    except (OSError, subprocess.SubprocessError) as error:
+        remedy = "reinstall the NVIDIA driver; in a container, its toolkit and --gpus all"
+        return problem("GPUs", f"nvidia-smi: {_reason(error)}", remedy), 0
+    rows = [line.partition(", ") for line in done.stdout.splitlines() if line.strip()]
+    if not rows:
+        return skipped("GPUs", "no GPU"), 0
+    found = f"{len(rows)} x {'/'.join(dict.fromkeys(name for name, _, _ in rows))}, driver {rows[0][2]}"
     try:
         told = ask_torch(hidden_too=hidden_too)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        return replace(seen, error=f"torch: {_reason(error)}")
-    own = {name: told[name] for name in ("torch", "cuda", "has_nccl")}
-    return replace(seen, num_usable=len(told["names"]), **own)
+        return problem("GPUs", f"{found}; torch: {_reason(error)}", _CUDA_BUILD), 0
+    return _usable(found, len(rows), told), len(told["names"])
 
 
-def check_gpus(gpus: Gpus) -> Finding:
-    """Check that torch can use all GPUs of the driver, and includes NCCL."""
-    if not gpus.names:
-        remedy = "reinstall the NVIDIA driver; in a container, its toolkit and --gpus all"
-        return problem("GPUs", gpus.error, remedy) if gpus.error else skipped("GPUs", "no GPU")
-    found = f"{len(gpus.names)} x {'/'.join(dict.fromkeys(gpus.names))}, driver {gpus.driver}"
-    if gpus.error or gpus.cuda is None:
-        why = gpus.error or f"torch {gpus.torch} is a build for the CPU"
-        return problem("GPUs", f"{found}; {why}", "install torch's build for CUDA")
-    found += f", torch {gpus.torch} for CUDA {gpus.cuda}"
-    if gpus.num_usable == 0:
+def _usable(found: str, num_gpus: int, told: Mapping[str, Any]) -> Finding:
+    """Check what torch says of the GPUs. found: what the driver says."""
+    if told["cuda"] is None:
+        return problem("GPUs", f"{found}; torch {told['torch']} is a build for the CPU", _CUDA_BUILD)
+    found += f", torch {told['torch']} for CUDA {told['cuda']}"
+    if not told["names"]:
         remedy = (
-            f"update the driver to one for CUDA {gpus.cuda}, or install torch for an older CUDA; unset "
+            f"update the driver to one for CUDA {told['cuda']}, or install torch for an older CUDA; unset "
             "CUDA_VISIBLE_DEVICES"
         )
         return problem("GPUs", f"{found}, which can use none of them", remedy)
-    if gpus.num_usable < len(gpus.names):
-        found += f", which sees {gpus.num_usable} of them"
+    if len(told["names"]) < num_gpus:
+        found += f", which sees {len(told['names'])} of them"
         return warning("GPUs", found, "unset CUDA_VISIBLE_DEVICES, unless it is meant")
-    if not gpus.has_nccl:
-        return problem("GPUs", f"{found}, without NCCL", "install torch's build for CUDA: shards on GPUs need NCCL")
+    if not told["has_nccl"]:
+        return problem("GPUs", f"{found}, without NCCL", f"{_CUDA_BUILD}: shards on GPUs need NCCL")
     return ok("GPUs", found)
 
 
@@ -194,7 +178,7 @@ def _reason(error: Exception) -> str:
 def check_machine() -> list[Finding]:
     """Run the checks that need neither torch nor ray."""
     checks = (check_packages, check_cpu, check_memory, check_shared_memory, check_ray_folder, check_open_files)
-    return [*(check() for check in checks), check_gpus(inspect_gpus())]
+    return [*(check() for check in checks), check_gpus()[0]]
 
 
 def check_dtype() -> Finding:

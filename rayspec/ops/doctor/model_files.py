@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -16,81 +15,50 @@ from rayspec import demo
 from rayspec.ops.doctor.findings import Finding, ok, problem, warning
 
 _GIB = 2**30
+_NAME, _FETCH = "model files", "fetch the model again"
 _INDEX = "*.index.json"
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFiles:
-    """State of a model's files. folder: None where a hub id is not in the cache. bytes_free: on the disk of the folder,
-    or of the cache. errors: problems that prevent loading. notes: problems that may prevent loading."""
-
-    model: str
-    folder: str | None
-    num_bytes: int
-    bytes_free: int
-    errors: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-
-
-def look_at_model(model: str) -> ModelFiles:
-    """Inspect the files of a model. model: a folder, a GGUF file, a hub id, or "demo"."""
+def check_model(model: str) -> tuple[Finding, str | None]:
+    """Check the files of a model: a folder, a GGUF file, a hub id, or "demo". Return also where it can be loaded from,
+    None if its files are absent or damaged."""
     place = Path(demo.local_path(model))
-    if place.suffix == ".gguf" and place.is_file():
-        return ModelFiles(
-            model=model,
-            folder=str(place),
-            num_bytes=place.stat().st_size,
-            bytes_free=shutil.disk_usage(place.parent).free,
-            errors=tuple(filter(None, [_damage(place)])),
-        )
-    if not place.is_dir():
-        cache = Path(HF_HUB_CACHE)
-        while not cache.exists():
-            cache = cache.parent
-        absent = ModelFiles(model=model, folder=None, num_bytes=0, bytes_free=shutil.disk_usage(cache).free, errors=())
+    is_gguf = place.suffix == ".gguf" and place.is_file()
+    if not place.is_dir() and not is_gguf:
         if model.startswith((".", "/", "~")):
-            return replace(absent, errors=("no such folder",))
+            return problem(_NAME, f"{model}: no such folder", _FETCH), None
         try:
             place = Path(snapshot_download(model, local_files_only=True))
-        except LocalEntryNotFoundError:
-            return absent
         except HFValidationError as error:
-            return replace(absent, errors=(f"neither a folder nor a hub id: {error}",))
-    weights: list[Path] = next((found for kind in _WEIGHTS if (found := sorted(place.glob(kind)))), [])
-    errors = [*_index_errors(place), *filter(None, map(_damage, weights))]
+            return problem(_NAME, f"{model}: neither a folder nor a hub id: {error}", _FETCH), None
+        except LocalEntryNotFoundError:
+            cache = Path(HF_HUB_CACHE)
+            free = shutil.disk_usage(next(one for one in (cache, *cache.parents) if one.exists())).free / _GIB
+            found = f"{model} is neither a folder here nor in the hub's cache; {free:.1f} GiB free"
+            remedy = f"nothing, if the hub can be reached when it is first loaded; otherwise: hf download {model}"
+            return warning(_NAME, found, remedy), None
+    weights = [place] if is_gguf else next((found for kind in _WEIGHTS if (found := sorted(place.glob(kind)))), [])
+    errors = [] if is_gguf else [*_config_errors(place), *_index_errors(place)]
+    errors += [error for error in map(_damage, weights) if error is not None]
     errors += [] if weights else [f"no weights ({' or '.join(_WEIGHTS)})"]
+    if errors:
+        return problem(_NAME, f"{place}: {'; '.join(errors)}", _FETCH), None
+    found = f"{place}, {sum(path.stat().st_size for path in weights) / _GIB:.2f} GiB of weights"
+    if not is_gguf and not any((place / name).exists() for name in _TOKENIZERS):
+        return warning(_NAME, f"{found}; no tokenizer", "name one with the option 'tokenizer'"), str(place)
+    return ok(_NAME, found), str(place)
+
+
+def _config_errors(folder: Path) -> list[str]:
     try:
-        json.loads((place / "config.json").read_text(encoding="utf-8"))
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        errors.insert(0, "no config.json")
+        return ["no config.json"]
     except (OSError, ValueError) as error:
-        errors.insert(0, f"config.json cannot be read: {error}")
-    return ModelFiles(
-        model=model,
-        folder=str(place),
-        num_bytes=sum(path.stat().st_size for path in weights if path.exists()),
-        bytes_free=shutil.disk_usage(place).free,
-        errors=tuple(errors),
-        notes=() if any((place / name).exists() for name in _TOKENIZERS) else ("no tokenizer",),
-    )
-
-
-def check_model(files: ModelFiles) -> Finding:
-    if files.errors:
-        found = f"{files.folder or files.model}: {'; '.join(files.errors)}"
-        return problem("model files", found, "fetch the model again")
-    if files.folder is None:
-        return warning(
-            "model files",
-            f"{files.model} is neither a folder here nor in the hub's cache; {files.bytes_free / _GIB:.1f} GiB free",
-            f"nothing, if the hub can be reached when it is first loaded; otherwise: hf download {files.model}",
-        )
-    found = f"{files.folder}, {files.num_bytes / _GIB:.2f} GiB of weights"
-    if files.notes:
-        return warning("model files", f"{found}; {'; '.join(files.notes)}", "name one with the option 'tokenizer'")
-    return ok("model files", found)
+        return [f"config.json cannot be read: {error}"]
+    return []
 
 
 def _index_errors(folder: Path) -> list[str]:

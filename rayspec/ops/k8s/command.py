@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rayspec.command.options import GivenFlags, with_flags
+from rayspec.command.options import Asked, with_options
 from rayspec.command.terminal import EXIT_FAILED, clean_exit, error_console
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
 
@@ -32,11 +32,11 @@ does not fit.
 
 
 @app.command(help=_RENDER_HELP)
-@with_flags(RenderOptions, from_file=True)
+@with_options(RenderOptions)
 def render(
     *,
     config: Annotated[Path | None, typer.Option(help="YAML file with any of these options; flags win over it")] = None,
-    asked: GivenFlags,
+    asked: Asked,
     inputs: Annotated[
         list[str] | None, typer.Argument(metavar="INPUT...", help=RenderOptions.model_fields["inputs"].description)
     ] = None,
@@ -44,7 +44,7 @@ def render(
     from rayspec.ops.k8s.render import render  # noqa: PLC0415 - brings torch, which others wait for
 
     with clean_exit():
-        print(render(read_render_options(config, asked | {"inputs": tuple(inputs or ()) or None})), end="")  # noqa: T201 - a command's output
+        print(render(read_render_options(config, asked.given | ({"inputs": tuple(inputs)} if inputs else {}))), end="")  # noqa: T201 - a command's output
 
 
 @app.command()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from rayspec.config import DType, Options
+from rayspec.config import DType, Options, Pairs
 from rayspec.demo import BUNDLED
 from rayspec.ops.plan.gpus import gpus_of_a_node
 from rayspec.ops.plan.options import CONTEXT_HELP, Quantization
@@ -79,7 +79,9 @@ class RenderOptions(Options):
     )
     retries: int = Field(1, ge=0, description="clusters that a failed job may have besides its first")
     spot: bool = Field(False, description="workers on preemptible nodes, the head on others")
-    node_selector: dict[str, str] = Field(default_factory=dict, description="of workers; none: by the GPU's product")
+    node_selector: Annotated[dict[str, str], Pairs] = Field(
+        default_factory=dict, description="LABEL=VALUE, of workers, repeatable; none: by the GPU's product"
+    )
     gpu_resource: str = Field("nvidia.com/gpu", description="what the device plugin calls a GPU")
     models_claim: str | None = Field(None, description="a volume claim for models that exists; none: one is made")
     storage_class: str | None = Field(None, description="of the claim that is made; it must be ReadWriteMany")
@@ -90,15 +92,6 @@ class RenderOptions(Options):
     redis_secret: str = Field("rayspec-redis", description="secret with its password under 'password'")
     operator_namespace: str = Field("default", description="where KubeRay's operator runs")
     monitoring_namespace: str = Field("monitoring", description="whose pods may read metrics")
-
-    @field_validator("node_selector", mode="before")
-    @classmethod
-    def _pairs(cls, value: Any) -> Any:
-        if not isinstance(value, list | tuple):
-            return value
-        if not all("=" in pair for pair in value):
-            raise ValueError("give it as LABEL=VALUE")
-        return dict(pair.split("=", 1) for pair in value)
 
     @field_validator(
         "name", "namespace", "models_claim", "hf_secret", "bucket_secret", "api_keys_secret", "redis_secret"
@@ -181,12 +174,12 @@ class RenderOptions(Options):
 
 def read_render_options(file: Path | None, asked: Mapping[str, Any]) -> RenderOptions:
     """Return the options of a file and of flags. file: YAML; a relative `sizes_from` is relative to this file. asked:
-    values that override the file's; None is unset. Raises ConfigError."""
+    values that override the file's; Raises ConfigError."""
     values: dict[str, Any] = read_options_file(file) if file is not None else {}
     sizes_from = values.get("sizes_from")
     if file is not None and isinstance(sizes_from, str) and (file.parent / sizes_from).exists():
         values["sizes_from"] = str(file.parent / sizes_from)
-    values |= {name: value for name, value in asked.items() if value is not None}
+    values |= asked
     if "model" not in values:
         raise ConfigError("option 'model' is missing: name a hub id, a folder in the pods, or 'demo'")
     return RenderOptions(**values)

@@ -50,6 +50,7 @@ def render(options: RenderOptions) -> str:
 
 def manifests(options: RenderOptions, plan: ClusterPlan) -> list[Manifest]:
     """Return a service account without rights, the network policy, a claim for models, and the Ray resource."""
+    engine, parallel = _engine_options(options, plan)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -66,8 +67,9 @@ def manifests(options: RenderOptions, plan: ClusterPlan) -> list[Manifest]:
         ray_version=metadata.version("ray"),
         anywhere=_ANYWHERE,
         redis=_redis(options.redis_address),
-        entrypoint=_entrypoint(options, plan) if options.kind == "job" else None,
-        serve_config=yaml.safe_dump(_serve_config(options, plan), sort_keys=False),
+        jobs_folder=JOBS_FOLDER,
+        engine=engine,
+        parallel=parallel,
     )
     return list(yaml.safe_load_all(text))
 
@@ -86,72 +88,26 @@ def stale_overlays(folder: Path) -> dict[Path, str]:
     return stale
 
 
-def _entrypoint(options: RenderOptions, plan: ClusterPlan) -> str:
-    values = {"model": options.model} | _engine_values(options, plan) | _parallel_values(options, plan)
-    words = ["python", f"{JOBS_FOLDER}/summarize.py"]
-    words += [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", f"{value}")]
-    if options.long != "fail":
-        words += ["--long", options.long]
-    return " ".join([*words, "--accept-failed-rows", "--output", str(options.output), *options.inputs])
-
-
-def _serve_config(options: RenderOptions, plan: ClusterPlan) -> Manifest:
-    engine, parallel = _engine_values(options, plan), _parallel_values(options, plan)
-    deployment: dict[str, Any] = {"num_replicas": plan.num_copies}
-    if options.max_replicas is not None:
-        scaling = {"min_replicas": plan.num_copies, "max_replicas": options.max_replicas}
-        deployment = {"autoscaling_config": scaling | {"target_ongoing_requests": plan.concurrency}}
-    if options.cpus is not None and not parallel:
-        deployment["ray_actor_options"] = {"num_cpus": options.cpus}
-    model = {
-        "model_loading_config": {
-            "model_id": options.served_model_name or options.model,
-            "model_source": options.model,
-        },
-        "engine_kwargs": engine | ({"parallel": parallel} if parallel else {}),
-        "deployment_config": deployment,
-    }
-    application = {
-        "name": "rayspec",
-        "route_prefix": "/",
-        "import_path": "rayspec.serve:build_openai_app",
-        "args": {"llm_configs": [model]},
-    }
-    return {
-        "proxy_location": "EveryNode",
-        "http_options": {"host": "0.0.0.0", "port": 8000},  # noqa: S104 - the network policy says who may
-        "applications": [application],
-    }
-
-
-def _engine_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
-    """Return the options of EngineConfig, without model and parallel."""
-    values: dict[str, Any] = {
+def _engine_options(options: RenderOptions, plan: ClusterPlan) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of EngineConfig, without model and parallel, and those of ParallelOptions; the latter are
+    empty for a single copy in one process. For a service, Serve makes the replicas, not the engine."""
+    engine: dict[str, Any] = {
         "device": "cpu" if options.cpus is not None else "cuda",
         "max_model_len": plan.placement.options.num_tokens,
         "max_num_seqs": plan.concurrency,
     }
     if options.dtype != "auto":
-        values["dtype"] = options.dtype
-    if options.cpus is not None:
-        values["num_threads"] = options.cpus
-    return values
-
-
-def _parallel_values(options: RenderOptions, plan: ClusterPlan) -> dict[str, Any]:
-    """Return the options of ParallelOptions; empty where the engine makes a single copy of the model, in one process.
-    For a service, Serve makes the replicas, not the engine."""
+        engine["dtype"] = options.dtype
     replicas = plan.num_copies if options.kind == "job" else 1
-    if plan.num_shards == 1 and replicas == 1:
-        return {}
-    values: dict[str, Any] = {"stages": plan.num_stages, "start_timeout_s": plan.start_timeout_s}
-    if plan.num_ranks > 1:
-        values["tensor"] = plan.num_ranks
-    if replicas > 1:
-        values["replicas"] = replicas
+    parallel: dict[str, Any] = {}
+    if plan.num_shards > 1 or replicas > 1:
+        parallel = {"stages": plan.num_stages, "start_timeout_s": plan.start_timeout_s}
+        parallel |= {"tensor": plan.num_ranks} if plan.num_ranks > 1 else {}
+        parallel |= {"replicas": replicas} if replicas > 1 else {}
     if options.cpus is not None:
-        values["cpus_per_shard"] = float(options.cpus)
-    return values
+        engine["num_threads"] = options.cpus
+        parallel |= {"cpus_per_shard": float(options.cpus)} if parallel else {}
+    return engine, parallel
 
 
 def _redis(place: str | None) -> dict[str, Any] | None:

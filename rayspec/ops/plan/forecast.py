@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-import torch
 from transformers import PretrainedConfig
 
 from rayspec.choices import choices_of
-from rayspec.ops.plan.gpus import parse_gpus
-from rayspec.ops.plan.latency import Cut, Predicted, profiled, roofline
+from rayspec.config import SpeculationOptions
+from rayspec.ops.plan.latency import predicted
 from rayspec.ops.plan.layouts import Layout, layouts
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.ops.plan.placement import Placement, for_model, place
@@ -22,6 +21,7 @@ from rayspec.planning.simulate import Drafting, Simulated, SimulatedLoad, simula
 # Simulated tokens of a sequence: enough for stable rates. More stages make more events, so they get fewer tokens.
 _MIN_TOKENS, _TOKENS_TIMES_STAGES = 32, 2048
 _ALONE_TOKENS = 48
+_MAX_DRAFT_TOKENS: int = SpeculationOptions.model_fields["max_draft_tokens"].default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,11 +156,11 @@ def _performance(
     config: PretrainedConfig, options: PlanOptions, layout: Layout, profile: LatencyModel | None, *, drafts: bool
 ) -> Performance:
     """Simulate each group of equal replicas under its share of the load, and one replica with a single request."""
-    predictions = [_predicted(config, options, layout, group, profile) for group in layout.groups]
+    costs = [predicted(config, options, layout, group, profile) for group in layout.groups]
     # The default of `ParallelOptions`, but at most the number of sequences.
     cohorts = min(layout.concurrency, 2 * layout.stages if layout.stages > 1 else 1)
     batch = math.ceil(layout.concurrency / cohorts)
-    draftings = [_drafting(options, one.decode, batch) if drafts else None for one in predictions]
+    draftings = [_drafting(options, decode, batch) if drafts else None for decode, _ in costs]
 
     def simulated(number: int, output_tokens: int | None, num_tokens: int, *, alone: bool = True) -> Simulated:
         """Simulate a replica of a group. num_tokens: tokens of all sequences after which the simulation ends."""
@@ -171,13 +171,12 @@ def _performance(
             chunk_tokens=options.max_num_batched_tokens,
         )
         return simulate(
-            predictions[number].decode,
+            costs[number][0],
             load,
             cohorts=1 if alone else cohorts,
             drafting=draftings[number],
-            prefill=predictions[number].prefill,
+            prefill=costs[number][1],
             num_tokens=num_tokens,
-            seed=options.seed,
         )
 
     num_tokens = min(options.output_tokens, max(_MIN_TOKENS, _TOKENS_TIMES_STAGES // layout.stages))
@@ -198,26 +197,6 @@ def _performance(
     )
 
 
-def _predicted(
-    config: PretrainedConfig, options: PlanOptions, layout: Layout, group: Placement, profile: LatencyModel | None
-) -> Predicted:
-    gpus = parse_gpus(group.options.gpus)
-    ranks = [gpus[first : first + layout.tensor] for first in range(0, len(gpus), layout.tensor)]
-    cut = Cut(
-        config=config.get_text_config(decoder=True),
-        sizes=layout.sizes,
-        layers=[stage.layers for stage in group.stages],
-        gpus=[min(members, key=lambda gpu: gpu.bandwidth_gb_s) for members in ranks],
-        tensor=layout.tensor,
-        quantization=options.quantization,
-        itemsize=getattr(torch, group.dtype).itemsize,
-        context=options.num_tokens,
-        hop_s=options.hop_us / 1e6,
-        all_reduce_s=options.all_reduce_us / 1e6,
-    )
-    return profiled(cut, profile) if profile else roofline(cut)
-
-
 def _drafting(options: PlanOptions, latency: LatencyModel, batch: int) -> Drafting:
     """Return drafts that skip evenly spread layers, with the best draft length for a cohort by itself."""
     choices = choices_of(evenly_kept(len(latency.sublayers) // 2, options.skip))
@@ -227,7 +206,7 @@ def _drafting(options: PlanOptions, latency: LatencyModel, batch: int) -> Drafti
         latency,
         context=options.num_tokens,
         batch=batch,
-        max_draft_tokens=options.max_draft_tokens,
+        max_draft_tokens=_MAX_DRAFT_TOKENS,
         min_gain=-1.0,
     )
     return Drafting(choices=choices, num_draft_tokens=max(1, best.num_draft_tokens), acceptance=options.acceptance)

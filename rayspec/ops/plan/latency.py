@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
-from rayspec.model.sizes import BYTES_PER_LINEAR_WEIGHT, ModelSizes, Quantization
-from rayspec.ops.plan.gpus import REACHED, Gpu
+from rayspec.model.sizes import BYTES_PER_LINEAR_WEIGHT
+from rayspec.ops.plan.gpus import REACHED, Gpu, parse_gpus
+from rayspec.ops.plan.layouts import Layout
+from rayspec.ops.plan.options import PlanOptions
+from rayspec.ops.plan.placement import Placement
 from rayspec.planning.latency import HEAD, Curve, LatencyModel, StaleProfileError
 from rayspec.types import ConfigError
 
@@ -20,123 +23,77 @@ _GB = 10**9
 EFFICIENCY = 0.72
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """A model split into stages. sizes: of a rank. layers, gpus: the layers and the weakest GPU of each stage.
+def predicted(
+    config: PretrainedConfig,
+    options: PlanOptions,
+    layout: Layout,
+    group: Placement,
+    profile: LatencyModel | None = None,
+) -> tuple[LatencyModel, LatencyModel]:
+    """Return the costs of decoding, and those of prompts, for a replica of the group. profile: of the whole model on
+    one device, which is split into stages; None: rooflines.
 
-    itemsize: bytes of a number that is not quantized. context: tokens of a sequence; windowed attention is assumed to
-    read the same share of every context as of this one. hop_s: from a stage to the next one. all_reduce_s: of few rows,
-    between the ranks of a stage, once per sublayer.
+    Windowed attention is assumed to read the same share of every context as of `options.context`. Of a stage's GPUs,
+    the weakest decides. Ranks share sublayers evenly, and all-reduce the states of a pass once per sublayer. Raises
+    ConfigError when the profile is of another model.
     """
+    text = config.get_text_config(decoder=True)
+    gpus, num_ranks = parse_gpus(group.options.gpus), layout.tensor
+    weakest = [
+        min(gpus[first : first + num_ranks], key=lambda gpu: gpu.bandwidth_gb_s)
+        for first in range(0, len(group.stages) * num_ranks, num_ranks)
+    ]
+    itemsize = getattr(torch, group.dtype).itemsize
+    # A rank sends and receives all states nearly twice.
+    row_bytes = 2 * (num_ranks - 1) / num_ranks * int(text.hidden_size) * itemsize
 
-    config: PretrainedConfig
-    sizes: ModelSizes
-    layers: Sequence[range]
-    gpus: Sequence[Gpu]
-    tensor: int
-    quantization: Quantization | None
-    itemsize: int
-    context: int
-    hop_s: float
-    all_reduce_s: float
+    def exchanging(curve: Curve, gpu: Gpu) -> Curve:
+        """Add the all-reduce between the ranks of a stage to a curve."""
+        if num_ranks == 1:
+            return curve
+        sent_s = [options.all_reduce_us / 1e6 + rows * row_bytes / (gpu.link_gb_s * _GB) for rows in curve.rows]
+        return replace(curve, base_s=tuple(a + b for a, b in zip(curve.base_s, sent_s, strict=True)))
 
-    def exchange_s(self, rows: int, stage: int) -> float:
-        """Return the seconds that each sublayer takes longer: a rank sends and receives all states nearly twice."""
-        if self.tensor == 1:
-            return 0.0
-        sent = 2 * (self.tensor - 1) / self.tensor * rows * int(self.config.hidden_size) * self.itemsize
-        return self.all_reduce_s + sent / (self.gpus[stage].link_gb_s * _GB)
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """Stage of each sublayer."""
-        return tuple(
-            stage
-            for stage, span in enumerate(self.layers)
-            for layer in span
-            for _ in self.sizes.layers[layer].sublayer_bytes
-        )
-
-    @property
-    def bytes_per_weight(self) -> float:
-        """Bytes of a weight in the layers' matrices."""
-        return BYTES_PER_LINEAR_WEIGHT[self.quantization] if self.quantization else self.itemsize
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Predicted:
-    """Predicted costs of decoding and of prompts."""
-
-    decode: LatencyModel
-    prefill: LatencyModel
-
-
-def roofline(cut: Cut) -> Predicted:
-    """Predict by rooflines: a forward pass reads all weights and its keys and values at `EFFICIENCY` of the bandwidth.
-
-    Where the arithmetic takes longer, at 65 % of its peak, its time counts instead. A prompt's attention scores always
-    count in addition. Every rank reads the whole LM head. A mixture is assumed to run all its experts.
-    """
-    num_heads = int(cut.config.num_attention_heads)
+    sublayers = [
+        (stage, layer, index, num_bytes)
+        for stage, placed in enumerate(group.stages)
+        for layer in (layout.sizes.layers[number] for number in placed.layers)
+        for index, num_bytes in enumerate(layer.sublayer_bytes)
+    ]
+    stages, hop_s = tuple(stage for stage, *_ in sublayers), options.hop_us / 1e6
+    if profile is not None:
+        curves = {
+            name: curve if name == profile.head else exchanging(_shared(curve, num_ranks), weakest[0])
+            for name, curve in profile.curves.items()
+        }
+        if len(profile.sublayers) != len(sublayers):
+            raise ConfigError(
+                f"option 'profile' is of a model with {len(profile.sublayers)} sublayers, and this one has "
+                f"{len(sublayers)}: profile the same model"
+            )
+        model = replace(profile, curves=curves, stages=stages, hop_s=hop_s, link_s=())
+        return model, model
+    num_heads = int(text.num_attention_heads)
     # Per prompt row and attended token, in one layer: for the scores and the weighted sum.
-    score_flops = 4 * num_heads * int(getattr(cut.config, "head_dim", None) or cut.config.hidden_size // num_heads)
+    score_flops = 4 * num_heads * int(getattr(text, "head_dim", None) or text.hidden_size // num_heads)
+    bytes_per_weight = BYTES_PER_LINEAR_WEIGHT[options.quantization] if options.quantization else itemsize
     decode: dict[str, Curve] = {}
     prefill: dict[str, Curve] = {}
     names = []
-    for stage, span in enumerate(cut.layers):
-        gpu = cut.gpus[stage]
-        for layer in (cut.sizes.layers[number] for number in span):
-            for index, num_bytes in enumerate(layer.sublayer_bytes):
-                # The share of the context that the layer's attention reads.
-                seen = layer.kv_bytes_read(cut.context) / (layer.kv_bytes_per_token * cut.context) if index == 0 else 0
-                name = f"{num_bytes} bytes, {seen:g} of context, {gpu.label}"
-                base = _exchanging(cut, stage, _weights(num_bytes, cut.bytes_per_weight, gpu))
-                decode[name] = replace(
-                    base, kv_s=seen * layer.kv_bytes_per_token / (gpu.bandwidth_gb_s * _GB * EFFICIENCY)
-                )
-                prefill[name] = replace(base, score_s=seen * score_flops / cut.tensor / (gpu.flops * REACHED))
-                names.append(name)
-    head = _weights(cut.sizes.head_bytes, cut.itemsize, cut.gpus[-1])
-    model = LatencyModel(
-        sublayers=tuple(names),
-        curves=decode | {HEAD: head},
-        head=HEAD,
-        hop_s=cut.hop_s,
-        stages=cut.stages,
-        transfer_s=(0.0,) * len(names),
-    )
-    return Predicted(decode=model, prefill=replace(model, curves=prefill | {HEAD: head}))
-
-
-def profiled(cut: Cut, profile: LatencyModel) -> Predicted:
-    """Split the profile of the whole model on one device into stages. Ranks share sublayers evenly, and all-reduce.
-
-    Raises ConfigError when the profile is of another model.
-    """
-    if len(profile.sublayers) != len(cut.stages):
-        raise ConfigError(
-            f"option 'profile' is of a model with {len(profile.sublayers)} sublayers, and this one has "
-            f"{len(cut.stages)}: profile the same model"
-        )
-    shared = {
-        name: replace(
-            curve,
-            base_s=tuple(base_s / cut.tensor for base_s in curve.base_s),
-            kv_s=curve.kv_s / cut.tensor,
-            score_s=curve.score_s / cut.tensor,
-        )
-        for name, curve in profile.curves.items()
-        if name != profile.head
-    }
-    curves = {name: _exchanging(cut, 0, curve) for name, curve in shared.items()}
-    model = replace(
-        profile,
-        curves=curves | {profile.head: profile.curves[profile.head]},
-        stages=cut.stages,
-        hop_s=cut.hop_s,
-        link_s=(),
-    )
-    return Predicted(decode=model, prefill=model)
+    for stage, layer, index, num_bytes in sublayers:
+        gpu, context = weakest[stage], options.num_tokens
+        # The share of the context that the layer's attention reads.
+        seen = layer.kv_bytes_read(context) / (layer.kv_bytes_per_token * context) if index == 0 else 0
+        name = f"{num_bytes} bytes, {seen:g} of context, {gpu.label}"
+        base = exchanging(_weights(num_bytes, bytes_per_weight, gpu), gpu)
+        decode[name] = replace(base, kv_s=seen * layer.kv_bytes_per_token / (gpu.bandwidth_gb_s * _GB * EFFICIENCY))
+        prefill[name] = replace(base, score_s=seen * score_flops / num_ranks / (gpu.flops * REACHED))
+        names.append(name)
+    head = {HEAD: _weights(layout.sizes.head_bytes, itemsize, weakest[-1])}  # every rank reads all of it
+    unused = (0.0,) * len(names)
+    about: dict[str, Any] = {"head": HEAD, "hop_s": hop_s, "stages": stages, "transfer_s": unused}
+    model = LatencyModel(sublayers=tuple(names), curves=decode | head, **about)
+    return model, replace(model, curves=prefill | head)
 
 
 def load_profile(path: Path) -> tuple[LatencyModel, dict[str, Any]]:
@@ -152,14 +109,15 @@ def load_profile(path: Path) -> tuple[LatencyModel, dict[str, Any]]:
         ) from error
 
 
+def _shared(curve: Curve, num_ranks: int) -> Curve:
+    """Return a rank's share of a curve."""
+    base_s = tuple(base_s / num_ranks for base_s in curve.base_s)
+    return replace(curve, base_s=base_s, kv_s=curve.kv_s / num_ranks, score_s=curve.score_s / num_ranks)
+
+
 def _weights(num_bytes: int, bytes_per_weight: float, gpu: Gpu) -> Curve:
-    """Return a curve that is flat while reading takes longer than multiplying, then proportional to the rows."""
+    """Return a roofline: reading at `EFFICIENCY` of the bandwidth, flat until multiplying at `REACHED` of the peak
+    takes longer, then proportional to the rows. A mixture is assumed to run all its experts."""
     bytes_per_s = gpu.bandwidth_gb_s * _GB * EFFICIENCY
     knee, seconds = round(bytes_per_weight * gpu.flops * REACHED / (2 * bytes_per_s)), num_bytes / bytes_per_s
     return Curve(rows=(1, knee, 2 * knee), base_s=(seconds, seconds, 2 * seconds))
-
-
-def _exchanging(cut: Cut, stage: int, curve: Curve) -> Curve:
-    """Add the all-reduce between the ranks of a stage to a curve."""
-    pairs = zip(curve.rows, curve.base_s, strict=True)
-    return replace(curve, base_s=tuple(base_s + cut.exchange_s(rows, stage) for rows, base_s in pairs))

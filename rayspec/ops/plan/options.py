@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from rayspec.config import DType, Options
+from rayspec.config import Commas, DType, Options
 from rayspec.ops.plan.gpus import gpus_of_a_node
 
 Goal = Literal["throughput", "latency", "cost"]
@@ -32,15 +32,10 @@ class LoadOptions(Options):
     context: int | None = Field(None, ge=1, description=CONTEXT_HELP)
     concurrency: int = Field(32, ge=1, description="sequences at once, over all copies that rayspec plan recommends")
     quantization: Quantization | None = Field(None, description="of the layers' linears")
-    draft_weights: tuple[DraftWeights, ...] = Field(
+    draft_weights: Annotated[tuple[DraftWeights, ...], Commas] = Field(
         (), description="copies of the weights that drafts run by, which take memory, as int8"
     )
     dtype: DType = Field("auto", description="of the weights")
-
-    @field_validator("draft_weights", "layers", mode="before", check_fields=False)
-    @classmethod
-    def _values_with_commas(cls, value: Any) -> Any:
-        return value.split(",") if isinstance(value, str) else value
 
     @property
     def load(self) -> dict[str, Any]:
@@ -66,7 +61,7 @@ class PlacementOptions(LoadOptions):
         description="pipeline stages; without stages, tensor and layers: as rayspec plan recommends",
     )
     tensor: int | None = Field(None, ge=1, description="GPUs that share each stage")
-    layers: tuple[int, ...] | None = Field(None, description="layers of each stage, as 20,30,30")
+    layers: Annotated[tuple[int, ...] | None, Commas] = Field(None, description="layers of each stage, as 20,30,30")
 
     @model_validator(mode="after")
     def _ranks_can_split_weights(self) -> Self:
@@ -100,7 +95,6 @@ class PlanOptions(LoadOptions):
     profile: Path | None = Field(None, description="measured on one such GPU, as `rayspec profile` has saved it")
     acceptance: float = Field(PUBLISHED_ACCEPTANCE, ge=0, le=1, description="of draft tokens; default: as published")
     skip: float = Field(0.5, gt=0, lt=1, description="share of the layers that drafts leave out")
-    max_draft_tokens: int = Field(16, ge=1, le=127)
     price: float | None = Field(None, gt=0, description="dollars per GPU hour")
     max_num_batched_tokens: int = Field(1024, ge=16, description="prompt tokens run between two decode rounds")
     hop_us: float = Field(200.0, ge=0, description="microseconds from a stage to the next one")
@@ -108,7 +102,6 @@ class PlanOptions(LoadOptions):
     gpus_per_node: int | None = Field(
         None, ge=1, description="the most tensor-parallel ranks; without it, as --gpus names nodes, else 8"
     )
-    seed: int = 0
 
     @model_validator(mode="after")
     def _answers_fit(self) -> Self:

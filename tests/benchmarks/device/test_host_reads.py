@@ -5,14 +5,14 @@ import torch
 
 from benchmarks.device import host_reads
 from benchmarks.device.host_reads import check_host_reads
-from rayspec.bench.selfcheck import SelfcheckOptions
+from benchmarks.shared import DeviceOptions
 from rayspec.decode import head
 
 CPU = torch.device("cpu")
 
 
 def test_rounds_of_the_bundled_model() -> None:
-    outcome = check_host_reads(SelfcheckOptions(device="cpu"))
+    outcome = check_host_reads(DeviceOptions(device="cpu"))
     assert outcome.status == "passed", outcome.found
     plain, drafting = outcome.numbers
     assert plain["num_draft_steps"] == 0
@@ -28,4 +28,4 @@ def test_one_read_more_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return accept(self, logits, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(head.Head, "accept", asking)
-    assert host_reads.check_host_reads(SelfcheckOptions(device="cpu")).status == "failed"
+    assert host_reads.check_host_reads(DeviceOptions(device="cpu")).status == "failed"

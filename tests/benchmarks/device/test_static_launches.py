@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.device.models import Prepared, prepare, random_model, split
 from benchmarks.device.static_launches import MAX_KERNELS_A_LAYER, PAIRS, check_static_launches, compare
-from rayspec.bench.selfcheck import SelfcheckOptions
+from benchmarks.shared import DeviceOptions
 from rayspec.model.attention import Rows
 from rayspec.model.sublayers import Body
 
@@ -26,7 +26,7 @@ def prepared(wrap: object = None, *, is_static: bool = True) -> Prepared:
 
 
 def test_passes_in_static_buffers_launch_the_same() -> None:
-    outcome = check_static_launches(SelfcheckOptions(device="cpu"))
+    outcome = check_static_launches(DeviceOptions(device="cpu"))
     assert outcome.status == "passed", outcome.found
     kernels = {one["kernels_a_layer"] for one in outcome.numbers if one["model"] == "llama"}
     assert max(kernels) <= MAX_KERNELS_A_LAYER

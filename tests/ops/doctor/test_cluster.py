@@ -20,16 +20,9 @@ from rayspec.ops.doctor.cluster import (
     cluster_findings,
     describe_node,
 )
-from rayspec.ops.doctor.machine import Gpus
 from tests.families import checkpoint
 
-FACTS = NodeFacts(
-    versions={"python": "3.11.7", "ray": "2.60.0"},
-    gpus=Gpus(names=("A", "A"), num_usable=2),
-    findings=(),
-    model=None,
-    fingerprint="abc",
-)
+FACTS = NodeFacts(versions={"python": "3.11.7", "ray": "2.60.0"}, num_usable_gpus=2, fingerprint="abc")
 NODE = Node(node_id="1", name="a", num_gpus=2)
 
 
@@ -44,8 +37,7 @@ def test_nodes_must_have_the_same_versions() -> None:
     ("counted", "usable", "status"), [(2, 2, "ok"), (0, 0, "skipped"), (4, 2, "problem"), (1, 2, "warning")]
 )
 def test_ray_must_count_the_gpus_that_can_be_used(counted: int, usable: int, status: str) -> None:
-    facts = replace(FACTS, gpus=replace(FACTS.gpus, num_usable=usable))
-    finding = check_counted_gpus(replace(NODE, num_gpus=counted), facts)
+    finding = check_counted_gpus(replace(NODE, num_gpus=counted), usable)
     assert finding.status == status
     assert status in {"ok", "skipped"} or "--num-gpus 2" in finding.remedy
 
@@ -56,7 +48,6 @@ def test_ray_must_count_the_gpus_that_can_be_used(counted: int, usable: int, sta
         (("abc", "abc"), "ok", "abc"),
         (("abc", ""), "problem", "none on b; abc on a"),
         (("", ""), "skipped", "no node has its files"),
-        ((), "skipped", "no node has its files"),
     ],
 )
 def test_nodes_must_have_the_same_weights(prints: tuple[str, ...], status: str, found: str) -> None:
@@ -82,7 +73,7 @@ def test_a_node_tells_of_itself(tmp_path: Path) -> None:
     shutil.copytree(checkpoint("llama"), broken)
     (broken / "model.safetensors").unlink()
     assert describe_node(str(broken)).fingerprint == ""
-    assert describe_node(None).model is None
+    assert describe_node(None).fingerprint == ""
 
 
 def test_the_command_is_quick_and_says_what_it_found(tmp_path: Path) -> None:
@@ -108,13 +99,6 @@ def test_the_command_fails_where_there_is_a_problem(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--quick", "--model", str(tmp_path), "--json", str(found)])
     assert result.exit_code == 1
     assert "no config.json" in found.read_text(encoding="utf-8")
-
-
-def test_without_an_address_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    result = CliRunner().invoke(app, ["doctor"])
-    assert result.exit_code == 0
-    assert "--address auto" in " ".join(result.stdout.split())
 
 
 @pytest.mark.ray

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import shutil
 import stat
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rayspec.ops.doctor.machine import Gpus, check_gpus, inspect_gpus
+from rayspec.ops.doctor import machine
+from rayspec.ops.doctor.machine import check_gpus
 
-TWO = Gpus(names=("H100", "H100"), driver="570.1", num_usable=2, torch="2.13.0", cuda="12.8", has_nccl=True)
+TOLD: dict[str, Any] = {"names": ["H100"] * 2, "torch": "2.13.0", "cuda": "12.8", "has_nccl": True}
+ONE, TWO = "echo 'NVIDIA H100 80GB HBM3, 570.86.15'", "echo 'H100, 570.1'; echo 'H100, 570.1'"
 
 
 def with_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -22,48 +24,43 @@ def with_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is a driver here")
 def test_without_a_driver_there_is_no_gpu() -> None:
-    found = inspect_gpus()
-    assert found == Gpus()
-    assert check_gpus(found).status == "skipped"
-    assert "no GPU" in check_gpus(found).found
-
-
-def test_torch_is_asked_for_what_the_driver_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_driver(tmp_path, monkeypatch, "echo 'NVIDIA H100 80GB HBM3, 570.86.15'")
-    found = inspect_gpus()
-    assert (found.names, found.driver) == (("NVIDIA H100 80GB HBM3",), "570.86.15")
-    assert found.torch.startswith("2.")
-    assert not found.error
-    finding = check_gpus(found)
-    assert finding.status == "problem"
-    assert "build for CUDA" in finding.remedy or "update the driver" in finding.remedy
-
-
-def test_a_driver_that_does_not_answer_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_driver(tmp_path, monkeypatch, "echo 'driver/library version mismatch' >&2; exit 9")
-    finding = check_gpus(inspect_gpus())
-    assert finding.status == "problem"
-    assert "driver/library version mismatch" in finding.found
-
-
-def test_a_driver_without_a_gpu_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_driver(tmp_path, monkeypatch, "exit 0")
-    assert check_gpus(inspect_gpus()).status == "skipped"
+    finding, num_usable = check_gpus()
+    assert (finding.status, finding.found, num_usable) == ("skipped", "no GPU", 0)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "status", "says"),
+    ("script", "status", "says"),
     [
-        (TWO, "ok", "2 x H100, driver 570.1, torch 2.13.0 for CUDA 12.8"),
-        (Gpus(names=("H100",), driver="1", num_usable=0, torch="2", cuda="12.8"), "problem", "none of them"),
-        (Gpus(names=("H100",), driver="1", num_usable=0, torch="2+cpu"), "problem", "build for the CPU"),
-        (Gpus(names=("A", "B"), driver="1", num_usable=1, torch="2", cuda="12"), "warning", "sees 1 of them"),
-        (Gpus(names=("A",), driver="1", error="torch: gone"), "problem", "torch: gone"),
-        (replace(TWO, has_nccl=False), "problem", "without NCCL"),
+        ("exit 0", "skipped", "no GPU"),
+        ("echo 'driver/library version mismatch' >&2; exit 9", "problem", "driver/library version mismatch"),
+        (ONE, "problem", "1 x NVIDIA H100 80GB HBM3, driver 570.86.15"),
     ],
 )
-def test_what_is_seen_is_judged(gpus: Gpus, status: str, says: str) -> None:
-    finding = check_gpus(gpus)
-    assert finding.status == status
+def test_torch_is_asked_for_what_the_driver_has(
+    script: str, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_driver(tmp_path, monkeypatch, script)
+    finding, num_usable = check_gpus()
+    assert (finding.status, num_usable) == (status, 0)
+    assert says in finding.found
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "says", "num_usable"),
+    [
+        ({}, "ok", "2 x H100, driver 570.1, torch 2.13.0 for CUDA 12.8", 2),
+        ({"names": []}, "problem", "none of them", 0),
+        ({"names": [], "cuda": None}, "problem", "build for the CPU", 0),
+        ({"names": ["H100"]}, "warning", "sees 1 of them", 1),
+        ({"has_nccl": False}, "problem", "without NCCL", 2),
+    ],
+)
+def test_what_torch_says_is_judged(
+    told: dict[str, Any], status: str, says: str, num_usable: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_driver(tmp_path, monkeypatch, TWO)
+    monkeypatch.setattr(machine, "ask_torch", lambda *, hidden_too: TOLD | told)
+    finding, found = check_gpus()
+    assert (finding.status, found) == (status, num_usable)
     assert says in finding.found
     assert bool(finding.remedy) == (status != "ok")

@@ -225,7 +225,7 @@ def test_other_renders_are_valid_too(options: RenderOptions) -> None:
         (DEMO | {"name": "Rayspec"}, "option 'name' is 'Rayspec'"),
         (DEMO | {"name": "r" * 48}, "KubeRay takes 47 characters"),
         (DEMO | {"redis_address": "redis"}, "HOST:PORT"),
-        (DEMO | {"node_selector": ("gpus",)}, "LABEL=VALUE"),
+        (DEMO | {"node_selector": ("gpus",)}, "NAME=VALUE"),
         (DEMO | {"kind": "job"}, "option 'output' is missing"),
         (DEMO | {"kind": "job", "output": "out", "redis_address": "redis:6379"}, "of a service or a cluster"),
         (LLAMA_70B | {"kind": "job", "gpus": "8xH100-80G", "output": "out"}, "option 'inputs' is missing"),

@@ -67,7 +67,7 @@ def rendered(tmp_path: Path) -> Callable[..., ClusterPlan]:
 
 @pytest.mark.parametrize(
     "gpus",
-    ["1xH100", "2xH100", "3xH100", "8xL4", "2x4xH100", "12xH100", "5xA-8G@1000", "3x2xA-4G@1000", "16xA-3G@900"],
+    ["1xH100", "3xH100", "2x4xH100", "5xA-8G@1000", "16xA-3G@900"],
 )
 def test_all_three_choose_the_same(gpus: str, rendered: Callable[..., ClusterPlan]) -> None:
     best = planned(SMALL, gpus)
@@ -152,7 +152,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 CASES = (
-    ("8xH100", ()),
     ("1xH100", ()),
     ("2x2xH200", ("--quantization", "fp8", "--dtype", "float16", "--max-num-batched-tokens", 2048)),
     ("4xB-40G@1000", ("--draft-weights", "int8,int4")),

@@ -44,23 +44,8 @@ def test_a_spec_can_be_written_again(spec: str) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        *(
-            "8xH101-80G",
-            "H100-81G",
-            "A100",
-            "0xH100",
-            "2x0xH100",
-            "",
-            " ",
-            "H100,",
-            ",",
-            "NEW-96G",
-            "NEW@100",
-            "8x",
-            "x",
-        ),
-        *("NEW-96G@0", "-80G@1", "2x2x2xH100", "2x2x2xNEW-96G@100", "8xH100@", "8 H100", "-1xH100", "1.5xH100"),
-        "9" * 5000 + "xH100",
+        *("H100-81G", "0xH100", "2x0xH100", "", "H100,", "NEW-96G", "NEW@100", "8x", "NEW-96G@0", "2x2x2xH100"),
+        *("8xH100@", "-1xH100", "1.5xH100", "9" * 5000 + "xH100"),
     ],
 )
 def test_what_is_no_gpu_lists_the_known_ones(spec: str) -> None:
@@ -72,8 +57,6 @@ def test_what_is_no_gpu_lists_the_known_ones(spec: str) -> None:
     ("spec", "hint"),
     [
         ("8xH101-80G", "'8xH101-80G' is no GPU that is known, did you mean H100-80G?"),
-        ("2x8xH100-80", "did you mean H100-80G?"),
-        ("mi300", "did you mean MI300X-192G?"),
         ("4xA100", "'4xA100' is A100-40G or A100-80G"),
         ("2x0xH100", "'2x0xH100' has a count of 0"),
         ("8xRTX4090", "'8xRTX4090' is no GPU that is known; name"),

@@ -19,7 +19,7 @@ from rayspec.ops.plan.options import PlacementOptions
 from rayspec.ops.plan.placement import Placement, place
 from rayspec.types import ConfigError
 from tests.families import checkpoint
-from tests.ops.plan.models import LLAMA_70B, LLAMA_405B, llama
+from tests.ops.plan.models import LLAMA_70B, LLAMA_405B
 
 GIB = 2**30
 
@@ -64,8 +64,6 @@ def test_copies_for_drafts_take_memory_and_no_time() -> None:
     both = placed(LLAMA_70B, "3xH100-80G", draft_weights="int4,int8", context=1, concurrency=1)
     assert not both.fits
     assert placed(LLAMA_70B, "3xH100-80G", context=1, concurrency=1).fits
-    with pytest.raises(ConfigError, match=r"'draft_weights.0' is 'int5'"):
-        placed(LLAMA_70B, "8xH100-80G", draft_weights="int5")
 
 
 def test_405b_in_bfloat16_does_not_fit_eight_h100_but_sixteen() -> None:
@@ -87,7 +85,6 @@ def test_405b_in_bfloat16_does_not_fit_eight_h100_but_sixteen() -> None:
     [  # worked out apart from the code: (bytes of weights but for the embedding + KV cache) / bandwidth
         (LLAMA_70B, "8xH100-80G", {"concurrency": 1}, 43.1),
         (LLAMA_405B, "8xH200", {"concurrency": 32}, 225.0),
-        (LLAMA_405B, "8xH200", {"concurrency": 1, "context": 131072}, 182.0),
     ],
 )
 def test_a_step_is_bytes_over_bandwidth(
@@ -114,15 +111,6 @@ def test_a_stage_is_as_good_as_the_weakest_of_its_gpus() -> None:
     assert mixed.step_s == weak.step_s
 
 
-def test_the_context_is_one_that_the_model_has() -> None:
-    config = llama(64, 4, 8, 96)
-    for limit, usual in ((131072, 16384), (8192, 8192)):
-        config.max_position_embeddings = limit
-        assert placed(config, "1xL4").options.context == usual
-    with pytest.raises(ConfigError, match="option 'context' is 16384, the model ends at 8192: lower it"):
-        placed(config, "1xL4", context=16384)
-
-
 def test_pinned_layers_win_even_where_they_do_not_fit() -> None:
     found = placed(LLAMA_70B, "4xH200", layers="70,10", concurrency=1)
     assert num_layers(found) == [70, 10]
@@ -138,7 +126,6 @@ def test_pinned_layers_win_even_where_they_do_not_fit() -> None:
         ({"stages": 9}, "'stages' is 9, times 1 GPUs: there are 8"),
         ({"tensor": 16}, "'tensor' is 16, of 8 GPUs"),
         ({"tensor": 3}, "'tensor' is 3: it must divide"),
-        ({"quantization": "fp9"}, "did you mean 'fp8'"),
         ({"quantization": "fp8", "tensor": 2}, "'tensor' is 2, and ranks cannot split fp8 weights: set it to 1"),
         ({"layers": "40,30"}, "70 layers in all: the model has 80"),
     ],
