@@ -39,7 +39,7 @@ def check_model(model: str) -> tuple[Finding, str | None]:
             found = f"{model} is neither a folder here nor in the hub's cache; {free:.1f} GiB free"
             remedy = f"nothing, if the hub can be reached when it is first loaded; otherwise: hf download {model}"
             return warning(_NAME, found, remedy), None
-    weights = [place] if is_gguf else next((found for kind in _WEIGHTS if (found := sorted(place.glob(kind)))), [])
+    weights = [place] if is_gguf else next(filter(None, (sorted(place.glob(kind)) for kind in _WEIGHTS)), [])
     errors = [] if is_gguf else [*_config_errors(place), *_index_errors(place)]
     errors += [error for error in map(_damage, weights) if error is not None]
     errors += [] if weights else [f"no weights ({' or '.join(_WEIGHTS)})"]
