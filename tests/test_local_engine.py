@@ -20,7 +20,7 @@ from rayspec.model.sizes import quantised_bytes
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from tests.engines import complete, tokens_of
 from tests.exhaustive import few_of
-from tests.families import FAMILIES, WHOLE_FAMILIES, cases, checkpoint, modules_of
+from tests.families import FAMILIES, cases, checkpoint, modules_of
 from tests.strategy_cases import saved_plan
 
 PARAMS = SamplingParams(temperature=0, max_tokens=16)
@@ -116,12 +116,6 @@ def test_static_drafts_without_any_copy_are_not_made(caplog: pytest.LogCaptureFi
     require_tokens(engine)
     assert engine.stats.num_draft_tokens == 0
     assert "there are no drafts: no sublayer can run by option 'static_choice' 'int4'" in caplog.messages
-
-
-def test_a_model_of_one_piece_has_no_copies_and_decodes() -> None:
-    family = next(iter(WHOLE_FAMILIES))
-    for speculation in ({}, INT4):
-        require_tokens(load_engine(config(family, **speculation), with_tokenizer=False), family)
 
 
 def test_saved_plans_go_by_the_choices_that_there_are(tmp_path: Path) -> None:

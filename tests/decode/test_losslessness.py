@@ -8,14 +8,18 @@ from itertools import product
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 
 from rayspec.choices import FULL, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
+from rayspec.decode.stages import LocalStages
+from rayspec.decode.strategy import BatchState, RoundPlan
+from rayspec.decode.work import RoundResult
 from rayspec.model.attention import _Attention
-from rayspec.types import Plan, RequestOutput
-from tests.decode.test_until_found import LookingUp
+from rayspec.planning.lookup import DraftUntilFound, LookupRecord
+from rayspec.types import Plan, Request, RequestOutput
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import (
     ALL_CHOICES,
@@ -41,6 +45,7 @@ from tests.families import (
     parts_of,
 )
 from tests.pipeline.loop import NUM_LAYERS, TravellingPlans, loop_engine
+from tests.planning.test_lookup import WORTH
 
 # Contexts that drafts read in part grow beyond the tiny budgets of 48 and 64 tokens, some in the middle of generation.
 LENGTHS = (1, 300, 37, 3, 150, 44, 90)
@@ -56,6 +61,25 @@ WAYS: dict[str, dict[str, Any]] = {
     "trees, rejection": {"num_beside": 40, "verification": "rejection"},
     "static": {"is_static": True, "max_num_seqs": 4},
 }
+
+
+class LookingUp(TravellingPlans):
+    """Random plans whose drafts are gone on with wherever anything matches, most of the time."""
+
+    num_continued = 0
+
+    def rule(self) -> Any:
+        draft_while = msgspec.structs.replace(WORTH, rate=self._rng.random(), step_s=0.1)
+        if self._rng.random() < 0.2:
+            return draft_while
+        by_class = (1.0,) * len(LookupRecord().by_class)
+        return DraftUntilFound(
+            worth=draft_while, by_class=by_class, min_survival=0.3 * self._rng.random(), drafting_gain=1.0
+        )
+
+    def observe(self, state: BatchState, chosen: RoundPlan, result: RoundResult, *others: Any) -> None:
+        super().observe(state, chosen, result, *others)
+        self.num_continued += sum(bool(one.match_classes) for one in result.drafts)
 
 
 def _cases(family: str) -> Cases:
@@ -280,3 +304,28 @@ def test_under_the_rejection_rule_only_greedy_drafts_have_siblings() -> None:
     for index, output in enumerate(outputs):
         per_round = output.metrics.num_draft_tokens / output.metrics.num_rounds
         assert (per_round > 4) == (index % 2 == 0)
+
+
+def test_engine_and_head_share_an_index_made_while_the_prompt_is_read() -> None:
+    parts, prompt = parts_of(checkpoint("llama")), [index % 50 + 3 for index in range(100)]
+    engine = engine_with(parts, LookingUp(4, len(parts.sublayers)), max_num_batched_tokens=32)
+    engine.add(Request(request_id="a", prompt_token_ids=prompt, params=SamplingParams(temperature=0, max_tokens=40)))
+    (sequence,) = engine._scheduler.waiting
+    assert sequence.lookup is not None
+    assert isinstance(engine.stages, LocalStages)
+    num_indexed = []
+    for _ in range(4):
+        engine.step()
+        num_indexed.append(sequence.lookup.num_tokens)
+    assert num_indexed == [32, 64, 96, 100]
+    assert engine.stages.head.lookup(sequence.sequence_id) is sequence.lookup
+
+
+def test_in_two_stages_the_last_one_looks_up() -> None:
+    path = checkpoint("llama")
+    known, selector = cases(path, (1, 37, 3, 61, 12), 40), LookingUp(4, len(parts_of(path).sublayers))
+    with loop_engine(path, 2, selector) as run:
+        outputs = complete(run.engine, known.prompts, SamplingParams(temperature=0, max_tokens=40))
+        assert tokens_of(outputs) == known.expected
+        run.require_clean()
+    assert selector.num_continued > 5
