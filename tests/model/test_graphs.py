@@ -6,7 +6,6 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from subprocess import CalledProcessError
 from typing import Any, TypeAlias
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from rayspec.choices import Choices, choices_of
 from rayspec.model.buckets import Bucket, bucket_of, decode_and_verify_buckets
@@ -64,8 +62,8 @@ def run(step: Step, work: BatchMetadata, choices: Choices | None = None) -> Tens
     return step.run(sublayers, rows, choices=choices)[:, : work.num_rows].clone()
 
 
-def captured(driver: RecordingDriver, *, family: str = "llama", **limits: int) -> StepGraphs:
-    return StepGraphs(eager_step(family), driver, limits=GraphLimits(**limits), clock=lambda: 0.0)
+def captured(driver: RecordingDriver, **limits: int) -> StepGraphs:
+    return StepGraphs(eager_step(), driver, limits=GraphLimits(**limits), clock=lambda: 0.0)
 
 
 passes = st.lists(
@@ -131,16 +129,6 @@ def test_a_plan_is_the_list_of_graphs_that_are_replayed() -> None:
     assert [late - early for early, late in zip(before, after, strict=True)] == [1, 1, *map(int, keep)]
 
 
-def test_experts_run_eagerly_between_graphs() -> None:
-    driver = RecordingDriver()
-    graphs = captured(driver, family="qwen3_moe")
-    graphs.warm_up([metadata((1,)).bucket])
-    sublayers = graphs._step.parts.sublayers
-    kept = [sublayer for sublayer in sublayers if is_capturable(sublayer)]
-    assert [sublayer.index for sublayer in sublayers if sublayer not in kept] == [1, 5, 7]
-    assert driver.num_captures == 2 + len(kept)
-
-
 def test_a_bucket_that_was_evicted_has_to_earn_its_capture() -> None:
     """Else many buckets in turn would be captured at every pass."""
     driver = RecordingDriver()
@@ -184,17 +172,6 @@ def test_running_out_of_memory_ends_capturing_and_not_the_pass(caplog: pytest.Lo
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize(
-    "error", [OutOfResources(81920, 65536, "shared memory"), CalledProcessError(1, ["gcc"]), AssertionError()]
-)
-def test_a_capture_may_fail_in_any_way(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    graphs, eager = captured(RecordingDriver(refuses=failing(error, 3))), eager_step()
-    with caplog.at_level(logging.WARNING):
-        for seed in range(4):
-            assert torch.equal(run(graphs, metadata((1,), seed)), run(eager, metadata((1,), seed)))
-    assert len(caplog.records) == 1
-
-
 def test_a_rotation_that_fails_half_way_leaves_the_buffers_cosines() -> None:
     """A family with two types of rotary embedding, whose second type cannot be computed in a capture."""
     step = eager_step("gemma3_text")
@@ -213,13 +190,10 @@ def test_a_rotation_that_fails_half_way_leaves_the_buffers_cosines() -> None:
     assert list(rows.rope.values()) == list(rope.values())
 
 
-def test_hooks_keep_a_sublayer_from_being_captured() -> None:
-    sublayer = modules_of(checkpoint("llama")).sublayers[1]
-    assert is_capturable(sublayer)
-    handle = next(iter(sublayer.block.children())).register_forward_pre_hook(lambda module, arguments: None)
-    assert not is_capturable(sublayer)
-    handle.remove()
-    assert is_capturable(sublayer)
+def test_hooks_and_experts_keep_a_sublayer_from_being_captured() -> None:
+    sublayers = modules_of(checkpoint("qwen3_moe")).sublayers
+    next(iter(sublayers[2].block.children())).register_forward_pre_hook(lambda module, arguments: None)
+    assert [sublayer.index for sublayer in sublayers if not is_capturable(sublayer)] == [1, 2, 5, 7]
 
 
 def test_a_result_outside_the_buffer_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:

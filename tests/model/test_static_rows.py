@@ -74,6 +74,7 @@ def test_a_pass_is_uploaded_once_and_again_after_another_one() -> None:
 
 
 def test_a_pass_that_was_written_in_part_is_written_again() -> None:
+    """And rows do not read pages by notes."""
     buffers = _buffers()
     tokens: list[int] = [1, 2]  # one too many
     metadata = _metadata([RowSpan(PAGES, 3, 1)], tokens)
@@ -82,6 +83,8 @@ def test_a_pass_that_was_written_in_part_is_written_again() -> None:
     tokens.pop()
     rows, is_new = buffers.hold(metadata)
     assert is_new
+    with pytest.raises(NotImplementedError, match="use 'all' or 'window'"):
+        rows.seeing("pages")
     assert rows.tokens.tolist() == [1]
     assert rows.block_table[0, :3].tolist() == [7, 2, 3]
 
@@ -144,13 +147,6 @@ def test_several_rows_of_a_sequence_read_all(parents: tuple[int, ...]) -> None:
     found = _attend(cache, spans, "window", kind, is_static=True)
     expected = _attend(cache, spans, "all", kind, is_static=True)
     assert torch.equal(found, expected)
-
-
-def test_pages_that_were_looked_at_are_not_for_these_rows() -> None:
-    rows, _ = _buffers().hold(_metadata([RowSpan(PAGES, 3, 1)]))
-    assert rows.seeing("all") is rows
-    with pytest.raises(NotImplementedError, match="use 'all' or 'window'"):
-        rows.seeing("pages")
 
 
 def test_the_end_of_a_copy_is_noted_on_the_stream_of_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
