@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rayspec.choices import Weights
 from rayspec.model import quantised
 from rayspec.model.matrices import LinearMap
-from rayspec.model.quantised import QUANTISED, Int4Matrix, group_size, num_bytes
+from rayspec.model.quantised import QUANTISED, group_size, num_bytes
 
 COLUMNS = 192
 ROW_COUNTS = [*range(1, 10), 33]
@@ -62,6 +62,7 @@ def test_it_computes_the_product_with_the_dequantised_matrix(make: Make, kind: W
     layers = linears(39, 32, 5, bias=(True, False, True), dtype=dtype)
     matrix = make(kind, layers)
     assert (matrix.num_rows, matrix.num_columns) == (76, COLUMNS)
+    assert matrix.num_bytes == num_bytes(kind, 76, COLUMNS, dtype=dtype)
     bias = torch.cat([layers[0].bias, torch.zeros(32), layers[2].bias]).float()
     exact = dequantised(matrix)
     for num_rows in ROW_COUNTS:
@@ -78,19 +79,11 @@ def test_int4_is_off_by_half_a_level_at_most_but_at_the_ends(make: Make) -> None
     groups = layers[0].weight.data.view(40, -1, group_size(COLUMNS))
     off = (dequantised(make("int4", layers)).view_as(groups) - groups).abs()
     low, high = groups.aminmax(dim=-1, keepdim=True)
+    assert relative_error(dequantised(make("int4", layers)), layers[0].weight) < 0.09, "levels over the whole range"
     level = (high - low) / 15
     is_within = (groups - low > level) & (high - groups > level)
     assert (off[is_within] <= (level * 0.501).expand_as(off)[is_within]).all()
     assert (off <= level).all()
-
-
-@pytest.mark.parametrize(("num_columns", "bound"), [(1024, 0.097), (1088, 0.089), (1056, 0.079)])
-@torch.inference_mode()
-def test_int4_is_nearer_than_levels_over_the_whole_range(num_columns: int, bound: float) -> None:
-    """Those have 0.100, 0.090 and 0.078 in groups of 128, 64 and 32."""
-    [layer] = [nn.Linear(num_columns, 64, bias=False)]
-    layer.weight.copy_(torch.randn(64, num_columns, generator=torch.Generator().manual_seed(0)))
-    assert relative_error(dequantised(Int4Matrix([layer])), layer.weight) < bound
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -118,14 +111,6 @@ def test_all_is_finite(make: Make, kind: Weights, dtype: torch.dtype) -> None:
     assert found.isfinite().all()
     assert not found[:, :8].any()
     torch.testing.assert_close(found[1, 8:16].float(), torch.full([8], 0.125 * COLUMNS), rtol=0.01, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_rows", [16, 39])
-def test_bytes_are_known_beforehand(make: Make, kind: Weights, dtype: torch.dtype, num_rows: int) -> None:
-    matrix = make(kind, linears(num_rows, dtype=dtype))
-    assert matrix.num_bytes == num_bytes(kind, num_rows, COLUMNS, dtype=dtype)
 
 
 @torch.inference_mode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,8 +55,6 @@ def test_a_device_that_computes_right_has_the_kernels(caplog: pytest.LogCaptureF
     ("kernel", "reason"),
     [
         (_raising(RuntimeError("Failed to find C compiler. Please specify via CC")), "RuntimeError: Failed to find C"),
-        (_raising(subprocess.CalledProcessError(1, ["gcc"])), "CalledProcessError: .*gcc"),
-        (_raising(AssertionError("libcuda.so cannot found!")), "AssertionError: libcuda"),
         (_raising(OutOfResources(81920, 65536, "shared memory")), "OutOfResources: .*81920"),
         (lambda rows, *args: rows + 1, "wrong"),
     ],
