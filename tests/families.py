@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from benchmarks.device.models import RANDOM_FAMILIES, SIZES
 from rayspec.choices import Choices, Weights
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import Decomposition, decompose
@@ -27,38 +28,15 @@ from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import run
 from rayspec.model.weights import load_model
 
-VOCAB_SIZE = 199
-WINDOW = 12
+VOCAB_SIZE, WINDOW = SIZES["vocab_size"], 12
 _MIXED_LAYERS = ["sliding_attention", "full_attention"] * 2
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    # Large enough that layers matter, the most likely token varies, and the two most likely ones are far apart.
-    "initializer_range": 0.25,
-}
 # What makes each family itself. Those that can be tied are tied in some and not in others.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen2": {"tie_word_embeddings": False},
     "qwen3": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "mistral": {"sliding_window": WINDOW},
-    "gemma2": {
-        "sliding_window": WINDOW,
-        "layer_types": _MIXED_LAYERS,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 20.0,
-        "query_pre_attn_scalar": 32,
-        "tie_word_embeddings": False,
-    },
+    "gemma2": RANDOM_FAMILIES["gemma2"] | {"tie_word_embeddings": False},
     "gemma3_text": {"sliding_window": WINDOW, "layer_types": _MIXED_LAYERS, "tie_word_embeddings": False},
     "phi3": {"sliding_window": WINDOW, "partial_rotary_factor": 0.5},
     "glm4": {"partial_rotary_factor": 0.5},
@@ -130,7 +108,7 @@ def build(family: str, **changes: Any) -> PreTrainedModel:
     """A random model of the family, the same every time."""
     known = (FAMILIES | HARD_FAMILIES | WHOLE_FAMILIES).get(family, {})
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **(_SIZES | known | changes))
+    config = AutoConfig.for_model(family, **(SIZES | known | changes))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():

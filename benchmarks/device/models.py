@@ -29,7 +29,7 @@ from rayspec.model.weights import load_model
 Way: TypeAlias = Literal["modules", "fused", "operators"]
 Capture: TypeAlias = Callable[[StaticStep], StepGraphs]
 BUNDLED = "bundled"
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 199,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -41,7 +41,8 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "initializer_range": 0.25,  # so large that every layer matters
+    # Large enough that layers matter, the most likely token varies, and the two most likely ones are far apart.
+    "initializer_range": 0.25,
 }
 # They cover plain layers; head norms; and windows, softcaps, norms before and after, and another activation.
 RANDOM_FAMILIES: dict[str, dict[str, Any]] = {
@@ -70,7 +71,7 @@ def bundled_model(dtype: torch.dtype, device: torch.device, *, factor: int = 1) 
 def random_model(family: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Return a small random model, with the same weights every time."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **(_SIZES | RANDOM_FAMILIES[family]))
+    config = AutoConfig.for_model(family, **(SIZES | RANDOM_FAMILIES[family]))
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for weight in model.parameters():
