@@ -326,7 +326,7 @@ def _check_layers(model: PreTrainedModel, parts: Decomposition, numbers: Sequenc
     pairs = {number: [one for one in parts.sublayers if one.layer == number] for number in numbers}
     between = {number: mlp.block if mlp.pre_norm is None else mlp.pre_norm for number, (_, mlp) in pairs.items()}
     with _replaced(model.config, {"_attn_implementation": "eager"}):
-        entering, found = TransformersLayers(model.base_model, numbers).states(rows, between)
+        entering, after, calls = TransformersLayers(model.base_model, numbers).states(rows, between)
     inputs = rows.in_passes(entering)
     for number, (attention, mlp) in pairs.items():
         message = f"{model.config.model_type}: layer {number} is not attention, then MLP"
@@ -342,9 +342,9 @@ def _check_layers(model: PreTrainedModel, parts: Decomposition, numbers: Sequenc
                 f"{model.config.model_type}: attention is called with sliding window {passed}, but the config says "
                 f"{parts.windows.get(number)}"
             )
-        _require_equal(torch.cat(rows.in_passes(found[number].after_attention), 1), actual, message)
-        for before, after in found[number].mlp_calls:
-            _require_equal(after, mlp(before.flatten(0, 1)[None], rows.passes[0]).view_as(after), message)
+        _require_equal(torch.cat(rows.in_passes(after[number]), 1), actual, message)
+        for before, leaving in calls[number]:
+            _require_equal(leaving, mlp(before.flatten(0, 1)[None], rows.passes[0]).view_as(leaving), message)
 
 
 def _check_masks(model: PreTrainedModel, parts: Decomposition, numbers: Sequence[int]) -> None:

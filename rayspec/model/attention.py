@@ -1,16 +1,8 @@
 """Packed ragged attention over the KV cache, registered with transformers' attention interface as "rayspec".
 
-Rows of many sequences are packed into one batch. Each row attends to the keys of its own sequence, wherever they are in
-the cache. Decoding needs no padding and no mask. Rows may form a tree, whose branches are alternatives: a row sees its
-ancestors, but no row of another branch.
-
-If the keys of a sequence are one run of slots, attention reads them in place. If they are several runs, or if rows of a
-prompt chunk attend to an earlier context, there is one call for each long run and one for the gathered short runs. The
-results are merged by the log-sum-exp of their scores. A run that several sequences share is read once for all of them.
-If results cannot be merged, or if a sliding window hides keys, the keys that lie in several runs are gathered into one
-tensor.
-
-Rows of a draft may read few keys. These are gathered, and one call computes the attention of all such rows.
+Rows of many sequences are one batch, without padding and mask; each attends to the keys of its own sequence, wherever
+they are. Rows of a tree see their ancestors, but no row of another branch. Long runs of keys are read in place, once
+for all sequences that share them, and the results are merged by the log-sum-exp of their scores.
 """
 
 from __future__ import annotations
@@ -67,12 +59,9 @@ class _Call:
 
 @dataclass(slots=True)
 class _Calls:
-    """The attention calls of a batch. whole: calls whose result is final, because their rows occur in no other call.
-    pieces: calls whose results are merged, because their rows occur in several.
-
-    few: the rows that read few keys. rows: int64 [R]; slots: [L, R, n], the keys of each row in each of L layers, where
-    L is 1 if all layers read the same keys; mask: [L, R, n], as in `_Call`.
-    """
+    """The attention calls of a batch. whole: calls whose rows occur in no other call. pieces: calls whose results are
+    merged. few: rows [R] that read few keys, their slots [L, R, n] and mask [L, R, n], as in `_Call`, in each of L
+    layers, where L is 1 if all layers read the same keys."""
 
     whole: list[_Call] = field(default_factory=list)
     pieces: list[_Call] = field(default_factory=list)
@@ -164,10 +153,10 @@ class PackedRows(Rows):
     positions: [N] int64. slots: [N] int64, where keys and values are written. If `slots` is None, rows write nothing to
     the cache: the rows of a span are alternatives for the position after its context, and each sees the context and
     itself. paths: by span, the places that each row of a tree sees; empty if the rows see one another causally.
-    division: see `Division`; with "blocks", a span is a chain of up to LONGEST_CHAIN rows or one row of a tree, and the
-    cache `keeps_finite`. keys: the keys that rows read, within the cache's budget. Rows that see no more keys than the
-    budget, and rows of trees, read all keys that they see. scores_pages: note the pages with most attention of the
-    newest rows, if the cache has `looked_at`. windowed: the same rows with the slots of the cache's windowed store.
+    division: with "blocks", a span is a chain of up to LONGEST_CHAIN rows or one row of a tree, and the cache
+    `keeps_finite`. keys: rows that see no more keys than the cache's budget, and rows of trees, read all that they see.
+    scores_pages: note the pages with most attention of the newest rows, if the cache has `looked_at`. windowed: the
+    same rows with the slots of the cache's windowed store.
     """
 
     cache: KVCache
@@ -221,11 +210,8 @@ def pack(
     division: Division = "runs",
     scores_pages: bool = False,
 ) -> PackedRows:
-    """Pack rows that extend sequences. division, scores_pages: see `PackedRows`. paths: those of `PackedRows`; None
-    takes `RowSpan.paths` of each span.
-
-    Padding rows are added up to `pad_to` rows. They attend to nothing and write to the cache's spare slots.
-    """
+    """Pack rows that extend sequences, as `PackedRows` says. paths: by default `RowSpan.paths` of each span. pad_to: up
+    to so many rows, padding rows are added. They attend to nothing and write to the cache's spare slots."""
     paths = [span.paths() for span in spans] if paths is None else paths
     positions = [
         position
@@ -408,7 +394,14 @@ class _Attention:
         """Return the calls of a chain, or of one row of a tree, in which every row has the bits that it has alone."""
         end = paths[0].position + 1 if paths else span.end
         if self._merges and (self.kind.sliding_window is None or end <= self.kind.sliding_window):
-            return [self._call_in_blocks(rows, span, paths, end)]
+            # Whole blocks of keys. The mask hides those after each row: slots of others, or the first slot again.
+            num_keys, first = -(-end // _BLOCK) * _BLOCK, span.runs[0].start
+            columns = torch.arange(num_keys, device=self.query.device)
+            mask = self._masked(columns <= columns[end - span.num_rows : end, None])
+            if not paths and len(span.runs) == 1 and first + num_keys <= self.cached[0].shape[1]:
+                return [_Call(rows, slice(first, first + num_keys), mask)]
+            slots = self._slots_of_path(span, paths[0]) if paths else self._index(slots_between(span.runs, 0, end))
+            return [_Call(rows, pad(slots, (0, num_keys - end), value=first), mask)]
         if span.num_rows == 1:
             return [self._last_call(rows, span, paths, 0)]
         singles = (span.chain(row, 1) for row in range(span.num_rows))
@@ -417,18 +410,6 @@ class _Attention:
             for row, single in enumerate(singles, rows.start)
             for call in self._calls_in_blocks(slice(row, row + 1), single, ())
         ]
-
-    def _call_in_blocks(self, rows: slice, span: RowSpan, paths: Sequence[Path], end: int) -> _Call:
-        """Return the call that reads whole blocks of keys. The mask hides those after each row: the slots of other
-        sequences, or the first slot again."""
-        num_keys = -(-end // _BLOCK) * _BLOCK
-        columns = torch.arange(num_keys, device=self.query.device)
-        mask = self._masked(columns <= columns[end - span.num_rows : end, None])
-        first = span.runs[0].start
-        if not paths and len(span.runs) == 1 and first + num_keys <= self.cached[0].shape[1]:
-            return _Call(rows, slice(first, first + num_keys), mask)
-        slots = self._slots_of_path(span, paths[0]) if paths else self._index(slots_between(span.runs, 0, end))
-        return _Call(rows, pad(slots, (0, num_keys - end), value=first), mask)
 
     def _last_call(self, rows: slice, span: RowSpan, paths: Sequence[Path], num_seen: int) -> _Call:
         """Return the call that reads all keys that the rows see, but not the first `num_seen` that all of them see."""

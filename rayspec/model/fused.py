@@ -1,10 +1,8 @@
 """Fused sublayers of few large operations, used if a check on the loaded weights shows that they equal the modules.
 
-The layout of Llama, Mistral, Qwen and similar families has a fused body: one matrix for queries, keys and values, one
-for gate and up, and a last matrix that adds to the residual. Norms are the family's own modules. A sublayer that fails
-the check keeps transformers' modules, whose linear layers get a faster layout if the device has one.
-
-For drafts, a sublayer may have more bodies of the same kind, whose matrices are quantised copies.
+Two matrices run a sublayer of the layout of Llama, Mistral, Qwen and similar families. Others keep their modules, whose
+linear layers get a faster layout if the device has one. For drafts, a sublayer may have more bodies of the same kind,
+whose matrices are quantised copies.
 """
 
 from __future__ import annotations
@@ -81,14 +79,12 @@ def fuse(
     use_operators: bool | None = None,
     quantised: Collection[Weights] = (),
 ) -> Decomposition:
-    """Return the same model or span, with a body for each sublayer whose body equals the modules on random input.
+    """Return the same model or span, with a body for each sublayer whose body equals the modules on random input. The
+    modules' own weights are freed: afterwards `parts` and its model cannot run any more.
 
-    The modules' own weights are freed: afterwards `parts` and its model cannot run any more. apart_from: sublayers that
-    keep their modules, because their weights are fetched. use_operators: build bodies from the operators `rayspec::*`,
-    as a GPU needs, or from torch's operations; by default the device decides.
-
-    quantised: the copies for drafts, of each sublayer with a body. A copy with too large an error is left out. A
-    sublayer in `apart_from` gets copies, too, if its layout has a body: they stay on the device and fetch nothing.
+    apart_from: sublayers that keep their modules, because their weights are fetched. use_operators: build bodies from
+    the operators `rayspec::*` or from torch's operations; by default the device decides. quantised: copies for drafts,
+    of each layout with a body. Copies stay on the device and fetch nothing; one with too large an error is left out.
     """
     has_kernels = has_operators(parts.device) if use_operators is None else use_operators
     fuser = _Fuser(parts, has_kernels, quantised)

@@ -1,12 +1,8 @@
 """Captured CUDA graphs in place of eager launches, for passes in static buffers.
 
-A bucket is captured once, for any plan: a graph for the rotary embedding, one for the embedding, and one for every
-sublayer that can be captured. A plan is the list of graphs that are replayed, so a new plan needs no new capture.
-
-A replay reads the current content of the buffers, so a pass is uploaded first. It writes only the buffers and the KV
-cache. Its temporaries are in memory that all graphs share, and the next replay overwrites them. Sharing is safe because
-passes of different buckets never overlap in time: a `StepBuffers` serves one pass at a time, on one stream, and its
-graphs have a memory pool of their own.
+A bucket has a graph for the rotary embedding, one for the embedding, and one for every sublayer that can be captured. A
+plan is the list of graphs that are replayed. A replay writes only the buffers, the KV cache, and temporaries, whose
+memory all graphs share: passes never overlap in time, because a `StepBuffers` serves one pass at a time on one stream.
 """
 
 from __future__ import annotations

@@ -75,17 +75,14 @@ class CacheSize:
 class KVCache:
     """Keys and values of the attention layers of one stage.
 
-    keys[layer]: [num_heads, slots + num_spare, key_dim]; values[layer] has value_dim instead. Adjacent slots can be
-    read as a view, without a copy. Padding rows write to the spare slots. budgets: how many pages drafts with few keys
-    read. keeps_finite: store 0 in place of NaN and infinity, because a masked slot with NaN makes a result NaN.
+    keys[layer]: [num_heads, slots + num_spare, key_dim]; values[layer] has value_dim instead. Padding rows write to the
+    spare slots. keeps_finite: store 0 in place of NaN and infinity, because a masked slot with NaN makes a result NaN.
+    windowed_layers: layers with a sliding window, if they have a smaller store of `num_windowed_slots` slots of their
+    own, in which a sequence keeps only the pages in its window.
 
-    windowed_layers: layers with a sliding window, if they have a store of `num_windowed_slots` slots of their own. This
-    windowed store is smaller than the store of the other layers, because a sequence keeps only the pages in its window.
-
-    looked_at: int32 [layers, pages, budgets.pages.looked_at], None unless `notes_pages`. The index is a page that a
-    sequence is about to write to, in windowed layers a page of the windowed store. The note at this index lists the
-    pages that got most attention of the sequence's newest row, see `page_scores`. They are numbered in the sequence,
-    not in the cache; a negative number is empty.
+    looked_at: int32 [layers, pages, budgets.pages.looked_at], None unless `notes_pages`. By page that a sequence is
+    about to write to, the pages that got most attention of its newest row, see `page_scores`. They are numbered in the
+    sequence, not in the cache; a negative number is empty.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Random rows that show at load whether two computations of a layer are the same.
 
-The rows belong to several sequences, and come in passes: a prompt in two chunks, then a decode step. Rows therefore
-read keys that earlier passes have written. One sequence has chunks that are long enough for the attention calls of
-prompts. Some sequences begin late: around every length that the config names, and at the end of the context.
+They come in passes, a prompt in two chunks and a decode step, so rows read keys that earlier passes have written. Some
+sequences begin late: around every length that the config names, and at the end of the context.
 """
 
 from __future__ import annotations
@@ -187,15 +186,6 @@ def likeness(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
-@dataclass(slots=True)
-class LayerStates:
-    """The hidden states inside one decoder layer. after_attention: by sequence, [n, hidden_size]. mlp_calls: the same
-    states and those that leave the layer, [B, n, hidden_size] both, in each call of the layer."""
-
-    after_attention: list[Tensor]
-    mlp_calls: list[tuple[Tensor, Tensor]]
-
-
 class TransformersLayers:
     """Decoder layers as transformers runs them: by the model's own forward, with its cache, masks and rotary embedding.
 
@@ -208,15 +198,17 @@ class TransformersLayers:
 
     def states(
         self, rows: CheckRows, after_attention: Mapping[int, nn.Module]
-    ) -> tuple[list[Tensor], dict[int, LayerStates]]:
-        """Return the hidden states that enter the layers, [n, hidden_size] by sequence, and those inside each layer.
+    ) -> tuple[list[Tensor], dict[int, list[Tensor]], dict[int, list[tuple[Tensor, Tensor]]]]:
+        """Return the hidden states that enter the layers, [n, hidden_size] by sequence; by layer, those after attention
+        in the same form; by layer, in each call, those after attention and those that leave it, [B, n, hidden_size].
 
         A sequence has two passes: its prompt, and a decode step. after_attention: by layer, the module whose input is
         the residual after attention. Raises ValueError if a layer does not call it once, or if the model changes the
         states between layers.
         """
         entering: list[Tensor] = [torch.empty(0)] * len(rows.sequences)
-        found = {number: LayerStates(list(entering), []) for number in self._numbers}
+        after: dict[int, list[Tensor]] = {number: list(entering) for number in self._numbers}
+        all_calls: dict[int, list[tuple[Tensor, Tensor]]] = {number: [] for number in self._numbers}
         for num_rows in dict.fromkeys(one.num_rows for one in rows.sequences):
             group = [place for place, one in enumerate(rows.sequences) if one.num_rows == num_rows]
             states = torch.stack([rows.states[place] for place in group])
@@ -224,13 +216,13 @@ class TransformersLayers:
             positions = firsts[:, None] + torch.arange(num_rows, device=states.device)
             inputs, calls = self._run_group(states, positions, after_attention)
             for number, own in calls.items():
-                found[number].mlp_calls.extend(own)
+                all_calls[number].extend(own)
                 middle = torch.cat([before for before, _ in own], 1)
                 for place, each in zip(group, middle, strict=True):
-                    found[number].after_attention[place] = each
+                    after[number][place] = each
             for place, each in zip(group, inputs, strict=True):
                 entering[place] = each
-        return entering, found
+        return entering, after, all_calls
 
     def mask(self, context: int, states: Tensor) -> dict[int, Tensor | None]:
         """Return the mask of each layer for rows `states`, [1, n, hidden_size], after `context` tokens in the cache:

@@ -42,17 +42,13 @@ def offload(
     """Move the weights of these sublayers, blocks and norms, off the device.
 
     From then on a sublayer fetches its weights whenever it runs, into buffers that the offloaded sublayers share: the
-    device holds the weights of at most two. The weights are the same bytes at equally aligned addresses, so results
-    stay bit-equal. A skipped sublayer fetches nothing. Weights that another sublayer, the embedding or the head uses
-    too stay on the device, and so do buffers. Between its runs, the parameters of an offloaded sublayer hold the
-    weights of another sublayer: do not read, save or move them.
+    device holds the weights of at most two. Bytes and alignment stay the same, so results are bit-equal. Weights that
+    others use too stay on the device. Between its runs, the parameters of an offloaded sublayer hold the weights of
+    another sublayer: do not read, save or move them.
 
-    device: where the sublayers run, by default where the model is. A model too large for the device is offloaded while
-    it is still in CPU memory, and moved afterwards. to: "cpu" needs a CUDA device. "disk" is a nameless file in
-    `folder`, by default the system's folder for temporary files. No other process can open this file, and it vanishes
-    with the process, even after a crash. Reads bypass the page cache if the file system allows it, so the file takes no
-    other memory. A fetch costs the time of the disk, less the part that is read ahead while other sublayers compute. A
-    `folder` in memory, such as tmpfs, saves no memory.
+    device: where the sublayers run, by default where the model is. to: "cpu" needs a CUDA device. "disk" is a nameless
+    file in `folder`, by default the system's folder for temporary files. It vanishes with the process, even after a
+    crash, and reads bypass the page cache if the file system allows it.
 
     Raises ConfigError for a place that cannot hold the weights, ValueError for sublayers that do not exist or are
     offloaded already, UnsupportedModelError for weights that are not plain tensors; the model is then unchanged.

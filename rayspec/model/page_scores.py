@@ -1,8 +1,7 @@
 """Notes of the pages that get most attention of each sequence's newest row, for drafts that read few keys.
 
 The score of a page is the sum of the row's softmax weights over the page's keys and the layer's heads. A note is stored
-under the pages that the sequence writes to next, see `KVCache.looked_at`. A draft therefore finds the note by the page
-of its own row. All steps of a draft write to the same few pages, so they find the same note.
+under the pages that the sequence writes to next (`KVCache.looked_at`), so all steps of a draft find it.
 """
 
 from __future__ import annotations

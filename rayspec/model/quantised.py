@@ -7,7 +7,6 @@ bfloat16 matrix is faster than int4.
 from __future__ import annotations
 
 import platform
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
@@ -40,19 +39,17 @@ class _QuantisedMatrix(LinearMap):
 
     _weight: Tensor
     _scales: Tensor
+    _multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Returns the product of rows [N, num_columns] with weight and scales, as a new tensor [N, num_rows + padding]."""
 
     @property
     def num_bytes(self) -> int:
         return self._weight.nbytes + self._scales.nbytes
 
     def forward(self, rows: Tensor) -> Tensor:
-        product = self._product(rows.reshape(-1, self.num_columns).contiguous())
-        product = product.view(*rows.shape[:-1], self.num_rows)
+        product = self._multiply(rows.reshape(-1, self.num_columns).contiguous(), self._weight, self._scales)
+        product = product[:, : self.num_rows].view(*rows.shape[:-1], self.num_rows)
         return product if self._bias is None else product.add_(self._bias)
-
-    @abstractmethod
-    def _product(self, rows: Tensor) -> Tensor:
-        """Return the product without bias, [N, num_columns] -> [N, num_rows], as a new tensor."""
 
 
 class Int8Matrix(_QuantisedMatrix):
@@ -60,8 +57,6 @@ class Int8Matrix(_QuantisedMatrix):
 
     With oneDNN, the input rows are quantised to int8 too. Each has its own scale, so no row depends on the others.
     """
-
-    _multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def __init__(self, linears: Sequence[nn.Linear], *, use_operators: bool = False) -> None:
         super().__init__(linears)
@@ -79,9 +74,6 @@ class Int8Matrix(_QuantisedMatrix):
         else:
             self._multiply = _product_of_full_rows
 
-    def _product(self, rows: Tensor) -> Tensor:
-        return self._multiply(rows, self._weight, self._scales)
-
 
 class Int4Matrix(_QuantisedMatrix):
     """int4 weights with a scale and a zero for each group of columns of a row. Input rows have full precision.
@@ -92,31 +84,23 @@ class Int4Matrix(_QuantisedMatrix):
     def __init__(self, linears: Sequence[nn.Linear], *, use_operators: bool = False) -> None:
         super().__init__(linears)
         weight = joined_weight(linears)
-        self._group_size = group_size(self.num_columns)
-        self._use_operators = use_operators
+        size = group_size(self.num_columns)
         weight = pad(weight, (0, 0, 0, -self.num_rows % _ROW_MULTIPLE))
         packed, scales = [], []
         for chunk in _chunks(weight):
-            levels, scale, zero = _int4(weight[chunk], self._group_size)
-            packed.append(self._packed(levels))
+            levels, scale, zero = _int4(weight[chunk], size)
+            if use_operators:  # two levels of a group in a byte: [N, K / 2]
+                low, high = levels.to(torch.uint8).view(len(levels), -1, 2, size // 2).unbind(2)
+                packed.append((low | high << 4).flatten(1))
+            else:
+                packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1))
             scales.append(torch.stack([scale.T, zero.T], -1))
         self._weight = torch.cat(packed)
         self._scales = torch.cat(scales, 1)  # [groups of a row, rows, 2]
-
-    def _packed(self, levels: Tensor) -> Tensor:
-        """Pack two levels into a byte: levels [N, K] -> uint8 [N, K / 2]."""
-        if not self._use_operators:
-            return cast(Tensor, torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1))
-        low, high = levels.to(torch.uint8).view(len(levels), -1, 2, self._group_size // 2).unbind(2)
-        return (low | high << 4).flatten(1)
-
-    def _product(self, rows: Tensor) -> Tensor:
-        if self._use_operators:
-            product = int4_product(rows, self._weight, self._scales)
-        else:
-            multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
-            product = multiply(rows, self._weight, self._group_size, self._scales)
-        return product[:, : self.num_rows]
+        on_cpu = torch.ops.aten._weight_int4pack_mm_for_cpu
+        self._multiply = (
+            int4_product if use_operators else lambda rows, *matrix: on_cpu(rows, matrix[0], size, matrix[1])
+        )
 
 
 QUANTISED: Mapping[Weights, type[Int8Matrix | Int4Matrix]] = {"int8": Int8Matrix, "int4": Int4Matrix}

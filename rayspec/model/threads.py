@@ -52,9 +52,8 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def in_thread_of_its_own(work: Callable[[], T]) -> T:
     """Run the work in a new thread, and return its result or raise its error when the thread has ended.
 
-    OpenMP keeps helpers for each thread that has run an operator, until that thread ends. If a process has more of them
-    than cores, helpers sleep between operators, and decoding takes up to 1.4 times as long. So only the thread that
-    decodes may keep helpers: whatever else runs operators, such as loading, runs in a thread that ends.
+    OpenMP keeps helpers for each thread that has run an operator, until that thread ends; with more helpers than cores,
+    decoding takes up to 1.4 times as long. So other work, such as loading, runs in a thread that ends.
     """
     result: Future[T] = Future()
 

@@ -1,8 +1,7 @@
 """Chooses grids, tiles and arguments for the Triton kernels. Arguments and results are those of `operations.py`.
 
-Every choice depends on shapes, the model's constants, and the bucket's constants `max_rows` and `max_context`, never on
-data. So a launch needs no host sync and can be captured. A row's sums have the same order regardless of the other rows
-in the batch, because tiles and splits depend neither on the number of sequences nor on their lengths.
+Choices depend on shapes and constants of model and bucket, never on data: a launch needs no host sync and can be
+captured. Tiles and splits do not depend on other sequences, so a row's sums have the same order in any batch.
 """
 
 from __future__ import annotations
