@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rayspec.batch.long_documents import LongDocumentOptions, LongDocuments, part_templates
+from rayspec.batch.long_documents import LongDocumentOptions, LongDocuments
 from rayspec.batch.rows import Handler, Row
 from rayspec.command.settings import Settings
 from rayspec.config import SamplingParams
@@ -141,7 +141,8 @@ class DocumentTask:
                 engine=engine,
                 tokens=replace(prompts, template=_PLACE).fitting_tokens,
                 params=params,
-                templates=part_templates(self.template, instruct=self.instruct),
+                template=self.template,
+                instruct=self.instruct,
                 options=self.long,
             )
 

@@ -12,15 +12,15 @@ import hashlib
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
 from rayspec.batch.rows import RequestTotals, Row
 from rayspec.config import Options, SamplingParams
-from rayspec.types import ConfigError, RayspecError, RequestError
+from rayspec.types import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from rayspec.llm import AsyncEngine
@@ -32,7 +32,7 @@ _TEXT, _SUMMARY = "{text}", "{summary}"
 _PLACES = re.compile(r"\{(text|summary|number|count)\}")
 _MAX_LEVELS = 6  # of answers in map-reduce, that about chunks included
 _MAX_PARTS_IN_FLIGHT = 8  # map-reduce: prompts of one document in the engine at once
-_ANY_NUMBER = 999  # stands for the numbers of parts where the length of a prompt is estimated
+_ANY_NUMBER = "999"  # stands for the numbers of parts where the length of a prompt is estimated
 _SENTENCE_ENDS = ".!?\N{HORIZONTAL ELLIPSIS}"
 # Sentence ends of scripts that put no space between sentences.
 _WIDE_SENTENCE_ENDS = "\N{IDEOGRAPHIC FULL STOP}\N{FULLWIDTH EXCLAMATION MARK}\N{FULLWIDTH QUESTION MARK}"
@@ -79,36 +79,6 @@ class LongDocumentOptions(Options):
     def in_parts(self) -> bool:
         """Whether documents that do not fit are read in parts."""
         return self.long in {"map-reduce", "refine"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartTemplates:
-    """The prompt templates of parts. "{text}" is the chunk, or the answers to be merged. "{number}" is the part's
-    number, "{count}" the number of parts. In `refine`, "{summary}" is the answer so far."""
-
-    part: str
-    merge: str
-    refine: str
-
-
-def part_templates(template: str, *, instruct: bool) -> PartTemplates:
-    """Return templates that ask the same about a document's parts as `template` asks about a whole document.
-
-    instruct: tell the model that it reads parts. False for the bundled models, which were trained on bare documents.
-    """
-    if not instruct:
-        return PartTemplates(part=template, merge=template, refine=template.replace(_TEXT, f"{_SUMMARY}\n{_TEXT}"))
-    return PartTemplates(
-        part=template.replace(_TEXT, _PART),
-        merge=template.replace(_TEXT, _MERGE),
-        refine=template.replace(_TEXT, _REFINE),
-    )
-
-
-def filled(template: str, *, text: str, number: int, count: int, summary: str = "") -> str:
-    """Return the template with its places filled in one pass: a place in an inserted text stays as it is."""
-    values = {"text": text, "summary": summary, "number": str(number), "count": str(count)}
-    return _PLACES.sub(lambda place: values[place[1]], template)
 
 
 def cut(num_tokens: int, chunk: int, overlap: int, strength: Callable[[int], int] = lambda position: 0) -> list[range]:
@@ -192,60 +162,67 @@ class TokenizedText:
         return 1 if gap else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartAnswer:
-    """An answer about the tokens [start, end) of the document, and the answers that it was made from.
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """A prompt about the tokens `span` of a document, and its answer.
 
-    level: 1 for an answer about a chunk. In refine, all earlier answers are children of the last answer, and the range
-    of each is the chunk that its prompt contained.
+    template: of the prompt. In it "{text}" stands for `text`, "{number}" for the part's number, "{count}" for the
+    number of parts, and "{summary}" for the answer so far. name: identifies the part in messages. is_final: the answer
+    is about the whole document. children: the parts whose answers the answer was made from. level: 1 for a part without
+    children. In refine, all earlier parts are children of the last, and the span of each is the chunk in its prompt.
     """
 
-    level: int
-    start: int
-    end: int
-    num_prompt_tokens: int
-    num_output_tokens: int
+    template: str
     text: str
-    children: tuple[PartAnswer, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A prompt to be answered. name: identifies it in messages. final: its answer is about the whole document."""
-
-    level: int
-    index: int
+    number: int
+    count: int
     span: range
-    prompt: str
     name: str
-    final: bool
-    children: tuple[PartAnswer, ...] = ()
+    is_final: bool
+    level: int = 1
+    children: Sequence[_Part] = ()
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    answer: str = ""
+    finish_reason: str | None = None
+
+    def prompt(self, summary: str = "") -> str:
+        """Return the template with its places filled in one pass: a place in an inserted text stays as it is."""
+        values = {"text": self.text, "summary": summary, "number": str(self.number), "count": str(self.count)}
+        return _PLACES.sub(lambda place: values[place[1]], self.template)
+
+    def tree(self) -> dict[str, Any]:
+        """Return the answer and those that it was made from, as JSON values."""
+        return {
+            "level": self.level,
+            "start": self.span.start,
+            "end": self.span.stop,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_output_tokens": self.num_output_tokens,
+            "text": self.answer,
+            "children": [child.tree() for child in self.children],
+        }
 
 
 class _PartFailedError(Exception):
-    """Ends the work on a document; never leaves this module."""
-
-    def __init__(self, part: _Part, error: RayspecError) -> None:
-        super().__init__(part.name)
-        self.part = part.name
-        self.error = error
+    """Ends the work on a document, with the name of the part and the error; never leaves this module."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Answers:
-    """The finished answers of a document. by_start: the answers without a parent so far, by their first token."""
+@dataclass(slots=True)
+class _Document:
+    """A document and its answers so far. by_start: the answered parts without a parent, by their first token."""
 
+    text: TokenizedText
     totals: RequestTotals = field(default_factory=RequestTotals)
-    finish_reason: str | None = None
-    by_start: dict[int, PartAnswer] = field(default_factory=dict)
+    by_start: dict[int, _Part] = field(default_factory=dict)
 
     @property
-    def roots(self) -> tuple[PartAnswer, ...]:
-        """The answers without a parent, in the order of the document."""
-        return tuple(self.by_start[start] for start in sorted(self.by_start))
+    def roots(self) -> list[_Part]:
+        """The answered parts without a parent, in the order of the document."""
+        return [self.by_start[start] for start in sorted(self.by_start)]
 
     def counted(self, row: Row) -> Row:
-        tree = [asdict(answer) for answer in self.roots]
+        tree = [part.tree() for part in self.roots]
         return replace(row.counted(self.totals), tree=json.dumps(tree) if tree else None)
 
 
@@ -253,7 +230,9 @@ class LongDocuments:
     """Completes documents in parts through one engine.
 
     tokens: returns the prompt tokens for the text of a part. params: for the answer about a whole document. A seed in
-    them gives every part a seed; then the tree depends only on the document, the options and the model.
+    them gives every part a seed; then the tree depends only on the document, the options and the model. template: asks
+    about a whole document, which "{text}" stands for. instruct: tell the model that it reads parts. False for the
+    bundled models, which were trained on bare documents.
     Raises ConfigError for options that cannot work with this context.
     """
 
@@ -263,13 +242,18 @@ class LongDocuments:
         engine: AsyncEngine,
         tokens: Callable[[str], list[int]],
         params: SamplingParams,
-        templates: PartTemplates,
+        template: str,
+        instruct: bool,
         options: LongDocumentOptions,
     ) -> None:
         if params.max_tokens is None:
             raise ConfigError("option 'max_tokens' is null, which leaves no room for parts of documents: give a number")
         self._engine, self._tokenizer, self._tokens = engine, engine.tokenizer, tokens
-        self._params, self._templates, self._options = params, templates, options
+        self._params, self._options = params, options
+        self._part_template, self._merge_template, self._refine_template = (
+            template.replace(_TEXT, instruction if instruct else bare)
+            for instruction, bare in ((_PART, _TEXT), (_MERGE, _TEXT), (_REFINE, f"{_SUMMARY}\n{_TEXT}"))
+        )
         self._max_tokens = params.max_tokens
         self._budgets = options.level_tokens or (self._max_tokens,)
         self._max_prompt_tokens = engine.max_model_len - max(*self._budgets, self._max_tokens)
@@ -278,8 +262,8 @@ class LongDocuments:
         # The answer so far may have more tokens when its text is tokenized again.
         self._summary_room = self._budgets[0] * 9 // 8 if self._refines else 0
         part, merge, refine = (
-            len(tokens(filled(template, text="", number=_ANY_NUMBER, count=_ANY_NUMBER)))
-            for template in (templates.part, templates.merge, templates.refine)
+            len(tokens(_PLACES.sub(lambda place: _ANY_NUMBER if place[1] in {"number", "count"} else "", template)))
+            for template in (self._part_template, self._merge_template, self._refine_template)
         )
         self._merge_room = self._max_prompt_tokens - merge
         chunk_room = self._max_prompt_tokens - self._summary_room - (max(part, refine) if self._refines else part)
@@ -290,45 +274,45 @@ class LongDocuments:
         """Complete the row of a document. An error of the document is stored in the row. The row also has the tree: one
         root, or, if a part failed, the finished answers in the order of the document. Raises EngineDeadError.
         Cancelling the call aborts all requests of the document."""
-        text = TokenizedText(self._tokenizer, row.document or "")
-        answers = _Answers()
+        document = _Document(TokenizedText(self._tokenizer, row.document or ""))
         try:
-            await (self._refine if self._refines else self._map_reduce)(text, answers)
+            await (self._refine if self._refines else self._map_reduce)(document)
         except _PartFailedError as failure:
-            return answers.counted(row).failed(failure.error, part=failure.part)
+            name, reason = failure.args
+            return document.counted(row).failed(reason, part=name)
         except RequestError as error:
-            return answers.counted(row).failed(error)
-        (root,) = answers.roots
-        return replace(answers.counted(row), text=root.text, finish_reason=answers.finish_reason)
+            return document.counted(row).failed(error)
+        (root,) = document.roots
+        return replace(document.counted(row), text=root.answer, finish_reason=root.finish_reason)
 
-    async def _map_reduce(self, text: TokenizedText, answers: _Answers) -> None:
-        chunks, level = self._chunks(text), 1
-        await self._answer_all((self._chunk_part(text, chunks, index) for index in range(len(chunks))), answers)
-        while len(roots := answers.roots) > 1:
-            groups = self._groups(roots)
-            if len(groups) == len(roots) or level == _MAX_LEVELS:
+    async def _map_reduce(self, document: _Document) -> None:
+        level, parts = 1, self._chunks(document.text)
+        while True:
+            await self._answer_all(parts, document)
+            answered = document.roots
+            if len(answered) == 1:
+                return
+            merges = [] if level == _MAX_LEVELS else self._merges(level + 1, answered)
+            if not merges:
                 raise DoesNotShrinkError(
-                    f"{len(roots)} answers of level {level} are left, and few or no neighbours fit one prompt: lower "
-                    "level_tokens, or raise max_model_len or chunk_tokens"
+                    f"{len(answered)} answers of level {level} are left, and few or no neighbours fit one prompt: "
+                    "lower level_tokens, or raise max_model_len or chunk_tokens"
                 )
-            level += 1
-            await self._answer_all(self._merge_parts(level, groups, roots), answers)
+            level, parts = level + 1, merges
 
-    async def _refine(self, text: TokenizedText, answers: _Answers) -> None:
-        chunks = self._chunks(text)
-        for index in range(len(chunks)):
-            done = answers.roots
-            part = self._chunk_part(text, chunks, index, summary=done[-1].text if done else "")
-            if part.final and done:
-                part = replace(part, level=2, span=range(len(text)), children=done)
-            await self._answer(part, answers)
+    async def _refine(self, document: _Document) -> None:
+        for part in self._chunks(document.text):
+            done = document.roots
+            if part.is_final and done:
+                part.level, part.span, part.children = 2, range(len(document.text)), done
+            await self._answer(part, document, summary=done[-1].answer if done else "")
 
-    async def _answer_all(self, parts: Iterator[_Part], answers: _Answers) -> None:
-        """Answer the parts. Each part is made when a worker is free, so that few prompts exist at a time."""
+    async def _answer_all(self, parts: Sequence[_Part], document: _Document) -> None:
+        waiting = iter(parts)
 
         async def work() -> None:
-            for part in parts:
-                await self._answer(part, answers)
+            for part in waiting:
+                await self._answer(part, document)
 
         workers = [asyncio.ensure_future(work()) for _ in range(_MAX_PARTS_IN_FLIGHT)]
         try:
@@ -338,86 +322,86 @@ class LongDocuments:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _answer(self, part: _Part, answers: _Answers) -> None:
-        tokens, whole = self._tokens(part.prompt), self._params
+    async def _answer(self, part: _Part, document: _Document, summary: str = "") -> None:
+        tokens, whole = self._tokens(part.prompt(summary)), self._params
         if len(tokens) > self._max_prompt_tokens:
-            raise _PartFailedError(part, self._does_not_fit(len(tokens)))
-        budget = self._max_tokens if part.final else self._budgets[min(part.level, len(self._budgets)) - 1]
-        seed = None if whole.seed is None else part_seed(whole.seed, part.level, part.index)
+            raise _PartFailedError(part.name, self._does_not_fit(len(tokens)))
+        budget = self._max_tokens if part.is_final else self._budgets[min(part.level, len(self._budgets)) - 1]
+        seed = None if whole.seed is None else part_seed(whole.seed, part.level, part.number - 1)
         min_tokens = None if whole.min_tokens is None else min(whole.min_tokens, budget)
-        params = whole.replace(max_tokens=budget, min_tokens=min_tokens, seed=seed)
-        output = await self._engine.run(tokens, params)
-        answers.totals.add(output)
+        output = await self._engine.run(tokens, whole.replace(max_tokens=budget, min_tokens=min_tokens, seed=seed))
+        document.totals.add(output)
         if output.error is not None:
-            raise _PartFailedError(part, output.error)
+            raise _PartFailedError(part.name, output.error)
         completion = output.outputs[0]
-        answers.finish_reason = completion.finish_reason
+        part.answer, part.finish_reason = completion.text, completion.finish_reason
+        part.num_prompt_tokens, part.num_output_tokens = len(tokens), len(completion.token_ids)
         for child in part.children:
-            del answers.by_start[child.start]
-        answers.by_start[part.span.start] = PartAnswer(
-            level=part.level,
-            start=part.span.start,
-            end=part.span.stop,
-            num_prompt_tokens=len(tokens),
-            num_output_tokens=len(completion.token_ids),
-            text=completion.text,
-            children=part.children,
-        )
+            del document.by_start[child.span.start]
+        document.by_start[part.span.start] = part
 
-    def _chunks(self, text: TokenizedText) -> list[range]:
-        """Cut the text into chunks whose prompts fit. A chunk may have more tokens by itself than in the text, and a
-        template may contain it twice. So the prompts are counted; if one does not fit, all chunks become smaller."""
-        chunk, overlap = self._chunk_tokens, self._options.overlap_tokens
-        limit = self._max_prompt_tokens - self._summary_room
-        while chunk >= max(1, 2 * overlap):
-            chunks = cut(len(text), chunk, overlap, text.strength)
-            longest = max(
-                len(self._tokens(self._chunk_part(text, chunks, index).prompt)) for index in range(len(chunks))
-            )
-            if longest <= limit:
-                return chunks
-            chunk = chunk * limit // longest
-        raise self._does_not_fit(longest)
+    def _chunks(self, text: TokenizedText) -> list[_Part]:
+        overlap = self._options.overlap_tokens
 
-    def _chunk_part(self, text: TokenizedText, chunks: Sequence[range], index: int, summary: str = "") -> _Part:
-        span, number, count = chunks[index], index + 1, len(chunks)
-        template = self._templates.refine if self._refines and index > 0 else self._templates.part
-        return _Part(
-            level=1,
-            index=index,
-            span=span,
-            prompt=filled(template, text=text.text(span), number=number, count=count, summary=summary),
-            name=f"part {number} of {count} (tokens {span.start} to {span.stop})",
-            final=number == count if self._refines else count == 1,
-        )
-
-    def _groups(self, answers: Sequence[PartAnswer]) -> list[range]:
-        """Return groups of neighbours that fit one prompt. As with chunks, the prompts are counted."""
-        sizes = [self._num_tokens(answer.text) + self._between_tokens for answer in answers]
-        room = self._merge_room
-        while True:
-            groups = group(sizes, room)
-            longest = max((len(self._tokens(part.prompt)) for part in self._merge_parts(2, groups, answers)), default=0)
-            if longest <= self._max_prompt_tokens:
-                return groups
-            room = room * self._max_prompt_tokens // longest
-
-    def _merge_parts(self, level: int, groups: Sequence[range], answers: Sequence[PartAnswer]) -> Iterator[_Part]:
-        """Yield a prompt for each group of several answers. A single answer needs no merging."""
-        for index, members in enumerate(groups):
-            children = tuple(answers[members.start : members.stop])
-            if len(children) > 1:
-                start, end = children[0].start, children[-1].end
-                text = _BETWEEN.join(child.text.strip() for child in children)
-                yield _Part(
-                    level=level,
-                    index=index,
-                    span=range(start, end),
-                    prompt=filled(self._templates.merge, text=text, number=index + 1, count=len(groups)),
-                    name=f"merge {index + 1} of {len(groups)} on level {level} (tokens {start} to {end})",
-                    final=len(groups) == 1,
-                    children=children,
+        def of(size: int) -> list[_Part]:
+            spans = cut(len(text), size, overlap, text.strength)
+            count = len(spans)
+            return [
+                _Part(
+                    template=self._refine_template if self._refines and number > 1 else self._part_template,
+                    text=text.text(span),
+                    number=number,
+                    count=count,
+                    span=span,
+                    name=f"part {number} of {count} (tokens {span.start} to {span.stop})",
+                    is_final=number == count if self._refines else count == 1,
                 )
+                for number, span in enumerate(spans, start=1)
+            ]
+
+        limit = self._max_prompt_tokens - self._summary_room
+        return self._fitting(of, self._chunk_tokens, limit, least=max(1, 2 * overlap))
+
+    def _merges(self, level: int, answered: Sequence[_Part]) -> list[_Part]:
+        """Return a part for each group of several answers. A single answer needs no merging."""
+        sizes = [self._num_tokens(part.answer) + self._between_tokens for part in answered]
+
+        def of(room: int) -> list[_Part]:
+            groups = group(sizes, room)
+            count, found = len(groups), []
+            for number, members in enumerate(groups, start=1):
+                if len(members) > 1:
+                    children = answered[members.start : members.stop]
+                    span = range(children[0].span.start, children[-1].span.stop)
+                    found.append(
+                        _Part(
+                            template=self._merge_template,
+                            text=_BETWEEN.join(child.answer.strip() for child in children),
+                            number=number,
+                            count=count,
+                            span=span,
+                            name=f"merge {number} of {count} on level {level} (tokens {span.start} to {span.stop})",
+                            is_final=count == 1,
+                            level=level,
+                            children=children,
+                        )
+                    )
+            return found
+
+        return self._fitting(of, self._merge_room, self._max_prompt_tokens)
+
+    def _fitting(self, parts_of: Callable[[int], list[_Part]], size: int, limit: int, least: int = 0) -> list[_Part]:
+        """Return parts whose prompts have at most `limit` tokens, made of pieces of at most `size` tokens. A piece may
+        have more tokens by itself than in the text, and a template may contain it twice. So the prompts are counted; if
+        one does not fit, all become smaller. Raises DoesNotShrinkError for a size below `least`."""
+        while True:
+            parts = parts_of(size)
+            longest = max((len(self._tokens(part.prompt())) for part in parts), default=0)
+            if longest <= limit:
+                return parts
+            size = size * limit // longest
+            if size < least:
+                raise self._does_not_fit(longest)
 
     def _num_tokens(self, text: str) -> int:
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
