@@ -17,6 +17,7 @@ def terminate() -> None:
 
 
 def test_the_first_signal_asks_and_the_second_ends_at_once() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM)
     asked = []
     drain = Drain(60.0)
     drain.on_request = lambda: asked.append(drain.requested)
@@ -26,6 +27,8 @@ def test_the_first_signal_asks_and_the_second_ends_at_once() -> None:
         assert asked == [True]
         terminate()
     assert (exit_.value.code, asked) == (143, [True])
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM)) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 0.2])
@@ -36,14 +39,6 @@ def test_the_end_of_the_grace_period_ends(grace_s: float) -> None:
         time.sleep(30)
     assert exit_.value.code == 143
     assert grace_s <= time.monotonic() - started_s + 0.05 < 10
-
-
-def test_handlers_and_the_timer_are_put_back() -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM)
-    with Drain(0.1).watching():
-        terminate()
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGALRM)) == before
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 @pytest.mark.ray
@@ -57,9 +52,3 @@ def test_an_exit_while_ray_waits_keeps_its_code(ray_cluster: None) -> None:
     finally:
         ray.cancel(endless, force=True)  # noqa: TID251 - it never ends
     assert exit_.value.code == 143
-
-
-def test_an_exit_of_another_kind_is_left_alone() -> None:
-    with pytest.raises(SystemExit) as exit_, Drain(0.2).watching():
-        raise SystemExit(3)
-    assert exit_.value.code == 3

@@ -9,12 +9,11 @@ from transformers import AutoTokenizer
 from rayspec import demo
 from rayspec.batch.document_task import PromptBuilder, fitting_prompt_tokens
 from rayspec.batch.documents import input_row
-from rayspec.batch.rows import Row
 from rayspec.config import SamplingParams
 from rayspec.prompts import conversation_tokens
-from rayspec.types import ConfigError, InvalidMessagesError
+from rayspec.types import InvalidMessagesError
 
-PARAMS = SamplingParams(max_tokens=10)
+HELLO = [{"role": "user", "content": "Hello"}]
 
 
 class DemoTokens:
@@ -27,71 +26,54 @@ class DemoTokens:
         return conversation_tokens(messages, self.tokenizer, self.tokenizer.chat_template)
 
 
-@pytest.fixture(scope="module")
-def llm() -> DemoTokens:
-    return DemoTokens()
-
-
-def document(text: str) -> Row:
-    return input_row("d", source="d", text=text)
-
-
-def prompt_of(builder: PromptBuilder, document: Row) -> str:
-    tokenizer = builder.llm.tokenizer
-    return str(tokenizer.decode(list(builder.request("r", document).prompt_token_ids or ())))
-
-
-def test_the_template_wraps_the_text_only(llm: DemoTokens) -> None:
-    builder = PromptBuilder(llm=llm, params=PARAMS, template="Sum up: {text} Thanks.")
-    assert prompt_of(builder, document("{text} {other}")) == "<|document|>Sum up: {text} {other} Thanks.<|summary|>"
-
-
-def test_without_chat_the_text_is_the_prompt(llm: DemoTokens) -> None:
-    assert prompt_of(PromptBuilder(llm=llm, params=PARAMS, chat=False), document("Once upon")) == "Once upon"
-
-
-def test_without_a_chat_template_the_text_is_the_prompt() -> None:
+def builder(chat_template: str | None = "of the model", **options: Any) -> PromptBuilder:
     llm = DemoTokens()
-    llm.tokenizer.chat_template = None
-    assert prompt_of(PromptBuilder(llm=llm, params=PARAMS), document("Once upon")) == "Once upon"
+    if chat_template != "of the model":
+        llm.tokenizer.chat_template = chat_template
+    return PromptBuilder(llm=llm, params=SamplingParams(max_tokens=10), **options)
 
 
-def test_messages_go_through_the_chat_template(llm: DemoTokens) -> None:
-    messages = [{"role": "user", "content": "Hello"}]
-    chat = input_row("d", source="d", messages=messages)
-    assert prompt_of(PromptBuilder(llm=llm, params=PARAMS, chat=False), chat) == "<|document|>Hello<|summary|>"
+def prompt_of(builder: PromptBuilder, **content: Any) -> str:
+    return str(builder.llm.tokenizer.decode(builder.tokens(input_row("d", source="d", **content))))
 
 
-def test_messages_the_template_refuses_are_one_bad_row() -> None:
-    llm = DemoTokens()
-    llm.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    chat = input_row("d", source="d", messages=[{"role": "user", "content": "Hello"}])
-    with pytest.raises(InvalidMessagesError, match="roles must alternate"):
-        PromptBuilder(llm=llm, params=PARAMS).request("r", chat)
+@pytest.mark.parametrize(
+    ("options", "content", "prompt"),
+    [
+        (
+            {"template": "Sum up: {text} Thanks."},
+            {"text": "{text} {other}"},
+            "<|document|>Sum up: {text} {other} Thanks.<|summary|>",
+        ),
+        ({"chat": False}, {"text": "Once upon"}, "Once upon"),
+        ({"chat_template": None}, {"text": "Once upon"}, "Once upon"),
+        ({"chat": False}, {"messages": HELLO}, "<|document|>Hello<|summary|>"),
+    ],
+)
+def test_texts_and_messages_become_prompts(options: dict[str, Any], content: dict[str, Any], prompt: str) -> None:
+    assert prompt_of(builder(**options), **content) == prompt
 
 
-def test_messages_for_a_model_without_chats_are_one_bad_row() -> None:
-    class Untemplated(DemoTokens):
-        def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-            raise ConfigError("the tokenizer of 'm' has no chat template: use generate()")
-
-    chat = input_row("d", source="d", messages=[{"role": "user", "content": "Hello"}])
-    with pytest.raises(InvalidMessagesError, match="has no chat template"):
-        PromptBuilder(llm=Untemplated(), params=PARAMS).request("r", chat)
+@pytest.mark.parametrize(
+    ("chat_template", "error"),
+    [("{{ raise_exception('roles must alternate') }}", "roles must alternate"), (None, "chat")],
+)
+def test_messages_that_no_template_takes_are_one_bad_row(chat_template: str | None, error: str) -> None:
+    with pytest.raises(InvalidMessagesError, match=error):
+        prompt_of(builder(chat_template), messages=HELLO)
 
 
 @pytest.mark.parametrize("limit", [3, 51, 400])
-def test_a_long_document_is_cut_at_its_end_to_fit(llm: DemoTokens, limit: int) -> None:
+def test_a_long_document_is_cut_at_its_end_to_fit(limit: int) -> None:
     text = "".join(f"Zeile {n}: 世界 ünïcode. " for n in range(300))
-    builder = PromptBuilder(llm=llm, params=PARAMS, template="Sum: {text}!", max_prompt_tokens=limit)
-    tokens = builder.request("r", document(text)).prompt_token_ids or ()
-    assert len(tokens) <= max(limit, 7)
-    prompt = prompt_of(builder, document(text))
-    body = prompt.removeprefix("<|document|>Sum: ").removesuffix("!<|summary|>")
+    cutting = builder(template="Sum: {text}!", max_prompt_tokens=limit)
+    num_tokens = len(cutting.fitting_tokens(text))
+    assert num_tokens <= max(limit, 7)
+    body = prompt_of(cutting, text=text).removeprefix("<|document|>Sum: ").removesuffix("!<|summary|>")
     assert text.startswith(body)
     assert "\ufffd" not in body
     if limit > 100:
-        assert len(tokens) > limit - 8
+        assert num_tokens > limit - 8
 
 
 def test_an_output_has_its_room() -> None:
