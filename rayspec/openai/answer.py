@@ -114,7 +114,8 @@ async def _prompts(request: Request, engine: AsyncEngine, served: Sequence[str])
     check_served(request.model, served)
     num_characters, prompts = request.num_characters, list[Prompt]()
     params: dict[int, SamplingParams] = {}
-    for prompt in request.prompts:  # one after the other, so that prompts of other requests come in between
+    # One after the other, so that prompts of other requests come in between.
+    for prompt in await in_thread_if_large(lambda: request.prompts, num_characters):
         token_ids = await in_thread_if_large(partial(_tokens, prompt, engine), num_characters)
         length = request.num_output_tokens(len(token_ids), engine.max_model_len, engine.max_new_tokens)
         check_tokens(token_ids, engine.tokenizer)

@@ -12,9 +12,10 @@ import json
 import reprlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from pydantic import Field
 
 from rayspec.openai.answer import BackgroundLimit, respond
@@ -28,14 +29,13 @@ from rayspec.types import RequestError
 if TYPE_CHECKING:
     from rayspec.llm import AsyncEngine
 
-MAX_LINE_BYTES = 16 * 2**20  # as many as a body may have by default
+_MAX_LINE_BYTES = 16 * 2**20  # as many as a body may have by default
 _MAX_CUSTOM_ID = 512
 
 Url = Literal["/v1/chat/completions", "/v1/completions"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchError:
+class BatchError(msgspec.Struct, frozen=True, kw_only=True):
     """Why a line is no request or has no answer, in the form of OpenAI's files. line: the number of a line that is no
     request, from 1."""
 
@@ -45,8 +45,7 @@ class BatchError:
     line: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchResponse:
+class BatchResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A response as HTTP would have returned it. body: a ChatCompletion, a Completion, or {"error": ...}."""
 
     status_code: int
@@ -54,14 +53,13 @@ class BatchResponse:
     body: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchResult:
+class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the output: a response, or the error that kept the line from being a request."""
 
     id: str
     custom_id: str | None
-    response: BatchResponse | None
-    error: BatchError | None
+    response: BatchResponse | None = None
+    error: BatchError | None = None
 
     @property
     def failed(self) -> bool:
@@ -70,7 +68,7 @@ class BatchResult:
 
     def json_line(self) -> str:
         """Return the result as a line of JSON, with its line break."""
-        return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False) + "\n"
+        return msgspec.json.encode(self).decode() + "\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +97,11 @@ class BatchLine:
 
     def result(self, status_code: int, body: Mapping[str, Any]) -> BatchResult:
         response = BatchResponse(status_code=status_code, request_id=f"req_{self.digest}", body=body)
-        return BatchResult(id=self.id, custom_id=self.custom_id, response=response, error=None)
+        return BatchResult(id=self.id, custom_id=self.custom_id, response=response)
 
     def unanswered(self, code: str, message: str) -> BatchResult:
         """Make the result of a request that was not answered."""
-        error = BatchError(code=code, message=message)
-        return BatchResult(id=self.id, custom_id=self.custom_id, response=None, error=error)
+        return BatchResult(id=self.id, custom_id=self.custom_id, error=BatchError(code=code, message=message))
 
 
 class _Fields(StrictBody):
@@ -116,17 +113,15 @@ class _Fields(StrictBody):
     body: dict[str, Any]
 
 
-def limited_lines(file: IO[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines of a file. Of a longer line, yield only the first `max_line_bytes` + 1 bytes."""
-    while line := file.readline(max_line_bytes + 1):
+def limited_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file; of a line that is too long, only its beginning."""
+    while line := file.readline(_MAX_LINE_BYTES + 1):
         yield line
-        while len(line) > max_line_bytes and not line.endswith(b"\n"):
-            line = file.readline(max_line_bytes + 1)
+        while len(line) > _MAX_LINE_BYTES and not line.endswith(b"\n"):
+            line = file.readline(_MAX_LINE_BYTES + 1)
 
 
-def read_batch(
-    lines: Iterable[bytes], *, source: str, max_line_bytes: int = MAX_LINE_BYTES
-) -> Iterator[BatchLine | BatchResult]:
+def read_batch(lines: Iterable[bytes], *, source: str) -> Iterator[BatchLine | BatchResult]:
     """Yield the requests of a file, in order and on demand. A line that is no request yields a failed result.
 
     lines: the lines of the file, see `limited_lines`; empty lines are skipped. source: the name of the file, which is
@@ -136,13 +131,13 @@ def read_batch(
     for number, line in enumerate(lines, start=1):
         content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if content.strip():
-            yield _read_line(content, number, source, seen, max_line_bytes)
+            yield _read_line(content, number, source, seen)
 
 
-def _read_line(line: bytes, number: int, source: str, seen: set[str], max_bytes: int) -> BatchLine | BatchResult:
+def _read_line(line: bytes, number: int, source: str, seen: set[str]) -> BatchLine | BatchResult:
     custom_id = None
     try:
-        row = parse_json(line, max_bytes=max_bytes)
+        row = parse_json(line, max_bytes=_MAX_LINE_BYTES)
         name = row.get("custom_id") if isinstance(row, dict) else None
         if isinstance(name, str) and 0 < len(name) <= _MAX_CUSTOM_ID:
             custom_id = name  # errors of the line, too, are reported with it
@@ -152,7 +147,7 @@ def _read_line(line: bytes, number: int, source: str, seen: set[str], max_bytes:
         failure = BatchError(
             code=error.code or error.kind, message=f"line {number}: {error}", param=error.param, line=number
         )
-        return BatchResult(id=f"batch_req_{_digest(source, number)}", custom_id=custom_id, response=None, error=failure)
+        return BatchResult(id=f"batch_req_{_digest(source, number)}", custom_id=custom_id, error=failure)
     digest = _digest(source, fields.custom_id)
     model = fields.body.get("model")
     return BatchLine(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Generic, Literal, TypeVar
 
+import msgspec
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
@@ -24,8 +24,7 @@ _MOST_WINDOW_S = 30 * 86400
 _MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileObject:
+class FileObject(msgspec.Struct, frozen=True, kw_only=True):
     """A stored file. bytes: its size. created_at: Unix seconds."""
 
     id: str
@@ -37,8 +36,7 @@ class FileObject:
     object: Literal["file"] = "file"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deleted:
+class Deleted(msgspec.Struct, frozen=True, kw_only=True):
     """Says that a file is deleted; or a batch, as an extra of rayspec: OpenAI keeps batches."""
 
     id: str
@@ -46,8 +44,7 @@ class Deleted:
     deleted: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestCounts:
+class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of a batch's lines: all lines, answered lines, and lines that failed."""
 
     total: int = 0
@@ -55,14 +52,12 @@ class RequestCounts:
     failed: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchErrors:
+class BatchErrors(msgspec.Struct, frozen=True, kw_only=True):
     data: Sequence[BatchError]
     object: Literal["list"] = "list"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """A batch as clients see it. Times are Unix seconds; None if the event has not happened."""
 
     id: str
@@ -90,8 +85,7 @@ class Batch:
 T = TypeVar("T", FileObject, Batch)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page(Generic[T]):
+class Page(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     """A part of a list, with the ids of its first and last object."""
 
     data: Sequence[T]

@@ -102,10 +102,7 @@ class StreamOptions(StrictBody):
 
 class GenerationRequest(StrictBody):
     """The parameters of both endpoints. A parameter that is None has its default, which is the checkpoint's if it has
-    one; see SamplingParams for limits.
-
-    return_spec_decode_metrics: an extra of rayspec; the response then has `metrics` of drafting in addition to `usage`.
-    """
+    one; see SamplingParams for limits."""
 
     ignored = frozenset(
         {
@@ -145,7 +142,6 @@ class GenerationRequest(StrictBody):
     stop_token_ids: Annotated[list[int], FewTokens] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    return_spec_decode_metrics: bool = False
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -225,6 +221,7 @@ class ChatRequest(GenerationRequest):
         "prediction": (),
         "reasoning_effort": ("none",),
         "response_format": ({"type": "text"},),
+        "return_spec_decode_metrics": (False,),
         "service_tier": ONLY_TIER,
         "tool_choice": ("none", "auto"),
         "tools": ([],),
@@ -272,6 +269,7 @@ class CompletionRequest(GenerationRequest):
     refused: ClassVar[Refusals] = {
         "best_of": (1,),
         "echo": (False,),
+        "return_spec_decode_metrics": (False,),
         "service_tier": ONLY_TIER,
         "suffix": ("",),
     }

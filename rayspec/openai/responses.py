@@ -5,8 +5,7 @@ A field that is UNSET does not appear in JSON.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -16,15 +15,14 @@ from typing_extensions import Self
 from rayspec.decode.output import TextOffsets, TokenTexts
 from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import ChatRequest, Request
-from rayspec.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from rayspec.types import CompletionOutput, Logprob, RequestOutput
 
 FinishReason = Literal["stop", "length"]
 END_OF_EVENTS = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # what OpenAI writes for "very unlikely"; JSON has no minus infinity
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCard:
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """created: Unix seconds. max_model_len: vLLM's extra field, the most prompt and output tokens of a request."""
 
     id: str
@@ -34,21 +32,18 @@ class ModelCard:
     object: Literal["model"] = "model"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelList:
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: Sequence[ModelCard]
     object: Literal["list"] = "list"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptTokensDetails:
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     """cached_tokens: prompt tokens that were found in the KV cache and not computed."""
 
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of a request. A prompt with several completions counts once.
 
     There are no `accepted_prediction_tokens`. In OpenAI's API they count tokens of a prediction that the *client* sent,
@@ -75,39 +70,7 @@ class Usage:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecDecodeMetrics:
-    """Statistics of drafting, with the names and meanings of vLLM's `--per-request-spec-decode-metrics summary`.
-
-    num_spec_steps: rounds with a draft. mean_acceptance_length: tokens that such a round commits, 1 + accepted /
-    rounds. mean_acceptance_length and draft_acceptance_rate are None if nothing was drafted.
-    """
-
-    mean_acceptance_length: float | None
-    draft_acceptance_rate: float | None
-    num_draft_tokens: int
-    num_accepted_draft_tokens: int
-    num_spec_steps: int
-
-    @classmethod
-    def of(cls, metrics: Iterable[RequestMetrics]) -> Self:
-        """Add up the metrics of several prompts."""
-        num_steps = num_drafted = num_accepted = 0
-        for one in metrics:
-            num_steps += one.num_rounds - one.num_plain_rounds
-            num_drafted += one.num_draft_tokens
-            num_accepted += one.num_accepted_tokens
-        return cls(
-            mean_acceptance_length=1 + num_accepted / num_steps if num_steps else None,
-            draft_acceptance_rate=num_accepted / num_drafted if num_drafted else None,
-            num_draft_tokens=num_drafted,
-            num_accepted_draft_tokens=num_accepted,
-            num_spec_steps=num_steps,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopLogprob:
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
     """bytes: UTF-8 bytes of the token, which may be a part of a character; None if they are unknown."""
 
     token: str
@@ -115,13 +78,11 @@ class TopLogprob:
     bytes: list[int] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob(TopLogprob):
+class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
     top_logprobs: list[TopLogprob]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatLogprobs:
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     content: list[TokenLogprob]
     refusal: None = None
 
@@ -142,8 +103,7 @@ class ChatLogprobs:
         return cls(content=content)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionLogprobs:
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """One entry for each token. text_offset: characters of the completion before the token. top_logprobs: the most
     likely tokens and the chosen token."""
 
@@ -166,8 +126,7 @@ class CompletionLogprobs:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatText:
+class ChatText(msgspec.Struct, frozen=True, kw_only=True):
     """A whole message, or what a chunk adds to it. A stream begins with the role."""
 
     content: str
@@ -175,8 +134,7 @@ class ChatText:
     refusal: UnsetType | None = UNSET
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatChoice:
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     """message: in a whole response. delta: in a chunk. finish_reason: None until the choice ends. stop_reason, here and
     below: vLLM's extra field, the stop string or token that ended the text."""
 
@@ -188,8 +146,7 @@ class ChatChoice:
     stop_reason: int | str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatCompletion:
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """A chat completion, or a chunk of one. id, created, model: as in `Answer`."""
 
     id: str
@@ -197,12 +154,10 @@ class ChatCompletion:
     model: str
     choices: list[ChatChoice]
     usage: Usage | UnsetType | None = UNSET
-    metrics: SpecDecodeMetrics | UnsetType = UNSET
     object: Literal["chat.completion", "chat.completion.chunk"] = "chat.completion"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionChoice:
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -210,8 +165,7 @@ class CompletionChoice:
     stop_reason: int | str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A text completion, or a chunk of a text completion: OpenAI gives both the same fields."""
 
     id: str
@@ -219,7 +173,6 @@ class Completion:
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
-    metrics: SpecDecodeMetrics | UnsetType = UNSET
     object: Literal["text_completion"] = "text_completion"
 
 
@@ -247,7 +200,7 @@ class Answer:
         choices in this order."""
         completions = [one for output in outputs for one in output.outputs]
         choices = [self._choice(index, one, "message") for index, one in enumerate(completions)]
-        return self._body(choices, usage=Usage.of(outputs), metrics=self._metrics(outputs))
+        return self._body(choices, usage=Usage.of(outputs))
 
     def chunks(self, prompt_index: int, piece: RequestOutput) -> Iterator[Response]:
         """Yield the chunks for new output of a prompt."""
@@ -263,9 +216,8 @@ class Answer:
 
     def end(self) -> Iterator[Response]:
         """Yield the chunk without choices that ends the stream, if the request asks for it."""
-        if self._request.include_usage or self._request.return_spec_decode_metrics:
-            usage = Usage.of(self._latest.values(), self._num_output_tokens) if self._request.include_usage else UNSET
-            yield self._chunk([], usage=usage, metrics=self._metrics(self._latest.values()))
+        if self._request.include_usage:
+            yield self._chunk([], usage=Usage.of(self._latest.values(), self._num_output_tokens))
 
     def _choice(
         self, index: int, one: CompletionOutput, place: Literal["message", "delta"]
@@ -293,11 +245,6 @@ class Answer:
         make: Any = ChatCompletion if self._is_chat else Completion
         body: Response = make(id=self._id, created=self._created, model=self._model, choices=list(choices), **fields)
         return body
-
-    def _metrics(self, outputs: Iterable[RequestOutput]) -> SpecDecodeMetrics | UnsetType:
-        if not self._request.return_spec_decode_metrics:
-            return UNSET
-        return SpecDecodeMetrics.of(output.metrics for output in outputs)
 
 
 def json_body(body: Any) -> bytes:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from queue import PriorityQueue
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import msgspec
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from rayspec.openai.errors import InvalidRequestError
-from rayspec.openai.requests import Conversation, TokenIds, check_served, num_characters
+from rayspec.openai.requests import Conversation, TokenIds, check_served
 from rayspec.openai.strict_body import Refusals, StrictBody
 from rayspec.prompts import InvalidMessageError, chat_template, conversation_text, text_tokens
 from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, PromptTooLongError
@@ -30,53 +29,44 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
-_LONG = 20_000  # characters or tokens; more would block the event loop for too long
+_LONG = 20_000  # characters, bytes or tokens; more would block the event loop for too long
 _CHARACTERS_PER_TOKEN = 8  # texts have fewer, except for those with long runs of spaces
-# Few threads, because texts take memory while they are tokenized. Work that waits is dropped when its caller ends.
-_THREADS = ThreadPoolExecutor(2, thread_name_prefix="rayspec-large-work")
-_NUMBERS, _LOCK = itertools.count(), threading.Lock()
 
 
-@dataclass(slots=True, order=True)
-class _Waiting:
-    size: int
-    number: int
-    work: Callable[[], Any] | None = field(compare=False)
-    result: Future[Any] = field(compare=False)
+class LargeWork:
+    """Runs work on the contents of requests in `num_threads` threads where it is large, because megabytes take seconds
+    and would block the event loop. Few threads: contents take memory, and parsers hold the interpreter.
 
-
-_WAITING: list[_Waiting] = []
-
-
-async def in_thread_if_large(work: Callable[[], T], size: int) -> T:
-    """Run work on a request's content and return its result. Large work runs in one of few threads, because megabytes
-    take seconds and would block the event loop. The smallest waiting work is next, so that many bodies of a megabyte
-    do not hold up a document. Cancelling the call drops work that has not begun.
-
-    size: number of characters, bytes or tokens.
+    The smallest waiting work is next, so that many bodies of a megabyte do not hold up a document.
     """
-    if size <= _LONG:
-        return work()
-    waiting = _Waiting(size, next(_NUMBERS), work, Future())
-    with _LOCK:
-        heapq.heappush(_WAITING, waiting)
-    _THREADS.submit(_run_smallest)
-    try:
-        return cast(T, await asyncio.wrap_future(waiting.result))
-    finally:
-        waiting.work = None  # frees the content of work that was dropped
+
+    def __init__(self, num_threads: int) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="rayspec-large-work")
+        self._waiting: PriorityQueue[tuple[int, int, Callable[[], Any], Future[Any]]] = PriorityQueue()
+        self._numbers = itertools.count()
+
+    async def run(self, work: Callable[[], T], size: int) -> T:
+        """Return the result of the work. size: number of characters, bytes or tokens. Cancelling the call drops work
+        that has not begun."""
+        if size <= _LONG:
+            return work()
+        result: Future[T] = Future()
+        self._waiting.put((size, next(self._numbers), work, result))
+        self._threads.submit(self._run_smallest)
+        return await asyncio.wrap_future(result)
+
+    def _run_smallest(self) -> None:
+        _, _, work, result = self._waiting.get()
+        if not result.set_running_or_notify_cancel():
+            return
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+            result.set_exception(error)
 
 
-def _run_smallest() -> None:
-    with _LOCK:
-        waiting = heapq.heappop(_WAITING)
-    work = waiting.work
-    if work is None or not waiting.result.set_running_or_notify_cancel():
-        return
-    try:
-        waiting.result.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
-        waiting.result.set_exception(error)
+_LARGE_WORK = LargeWork(2)
+in_thread_if_large = _LARGE_WORK.run
 
 
 def prompt_tokens(engine: AsyncEngine, prompt: str | Messages, *, add_generation_prompt: bool = True) -> list[int]:
@@ -156,11 +146,6 @@ class TokenizeRequest(StrictBody):
             raise PydanticCustomError("invalid_value", "only with messages", {"field": "add_generation_prompt"})
         return self
 
-    @property
-    def size(self) -> int:
-        """Number of characters to tokenize."""
-        return len(self.prompt or "") + num_characters(self.messages or ())
-
     def tokens(self, engine: AsyncEngine) -> list[int]:
         """Return the token ids. Raises InvalidMessagesError."""
         if self.messages is not None:
@@ -173,8 +158,7 @@ class TokenizeRequest(StrictBody):
         return prompt_tokens(engine, self.prompt)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizeResponse:
+class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     """token_strs: the vocabulary entries, if the request asks for them."""
 
     count: int
@@ -189,14 +173,8 @@ class DetokenizeRequest(StrictBody):
     model: str | None = None
     tokens: TokenIds
 
-    @property
-    def size(self) -> int:
-        """Number of tokens to decode."""
-        return len(self.tokens)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DetokenizeResponse:
+class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     """prompt: the text, which includes the texts of special tokens."""
 
     prompt: str

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -19,9 +20,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import Self
 
 from rayspec.openai.errors import ApiError
-from rayspec.serve.replies import BUSY, ENDING, UNAUTHORIZED, WRONG_HOST, WRONG_ORIGIN, Refused, Reply
+from rayspec.openai.responses import json_body
+from rayspec.serve.replies import BUSY, ENDING, UNAUTHORIZED, WRONG_HOST, WRONG_ORIGIN, Refused
 
 ANY = "*"
+_RETRY_AFTER_S = 5  # about the time a replica of a small model takes to restart
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +171,13 @@ class AdmissionControl:
 
 
 def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
-    return response_of(Reply.failed(error), headers)
+    waits = {"retry-after": str(_RETRY_AFTER_S)} if error.status in {429, 503} else {}
+    content, headers = json_body(error), {**waits, **(headers or {})}
+    return Response(content, status_code=error.status, media_type="application/json", headers=headers)
 
 
-def response_of(reply: Reply, headers: Mapping[str, str] | None = None) -> Response:
-    waits = {} if reply.retry_after_s is None else {"retry-after": str(reply.retry_after_s)}
-    return Response(
-        reply.body, status_code=reply.status, media_type="application/json", headers={**waits, **(headers or {})}
-    )
+def json_response(found: Any) -> Response:
+    """found: a body, encoded or not, or an ApiError."""
+    if isinstance(found, ApiError):
+        return error_response(found)
+    return Response(found if isinstance(found, bytes) else json_body(found), media_type="application/json")

@@ -8,18 +8,16 @@ from contextlib import ExitStack
 from functools import partial
 from typing import IO, Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
 from rayspec.openai.batches import Batch, BatchRequest, Deleted, FileObject, Page, PageRequest
 from rayspec.openai.errors import InvalidRequestError
-from rayspec.serve.access import response_of
-from rayspec.serve.batch_store import BatchStore
+from rayspec.serve.access import json_response
+from rayspec.serve.batch_store import BatchStore, new_id
 from rayspec.serve.bodies import read_form
 from rayspec.serve.description import Description
 from rayspec.serve.options import ServeOptions
-from rayspec.serve.replies import Reply
 
 _DISABLED = "this endpoint keeps no files and runs no batches: it is to be started with --batches FOLDER"
 _PIECE = 2**18
@@ -34,7 +32,7 @@ _TAKES_FORM = {"requestBody": {"required": True, "content": {"multipart/form-dat
 _CONTENT: dict[int | str, dict[str, Any]] = {
     200: {"description": "The content.", "content": {"application/octet-stream": {"schema": {"type": "string"}}}}
 }
-ReadBody = Callable[[Request, type[BatchRequest], ExitStack], Awaitable[BatchRequest]]
+ReadBody = Callable[[Request, type[BatchRequest], ExitStack], Awaitable[tuple[BatchRequest, bytes]]]
 
 
 def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions, runner: Any, read: ReadBody) -> None:
@@ -50,16 +48,16 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
     @app.post("/v1/batches", summary="Run a file of requests", **described.takes(BatchRequest, Batch))
     async def create(request: Request) -> Response:
         with ExitStack() as held:
-            asked = await read(request, BatchRequest, held)
+            asked, _ = await read(request, BatchRequest, held)
         batch = await asyncio.to_thread(store().new_batch, asked)
         runner.wake.remote()
-        return _answer(batch)
+        return json_response(batch)
 
     @app.get("/v1/batches", responses=described.answers(Page[Batch]), summary="Batches, the newest first")
     async def batches(request: Request) -> Response:
         query = PageRequest.parse(dict(request.query_params))
         limit = min(query.limit or _FEW_BATCHES, _MOST_BATCHES)
-        return _answer(await asyncio.to_thread(store().batches, after=query.after, limit=limit))
+        return json_response(await asyncio.to_thread(store().batches, after=query.after, limit=limit))
 
     @app.get(
         "/v1/batches/{batch_id}",
@@ -67,7 +65,7 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
         summary="How far a batch has come",
     )
     async def batch(batch_id: str) -> Response:
-        return _answer(await asyncio.to_thread(store().batch, batch_id))
+        return json_response(await asyncio.to_thread(store().batch, batch_id))
 
     @app.delete(
         "/v1/batches/{batch_id}",
@@ -76,7 +74,7 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
     )
     async def delete_batch(batch_id: str) -> Response:
         await asyncio.to_thread(store().delete_batch, batch_id)
-        return _answer(Deleted(id=batch_id, object="batch"))
+        return json_response(Deleted(id=batch_id, object="batch"))
 
     @app.post(
         "/v1/batches/{batch_id}/cancel",
@@ -84,7 +82,7 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
         summary="End a batch",
     )
     async def cancel(batch_id: str) -> Response:
-        return _answer(await asyncio.to_thread(store().cancel, batch_id))
+        return json_response(await asyncio.to_thread(store().cancel, batch_id))
 
     _add_file_routes(app, described, options, store)
 
@@ -101,7 +99,7 @@ def _add_file_routes(
         summary="Keep a file",
     )
     async def upload(request: Request) -> Response:
-        return _answer(await _upload(request, store(), options))
+        return json_response(await _upload(request, store(), options))
 
     @app.get("/v1/files", responses=described.answers(Page[FileObject]), summary="The files that are kept")
     async def files(request: Request) -> Response:
@@ -109,11 +107,11 @@ def _add_file_routes(
         limit, purpose = query.limit or _MOST_FILES, query.purpose
         found = partial(store().files, after=query.after, limit=limit, order=query.order, purpose=purpose)
         async with listing:
-            return _answer(await asyncio.to_thread(found))
+            return json_response(await asyncio.to_thread(found))
 
     @app.get("/v1/files/{file_id}", responses=described.answers(FileObject), summary="What a file is")
     async def file(file_id: str) -> Response:
-        return _answer(await asyncio.to_thread(store().file, file_id))
+        return json_response(await asyncio.to_thread(store().file, file_id))
 
     @app.get(
         "/v1/files/{file_id}/content",
@@ -129,30 +127,30 @@ def _add_file_routes(
     @app.delete("/v1/files/{file_id}", responses=described.answers(Deleted), summary="Delete a file")
     async def delete_file(file_id: str) -> Response:
         await asyncio.to_thread(store().delete_file, file_id)
-        return _answer(Deleted(id=file_id, object="file"))
+        return json_response(Deleted(id=file_id, object="file"))
 
 
 async def _upload(request: Request, store: BatchStore, options: ServeOptions) -> FileObject:
     """Store the file of a form with the fields `purpose` and `file`, in any order. Both are required."""
-    purpose, file_id, max_bytes = None, None, options.max_batch_file_bytes
+    purpose, content, file_id, max_bytes = None, None, new_id("file-"), options.max_batch_file_bytes
     with ExitStack() as kept:
         async for part in read_form(request, options.body_timeout_s, max_bytes):
-            if part.name == "file" and file_id is None:
-                new = await asyncio.to_thread(kept.enter_context, store.new_file(part.filename or "", "batch"))
-                file_id, num_bytes = new.id, 0
+            if part.name == "file" and content is None:
+                new = store.new_file(file_id, part.filename or "", "batch")
+                content, num_bytes = await asyncio.to_thread(kept.enter_context, new), 0
                 async for piece in part.pieces:
                     num_bytes += len(piece)
                     if num_bytes > max_bytes:
                         message = f"file: it has more than {max_bytes} bytes; split it"
                         raise InvalidRequestError(message, param="file", code="request_too_large", status=413)
-                    await asyncio.to_thread(new.content.write, piece)
+                    await asyncio.to_thread(content.write, piece)
             elif part.name == "purpose":
                 purpose = await part.text()
             else:
                 raise _invalid(f"{part.name}: not supported here; leave it out", part.name, "unknown_parameter")
         if purpose != "batch":
             raise _invalid(f"purpose: it is {purpose!r} and must be 'batch'", "purpose")
-        if file_id is None:
+        if content is None:
             raise _invalid("file: it is missing", "file", "missing_required_parameter")
         await asyncio.to_thread(kept.close)
     return await asyncio.to_thread(store.file, file_id)
@@ -162,10 +160,6 @@ async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
     with file:
         while piece := await asyncio.to_thread(file.read, _PIECE):
             yield piece
-
-
-def _answer(body: Any) -> Response:
-    return response_of(Reply(status=200, body=msgspec.json.encode(body)))
 
 
 def _invalid(message: str, param: str, code: str = "invalid_value") -> InvalidRequestError:

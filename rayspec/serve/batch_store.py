@@ -42,14 +42,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class NewFile:
-    """A file that is being written."""
-
-    id: str
-    content: IO[bytes]
-
-
-@dataclass(frozen=True, slots=True)
 class BatchStore:
     """Files and batches in a folder. All methods block, and raise OSError where the store fails. Unknown and malformed
     ids raise InvalidRequestError, and so do entries that cannot be read; the log names these once. Ids sort by time.
@@ -75,10 +67,9 @@ class BatchStore:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            message = (
+            raise ConfigError(
                 f"option 'batches' is {self.folder.name!r}, where another server runs batches: name another folder"
-            )
-            raise ConfigError(message) from None
+            ) from None
         except OSError:
             file.close()
             return None
@@ -99,19 +90,17 @@ class BatchStore:
                     path.unlink()
 
     @contextmanager
-    def new_file(self, filename: str, purpose: Purpose, *, file_id: str | None = None) -> Iterator[NewFile]:
-        """Create a file. It exists after the block, unless the block raises. file_id: id to use; None: a new id."""
-        is_new, file_id = file_id is None, file_id or self._new_id("file-")
+    def new_file(self, file_id: str, filename: str, purpose: Purpose) -> Iterator[IO[bytes]]:
+        """Create a file. It exists after the block, unless the block raises."""
         name = PurePath(filename.replace("\\", "/")).name[:_MOST_NAME] or "upload.jsonl"
         try:
             with self._place(file_id).join("content").writing() as content:
-                yield NewFile(file_id, content)
+                yield content
                 size = content.tell()
             file = FileObject(id=file_id, bytes=size, created_at=int(self.clock()), filename=name, purpose=purpose)
             self._place(file_id).join("file.json").write(msgspec.json.encode(file))
         except BaseException:
-            if is_new:
-                self._place(file_id).delete_folder()
+            self._place(file_id).delete_folder()
             raise
 
     def file(self, file_id: str) -> FileObject:
@@ -144,7 +133,7 @@ class BatchStore:
             )
         now = int(self.clock())
         batch = Batch(
-            id=self._new_id("batch_"),
+            id=new_id("batch_"),
             endpoint=asked.endpoint,
             input_file_id=asked.input_file_id,
             completion_window=asked.completion_window,
@@ -159,7 +148,9 @@ class BatchStore:
         """Return a batch as clients see it: after a request to cancel, its status is `cancelling` until it ends."""
         batch = self.saved(batch_id)
         asked_at = None if batch.status in FINAL else self.cancel_asked_at(batch_id)
-        return batch if asked_at is None else replace(batch, status="cancelling", cancelling_at=asked_at)
+        return (
+            batch if asked_at is None else msgspec.structs.replace(batch, status="cancelling", cancelling_at=asked_at)
+        )
 
     def saved(self, batch_id: str) -> Batch:
         """Return a batch as its runner saved it."""
@@ -243,9 +234,6 @@ class BatchStore:
         digest = batch_id.removeprefix("batch_")
         return f"file-{digest[:16]}{sha256(f'{digest} {kind}'.encode()).hexdigest()[:16]}"
 
-    def _new_id(self, prefix: str) -> str:
-        return f"{prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
-
     def _place(self, name: str) -> Location:
         """Return the folder of an object. Raises InvalidRequestError before a malformed id becomes part of a path."""
         match = _ID.fullmatch(name)
@@ -281,6 +269,10 @@ class BatchStore:
 
     def _ids(self, folder: str) -> list[str]:
         return [one.file_name for one in self.folder.join(folder).entries()]
+
+
+def new_id(prefix: Literal["file-", "batch_"]) -> str:
+    return f"{prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
 def _unknown(name: str) -> InvalidRequestError:

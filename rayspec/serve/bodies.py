@@ -16,6 +16,7 @@ from rayspec.serve.access import Admission
 from rayspec.serve.replies import NO_UPGRADE, NOT_JSON, Refused, too_large, too_slow, unknown_encoding
 
 LARGE = 2**20
+_SMALL = 2**16
 _BYTES_OF_ITEM, _BYTES_OF_OBJECT = 40, 250  # in memory, once they are parsed
 _JSON, _FORM = "application/json", "multipart/form-data"
 _UPGRADE_TIMEOUT_S = 5.0  # Serve's proxy loses the body of a request for an upgrade, and never ends it
@@ -27,12 +28,15 @@ _BYTES_IN_TIME = 16 * 2**20
 _PARAMETER = re.compile(r';\s*([\w*.-]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^\s";]*)\s*')
 
 
-async def read_body(request: Request, max_bytes: int, timeout_s: float, *, large: Admission, held: ExitStack) -> bytes:
+async def read_body(
+    request: Request, max_bytes: int, timeout_s: float, *, large: Admission, held: ExitStack, turn: asyncio.Lock
+) -> bytes:
     """Return the body. Raises Refused as soon as more than `max_bytes` are announced or received, and when the body is
     incomplete after `timeout_s`: a stalled client must not occupy a place for ever. A body without a JSON content type
     is refused: web pages of any origin may send other types without a CORS preflight. So is a compressed body.
 
-    large: counts the bytes of large bodies, when more than LARGE have come; may refuse the body. held: ends that.
+    large: counts the bytes of large bodies, when more than LARGE have come; may refuse the body. held: ends that. turn:
+    bodies that share it are read one piece at a time, so that many of them do not hold up small requests.
     """
     connection = request.headers.get("connection", "").lower().split(",")
     upgrades = "upgrade" in request.headers or "upgrade" in [token.strip() for token in connection]
@@ -41,7 +45,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float, *, large
         raise Refused(NOT_JSON)
     _check_encoding(request)
     try:
-        body = await asyncio.wait_for(_read(request, max_bytes, large, held), timeout_s)
+        body = await asyncio.wait_for(_read(request, max_bytes, large, held, turn), timeout_s)
     except asyncio.TimeoutError:
         raise Refused(NO_UPGRADE if upgrades else too_slow(timeout_s)) from None
     if upgrades and not body:
@@ -54,19 +58,21 @@ def bytes_of_values(content: bytes) -> int:
     return _BYTES_OF_ITEM * content.count(b",") + _BYTES_OF_OBJECT * (content.count(b"{") + content.count(b"["))
 
 
-async def _read(request: Request, max_bytes: int, large: Admission, held: ExitStack) -> bytes:
+async def _read(request: Request, max_bytes: int, large: Admission, held: ExitStack, turn: asyncio.Lock) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > max_bytes:
         raise Refused(too_large(max_bytes))
     body, is_large = bytearray(), False
     async for piece in request.stream():
         body += piece
+        if len(body) > _SMALL:  # meanwhile uvicorn reads no more of it, as its buffer is full
+            async with turn:
+                await asyncio.sleep(0)
         if len(body) > LARGE and not is_large:
             held.enter_context(large.admit(int(announced) if announced.isdecimal() else max_bytes))
             is_large = True
         if len(body) > max_bytes:
             raise Refused(too_large(max_bytes))
-        await asyncio.sleep(0)
     return bytes(body)
 
 

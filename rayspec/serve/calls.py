@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from rayspec.openai.errors import ApiError
 from rayspec.openai.responses import END_OF_EVENTS, event
-from rayspec.serve.replies import BUSY, GONE, INTERNAL, Refused, Reply, timed_out
+from rayspec.serve.replies import BUSY, GONE, INTERNAL, Refused, timed_out
 
 T = TypeVar("T")
 
@@ -22,26 +22,65 @@ T = TypeVar("T")
 _CARRIER_ERRORS = (RayServeException, RayError, asyncio.TimeoutError)
 
 
-class Deadline:
-    """A deadline for several waits. timeout_s: seconds from now; None: no deadline."""
+class Call:
+    """A call of a model under way. response: Serve's. timeout_s: limit for the whole call from now; None: no limit."""
 
-    def __init__(self, timeout_s: float | None) -> None:
-        self._timeout_s = timeout_s
-        self._end_s = time.monotonic() + timeout_s if timeout_s is not None else None
+    def __init__(self, response: Any, timeout_s: float | None) -> None:
+        self._response, self._timeout_s = response, timeout_s
+        self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
 
-    async def wait(self, awaitable: Awaitable[T]) -> T:
-        """Return the result of the awaitable. Raises asyncio.TimeoutError at the deadline."""
-        if self._end_s is None:
-            return await awaitable
-        return await asyncio.wait_for(awaitable, max(0.0, self._end_s - time.monotonic()))
+    async def result(self) -> Any:
+        """Return the result, of any type. Raises Refused where the call failed."""
 
-    def failure(self, error: BaseException) -> ApiError:
-        """Return the error that the client of a failed call gets."""
+        async def outcome() -> Any:
+            return await self._response
+
+        return await self._in_time(outcome())
+
+    async def next(self) -> Any:
+        """Return the next item of a stream. Raises StopAsyncIteration, and Refused where the call failed."""
+        return await self._in_time(anext(self._response))
+
+    async def events(self, first: bytes) -> AsyncGenerator[bytes, None]:
+        """Yield `first` and the events of a stream after it. If the model is lost, the last event is an error."""
+        yield first
+        try:
+            while True:
+                yield await self.next()
+        except StopAsyncIteration:
+            return
+        except Refused as refused:
+            failure = refused.error
+        yield event(failure) + END_OF_EVENTS
+
+    def cancel(self) -> None:
+        """End the call if it has not ended. Serve raises the error of a call that has failed before; ignore it."""
+        with suppress(RayServeException, RayError):
+            self._response.cancel()
+
+    async def _in_time(self, awaitable: Awaitable[Any]) -> Any:
+        try:
+            left_s = None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
+            return await asyncio.wait_for(awaitable, left_s)
+        except _CARRIER_ERRORS as error:
+            raise Refused(self._failure(error)) from error
+
+    def _failure(self, error: BaseException) -> ApiError:
         if isinstance(error, BackPressureError):
             return BUSY
         if isinstance(error, asyncio.TimeoutError):
             return timed_out(self._timeout_s or 0.0)
         return INTERNAL if isinstance(error, RayTaskError) else GONE
+
+
+async def fetch(response: Any, timeout_s: float | None) -> Any:
+    """Return the result of a call, see `Call`. Cancelling the wait cancels the call. Raises Refused."""
+    call = Call(response, timeout_s)
+    try:
+        return await call.result()
+    except (Refused, asyncio.CancelledError):
+        call.cancel()
+        raise
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
@@ -61,65 +100,3 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     finally:
         working.cancel()
         leaving.cancel()
-
-
-async def fetch(response: Any, timeout_s: float | None) -> Any:
-    """Return the result of a call, of any type. response: Serve's, of a call under way; cancelling the wait cancels the
-    call. Raises Refused where the call failed."""
-    deadline = Deadline(timeout_s)
-
-    async def outcome() -> Any:
-        return await response
-
-    try:
-        return await deadline.wait(outcome())
-    except _CARRIER_ERRORS as error:
-        _cancel(response)
-        raise Refused(deadline.failure(error)) from error
-    except asyncio.CancelledError:
-        _cancel(response)
-        raise
-
-
-def _cancel(response: Any) -> None:
-    """Cancel a call. Serve raises the error of a call that has failed before; ignore it."""
-    with suppress(RayServeException, RayError):
-        response.cancel()
-
-
-class Relay:
-    """Passes a model's stream on to the client. Call `begin`, then `events`, and in any case `close`.
-
-    response: Serve's, of a call under way that yields a reply and then server-sent events.
-    """
-
-    def __init__(self, response: Any, timeout_s: float | None) -> None:
-        self._response = response
-        self._deadline = Deadline(timeout_s)
-
-    async def begin(self) -> Reply:
-        """Return the reply. If it is ok, its body is the first event; otherwise there are no events. Raises Refused."""
-        try:
-            reply: Reply = await self._next()
-        except _CARRIER_ERRORS as error:
-            raise Refused(self._deadline.failure(error)) from error
-        return reply
-
-    async def events(self, first: bytes) -> AsyncGenerator[bytes, None]:
-        """Yield `first` and the events after it. If the model is lost, the last event is an error."""
-        yield first
-        try:
-            while True:
-                yield await self._next()
-        except StopAsyncIteration:
-            return
-        except _CARRIER_ERRORS as error:
-            failure = self._deadline.failure(error)
-        yield event(failure) + END_OF_EVENTS
-
-    def close(self) -> None:
-        """End the request if it has not ended."""
-        _cancel(self._response)
-
-    async def _next(self) -> Any:
-        return await self._deadline.wait(anext(self._response))

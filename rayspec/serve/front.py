@@ -14,7 +14,8 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from http import HTTPStatus
+from typing import Any, Literal
 
 import h11
 import uvicorn
@@ -24,8 +25,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rayspec.openai.errors import ApiError
+from rayspec.openai.responses import json_body
 from rayspec.serve.access import error_response
-from rayspec.serve.replies import MALFORMED, Reply, slow_headers
+from rayspec.serve.replies import MALFORMED, slow_headers
 
 _ID = "x-request-id"
 _LENGTHS = {"content-length", "transfer-encoding"}
@@ -133,8 +135,8 @@ class _Connection(H11Protocol):
     header_timeout_s: float
     write_timeout_s: float
 
+    _waits_for: Literal["headers", "reader"] | None = None
     _deadline: asyncio.TimerHandle | None = None
-    _reading: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -142,27 +144,26 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._set_deadline()
+        self._wait("headers")
 
     def data_received(self, data: bytes) -> None:
         for start in range(0, len(data), _SLICE_BYTES):
             if not self.transport.is_closing():
                 super().data_received(data[start : start + _SLICE_BYTES])
-        self._set_deadline()
+        if self._waits_for != "reader":
+            self._wait("headers" if self.conn.their_state is h11.IDLE else None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_deadline()
-        self._end_reading()
+        self._wait(None)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect_reading()
+        self._wait("reader")
 
     def resume_writing(self) -> None:
-        self._end_reading()
         super().resume_writing()
-        self._expect_end()
+        self._wait("reader" if self.transport.is_closing() else None)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -175,38 +176,27 @@ class _Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(MALFORMED)
 
-    def _set_deadline(self) -> None:
-        """Start or end the deadline. While a connection is idle between requests, uvicorn's own deadline applies."""
-        if self.conn.their_state is not h11.IDLE:
-            self._end_deadline()
-        elif self._deadline is None:
-            self._deadline = self.loop.call_later(self.header_timeout_s, self._give_up)
-
     def _expect_end(self) -> None:
         """A transport that closes waits until its client has read the rest."""
         if self.transport.is_closing():
-            self._expect_reading()
+            self._wait("reader")
 
-    def _expect_reading(self) -> None:
-        if self._reading is None:
-            self._reading = self.loop.call_later(self.write_timeout_s, self.transport.abort)
-
-    def _end_reading(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
-
-    def _end_deadline(self) -> None:
+    def _wait(self, what: Literal["headers", "reader"] | None) -> None:
+        """Wait for the client with a deadline, which stays if it is that of the same wait. None: without a deadline, as
+        uvicorn has its own for a connection that is idle between requests."""
+        if what == self._waits_for:
+            return
         if self._deadline is not None:
             self._deadline.cancel()
-            self._deadline = None
+        self._waits_for, self._deadline = what, None
+        if what is not None:
+            limit_s = self.header_timeout_s if what == "headers" else self.write_timeout_s
+            self._deadline = self.loop.call_later(limit_s, self._give_up)
 
     def _give_up(self) -> None:
-        self._deadline = None
-        if self.transport.is_closing() or self.conn.their_state is not h11.IDLE:
-            return
-        has_begun, _ = self.conn.trailing_data
-        if has_begun:
+        if self._waits_for == "reader":
+            self.transport.abort()
+        elif self.conn.trailing_data[0]:
             self._refuse(slow_headers(self.header_timeout_s))
         else:
             self.transport.close()
@@ -214,12 +204,12 @@ class _Connection(H11Protocol):
     def _refuse(self, error: ApiError) -> None:
         """Send the error, unless the response to an earlier request has begun, and close the connection."""
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
-            reply, reason = Reply.failed(error), {400: "Bad Request", 408: "Request Timeout"}[error.status]
+            content = json_body(error)
             head = (
-                f"HTTP/1.1 {reply.status} {reason}\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(reply.body)}\r\nconnection: close\r\n\r\n"
+                f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
             )
-            self.transport.write(head.encode("ascii") + reply.body)
+            self.transport.write(head.encode("ascii") + content)
         self.transport.close()
         self._expect_end()
 

@@ -22,22 +22,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import rayspec
 from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, check_served
-from rayspec.openai.responses import ChatCompletion, Completion, ModelCard, ModelList, json_body
+from rayspec.openai.responses import ChatCompletion, Completion, ModelCard, ModelList
 from rayspec.openai.strict_body import StrictBody
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
     DetokenizeResponse,
+    LargeWork,
     TokenizeRequest,
     TokenizeResponse,
-    in_thread_if_large,
 )
-from rayspec.serve.access import Admission, AdmissionControl, ApiKeys, Entry, error_response, response_of
+from rayspec.serve.access import Admission, AdmissionControl, ApiKeys, Entry, error_response, json_response
 from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.bodies import LARGE, bytes_of_values, read_body
-from rayspec.serve.calls import Relay, fetch, while_connected
+from rayspec.serve.calls import Call, fetch, while_connected
 from rayspec.serve.description import ERRORS, Description
 from rayspec.serve.options import ServeOptions
-from rayspec.serve.replies import BUSY, INTERNAL, OVERRUN, STARTING, Refused, Reply, invalid, unable
+from rayspec.serve.replies import BUSY, INTERNAL, OVERRUN, STARTING, Refused, invalid, unable
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
 from rayspec.serve.status import EndpointStatus
 from rayspec.serve.watch import Watch
@@ -77,6 +77,7 @@ class Ingress:
         }
         self._may_be_absent = {one.model_id for one in options.llm_configs if one.scales_to_zero}
         self.watch = Watch(self.models, replica_timeout_s=options.replica_timeout_s)
+        self._reading, self._parsing = asyncio.Lock(), LargeWork(1)
         self._large_bodies = Admission(_LARGE_BODIES * options.max_request_bytes, refusal=OVERRUN)
         posts, gets = (Admission(options.max_ongoing_requests, refusal=OVERRUN) for _ in range(2))
         self.entry = Entry(keys=keys, hosts=hosts, origins=options.cors, posts=posts, gets=gets)
@@ -87,23 +88,25 @@ class Ingress:
     async def generate(self, request: Request, kind: type[ChatRequest | CompletionRequest]) -> Response:
         """Answer a request for text, streamed or not. Raises RequestError and Refused."""
         with ExitStack() as held:
-            asked = await self.read(request, kind, held)
+            asked, body = await self.read(request, kind, held)
             model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.options.request_timeout_s
             held.enter_context(self._admissions[asked.model].admit(asked.num_sequences))
             if not asked.stream:
-                return response_of(await while_connected(request, fetch(model.respond.remote(asked, name), timeout_s)))
-            relay = Relay(model.options(stream=True).stream.remote(asked, name), timeout_s)
-            held.callback(relay.close)
-            reply = await while_connected(request, relay.begin())
-            return _EventStream(relay, reply.body, held.pop_all()) if reply.ok else response_of(reply)
+                return json_response(
+                    await while_connected(request, fetch(model.respond.remote(kind, body, name), timeout_s))
+                )
+            call = Call(model.options(stream=True).stream.remote(kind, body, name), timeout_s)
+            held.callback(call.cancel)
+            first = await while_connected(request, call.next())
+            return error_response(first) if isinstance(first, ApiError) else _EventStream(call, first, held.pop_all())
 
     async def tokenize(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
         """Answer a request to tokenize or detokenize. Raises RequestError and Refused."""
         with ExitStack() as held:
-            asked = await self.read(request, kind, held)
+            asked, body = await self.read(request, kind, held)
             model = self._ready_model(asked.model or next(iter(self.models)))
-            work = fetch(model.tokenize.remote(asked, _name_of(request)), self.options.request_timeout_s)
-            return response_of(await while_connected(request, work))
+            work = fetch(model.tokenize.remote(kind, body, _name_of(request)), self.options.request_timeout_s)
+            return json_response(await while_connected(request, work))
 
     async def card(self, model: str) -> ModelCard:
         """Return the card of a model. Raises RequestError for a model that is not served, and Refused."""
@@ -112,15 +115,18 @@ class Ingress:
             self._cards[model] = await fetch(asked, self.options.request_timeout_s)
         return self._cards[model]
 
-    async def read(self, request: Request, kind: type[Body], held: ExitStack) -> Body:
-        """Return the body of a request. Raises RequestError, and Refused for a large body beside many others. held: a
-        large body counts until the end of this, because its values stay in memory as long as the request."""
+    async def read(self, request: Request, kind: type[Body], held: ExitStack) -> tuple[Body, bytes]:
+        """Return the body of a request, parsed and as it came. Raises RequestError, and Refused for a large body beside
+        many others. held: a large body counts until the end of this, as its values stay in memory as long as the
+        request."""
         max_bytes, timeout_s = self.options.max_request_bytes, self.options.body_timeout_s
-        content = await read_body(request, max_bytes, timeout_s, large=self._large_bodies, held=held)
+        content = await read_body(
+            request, max_bytes, timeout_s, large=self._large_bodies, held=held, turn=self._reading
+        )
         num_bytes = bytes_of_values(content)
         if num_bytes > LARGE:
             held.enter_context(self._large_bodies.admit(num_bytes))
-        return await in_thread_if_large(partial(kind.read, content), len(content))
+        return await self._parsing.run(partial(kind.read, content), len(content)), content
 
     def _ready_model(self, name: str) -> Any:
         """Return the handle of a model. Raises RequestError, and Refused while no replica can serve."""
@@ -133,8 +139,8 @@ class Ingress:
 class _EventStream(StreamingResponse):
     """A response of server-sent events. When it ends, for any reason, the model's request ends too."""
 
-    def __init__(self, relay: Relay, first: bytes, held: ExitStack) -> None:
-        super().__init__(relay.events(first), media_type="text/event-stream", headers=_STREAM_HEADERS)
+    def __init__(self, call: Call, first: bytes, held: ExitStack) -> None:
+        super().__init__(call.events(first), media_type="text/event-stream", headers=_STREAM_HEADERS)
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -203,11 +209,11 @@ def _add_model_routes(app: FastAPI, ingress: Ingress, described: Description) ->
 
     @app.get("/v1/models", responses=described.answers(ModelList))
     async def models() -> Response:
-        return _answer(ModelList(data=await asyncio.gather(*[ingress.card(model) for model in ingress.models])))
+        return json_response(ModelList(data=await asyncio.gather(*[ingress.card(model) for model in ingress.models])))
 
     @app.get("/v1/models/{model:path}", responses=described.answers(ModelCard))
     async def model_card(model: str) -> Response:
-        return _answer(await ingress.card(model))
+        return json_response(await ingress.card(model))
 
     @app.post(
         "/tokenize",
@@ -232,7 +238,7 @@ def _add_operator_routes(app: FastAPI, ingress: Ingress, described: Description)
 
     @app.get("/status", responses=described.answers(EndpointStatus), summary="What each model does")
     async def status() -> Response:
-        return JSONResponse({"models": await ingress.watch.statuses()})
+        return json_response(EndpointStatus(models=await ingress.watch.statuses()))
 
     @app.get(
         "/metrics",
@@ -263,10 +269,6 @@ def _name_of(request: Request) -> str:
     """Return the end of the answer's ids: the request's own id where it is usable, else a random id."""
     asked = request.headers.get("x-request-id", "")
     return asked if _USABLE_ID.fullmatch(asked) else uuid.uuid4().hex
-
-
-def _answer(body: ModelCard | ModelList) -> Response:
-    return response_of(Reply(status=200, body=json_body(body)))
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

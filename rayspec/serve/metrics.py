@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from typing_extensions import Self
 import rayspec
 from rayspec.choices import SKIP
 from rayspec.config import SamplingParams
-from rayspec.decode.engine_loop import Client
 from rayspec.decode.stages import StageUse
 from rayspec.llm import AsyncEngine
 from rayspec.serve.metric_table import METRICS
@@ -187,16 +185,6 @@ class MeteredEngine(AsyncEngine):
                 async for output in outputs:
                     request.observe(output)
                     yield output
-
-
-async def keep_updated(metrics: EngineMetrics, client: Client, *, every_s: float = 2.0) -> None:
-    """Update the metrics repeatedly until cancelled, and once more at the end."""
-    try:
-        while True:
-            metrics.update(client.stats, client.load, client.stage_use())
-            await asyncio.sleep(every_s)
-    finally:
-        metrics.update(client.stats, client.load, client.stage_use())
 
 
 def _totals(stats: EngineStats) -> Iterator[tuple[str, float, str]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from rayspec.openai.answer import BackgroundLimit, respond, stream
 from rayspec.openai.batch import BatchLine, BatchResult, answer
 from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import Request
-from rayspec.openai.responses import ModelCard, json_body
+from rayspec.openai.responses import ModelCard, Response, json_body
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -32,20 +32,21 @@ from rayspec.openai.tokenizing import (
 )
 from rayspec.pool.stopped import Place
 from rayspec.ray_session import forget_reserved_threads
-from rayspec.serve.metrics import EngineMetrics, MeteredEngine, keep_updated, ray_recorder
+from rayspec.serve.metrics import EngineMetrics, MeteredEngine, ray_recorder
 from rayspec.serve.options import LLMConfig
-from rayspec.serve.replies import INTERNAL, Reply
+from rayspec.serve.replies import INTERNAL
 from rayspec.serve.status import EngineHealth, ModelStatus, RecentRates, ReplicaReport
 from rayspec.types import RayspecError, RequestError
 
 _SAMPLE_EVERY_S = 0.5
+_SAMPLES_PER_UPDATE = 4  # of the metrics
 _PING_EVERY_S = 0.5
 
 _logger = logging.getLogger(__name__)
 
 
 class ModelServer:
-    """Loads the model on creation, in a running event loop. Replies contain the errors of requests.
+    """Loads the model on creation, in a running event loop. Errors of requests are returned.
 
     engine_timeout_s: the `least_s` of `Progress.problem`. Raises ConfigError, CheckpointError, and with shards
     PlacementError.
@@ -58,13 +59,12 @@ class ModelServer:
         self._stream_interval_s = config.experimental_configs.stream_batching_interval_ms / 1000
         forget_reserved_threads()
         llm = load_llm(config.engine)
+        self._metrics: EngineMetrics | None = None
+        self._engine = AsyncEngine(llm)
         if config.log_engine_metrics:
             own_id = str(ray.get_runtime_context().get_actor_id())
-            metrics = EngineMetrics(ray_recorder(model=self._served[0], replica=own_id))
-            self._engine: AsyncEngine = MeteredEngine(llm, metrics)
-            self._keep(keep_updated(metrics, llm.client))
-        else:
-            self._engine = AsyncEngine(llm)
+            self._metrics = EngineMetrics(ray_recorder(model=self._served[0], replica=own_id))
+            self._engine = MeteredEngine(llm, self._metrics)
         self._num_sublayers = 2 * num_layers(load_config(self._engine.llm.config))
         self._background = BackgroundLimit(config.num_places)
         self._place = Place.here()
@@ -72,37 +72,45 @@ class ModelServer:
         self._problem: str | None = None
         self._rates = RecentRates()
         self._created = int(time.time())
-        self._keep(self._sample())
-        self._keep(self._ping())
+        for work in (self._sample(), self._ping()):
+            self._tasks.append(asyncio.get_running_loop().create_task(work))
 
-    async def respond(self, request: Request, name: str) -> Reply:
-        """Return the whole answer. name: end of its id."""
-        created = int(time.time())
-        return await _reply(respond(request, self._engine, self._served, name=name, created=created), name)
+    async def respond(self, kind: type[Request], body: bytes, name: str) -> bytes | ApiError:
+        """Return the whole answer. body: a valid `kind`; parsed here again, because a parsed body of a megabyte takes
+        the event loop many times as long to receive. name: end of the answer's id."""
+
+        async def work() -> Response:
+            request, created = await _parsed(kind, body), int(time.time())
+            return await respond(request, self._engine, self._served, name=name, created=created)
+
+        return await _encoded(work(), name)
 
     async def answer(self, line: BatchLine) -> BatchResult:
         """Return the result of a batch line; interactive requests go first. Raises EngineDeadError and StageLostError
         if the line has no answer yet."""
         return await answer(line, self._engine, self._served, background=self._background)
 
-    async def tokenize(self, request: TokenizeRequest | DetokenizeRequest, name: str) -> Reply:
+    async def tokenize(
+        self, kind: type[TokenizeRequest | DetokenizeRequest], body: bytes, name: str
+    ) -> bytes | ApiError:
         """Turn text into tokens, or tokens into text."""
 
         def work() -> TokenizeResponse | DetokenizeResponse:
+            request = kind.read(body)
             if isinstance(request, TokenizeRequest):
                 return tokenize(request, self._engine, self._served)
             return detokenize(request, self._engine, self._served)
 
-        return await _reply(in_thread_if_large(work, request.size), name)
+        return await _encoded(in_thread_if_large(work, len(body)), name)
 
     async def card(self) -> ModelCard:
         return ModelCard(id=self._served[0], created=self._created, max_model_len=self._engine.max_model_len)
 
-    async def stream(self, request: Request, name: str) -> AsyncGenerator[Reply | bytes, None]:
-        """Yield a reply, then the answer as server-sent events. An ok reply contains the first event; after another
-        reply there are no events. A later error is an event too. Closing the generator ends the request."""
+    async def stream(self, kind: type[Request], body: bytes, name: str) -> AsyncGenerator[bytes | ApiError, None]:
+        """Yield the answer as server-sent events. An error before the first event is yielded as it is, and ends the
+        stream; a later error is an event too. Closing the generator ends the request."""
         events = stream(
-            request,
+            await _parsed(kind, body),
             self._engine,
             self._served,
             name=name,
@@ -111,7 +119,7 @@ class ModelServer:
             interval_s=self._stream_interval_s,
         )
         async with aclosing(events):
-            yield await _reply(anext(events), name)
+            yield await _encoded(anext(events), name)
             async for event in events:
                 yield event
 
@@ -122,11 +130,11 @@ class ModelServer:
         if self._failure is not None:
             raise self._failure
 
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Return a ReplicaReport at once. Serve runs only methods of this name and `check_health` without a wait behind
+    async def record_routing_stats(self) -> ReplicaReport:
+        """Return the report at once. Serve runs only methods of this name and `check_health` without a wait behind
         other requests, see `watch.py`."""
         status = ModelStatus.of(self._served[0], self._engine.client, self._rates, self._num_sublayers, self._health)
-        return asdict(ReplicaReport(status=status, place=self._place, problem=self._problem))
+        return ReplicaReport(status=status, place=self._place, problem=self._problem)
 
     def __del__(self) -> None:
         """Stop the engine. Serve calls this when the requests under way have ended, or their time is up."""
@@ -143,9 +151,6 @@ class ModelServer:
             return "engine dead"
         return "stuck" if self._problem is not None else "ready"
 
-    def _keep(self, work: Any) -> None:
-        self._tasks.append(asyncio.get_running_loop().create_task(work))
-
     async def _ping(self) -> None:
         """Let the engine answer again and again. An idle pipeline then asks its stages, so a lost stage is noticed
         before the next request."""
@@ -159,19 +164,27 @@ class ModelServer:
             await asyncio.sleep(_PING_EVERY_S)
 
     async def _sample(self) -> None:
-        while True:
-            self._rates.add(self._engine.client.stats, time.monotonic())
-            self._problem = self._engine.client.progress.problem(self._engine_timeout_s)
+        client = self._engine.client
+        for number in itertools.count():
+            self._rates.add(client.stats, time.monotonic())
+            self._problem = client.progress.problem(self._engine_timeout_s)
+            if self._metrics is not None and number % _SAMPLES_PER_UPDATE == 0:
+                self._metrics.update(client.stats, client.load, client.stage_use())
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
 
-async def _reply(work: Awaitable[Any], name: str) -> Reply:
-    """Return a reply with the body that the work returns, encoded or not, or with its error."""
+async def _parsed(kind: type[Request], body: bytes) -> Request:
+    read: Callable[[bytes], Request] = kind.read
+    return await in_thread_if_large(partial(read, body), len(body))
+
+
+async def _encoded(work: Awaitable[Any], name: str) -> bytes | ApiError:
+    """Return the body that the work returns, encoded, or its error."""
     try:
         body = await work
-        return Reply(status=200, body=body if isinstance(body, bytes) else json_body(body))
+        return body if isinstance(body, bytes) else json_body(body)
     except Exception as error:  # noqa: BLE001 - reported to the client, and logged
-        return Reply.failed(_failure(error, name))
+        return _failure(error, name)
 
 
 def _failure(error: Exception, name: str) -> ApiError:

@@ -1,34 +1,8 @@
-"""Replies of the endpoint, as data that a model's replica sends to the ingress."""
+"""Errors that the endpoint itself answers with."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from typing_extensions import Self
-
 from rayspec.openai.errors import ApiError
-from rayspec.openai.responses import json_body
-
-_RETRY_AFTER_S = 5  # about the time a replica of a small model takes to restart
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """An HTTP status with a JSON body or, for a stream, with the first event. retry_after_s: seconds after which a
-    client may try again."""
-
-    status: int
-    body: bytes
-    retry_after_s: int | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.status == 200
-
-    @classmethod
-    def failed(cls, error: ApiError) -> Self:
-        retry_after_s = _RETRY_AFTER_S if error.status in {429, 503} else None
-        return cls(status=error.status, body=json_body(error), retry_after_s=retry_after_s)
 
 
 def invalid(status: int, code: str, message: str) -> ApiError:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 import rayspec
 from rayspec.choices import Choice
@@ -60,8 +61,7 @@ class RecentRates:
         return grown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanStatus:
+class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A PlanRecord as JSON. choices: how the draft runs each sublayer. Rates are tokens per second of a sequence."""
 
     choices: list[Choice]
@@ -85,8 +85,7 @@ class PlanStatus:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelStatus:
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A replica at this moment. num_running, num_waiting: sequences. num_generated_tokens: total since the start.
     tokens_per_s, acceptance_rate, mean_accepted_length: over the last seconds. plan: the current plan, None before the
     first."""
@@ -129,8 +128,7 @@ class ModelStatus:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaReport:
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replica's answer to the watch. place: where its process runs. problem: why its engine is stuck, None if not."""
 
     status: ModelStatus
@@ -138,8 +136,7 @@ class ReplicaReport:
     problem: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointStatus:
+class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The body of /status."""
 
     models: list[ModelStatus]

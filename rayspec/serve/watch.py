@@ -20,8 +20,8 @@ import ray
 from ray.exceptions import RayError
 from ray.serve.request_router import RequestRouter
 
-from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
-from rayspec.serve.status import EngineHealth
+from rayspec.pool.stopped import ProcessStoppedError, answer_of
+from rayspec.serve.status import EngineHealth, ModelStatus, ReplicaReport
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +40,12 @@ Health = Literal["unknown", "starting", "no answer"] | EngineHealth
 
 @dataclass(slots=True)
 class WatchedReplica:
-    """A replica to which requests go. report: its newest ReplicaReport, None before the first. has_ended: its actor has
-    ended. is_stopped: its node says that its process is stopped. asked: the question for the next report."""
+    """A replica to which requests go. report: the newest, None before the first. has_ended: its actor has ended.
+    is_stopped: its node says that its process is stopped. asked: the question for the next report."""
 
     actor: Any
     silent_s: float = 0.0
-    report: dict[str, Any] | None = None
+    report: ReplicaReport | None = None
     has_ended: bool = False
     is_stopped: bool = False
     asked: asyncio.Task[None] | None = None
@@ -56,10 +56,7 @@ class WatchedReplica:
             return "starting"
         if self.silent_s > _SILENT_S:
             return "no answer"
-        if self.report is None:
-            return "unknown"
-        known: EngineHealth = self.report["status"]["health"]
-        return known
+        return "unknown" if self.report is None else self.report.status.health
 
     def fault(self, timeout_s: float) -> str | None:
         """Return why the replica must be killed; None if it need not."""
@@ -67,22 +64,24 @@ class WatchedReplica:
             return "its process is stopped (SIGSTOP)"
         if self.silent_s > timeout_s:
             return f"its process has not answered for {self.silent_s:.0f} s (replica_timeout_s)"
-        problem = self.report["problem"] if self.report is not None else None
+        problem = self.report.problem if self.report is not None else None
         return f"its engine {problem} (engine_timeout_s)" if problem is not None else None
 
-    def ended(self) -> None:
-        self.report, self.silent_s, self.has_ended, self.is_stopped = None, 0.0, True, False
-
-    def answered(self, report: dict[str, Any]) -> None:
-        self.report, self.silent_s, self.has_ended, self.is_stopped = report, 0.0, False, False
+    def answered(self, report: ReplicaReport | None) -> None:
+        """report: None: the actor has ended."""
+        self.report, self.silent_s, self.has_ended, self.is_stopped = report, 0.0, report is None, False
 
     async def ask(self) -> None:
         """Get the next report, or learn that the process is stopped or has ended."""
-        place = None if self.report is None else Place(**self.report["place"])
+
+        async def report() -> ReplicaReport:
+            found: ReplicaReport = await self.actor.record_routing_stats.remote()
+            return found
+
         try:
-            self.answered(await answer_of(place, _report_of(self.actor)))
+            self.answered(await answer_of(None if self.report is None else self.report.place, report()))
         except RayError:
-            self.ended()
+            self.answered(None)
         except ProcessStoppedError:
             self.is_stopped = True
         finally:
@@ -128,10 +127,10 @@ class Watch:
         found = [(model, self.problem(model)) for model in self._models]
         return [f"{model}: {problem}" for model, problem in found if problem is not None]
 
-    async def statuses(self) -> list[dict[str, Any]]:
-        """Return the current ModelStatus of each replica that answers within two seconds."""
+    async def statuses(self) -> list[ModelStatus]:
+        """Return the current status of each replica that answers within two seconds."""
         answered = await self._answering(_STATUS_TIMEOUT_S)
-        return [one.report["status"] for one in answered if one.report is not None]
+        return [one.report.status for one in answered if one.report is not None]
 
     async def keep(self) -> None:
         """Look at the replicas again and again until cancelled."""
@@ -165,7 +164,7 @@ class Watch:
                     replica.asked = asyncio.create_task(replica.ask())
                 if (fault := replica.fault(self._timeout_s)) is not None:
                     logger.warning("model %r: a replica is killed, because %s; another starts", model, fault)
-                    replica.ended()
+                    replica.answered(None)
                     ray.kill(replica.actor, no_restart=True)
             self._tell(model)
 
@@ -189,12 +188,6 @@ class Watch:
         elif since_s is None:
             self._ill_since_s[model] = now_s
             logger.warning("model %r: %s", model, problem)
-
-
-async def _report_of(actor: Any) -> dict[str, Any]:
-    """Return the ReplicaReport of a replica. Raises RayError."""
-    report: dict[str, Any] = await actor.record_routing_stats.remote()
-    return report
 
 
 def _actor(name: str) -> Any:

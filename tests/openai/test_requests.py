@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rayspec.config import SamplingParams
 from rayspec.openai.errors import ApiError, InvalidRequestError
-from rayspec.openai.requests import ChatRequest, CompletionRequest, is_token_ids
+from rayspec.openai.requests import ChatRequest, CompletionRequest
 from rayspec.types import PromptTooLongError
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -113,21 +113,14 @@ def test_the_output_must_fit_the_context() -> None:
         (CHAT, {"tools": [{"type": "function"}]}, "tools", "unsupported_parameter", "not supported"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter", "not supp"),
         (CHAT, {"temperature": -0.5}, "temperature", "invalid_value", "-0.5"),
-        (CHAT, {"temperature": "0.5"}, "temperature", "invalid_value", "number"),
         (CHAT, {"temperature": math.inf}, "temperature", "invalid_value", "finite"),
         (CHAT, {"logit_bias": {"1": math.nan}}, "logit_bias.1", "invalid_value", "finite"),
-        (CHAT, {"n": 0}, "n", "invalid_value", "greater than or equal to 1"),
-        (CHAT, {"max_tokens": 0}, "max_tokens", "invalid_value", "greater"),
         (TEXT, {"service_tier": "flex"}, "service_tier", "unsupported_parameter", "not supported"),
         (CHAT, {"min_tokens": 9, "max_tokens": 3}, "min_tokens", "invalid_value", "must not exceed"),
-        (CHAT, {"logprobs": 5}, "logprobs", "invalid_value", "boolean"),
         (CHAT, {"top_logprobs": 1}, "top_logprobs", "invalid_value", "logprobs: true"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value", "20"),
-        (CHAT, {"logit_bias": {"a": 1}}, "logit_bias", "invalid_value", "integer"),
-        (CHAT, {"seed": 2**64}, "seed", "invalid_value", "64 bits"),
         (CHAT, {"stream_options": {}}, "stream_options", "invalid_value", "stream: true"),
         (CHAT, {"model": None}, "model", "missing_required_parameter", "required"),
-        (CHAT, {"messages": []}, "messages", "invalid_value", "at least 1"),
         (CHAT, {"messages": [{"role": "u", "content": ""}]}, "messages.0.role", "invalid_value", "assistant"),
         (
             CHAT,
@@ -157,10 +150,8 @@ def test_what_cannot_be_served_is_refused_by_name(
     [
         (TEXT, "n", 128, 129),
         (TEXT, "prompt", ["x"] * 1024, ["x"] * 1025),
-        (TEXT, "prompt", [[1]] * 1024, [[1]] * 1025),
         (TEXT | {"n": 8}, "prompt", ["x"] * 128, ["x"] * 129),
         (TEXT, "stop", ["a"] * 16, ["a"] * 17),
-        (TEXT, "stop", "a" * 1000, "a" * 1001),
         (TEXT, "stop_token_ids", [1] * 1024, [1] * 1025),
         (TEXT, "logit_bias", {str(i): 1.0 for i in range(1024)}, {str(i): 1.0 for i in range(1025)}),
         (CHAT, "messages", CHAT["messages"] * 2048, CHAT["messages"] * 2049),
@@ -184,16 +175,12 @@ HUGE = 15 * 2**20  # bytes
     "body",
     [
         b'{"model":"m","prompt":"x","metadata":[' + b"[]," * (HUGE // 3) + b"[]]}",
-        b'{"model":"m","prompt":"x","metadata":{' + b'"a":1,' * (HUGE // 6) + b'"a":1}}',
         b'{"model":"m","prompt":"x","' + b"a" * HUGE + b'":1}',
         b'{"model":"m","prompt":[' + b'"a",' * (HUGE // 4) + b"1]}",
-        b'{"model":"m","prompt":[' + b"1," * (HUGE // 2) + b"1]}",
         b'{"model":"m","prompt":[' + b"1," * 1_900_000 + b'"a"]}',
         b'{"model":"m","prompt":"x","stop":[' + b"1," * (HUGE // 2) + b"1]}",
-        b'{"model":"m","prompt":"x","stop_token_ids":[' + b'"a",' * (HUGE // 4) + b"1]}",
         b'{"model":"m","prompt":"x","logit_bias":{' + b",".join(b'"%d":""' % i for i in range(90_000)) + b"}}",
         b'{"model":"m","messages":[' + b'{"role":"user","content":""},' * 480_000 + b"1]}",
-        b'{"model":"m","messages":[' + b"1," * (HUGE // 2) + b"1]}",
         b'{"model":"m","prompt":"x","seed":' + b"9" * 10**6 + b"}",
         b'{"model":"m","prompt":"x","metadata":' + b"[" * (HUGE // 2) + b"]" * (HUGE // 2) + b"}",
         b'{"model":"m","prompt":"x","metadata":"' + b'\\"' * (HUGE // 2),
@@ -209,10 +196,13 @@ def test_a_huge_body_costs_little_and_its_error_is_short(body: bytes) -> None:
     assert len(str(caught.value)) + len(caught.value.param or "") <= 2000
 
 
-def test_characters_within_texts_are_no_parts() -> None:
+def test_characters_within_texts_are_no_parts_and_every_seed_of_64_bits_is_taken() -> None:
     text = r"\"\\[[[{{{:::,,," * 700_000
-    body = json.dumps({"model": "m", "prompt": text}).encode()
-    assert CompletionRequest.read(body).prompts == [text]
+    assert CompletionRequest.read(json.dumps({"model": "m", "prompt": text}).encode()).prompts == [text]
+    for seed in (-(2**63), 2**63 - 1):
+        assert params_of(TEXT | {"seed": seed}).seed == seed
+        with pytest.raises(InvalidRequestError, match="64 bits"):
+            params_of(TEXT | {"seed": seed + (1 if seed > 0 else -1)})
 
 
 _JSON = st.recursive(
@@ -236,16 +226,6 @@ def test_no_value_of_a_field_raises_anything_else(base: dict[str, Any], name: st
         official.ErrorObject.model_validate(ApiError.of(error).body["error"])
     else:
         assert params.max_tokens <= 90
-
-
-@pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [("ab", ["ab"]), (["a", "b"], ["a", "b"]), ([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]]), ([[]], [[]])],
-)
-def test_prompts_are_texts_or_tokens(prompt: Any, prompts: list[Any]) -> None:
-    found = CompletionRequest.parse({"model": "m", "prompt": prompt}).prompts
-    assert found == prompts
-    assert [is_token_ids(one) for one in found] == [not isinstance(one, str) for one in prompts]
 
 
 def test_messages_become_what_chat_templates_take() -> None:

@@ -7,12 +7,10 @@ from typing import Any
 
 import openai.types as official
 import openai.types.chat as official_chat
-import pytest
 from openai.types.completion_usage import PromptTokensDetails
 
 from rayspec.decode.output import TokenTexts
-from rayspec.openai.errors import InvalidRequestError
-from rayspec.openai.requests import ChatRequest, CompletionRequest, check_served
+from rayspec.openai.requests import ChatRequest, CompletionRequest
 from rayspec.openai.responses import Answer, ModelCard, ModelList, json_body, plain_body
 from rayspec.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tests.demo_model import demo_tokenizer
@@ -90,30 +88,6 @@ def test_a_text_completion_is_read_by_the_official_client() -> None:
     assert parsed.usage.prompt_tokens == 7
 
 
-def test_logprobs_are_there_when_asked_for_only() -> None:
-    for body in (CHAT, TEXT):
-        assert answer(body).whole([output(completion("a"))]).choices[0].logprobs is None
-    (choice,) = plain_body(answer(CHAT, logprobs=True).whole([output(completion("a", logprobs=True))]))["choices"]
-    assert choice["logprobs"]["content"][0]["top_logprobs"] == []
-
-
-@pytest.mark.parametrize("body", [CHAT, TEXT])
-def test_what_drafting_did_is_told_when_asked_for_only(body: dict[str, Any]) -> None:
-    drafted = {"num_rounds": 7, "num_plain_rounds": 3, "num_draft_tokens": 10, "num_accepted_tokens": 6}
-    told = {
-        "mean_acceptance_length": 2.5,
-        "draft_acceptance_rate": 0.6,
-        "num_draft_tokens": 10,
-        "num_accepted_draft_tokens": 6,
-        "num_spec_steps": 4,
-    }
-    asked = answer(body, return_spec_decode_metrics=True)
-    assert plain_body(asked.whole([output(completion("a"), **drafted)]))["metrics"] == told
-    assert "metrics" not in plain_body(answer(body).whole([output(completion("a"), **drafted)]))
-    nothing = plain_body(asked.whole([output(completion("a"), num_rounds=4, num_plain_rounds=4)]))["metrics"]
-    assert (nothing["mean_acceptance_length"], nothing["draft_acceptance_rate"]) == (None, None)
-
-
 def choices_of(made: Answer, *pieces: tuple[int, CompletionOutput]) -> list[dict[str, Any]]:
     chunks = [plain_body(chunk) for prompt, one in pieces for chunk in made.chunks(prompt, output(one))]
     return [choice for chunk in chunks for choice in chunk["choices"]]
@@ -160,10 +134,3 @@ def test_models_are_read_by_the_official_client() -> None:
     (model,) = body["data"]
     assert official.Model.model_validate(model, strict=True).model_extra == {"max_model_len": 9}
     assert body["object"] == "list"
-
-
-def test_a_model_that_is_not_served_is_named() -> None:
-    check_served("b", ("a", "b"))
-    with pytest.raises(InvalidRequestError, match="'c' does not exist; served here: 'a', 'b'") as caught:
-        check_served("c", ("a", "b"))
-    assert (caught.value.status, caught.value.param, caught.value.code) == (404, "model", "model_not_found")

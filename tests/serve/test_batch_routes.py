@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from rayspec.openai.batches import FileObject, Page
 from rayspec.serve.batch_routes import add_batch_routes
-from rayspec.serve.batch_store import BatchStore
+from rayspec.serve.batch_store import BatchStore, new_id
 from rayspec.serve.description import Description
 from rayspec.serve.options import LLMConfig, ModelLoadingConfig, ServeOptions
 
@@ -36,9 +36,9 @@ def test_lists_leave_threads_to_other_requests(tmp_path: Path, monkeypatch: pyte
         return slowest_s
 
     store = BatchStore.at(str(tmp_path))
-    with store.new_file("a", "batch") as new:
-        new.content.write(b"a")
-    file_id = new.id
+    file_id = new_id("file-")
+    with store.new_file(file_id, "a", "batch") as content:
+        content.write(b"a")
     monkeypatch.setattr(BatchStore, "files", slow_list)
     app, config = FastAPI(), LLMConfig(model_loading_config=ModelLoadingConfig(model_id="demo"))
     no_body: Any = None

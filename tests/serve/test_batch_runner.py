@@ -9,7 +9,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rayspec.openai.batch import BatchLine, BatchResult
 from rayspec.openai.batches import Batch, BatchRequest
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.serve.batch_runner import BatchRun, BatchRunner
-from rayspec.serve.batch_store import BatchStore
+from rayspec.serve.batch_store import BatchStore, new_id
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import GONE
 from rayspec.types import ConfigError
@@ -34,11 +34,17 @@ def store(tmp_path: Path) -> BatchStore:
     return BatchStore(Location.parse(str(tmp_path / "kept")))
 
 
-def new_batch(store: BatchStore, names: list[str]) -> Batch:
-    rows = [{"custom_id": one, "method": "POST", "url": "/v1/completions", "body": {"prompt": one}} for one in names]
-    with store.new_file("in.jsonl", "batch") as file:
-        file.content.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-    asked = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+def new_batch(store: BatchStore, names: list[str], **body: str) -> Batch:
+    rows = (
+        {"custom_id": one, "method": "POST", "url": "/v1/completions", "body": {"prompt": one} | body} for one in names
+    )
+    return batch_of(store, (json.dumps(row).encode() + b"\n" for row in rows))
+
+
+def batch_of(store: BatchStore, lines: Iterable[bytes]) -> Batch:
+    with store.new_file(file_id := new_id("file-"), "in.jsonl", "batch") as content:
+        content.writelines(lines)
+    asked = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
     return store.new_batch(BatchRequest.parse(asked))
 
 
@@ -51,19 +57,17 @@ def run_of(store: BatchStore, batch: Batch, answer: Answer = answered) -> BatchR
     return BatchRun(store.saved(batch.id), store, 10_000, answer)
 
 
-def rows_of(store: BatchStore, file_id: str | None) -> list[str]:
+def rows_of(store: BatchStore, *file_ids: str | None) -> list[str]:
     """The custom_ids."""
-    if file_id is None:
-        return []
-    with store.open_file(file_id) as file:
-        return [json.loads(line)["custom_id"] for line in file]
+    contents = [store.open_file(one) for one in file_ids if one is not None]
+    return [json.loads(line)["custom_id"] for file in contents for line in file]
 
 
 NAMES = [f"{'bad' if number % 7 == 0 else 'good'} {number}" for number in range(300)]
 
 
-def test_lost_again_and_again_it_goes_on_where_it_stood(store: BatchStore) -> None:
-    """Each run is cancelled at another moment. Answers that were stored are not asked for again."""
+def test_lost_again_and_again_it_goes_on_where_it_stood(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run is cancelled at another moment; two run at the same time; the disk is full."""
     batch = new_batch(store, NAMES)
     asked: Counter[str] = Counter()
 
@@ -78,40 +82,38 @@ def test_lost_again_and_again_it_goes_on_where_it_stood(store: BatchStore) -> No
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    for number in range(12):
-        asyncio.run(lost_after(0.003 * number))
-    asyncio.run(run_of(store, batch, slowly).run())
+    async def twice() -> None:
+        await asyncio.gather(run_of(store, batch, slowly).run(), run_of(store, batch, slowly).run())
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space"):
+        patched.setattr(BatchStore, "add_results", full)
+        asyncio.run(run_of(store, batch, slowly).run())
+    assert store.batch(batch.id).status == "in_progress"
+    for number in range(8):
+        asyncio.run(lost_after(0.004 * number))
+    asyncio.run(twice())
     batch = store.batch(batch.id)
     assert batch.status == "completed"
-    assert sorted(rows_of(store, batch.output_file_id) + rows_of(store, batch.error_file_id)) == sorted(NAMES)
+    assert sorted(rows_of(store, batch.output_file_id, batch.error_file_id)) == sorted(NAMES)
     assert set(asked) == set(NAMES)
 
 
-def test_two_runs_at_the_same_time_double_nothing(store: BatchStore) -> None:
-    batch = new_batch(store, NAMES)
-
-    async def both() -> None:
-        await asyncio.gather(run_of(store, batch).run(), run_of(store, batch).run())
-
-    asyncio.run(both())
-    batch = store.batch(batch.id)
-    assert sorted(rows_of(store, batch.output_file_id) + rows_of(store, batch.error_file_id)) == sorted(NAMES)
-
-
-def test_a_line_that_ends_every_replica_is_the_only_one_that_fails(store: BatchStore) -> None:
-    """It takes with it whatever runs beside it."""
-    names = [f"line {number}" for number in range(40)]
-    batch = new_batch(store, names)
-    running: set[str] = set()
-    struck: set[str] = set()
-    num_kills = 0
+@pytest.mark.parametrize(("num_losses", "num_asked", "fails"), [(3, 4, False), (100, 4, True)])
+def test_only_a_line_that_is_lost_again_and_again_fails(
+    store: BatchStore, num_losses: int, num_asked: int, fails: bool
+) -> None:
+    """A line that ends its replica takes with it the lines that run beside it."""
+    batch = new_batch(store, [f"line {number}" for number in range(40)])
+    running, struck, asked = set[str](), set[str](), Counter[str]()
 
     async def answer(line: BatchLine) -> BatchResult | ApiError:
-        nonlocal num_kills
+        asked[line.custom_id] += 1
         running.add(line.custom_id)
         await asyncio.sleep(0.001)
-        if line.custom_id == "line 17":
-            num_kills += 1
+        if line.custom_id == "line 17" and asked["line 17"] <= num_losses:
             struck.update(running)
         running.discard(line.custom_id)
         if line.custom_id in struck:
@@ -121,26 +123,9 @@ def test_a_line_that_ends_every_replica_is_the_only_one_that_fails(store: BatchS
 
     asyncio.run(run_of(store, batch, answer).run())
     batch = store.batch(batch.id)
-    assert rows_of(store, batch.error_file_id) == ["line 17"]
-    assert len(rows_of(store, batch.output_file_id)) == 39
-    assert num_kills <= 8
-
-
-def test_a_store_that_fails_loses_no_line(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = new_batch(store, NAMES[:20])
-    add_results = BatchStore.add_results
-
-    def full(*args: Any) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(BatchStore, "add_results", full)
-    with pytest.raises(OSError, match="no space"):
-        asyncio.run(run_of(store, batch).run())
-    assert store.batch(batch.id).status == "in_progress"
-    monkeypatch.setattr(BatchStore, "add_results", add_results)
-    asyncio.run(run_of(store, batch).run())
-    batch = store.batch(batch.id)
-    assert sorted(rows_of(store, batch.output_file_id) + rows_of(store, batch.error_file_id)) == sorted(NAMES[:20])
+    assert rows_of(store, batch.error_file_id) == ["line 17"] * fails
+    assert len(rows_of(store, batch.output_file_id)) == 40 - fails
+    assert asked["line 17"] == num_asked
 
 
 def test_results_that_are_written_slowly_are_not_lost_when_the_lines_end(
@@ -250,14 +235,8 @@ def test_a_second_runner_waits_for_the_first(tmp_path: Path, caplog: pytest.LogC
 
 def test_long_lines_are_read_as_they_run(store: BatchStore) -> None:
     """No more of them are in memory than their bytes allow."""
-    names = [f"{number} {'x' * 400}" for number in range(200)]
-    with store.new_file("in.jsonl", "batch") as file:
-        for name in names:
-            body = {"prompt": "y" * 2**20}
-            row = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
-            file.content.write(json.dumps(row).encode() + b"\n")
-    asked = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch = store.new_batch(BatchRequest.parse(asked))
+    names = [f"{number} {'x' * 400}" for number in range(100)]
+    batch = new_batch(store, names, prompt="y" * 2**20)
     under_way = most = 0
 
     async def slowly(line: BatchLine) -> BatchResult:
@@ -275,35 +254,6 @@ def test_long_lines_are_read_as_they_run(store: BatchStore) -> None:
     assert 2 < most <= 10
     assert peak < 64 * 2**20
     assert len(rows_of(store, store.batch(batch.id).output_file_id)) == len(names)
-
-
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        (b"\n" * 20_000, "too_many_lines"),
-        (b"1\n" * 20_000, "too_many_lines"),
-        (b"1\n" * 9_000, "invalid_value"),
-        (b'{"custom_id":"' + b"a" * 600 + b'"}\n', "invalid_value"),
-        (b'{"custom_id":"a","' + b"a" * 20 * 2**20 + b'":1}\n', "request_too_large"),
-        (b'{"custom_id":"a","' + b"a" * 10 * 2**20 + b'":1}\n', "unknown_parameter"),
-        (b'{"custom_id":"a","x":[' + b"[]," * 2**20 + b"1]}\n", "request_too_large"),
-    ],
-)
-def test_a_hostile_file_fails_and_its_errors_are_short(
-    store: BatchStore, tmp_path: Path, content: bytes, code: str
-) -> None:
-    with store.new_file("in.jsonl", "batch") as file:
-        file.content.write(content)
-    asked = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch = store.new_batch(BatchRequest.parse(asked))
-    start_s = time.process_time()
-    asyncio.run(run_of(store, batch).run())
-    assert time.process_time() - start_s < 2
-    batch = store.batch(batch.id)
-    assert batch.status == "failed"
-    assert batch.errors is not None
-    assert batch.errors.data[0].code == code
-    assert (tmp_path / "kept" / "batches" / batch.id / "batch.json").stat().st_size < 200_000
 
 
 def test_broken_entries_are_skipped_and_named_once(
@@ -324,9 +274,14 @@ def test_broken_entries_are_skipped_and_named_once(
         assert store.batch(batches[2].id).status == "cancelling"
         with pytest.raises(InvalidRequestError, match="no object"):
             store.file(batches[0].input_file_id)
+    with pytest.raises(InvalidRequestError, match="cancel it first"):
+        store.delete_batch(batches[1].id)
     for one in batches[1:]:
         asyncio.run(run_of(store, one).run())
         assert store.batch(one.id).status in {"completed", "cancelled"}
+        store.delete_batch(one.id)
+        with pytest.raises(InvalidRequestError, match="no object"):
+            store.delete_batch(one.id)
     assert Counter(record.args[0].rpartition("/")[2] for record in caplog.records) == {  # type: ignore[index, union-attr]
         "file.json": 1,
         "batch.json": 1,
@@ -334,23 +289,34 @@ def test_broken_entries_are_skipped_and_named_once(
     }
 
 
-def test_an_ended_batch_can_be_deleted(store: BatchStore, tmp_path: Path) -> None:
-    batch = new_batch(store, NAMES[:3])
-    with pytest.raises(InvalidRequestError, match="cancel it first"):
-        store.delete_batch(batch.id)
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"\n" * 20_000, "too_many_lines"),
+        (b"1\n" * 9_000, "invalid_value"),
+        (b'{"custom_id":"a","' + b"a" * 20 * 2**20 + b'":1}\n', "request_too_large"),
+        (b'{"custom_id":"a","' + b"a" * 10 * 2**20 + b'":1}\n', "unknown_parameter"),
+    ],
+)
+def test_a_hostile_file_fails_and_its_errors_are_short(
+    store: BatchStore, tmp_path: Path, content: bytes, code: str
+) -> None:
+    batch = batch_of(store, [content])
+    start_s = time.process_time()
     asyncio.run(run_of(store, batch).run())
-    store.delete_batch(batch.id)
-    store.delete_file(batch.input_file_id)
-    with pytest.raises(InvalidRequestError, match="no object"):
-        store.delete_batch(batch.id)
-    assert not list((tmp_path / "kept" / "batches").iterdir())
-    assert batch.input_file_id not in [path.name for path in (tmp_path / "kept" / "files").iterdir()]
+    assert time.process_time() - start_s < 2
+    batch = store.batch(batch.id)
+    assert (batch.status, batch.errors and batch.errors.data[0].code) == ("failed", code)
+    assert (tmp_path / "kept" / "batches" / batch.id / "batch.json").stat().st_size < 200_000
 
 
 def test_refused_and_interrupted_uploads_leave_nothing(store: BatchStore, tmp_path: Path) -> None:
     for filename in ("a.jsonl", "\ud800"):
-        with pytest.raises((RuntimeError, UnicodeEncodeError)), store.new_file(filename, "batch") as file:
-            file.content.write(b"x")
+        with (
+            pytest.raises((RuntimeError, UnicodeEncodeError)),
+            store.new_file(new_id("file-"), filename, "batch") as file,
+        ):
+            file.write(b"x")
             if filename == "a.jsonl":
                 raise RuntimeError
     files = tmp_path / "kept" / "files"

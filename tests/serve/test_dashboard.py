@@ -20,7 +20,6 @@ GRAPHS = [panel for panel in PANELS if panel["type"] != "row"]
 QUERIES = [
     pytest.param(target, id=f"{panel['title']} {target['refId']}") for panel in GRAPHS for target in panel["targets"]
 ]
-# Grafana's own units that are used; a name that it does not know it shows after the number without a word.
 SERVE = {"ray_serve_num_http_error_requests_total": {"error_code"}}
 
 
@@ -58,16 +57,6 @@ def labels_in(expr: str) -> set[str]:
     """All that it filters, groups or joins by."""
     named = {label for node in parsed(expr) for label in getattr(getattr(node, "modifier", None), "labels", None) or ()}
     return named | {matcher.name for one in selectors(expr) for matcher in one.matchers.matchers}
-
-
-def test_it_belongs_to_no_grafana_in_particular() -> None:
-    assert not {"id", "uid", "version"} & BOARD.keys()
-    text = PATH.read_text(encoding="utf-8")
-    assert set(re.findall(r'"uid": "([^"]*)"', text)) == {"${datasource}"}
-    variables = {variable["name"]: variable for variable in BOARD["templating"]["list"]}
-    assert list(variables) == ["datasource", "model", "replica"]
-    assert (variables["datasource"]["type"], variables["datasource"]["query"]) == ("datasource", "prometheus")
-    assert set(re.findall(r"\$\{?(\w+)", text)) == {*variables, "__rate_interval", "__all"}
 
 
 @pytest.mark.parametrize("target", QUERIES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ MAX_BYTES = 20_000
 TIMEOUT_S = 6.0
 ENGINE = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 4, "kv_cache_tokens": 16384}
 MESSAGES: Any = [{"role": "user", "content": "Summarize: The agency spent 40 million dollars on roads."}]
-JSON = {"content-type": "application/json"}
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
 ENDLESS = {"model": "demo", "prompt": "The", "max_tokens": 8000, "ignore_eos": True, "temperature": 0.0}
 
@@ -108,19 +106,6 @@ class TestAnswers:
         assert answer.usage.completion_tokens == len(expected.outputs[0].token_ids)
         assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
 
-    def test_a_streamed_chat_too_piece_by_piece(self, client: openai.OpenAI, llm: rayspec.LLM) -> None:
-        expected = llm.chat(MESSAGES, SamplingParams(**GREEDY))[0]
-        options = {"include_usage": True}
-        with client.chat.completions.create(
-            model="demo", messages=MESSAGES, stream=True, stream_options=options, **GREEDY
-        ) as stream:
-            chunks = list(stream)
-        texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-        assert "".join(texts) == expected.outputs[0].text
-        assert len(texts) > 2  # a fast machine needs few intervals of stream_batching_interval_ms
-        assert chunks[-1].usage is not None
-        assert chunks[-1].usage.completion_tokens == len(expected.outputs[0].token_ids)
-
     @pytest.mark.parametrize("model", ["demo", "org/narrow"])
     def test_completions_of_each_model(self, client: openai.OpenAI, llm: rayspec.LLM, model: str) -> None:
         prompts = ["The report found that", "In 2011 the department"]
@@ -150,48 +135,6 @@ class TestAnswers:
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("body", "status", "code", "param"),
-        [
-            (b"{", 400, "invalid_json", None),
-            (b'{"model": "demo", "prompt": "a", "max_token": 3}', 400, "unknown_parameter", "max_token"),
-            (b'{"model": "gpt", "prompt": "a"}', 404, "model_not_found", "model"),
-            (
-                b'{"model": "demo", "prompt": "a", "max_tokens": 9000, "stream": true}',
-                400,
-                "context_length_exceeded",
-                None,
-            ),
-            (b'{"model": "demo", "prompt": "' + b"a" * MAX_BYTES + b'"}', 413, "request_too_large", None),
-        ],
-    )
-    def test_a_body_at_fault(self, endpoint: Endpoint, body: bytes, status: int, code: str, param: str | None) -> None:
-        response = endpoint.http.post("/v1/completions", content=body, headers=JSON)
-        error = error_of(response)
-        assert (response.status_code, error["code"], error["param"]) == (status, code, param)
-
-    @pytest.mark.parametrize("upgrade", ["upgrade: h2c\r\n"])
-    def test_a_body_that_serves_proxy_loses_is_told(self, endpoint: Endpoint, upgrade: str) -> None:
-        address = httpx2.URL(endpoint.url)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\nconnection: Upgrade\r\n"
-        head += f"{upgrade}content-type: application/json\r\ncontent-length: 2\r\n\r\n{{}}"
-        with socket.create_connection((address.host, address.port or 0), timeout=20) as connection:
-            connection.sendall(head.encode())
-            found = connection.recv(4096)
-        assert found.startswith(b"HTTP/1.1 400 "), found
-
-    @pytest.mark.parametrize(
-        ("method", "path", "status", "code"),
-        [
-            ("GET", "/v1/nothing", 404, "not_found"),
-            ("GET", "/v1/completions", 405, "method_not_allowed"),
-            ("GET", "/../etc/passwd", 404, "not_found"),
-        ],
-    )
-    def test_a_route_at_fault(self, endpoint: Endpoint, method: str, path: str, status: int, code: str) -> None:
-        response = endpoint.http.request(method, path)
-        assert (response.status_code, error_of(response)["code"]) == (status, code)
-
     @pytest.mark.parametrize("header", [{}, {"authorization": KEY}])
     def test_without_a_key_nothing_opens_but_health_and_the_page(
         self, endpoint: Endpoint, header: Mapping[str, str]
@@ -264,11 +207,6 @@ class TestWhatOperatorsSee:
         wait_until(lambda: endpoint.status()["tokens_per_s"] > 1, 5)
         if demo.plan is not None:
             assert len(demo.plan.choices) == 32
-
-    def test_metrics(self, endpoint: Endpoint) -> None:
-        response = endpoint.http.get("/metrics")
-        assert response.headers["content-type"].startswith("text/plain")
-        assert "# TYPE " in response.text
 
     def test_the_document_describes_what_is_sent(self, endpoint: Endpoint) -> None:
         document = endpoint.http.get("/openapi.json").json()

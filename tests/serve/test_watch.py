@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rayspec.pool.stopped import Place
 from rayspec.serve.status import RecentRates
 from rayspec.serve.watch import PERIOD_S, Watch, WatchedReplica
 from rayspec.types import EngineStats
@@ -13,11 +15,12 @@ from rayspec.types import EngineStats
 TIMEOUT_S = 60.0
 
 
-def report(health: str = "ready", problem: str | None = None) -> dict[str, Any]:
-    return {"status": {"health": health}, "place": {"node_id": "n", "process_id": 1}, "problem": problem}
+def report(health: str = "ready", problem: str | None = None) -> Any:
+    status = SimpleNamespace(health=health)
+    return SimpleNamespace(status=status, place=Place(node_id="n", process_id=1), problem=problem)
 
 
-def watched(*reports: dict[str, Any] | None) -> tuple[Watch, list[WatchedReplica]]:
+def watched(*reports: Any) -> tuple[Watch, list[WatchedReplica]]:
     """A watch that has found replicas of the model "m" with these reports."""
     watch = Watch({"m": None}, replica_timeout_s=TIMEOUT_S)
     replicas = [WatchedReplica(actor=None, report=one) for one in reports]
@@ -40,12 +43,12 @@ def test_before_anyone_has_looked_requests_are_tried() -> None:
 def test_replicas_to_which_serve_sends_requests_are_tried_until_they_have_been_asked() -> None:
     watch, (replica,) = watched(None)
     assert (watch.can_serve("m"), watch.problem("m")) == (True, "starting")
-    replica.ended()
+    replica.answered(None)
     assert (watch.can_serve("m"), watch.problem("m")) == (False, "starting")
 
 
 @pytest.mark.parametrize("before", [None, report()])
-def test_a_silent_replica_is_ill_first_and_lost_later(before: dict[str, Any] | None) -> None:
+def test_a_silent_replica_is_ill_first_and_lost_later(before: Any) -> None:
     watch, (replica,) = watched(before)
     silent(watch, 5)
     assert watch.problem("m") == ("starting" if before is None else None)
@@ -53,7 +56,7 @@ def test_a_silent_replica_is_ill_first_and_lost_later(before: dict[str, Any] | N
     assert (watch.problem("m"), replica.fault(TIMEOUT_S), watch.can_serve("m")) == ("no answer", None, True)
     silent(watch, 54)
     assert replica.fault(TIMEOUT_S) == "its process has not answered for 61 s (replica_timeout_s)"
-    replica.ended()
+    replica.answered(None)
     assert (watch.problem("m"), replica.fault(TIMEOUT_S)) == ("starting", None)
     silent(watch, 61)
     assert replica.fault(TIMEOUT_S) is not None

@@ -1,0 +1,164 @@
+"""What the application lets in and how it refuses, with a small model behind it and without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import httpx2
+import pytest
+
+from rayspec.serve.access import ANY, Admission, ApiKeys, allowed_host
+from rayspec.serve.ingress import Ingress, build_app
+from rayspec.serve.options import ServeOptions
+from rayspec.serve.replies import BUSY, Refused
+from tests.serve.endpoint_process import served
+
+PAGE = "https://page.example"
+BODY = {"model": "demo", "prompt": "a"}
+JSON = {"content-type": "application/json"}
+
+
+class Model:
+    """Has the interface of Serve's handle, and answers at once."""
+
+    app_name, deployment_name = "app", "model"
+    is_initialized = True
+
+    def __init__(self) -> None:
+        self.respond = self
+
+    def running_replicas_populated(self) -> bool:
+        return False
+
+    async def remote(self, *_: Any) -> bytes:
+        return b"{}"
+
+
+def ingress_of(**options: Any) -> Ingress:
+    config = {"model_loading_config": {"model_id": "demo"}}
+    chosen = ServeOptions(llm_configs=(config,), cors=(PAGE,), max_request_bytes=1024, **options)
+    return Ingress(chosen, {"demo": Model()}, keys=ApiKeys.of(["a", "key"]), hosts=frozenset({"app.example"}))
+
+
+def asked(
+    method: str = "POST",
+    path: str = "/v1/completions",
+    *,
+    headers: Mapping[str, str] = JSON,
+    content: Any = BODY,
+) -> httpx2.Response:
+    given = {"authorization": "Bearer key"} | JSON | dict(headers)
+    body = content if isinstance(content, bytes) else json.dumps(content).encode()
+
+    async def send() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app=build_app(ingress_of()))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
+            return await http.request(method, path, headers=given, content=body if content else b"")
+
+    return asyncio.run(send())
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({}, 200, None),
+        ({"authorization": "bearer  a "}, 200, None),
+        ({"authorization": ""}, 401, "invalid_api_key"),
+        ({"authorization": "Bearer "}, 401, "invalid_api_key"),
+        ({"authorization": "Bearer key2"}, 401, "invalid_api_key"),
+        ({"authorization": "Basic key"}, 401, "invalid_api_key"),
+        ({"authorization": "key"}, 401, "invalid_api_key"),
+        ({"host": "App.Example:443"}, 200, None),
+        ({"host": "other.example"}, 403, "host_not_allowed"),
+        ({"origin": PAGE}, 200, None),
+        ({"origin": "http://localhost:8000"}, 200, None),
+        ({"origin": "https://localhost:8000"}, 200, None),
+        ({"origin": "https://app.example", "sec-fetch-site": "same-origin"}, 200, None),
+        ({"origin": "https://other.example", "sec-fetch-site": "cross-site"}, 403, "origin_not_allowed"),
+        ({"origin": "http://other.example"}, 403, "origin_not_allowed"),
+        ({"origin": "http://page.example"}, 403, "origin_not_allowed"),
+        ({"origin": "http://localhost"}, 403, "origin_not_allowed"),
+        ({"origin": "localhost:8000"}, 403, "origin_not_allowed"),
+        ({"origin": "null"}, 403, "origin_not_allowed"),
+        ({"content-type": "text/plain"}, 415, "unsupported_media_type"),
+        ({"content-encoding": "gzip"}, 415, "unsupported_encoding"),
+        ({"connection": "Upgrade", "upgrade": "h2c"}, 200, None),
+    ],
+)
+def test_who_may_make_a_model_work(headers: Mapping[str, str], status: int, code: str | None) -> None:
+    response = asked(headers=headers)
+    assert response.status_code == status, response.text
+    assert code is None or response.json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "code"),
+    [
+        ("POST", "/v1/completions", b"{", 400, "invalid_json"),
+        ("POST", "/v1/completions", BODY | {"max_token": 3}, 400, "unknown_parameter"),
+        ("POST", "/v1/completions", BODY | {"model": "gpt"}, 404, "model_not_found"),
+        ("POST", "/v1/completions", BODY | {"prompt": "a" * 1024}, 413, "request_too_large"),
+        ("GET", "/v1/completions", b"", 405, "method_not_allowed"),
+        ("GET", "/v1/nothing", b"", 404, "not_found"),
+        ("GET", "/v1/files", b"", 404, "batches_disabled"),
+        ("GET", "/health", b"", 503, "unhealthy"),
+    ],
+)
+def test_errors_have_openais_form(method: str, path: str, content: Any, status: int, code: str) -> None:
+    response = asked(method, path, content=content)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert ("retry-after" in response.headers) == (status == 503)
+
+
+@pytest.mark.parametrize("rest", [b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"])
+def test_a_body_that_never_ends_is_given_up(rest: bytes) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer a\r\n"
+    app = build_app(ingress_of(body_timeout_s=0.3))
+    with served(app) as address, socket.create_connection(address, timeout=10) as connection:
+        connection.sendall(head + b"content-type: application/json\r\n" + rest)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_that_serves_proxy_has_lost_is_told() -> None:
+    response = asked(headers={"connection": "Upgrade", "upgrade": "h2c"}, content=b"")
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "upgrade_unsupported")
+
+
+@pytest.mark.parametrize(
+    ("header", "allowed"),
+    [
+        (None, True),
+        ("LOCALHOST:8000", True),
+        ("a.localhost:1", True),
+        ("127.0.0.1:8000", True),
+        ("[::1]", True),
+        ("", False),
+        ("127.0.0.1.app.example", False),
+        ("[::1].app.example", False),
+        ("[::1", False),
+        ("::1", False),
+        ("user@localhost", False),
+        ("localhost:app.example", False),
+        ("192.0.2.7", False),
+    ],
+)
+def test_on_loopback_only_its_own_names_are_allowed(header: str | None, allowed: bool) -> None:
+    assert allowed_host(header, ()) is allowed
+    assert allowed_host(header, {ANY})
+
+
+def test_the_last_place_may_be_taken_by_a_large_request_and_then_there_is_none() -> None:
+    admission = Admission(4, refusal=BUSY)
+    with ExitStack() as under_way:
+        for weight in (1, 2, 100):
+            under_way.enter_context(admission.admit(weight))
+        with pytest.raises(Refused) as refused, admission.admit():
+            pass
+        assert refused.value.error.status == 429
+        assert admission.under_way == 103
+    assert admission.under_way == 0
