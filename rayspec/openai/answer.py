@@ -25,11 +25,8 @@ _MOST_LOGPROBS = 4_000_000  # the 20 most likely tokens of a context of 190,000 
 
 
 class BackgroundLimit:
-    """Limits the sequences of background requests in an engine, which take memory while they wait.
-
-    most: a prompt is admitted, in the order of arrival, while fewer sequences are in the engine. The prompt itself may
-    have more sequences.
-    """
+    """Limits the sequences of background requests in an engine, which take memory while they wait. A prompt is
+    admitted, in the order of arrival, while fewer than `most` are in the engine; it may have more itself."""
 
     def __init__(self, most: int) -> None:
         self._most, self._num_sequences = most, 0
@@ -59,11 +56,10 @@ async def respond(
     created: int,
     background: BackgroundLimit | None = None,
 ) -> Response:
-    """Run a request's prompts together and return the response.
+    """Run a request's prompts together and return the response. Raises RequestError, any other error of an output, and
+    EngineDeadError. The first prompt that fails ends the others, and so does cancelling.
 
     served: names of the model that a body may use; responses show the first. name: the end of the response's id.
-    created: Unix seconds. Raises RequestError; the first prompt that fails fails the request and ends the others.
-    Raises any other error of an output, and EngineDeadError if the engine is gone. Cancelling ends all prompts.
     background: the request runs behind other requests, within this limit.
     """
     prompts = await _prompts(request, engine, served)
@@ -85,12 +81,9 @@ async def stream(
     failure: Callable[[Exception], ApiError],
     interval_s: float = 0.0,
 ) -> AsyncGenerator[bytes, None]:
-    """Run a request like `respond`, and yield the response as server-sent events, at least once.
-
-    interval_s: shortest time between two outputs of a prompt, see `PieceQueue`. An error before the first events is
-    raised, because the HTTP status can still change. A later error is the last event, as `failure` converts it for
-    clients. Closing the generator, or cancelling the wait for events, ends all prompts.
-    """
+    """Run a request like `respond`, and yield the response as server-sent events, at least once. An error before the
+    first events is raised, because the HTTP status can still change; a later one is the last event, by `failure`.
+    interval_s: shortest time between two outputs of a prompt, see `PieceQueue`."""
     prompts = await _prompts(request, engine, served)
     answer = Answer(request, TokenTexts(engine.tokenizer), name=name, created=created, model=served[0])
     num_running, has_begun = len(prompts), False
@@ -109,8 +102,7 @@ async def stream(
 
 
 async def _prompts(request: Request, engine: AsyncEngine, served: Sequence[str]) -> list[Prompt]:
-    """Check and tokenize a request. Raises RequestError for all errors that are known before the engine runs, also for
-    more tokens and log-probabilities than memory is good for."""
+    """Check and tokenize a request. Raises RequestError for all errors that are known before the engine runs."""
     check_served(request.model, served)
     num_characters, prompts = request.num_characters, list[Prompt]()
     params: dict[int, SamplingParams] = {}

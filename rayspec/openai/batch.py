@@ -1,8 +1,5 @@
-"""The OpenAI Batch format: every input line is a request, every output line a response. Failures have their own file.
-
-`read_batch` parses the lines of a file, `answer` answers a line. An error of a line does not affect other lines.
-Ids are a pure function of the file's name and the line's custom_id, so that a resumed run writes the same ids.
-"""
+"""The OpenAI Batch format: every input line is a request, every output line a response. Ids are a pure function of the
+file's name and the line's custom_id, so that a resumed run writes the same ids."""
 
 from __future__ import annotations
 
@@ -122,10 +119,8 @@ def limited_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def read_batch(lines: Iterable[bytes], *, source: str) -> Iterator[BatchLine | BatchResult]:
-    """Yield the requests of a file, in order and on demand. A line that is no request yields a failed result.
-
-    lines: the lines of the file, see `limited_lines`; empty lines are skipped. source: the name of the file, which is
-    part of the ids. Of lines with the same custom_id, the first counts and the others fail.
+    """Yield the requests of a file, in order and on demand. A line that is no request yields a failed result; so does a
+    custom_id that an earlier line has. lines: see `limited_lines`. source: the file's name, which is part of the ids.
     """
     seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
@@ -180,12 +175,8 @@ async def answer(
     background: BackgroundLimit | None = None,
     clock: Callable[[], float] = time.time,
 ) -> BatchResult:
-    """Answer a line with an engine. An error of the line is in the result.
-
-    served: names of the model that a body may use; responses show the first. background: see `respond`. clock: returns
-    Unix seconds. Raises EngineDeadError and StageLostError if the engine is gone. The line has no answer then; another
-    engine may answer it.
-    """
+    """Answer a line with an engine; an error of the line is in the result. served, background: see `respond`. Raises
+    EngineDeadError and StageLostError if the engine is gone; then another engine may answer the line."""
     try:
         request = await in_thread_if_large(line.request, len(line.text))
         response = await respond(request, engine, served, name=line.digest, created=int(clock()), background=background)

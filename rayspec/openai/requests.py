@@ -1,7 +1,4 @@
-"""Request bodies, and their conversion to prompts and sampling parameters.
-
-The extras (top_k, min_p, repetition_penalty, min_tokens, ...) have the same names and meanings as in vLLM.
-"""
+"""Request bodies, and their conversion to prompts and sampling parameters. The extras are vLLM's."""
 
 from __future__ import annotations
 

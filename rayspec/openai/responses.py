@@ -44,11 +44,8 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a request. A prompt with several completions counts once.
-
-    There are no `accepted_prediction_tokens`. In OpenAI's API they count tokens of a prediction that the *client* sent,
-    and `completion_tokens` includes the rejected tokens. Tokens that the model drafts for itself are neither.
-    """
+    """Token counts of a request. A prompt with several completions counts once. OpenAI's `accepted_prediction_tokens`
+    are of a prediction that the client sent, and so are not here."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -180,10 +177,8 @@ Response = ChatCompletion | Completion
 
 
 class Answer:
-    """Makes the response to one request, either as a whole or in chunks with one choice each.
-
-    name: the end of the response's id. created: Unix seconds. model: the served name.
-    """
+    """Makes the response to one request, either as a whole or in chunks with one choice each. name: the end of its id.
+    model: the served name."""
 
     def __init__(self, request: Request, texts: TokenTexts, *, name: str, created: int, model: str) -> None:
         self._request, self._texts = request, texts

@@ -1,8 +1,4 @@
-"""Objects of the protocol as clients send them.
-
-They are strict, because silently dropping a field leads to a wrong answer. Every field either takes effect, is known to
-change no text, or is refused by name.
-"""
+"""Objects of the protocol as clients send them. Every field takes effect, is known to change no text, or is refused."""
 
 from __future__ import annotations
 

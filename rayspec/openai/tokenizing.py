@@ -34,11 +34,8 @@ _CHARACTERS_PER_TOKEN = 8  # texts have fewer, except for those with long runs o
 
 
 class LargeWork:
-    """Runs work on the contents of requests in `num_threads` threads where it is large, because megabytes take seconds
-    and would block the event loop. Few threads: contents take memory, and parsers hold the interpreter.
-
-    The smallest waiting work is next, so that many bodies of a megabyte do not hold up a document.
-    """
+    """Runs work on large contents in a few threads, because megabytes take seconds of the event loop, memory, and the
+    interpreter's lock. The smallest waiting work is next, so that many megabytes do not hold up a document."""
 
     def __init__(self, num_threads: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="rayspec-large-work")
@@ -92,10 +89,8 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
 
 
 def _check_length(text: str, engine: AsyncEngine) -> None:
-    """Refuse a text if a beginning of it has more tokens than a prompt may have. Raises PromptTooLongError.
-
-    The beginnings grow, so that no text costs much more than a prompt of the model's longest length.
-    """
+    """Raise PromptTooLongError if a beginning of the text has more tokens than a prompt may have. The beginnings grow,
+    so that no text costs much more than a prompt of the model's longest length."""
     most, length = engine.max_model_len, _CHARACTERS_PER_TOKEN * engine.max_model_len
     while length < len(text):
         num_tokens = len(text_tokens(text[:length], engine.tokenizer, add_special_tokens=False))

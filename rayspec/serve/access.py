@@ -1,13 +1,10 @@
-"""Who may use the endpoint, and how many requests may be under way: keys, hosts, origins, limits.
-
-A web page can make its own domain name resolve to the loopback address. Then it can call servers on the visitor's
-machine as if they were its own (DNS rebinding). The Host header of such a request still contains the page's name.
-"""
+"""Who may use the endpoint, and how many requests may be under way: keys, hosts, origins, limits."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,11 +49,9 @@ def _digest(key: str) -> bytes:
 
 
 def allowed_host(header: str | None, names: Collection[str]) -> bool:
-    """Return whether a client may call the endpoint by this host.
-
-    header: the Host header, with or without a port; None (HTTP/1.0) is allowed, because no browser omits it. names:
-    allowed names in addition to the loopback names, in lower case; ANY allows all.
-    """
+    """Return whether a client may call the endpoint by this host: a web page can make its own name resolve to the
+    loopback address (DNS rebinding). header: None (HTTP/1.0) is allowed, because no browser omits it. names: allowed
+    names in addition to the loopback names, in lower case; ANY allows all."""
     if header is None or ANY in names:
         return True
     name = _name_of(header)
@@ -74,7 +69,7 @@ def allowed_origin(headers: Mapping[str, str], origins: Collection[str]) -> bool
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether a host name or IP address is a loopback one. name: without port and brackets."""
+    """Return whether a host name or IP address, without port and brackets, is a loopback one."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -85,24 +80,13 @@ def is_loopback(name: str) -> bool:
 
 def _name_of(header: str) -> str:
     """Return the host name in a Host header, without port and brackets; empty where the header is malformed."""
-    text = header.strip().lower()
-    if text.startswith("["):
-        name, bracket, port = text[1:].partition("]")
-        return name if bracket and (not port or _is_port(port)) else ""
-    name, colon, number = text.partition(":")
-    return name.removesuffix(".") if not colon or _is_port(colon + number) else ""
-
-
-def _is_port(text: str) -> bool:
-    return text.startswith(":") and (text == ":" or text[1:].isdecimal())
+    match = re.fullmatch(r"(?:\[([^]]*)\]|([^:\[]*?)\.?)(?::[0-9]*)?", header.strip().lower())
+    return (match[1] or match[2] or "") if match is not None else ""
 
 
 class Admission:
-    """Counts the total weight of the requests under way, and refuses further requests at a limit.
-
-    most: the limit; None: no limit. A request is admitted while the total is below `most`, whatever its own weight: a
-    large request is refused no more often than a small one. refusal: error of a refused request.
-    """
+    """Counts the total weight of the requests under way, and refuses further requests with `refusal` while it is `most`
+    or more (None: no limit). A large request is refused no more often than a small one."""
 
     def __init__(self, most: int | None = None, refusal: ApiError = BUSY) -> None:
         self._most, self._refusal = most, refusal
@@ -122,12 +106,8 @@ class Admission:
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """Decides which requests may enter.
-
-    hosts: names by which clients may call the endpoint, see `allowed_host`. origins: origins of web pages that may send
-    POST and DELETE requests, see `allowed_origin`. posts: counts POST and DELETE requests. gets: counts other requests
-    that need a key. free: counts the rest, without a limit. draining: no request may enter any more.
-    """
+    """Decides which requests may enter. hosts, origins: see `allowed_host` and `allowed_origin`. posts: counts POST and
+    DELETE requests; gets: other requests that need a key; free: the rest. draining: no request may enter any more."""
 
     keys: ApiKeys
     hosts: Collection[str]

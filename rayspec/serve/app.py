@@ -34,12 +34,8 @@ _MODEL_SERVER: Any = "rayspec.serve.model_server.ModelServer"
 
 
 class PatientRouter(PowerOfTwoChoicesRequestRouter):
-    """Serve's default choice of a replica for a request, with longer deadlines. Serve sends no requests for a while to
-    a replica that reports its queue length too late. A step of the engine can block the interpreter for longer than
-    Serve's default of 0.1 s. Then the engine idles while requests wait.
-
-    Serve copies the class by value to the processes that use it. So it keeps no state of this module.
-    """
+    """Serve's default choice of a replica, with longer deadlines: a step of the engine can block the interpreter for
+    longer than Serve's 0.1 s. Serve copies the class by value, so it keeps no state of this module."""
 
     queue_len_response_deadline_s = 2.0
     max_queue_len_response_deadline_s = 10.0
@@ -55,12 +51,9 @@ _ROUTING = {
 
 
 def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
-    """Return an application that serves all models of `args["llm_configs"]`. Raises ConfigError.
-
-    args: options of ServeOptions. A Serve config names it as `import_path: rayspec.serve:build_openai_app`. The
-    environment variable RAYSPEC_API_KEYS holds more keys, separated by commas. Starts Ray where it does not run,
-    because the reservations of an engine depend on the cluster.
-    """
+    """Return an application that serves all models of `args["llm_configs"]`. args: options of ServeOptions; the
+    environment variable RAYSPEC_API_KEYS holds more keys, separated by commas. Starts Ray where it does not run.
+    Raises ConfigError."""
     if not ray.is_initialized():
         ray.init()
     options = serve_options(args, environment=os.environ)

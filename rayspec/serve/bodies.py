@@ -31,9 +31,9 @@ _PARAMETER = re.compile(r';\s*([\w*.-]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^\s";]*)\s*')
 async def read_body(
     request: Request, max_bytes: int, timeout_s: float, *, large: Admission, held: ExitStack, turn: asyncio.Lock
 ) -> bytes:
-    """Return the body. Raises Refused as soon as more than `max_bytes` are announced or received, and when the body is
-    incomplete after `timeout_s`: a stalled client must not occupy a place for ever. A body without a JSON content type
-    is refused: web pages of any origin may send other types without a CORS preflight. So is a compressed body.
+    """Return the body. Raises Refused as soon as more than `max_bytes` are announced or received, when the body is
+    incomplete after `timeout_s`, for a compressed body, and for one without a JSON content type: web pages of any
+    origin may send other types without a CORS preflight.
 
     large: counts the bytes of large bodies, when more than LARGE have come; may refuse the body. held: ends that. turn:
     bodies that share it are read one piece at a time, so that many of them do not hold up small requests.

@@ -84,8 +84,7 @@ async def fetch(response: Any, timeout_s: float | None) -> Any:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of the work. If the client hangs up, cancel the work and raise ClientDisconnect. The HTTP
-    server only tells that a client has left; it cancels nothing."""
+    """Return the result of the work. If the client hangs up, cancel the work and raise ClientDisconnect."""
 
     async def hung_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":

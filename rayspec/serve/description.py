@@ -1,7 +1,4 @@
-"""The endpoint's OpenAPI document: request bodies from the models that read them, answers, and the form of errors.
-
-FastAPI knows neither: the routes read their bodies themselves, within limits, and answer with msgspec's bytes.
-"""
+"""The endpoint's OpenAPI document. FastAPI does not know the bodies: the routes read and write them themselves."""
 
 from __future__ import annotations
 

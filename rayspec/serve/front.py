@@ -1,8 +1,5 @@
-"""The HTTP server of `rayspec serve`: an ingress in the process of the command, behind uvicorn.
-
-Serve's proxy and an ingress deployment would add two processes that can fail, and the proxy has no deadline for
-headers. Endpoints deployed by `serve deploy` or RayService have both processes, see `app.py`.
-"""
+"""The HTTP server of `rayspec serve`: an ingress in the process of the command, behind uvicorn. Serve's proxy, as in
+`app.py`, would be two more processes that can fail, and has no deadline for headers."""
 
 from __future__ import annotations
 
@@ -42,9 +39,8 @@ _MOST_DROPPED_BYTES = 2**28  # more than a file for batches has by default
 
 
 class Named:
-    """ASGI middleware that gives each request an id (x-request-id) if it has none, and repeats the id in the response.
-    The middleware counts error responses, and refuses requests of unsupported HTTP versions and requests with two
-    lengths, which proxies and servers may cut differently (RFC 9112, 6.1).
+    """ASGI middleware that gives each request an id (x-request-id), counts error responses, and refuses other versions
+    of HTTP and requests with two lengths, which proxies and servers may cut differently (RFC 9112, 6.1).
 
     The connection ends after a response that did not need the whole body. Until then the rest of the body is dropped,
     for `drop_timeout_s` at most: a client that still sends loses the response when its connection is reset.
@@ -127,9 +123,8 @@ class _Connection(H11Protocol):
     """Ends when the headers of a request are late, or when its client does not read.
 
     header_timeout_s: limit from the connection, or from the first byte of a later request, to the end of the headers.
-    write_timeout_s: limit for the client to make room in a full buffer, and to read the rest after the end.
-    The parser is h11, which reads the body of a request for an upgrade and answers with HTTP/1.1. uvicorn's faster
-    parser loses such a body.
+    write_timeout_s: limit for the client to make room in a full buffer, and to read the rest after the end. The parser
+    is h11: uvicorn's faster parser loses the body of a request for an upgrade.
     """
 
     header_timeout_s: float

@@ -52,12 +52,9 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # pr
 
 
 class Ingress:
-    """Passes requests on to models. A plain class: `app.py` makes it a deployment, `front.py` serves it without Serve.
-
-    options: of the endpoint, without its keys. models: Serve's handles, by the ids that requests use. runner: Serve's
-    handle of the BatchRunner; None where batches are off. hosts: names by which clients may call the ingress, see
-    `allowed_host`. num_ingresses: ingresses that share what the models admit.
-    """
+    """Passes requests on to models. options: of the endpoint, without its keys. models: Serve's handles, by the ids
+    that requests use. runner: that of the BatchRunner; None where batches are off. hosts: see `allowed_host`.
+    num_ingresses: ingresses that share what the models admit."""
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ def _serve(options: ServeOptions, address: Address, listener: socket.socket, ann
     with http_server(build_app(ingress), listener, **timeouts) as server:
         exit_on_sigterm()
         with suppress(SystemExit, KeyboardInterrupt):
-            _wait_until(lambda: ingress.watch.all_well, timeout_s=_FIRST_LOOK_S)
+            _wait_until(lambda: not ingress.watch.known_problems, timeout_s=_FIRST_LOOK_S)
             announce(address.url)
             server.join()
             raise DeploymentError("the endpoint's HTTP server has ended by itself: the log says why; start it again")

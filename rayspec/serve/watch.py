@@ -1,9 +1,5 @@
-"""Watches the replicas of models, and kills replicas that neither answer nor end.
-
-Serve itself gives up a replica after three health checks without an answer, but then waits for its requests. A call
-through a Serve handle queues behind the replica's other requests. So the watch calls the replica's actor directly, as
-Serve's controller does. Replicas whose engine is dead are Serve's business (`ModelServer.check_health`).
-"""
+"""Watches the replicas of models, and kills those that neither answer nor end. Serve gives them up, too, but waits for
+their requests. Replicas whose engine is dead are Serve's business (`ModelServer.check_health`)."""
 
 from __future__ import annotations
 
@@ -89,11 +85,8 @@ class WatchedReplica:
 
 
 class Watch:
-    """Watches the replicas of all models. models: Serve's handles, by model.
-
-    replica_timeout_s: a replica that is silent for longer is killed. A replica that is stopped, or whose engine is
-    stuck, is killed at once. Silence counts only while the watch runs, so that a machine's sleep does not count.
-    """
+    """Watches the replicas of all models (Serve's handles). A replica that is silent for `replica_timeout_s` is killed;
+    one that is stopped, or whose engine is stuck, at once. A machine's sleep does not count as silence."""
 
     def __init__(
         self, models: Mapping[str, Any], *, replica_timeout_s: float, clock: Callable[[], float] = time.monotonic
@@ -103,29 +96,27 @@ class Watch:
         self._ill_since_s: dict[str, float | None] = {}  # None: healthy. Without models that were never healthy
 
     def can_serve(self, model: str) -> bool:
-        """Return whether a request would reach an engine. True while nothing is known, so that a new ingress does not
-        refuse requests that another would serve. While shards are replaced, requests wait and continue afterwards. So
-        do requests to a replica that is only silent: on a busy machine it answers late."""
+        """Return whether a request would reach an engine, now or after a wait. True while nothing is known, so that a
+        new ingress does not refuse requests that another would serve."""
         waits: set[Health] = {"unknown", "ready", "recovering", "no answer"}
         return model not in self.replicas or any(one.health in waits for one in self.replicas[model].values())
 
     def problem(self, model: str) -> str | None:
-        """Return the names of a model's problems; None without any. A starting replica is no problem while another is
-        ready."""
+        """Return a model's problems; None without any. A starting replica is no problem beside one that is ready."""
         healths = {one.health for one in self.replicas.get(model, {}).values()}
         ill = sorted(healths - {"unknown", "starting", "ready"})
         return ", ".join(ill) or (None if "ready" in healths else "starting")
 
     @property
-    def all_well(self) -> bool:
-        """Whether no model has a known problem."""
-        return all(self.problem(model) is None for model in self._models)
-
-    async def problems(self) -> list[str]:
-        """Return one line per model with a problem. Returns soon, even if replicas are silent."""
-        await self._answering(_FRESH_S)
+    def known_problems(self) -> list[str]:
+        """One line per model with a problem."""
         found = [(model, self.problem(model)) for model in self._models]
         return [f"{model}: {problem}" for model, problem in found if problem is not None]
+
+    async def problems(self) -> list[str]:
+        """Return the present problems soon, even if replicas are silent."""
+        await self._answering(_FRESH_S)
+        return self.known_problems
 
     async def statuses(self) -> list[ModelStatus]:
         """Return the current status of each replica that answers within two seconds."""
