@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
-from types import TracebackType
+from contextlib import aclosing, contextmanager
 
 from ray.util.metrics import Counter, Gauge, Histogram
-from typing_extensions import Self
 
 import rayspec
 from rayspec.choices import SKIP
@@ -57,10 +55,7 @@ def ray_recorder(*, model: str, replica: str) -> Record:
 
 
 class RequestObserver:
-    """Records the metrics of one request. Pass every output to `observe`: a single one, or all outputs of a stream.
-
-    A context manager, so that it also counts a request whose caller leaves or whose engine dies.
-    """
+    """Records the metrics of one request. Pass every output to `observe`: a single one, or all outputs of a stream."""
 
     def __init__(self, record: Record, clock: Callable[[], float]) -> None:
         self._record, self._clock = record, clock
@@ -68,15 +63,6 @@ class RequestObserver:
         self._num_tokens: dict[int, int] = {}
         self._reasons: dict[int, str] = {}
         self._has_first_token = self._finished = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not self._finished:
-            self._end("abort", error if isinstance(error, Exception) else None)
 
     def observe(self, output: RequestOutput) -> None:
         """Record the next output of the request."""
@@ -95,7 +81,7 @@ class RequestObserver:
         if not output.finished:
             return
         reason = self._reasons.get(min(self._reasons, default=0), "abort")
-        self._end(reason, output.error)
+        self.end(reason, output.error)
         if output.error is not None or reason == "abort":
             return
         self._record("request_prompt_tokens", len(output.prompt_token_ids), "")
@@ -107,9 +93,12 @@ class RequestObserver:
                 each_s = (metrics.finished_s - metrics.first_token_s) / (longest - 1)
                 self._record("request_time_per_output_token_seconds", each_s, "")
 
-    def _end(self, reason: str, error: Exception | None) -> None:
+    def end(self, reason: str, error: BaseException | None) -> None:
+        """Count the request, if it is not counted yet."""
+        if self._finished:
+            return
         self._finished = True
-        if error is None:
+        if not isinstance(error, Exception):
             self._record("request_success", 1, reason)
         else:
             kind = error.kind if isinstance(error, RayspecError) else RayspecError.kind
@@ -124,9 +113,17 @@ class EngineMetrics:
         self._totals: dict[tuple[str, str], float] = {}
         self._gate_reasons: dict[str, float] = {}  # each label, and whether it holds now
 
-    def request(self) -> RequestObserver:
-        """Return an observer. Enter its context when the request is passed to the engine."""
-        return RequestObserver(self._record, self._clock)
+    @contextmanager
+    def request(self) -> Iterator[RequestObserver]:
+        """Yield the observer of a request. Leaving also counts a request whose caller leaves or whose engine dies."""
+        observer, error = RequestObserver(self._record, self._clock), None
+        try:
+            yield observer
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            observer.end("abort", error)
 
     def update(self, stats: EngineStats, load: EngineLoad, stages: Sequence[StageUse] = ()) -> None:
         """Increase counters by the progress since the last call, and set gauges. Call it every few seconds.

@@ -85,10 +85,16 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
     """
     with address.bound() as listener:
         bound = Address(host=address.host, port=listener.getsockname()[1])
-        if _RAY_ADDRESS not in os.environ:
-            _check_models(options)
+        engines = [config.engine for config in options.llm_configs if config.engine.model not in BUNDLED]
+        if engines and _RAY_ADDRESS not in os.environ:  # a cluster's nodes may have other files
+            from rayspec.model.weights import load_config  # noqa: PLC0415 - it brings torch and transformers
+
+            for engine in engines:
+                load_config(engine)  # finds errors before Ray starts
         with ray_session():
-            _check_free()
+            with suppress(ValueError):
+                ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+                raise ConfigError("the cluster at RAY_ADDRESS runs Serve already: deploy to it with `serve deploy`")
             try:
                 _serve(options, bound, listener, announce)
             finally:
@@ -130,19 +136,6 @@ def allowed_hosts(options: ServeOptions, address: Address) -> frozenset[str]:
     return frozenset() if is_loopback(address.host) else frozenset({ANY})
 
 
-def _check_models(options: ServeOptions) -> None:
-    """Load each model's config, to find errors before Ray starts. Not for a cluster, whose nodes may have other files.
-
-    Raises CheckpointError.
-    """
-    engines = [config.engine for config in options.llm_configs if config.engine.model not in BUNDLED]
-    if engines:
-        from rayspec.model.weights import load_config  # noqa: PLC0415 - it brings torch and transformers
-
-        for engine in engines:
-            load_config(engine)
-
-
 def _start_models(options: ServeOptions, names: Sequence[str]) -> dict[str, DeploymentHandle[Any]]:
     """Start the models, each as an application of its own, and return their handles by model id. Raises ConfigError
     and DeploymentError."""
@@ -163,12 +156,3 @@ def _wait_until(reached: Callable[[], bool], *, timeout_s: float) -> None:
     end_s = time.monotonic() + timeout_s
     while not reached() and time.monotonic() < end_s:
         time.sleep(_POLL_S)
-
-
-def _check_free() -> None:
-    """Check that the cluster runs no Serve yet, because this command would end it. Raises ConfigError."""
-    try:
-        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-    except ValueError:
-        return
-    raise ConfigError("the cluster at RAY_ADDRESS runs Serve already: deploy to it with `serve deploy`")

@@ -61,19 +61,6 @@ def test_a_text_is_told_as_vllm_tells_it() -> None:
     assert asked(prompt="") == {"count": 0, "max_model_len": 77, "tokens": [], "token_strs": None}
 
 
-def test_special_tokens_are_left_out_when_asked_for() -> None:
-    class WithBeginning(DemoTokens):
-        class Tokenizer:
-            def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
-                return {"input_ids": [1] * add_special_tokens + [len(text)]}
-
-        tokenizer: Any = Tokenizer()
-
-    for extra, tokens in (({}, [1, 2]), ({"add_special_tokens": True}, [1, 2]), ({"add_special_tokens": False}, [2])):
-        request = TokenizeRequest.parse({"prompt": "ab"} | extra)
-        assert tokenize(request, WithBeginning(), SERVED).tokens == tokens
-
-
 def test_a_conversation_goes_through_the_template() -> None:
     messages = [*CHAT[:2], {"role": "system", "content": "é"}]
     whole, open_ended = (DemoTokens().chat_tokens(messages, add_generation_prompt=flag) for flag in (False, True))

@@ -147,17 +147,12 @@ def test_what_is_refused(client: openai.OpenAI, demo_endpoint: EndpointProcess) 
         client.files.create(file=("a.jsonl", b"x"), purpose="vision")
     with pytest.raises(openai.APIStatusError, match=f"more than {MAX_FILE_BYTES} bytes"):
         client.files.create(file=("a.jsonl", b"x" * (MAX_FILE_BYTES + 1)), purpose="batch")
-    with httpx2.Client(base_url=demo_endpoint.url, timeout=30) as http:
-        for content_type, body, status in (
-            ("application/json", b"{}", 415),
-            ("multipart/form-data; boundary=b", b"", 400),
-            ("multipart/form-data; boundary=b", b"--b\r\n\r\nx\r\n--b--", 400),
-            ("multipart/form-data; boundary=b", b'--b\r\ncontent-disposition: form-data; name="file"\r\n\r\nx', 400),
-        ):
-            answer = http.post("/v1/files", content=body, headers={"content-type": content_type})
-            assert (answer.status_code, set(answer.json())) == (status, {"error"})
-        page = {"origin": "https://other.example"}
-        assert http.delete(f"/v1/files/{file.id}", headers=page).json()["error"]["code"] == "origin_not_allowed"
+    for content_type, status in (("application/json", 415), ("multipart/form-data; boundary=b", 400)):
+        answer = httpx2.post(f"{demo_endpoint.url}/v1/files", content=b"{}", headers={"content-type": content_type})
+        assert (answer.status_code, set(answer.json())) == (status, {"error"})
+    page = {"origin": "https://other.example"}
+    response = httpx2.delete(f"{demo_endpoint.url}/v1/files/{file.id}", headers=page)
+    assert response.json()["error"]["code"] == "origin_not_allowed"
 
 
 def own_endpoint(folder: Path) -> AbstractContextManager[EndpointProcess]:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from typing import Any
 
-import openai
 import pytest
 
 import rayspec
@@ -23,24 +22,6 @@ GREEDY: Any = {"temperature": 0.0, "max_tokens": 30}
 @pytest.fixture(scope="module")
 def answer(llm: rayspec.LLM) -> str:
     return llm.chat(MESSAGES, SamplingParams(**GREEDY))[0].outputs[0].text
-
-
-def test_what_comes_out_goes_back_in(demo_endpoint: EndpointProcess, llm: rayspec.LLM, answer: str) -> None:
-    """A client sends its whole object back, with null fields of its own, and other clients with those of theirs."""
-    question = {"role": "user", "content": "How many?"}
-    others = dict.fromkeys(["reasoning_content", "reasoning", "provider_specific_fields", "thinking_blocks", "id"])
-    expected = llm.chat([*MESSAGES, {"role": "assistant", "content": answer}, question], SamplingParams(**GREEDY))[0]
-    nothing = {"prompt_logprobs": None, "bad_words": None, "logit_bias": {"5": None}}
-    with openai.OpenAI(base_url=f"{demo_endpoint.url}/v1", api_key="none", max_retries=0) as client:
-        first = client.chat.completions.create(model="demo", messages=MESSAGES, **GREEDY).choices[0].message
-        for message in (first, first.model_dump(), first.model_dump() | others | {"annotations": []}):
-            messages: Any = [*MESSAGES, message, question]
-            again = client.chat.completions.create(model="demo", messages=messages, extra_body=nothing, **GREEDY)
-            assert again.choices[0].message.content == expected.outputs[0].text
-        spoken: Any = [*MESSAGES, first.model_dump() | {"audio": {"id": "x"}}]
-        with pytest.raises(openai.BadRequestError, match=r"messages\.1\.audio: .* template has no such field") as told:
-            client.chat.completions.create(model="demo", messages=spoken, **GREEDY)
-        assert told.value.param == "messages.1.audio"
 
 
 @pytest.mark.parametrize("version", ["--http1.0", "--http1.1"])

@@ -96,6 +96,14 @@ def test_who_may_make_a_model_work(headers: Mapping[str, str], status: int, code
     assert code is None or response.json()["error"]["code"] == code
 
 
+def test_pages_of_an_allowed_origin_may_ask_first() -> None:
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    allowed = asked("OPTIONS", headers=asks | {"origin": PAGE}, content=b"")
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, PAGE)
+    refused = asked("OPTIONS", headers=asks | {"origin": "https://other.example"}, content=b"")
+    assert (refused.status_code, "access-control-allow-origin" in refused.headers) == (400, False)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "content", "status", "code"),
     [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import re
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -22,8 +20,6 @@ from rayspec.decode.stages import StageUse
 from rayspec.serve.metric_table import METRICS, UNREACHABLE_NODES
 from rayspec.serve.metrics import EngineMetrics, MeteredEngine, ray_recorder
 from rayspec.serve.scrape import scrape
-from rayspec.strategies.fixed import FixedPlan
-from rayspec.strategies.gate import Gated
 from rayspec.types import (
     CompletionOutput,
     EngineLoad,
@@ -36,7 +32,6 @@ from rayspec.types import (
     RequestMetrics,
     RequestOutput,
 )
-from tests.strategy_cases import latency_model, round_of, state
 
 PLAN = Plan(choices=choices_of([True, False, True, True]), num_draft_tokens=4, source="test")
 IDLE = EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=64)
@@ -199,31 +194,21 @@ def test_load_plan_and_stages_are_gauges() -> None:
     }
 
 
-def gate_gauges(recording: Recording) -> dict[tuple[str, str], float]:
-    return {key: value for key, value in recording.gauges.items() if key[0].startswith("gate_")}
-
-
 def test_what_a_strategy_says_of_drafting_becomes_few_labels() -> None:
-    recording, seen = Recording(), set()
-    metrics, strategy = EngineMetrics(recording.record), Gated(FixedPlan(PLAN), latency_model(2))
-    for accepted in (4, 0, 4):
-        for number in range(300):
-            here = state()
-            chosen = strategy.choose(here)
-            plan = chosen.plan
-            count = min(accepted, plan.num_draft_tokens)
-            seconds = 1.5 if plan.drafts else 1 + 0.01 * (number % 7)
-            strategy.observe(here, chosen, round_of(plan, count), 1 + count, seconds)
-            reason = strategy.status
+    recording = Recording()
+    metrics = EngineMetrics(recording.record)
+
+    def labels(*reasons: str) -> dict[str, float]:
+        for reason in reasons:
             metrics.update(EngineStats(gate_reason=reason), IDLE)
-            seen.add(reason)
-            gauges = gate_gauges(recording)
-            assert gauges.pop(("gate_open", "")) == reason.startswith("drafting is on")
-            assert list(gauges.values()).count(1.0) == 1
-    labels = {label for name, label in gate_gauges(recording) if name == "gate_info"}
-    assert len(seen) > 3
-    assert 3 <= len(labels) <= 6
-    assert not [label for label in labels if re.search(r"\d", label)]
+        return {label: value for (name, label), value in recording.gauges.items() if name == "gate_info"}
+
+    on = [f"self-drafting is on ({number}.5x by plan {'ab'[number % 2]})" for number in range(8)]
+    assert labels(*on) == {"self-drafting is on (# by plan a)": 0, "self-drafting is on (# by plan b)": 1}
+    assert recording.gauges["gate_open", ""] == 1
+    found = labels(*[f"drafting is off ({'x' * number})" for number in range(60)])
+    assert (len(found), found["other"], sum(found.values())) == (17, 1, 1)
+    assert recording.gauges["gate_open", ""] == 0
 
 
 def test_the_document_has_every_metric() -> None:
@@ -235,97 +220,48 @@ def test_the_document_has_every_metric() -> None:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What an engine was asked, what it says of it, and what was exported."""
-
-    outputs: list[RequestOutput]
-    num_pieces: int
-    stats: EngineStats
-    families: dict[str, Metric]
-
-    def value(self, name: str, **labels: str) -> float:
-        wanted = {"model": 'the "demo"\\', "replica": "r1"} | labels
-        (sample,) = (
-            sample
-            for family in self.families.values()
-            for sample in family.samples
-            if sample.name == f"ray_rayspec_{name}" and wanted.items() <= sample.labels.items()
-        )
-        return sample.value
-
-
-async def serve_some(metrics: EngineMetrics) -> tuple[list[RequestOutput], int, EngineStats]:
-    """Four requests at once, one that is refused, and one that is left."""
+async def served(metrics: EngineMetrics) -> tuple[EngineStats, dict[str, Metric]]:
+    """What an engine did for a request and a stream, and what was exported once the last update is in it."""
     common = {"model": "demo", "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 512}
     speculation = {"strategy": "static", "skip": [2, 5], "max_draft_tokens": 3}
     metered = MeteredEngine(load_llm(make_settings(flags=common | speculation).engine), metrics)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     try:
-        prompts = [metered.tokens(f"The report of the year {year} says") for year in range(4)]
-        outputs = list(await asyncio.gather(*(metered.run(prompt, params) for prompt in prompts[:3])))
-        pieces = [piece async for piece in metered.stream(prompts[3], params)]
-        outputs.append(pieces[-1])
-        outputs.append(await metered.run([3] * 600, params))
-        leaving = metered.stream(prompts[0], params)
-        await anext(leaving)
-        await leaving.aclose()
-        deadline = time.monotonic() + 10
-        while metered.client.load.num_running:
-            assert time.monotonic() < deadline, "a request that was left goes on"
-            await asyncio.sleep(0.01)
+        prompt = metered.tokens("The report of the year says")
+        await metered.run(prompt, params)
+        assert [piece async for piece in metered.stream(prompt, params)]
+        assert (await metered.run([3] * 600, params)).error is not None
     finally:
         metered.stop()
         metrics.update(metered.client.stats, metered.client.load, metered.client.stage_use())
-    return outputs, sum(bool(piece.outputs[0].token_ids) for piece in pieces if piece.outputs), metered.client.stats
-
-
-async def scrape_until(total_s: float, deadline_s: float) -> dict[str, Metric]:
-    """What is exported once the last update is in it."""
-    deadline = time.monotonic() + deadline_s
+    deadline = time.monotonic() + 30
     while True:
         families = {family.name: family for family in text_string_to_metric_families(await scrape())}
         times = families.get("ray_rayspec_engine_time_seconds")
-        if times and total_s in [pytest.approx(sample.value) for sample in times.samples]:
-            return families
-        assert time.monotonic() < deadline, f"not exported within {deadline_s} s; there are {sorted(families)}"
+        if times and metered.client.stats.total_s in [pytest.approx(sample.value) for sample in times.samples]:
+            return metered.client.stats, families
+        assert time.monotonic() < deadline, f"there are {sorted(families)}"
         await asyncio.sleep(0.25)
 
 
-@pytest.fixture(scope="module")
-def served(ray_cluster: None) -> Served:
-    metrics = EngineMetrics(ray_recorder(model='the "demo"\\', replica="r1"))
-    outputs, num_pieces, stats = asyncio.run(serve_some(metrics))
-    return Served(outputs, num_pieces, stats, asyncio.run(scrape_until(stats.total_s, 30.0)))
-
-
 @pytest.mark.ray
-def test_counters_are_what_the_engine_did(served: Served) -> None:
-    stats = served.stats
-    assert stats.num_generated_tokens >= 4 * 24
-    assert served.value("generation_tokens_total") == stats.num_generated_tokens
-    assert served.value("prompt_tokens_total") == stats.num_prompt_tokens
-    assert served.value("spec_decode_num_draft_tokens_total") == stats.num_draft_tokens > 0
-    assert served.value("spec_decode_num_drafts_total") == stats.num_rounds - stats.num_plain_rounds
-    assert served.value("spec_decode_num_accepted_tokens_total") == stats.num_accepted_tokens > 0
-    positions = [served.value("spec_decode_num_accepted_tokens_per_pos_total", position=str(k)) for k in range(3)]
-    assert sum(positions) == stats.num_accepted_tokens
-    assert positions == sorted(positions, reverse=True)
-    assert served.value("engine_time_seconds_total", phase="total") == pytest.approx(stats.total_s)
-
-
-@pytest.mark.ray
-def test_what_is_exported_is_as_the_table_says(served: Served) -> None:
+def test_what_is_exported_is_what_the_engine_did_as_the_table_says(ray_cluster: None) -> None:
+    model = 'the "demo"\\'
+    stats, families = asyncio.run(served(EngineMetrics(ray_recorder(model=model, replica="r1"))))
+    values: dict[str, list[float]] = defaultdict(list)
+    for sample in (one for family in families.values() for one in family.samples):
+        if sample.labels.get("model") == model:
+            values[sample.name.removeprefix("ray_rayspec_")].append(sample.value)
+    assert values["generation_tokens_total"] == [stats.num_generated_tokens] == [2 * 24]
+    assert values["prompt_tokens_total"] == [stats.num_prompt_tokens]
+    assert values["spec_decode_num_draft_tokens_total"] == [stats.num_draft_tokens]
+    assert values["spec_decode_num_drafts_total"] == [stats.num_rounds - stats.num_plain_rounds]
+    assert sum(values["spec_decode_num_accepted_tokens_per_pos_total"]) == stats.num_accepted_tokens > 0
+    assert values["request_errors_total"] == [1]
     specs = {spec.exported_name.removesuffix("_total"): spec for spec in METRICS}
-    ours = {name: family for name, family in served.families.items() if name.startswith("ray_rayspec_")}
-    assert len(ours) > 15
-    for name, family in ours.items():
-        spec = specs[name]
-        assert family.type == spec.kind
-        assert family.documentation == f"{spec.meaning} [{spec.unit}]"
-        for sample in family.samples:
-            assert set(spec.labels) <= sample.labels.keys()
-        if spec.kind == "histogram":
-            bounds = {float(sample.labels["le"]) for sample in family.samples if "le" in sample.labels}
-            assert bounds == {*spec.boundaries, math.inf}
-    assert served.families[UNREACHABLE_NODES].samples[0].value == 0
+    for name, family in families.items():
+        if name.startswith("ray_rayspec_"):
+            spec = specs[name]
+            assert (family.type, family.documentation) == (spec.kind, f"{spec.meaning} [{spec.unit}]")
+            assert all(set(spec.labels) <= sample.labels.keys() for sample in family.samples)
+    assert families[UNREACHABLE_NODES].samples[0].value == 0

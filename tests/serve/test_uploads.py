@@ -72,15 +72,6 @@ def test_a_form_that_ends_early_is_refused(end: int, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "content_type", ["", "application/json", "multipart/form-data", "multipart/mixed; boundary=b-o"]
-)
-def test_what_is_no_form_is_refused(content_type: str) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        read(form(), content_type=content_type)
-    assert caught.value.status == 415
-
-
-@pytest.mark.parametrize(
     "body", [form(("name=" + "x" * 20_000, b"")), b"x" * 20_000 + form(("name=purpose", b"batch"))]
 )
 def test_long_headers_and_preambles_are_refused(body: bytes) -> None:
@@ -114,7 +105,6 @@ def test_a_slow_form_has_a_limit_as_a_whole(pause_s: float) -> None:
     [
         "name*=unicode_escape''%5Cud800",
         'name=a; filename="x',
-        "filename=a",
         "",
     ],
 )
@@ -129,7 +119,6 @@ def test_odd_headers_are_refused(disposition: str) -> None:
     [
         ('name="a"; filename="a;b.jsonl"', "a;b.jsonl"),
         (r'filename="a\"b\\c"; name=a', 'a"b\\c'),
-        ("name=a; filename=b.jsonl;", "b.jsonl"),
         ("name=a; filename=x; filename*=idna''xn--a", "x"),
         ("Name=a", None),
     ],

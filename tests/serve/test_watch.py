@@ -72,16 +72,10 @@ def test_a_stopped_replica_is_lost_at_once_and_an_answer_ends_the_silence() -> N
         assert (watch.problem("m"), replica.fault(TIMEOUT_S)) == (None, None)
 
 
-def test_a_machine_that_slept_makes_no_replica_silent() -> None:
-    watch, (replica,) = watched(report())
+def test_a_machine_that_slept_and_a_replica_that_starts_are_no_problem() -> None:
+    watch, (replica, _) = watched(report(), None)
     watch.count_silence(3600.0)
     assert (watch.problem("m"), replica.fault(TIMEOUT_S)) == (None, None)
-
-
-def test_one_replica_that_starts_is_no_ailment_beside_one_that_is_ready() -> None:
-    assert watched(report(), None)[0].problem("m") is None
-    watch, _ = watched(report(), report("engine dead"))
-    assert (watch.problem("m"), watch.can_serve("m")) == ("engine dead", True)
 
 
 def test_an_engine_that_is_stuck_is_lost_and_one_that_recovers_is_not() -> None:

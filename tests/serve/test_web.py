@@ -384,14 +384,3 @@ def test_a_summary_streams_in(endpoint: str, unlocked: Page) -> None:
     page.until(lambda: page.cells() == status(endpoint)["plan"]["choices"])
     assert len(page.find("#skip-map i")) == now["num_sublayers"]
     page.until(lambda: page.text("gate").lower() == status(endpoint)["gate_reason"].lower())
-
-
-def test_a_wrong_key_is_said(endpoint: str, page: Page) -> None:
-    page.open(endpoint)
-    assert page.text("error") == "The endpoint asks for an API key."
-    page.fill("api-key", "wrong\n")
-    page.until(lambda: page.text("error") == "The endpoint refused the API key.")
-    assert page.driver.switch_to.active_element.get_attribute("id") == "api-key"
-    page.fill("api-key", KEY + "\n")
-    page.until(lambda: page.find("#model option"))
-    page.until(lambda: page.text("error") == "")
