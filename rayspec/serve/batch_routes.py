@@ -45,43 +45,31 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
             raise InvalidRequestError(_DISABLED, code="batches_disabled", status=404)
         return folder
 
-    @app.post("/v1/batches", summary="Run a file of requests", **described.takes(BatchRequest, Batch))
-    async def create(request: Request) -> Response:
+    @app.post("/v1/batches", **described.takes(BatchRequest, Batch))
+    async def create_batch(request: Request) -> Response:
         with ExitStack() as held:
             asked, _ = await read(request, BatchRequest, held)
         batch = await asyncio.to_thread(store().new_batch, asked)
         runner.wake.remote()
         return json_response(batch)
 
-    @app.get("/v1/batches", responses=described.answers(Page[Batch]), summary="Batches, the newest first")
+    @app.get("/v1/batches", responses=described.answers(Page[Batch]))
     async def batches(request: Request) -> Response:
         query = PageRequest.parse(dict(request.query_params))
         limit = min(query.limit or _FEW_BATCHES, _MOST_BATCHES)
         return json_response(await asyncio.to_thread(store().batches, after=query.after, limit=limit))
 
-    @app.get(
-        "/v1/batches/{batch_id}",
-        responses=described.answers(Batch),
-        summary="How far a batch has come",
-    )
+    @app.get("/v1/batches/{batch_id}", responses=described.answers(Batch))
     async def batch(batch_id: str) -> Response:
         return json_response(await asyncio.to_thread(store().batch, batch_id))
 
-    @app.delete(
-        "/v1/batches/{batch_id}",
-        responses=described.answers(Deleted),
-        summary="Delete a batch that has ended, but not its files",
-    )
+    @app.delete("/v1/batches/{batch_id}", responses=described.answers(Deleted))
     async def delete_batch(batch_id: str) -> Response:
         await asyncio.to_thread(store().delete_batch, batch_id)
         return json_response(Deleted(id=batch_id, object="batch"))
 
-    @app.post(
-        "/v1/batches/{batch_id}/cancel",
-        responses=described.answers(Batch),
-        summary="End a batch",
-    )
-    async def cancel(batch_id: str) -> Response:
+    @app.post("/v1/batches/{batch_id}/cancel", responses=described.answers(Batch))
+    async def cancel_batch(batch_id: str) -> Response:
         return json_response(await asyncio.to_thread(store().cancel, batch_id))
 
     _add_file_routes(app, described, options, store)
@@ -92,16 +80,11 @@ def _add_file_routes(
 ) -> None:
     listing = asyncio.Semaphore(1)  # a list may read every file.json, and other requests need the threads, too
 
-    @app.post(
-        "/v1/files",
-        responses=described.answers(FileObject),
-        openapi_extra=_TAKES_FORM,
-        summary="Keep a file",
-    )
-    async def upload(request: Request) -> Response:
+    @app.post("/v1/files", responses=described.answers(FileObject), openapi_extra=_TAKES_FORM)
+    async def upload_file(request: Request) -> Response:
         return json_response(await _upload(request, store(), options))
 
-    @app.get("/v1/files", responses=described.answers(Page[FileObject]), summary="The files that are kept")
+    @app.get("/v1/files", responses=described.answers(Page[FileObject]))
     async def files(request: Request) -> Response:
         query = PageRequest.parse(dict(request.query_params))
         limit, purpose = query.limit or _MOST_FILES, query.purpose
@@ -109,22 +92,17 @@ def _add_file_routes(
         async with listing:
             return json_response(await asyncio.to_thread(found))
 
-    @app.get("/v1/files/{file_id}", responses=described.answers(FileObject), summary="What a file is")
+    @app.get("/v1/files/{file_id}", responses=described.answers(FileObject))
     async def file(file_id: str) -> Response:
         return json_response(await asyncio.to_thread(store().file, file_id))
 
-    @app.get(
-        "/v1/files/{file_id}/content",
-        responses=_CONTENT,
-        response_class=Response,
-        summary="What is in a file",
-    )
-    async def content(file_id: str) -> Response:
+    @app.get("/v1/files/{file_id}/content", responses=_CONTENT, response_class=Response)
+    async def file_content(file_id: str) -> Response:
         pieces = _pieces(await asyncio.to_thread(store().open_file, file_id))
         headers = {"x-content-type-options": "nosniff"}
         return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 
-    @app.delete("/v1/files/{file_id}", responses=described.answers(Deleted), summary="Delete a file")
+    @app.delete("/v1/files/{file_id}", responses=described.answers(Deleted))
     async def delete_file(file_id: str) -> Response:
         await asyncio.to_thread(store().delete_file, file_id)
         return json_response(Deleted(id=file_id, object="file"))

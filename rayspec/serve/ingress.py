@@ -190,17 +190,11 @@ _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"s
 
 
 def _add_model_routes(app: FastAPI, ingress: Ingress, described: Description) -> None:
-    @app.post(
-        "/v1/chat/completions",
-        summary="Answer a conversation",
-        **described.takes(ChatRequest, ChatCompletion, streamed=True),
-    )
+    @app.post("/v1/chat/completions", **described.takes(ChatRequest, ChatCompletion, streamed=True))
     async def chat_completions(request: Request) -> Response:
         return await ingress.generate(request, ChatRequest)
 
-    @app.post(
-        "/v1/completions", summary="Complete prompts", **described.takes(CompletionRequest, Completion, streamed=True)
-    )
+    @app.post("/v1/completions", **described.takes(CompletionRequest, Completion, streamed=True))
     async def completions(request: Request) -> Response:
         return await ingress.generate(request, CompletionRequest)
 
@@ -212,37 +206,28 @@ def _add_model_routes(app: FastAPI, ingress: Ingress, described: Description) ->
     async def model_card(model: str) -> Response:
         return json_response(await ingress.card(model))
 
-    @app.post(
-        "/tokenize",
-        summary="The tokens of a text or a conversation",
-        **described.takes(TokenizeRequest, TokenizeResponse),
-    )
+    @app.post("/tokenize", **described.takes(TokenizeRequest, TokenizeResponse))
     async def tokenize(request: Request) -> Response:
         return await ingress.tokenize(request, TokenizeRequest)
 
-    @app.post("/detokenize", summary="The text of tokens", **described.takes(DetokenizeRequest, DetokenizeResponse))
+    @app.post("/detokenize", **described.takes(DetokenizeRequest, DetokenizeResponse))
     async def detokenize(request: Request) -> Response:
         return await ingress.tokenize(request, DetokenizeRequest)
 
 
 def _add_operator_routes(app: FastAPI, ingress: Ingress, described: Description) -> None:
-    @app.get("/health", summary="Whether every model can serve")
+    @app.get("/health")
     async def health() -> Response:
         problems = await ingress.watch.problems()
         if problems:
             return error_response(unable(503, "unhealthy", "; ".join(problems)))
         return JSONResponse({"status": "ok"})
 
-    @app.get("/status", responses=described.answers(EndpointStatus), summary="What each model does")
+    @app.get("/status", responses=described.answers(EndpointStatus))
     async def status() -> Response:
         return json_response(EndpointStatus(models=await ingress.watch.statuses()))
 
-    @app.get(
-        "/metrics",
-        responses=_METRICS,
-        response_class=Response,
-        summary="Metrics of all nodes, for Prometheus",
-    )
+    @app.get("/metrics", responses=_METRICS, response_class=Response)
     async def metrics() -> Response:
         return Response(await scrape(), media_type=CONTENT_TYPE)
 

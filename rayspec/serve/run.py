@@ -29,6 +29,7 @@ from rayspec.types import ConfigError, RayspecError
 _APP = "rayspec"
 _RUNNER_APP = "rayspec-batches"
 _RAY_ADDRESS = "RAY_ADDRESS"
+_CONTROLLER = {"name": "SERVE_CONTROLLER_ACTOR", "namespace": "serve"}
 _POLL_S = 0.05
 _BACKLOG = 2048
 _FIRST_LOOK_S = 10.0
@@ -92,8 +93,7 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
             for engine in engines:
                 load_config(engine)  # finds errors before Ray starts
         with ray_session():
-            with suppress(ValueError):
-                ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+            if _CONTROLLER in ray.util.list_named_actors(all_namespaces=True):
                 raise ConfigError("the cluster at RAY_ADDRESS runs Serve already: deploy to it with `serve deploy`")
             try:
                 _serve(options, bound, listener, announce)
