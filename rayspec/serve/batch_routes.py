@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import IO, Any
@@ -15,7 +15,7 @@ from rayspec.openai.batches import Batch, BatchRequest, Deleted, FileObject, Pag
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.serve.access import json_response
 from rayspec.serve.batch_store import BatchStore, new_id
-from rayspec.serve.bodies import read_form
+from rayspec.serve.bodies import BodyReader, read_form
 from rayspec.serve.description import Description
 from rayspec.serve.options import ServeOptions
 
@@ -32,12 +32,12 @@ _TAKES_FORM = {"requestBody": {"required": True, "content": {"multipart/form-dat
 _CONTENT: dict[int | str, dict[str, Any]] = {
     200: {"description": "The content.", "content": {"application/octet-stream": {"schema": {"type": "string"}}}}
 }
-ReadBody = Callable[[Request, type[BatchRequest], ExitStack], Awaitable[tuple[BatchRequest, bytes]]]
 
 
-def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions, runner: Any, read: ReadBody) -> None:
-    """Add the routes. runner: Serve's handle of the BatchRunner, where `options` name a folder of batches. read: reads
-    the JSON body of a request, within the endpoint's limits."""
+def add_batch_routes(
+    app: FastAPI, described: Description, options: ServeOptions, runner: Any, bodies: BodyReader
+) -> None:
+    """Add the routes. runner: Serve's handle of the BatchRunner, where `options` name a folder of batches."""
     folder = None if options.batches is None else BatchStore.at(options.batches)
 
     def store() -> BatchStore:
@@ -48,7 +48,7 @@ def add_batch_routes(app: FastAPI, described: Description, options: ServeOptions
     @app.post("/v1/batches", **described.takes(BatchRequest, Batch))
     async def create_batch(request: Request) -> Response:
         with ExitStack() as held:
-            asked, _ = await read(request, BatchRequest, held)
+            asked, _ = await bodies.read(request, BatchRequest, held)
         batch = await asyncio.to_thread(store().new_batch, asked)
         runner.wake.remote()
         return json_response(batch)

@@ -8,14 +8,20 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from fastapi import Request
 
 from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.strict_body import StrictBody
+from rayspec.openai.tokenizing import LargeWork
 from rayspec.serve.access import Admission
-from rayspec.serve.replies import NO_UPGRADE, NOT_JSON, Refused, too_large, too_slow, unknown_encoding
+from rayspec.serve.options import ServeOptions
+from rayspec.serve.replies import NO_UPGRADE, NOT_JSON, OVERRUN, Refused, too_large, too_slow, unknown_encoding
 
-LARGE = 2**20
+_LARGE = 2**20
+_LARGE_BODIES = 8  # of the largest size, in memory at once; bodies of at most _LARGE bytes do not count
 _SMALL = 2**16
 _BYTES_OF_ITEM, _BYTES_OF_OBJECT = 40, 250  # in memory, once they are parsed
 _JSON, _FORM = "application/json", "multipart/form-data"
@@ -25,55 +31,59 @@ _MOST_HEADERS = 8192
 _MOST_BESIDE_FILE = 2**16  # bytes of the fields, headers and delimiters
 _MOST_BOUNDARY = 70  # characters, RFC 2046
 _BYTES_IN_TIME = 16 * 2**20
+Body = TypeVar("Body", bound=StrictBody)
 _PARAMETER = re.compile(r';\s*([\w*.-]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^\s";]*)\s*')
 
 
-async def read_body(
-    request: Request, max_bytes: int, timeout_s: float, *, large: Admission, held: ExitStack, turn: asyncio.Lock
-) -> bytes:
-    """Return the body. Raises Refused as soon as more than `max_bytes` are announced or received, when the body is
-    incomplete after `timeout_s`, for a compressed body, and for one without a JSON content type: web pages of any
-    origin may send other types without a CORS preflight.
+class BodyReader:
+    """Reads JSON bodies, within limits on each body and on all that are in memory together."""
 
-    large: counts the bytes of large bodies, when more than LARGE have come; may refuse the body. held: ends that. turn:
-    bodies that share it are read one piece at a time, so that many of them do not hold up small requests.
-    """
-    connection = request.headers.get("connection", "").lower().split(",")
-    upgrades = "upgrade" in request.headers or "upgrade" in [token.strip() for token in connection]
-    timeout_s = min(timeout_s, _UPGRADE_TIMEOUT_S) if upgrades else timeout_s
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
-        raise Refused(NOT_JSON)
-    _check_encoding(request)
-    try:
-        body = await asyncio.wait_for(_read(request, max_bytes, large, held, turn), timeout_s)
-    except asyncio.TimeoutError:
-        raise Refused(NO_UPGRADE if upgrades else too_slow(timeout_s)) from None
-    if upgrades and not body:
-        raise Refused(NO_UPGRADE)
-    return body
+    def __init__(self, options: ServeOptions) -> None:
+        self._max_bytes, self._timeout_s = options.max_request_bytes, options.body_timeout_s
+        self._large = Admission(_LARGE_BODIES * options.max_request_bytes, refusal=OVERRUN)
+        self._turn, self._parsing = asyncio.Lock(), LargeWork(1)
 
+    async def read(self, request: Request, kind: type[Body], held: ExitStack) -> tuple[Body, bytes]:
+        """Return the body of a request, parsed and as it came. Raises RequestError for a body that is no `kind`.
 
-def bytes_of_values(content: bytes) -> int:
-    """Return about how much memory the items, arrays and objects of a JSON text take in addition to its bytes."""
-    return _BYTES_OF_ITEM * content.count(b",") + _BYTES_OF_OBJECT * (content.count(b"{") + content.count(b"["))
+        Raises Refused for a body that is too large, too slow, compressed, or large beside many others; and for one
+        without a JSON content type: web pages of any origin may send other types without a CORS preflight. held: a
+        large body counts until the end of this, as its values stay in memory as long as the request.
+        """
+        connection = request.headers.get("connection", "").lower().split(",")
+        upgrades = "upgrade" in request.headers or "upgrade" in [token.strip() for token in connection]
+        timeout_s = min(self._timeout_s, _UPGRADE_TIMEOUT_S) if upgrades else self._timeout_s
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
+            raise Refused(NOT_JSON)
+        _check_encoding(request)
+        try:
+            content = await asyncio.wait_for(self._content(request, held), timeout_s)
+        except asyncio.TimeoutError:
+            raise Refused(NO_UPGRADE if upgrades else too_slow(timeout_s)) from None
+        if upgrades and not content:
+            raise Refused(NO_UPGRADE)
+        num_objects = content.count(b"{") + content.count(b"[")
+        num_bytes = _BYTES_OF_ITEM * content.count(b",") + _BYTES_OF_OBJECT * num_objects  # of the parsed values
+        if num_bytes > _LARGE:
+            held.enter_context(self._large.admit(num_bytes))
+        return await self._parsing.run(partial(kind.read, content), len(content)), content
 
-
-async def _read(request: Request, max_bytes: int, large: Admission, held: ExitStack, turn: asyncio.Lock) -> bytes:
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:20]) > max_bytes:
-        raise Refused(too_large(max_bytes))
-    body, is_large = bytearray(), False
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _SMALL:  # meanwhile uvicorn reads no more of it, as its buffer is full
-            async with turn:
-                await asyncio.sleep(0)
-        if len(body) > LARGE and not is_large:
-            held.enter_context(large.admit(int(announced) if announced.isdecimal() else max_bytes))
-            is_large = True
-        if len(body) > max_bytes:
-            raise Refused(too_large(max_bytes))
-    return bytes(body)
+    async def _content(self, request: Request, held: ExitStack) -> bytes:
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
+            raise Refused(too_large(self._max_bytes))
+        body, is_large = bytearray(), False
+        async for piece in request.stream():
+            body += piece
+            if len(body) > _SMALL:  # large bodies take turns; meanwhile uvicorn reads no more, as its buffer is full
+                async with self._turn:
+                    await asyncio.sleep(0)
+            if len(body) > _LARGE and not is_large:
+                held.enter_context(self._large.admit(int(announced) if announced.isdecimal() else self._max_bytes))
+                is_large = True
+            if len(body) > self._max_bytes:
+                raise Refused(too_large(self._max_bytes))
+        return bytes(body)
 
 
 def _check_encoding(request: Request) -> None:

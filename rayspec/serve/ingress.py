@@ -10,7 +10,7 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -23,17 +23,15 @@ import rayspec
 from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, check_served
 from rayspec.openai.responses import ChatCompletion, Completion, ModelCard, ModelList
-from rayspec.openai.strict_body import StrictBody
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
     DetokenizeResponse,
-    LargeWork,
     TokenizeRequest,
     TokenizeResponse,
 )
 from rayspec.serve.access import Admission, AdmissionControl, ApiKeys, Entry, error_response, json_response
 from rayspec.serve.batch_routes import add_batch_routes
-from rayspec.serve.bodies import LARGE, bytes_of_values, read_body
+from rayspec.serve.bodies import BodyReader
 from rayspec.serve.calls import Call, fetch, while_connected
 from rayspec.serve.description import ERRORS, Description
 from rayspec.serve.options import ServeOptions
@@ -44,8 +42,6 @@ from rayspec.serve.watch import Watch
 from rayspec.types import RequestError
 
 _WEB = Path(__file__).parent / "web"
-_LARGE_BODIES = 8  # of the largest size, in memory at once; bodies of at most `bodies.LARGE` bytes do not count
-Body = TypeVar("Body", bound=StrictBody)
 _USABLE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _PAGE_HEADERS = {"x-content-type-options": "nosniff", "content-security-policy": "frame-ancestors 'none'"}
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer the stream
@@ -74,8 +70,7 @@ class Ingress:
         }
         self._may_be_absent = {one.model_id for one in options.llm_configs if one.scales_to_zero}
         self.watch = Watch(self.models, replica_timeout_s=options.replica_timeout_s)
-        self._reading, self._parsing = asyncio.Lock(), LargeWork(1)
-        self._large_bodies = Admission(_LARGE_BODIES * options.max_request_bytes, refusal=OVERRUN)
+        self.bodies = BodyReader(options)
         posts, gets = (Admission(options.max_ongoing_requests, refusal=OVERRUN) for _ in range(2))
         self.entry = Entry(keys=keys, hosts=hosts, origins=options.cors, posts=posts, gets=gets)
 
@@ -85,7 +80,7 @@ class Ingress:
     async def generate(self, request: Request, kind: type[ChatRequest | CompletionRequest]) -> Response:
         """Answer a request for text, streamed or not. Raises RequestError and Refused."""
         with ExitStack() as held:
-            asked, body = await self.read(request, kind, held)
+            asked, body = await self.bodies.read(request, kind, held)
             model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.options.request_timeout_s
             held.enter_context(self._admissions[asked.model].admit(asked.num_sequences))
             if not asked.stream:
@@ -100,7 +95,7 @@ class Ingress:
     async def tokenize(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
         """Answer a request to tokenize or detokenize. Raises RequestError and Refused."""
         with ExitStack() as held:
-            asked, body = await self.read(request, kind, held)
+            asked, body = await self.bodies.read(request, kind, held)
             model = self._ready_model(asked.model or next(iter(self.models)))
             work = fetch(model.tokenize.remote(kind, body, _name_of(request)), self.options.request_timeout_s)
             return json_response(await while_connected(request, work))
@@ -111,19 +106,6 @@ class Ingress:
             asked = self._ready_model(model).card.remote()
             self._cards[model] = await fetch(asked, self.options.request_timeout_s)
         return self._cards[model]
-
-    async def read(self, request: Request, kind: type[Body], held: ExitStack) -> tuple[Body, bytes]:
-        """Return the body of a request, parsed and as it came. Raises RequestError, and Refused for a large body beside
-        many others. held: a large body counts until the end of this, as its values stay in memory as long as the
-        request."""
-        max_bytes, timeout_s = self.options.max_request_bytes, self.options.body_timeout_s
-        content = await read_body(
-            request, max_bytes, timeout_s, large=self._large_bodies, held=held, turn=self._reading
-        )
-        num_bytes = bytes_of_values(content)
-        if num_bytes > LARGE:
-            held.enter_context(self._large_bodies.admit(num_bytes))
-        return await self._parsing.run(partial(kind.read, content), len(content)), content
 
     def _ready_model(self, name: str) -> Any:
         """Return the handle of a model. Raises RequestError, and Refused while no replica can serve."""
@@ -161,7 +143,7 @@ def build_app(ingress: Ingress) -> FastAPI:
     )
     described = Description()
     _add_model_routes(app, ingress, described)
-    add_batch_routes(app, described, ingress.options, ingress.runner, ingress.read)
+    add_batch_routes(app, described, ingress.options, ingress.runner, ingress.bodies)
     _add_operator_routes(app, ingress, described)
     open_paths = frozenset({"/health"}) | _add_web(app)
     for kind in (RequestError, Refused, HTTPException, ClientDisconnect, Exception):

@@ -22,7 +22,6 @@ from rayspec.serve import build_openai_app
 from rayspec.serve.description import ErrorBody
 from rayspec.serve.run import Address
 from rayspec.serve.status import EndpointStatus
-from rayspec.serve.watch import replicas_of
 from tests.serve.endpoint_process import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -219,16 +218,6 @@ class TestWhatOperatorsSee:
             Draft202012Validator(document | schema).validate(instance)
         assert set(operation["responses"]) == {"200", "default"}
         assert document["paths"]["/health"]["get"]["security"] == []
-
-
-def test_a_process_knows_the_replicas_that_it_sends_requests_to_and_no_others(endpoint: Endpoint) -> None:
-    deployment = "Model:demo"
-    handle = serve.get_deployment_handle(deployment, APP)
-    handle.options()
-    wait_until(lambda: bool(replicas_of(APP, deployment)), 10)
-    names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
-    assert replicas_of(APP, deployment) == {name for name in names if f"#{deployment}#" in name}
-    assert replicas_of(APP, "Model:org--narrow") == set()
 
 
 def test_a_model_that_is_lost_on_the_way(endpoint: Endpoint) -> None:

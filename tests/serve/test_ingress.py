@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +17,8 @@ from rayspec.serve.access import ANY, Admission, ApiKeys, allowed_host
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import BUSY, Refused
-from tests.serve.endpoint_process import served
+from rayspec.serve.watch import WatchedReplica
+from tests.serve.endpoint_process import head_of, served, wait_until
 
 PAGE = "https://page.example"
 BODY = {"model": "demo", "prompt": "a"}
@@ -24,25 +26,43 @@ JSON = {"content-type": "application/json"}
 
 
 class Model:
-    """Has the interface of Serve's handle, and answers at once."""
+    """Has the interface of Serve's handle. Its calls answer at once or, if it `hangs`, end when they are cancelled."""
 
     app_name, deployment_name = "app", "model"
     is_initialized = True
 
-    def __init__(self) -> None:
-        self.respond = self
+    def __init__(self, *, hangs: bool = False) -> None:
+        self.hangs, self.begun, self.cancelled = hangs, threading.Semaphore(0), threading.Semaphore(0)
+        self.respond = self.stream = self.tokenize = self
+
+    def options(self, **_: Any) -> Model:
+        return self
 
     def running_replicas_populated(self) -> bool:
         return False
 
-    async def remote(self, *_: Any) -> bytes:
+    def remote(self, *_: Any) -> Model:
+        self.begun.release()
+        return self
+
+    async def answer(self) -> bytes:
+        await asyncio.sleep(60 * self.hangs)
         return b"{}"
 
+    def __await__(self) -> Generator[Any, None, bytes]:
+        return self.answer().__await__()
 
-def ingress_of(**options: Any) -> Ingress:
-    config = {"model_loading_config": {"model_id": "demo"}}
+    __anext__ = answer
+
+    def cancel(self) -> None:
+        self.cancelled.release()
+
+
+def ingress_of(model: Model | None = None, **options: Any) -> Ingress:
+    deployment = {"max_ongoing_requests": 1, "max_queued_requests": 0}
+    config = {"model_loading_config": {"model_id": "demo"}, "deployment_config": deployment}
     chosen = ServeOptions(llm_configs=(config,), cors=(PAGE,), max_request_bytes=1024, **options)
-    return Ingress(chosen, {"demo": Model()}, keys=ApiKeys.of(["a", "key"]), hosts=frozenset({"app.example"}))
+    return Ingress(chosen, {"demo": model or Model()}, keys=ApiKeys.of(["a", "key"]), hosts=frozenset({"app.example"}))
 
 
 def asked(
@@ -121,6 +141,25 @@ def test_errors_have_openais_form(method: str, path: str, content: Any, status: 
     response = asked(method, path, content=content)
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     assert ("retry-after" in response.headers) == (status == 503)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "stream"])
+def test_who_hangs_up_before_the_answer_begins_frees_the_place(path: str) -> None:
+    more = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    body = json.dumps({"model": "demo", **more} | ({"stream": True} if path == "stream" else {})).encode()
+    head = head_of("/v1/completions" if path == "stream" else path, len(body))
+    head = head.replace(b"host:", b"authorization: Bearer a\r\nhost:")
+    model = Model(hangs=True)
+    ingress = ingress_of(model)
+    ingress.watch.replicas["demo"] = {"a": WatchedReplica(actor=None)}
+    with served(build_app(ingress)) as address:
+        for _ in range(2):  # the model admits one at a time
+            with socket.create_connection(address, timeout=10) as connection:
+                connection.sendall(head + body)
+                assert model.begun.acquire(timeout=10)
+                assert ingress.entry.num_under_way == 1
+            assert model.cancelled.acquire(timeout=5)
+            wait_until(lambda: ingress.entry.num_under_way == 0, 1.0)
 
 
 @pytest.mark.parametrize("rest", [b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"])
