@@ -157,7 +157,7 @@ def test_chunks_join_to_the_answer(engine: AsyncEngine, name: str) -> None:
     whole = plain_body(run(respond(request, engine, SERVED, **STAMP)))
     chunks = run(chunks_of(request, engine))
     check_same(chunks, whole)
-    assert len(chunks) > 2
+    assert len(chunks) >= 2
     if request.include_usage:
         assert [chunk["usage"] for chunk in chunks] == [None] * (len(chunks) - 1) + [whole["usage"]]
         assert chunks[-1]["choices"] == []
