@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from ray.exceptions import RayError
 
 from rayspec.serve.access import ANY, Admission, ApiKeys, allowed_host
 from rayspec.serve.ingress import Ingress, build_app
@@ -31,8 +32,9 @@ class Model:
     app_name, deployment_name = "app", "model"
     is_initialized = True
 
-    def __init__(self, *, hangs: bool = False) -> None:
+    def __init__(self, *events: bytes | Exception, hangs: bool = False) -> None:
         self.hangs, self.begun, self.cancelled = hangs, threading.Semaphore(0), threading.Semaphore(0)
+        self._events = iter(events)
         self.respond = self.stream = self.tokenize = self
 
     def options(self, **_: Any) -> Model:
@@ -52,7 +54,12 @@ class Model:
     def __await__(self) -> Generator[Any, None, bytes]:
         return self.answer().__await__()
 
-    __anext__ = answer
+    async def __anext__(self) -> bytes:
+        await self.answer()
+        found = next(self._events, StopAsyncIteration())
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def cancel(self) -> None:
         self.cancelled.release()
@@ -71,12 +78,13 @@ def asked(
     *,
     headers: Mapping[str, str] = JSON,
     content: Any = BODY,
+    model: Model | None = None,
 ) -> httpx2.Response:
     given = {"authorization": "Bearer key"} | JSON | dict(headers)
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
 
     async def send() -> httpx2.Response:
-        transport = httpx2.ASGITransport(app=build_app(ingress_of()))
+        transport = httpx2.ASGITransport(app=build_app(ingress_of(model)))
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
             return await http.request(method, path, headers=given, content=body if content else b"")
 
@@ -114,6 +122,20 @@ def test_who_may_make_a_model_work(headers: Mapping[str, str], status: int, code
     response = asked(headers=headers)
     assert response.status_code == status, response.text
     assert code is None or response.json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("last", "code"), [(StopAsyncIteration(), None), (RayError(), "engine_dead"), (asyncio.TimeoutError(), "timeout")]
+)
+def test_a_stream_is_passed_on_once_and_its_last_event_is_the_error(last: Exception, code: str | None) -> None:
+    model = Model(b"data: 1\n\n", b"data: 2\n\n", last)
+    text = asked(content=BODY | {"stream": True}, model=model).text
+    told = text.removeprefix("data: 1\n\ndata: 2\n\n")
+    if code is None:
+        assert (told, text.count("data")) == ("", 2)
+    else:
+        assert told.endswith("\n\ndata: [DONE]\n\n")
+        assert json.loads(told.split("\n\n")[0].removeprefix("data: "))["error"]["code"] == code
 
 
 def test_pages_of_an_allowed_origin_may_ask_first() -> None:
