@@ -79,21 +79,6 @@ def test_the_saved_config_repeats_the_run(run: Run, tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_prompts_and_chats(run: Run, tmp_path: Path) -> None:
-    text = demo.sample_documents(1, num_sentences=8)[0].text
-    write_rows(
-        tmp_path / "in.jsonl",
-        {"id": "chat", "messages": [{"role": "user", "content": text}]},
-        {"id": "parts", "messages": [{"role": "user", "content": [{"type": "text", "text": text, "cache": None}]}]},
-        {"id": "prompt", "prompt": f"<|document|>{text}<|summary|>"},
-    )
-    result = run("generate", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--temperature", "0", "--max-tokens", "12")
-    assert result.exit_code == 0, result.output
-    rows = read_rows(tmp_path / "out.jsonl")
-    assert rows["chat"]["text"] == rows["parts"]["text"] == rows["prompt"]["text"]
-    assert rows["chat"]["finish_reason"] == "length"
-
-
 def test_files_of_other_types_are_said_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     write_rows(tmp_path / "in" / "a.jsonl", "no json")
@@ -144,17 +129,13 @@ def test_a_killed_run_goes_on(run: Run, tmp_path: Path) -> None:
     [
         (["-o", "out.jsonl"], "error: option 'model' is missing: give it a value"),
         (["-o", "out.jsonl", *PLAIN, "--truncate"], "option '--truncate' is now '--long truncate'"),
-        (["-o", "out.jsonl", *PLAIN, "--order", "longst"], "error: option 'order' is 'longst': Input should be"),
         (["-o", "/proc/out.jsonl", *PLAIN], "error: option 'output' is '/proc/out.jsonl.run', which cannot be used"),
         ([".", "-o", "in.jsonl", "--overwrite", *PLAIN], "error: option 'output' is 'in.jsonl', which is an input too"),
         (["-o", "out.jsonl", *FAST, "--set", "speculation.gat=1"], "unknown option 'gat'; did you mean 'gate'?"),
-        (["-o", "out.jsonl", *FAST, "--max-num-seqs", "0"], "error: option 'max_num_seqs' is 0"),
         (["-o", "out.jsonl", *PLAIN, "--prompt", "Sum up"], "error: option 'prompt' is 'Sum up': it must hold {text}"),
-        (["-o", "out.jsonl", *PLAIN, "--max-model-len", "99999"], "error: option 'max_model_len' is 99999"),
         (["-o", "out.jsonl", *FAST, "--modle", "x"], "No such option: --modle"),
         (["no*.txt", "-o", "out.jsonl", *FAST], "error: input 'no*.txt': it matches nothing"),
         (["-o", "out.jsonl", "--model", "demoo"], "error: option 'model' is 'demoo', and there is no such folder; did"),
-        (["-o", "out.jsonl", *FAST, "--strategy", "static"], "error: in 'speculation': strategy 'static' needs option"),
         (
             ["-o", "out.jsonl", *PLAIN, "--set", "speculation.strategy=auto"],
             "error: option 'speculation.strategy' is given",

@@ -240,9 +240,7 @@ def test_the_picture_of_the_floors_is_drawn_from_the_imports() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import rayspec.model.b",
         "from rayspec.model import b",
-        "from .b import name",
         "def f():\n    from rayspec.model.b import name",
         "if TYPE_CHECKING:\n    from rayspec.model.b import Name",
     ],
@@ -267,19 +265,13 @@ def test_a_module_may_import_its_package_and_be_imported_by_others() -> None:
     ("path", "source"),
     [
         ("rayspec/types.py", "import numpy"),
-        ("rayspec/errors.py", "from rayspec.types import Plan"),
-        ("rayspec/config.py", "import torch"),
         ("rayspec/planning/knapsack.py", "from ..decode import engine"),
         ("rayspec/planning/knapsack.py", "def f():\n    import ray"),
         ("rayspec/model/sublayers.py", "from rayspec.decode.engine import Engine"),
-        ("rayspec/model/sublayers.py", "from rayspec import demo"),
         ("rayspec/model/sublayers.py", "from rayspec import LLM"),
-        ("rayspec/decode/engine.py", "from rayspec import pipeline"),
         ("rayspec/demo/__init__.py", "import torch"),
-        ("rayspec/demo/widen.py", "import ray"),
         ("rayspec/llm.py", "from ray import get"),
         ("rayspec/pipeline/shard.py", "from rayspec import cli"),
-        ("rayspec/pipeline/shard.py", "import jobs.summarize"),
         ("rayspec/__init__.py", "import torch"),
         ("rayspec/new_module.py", ""),
     ],
@@ -292,12 +284,9 @@ def test_a_planted_violation_is_found(path: str, source: str) -> None:
     ("path", "source"),
     [
         ("rayspec/planning/knapsack.py", "import math\nimport numpy as np\nfrom rayspec.types import Plan"),
-        ("rayspec/planning/knapsack.py", "from .latency import LatencyModel"),
         ("rayspec/decode/engine.py", "import torch\nfrom rayspec.model import weights\nfrom ..planning import gate"),
         ("rayspec/pipeline/shard.py", "import ray\nfrom rayspec.decode.stages import Stages"),
         ("rayspec/cli.py", "import ray\nimport rayspec\nfrom rayspec import demo, LLM"),
-        ("rayspec/__init__.py", "from rayspec.config import SamplingParams\nfrom rayspec.llm import LLM"),
-        ("jobs/summarize.py", "from rayspec.batch.report import RunReport"),
     ],
 )
 def test_what_is_allowed_is_not(path: str, source: str) -> None:

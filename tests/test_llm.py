@@ -132,22 +132,6 @@ def test_prompts_are_texts_or_tokens(llm: LLM) -> None:
     assert llm.generate({"prompt_token_ids": tokens}, GREEDY)[0].outputs[0].text == one.outputs[0].text
 
 
-def test_a_stream_takes_no_more_than_it_can_use(llm: LLM) -> None:
-    taken = 0
-
-    def requests() -> Iterator[Request]:
-        nonlocal taken
-        for index in range(30):
-            taken += 1
-            yield Request(request_id=f"s{index}", params=GREEDY.replace(max_tokens=3), prompt_token_ids=[30 + index])
-
-    outputs = llm.stream(requests())
-    names = [next(outputs).request_id]
-    assert taken <= 2 * 3 + 1
-    names += [output.request_id for output in outputs]
-    assert sorted(names) == sorted(f"s{index}" for index in range(30))
-
-
 def _requests(prompts: Iterable[list[int]], params: SamplingParams) -> Iterator[Request]:
     for index, prompt in enumerate(prompts):
         yield Request(request_id=str(index), params=params, prompt_token_ids=prompt)
@@ -162,23 +146,6 @@ def _wait_until_idle(llm: LLM) -> None:
 
 def _tokens(outputs: Iterable[RequestOutput]) -> list[list[Sequence[int]]]:
     return [[one.token_ids for one in output.outputs] for output in outputs]
-
-
-def test_a_stream_that_is_closed_aborts_its_requests(llm: LLM) -> None:
-    prompts = [[30 + index] for index in range(9)]
-    short = Request(request_id="short", params=GREEDY.replace(max_tokens=2), prompt_token_ids=[30])
-    with closing(llm.stream([short, *_requests(prompts, ENDLESS)])) as stream:
-        assert next(stream).request_id == "short"
-        assert llm.engine.has_unfinished
-    _wait_until_idle(llm)
-
-
-def test_a_streaming_request_comes_in_pieces(llm: LLM) -> None:
-    (whole,) = llm.generate({"prompt_token_ids": [30]}, GREEDY)
-    pieces = list(llm.stream([Request(request_id="p", params=GREEDY, prompt_token_ids=[30], stream=True)]))
-    assert len(pieces) > 2
-    assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert "".join(one.text for piece in pieces for one in piece.outputs) == whole.outputs[0].text
 
 
 def test_calls_from_many_threads_get_their_own_outputs(llm: LLM) -> None:
@@ -314,19 +281,13 @@ def test_settings_of_the_callers_tokenizer_do_not_change_prompts(llm: LLM) -> No
     assert len(llm.generate(text, GREEDY.replace(max_tokens=1))[0].prompt_token_ids) > 2
 
 
-def test_the_longest_context_is_the_models_own() -> None:
-    options = {**OPTIONS, "max_model_len": None, "speculation": {"strategy": "ar"}}
-    assert LLM("demo", **options).config.max_model_len == 8192
-    with pytest.raises(ConfigError, match=r"max_model_len.*8193.*8192"):
-        LLM("demo", **(options | {"max_model_len": 8193}))
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"max_model_length": 5}, ConfigError, "did you mean 'max_model_len'"),
         ({"speculation": {"strategy": "static", "skip": [32]}}, ConfigError, "sublayer 32.*0 to 31"),
         ({"device": "cpuu"}, ConfigError, "device"),
+        ({"max_model_len": 8193}, ConfigError, "max_model_len.*8193.*8192"),
         ({"tokenizer": "no-such-tokenizer"}, CheckpointError, "no-such-tokenizer"),
         ({"model": "no-such-model"}, CheckpointError, "no-such-model"),
     ],
@@ -340,10 +301,8 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], error: type[Except
 BAD_PROMPTS: list[tuple[Any, type[Exception], str]] = [
     ("\ud800", RequestError, r"'\\ud800' at index 0.*surrogate"),
     ("", EmptyPromptError, ""),
-    (None, RequestError, "the prompt is None: give a text"),
     ([5, 6], RequestError, r"the prompt is \[5, 6\]: give a text, or .*prompt_token_ids"),
     ({"prompt_tokens": [1]}, RequestError, "prompt_tokens.*give a text, or .*'prompt_token_ids'"),
-    ({"prompt_token_ids": 5}, RequestError, "prompt_token_ids is 5: give a list"),
     ({"prompt_token_ids": [5, 1.7]}, InvalidTokenError, "prompt token 1.7 is not an integer"),
     ({"prompt_token_ids": [5, 10**6]}, InvalidTokenError, ""),
     ({"prompt_token_ids": [5] * 1024}, PromptTooLongError, ""),
@@ -367,10 +326,7 @@ def test_a_bad_prompt_is_an_output_with_an_error_at_its_place(llm: LLM) -> None:
     ("conversation", "message"),
     [
         ("hi", "the conversation is 'hi': give a list"),
-        ([], "the conversation has no message"),
-        ([{"role": "hacker", "content": "x"}], "messages.0.role: it is 'hacker'; give one of system, developer"),
         ([CALLS], "messages.0.tool_calls: the model's chat template has no such field"),
-        ([{"role": "user", "content": "\udfff"}], "surrogate"),
     ],
 )
 def test_a_bad_conversation_is_an_output_with_an_error(llm: LLM, conversation: Any, message: str) -> None:
@@ -379,24 +335,6 @@ def test_a_bad_conversation_is_an_output_with_an_error(llm: LLM, conversation: A
     assert isinstance(bad.error, RequestError)
     assert message in str(bad.error)
     assert bad.request_id != good.request_id
-
-
-def test_messages_mean_what_they_mean_at_the_endpoint(llm: LLM) -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert llm.chat_tokens([{"role": "user", "content": parts}]) == llm.chat_tokens(
-        [{"role": "user", "content": "a\nb"}]
-    )
-    before = llm.tokenizer.chat_template
-    try:
-        llm.tokenizer.chat_template = "{{ messages[0].role }}"
-        for role, shown in (("developer", "system"), ("tool", "tool")):
-            tokens = llm.chat_tokens([{"role": role, "content": "x"}])
-            assert llm.tokenizer.decode(tokens) == shown
-        llm.tokenizer.chat_template = None
-        with pytest.raises(ConfigError, match=r"no chat template: use generate\(\)"):
-            llm.chat([{"role": "user", "content": "x"}])
-    finally:
-        llm.tokenizer.chat_template = before
 
 
 @pytest.mark.parametrize(
@@ -408,9 +346,7 @@ def test_messages_mean_what_they_mean_at_the_endpoint(llm: LLM) -> None:
         (lambda llm: llm.chat(_messages(1)[0], tools=[{}]), r"argument 'tools' is \[\{\}\], which is not supported"),
         (lambda llm: llm.generate("a", lora_reqest=None), "unknown argument 'lora_reqest'"),
         (lambda llm: llm.generate(["a", "b", "c"], [GREEDY, SHORT]), "2 sampling params for 3 prompts"),
-        (lambda llm: llm.generate(["a", "b"], [GREEDY, None]), r"params has None: give SamplingParams\("),
         (lambda llm: llm.chat("hi"), "messages is 'hi': give a list"),
-        (lambda llm: llm.stream(5), "requests is 5: give Request objects"),
         (lambda llm: list(llm.stream(["a"])), r"a request is 'a': give a Request, or use generate\(\)"),
         (
             lambda llm: list(llm.stream([Request(request_id="a", params=5, prompt="a")])),

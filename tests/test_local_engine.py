@@ -81,9 +81,7 @@ def test_drafts_in_static_buffers_read_all_keys_or_a_window(monkeypatch: pytest.
     ("speculation", "expected"),
     [
         ({}, {FULL, "int4", "window", "pages", "int4+window", "int4+pages"}),
-        ({"choices": ()}, {FULL}),
         ({"choices": ("int8", "window")}, {FULL, "int8", "window", "int8+window"}),
-        ({"extra_weight_bytes": 1000}, {FULL, "window", "pages"}),
         (INT4, {FULL, "int4"}),
     ],
 )

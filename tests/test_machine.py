@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,7 +50,6 @@ def _machine(root: Path, *, mounts: str, groups: str, files: Mapping[str, str]) 
         pytest.param(
             {"memory.max": "max", "memory.high": str(4 * GIB), "memory.current": "0"}, 4, 4, 8, id="throttled from"
         ),
-        pytest.param({"memory.max": str(500 * GIB), "memory.current": "0"}, 32, 64, 8, id="more than there is"),
         pytest.param({"cpu.max": "50000 100000"}, 32, 64, 1, id="half a core"),
     ],
 )
@@ -112,8 +110,6 @@ def test_a_container_of_cgroup_v1(
     [
         ("model name\t: Xeon A\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16 amx_tile", "Xeon A", "AMX"),
         ("model name\t: EPYC B\nflags\t\t: fpu avx2 avx512f avx512_bf16", "EPYC B", "AVX-512 BF16"),
-        ("model name\t: Xeon C\nflags\t\t: fpu avx2 avx512f avx512_vnni", "Xeon C", "AVX-512"),
-        ("model name\t: Ryzen D\nflags\t\t: fpu avx avx2 fma", "Ryzen D", "AVX2"),
         ("Features\t: fp asimd bf16 i8mm\nCPU part\t: 0xd40", "0xd40", "Arm BF16"),
         ("Features\t: fp asimd\nCPU part\t: 0xd0c", "0xd0c", "other"),
     ],
@@ -122,9 +118,3 @@ def test_processors(tmp_path: Path, cpuinfo: str, name: str, kind: str) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\n{cpuinfo}\n\nprocessor\t: 1\nBogoMIPS\t: 1\n")
     assert (cpu_name(tmp_path), cpu_class(tmp_path)) == (name, kind)
-
-
-def test_this_machine() -> None:
-    assert 0 < bytes_available() <= bytes_in_total()
-    assert 1 <= num_cores() <= len(os.sched_getaffinity(0))
-    assert cpu_name()

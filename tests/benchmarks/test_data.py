@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from benchmarks.data import BARE, RAY_DATA, DataSample, data_markdown, data_rows, run_data_bench, timed
-from rayspec.batch.rows import Row
+from benchmarks.data import BARE, RAY_DATA, DataSample, data_markdown, data_rows, run_data_bench
 from rayspec.bench.options import BenchOptions
 from rayspec.config import EngineConfig
-from rayspec.types import ConfigError
 
 
 def sample(seconds: float, first_row_s: float, texts: str) -> DataSample:
@@ -32,9 +29,6 @@ def test_ratios_are_of_the_same_repeat() -> None:
     assert (through.min_tokens_per_s, through.tokens_per_s, through.max_tokens_per_s) == (20, 50, 50)
     assert (through.min_ratio, through.ratio, through.max_ratio) == (0.5, 0.8, 1)
     assert (through.seconds, through.first_row_s) == (2.0, 1.5)
-
-
-ROW = Row(id="a", text="text", num_output_tokens=3)
 
 
 def options(*, input_: str = "demo", **changes: Any) -> BenchOptions:
@@ -64,9 +58,3 @@ def test_a_real_one_is_measured(ray_cluster: None) -> None:
     assert 0.1 < through["ratio"] < 2
     assert len(said) == 1 + 2 * 2
     assert data_markdown(result).count("12 of 12") == 2
-
-
-def test_a_row_that_fails_cannot_be_measured() -> None:
-    failed = replace(ROW, error="it is gone", error_kind="engine")
-    with pytest.raises(ConfigError, match="row 'a' failed, and only rows that succeed can be measured: it is gone"):
-        timed(lambda: [ROW, failed])

@@ -8,13 +8,11 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.pipeline import (
-    parse_cases,
     run_pipeline_bench,
 )
 from benchmarks.pipeline_result import Case, HopTimes, PipelineRun, TimedPart, pipeline_rows
 from rayspec.bench.options import BenchOptions
 from rayspec.config import EngineConfig
-from rayspec.types import ConfigError
 
 
 def options(*, num_prompts: int = 2, **changes: Any) -> BenchOptions:
@@ -52,17 +50,6 @@ RUNS = [
 HOPS = [
     HopTimes(case="2x3", link=link, p50_s=p50_s, p99_s=0.5, num_samples=9) for link, p50_s in (("x", 0.01), ("y", 0.03))
 ]
-
-
-def test_cases_are_stages_by_cohorts() -> None:
-    assert parse_cases("1x1, 2x4,1x1") == (Case(stages=1, cohorts=1), Case(stages=2, cohorts=4))
-    assert parse_cases("12x10")[0].name == "12x10"
-
-
-@pytest.mark.parametrize("text", ["", "2", "0x1", "2x1x1"])
-def test_what_is_no_case_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"option 'cases' is .*2x4"):
-        parse_cases(text)
 
 
 def test_a_round_s_time_is_split_into_stages_hops_and_the_rest() -> None:

@@ -15,7 +15,6 @@ from rayspec import demo
 from rayspec.bench.workloads import Workload
 from rayspec.config import EngineConfig
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
-from rayspec.types import ConfigError
 from tests.strategy_cases import saved_plan
 
 DOMAINS = [Workload(domain=name, prompts=[[ord(name), index] for index in range(500)], context=50) for name in "abc"]
@@ -30,13 +29,6 @@ def test_the_ratio_is_the_share_of_changes(ratio: float) -> None:
     changes = sum(one != other for one, other in pairwise(names))
     assert abs(changes - 400 * ratio) <= 4 * (400 * ratio * (1 - ratio)) ** 0.5
     assert stream == mixed(DOMAINS, ratio, 401, seed=5)
-
-
-def test_what_cannot_be_mixed_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"option 'ratios' has 0\.5, and there is no second domain"):
-        mixed(DOMAINS[:1], 0.5, 2, seed=0)
-    with pytest.raises(ConfigError, match=r"option 'num_prompts' is 501, but after 500 prompts .* no more of 'a'"):
-        mixed(DOMAINS[:1], 0.0, 501, seed=0)
 
 
 def test_a_stream_with_saved_plans(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.settings import Settings
-from rayspec.config import EngineConfig, OffloadOptions, Options, ParallelOptions, SamplingParams, SpeculationOptions
+from rayspec.config import EngineConfig, OffloadOptions, ParallelOptions, SamplingParams, SpeculationOptions
 from rayspec.types import ConfigError
 
 app = typer.Typer(rich_markup_mode=None)
@@ -62,16 +62,6 @@ def test_help_shows_the_defaults_of_the_option_groups() -> None:
     assert ", static, ar, " in text
     assert "[default: auto]" in text
     assert "; skip, int8, int4, window, pages [default: skip, int4, window, pages]" in text
-
-
-def test_every_simple_option_has_a_flag() -> None:
-    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
-    groups = {name for name, info in SpeculationOptions.model_fields.items() if isinstance(info.default, Options)}
-    without = groups | {"quantization_config", "speculation", "parallel", "offload", "logit_bias", "n"}
-    without |= {"labels", "topology"}
-    for options in (EngineConfig, SpeculationOptions, ParallelOptions, SamplingParams):
-        for name in options.model_fields.keys() - without:
-            assert f"--{name.replace('_', '-')}" in text
 
 
 @pytest.mark.parametrize("option", ["model", "tokenizer"])

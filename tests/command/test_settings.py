@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from rayspec.command.settings import make_settings
 from rayspec.config import SamplingParams
@@ -63,14 +62,6 @@ def test_the_word_off_is_no_boolean(tmp_path: Path) -> None:
         make_settings(file=file, overrides=["cuda_graphs=on"])
 
 
-def test_a_saved_config_gives_the_same_settings(tmp_path: Path) -> None:
-    before = make_settings(
-        overrides=["model=m", "speculation.strategy=static", "speculation.skip=[3, 4]", "sampling.stop=[end]"]
-    )
-    file = write(tmp_path / "c.yaml", yaml.safe_dump(before.resolved()))
-    assert make_settings(file=file) == before
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -92,8 +83,3 @@ def test_an_override_that_means_nothing_is_refused(overrides: list[str], message
 def test_a_file_that_holds_no_options_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="option 'config'"):
         make_settings(file=write(tmp_path / "c.yaml", text))
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"option 'config' is .*absent.yaml': No such file"):
-        make_settings(file=tmp_path / "absent.yaml")

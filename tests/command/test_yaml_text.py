@@ -11,16 +11,12 @@ from rayspec.types import ConfigError
 HOSTILE = [
     "a: {",
     "!!bool x",
-    "!!int ''",
-    "!!binary é",
     "!!python/object/apply:os.system [true]",
     "2024-13-45",
     "[" * 1000,
     "9" * 5000,
-    "*absent",
     "\x00",
     "\ud800",
-    "<<: 5",
     "model: m\nmodel: n",
     "a: {b: 1, b: 1}",
 ]
@@ -41,12 +37,3 @@ def test_so_are_option_files(tmp_path: Path) -> None:
         make_settings(file=path)
     with pytest.raises(ConfigError, match=r"options\.yaml' cannot be read: not valid YAML"):
         read_options_file(path)
-
-
-def test_a_name_that_stands_twice_is_named() -> None:
-    with pytest.raises(NotYamlError, match="the name 'model' stands twice; leave one out"):
-        parse_yaml("model: m\nspeculation: {}\nmodel: n")
-
-
-def test_merged_mappings_may_be_overridden() -> None:
-    assert parse_yaml("base: &b {x: 1, y: 2}\nmore: {<<: *b, x: 3}")["more"] == {"x": 3, "y": 2}

@@ -80,15 +80,6 @@ def test_the_widened_bundled_model_writes_the_same_text() -> None:
     assert texts[0] == texts[1]
 
 
-def test_bfloat16_weights_stay_exact_for_powers_of_two() -> None:
-    model = random_model("llama-tied").bfloat16()
-    wide = widen(model, 4)
-    assert {parameter.dtype for parameter in wide.parameters()} == {torch.bfloat16}
-    narrow = model.get_parameter("model.layers.1.mlp.down_proj.weight")
-    assert torch.equal(wide.get_parameter("model.layers.1.mlp.down_proj.weight")[:32, :48] * 4, narrow)
-    assert wide.get_parameter("lm_head.weight") is wide.get_parameter("model.embed_tokens.weight")
-
-
 def test_other_families_are_refused_by_name() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32))
     with pytest.raises(ValueError, match="model_type='gpt2'"):

@@ -117,19 +117,6 @@ def test_what_is_no_bench_is_refused(tmp_path: Path, content: str) -> None:
         read_bench(tmp_path / "results.json")
 
 
-def test_figures_of_a_bench_need_no_model(tmp_path: Path) -> None:
-    bench = tmp_path / "results.json"
-    bench.write_text(json.dumps({"workloads": WORKLOADS[:1]}), encoding="utf-8")
-    arguments = ["--model", "absent", "--only", "speedup", "--output", str(tmp_path / "out"), "--bench", str(bench)]
-    result = CliRunner().invoke(app, ["figures", *arguments])
-    assert result.exit_code == 0, result.output
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "figures.md",
-        "figures.json",
-        "speedup-by-context.png",
-    }
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
