@@ -68,7 +68,18 @@ class RoundPlanner:
 
     def plan(self, work_id: int, sequences: Sequence[SequenceState], chunks: Sequence[Chunk] = ()) -> PlannedRound:
         started = self._clock()
-        state = self._batch_state(sequences)
+        outstanding = sum(
+            self._answer_length.expected(sequence.num_remaining)
+            for sequence in (*self._scheduler.running, *self._scheduler.waiting)
+        )
+        state = BatchState(
+            context=sum(sequence.num_tokens for sequence in sequences) // len(sequences),
+            batch=len(sequences),
+            elapsed_s=self._stats.total_s,
+            num_outstanding_tokens=outstanding,
+            sequence_ids=[sequence.sequence_id for sequence in sequences],
+            proposals=cache(lambda: [sequence.proposal(self._options.max_draft_tokens) for sequence in sequences]),
+        )
         chosen = self.strategy.choose(state)
         plan = chosen.plan
         proposals = state.proposals() if plan.num_lookup_tokens else [NOTHING] * len(sequences)
@@ -141,20 +152,6 @@ class RoundPlanner:
 
         self._searching.add_done_callback(count)
         return self._searching
-
-    def _batch_state(self, sequences: Sequence[SequenceState]) -> BatchState:
-        outstanding = sum(
-            self._answer_length.expected(sequence.num_remaining)
-            for sequence in (*self._scheduler.running, *self._scheduler.waiting)
-        )
-        return BatchState(
-            context=sum(sequence.num_tokens for sequence in sequences) // len(sequences),
-            batch=len(sequences),
-            elapsed_s=self._stats.total_s,
-            num_outstanding_tokens=outstanding,
-            sequence_ids=[sequence.sequence_id for sequence in sequences],
-            proposals=cache(lambda: [sequence.proposal(self._options.max_draft_tokens) for sequence in sequences]),
-        )
 
     def _entry(self, sequence: SequenceState, proposal: Proposal, num_looked_up: int, plan: Plan) -> RoundEntry:
         num_free = sequence.table.capacity - sequence.num_tokens

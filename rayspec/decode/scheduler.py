@@ -238,7 +238,12 @@ class Scheduler:
         for sequence in self.members(cohort):
             while sequence in self.running and not self._grow(sequence):
                 free = [one for one in self.running if one.cohort not in in_flight]
-                self._preempt(next((one for one in reversed(free) if one.background), free[-1]), step)
+                preempted = next((one for one in reversed(free) if one.background), free[-1])
+                self.kv.release(preempted)
+                preempted.metrics.num_preemptions += 1
+                self.running.remove(preempted)
+                self._put_back(preempted)
+                step.preempted.append(preempted)
         self._admit(cohort, step)
         members = self.members(cohort)
         step.decode = [sequence for sequence in members if sequence.prefilled]
@@ -331,13 +336,6 @@ class Scheduler:
     def _grow(self, sequence: SequenceState) -> bool:
         room = min(_num_pages(sequence.max_total_tokens + self._num_beside), self.kv.pool.num_pages)
         return self.kv.grow(sequence, self._num_pages_needed(sequence), room)
-
-    def _preempt(self, sequence: SequenceState, step: Step) -> None:
-        self.kv.release(sequence)
-        sequence.metrics.num_preemptions += 1
-        self.running.remove(sequence)
-        self._put_back(sequence)
-        step.preempted.append(sequence)
 
 
 def _num_pages(num_tokens: int) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,14 +97,23 @@ def check_generation(model: PreTrainedModel) -> None:
     Raises UnsupportedModelError if they do not, and CheckpointError for weights that compute NaN or infinity."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     prompt = torch.randint(vocab_size, [_NUM_CHECK_TOKENS], generator=torch.Generator().manual_seed(0)).tolist()
-    prompts = [prompt[:1], prompt]
+    options = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=_NUM_CHECK_STEPS + 1, return_dict_in_generate=True, output_logits=True, do_sample=False
+    )
+    generate: Any = partial(model.generate, generation_config=options)
     try:
-        outputs = [_generated(model, each) for each in prompts]
-        states = [GenerateState(model, each) for each in prompts]
+        states = [GenerateState(model, each) for each in (prompt[:1], prompt)]
+        outputs = [generate(torch.tensor([state.prompt], device=model.device)) for state in states]
+        if not all(bool(logits.isfinite().all()) for output in outputs for logits in output.logits):
+            raise CheckpointError(
+                f"the model computes NaN or infinity on plain input in {model.dtype}: "
+                "its weights are damaged, or overflow; try bfloat16 or float32"
+            )
         for step in range(_NUM_CHECK_STEPS + 1):
-            for state, (token_ids, logits) in zip(states, outputs, strict=True):
-                actual = state.run([token_ids[step - 1]] if step else state.prompt)
-                expected, tolerance = logits[step].float(), 1e-3 if actual.dtype == torch.float32 else 5e-2
+            for state, output in zip(states, outputs, strict=True):
+                at = len(state.prompt) + step
+                actual = state.run(output.sequences[0, at - 1 : at].tolist() if step else state.prompt)
+                expected, tolerance = output.logits[step].float(), 1e-3 if actual.dtype == torch.float32 else 5e-2
                 # The root mean square of the difference, as a share of the expected logits' own spread.
                 spread = expected.std().clamp(min=1e-30)
                 difference = float((expected - actual.float()).square().mean().sqrt() / spread)
@@ -117,19 +127,6 @@ def check_generation(model: PreTrainedModel) -> None:
             f"{model.config.model_type}: generate of transformers cannot continue a text with this model "
             f"({type(error).__name__}: {in_one_line(error)})"
         ) from error
-
-
-def _generated(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[list[int], list[Tensor]]:
-    options = GenerationConfig(  # type: ignore[no-untyped-call]
-        max_new_tokens=_NUM_CHECK_STEPS + 1, return_dict_in_generate=True, output_logits=True, do_sample=False
-    )
-    written: Any = model.generate(torch.tensor([prompt], device=model.device), generation_config=options)  # type: ignore[operator]
-    if not all(bool(logits.isfinite().all()) for logits in written.logits):
-        raise CheckpointError(
-            f"the model computes NaN or infinity on plain input in {model.dtype}: "
-            "its weights are damaged, or overflow; try bfloat16 or float32"
-        )
-    return written.sequences[0, len(prompt) :].tolist(), list(written.logits)
 
 
 class WholeModelStages(Stages):
