@@ -276,15 +276,13 @@ def joined(pieces: Sequence[RequestOutput]) -> RequestOutput:
     for piece in pieces:
         for one in piece.outputs:
             parts.setdefault(one.index, []).append(one)
-    return replace(pieces[-1], outputs=[_joined_completion(each) for each in parts.values()])
-
-
-def _joined_completion(parts: Sequence[CompletionOutput]) -> CompletionOutput:
-    if len(parts) == 1:
-        return parts[0]
-    return replace(
-        parts[-1],
-        text="".join(one.text for one in parts),
-        token_ids=tuple(token_id for one in parts for token_id in one.token_ids),
-        logprobs=[row for one in parts for row in one.logprobs or ()] or None,
-    )
+    completions = [
+        replace(
+            each[-1],
+            text="".join(one.text for one in each),
+            token_ids=tuple(token_id for one in each for token_id in one.token_ids),
+            logprobs=[row for one in each for row in one.logprobs or ()] or None,
+        )
+        for each in parts.values()
+    ]
+    return replace(pieces[-1], outputs=completions)

@@ -88,9 +88,6 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def has(self, page_hash: PageHash) -> bool:
-        return page_hash in self._page_of
-
     def num_free_without(self, pages: Sequence[int]) -> int:
         """Return how many pages are free once `pages` are in use."""
         return self.num_free - int((self._num_users[pages] == 0).sum()) if pages else self.num_free
@@ -251,7 +248,7 @@ class WindowedPages:
         """Return the longest prefix, in pages, whose next row finds all pages in its window. hashes: of its pages."""
         usable, first_there = 0, 0
         for page, one in enumerate(hashes):
-            if not self.pool.has(one):
+            if not self.pool.find([one]):
                 first_there = page + 1
             elif self._first_seen((page + 1) * PAGE_SIZE) >= first_there:
                 usable = page + 1
