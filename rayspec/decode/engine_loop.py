@@ -115,7 +115,7 @@ class EngineLoop:
         self._waiting: dict[str, _Arrival] = {}  # by the id in the engine: the requests that have no last output yet
         self._pings: set[Future[None]] = set()  # that the engine has not answered yet
         self._has_work = False
-        self._death: EngineDeadError | None = None
+        self.death: EngineDeadError | None = None  # why the loop has ended
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # of the delivery thread
@@ -135,11 +135,6 @@ class EngineLoop:
 
     def stage_use(self) -> Sequence[StageUse]:
         return self.engine.stages.recent_use()
-
-    @property
-    def death(self) -> EngineDeadError | None:
-        """Why the loop has ended; None while it runs."""
-        return self._death
 
     def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
         """Submit one request and return its future. listener: receives all outputs of a stream but the last. Raises
@@ -178,7 +173,7 @@ class EngineLoop:
         with self._lock:
             thread = self._thread
             if thread is None:
-                self._death = self._death or stopped
+                self.death = self.death or stopped
                 return
         self._put(partial(_raise, stopped))
         for one in (thread, self._deliverer):
@@ -192,8 +187,8 @@ class EngineLoop:
 
     def _require_alive(self) -> None:
         """Start the threads, unless they run. Raises EngineDeadError if they have ended."""
-        if self._death is not None:
-            raise _another(self._death)
+        if self.death is not None:
+            raise _another(self.death)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="rayspec-engine", daemon=True)
             self._deliverer.start()
@@ -221,7 +216,7 @@ class EngineLoop:
         except BaseException as error:  # noqa: BLE001 - reported to everyone who waits
             death = error if isinstance(error, EngineDeadError) else _death_by(error)
         with self._lock:
-            self._death = death
+            self.death = death
         unsettled: list[Future[Any]] = [*(arrival.future for arrival in self._waiting.values()), *self._pings]
         for future in unsettled:
             self._jobs.put(partial(_settle, future, None, _another(death)))
