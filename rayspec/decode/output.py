@@ -260,8 +260,9 @@ class PieceQueue:
                 pieces.append(item)
             if pieces:
                 yield joined(pieces)
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._ended.wait(), due_s - self._loop.time())
+                if (left_s := due_s - self._loop.time()) > 0:
+                    with suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(self._ended.wait(), left_s)
 
     def _announce(self, event: asyncio.Event) -> None:
         with suppress(RuntimeError):  # the event loop has ended, and with it the reader
