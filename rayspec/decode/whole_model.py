@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import torch
@@ -100,10 +99,11 @@ def check_generation(model: PreTrainedModel) -> None:
     options = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=_NUM_CHECK_STEPS + 1, return_dict_in_generate=True, output_logits=True, do_sample=False
     )
-    generate: Any = partial(model.generate, generation_config=options)
+    generate: Any = model.generate
     try:
         states = [GenerateState(model, each) for each in (prompt[:1], prompt)]
-        outputs = [generate(torch.tensor([state.prompt], device=model.device)) for state in states]
+        inputs = [torch.tensor([state.prompt], device=model.device) for state in states]
+        outputs = [generate(each, generation_config=options) for each in inputs]
         if not all(bool(logits.isfinite().all()) for output in outputs for logits in output.logits):
             raise CheckpointError(
                 f"the model computes NaN or infinity on plain input in {model.dtype}: "
