@@ -29,8 +29,7 @@ from rayspec.command.environment import describe_environment
 from rayspec.command.settings import Settings
 from rayspec.config import DType, EngineConfig, ParallelOptions, SamplingParams
 from rayspec.decode.progress import Progress
-from rayspec.pool.calls import Callback
-from rayspec.pool.worker import Beginning
+from rayspec.pool.worker import Beginning, Callback
 from rayspec.ray_session import ray_session
 from rayspec.types import EngineLoad, EngineStats
 

@@ -41,7 +41,7 @@ from rayspec.types import ConfigError, EngineStats, Request, RequestOutput
 
 _CASE = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 _HOP_BYTES = 16 * 1024
-_NUM_HOPS = 2000
+_NUM_LAPS = 100
 # Ray's CPU reservation for a shard: small, so that Ray places more stages than cores. `num_threads` sets the threads.
 _CPUS_RESERVED = 0.25
 
@@ -158,6 +158,8 @@ class _Measured:
         if self._stages is None or self._case is None:
             return []
         num_stages = self._case.stages
+        laps = [self._stages.hops_s(_HOP_BYTES) for _ in range(_NUM_LAPS)]
+        links = [[seconds for link in lap for seconds in link] for lap in zip(*laps, strict=True)]
         return [
             HopTimes(
                 case=self._case.name,
@@ -166,7 +168,7 @@ class _Measured:
                 p99_s=float(np.percentile(seconds, 99)),
                 num_samples=len(seconds),
             )
-            for stage, seconds in enumerate(self._stages.hops_s(_HOP_BYTES, _NUM_HOPS))
+            for stage, seconds in enumerate(links)
         ]
 
     def _repeat(self, prompts: Sequence[Sequence[int]]) -> TimedPart:

@@ -12,7 +12,7 @@ from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.decode.stages import StageLostError
 from rayspec.local_engine import load_engine
 from rayspec.pipeline.loading import load_pipeline
-from rayspec.pool.calls import Callback
+from rayspec.pool.worker import Callback
 from rayspec.types import Request, RequestOutput
 
 

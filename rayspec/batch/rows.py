@@ -15,8 +15,7 @@ from rayspec.types import RayspecError, RequestOutput
 
 if TYPE_CHECKING:
     from rayspec.llm import AsyncEngine
-    from rayspec.pool.calls import Callback
-    from rayspec.pool.worker import Beginning
+    from rayspec.pool.worker import Beginning, Callback
 
 TRANSIENT_KINDS: Final = frozenset({"aborted", "engine_dead", "stage_lost", "stages_replaced", "transport"})
 """Kinds of errors that the engine causes and not the row. Rows with such an error are done again."""

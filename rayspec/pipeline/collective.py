@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
 
+import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,7 +30,18 @@ from rayspec.errors import TransportError
 
 Backend = Literal["nccl", "gloo"]
 
+LOOPBACK = "127.0.0.1"
+
 MAX_PENDING_TENSORS = 16  # per peer; a pipeline has few cohorts under way, so the oldest tensor arrived long ago
+
+
+def node_address() -> str:
+    """Return the IP address of this node for other nodes of the Ray cluster, and so for `Transport(host=...)`.
+
+    It is the address that Ray itself uses. In a cluster on loopback, transports use loopback too, and so do those
+    without Ray.
+    """
+    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else LOOPBACK  # type: ignore[no-untyped-call]
 
 
 class Rendezvous:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from rayspec.choices import Choice
 from rayspec.decode.search import Agreement, answer
+from rayspec.pipeline.collective import node_address
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, stage_name
 from rayspec.pipeline.messages import (
     Broken,
@@ -35,7 +36,8 @@ from rayspec.pipeline.messages import (
     Ship,
     Sought,
 )
-from rayspec.pipeline.transport import Secret, node_address
+from rayspec.pipeline.recovery import Status
+from rayspec.pipeline.transport import Secret
 from rayspec.types import RayspecError
 
 _ANSWER_TIMEOUT_S = 30.0
@@ -50,6 +52,8 @@ class SearchFailedError(RayspecError):
 class Coordinator:
     """Answers the engine's questions one at a time, with versions. It is stateless: a replacement needs no data from
     it. spans: sublayers [first, last) of every stage."""
+
+    _endpoint: Endpoint
 
     def __init__(self, spans: Sequence[tuple[int, int]], secret: Secret) -> None:
         self._spans, self._secret = spans, secret
@@ -67,7 +71,7 @@ class Coordinator:
     def serve(self) -> None:
         """Serve until the process is killed. Report any error to the engine, then raise it."""
         torch.set_num_threads(1)
-        endpoint = Endpoint(COORDINATOR, self._secret, host=node_address())
+        endpoint = self._endpoint = Endpoint(COORDINATOR, self._secret, host=node_address())
         self._address.set_result(endpoint.address)
         try:
             while True:
@@ -78,6 +82,9 @@ class Coordinator:
             raise
         finally:
             endpoint.close()
+
+    def status(self) -> Status:
+        return self._endpoint.status()
 
     def serve_one(self, endpoint: Endpoint) -> None:
         """Wait for a question and answer it, and those that come meanwhile. A new epoch ends the work on them."""

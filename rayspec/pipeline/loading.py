@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -17,8 +18,8 @@ from rayspec.model.sizes import ModelSizes, model_sizes, quantisation_of, quanti
 from rayspec.model.weights import load_config, num_layers
 from rayspec.pipeline.placement import gpus_per_shard
 from rayspec.pipeline.ray_stages import RayStages
-from rayspec.pipeline.replica import Blueprint, Replica
-from rayspec.pipeline.shard import Shard
+from rayspec.pipeline.replica import Replica
+from rayspec.pipeline.shard import Blueprint, Shard
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.partition import Device, LayerCost, ModelCosts, partition, stage_costs
 from rayspec.strategies.by_name import make_strategy, needs_latency
@@ -102,29 +103,23 @@ def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
     """Start a replica and measure it where that is needed. Start it again with another cut if its stages are uneven."""
     options = blueprint.options
     can_be_cut_anew = options.layers is None and options.stages > 1
-    replica = Replica(blueprint)
-    try:
+    latency, better = None, None
+    with ExitStack() as undo:
+        replica = Replica(blueprint)
+        undo.callback(replica.close)
         replica.start()
         stages = RayStages(replica)
-    except BaseException:
-        replica.close()
-        raise
-    if not can_be_cut_anew and not needs_latency(blueprint.config):
-        return stages, None
-    try:
-        latency, better = stages.measure(), None
-        if can_be_cut_anew:
-            better = balanced_cut(latency, replica.spans, blueprint.costs, replica.devices)
-        if better is not None:  # measured once only: something else may have run next to a stage
+        undo.callback(stages.shutdown)
+        for _ in range(2 if can_be_cut_anew else needs_latency(blueprint.config)):
             latency = stages.measure()
-            better = balanced_cut(latency, replica.spans, blueprint.costs, replica.devices)
+            if can_be_cut_anew:
+                better = balanced_cut(latency, replica.spans, blueprint.costs, replica.devices)
+            if better is None:  # else it is measured once more: something else may have run next to a stage
+                break
         if better is None:
+            undo.pop_all()
             return stages, latency
-        logger.warning("stages are uneven: loading them again with %s layers", [len(span) for span in better])
-    except BaseException:
-        stages.shutdown()
-        raise
-    stages.shutdown()
+    logger.warning("stages are uneven: loading them again with %s layers", [len(span) for span in better])
     options = options.replace(layers=tuple(len(span) for span in better))
     return _started(replace(blueprint, config=blueprint.config.replace(parallel=options)))
 

@@ -1,4 +1,4 @@
-"""Messages between engine, shards and coordinator: headers of transport messages, encoded as msgpack.
+"""Messages between engine, shards and coordinator, encoded as msgpack.
 
 Every message names its epoch. A new epoch begins when a shard is replaced or a message is lost; messages of older
 epochs are dropped on arrival.
@@ -86,19 +86,6 @@ class Broken(Message, frozen=True, kw_only=True):
     ended: bool = True
 
 
-class Ping(Message, frozen=True, kw_only=True):
-    """Engine to all processes, regularly while work is under way: the engine still reads heartbeats."""
-
-
-class Beat(Message, frozen=True, kw_only=True):
-    """Shards and coordinator to the engine, while they hear from it or are busy: this process is alive. problem: why
-    its present task is stuck; empty if it is not. worked_s, num_passes: of all tasks since the process started."""
-
-    problem: str
-    worked_s: float
-    num_passes: int
-
-
 class Moves(Message, frozen=True, kw_only=True):
     """Engine to a shard: copy keys and values in the KV cache, then answer Moved."""
 
@@ -106,10 +93,7 @@ class Moves(Message, frozen=True, kw_only=True):
 
 
 class Moved(Message, frozen=True, kw_only=True):
-    """worked_s, num_passes: as in Beat."""
-
-    worked_s: float
-    num_passes: int
+    """Answer to Moves."""
 
 
 class Measure(Message, frozen=True, kw_only=True):
@@ -243,7 +227,7 @@ class Follow(Message, frozen=True, kw_only=True):
 
 
 AnyMessage: TypeAlias = (
-    Connect | Connected | Begin | Forward | Done | Failed | Broken | Ping | Beat | Moves | Moved | Measure | Measured
+    Connect | Connected | Begin | Forward | Done | Failed | Broken | Moves | Moved | Measure | Measured
     | Lap | Search | Searched | Seek | Expand | Shipped | Sought | Follow
 )  # fmt: skip
 
@@ -269,17 +253,34 @@ def _from_wire(kind: Any, value: Any) -> Any:
     return msgspec.convert(value, DraftWhileWorth | DraftUntilFound | DraftWhileSure)
 
 
+class TensorForm(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The first frame of a message.
+
+    stream, number: the message is number `number` of one connection; a gap shows that messages were lost. rank: the
+    sender's rank on the link that carries the tensors; None if the tensors are in the frames that follow.
+    """
+
+    sender: str
+    stream: int
+    number: int
+    rank: int | None
+    tensors: tuple[TensorForm, ...]
+    message: AnyMessage
+
+
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage, dec_hook=_from_wire)
+_decoder: msgspec.msgpack.Decoder[Envelope] = msgspec.msgpack.Decoder(Envelope, dec_hook=_from_wire)
+encode = _encoder.encode
 
 
-def encode(message: Message) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode(header: bytes) -> AnyMessage:
-    """Decode the header of a message. Raises TransportError if it is malformed."""
+def decode(frame: bytes | memoryview) -> Envelope:
+    """Raises TransportError for a malformed envelope."""
     try:
-        return _decoder.decode(header)
+        return _decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TransportError(f"a message has a malformed header: {error}") from error
+        raise TransportError(f"a message is malformed: {error}") from error

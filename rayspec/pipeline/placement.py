@@ -57,6 +57,10 @@ class Process:
         self._served, self.listening = self.ask("serve", *arguments), self.ask("address")
 
     @property
+    def listens(self) -> bool:
+        return self.listening.done() and self.listening.exception() is None
+
+    @property
     def address(self) -> str:
         return self.listening.result(0.0)
 
@@ -110,8 +114,8 @@ class Bundles:
                 "lower tensor, cpus_per_shard or gpus_per_shard, or choose another placement or other labels"
             )
 
-    def start(self, kind: type, spec: object, *, name: str, stage: int) -> Process:
-        """Start the actor `kind(spec)` in the bundle of a stage. Ray does not restart it."""
+    def start(self, kind: type, *arguments: object, name: str, stage: int) -> Process:
+        """Start the actor `kind(*arguments)` in the bundle of a stage. Ray does not restart it."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=stage)
         options = {
             "num_cpus": self._cpus,
@@ -120,7 +124,7 @@ class Bundles:
             "max_concurrency": _MAX_CONCURRENCY,
             "max_restarts": 0,
         }
-        return Process(name, ray.remote(kind).options(**options).remote(spec))
+        return Process(name, ray.remote(kind).options(**options).remote(*arguments))
 
     def close(self) -> None:
         """Remove the placement group, which ends all its actors."""
@@ -187,15 +191,15 @@ def _first_line(error: BaseException) -> str:
 
 def wants_gpu(config: EngineConfig) -> bool:
     """Return whether the engine's own process needs a GPU. With shards it does not: they have GPUs of their own."""
-    num_gpus: float = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
-    if config.parallel is not None:
-        return False
-    return config.device.startswith("cuda") or (config.device == "auto" and num_gpus >= 1)
+    return config.parallel is None and _runs_on_gpu(config)
 
 
 def gpus_per_shard(config: EngineConfig, options: ParallelOptions) -> float:
-    num_gpus: float = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
-    wants = config.device.startswith("cuda") or (config.device == "auto" and num_gpus > 0)
-    if not wants:
+    if not _runs_on_gpu(config):
         return 0.0
     return 1.0 if options.gpus_per_shard is None else options.gpus_per_shard
+
+
+def _runs_on_gpu(config: EngineConfig) -> bool:
+    num_gpus: float = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+    return config.device.startswith("cuda") or (config.device == "auto" and num_gpus > 0)

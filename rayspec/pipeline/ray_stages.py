@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,12 +21,11 @@ from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError, S
 from rayspec.decode.work import Move, Prefill, Result, SamplerSpec, TappedToken, Work
 from rayspec.errors import TransportError
 from rayspec.model.rows import RowSpan
-from rayspec.pipeline.collective import Rendezvous
+from rayspec.pipeline.collective import Rendezvous, node_address
 from rayspec.pipeline.coordinator import forgotten
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, stage_name
 from rayspec.pipeline.messages import (
     AnyMessage,
-    Beat,
     Begin,
     Broken,
     Connect,
@@ -39,16 +38,13 @@ from rayspec.pipeline.messages import (
     Message,
     Moved,
     Moves,
-    Ping,
     Search,
     Searched,
-    decode,
-    encode,
 )
-from rayspec.pipeline.placement import PlacementError
-from rayspec.pipeline.recovery import Pulse, Restarts
+from rayspec.pipeline.placement import Process
+from rayspec.pipeline.recovery import Pulse, Restarts, Status
 from rayspec.pipeline.replica import Replica
-from rayspec.pipeline.transport import Transport, node_address
+from rayspec.pipeline.transport import Transport
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import OutOfMemoryError, RayspecError
 
@@ -60,15 +56,8 @@ _CHECK_EVERY_S = 0.25
 _CONNECT_TIMEOUT_S = 30.0
 _MOVE_TIMEOUT_S = 60.0
 _MEASURE_TIMEOUT_S = 300.0
-_SEARCH_TIMEOUT_S = 60.0
-_NUM_HOPS = 200
-_LAP_LENGTH = 20  # round trips in one message: a longer route makes the message larger
-
-
-@dataclass(frozen=True, slots=True)
-class _Searching:
-    future: Future[Answer]
-    deadline: float
+_NUM_HOPS = 20
+_UNUSED = Status("", 0.0, 0)
 
 
 class RayStages(Stages):
@@ -87,7 +76,7 @@ class RayStages(Stages):
         self._transport = Transport(ENGINE, replica.secret, host=node_address())
         self._epoch = 0
         self._work: dict[int, Future[Result]] = {}
-        self._searches: dict[int, _Searching] = {}
+        self._searches: dict[int, Future[Answer]] = {}
         self._search_ids = itertools.count(1)
         self._opened: dict[str, SamplerSpec] = {}
         self._closed: list[str] = []
@@ -98,11 +87,14 @@ class RayStages(Stages):
         self._lost: StageLostError | None = None
         self.link_s: tuple[float, ...] = ()
         self.recovery_s: list[float] = []
-        self._worked: dict[str, tuple[float, int]] = {}  # seconds and passes, from heartbeats and answers
-        self._worked_before: dict[str, tuple[float, int]] = {}
+        self._introduced: Process | None = None  # the coordinator that all processes know
+        self._used: dict[str, Status] = {}
         self._use_asked_at = time.monotonic()
         self._rendezvous: Rendezvous | None = None
-        self._may_link = True
+        wants_link = options.data_plane == "collective" or (options.data_plane == "auto" and replica.blueprint.num_gpus)
+        self._links = options.stages > 1 and bool(wants_link)
+        if self._links and replica.stages_share_gpus:
+            self._give_up_link("some of them are on the same GPU, which NCCL does not allow")
         if silent := self._connect():
             raise TransportError(f"{', '.join(sorted(silent))} did not answer within {_CONNECT_TIMEOUT_S:.0f} s")
 
@@ -159,11 +151,11 @@ class RayStages(Stages):
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         future: Future[Answer] = Future()
-        if self.replica.coordinator is None:
+        if self._introduced is None:
             future.set_exception(RayspecError("the coordinator is being replaced"))
             return future
         search_id = next(self._search_ids)
-        self._searches[search_id] = _Searching(future, time.monotonic() + _SEARCH_TIMEOUT_S)
+        self._searches[search_id] = future
         search = Search(epoch=self._epoch, search_id=search_id, tokens=tokens, rows=rows, question=question)
         self._send(COORDINATOR, search)
         return future
@@ -178,7 +170,7 @@ class RayStages(Stages):
         measured: dict[str, Measured] = {}
         for names in itertools.zip_longest(*waiting.values()):
             measured |= self._ask(Measure(epoch=self._epoch), Measured, _MEASURE_TIMEOUT_S, list(filter(None, names)))
-        hops_s = self.hops_s(torch.zeros(self.replica.blueprint.hidden_size).nbytes, _NUM_HOPS)
+        hops_s = self.hops_s(torch.zeros(self.replica.blueprint.hidden_size).nbytes)
         self.link_s = tuple(float(np.median(link)) for link in hops_s) or (0.0,)
         by_stage = [measured[name] for name in self._stage_names]
         numbers = [stage for stage, found in enumerate(by_stage) for _ in found.names]
@@ -193,41 +185,38 @@ class RayStages(Stages):
         model = replace(model, overhead_s=model.overhead_s * len(by_stage))
         return replace(model, wake_s=0.0) if self.num_cohorts >= len(by_stage) else model
 
-    def hops_s(self, num_bytes: int, num_samples: int) -> list[list[float]]:
-        """Return seconds of single hops with `num_bytes`, from each stage to the next and from the last to the first;
-        empty for one stage. No work may be under way. A hop is half of a round trip by the clock of one stage, because
-        clocks of two machines may differ."""
+    def hops_s(self, num_bytes: int) -> list[list[float]]:
+        """Return seconds of 20 single hops with `num_bytes`, from each stage to the next and from the last to the
+        first; empty for one stage. No work may be under way. A hop is half of a round trip by the clock of one stage,
+        because clocks of two machines may differ."""
         names, links = self._stage_names, list[list[float]]()
         state = torch.zeros(num_bytes, dtype=torch.uint8)
         for here, there in zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ():
-            samples: list[float] = []
-            while len(samples) < num_samples:
-                route = [*[here, there] * _LAP_LENGTH, here]
-                self._send(here, Lap(epoch=self._epoch, route=[*route[1:], ENGINE]), [state])
-                stamps = self._expect(Lap, [here], _MEASURE_TIMEOUT_S)[here].stamps[::2]
-                samples += [(after - before) / 2 for before, after in itertools.pairwise(stamps)]
-            links.append(samples[:num_samples])
+            route = [*[there, here] * _NUM_HOPS, ENGINE]
+            self._send(here, Lap(epoch=self._epoch, route=route), [state])
+            stamps = self._expect(Lap, [here], _MEASURE_TIMEOUT_S)[here].stamps[::2]
+            links.append([(after - before) / 2 for before, after in itertools.pairwise(stamps)])
         return links
 
     def usage(self) -> list[StageUse]:
         """Return `recent_use` up to this moment: the stages are asked."""
-        self.check()
+        for name in self._stage_names:
+            self._pulse.statuses[name] = self.replica.shards[name].ask("status").result(_MOVE_TIMEOUT_S)
         return self.recent_use()
 
     def recent_use(self) -> list[StageUse]:
-        """Return how busy each stage was since the last call, in the order of the stages, from heartbeats: this sends
-        no message, and any thread may call it."""
-        now, worked = time.monotonic(), dict(self._worked)
+        """Return how busy each stage was since the last call, in the order of the stages, as far as is known: this asks
+        nobody, and any thread may call it."""
+        now, statuses = time.monotonic(), dict(self._pulse.statuses)
         elapsed_s, self._use_asked_at = now - self._use_asked_at, now
-        before, self._worked_before = self._worked_before, worked
+        before, self._used = self._used, statuses
         uses = []
         for name in self._stage_names:
-            busy_s, num_passes = worked.get(name, (0.0, 0))
-            busy_before_s, passes_before = before.get(name, (0.0, 0))
-            if busy_s < busy_before_s:  # a shard that replaces another begins to count at 0
-                busy_before_s, passes_before = 0.0, 0
-            busy_s = min(elapsed_s, busy_s - busy_before_s)
-            uses.append(StageUse(name=name, busy_s=busy_s, elapsed_s=elapsed_s, num_passes=num_passes - passes_before))
+            last, first = statuses.get(name, _UNUSED), before.get(name, _UNUSED)
+            if last.worked_s < first.worked_s:  # a shard that replaces another begins to count at 0
+                first = _UNUSED
+            busy_s, num_passes = min(elapsed_s, last.worked_s - first.worked_s), last.num_passes - first.num_passes
+            uses.append(StageUse(name=name, busy_s=busy_s, elapsed_s=elapsed_s, num_passes=num_passes))
         return uses
 
     def shutdown(self) -> None:
@@ -242,24 +231,20 @@ class RayStages(Stages):
     # --- messages ---
 
     def _send(self, peer: str, message: Message, tensors: Sequence[Tensor] = ()) -> None:
-        self._transport.send(peer, encode(message), tensors)
+        self._transport.send(peer, message, tensors)
 
     def _receive(self, timeout_s: float) -> tuple[str, AnyMessage] | None:
         """Return the next message of this epoch; None if none comes in time. Raises as `_recover` if one was lost."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                envelope = self._transport.receive(max(0.0, deadline - time.monotonic()))
-                message = decode(envelope.header) if envelope is not None else None
+                received = self._transport.receive(max(0.0, deadline - time.monotonic()))
             except TransportError as error:
                 self._recover((), str(error))
-            if envelope is None or message is None:
+            if received is None:
                 return None
-            if message.epoch == self._epoch:
-                self._pulse.hear(envelope.sender, message.problem if isinstance(message, Beat) else "")
-                if isinstance(message, Beat | Moved):
-                    self._worked[envelope.sender] = message.worked_s, message.num_passes
-                return envelope.sender, message
+            if received.message.epoch == self._epoch:
+                return received.sender, received.message
 
     def _handle(self, sender: str, message: AnyMessage) -> None:
         match message:
@@ -268,13 +253,13 @@ class RayStages(Stages):
             case Failed():
                 self._work.pop(message.work_id).set_exception(OutOfMemoryError(message.reason))
             case Searched(search_id=search_id, answer=answer, reason=reason):
-                searching = self._searches.pop(search_id, None)
-                if searching is None or not searching.future.set_running_or_notify_cancel():
+                future = self._searches.pop(search_id, None)
+                if future is None or not future.set_running_or_notify_cancel():
                     return
                 if answer is None:
-                    searching.future.set_exception(RayspecError(reason))
+                    future.set_exception(RayspecError(reason))
                 else:
-                    searching.future.set_result(answer)
+                    future.set_result(answer)
             case Broken() if message.ended:
                 self._handle_end(sender, f"{sender} has failed: {message.reason}")
             case Broken():
@@ -294,7 +279,6 @@ class RayStages(Stages):
         as `_recover` if a shard ends or an answer does not come in time."""
         found: dict[str, Any] = {}
         deadline = time.monotonic() + timeout_s
-        self._pulse.watch(self.replica.processes)
         while len(found) < len(senders):
             received = self._receive(_POLL_S)
             if received is not None and isinstance(received[1], kind):
@@ -319,16 +303,12 @@ class RayStages(Stages):
         if now - self._checked_at < _CHECK_EVERY_S:
             return
         self._checked_at = now
-        self._look_for_coordinator()
-        listening = listening or bool(self._work)
-        if listening:
-            for name in self.replica.processes:
-                self._send(name, Ping(epoch=self._epoch))
-        for search_id in [number for number, one in self._searches.items() if now > one.deadline]:
-            self._searches.pop(search_id).future.cancel()
+        coordinator = self.replica.processes.get(COORDINATOR)
+        if coordinator is not None and coordinator is not self._introduced:
+            self._introduce("")
         ends = dict(self.replica.ends())
-        if listening:
-            ends |= self._pulse.deaths()
+        if listening or self._work:
+            ends = self._pulse.deaths(self.replica.processes) | ends
         if COORDINATOR in ends:
             self._handle_end(COORDINATOR, ends.pop(COORDINATOR))
         if ends:
@@ -345,22 +325,17 @@ class RayStages(Stages):
             logger.warning("it has been replaced too often: plans stay as they are for good")
             self.replica.end_coordinator()
         else:
-            self.replica.begin_coordinator()
-        self._pulse.watch(self.replica.processes)
+            self.replica.start_coordinator()
+        self._introduced = None
 
-    def _look_for_coordinator(self) -> None:
-        """Let all processes know a new coordinator that has become ready."""
-        try:
-            if not self.replica.coordinator_ready():
-                return
-        except PlacementError as error:
-            self._handle_end(COORDINATOR, f"a new coordinator failed: {error}")
-            return
-        peers = self._peers()
+    def _introduce(self, link: str) -> None:
+        """Let all processes know each other's address."""
+        peers = {name: process.address for name, process in self.replica.processes.items()}
+        peers[ENGINE] = self._transport.address
         self._transport.connect(peers)
         for name in self.replica.processes:
-            self._send(name, Connect(epoch=self._epoch, peers=peers))
-        self._pulse.watch(self.replica.processes)
+            self._send(name, Connect(epoch=self._epoch, peers=peers, link=link))
+        self._introduced = self.replica.processes.get(COORDINATOR)
 
     def _recover(self, names: Collection[str], reason: str) -> NoReturn:
         """Replace shards and begin a new epoch. Always raises: StagesReplacedError, or StageLostError if that fails."""
@@ -397,53 +372,29 @@ class RayStages(Stages):
         answer. The coordinator is not waited for: it is checked later, while work goes on. If a link cannot be joined,
         begin another epoch without a link, and stay without."""
         self._epoch += 1
-        peers = self._peers()
-        self._transport.connect(peers)
-        link = self._open_rendezvous()
-        for name in self.replica.processes:
-            self._send(name, Connect(epoch=self._epoch, peers=peers, link=link))
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        self._rendezvous = Rendezvous(node_address()) if self._links else None
+        self._introduce(self._rendezvous.address if self._rendezvous is not None else "")
         names, link_error = set(self.replica.shards), ""
         deadline = time.monotonic() + _CONNECT_TIMEOUT_S
         while names and time.monotonic() < deadline:
-            envelope = self._transport.receive(_POLL_S)
-            if envelope is None:
-                continue
-            message = decode(envelope.header)
-            if isinstance(message, Connected) and message.epoch == self._epoch:
-                names.discard(envelope.sender)
+            received = self._transport.receive(_POLL_S)
+            message = received.message if received is not None else None
+            if received is not None and isinstance(message, Connected) and message.epoch == self._epoch:
+                names.discard(received.sender)
                 link_error = link_error or message.link_error
         if link_error and not names:
             self._give_up_link(link_error)
             return self._connect()
-        self._pulse.watch(self.replica.processes)
         return names
 
     def _give_up_link(self, reason: str) -> None:
         logger.warning("stages exchange tensors through the host, because no link connects them: %s", reason)
-        self._may_link = False
-
-    def _open_rendezvous(self) -> str:
-        """Open a rendezvous if stages exchange tensors by torch.distributed. Return its address, else ""."""
-        if self._rendezvous is not None:
-            self._rendezvous.close()
-            self._rendezvous = None
-        blueprint = self.replica.blueprint
-        plane, num_stages = blueprint.options.data_plane, blueprint.options.stages
-        is_wanted = plane == "collective" or (plane == "auto" and blueprint.num_gpus > 0)
-        if num_stages == 1 or not is_wanted or not self._may_link:
-            return ""
-        if self.replica.stages_share_gpus:
-            self._give_up_link("some of them are on the same GPU, which NCCL does not allow")
-            return ""
-        self._rendezvous = Rendezvous(node_address())
-        return self._rendezvous.address
-
-    def _peers(self) -> dict[str, str]:
-        known = {name: process.address for name, process in self.replica.processes.items()}
-        return known | {ENGINE: self._transport.address}
+        self._links = False
 
     def _fail_searches(self, reason: str) -> None:
-        for searching in self._searches.values():
-            if searching.future.set_running_or_notify_cancel():
-                searching.future.set_exception(RayspecError(reason))
+        for future in self._searches.values():
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RayspecError(reason))
         self._searches.clear()

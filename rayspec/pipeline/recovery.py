@@ -4,53 +4,67 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
 
 # Between two calls of `deaths`, at most this share of the timeout counts as silence.
 _SHARE_OF_A_LOOK = 0.25
+_ASK_EVERY_S = 1.0
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 30.0
 
 
+class Asked(Protocol):
+    """A process that can be asked for its status."""
+
+    def ask(self, method: str) -> Future[Any]: ...
+
+
+class Status(NamedTuple):
+    """problem: why the present task of a process is stuck; empty if it is not. worked_s, num_passes: of all tasks since
+    the process started."""
+
+    problem: str
+    worked_s: float
+    num_passes: int
+
+
 class Pulse:
-    """Heartbeats of the processes of a replica, by name. Times are in seconds, by the injected clock.
+    """Asks processes for their status, about once a second. Times are in seconds, by the injected clock.
 
     If `deaths` is not called for a long while, the listener itself did not run, and perhaps no process did (a suspended
-    virtual machine). Only a part of that time counts as silence.
+    virtual machine). Only a part of that time counts as silence. Any thread may read `statuses`, the last of each name.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
         self._clock = clock
         self._looked_at = clock()
-        self._heard_at: dict[str, float] = {}
-        self._problems: dict[str, str] = {}
+        self._asked: dict[str, tuple[Asked, Future[Status], float]] = {}
+        self.statuses: dict[str, Status] = {}
 
-    def watch(self, names: Iterable[str]) -> None:
-        """Expect heartbeats of these processes from now on, and of no others."""
-        self._looked_at = self._clock()
-        self._heard_at = dict.fromkeys(names, self._looked_at)
-        self._problems.clear()
-
-    def hear(self, name: str, problem: str = "") -> None:
-        """problem: why the process says that it is stuck; empty if it is not."""
-        if name in self._heard_at:
-            self._heard_at[name] = self._clock()
-            self._problems[name] = problem
-
-    def deaths(self) -> dict[str, str]:
+    def deaths(self, processes: Mapping[str, Asked]) -> dict[str, str]:
         """Return the processes that are silent for too long or stuck, each with the reason."""
         now = self._clock()
-        absent_s = now - self._looked_at - _SHARE_OF_A_LOOK * self._timeout_s
-        if absent_s > 0:
-            self._heard_at = {name: min(now, at + absent_s) for name, at in self._heard_at.items()}
+        absent_s = max(0.0, now - self._looked_at - _SHARE_OF_A_LOOK * self._timeout_s)
         self._looked_at = now
-        silent = {
-            name: f"{name} has not been heard of for {now - at:.1f} s"
-            for name, at in self._heard_at.items()
-            if now - at > self._timeout_s
-        }
-        return silent | {name: f"{name} {problem}" for name, problem in self._problems.items() if problem}
+        found: dict[str, str] = {}
+        for name, process in processes.items():
+            known, answer, asked_at = self._asked.get(name, (None, None, now))
+            if known is process and answer is not None and not answer.done():
+                asked_at = min(now, asked_at + absent_s)
+                self._asked[name] = process, answer, asked_at
+                if now - asked_at > self._timeout_s:
+                    found[name] = f"{name} has not been heard of for {now - asked_at:.1f} s"
+                continue
+            if known is process and answer is not None and answer.exception() is None:  # else its end is known anyway
+                self.statuses[name] = answer.result()
+                if self.statuses[name].problem:
+                    found[name] = f"{name} {self.statuses[name].problem}"
+            if known is not process or now - asked_at >= _ASK_EVERY_S:
+                self._asked[name] = process, process.ask("status"), now
+        return found
 
 
 class Restarts:

@@ -5,46 +5,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import wait
-from dataclasses import dataclass
 
-from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.loading import cache_size
 from rayspec.model.kv_cache import CacheSize
-from rayspec.pipeline.collective import Rendezvous
+from rayspec.pipeline.collective import Rendezvous, node_address
 from rayspec.pipeline.coordinator import Coordinator
 from rayspec.pipeline.endpoint import COORDINATOR, stage_name
 from rayspec.pipeline.placement import Bundles, Process, start_beside, wait_for
-from rayspec.pipeline.shard import Loaded, Shard, ShardSpec, rank_name
-from rayspec.pipeline.transport import Secret, node_address
-from rayspec.planning.partition import Device, ModelCosts, partition
+from rayspec.pipeline.shard import Blueprint, Loaded, rank_name
+from rayspec.pipeline.transport import Secret
+from rayspec.planning.partition import Device, partition
 from rayspec.types import RayspecError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blueprint:
-    """Description of a replica to be started.
-
-    config: with `parallel`. costs: costs of the model on one rank. They decide the layers of each stage, unless the
-    option `layers` does. num_slots: largest number of KV cache slots; there are fewer if the smallest shard cannot hold
-    as many. window: the longest sliding window of a layer. shard_type: class of the shards; tests use another one.
-    """
-
-    config: EngineConfig
-    costs: ModelCosts
-    vocab_size: int
-    hidden_size: int
-    num_slots: int
-    num_gpus: float
-    window: int | None = None
-    shard_type: type[Shard] = Shard
-
-    @property
-    def options(self) -> ParallelOptions:
-        assert self.config.parallel is not None
-        return self.config.parallel
 
 
 class Replica:
@@ -60,7 +33,6 @@ class Replica:
         self.spans: tuple[tuple[int, int], ...] = ()
         self.devices: tuple[Device, ...] = ()
         self._places: dict[str, str] = {}
-        self._coming: Process | None = None
         self._meetings: dict[int, Rendezvous] = {}  # of the ranks of each stage
         options = blueprint.options
         self._bundles = Bundles(options, num_gpus=blueprint.num_gpus, timeout_s=options.start_timeout_s)
@@ -71,10 +43,9 @@ class Replica:
 
     @property
     def processes(self) -> dict[str, Process]:
-        found = dict(self.shards)
-        if self.coordinator is not None:
-            found[COORDINATOR] = self.coordinator
-        return found
+        """All processes that listen, by name. A new coordinator comes a while after it was started."""
+        listens = self.coordinator is not None and self.coordinator.listens
+        return self.shards | ({COORDINATOR: self.coordinator} if self.coordinator and listens else {})
 
     @property
     def stages_share_gpus(self) -> bool:
@@ -84,8 +55,9 @@ class Replica:
     def start(self) -> None:
         """Start all shards at once, then the coordinator."""
         self._start_stages(range(self.num_stages))
-        self.begin_coordinator()
-        self.coordinator_ready(self.blueprint.options.start_timeout_s)
+        self.start_coordinator()
+        assert self.coordinator is not None
+        wait_for([self.coordinator.listening], self.blueprint.options.start_timeout_s)
 
     def replace(self, names: Collection[str]) -> None:
         """End these shards and start all missing ones. All ranks of a stage are replaced together."""
@@ -98,33 +70,20 @@ class Replica:
 
     def ends(self) -> Mapping[str, str]:
         """Return the processes that have ended, each with the reason."""
-        found = {name: process.end() for name, process in self.processes.items()}
+        started = self.shards | ({COORDINATOR: self.coordinator} if self.coordinator else {})
+        found = {name: process.end() for name, process in started.items()}
         return {name: reason for name, reason in found.items() if reason is not None}
 
-    def begin_coordinator(self) -> None:
+    def start_coordinator(self) -> None:
         """Start a coordinator, which replaces the present one. Do not wait for it."""
         self.end_coordinator()
-        self._coming = start_beside(Coordinator, self.spans, self.secret, name=COORDINATOR)
-        self._coming.serve()
-
-    def coordinator_ready(self, timeout_s: float = 0.0) -> bool:
-        """Return whether the coordinator that was being started has become ready. From then on it is in use. Raises
-        PlacementError if it failed."""
-        coming = self._coming
-        if coming is None or not wait([coming.listening], timeout_s).done:
-            return False
-        self._coming = None
-        wait_for([coming.listening], 0.0)
-        self.coordinator = coming
-        return True
+        self.coordinator = start_beside(Coordinator, self.spans, self.secret, name=COORDINATOR)
+        self.coordinator.serve()
 
     def end_coordinator(self) -> None:
-        """End the present coordinator, and a coordinator that is being started."""
         if self.coordinator is not None:
             self.coordinator.kill()
-        if self._coming is not None:
-            self._coming.discard()
-        self.coordinator = self._coming = None
+        self.coordinator = None
 
     def close(self) -> None:
         for process in self.shards.values():
@@ -146,14 +105,9 @@ class Replica:
             if options.tensor > 1:
                 self._meetings[stage] = Rendezvous(node_address())
             for rank in range(options.tensor):
-                spec = ShardSpec(
-                    config=blueprint.config,
-                    stage=stage,
-                    rank=rank,
-                    vocab_size=blueprint.vocab_size,
-                    secret=self.secret,
-                )
-                starting.append(self._bundles.start(blueprint.shard_type, spec, name=spec.name, stage=stage))
+                of_shard = (blueprint, self.secret, stage, rank)
+                name = rank_name(stage, rank)
+                starting.append(self._bundles.start(blueprint.shard_type, *of_shard, name=name, stage=stage))
                 meeting_places.append(self._meetings[stage].address if options.tensor > 1 else None)
         try:
             rooms = wait_for([process.ask("room") for process in starting], timeout_s)

@@ -6,11 +6,14 @@ import heapq
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import msgspec
+import numpy as np
 import torch
+from torch import Tensor
 
 from rayspec.choices import Choice
 from rayspec.config import EngineConfig, ParallelOptions
@@ -24,35 +27,47 @@ from rayspec.decode.loading import (
     resolve_max_model_len,
 )
 from rayspec.decode.profile import BUDGET_S, measurements
-from rayspec.decode.rounds import Head
+from rayspec.decode.rounds import Head, first_pass, script
 from rayspec.decode.runner import ways_of
-from rayspec.decode.stages import SpanRunner
-from rayspec.decode.work import Prefill
+from rayspec.decode.search import PlanSearch
+from rayspec.decode.stages import SpanRunner, out_of_memory
+from rayspec.decode.work import Pass, Prefill, Result, TapsGoneError
 from rayspec.errors import TransportError
 from rayspec.model.architecture import Decomposition, decompose
-from rayspec.model.fused import bytes_of_copies
 from rayspec.model.kv_cache import CacheSize
 from rayspec.model.threads import in_thread_of_its_own
 from rayspec.model.weights import resolve_device
-from rayspec.pipeline.endpoint import ENGINE, Endpoint, NewEpoch, Received, stage_name
+from rayspec.pipeline.collective import node_address
+from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, stage_name
 from rayspec.pipeline.messages import (
     Begin,
     Broken,
+    Done,
+    Drop,
     Expand,
+    Failed,
     Follow,
     Forward,
+    Gather,
+    Lap,
     Measure,
     Measured,
     Message,
     Moved,
     Moves,
+    RunSublayer,
+    Score,
     Seek,
+    Ship,
+    Shipped,
+    Sought,
 )
 from rayspec.pipeline.ranks import LeadingSpan, follow
-from rayspec.pipeline.stage_worker import StageWorker
+from rayspec.pipeline.recovery import Status
 from rayspec.pipeline.tensor_parallel import RankGroup, split_tensor_parallel
-from rayspec.pipeline.transport import Secret, node_address
+from rayspec.pipeline.transport import Received, Secret
 from rayspec.planning.latency import Measurement
+from rayspec.planning.partition import ModelCosts
 
 # How long later messages of higher priority may overtake a message. Rounds come first; a prefill gives way to them for
 # a moment, and a plan search runs in the gaps, but neither waits for ever.
@@ -63,23 +78,27 @@ _RANKS_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardSpec:
-    """Description of a shard to be started. config: with `parallel`. rank: among the ranks of its stage."""
+class Blueprint:
+    """Description of a replica to be started.
+
+    config: with `parallel`. costs: costs of the model on one rank. They decide the layers of each stage, unless the
+    option `layers` does. num_slots: largest number of KV cache slots; there are fewer if the smallest shard cannot hold
+    as many. window: the longest sliding window of a layer. shard_type: class of the shards; tests use another one.
+    """
 
     config: EngineConfig
-    stage: int
-    rank: int
+    costs: ModelCosts
     vocab_size: int
-    secret: Secret
+    hidden_size: int
+    num_slots: int
+    num_gpus: float
+    window: int | None = None
+    shard_type: type[Shard]
 
     @property
     def options(self) -> ParallelOptions:
         assert self.config.parallel is not None
         return self.config.parallel
-
-    @property
-    def name(self) -> str:
-        return rank_name(self.stage, self.rank)
 
 
 def rank_name(stage: int, rank: int) -> str:
@@ -87,12 +106,18 @@ def rank_name(stage: int, rank: int) -> str:
     return stage_name(stage) if rank == 0 else f"{stage_name(stage)}.{rank}"
 
 
+def next_stage(stage: int, spans: Sequence[tuple[int, int]], work: Pass) -> int:
+    """Return the next stage with work in the pass; the last one, with the head, always has. Bypass the others. spans:
+    the sublayers [first, last) of every stage."""
+    last = len(spans) - 1
+    return next((number for number in range(stage + 1, last) if work.needs(*spans[number])), last)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A shard whose weights are loaded. ways: choices by which drafts may run each of its sublayers."""
 
     dtype: str
-    weight_bytes: int
     ways: Sequence[Sequence[Choice]]
 
 
@@ -103,22 +128,36 @@ class _Due:
     received: Received = field(compare=False)
 
 
+@dataclass(slots=True)
+class _Seeking:
+    """A plan search under way: this span's part of it, and the batches of states that this stage has."""
+
+    search_id: int
+    search: PlanSearch
+    batches: dict[int, Tensor] = field(default_factory=dict)
+
+
 class Shard:
-    """Loads its span, then serves messages until it fails or is killed.
+    """Loads its span, then serves messages until it fails or is killed. The stage with the head keeps the script of
+    each work under way: it sends the script's passes to the first stage, and finally the result to the engine.
 
     Call `load`, then `serve`, which returns only at the end. Call `address` meanwhile, from another thread.
     """
 
     span: SpanRunner
     head: Head | None
-    worker: StageWorker
     _endpoint: Endpoint
 
-    def __init__(self, spec: ShardSpec) -> None:
-        self._spec = spec
+    def __init__(self, blueprint: Blueprint, secret: Secret, stage: int, rank: int) -> None:
+        self._blueprint, self._secret = blueprint, secret
+        self._config, self._options = blueprint.config, blueprint.options
+        self.stage, self.rank, self.name = stage, rank, rank_name(stage, rank)
+        self._is_last = stage == self._options.stages - 1
         self._address: Future[str] = Future()
         self._order = itertools.count()
         self._inbox: list[_Due] = []
+        self._scripts: dict[int, Generator[Pass, Tensor, Result]] = {}
+        self._seeking: _Seeking | None = None
 
     def process_id(self) -> int:
         return os.getpid()
@@ -126,7 +165,7 @@ class Shard:
     def room(self) -> tuple[str, int]:
         """Return where the shard runs and the free memory there, before anything is loaded. Shards of the same place,
         which names the node and GPU, share the memory. Raises ConfigError for a device that does not exist."""
-        device = resolve_device(self._spec.config.device)
+        device = resolve_device(self._config.device)
         identity = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "memory"
         return f"{node_address()} {identity}", free_bytes(device)
 
@@ -139,35 +178,33 @@ class Shard:
         return in_thread_of_its_own(lambda: self._load(spans, meeting_place))
 
     def _load(self, spans: Sequence[tuple[int, int]], meeting_place: str | None) -> Loaded:
-        spec = self._spec
+        config = self._config
         self._spans = tuple((first, last) for first, last in spans)
-        first, last = self._spans[spec.stage]
+        first, last = self._spans[self.stage]
         layers = range(first // 2, last // 2)
-        torch.set_num_threads(spec.config.num_threads or max(1, int(spec.options.cpus_per_shard)))
-        self._device = resolve_device(spec.config.device)
+        torch.set_num_threads(config.num_threads or max(1, int(self._options.cpus_per_shard)))
+        self._device = resolve_device(config.device)
         # Ranks share a stage's files in CPU memory, and each moves its share of the weights to its device.
-        loaded_to = spec.config if meeting_place is None else spec.config.replace(device="cpu")
-        model = load_weights(loaded_to, layers=layers)
-        parts = decompose(model, layers=layers)
+        model = load_weights(config if meeting_place is None else config.replace(device="cpu"), layers=layers)
 
         def split(parts: Decomposition) -> Decomposition:
             if meeting_place is None:
                 return parts
-            group = RankGroup(rank=spec.rank, size=spec.options.tensor, address=meeting_place, device=str(self._device))
+            size, device = self._options.tensor, str(self._device)
+            group = RankGroup(rank=self.rank, size=size, address=meeting_place, device=device)
             group.join(_RANKS_TIMEOUT_S)
             return split_tensor_parallel(model, parts, group)
 
-        self._parts, self._offloaded, weight_bytes = prepare_span(spec.config, model, parts, split)
+        self._parts, self._offloaded, _ = prepare_span(config, model, decompose(model, layers=layers), split)
         return Loaded(
             dtype=str(self._parts.dtype).removeprefix("torch."),
-            weight_bytes=weight_bytes + sum(bytes_of_copies(self._parts).values()),
-            ways=ways_of(self._parts, choices_here(spec.config, self._parts)),
+            ways=ways_of(self._parts, choices_here(config, self._parts)),
         )
 
     def num_slots(self, num_sharing: int) -> int:
         """Return the tokens of KV cache that fit into this shard's part of the free memory, which `num_sharing` shards
         share. Raises CheckpointError for fewer than 16."""
-        return affordable_slots(self._spec.config, self._parts, self._device, num_sharing=num_sharing)
+        return affordable_slots(self._config, self._parts, self._device, num_sharing=num_sharing)
 
     def address(self) -> str:
         """Wait until `serve` listens, and return its address."""
@@ -175,14 +212,13 @@ class Shard:
 
     def serve(self, size: CacheSize) -> None:
         """Serve until the process is killed. Report any error to the engine, then raise it."""
-        spec = self._spec
-        rank = (spec.stage, spec.options.stages) if spec.rank == 0 and spec.options.stages > 1 else None
-        endpoint = Endpoint(spec.name, spec.secret, host=node_address(), rank=rank)
+        rank = (self.stage, self._options.stages) if self.rank == 0 and self._options.stages > 1 else None
+        endpoint = Endpoint(self.name, self._secret, host=node_address(), rank=rank)
         try:
             self.prepare(endpoint, size)
             self._address.set_result(endpoint.address)
             while True:
-                self._serve_epoch()
+                self.serve_epoch()
         except Exception as error:
             if not self._address.done():
                 self._address.set_exception(error)
@@ -193,16 +229,18 @@ class Shard:
         finally:
             endpoint.close()
 
+    def status(self) -> Status:
+        return self._endpoint.status()
+
     def prepare(self, endpoint: Endpoint, size: CacheSize) -> None:
         """Make the KV cache and all else that serving needs, after the weights are loaded."""
-        spec, self._endpoint = self._spec, endpoint
+        config, self._endpoint = self._config, endpoint
         # Several cohorts tap at the same time, and the engine may ask about tokens of each.
-        num_taps = spec.config.num_tap_tokens * (1 + spec.options.num_cohorts)
-        max_model_len = resolve_max_model_len(spec.config, self._parts.config)
-        runner = make_runner(spec.config, self._parts, size, max_model_len)
+        num_taps = config.num_tap_tokens * (1 + self._options.num_cohorts)
+        runner = make_runner(config, self._parts, size, resolve_max_model_len(config, self._parts.config))
         self.span = SpanRunner(runner, num_taps=num_taps)
-        if spec.options.tensor > 1 and spec.rank == 0:
-            followers = [rank_name(spec.stage, rank) for rank in range(1, spec.options.tensor)]
+        if self._options.tensor > 1 and self.rank == 0:
+            followers = [rank_name(self.stage, rank) for rank in range(1, self._options.tensor)]
 
             def announce(message: Follow) -> None:
                 for name in followers:
@@ -210,74 +248,187 @@ class Shard:
 
             self.span = LeadingSpan(runner, num_taps=num_taps, epoch=lambda: endpoint.epoch, announce=announce)
         self.head = None
-        if spec.stage == spec.options.stages - 1 and spec.rank == 0:
+        if self._is_last and self.rank == 0:
             self.head = Head(
                 runner.head,
-                vocab_size=spec.vocab_size,
+                vocab_size=self._blueprint.vocab_size,
                 device=self._device,
-                verification=spec.config.speculation.verification,
+                verification=config.speculation.verification,
                 num_taps=num_taps,
             )
 
-        def measure(epoch: int) -> Measured:
-            num_sublayers = len(self._parts.sublayers)
-            return Measured(
-                epoch=epoch,
-                names=self._parts.curve_names,
-                measurements=self._measurements(),
-                transfer_s=self._offloaded.transfer_seconds() if self._offloaded else [0.0] * num_sublayers,
-            )
-
-        self.worker = StageWorker(spec.stage, self._spans, self.span, self.head, measure)
-
-    def _serve_epoch(self) -> None:
+    def serve_epoch(self) -> None:
         """Handle messages until a new epoch begins or communication fails. Raises errors of the model."""
         try:
             while True:
                 self.collect()
                 self.handle(heapq.heappop(self._inbox).received)
         except NewEpoch:
-            if self._spec.rank == 0:  # the other ranks forget when the leader announces it, which may be later
-                self._inbox.clear()
-                self.worker.forget()
+            if self.rank == 0:  # the other ranks forget when the leader announces it, which may be later
+                self.forget()
         except TransportError as error:
             self._inbox.clear()
             self._endpoint.send(ENGINE, Broken(epoch=self._endpoint.epoch, reason=str(error), ended=False))
+
+    def forget(self) -> None:
+        """Drop all work under way, because a new epoch has begun."""
+        self._inbox.clear()
+        self._scripts.clear()
+        self._seeking = None
+        self.span.forget()
+        if self.head is not None:
+            self.head.forget()
 
     def collect(self) -> None:
         """Queue all messages that have come in; wait for one if the queue is empty."""
         while (received := self._endpoint.receive(0.0 if self._inbox else None)) is not None:
             self._queue(received)
 
+    def handle(self, received: Received) -> None:
+        """Handle a message, and send the messages that follow from it. Raises errors of the model, except lack of
+        memory, which becomes a Failed."""
+        message, endpoint = received.message, self._endpoint
+        with endpoint.progress.of(type(message).__name__, _size(message)):
+            self._do(message, received.tensors)
+        if isinstance(message, Begin | Forward | Follow):
+            endpoint.num_passes += 1
+
+    @torch.inference_mode()
+    def _do(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        match message:
+            case Follow():
+                follow(self.span, message, self._measurements)
+            case Begin():
+                self._pass(first_pass(message.work), None, message)
+            case Forward():
+                self._pass(message.work, tensors[0].to(self._device) if tensors else None, message.begin)
+            case Failed():
+                self._give_up(message)
+            case Seek():
+                self._seek(message)
+            case Shipped() | Expand():
+                if self._seeking is not None and self._seeking.search_id == message.search_id:
+                    self._expand(message, tensors, self._seeking)
+            case Moves():
+                self.span.move(message.moves)
+                self._send(ENGINE, Moved(epoch=message.epoch))
+            case Measure():
+                self._measure()
+            case Lap():
+                peer, *rest = message.route
+                stamps = [*message.stamps, time.monotonic()]
+                self._send(peer, Lap(epoch=message.epoch, route=rest, stamps=stamps), tensors)
+            case _:
+                raise AssertionError(f"a stage does not take {type(message).__name__}")
+
     def _queue(self, received: Received) -> None:
         due = time.monotonic() + _patience_s(received.message)
         heapq.heappush(self._inbox, _Due(due, next(self._order), received))
 
-    def handle(self, received: Received) -> None:
-        """Handle a message, and send the messages that follow from it."""
-        message, endpoint = received.message, self._endpoint
-        with endpoint.progress.of(type(message).__name__, _size(message)):
-            if isinstance(message, Follow):
-                follow(self.span, message, self._measurements)
+    def _send(self, peer: str, message: Message, tensors: Sequence[Tensor] = ()) -> None:
+        if peer == self.name:  # the only stage: its next pass is queued like any message
+            self._queue(Received(peer, message, list(tensors)))  # type: ignore[arg-type]
+        else:
+            self._endpoint.send(peer, message, tensors)
+
+    def _pass(self, work: Pass, hidden: Tensor | None, begin: Begin | None) -> None:
+        epoch = self._endpoint.epoch
+        if self._is_last and begin is not None:
+            self._enter(begin)
+        try:
+            hidden = self.span.run(work, hidden)
+            if self._is_last:
+                # Continue the script with the states before the head: send its next pass, or its result.
+                self._send(stage_name(0), Forward(epoch=epoch, work=self._scripts[work.round_id].send(hidden)))
             else:
-                if isinstance(message, Measure) and isinstance(self.span, LeadingSpan):
-                    self.span.announce(Follow(epoch=endpoint.epoch, measure=True))
-                for outgoing in self.worker.handle(message, received.tensors):
-                    if outgoing.peer == self._spec.name:  # the only stage: its next pass is queued like any message
-                        self._queue(Received(outgoing.peer, outgoing.message, list(outgoing.tensors)))  # type: ignore[arg-type]
-                    else:
-                        endpoint.send(outgoing.peer, outgoing.message, outgoing.tensors)
-        if isinstance(message, Begin | Forward | Follow):
-            endpoint.num_passes += 1
-        if isinstance(message, Moves):
-            moved = Moved(epoch=endpoint.epoch, worked_s=endpoint.progress.worked_s, num_passes=endpoint.num_passes)
-            endpoint.send(ENGINE, moved)
+                onward = stage_name(next_stage(self.stage, self._spans, work))
+                self._send(onward, Forward(epoch=epoch, work=work, begin=begin), [hidden])
+        except StopIteration as end:
+            del self._scripts[work.round_id]
+            self._send(ENGINE, Done(epoch=epoch, work_id=work.round_id, result=end.value))
+        except RuntimeError as error:
+            failed = Failed(epoch=epoch, work_id=work.round_id, reason=str(out_of_memory(error)))
+            if self._is_last:
+                self._give_up(failed)
+            else:
+                self._send(stage_name(len(self._spans) - 1), msgspec.structs.replace(failed, begin=begin))
+
+    def _give_up(self, failed: Failed) -> None:
+        """Drop some work and report it; only on the stage with the head, which first opens the work's sequences."""
+        if failed.begin is not None:
+            self._enter(failed.begin)
+        del self._scripts[failed.work_id]
+        self._send(ENGINE, msgspec.structs.replace(failed, begin=None))
+
+    def _enter(self, begin: Begin) -> None:
+        assert self.head is not None
+        for sequence_id in begin.closed:
+            self.head.close(sequence_id)
+        for spec in begin.opened:
+            self.head.open(spec)
+        passes = script(begin.work, self.head)
+        next(passes)  # the first stage has run that one already
+        self._scripts[begin.work.id] = passes
+
+    def _seek(self, message: Seek) -> None:
+        self._seeking, error = None, ""
+        if not message.tokens:
+            return
+        try:
+            next_tokens = self.head.next_tokens(message.tokens) if self.head is not None else None
+            search = self.span.search(message.tokens, message.rows, next_tokens)
+            self._seeking = _Seeking(message.search_id, search, {0: search.start()} if self.stage == 0 else {})
+        except TapsGoneError:
+            error = f"{self.name} has no states of some tapped tokens any more"
+        self._send(COORDINATOR, Sought(epoch=message.epoch, search_id=message.search_id, error=error))
+
+    def _expand(self, message: Shipped | Expand, tensors: Sequence[Tensor], seeking: _Seeking) -> None:
+        search, batches = seeking.search, seeking.batches
+        values: Sequence[float] = ()
+        if isinstance(message, Shipped):
+            batches[message.batch] = tensors[0].to(self._device)
+        for operation in message.operations if isinstance(message, Expand) else ():
+            match operation:
+                case RunSublayer(sublayer, choice, source, into, varied):
+                    run = search.vary if varied else search.run
+                    batches[into] = run(sublayer, choice, batches[source])
+                case Gather(sources, index, into):
+                    found = [batches[source] for source in sources]
+                    batches[into] = search.gather(found, np.asarray(index, np.int64))
+                case Score("similarity", source, sublayer):
+                    values = search.similarity(sublayer, batches[source]).tolist()
+                case Score("agreement", source):
+                    agreed = search.agreement(batches[source])
+                    arrays = (agreed.num_agreed, agreed.confidence, agreed.missed_confidence)
+                    values = [value for array in arrays for value in array.tolist()]
+                case Score("cosines"):
+                    values = search.cosines()
+                case Score("feature"):
+                    values = search.feature()
+                case Drop(source):
+                    del batches[source]
+                case Ship(source, peer):  # the last operation, which the other shard answers
+                    onward = Shipped(epoch=message.epoch, search_id=message.search_id, batch=source)
+                    self._send(peer, onward, [batches.pop(source)])
+                    return
+        self._send(COORDINATOR, Sought(epoch=message.epoch, search_id=message.search_id, values=values))
+
+    def _measure(self) -> None:
+        if isinstance(self.span, LeadingSpan):
+            self.span.announce(Follow(epoch=self._endpoint.epoch, measure=True))
+        measured = Measured(
+            epoch=self._endpoint.epoch,
+            names=self._parts.curve_names,
+            measurements=self._measurements(),
+            transfer_s=self._offloaded.transfer_seconds() if self._offloaded else [0.0] * len(self._parts.sublayers),
+        )
+        self._send(ENGINE, measured)
 
     def _measurements(self) -> list[Measurement]:
         """Measure this rank's part of the stage. All ranks of a stage must call this, because they run the same passes
         together."""
-        budget_s = BUDGET_S if self._spec.options.tensor == 1 else None
-        return measurements(self.span.runner, self._offloaded, device=self._spec.name, budget_s=budget_s)
+        budget_s = BUDGET_S if self._options.tensor == 1 else None
+        return measurements(self.span.runner, self._offloaded, device=self.name, budget_s=budget_s)
 
 
 def _patience_s(message: Message) -> float:

@@ -134,12 +134,16 @@ def split_tensor_parallel(model: PreTrainedModel, parts: Decomposition, group: R
         by_deepspeed = partial(_split_by_deepspeed, config=model.config, dtype=parts.dtype, group=group)
         methods = {"DeepSpeed": by_deepspeed, **methods}
     with torch.no_grad():
-        samples = _one_of_each_kind(layers)
+        kinds: dict[Any, _Layer] = {}
+        for layer in layers:
+            weights = [(name, parameter.shape) for name, parameter in layer.module.named_parameters()]
+            kinds.setdefault((type(layer.module), *weights), layer)
+        samples = list(kinds.values())
         for layer in samples:
             layer.module.to(device)
-        trial, objections = _SplitTrial(parts, shapes, group, samples), list[str]()
+        expected, objections = _outputs(samples, parts), list[str]()
         for name, split in methods.items():
-            objection = trial.objection(split)
+            objection = _objection(split, samples, expected, replace(parts, shapes=shapes), group)
             if objection is None:
                 break
             objections.append(f"{name}: {objection}")
@@ -174,62 +178,50 @@ class _Layer:
         return _Layer(twin, tuple(replace(sublayer, block=blocks[sublayer.block]) for sublayer in self.sublayers))
 
 
-class _SplitTrial:
-    """Splits copies of a few layers and compares their outputs with those of the whole layers."""
+def _objection(
+    split: Callable[[Sequence[nn.Module]], None],
+    samples: Sequence[_Layer],
+    expected: Sequence[Tensor],
+    parts: Decomposition,
+    group: RankGroup,
+) -> str | None:
+    """Split copies of a few layers and compare their outputs with those of the whole layers. Return why this way of
+    splitting fails, or None if it works; all ranks come to the same conclusion. parts: with this rank's shapes."""
+    copies = [layer.copy() for layer in samples]
+    found: str | None = None
+    try:
+        split([layer.module for layer in copies])
+        for before, after in zip(samples, copies, strict=True):
+            _divide_heads(after, parts.shapes, group)
+            for whole, own in zip(before.sublayers, after.sublayers, strict=True):
+                left, share = _num_weights(own.block) / _num_weights(whole.block), 1 / group.size
+                if found is None and (left - share) / (1 - share) > _MOST_WHOLE:
+                    found = f"it leaves each rank {left:.0%} of the weights of {type(whole.block).__name__}"
+    except _SPLIT_FAILURES as error:
+        found = f"splitting fails with {type(error).__name__}: {error}"
+    if not group.all_agree(found is None):
+        return found or "another rank cannot split"
+    difference, found = math.inf, "it computes something else"
+    try:
+        pairs = zip(expected, _outputs(copies, parts), strict=True)
+        difference = max(float((a.float() - b.float()).abs().max() / a.float().abs().max()) for a, b in pairs)
+    except _SPLIT_FAILURES as error:
+        found = f"the split layer fails with {type(error).__name__}: {error}"
+    worst = group.largest(difference)
+    return None if worst <= rounding_tolerance(parts.dtype) else f"{found} (largest difference {worst:.1e})"
 
-    def __init__(
-        self, parts: Decomposition, shapes: dict[int, LayerShape], group: RankGroup, layers: Sequence[_Layer]
-    ) -> None:
-        self._parts = parts
-        self._shapes = shapes
-        self._group = group
-        self._layers = layers
-        self._expected = self._outputs(layers, parts.shapes)
 
-    def objection(self, split: Callable[[Sequence[nn.Module]], None]) -> str | None:
-        """Return why a way of splitting layers in place fails, or None if it works; all ranks come to the same
-        conclusion. Raises nothing."""
-        copies = [layer.copy() for layer in self._layers]
-        found: str | None = None
-        try:
-            split([layer.module for layer in copies])
-            for layer in copies:
-                _divide_heads(layer, self._shapes, self._group)
-            found = self._left_whole(copies)
-        except _SPLIT_FAILURES as error:
-            found = f"splitting fails with {type(error).__name__}: {error}"
-        if not self._group.all_agree(found is None):
-            return found or "another rank cannot split"
-        difference, found = math.inf, "it computes something else"
-        try:
-            pairs = zip(self._expected, self._outputs(copies, self._shapes), strict=True)
-            difference = max(float((a.float() - b.float()).abs().max() / a.float().abs().max()) for a, b in pairs)
-        except _SPLIT_FAILURES as error:
-            found = f"the split layer fails with {type(error).__name__}: {error}"
-        worst = self._group.largest(difference)
-        if worst <= rounding_tolerance(self._expected[0].dtype):
-            return None
-        return f"{found} (largest difference {worst:.1e})"
-
-    @torch.inference_mode()
-    def _outputs(self, layers: Sequence[_Layer], shapes: dict[int, LayerShape]) -> list[Tensor]:
-        """Run each sublayer on the same random hidden states and return the outputs."""
-        weight = next(layers[0].sublayers[0].block.parameters())
-        cache = KVCache(shapes, _NUM_CHECK_TOKENS, dtype=weight.dtype, device=weight.device)
-        generator = torch.Generator().manual_seed(0)
-        size = self._parts.config.hidden_size
-        hidden = torch.randn(1, _NUM_CHECK_TOKENS, size, generator=generator).to(weight.device, weight.dtype)
-        rows = pack(cache, [RowSpan(one_run(0, _NUM_CHECK_TOKENS), 0, _NUM_CHECK_TOKENS)], device=weight.device)
-        self._parts.rotate(hidden, rows)
-        return [run((sublayer,), hidden * _CHECK_SCALE, rows) for layer in layers for sublayer in layer.sublayers]
-
-    def _left_whole(self, copies: Sequence[_Layer]) -> str | None:
-        for before, after in zip(self._layers, copies, strict=True):
-            for whole, split in zip(before.sublayers, after.sublayers, strict=True):
-                left, share = _num_weights(split.block) / _num_weights(whole.block), 1 / self._group.size
-                if (left - share) / (1 - share) > _MOST_WHOLE:
-                    return f"it leaves each rank {left:.0%} of the weights of {type(whole.block).__name__}"
-        return None
+@torch.inference_mode()
+def _outputs(layers: Sequence[_Layer], parts: Decomposition) -> list[Tensor]:
+    """Run each sublayer on the same random hidden states and return the outputs."""
+    weight = next(layers[0].sublayers[0].block.parameters())
+    cache = KVCache(parts.shapes, _NUM_CHECK_TOKENS, dtype=weight.dtype, device=weight.device)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, _NUM_CHECK_TOKENS, parts.config.hidden_size, generator=generator)
+    hidden = hidden.to(weight.device, weight.dtype)
+    rows = pack(cache, [RowSpan(one_run(0, _NUM_CHECK_TOKENS), 0, _NUM_CHECK_TOKENS)], device=weight.device)
+    parts.rotate(hidden, rows)
+    return [run((sublayer,), hidden * _CHECK_SCALE, rows) for layer in layers for sublayer in layer.sublayers]
 
 
 def _move_all_but(kept: Collection[nn.Module], module: nn.Module, device: torch.device) -> None:
@@ -241,14 +233,6 @@ def _move_all_but(kept: Collection[nn.Module], module: nn.Module, device: torch.
         return
     for child in module.children():
         _move_all_but(kept, child, device)
-
-
-def _one_of_each_kind(layers: Sequence[_Layer]) -> list[_Layer]:
-    kinds: dict[tuple[Any, ...], _Layer] = {}
-    for layer in layers:
-        shapes = [(name, parameter.shape) for name, parameter in layer.module.named_parameters()]
-        kinds.setdefault((type(layer.module), *shapes), layer)
-    return list(kinds.values())
 
 
 def _num_weights(module: nn.Module) -> int:
@@ -266,13 +250,12 @@ def _require_divisible(config: PretrainedConfig, parts: Decomposition, group: Ra
         "MLP columns": {getattr(config, "intermediate_size", None) or 0},
         "MLP columns of an expert": {getattr(config, "moe_intermediate_size", None) or 0},
     }
-    for what, numbers in counts.items():
-        for number in numbers:
-            if number % group.size:
-                raise ConfigError(
-                    f"option {_OPTION!r} is {group.size}, which does not divide the {number} {what} of "
-                    f"{config.model_type}: use a divisor of {number}"
-                )
+    for what, number in ((what, number) for what, numbers in counts.items() for number in numbers):
+        if number % group.size:
+            raise ConfigError(
+                f"option {_OPTION!r} is {group.size}, which does not divide the {number} {what} of "
+                f"{config.model_type}: use a divisor of {number}"
+            )
 
 
 def _divide_heads(layer: _Layer, shapes: dict[int, LayerShape], group: RankGroup) -> None:

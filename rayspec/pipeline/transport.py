@@ -1,8 +1,7 @@
-"""Messages between the processes of a replica: a header of bytes and some tensors, from one transport to another.
+"""Messages and tensors between the processes of a replica, from one transport to another.
 
-ZeroMQ over TCP, encrypted and authenticated by libzmq's CURVE (RFC 26). A message is the frames [preamble, header,
-tensor, tensor, ...]. The preamble is msgpack, tensors are their raw bytes, and only the callers interpret the header.
-Nothing is ever unpickled.
+ZeroMQ over TCP, encrypted and authenticated by libzmq's CURVE (RFC 26). A message is the frames [envelope, tensor,
+tensor, ...]. The envelope is msgpack, tensors are their raw bytes. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -13,14 +12,10 @@ import ipaddress
 import math
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
 
-import msgspec
-import ray
 import torch
 import zmq
 from torch import Tensor
@@ -28,10 +23,10 @@ from zmq.utils import z85
 
 from rayspec.errors import ConfigError, TransportError
 from rayspec.pipeline.collective import TensorLink
+from rayspec.pipeline.messages import AnyMessage, Envelope, Message, TensorForm, decode, encode
 
 MAX_TENSOR_BYTES = 1 << 30
 MAX_WAITING_MESSAGES = 1 << 16
-LOOPBACK = "127.0.0.1"
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"rayspec"
@@ -79,36 +74,14 @@ class Secret:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
-    """A message that arrived.
-
-    sender: the name of the transport that sent it. tensors: the receiver's own, contiguous and writable; on the CPU, or
-    on the link's device if they came by the link.
-    """
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message of the transport with the name `sender`. tensors: the receiver's own, contiguous and writable; on the
+    CPU, or on the link's device if they came by the link."""
 
     sender: str
-    header: bytes
+    message: AnyMessage
     tensors: list[Tensor]
-
-
-class _TensorForm(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    dtype: str
-    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
-
-
-class _Preamble(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The first frame of a message.
-
-    stream, number: the message is number `number` of one connection; a gap shows that messages were lost. rank: the
-    sender's rank on the link that carries the tensors; None if the tensors are in the frames that follow.
-    """
-
-    sender: str
-    stream: int
-    number: int
-    rank: int | None
-    tensors: tuple[_TensorForm, ...]
 
 
 @dataclass(slots=True)
@@ -125,8 +98,8 @@ class Transport:
     """Receives from anybody who has the secret, and sends to named peers.
 
     Messages between two transports arrive in the order they were sent, each once, as long as both processes live. If a
-    message is lost nevertheless (a connection broke), the receiver gets a TransportError. Only the thread that made the
-    transport may use it, but any thread may `send` without a link, and `wake`.
+    message is lost nevertheless (a connection broke), the receiver gets a TransportError. Only one thread at a time may
+    use a transport, but any thread may `wake` it.
 
     Args:
         name: how peers see this transport.
@@ -148,8 +121,6 @@ class Transport:
         self.link = link
         self._secret = secret
         self._connections: dict[str, _Connection] = {}
-        # libzmq lets several threads use a socket one after another if a mutex (or another barrier) separates the uses.
-        self._turn = threading.Lock()
         self._next_numbers: dict[int, int] = {}
         # A context of its own, because a context can have only one gate. It costs one thread in libzmq.
         self._context = zmq.Context()
@@ -177,19 +148,18 @@ class Transport:
         Raises TransportError for an address of the wrong form.
         """
         self._require_open()
-        with self._turn:
-            for name in [name for name, known in self._connections.items() if peers.get(name) != known.address]:
-                self._connections.pop(name).socket.close(linger=0)
-            for name in [name for name in peers if name not in self._connections]:
-                socket = self._context.socket(zmq.PUSH)
-                try:
-                    _call(socket, self._secret, peers[name])
-                except zmq.ZMQError as error:
-                    socket.close()
-                    raise TransportError(f"{peers[name]!r} is no address of {name}: {error}") from error
-                self._connections[name] = _Connection(socket, peers[name])
+        for name in [name for name, known in self._connections.items() if peers.get(name) != known.address]:
+            self._connections.pop(name).socket.close(linger=0)
+        for name in [name for name in peers if name not in self._connections]:
+            socket = self._context.socket(zmq.PUSH)
+            try:
+                _call(socket, self._secret, peers[name])
+            except zmq.ZMQError as error:
+                socket.close()
+                raise TransportError(f"{peers[name]!r} is no address of {name}: {error}") from error
+            self._connections[name] = _Connection(socket, peers[name])
 
-    def send(self, peer: str, header: bytes, tensors: Sequence[Tensor] = (), *, to_rank: int | None = None) -> None:
+    def send(self, peer: str, message: Message, tensors: Sequence[Tensor] = (), *, to_rank: int | None = None) -> None:
         """Queue a message and return, even if the peer does not run any more. The caller may write to the tensors
         afterwards, because they are copied.
 
@@ -199,37 +169,31 @@ class Transport:
         Raises TransportError if the peer is unknown, has too many messages waiting (`MAX_WAITING_MESSAGES`), or a
         tensor cannot be sent (its dtype, its size, no link).
         """
+        self._require_open()
         link = None if to_rank is None else self._require_link()
-        forms = [_form(tensor) for tensor in tensors]
+        forms = tuple(_form(tensor) for tensor in tensors)
         raw = [] if link is not None else [_raw(tensor) for tensor in tensors]
-        with self._turn:
-            self._require_open()
-            connection = self._connections.get(peer)
-            if connection is None:
-                raise TransportError(f"{self.name} knows no peer {peer!r}; it knows {sorted(self._connections)}")
-            preamble = _Preamble(
-                sender=self.name,
-                stream=connection.stream,
-                number=connection.num_sent,
-                rank=None if link is None else link.rank,
-                tensors=tuple(forms),
-            )
-            try:
-                connection.socket.send_multipart([msgspec.msgpack.encode(preamble), header, *raw], zmq.NOBLOCK)
-            except zmq.Again as error:
-                raise TransportError(
-                    f"{MAX_WAITING_MESSAGES} messages are waiting for {peer}, which takes none; "
-                    f"replace it with Transport.connect"
-                ) from error
-            except zmq.ZMQError as error:
-                raise TransportError(f"{self.name} cannot send to {peer}: {error}") from error
-            connection.num_sent += 1
+        connection = self._connections.get(peer)
+        if connection is None:
+            raise TransportError(f"{self.name} knows no peer {peer!r}; it knows {sorted(self._connections)}")
+        rank = None if link is None else link.rank
+        envelope = Envelope(self.name, connection.stream, connection.num_sent, rank, forms, message)  # type: ignore[arg-type]
+        try:
+            connection.socket.send_multipart([encode(envelope), *raw], zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise TransportError(
+                f"{MAX_WAITING_MESSAGES} messages are waiting for {peer}, which takes none; "
+                f"replace it with Transport.connect"
+            ) from error
+        except zmq.ZMQError as error:
+            raise TransportError(f"{self.name} cannot send to {peer}: {error}") from error
+        connection.num_sent += 1
         if link is not None and to_rank is not None:
-            # After the header: the peer receives tensors only when it has read it, and `link.send` may wait for that.
+            # After the envelope: the peer receives tensors only when it has read it, and `link.send` may wait for that.
             for tensor in tensors:
                 link.send(tensor, to_rank)
 
-    def receive(self, timeout_s: float | None = None) -> Envelope | None:
+    def receive(self, timeout_s: float | None = None) -> Received | None:
         """Return the next message; None if none comes within `timeout_s` seconds (None: wait for ever), or if `wake` is
         called.
 
@@ -262,45 +226,36 @@ class Transport:
 
     def close(self) -> None:
         """Close the transport at once; messages that have not been sent yet are dropped. May be called again."""
-        with self._turn:
-            self._connections.clear()
-            self._context.destroy(linger=0)
+        self._connections.clear()
+        self._context.destroy(linger=0)
         self._waker.close()
         self._woken.close()
 
-    def _take(self) -> Envelope:
-        frames = self._inbox.recv_multipart(copy=False)
+    def _take(self) -> Received:
         try:
-            return self._open(frames)
+            return self._opened(self._inbox.recv_multipart(copy=False))
         except TransportError:
             # The message's tensors may still be on the link, where a later message would take them for its own.
             if self.link is not None:
                 self.link.leave()
             raise
 
-    def _open(self, frames: list[zmq.Frame]) -> Envelope:
-        if len(frames) < 2:
-            raise TransportError(f"a message has {len(frames)} frame(s); it needs a preamble and a header")
-        try:
-            preamble = msgspec.msgpack.decode(frames[0].buffer, type=_Preamble)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise TransportError(f"a message has a malformed preamble: {error}") from error
-        expected = self._next_numbers.get(preamble.stream, 0)
-        self._next_numbers[preamble.stream] = preamble.number + 1
-        if preamble.number != expected:
+    def _opened(self, frames: list[zmq.Frame]) -> Received:
+        envelope = decode(frames[0].buffer)
+        expected = self._next_numbers.get(envelope.stream, 0)
+        self._next_numbers[envelope.stream] = envelope.number + 1
+        if envelope.number != expected:
             raise TransportError(
-                f"{self.name} got message {preamble.number} of {preamble.sender} where {expected} was next: the "
+                f"{self.name} got message {envelope.number} of {envelope.sender} where {expected} was next: the "
                 f"connection broke and messages are lost"
             )
-        if len(frames) != 2 + (len(preamble.tensors) if preamble.rank is None else 0):
-            raise TransportError(f"a message of {preamble.sender} has {len(frames)} frames, which is not what it says")
-        if preamble.rank is None:
-            tensors = [_tensor(form, frame) for form, frame in zip(preamble.tensors, frames[2:], strict=True)]
+        forms = [(_DTYPES[form.dtype], form.shape) for form in envelope.tensors]
+        if envelope.rank is None:
+            tensors = [_tensor(*form, frame) for form, frame in zip(forms, frames[1:], strict=True)]
         else:
             link = self._require_link()
-            forms = [(_dtype(form), form.shape) for form in preamble.tensors]
-            tensors = [link.receive(dtype, shape, preamble.rank) for dtype, shape in forms]
-        return Envelope(sender=preamble.sender, header=frames[1].bytes, tensors=tensors)
+            tensors = [link.receive(*form, envelope.rank) for form in forms]
+        return Received(envelope.sender, envelope.message, tensors)
 
     def _require_link(self) -> TensorLink:
         if self.link is None:
@@ -330,15 +285,6 @@ class _Gate:
         self.socket.send_multipart([version, request, *verdict, b"", b""])
 
 
-def node_address() -> str:
-    """Return the IP address of this node for other nodes of the Ray cluster, and so for `Transport(host=...)`.
-
-    It is the address that Ray itself uses. In a cluster on loopback, transports use loopback
-    too, and so do those without Ray.
-    """
-    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else LOOPBACK  # type: ignore[no-untyped-call]
-
-
 def _listen(socket: zmq.Socket[bytes], secret: Secret, host: str) -> str:
     socket.curve_server = True
     socket.curve_secretkey = secret.server_secret
@@ -366,13 +312,13 @@ def _set_tcp_options(socket: zmq.Socket[bytes], *, ipv6: bool) -> None:
     socket.tcp_keepalive_idle = _KEEPALIVE_IDLE_S
 
 
-def _form(tensor: Tensor) -> _TensorForm:
+def _form(tensor: Tensor) -> TensorForm:
     name = _DTYPE_NAMES.get(tensor.dtype)
     if name is None:
         raise TransportError(f"a tensor of {tensor.dtype} cannot be sent; use one of {', '.join(_DTYPES)}")
     if tensor.nbytes > MAX_TENSOR_BYTES:
         raise TransportError(f"a tensor of {tensor.nbytes} bytes cannot be sent; cut it to {MAX_TENSOR_BYTES} or less")
-    return _TensorForm(dtype=name, shape=tuple(tensor.shape))
+    return TensorForm(dtype=name, shape=tuple(tensor.shape))
 
 
 def _raw(tensor: Tensor) -> memoryview:
@@ -380,20 +326,8 @@ def _raw(tensor: Tensor) -> memoryview:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _dtype(form: _TensorForm) -> torch.dtype:
-    dtype = _DTYPES.get(form.dtype)
-    if dtype is None:
-        raise TransportError(f"a message has a tensor of unknown dtype {form.dtype!r}")
-    if math.prod(form.shape) * dtype.itemsize > MAX_TENSOR_BYTES:
-        raise TransportError(f"a message has a tensor of shape {form.shape}, more than {MAX_TENSOR_BYTES} bytes")
-    return dtype
-
-
-def _tensor(form: _TensorForm, frame: zmq.Frame) -> Tensor:
-    dtype = _dtype(form)
-    if len(frame) != math.prod(form.shape) * dtype.itemsize:
-        raise TransportError(f"a tensor of shape {form.shape} and {form.dtype} came with {len(frame)} bytes")
+def _tensor(dtype: torch.dtype, shape: Sequence[int], frame: zmq.Frame) -> Tensor:
     if not len(frame):
-        return torch.empty(form.shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
     # The copy aligns the data: libzmq puts frames at any address.
-    return torch.frombuffer(frame.buffer, dtype=dtype).reshape(form.shape).clone()
+    return torch.frombuffer(frame.buffer, dtype=dtype).reshape(shape).clone()

@@ -6,18 +6,17 @@ import asyncio
 import dataclasses
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rayspec.decode.engine import EngineInfo
 from rayspec.decode.engine_loop import EngineDeadError, Listener
 from rayspec.decode.progress import Progress
 from rayspec.decode.stages import StageUse
-from rayspec.pool.calls import Callback
 from rayspec.pool.loop_thread import LoopThread
 from rayspec.pool.supervisor import EngineSupervisor, supervision
-from rayspec.pool.worker import EngineFactory
+from rayspec.pool.worker import Callback, EngineFactory
 from rayspec.types import (
     CompletionOutput,
     EngineLoad,
@@ -32,53 +31,43 @@ if TYPE_CHECKING:
 
 _STOP_TIMEOUT_S = 20.0
 
+T = TypeVar("T")
+
 
 class EnginePool:
     """Engines of one factory. All threads except the pool's own may call its methods."""
 
     def __init__(self, factory: EngineFactory, *, max_restarts: int) -> None:
-        self._supervisor = EngineSupervisor(**supervision(factory, max_restarts))
+        self.supervisor = EngineSupervisor(**supervision(factory, max_restarts))
         self._thread = LoopThread("rayspec-pool")
 
     def begin(self) -> Any:
         """Wait until one engine is up; the others follow. Return the info of an engine that is loaded. Raises
         EngineDeadError, and the error of an engine that fails to load."""
-        return self._thread.start(self._supervisor.begin()).result()
+        return self.ask(self.supervisor.begin()).result()
 
     def submit(self, item: Any, listen: Callable[[], Callback] | None = None) -> Future[Any]:
         """Return a future of the result, see `EngineSupervisor.handle`. Cancelling it ends the work on the item."""
-        return self._thread.start(self._supervisor.handle(item, listen))
+        return self.ask(self.supervisor.handle(item, listen))
 
     def drain(self) -> None:
         """Start `EngineSupervisor.drain` and return at once. A signal handler may call this."""
-        self._thread.call_soon(lambda: asyncio.ensure_future(self._supervisor.drain()))
-
-    def ping(self) -> Future[None]:
-        return self._thread.start(self._supervisor.ping())
+        self._thread.call_soon(lambda: asyncio.ensure_future(self.supervisor.drain()))
 
     def stats(self) -> EngineStats:
-        return self._thread.start(self._supervisor.stats()).result()
+        return self.ask(self.supervisor.stats()).result()
 
-    def load(self) -> EngineLoad:
-        return self._thread.start(self._supervisor.load()).result()
-
-    @property
-    def is_whole(self) -> bool:
-        """True if all engines that are not lost are up."""
-        return self._supervisor.is_whole
-
-    @property
-    def num_up(self) -> int:
-        """Number of engines that take items."""
-        return self._supervisor.num_up
+    def ask(self, question: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine of the supervisor."""
+        return self._thread.start(question)
 
     def stop(self) -> None:
         """End the engines and the thread. Later calls do nothing."""
-        self._thread.close(self._supervisor.stop, _STOP_TIMEOUT_S)
+        self._thread.close(self.supervisor.stop, _STOP_TIMEOUT_S)
 
     def kill(self) -> None:
         """Kill the engines at once, then end the thread. Later calls do nothing."""
-        self._thread.close(self._supervisor.kill, _STOP_TIMEOUT_S)
+        self._thread.close(self.supervisor.kill, _STOP_TIMEOUT_S)
 
 
 class Replicas:
@@ -112,7 +101,7 @@ class Replicas:
 
     @property
     def load(self) -> EngineLoad:
-        return self._pool.load()
+        return self._pool.ask(self._pool.supervisor.load()).result()
 
     @property
     def num_wanted(self) -> int:
@@ -122,12 +111,12 @@ class Replicas:
     @property
     def is_whole(self) -> bool:
         """True if all replicas that are not lost for good are up."""
-        return self._pool.is_whole
+        return self._pool.supervisor.is_whole
 
     @property
     def is_recovering(self) -> bool:
         """True while no replica is up."""
-        return self._pool.num_up == 0
+        return self._pool.supervisor.num_up == 0
 
     def stage_use(self) -> Sequence[StageUse]:
         """Return nothing: the stages of replicas are in other processes."""
@@ -145,7 +134,7 @@ class Replicas:
 
     def ping(self) -> Future[None]:
         """Return a future that is done when all replicas that are up have answered, and fails if none is up."""
-        return self._pool.ping()
+        return self._pool.ask(self._pool.supervisor.ping())
 
     def stop(self) -> None:
         """End the processes of all replicas. Unfinished requests fail with EngineDeadError."""

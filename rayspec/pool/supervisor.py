@@ -16,9 +16,16 @@ import ray
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pipeline.placement import PlacementError
 from rayspec.pipeline.recovery import Restarts
-from rayspec.pool.calls import Callback
 from rayspec.pool.dispatch import Dispatch, Slot, part_hashes
-from rayspec.pool.worker import Beginning, CommonDType, EngineFactory, NodeLostError, RemoteEngine, num_engines
+from rayspec.pool.worker import (
+    Beginning,
+    Callback,
+    CommonDType,
+    EngineFactory,
+    NodeLostError,
+    RemoteEngine,
+    num_engines,
+)
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
 _MAX_CONCURRENT_ROWS = 4096

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
+import pickle
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rayspec.config import KV_CACHE_SHARE, EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import Client, EngineDeadError
 from rayspec.pipeline.placement import PlacementError, gpus_per_shard, remove_orphaned_groups, wants_gpu
-from rayspec.pool.calls import BatchedCalls, Callback, CalledHere, CallOutcome, ItemCall
 from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
-from rayspec.types import EngineLoad, EngineStats, RayspecError
+from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestError
 
 _MAX_CONCURRENT_CALLS = 64
 _MIN_CPUS_TO_RESERVE = 3
+_LINGER_S = 0.003  # outputs that are ready within this time are sent together
 
-
+Callback = Callable[[Any], None]
+"""Takes a new part of an item's result before the item is done. Any thread may call it."""
 Beginning = str | Sequence[int] | None
 """An item's prompt, or the beginning of it, as text or tokens. None: there is nothing to choose an engine by."""
 
@@ -65,13 +70,18 @@ class EngineFactory(Protocol):
 
 
 class EngineWorker:
-    """Owns a model and the loop that runs it. A plain class: `start_worker` makes it an actor."""
+    """Owns a model and the loop that runs it. A plain class: `start_worker` makes it an actor.
+
+    A call of an actor costs both processes about a millisecond, whatever its size. So one message brings all items that
+    were handed in meanwhile, and one stream returns the outputs of all items in the order in which they are ready.
+    """
 
     _engine: LoadedEngine
-    _calls: CalledHere
 
     def __init__(self, factory: EngineFactory, config: EngineConfig) -> None:
         self._factory, self._config = factory, config
+        self._ready: asyncio.Queue[ItemOutput] = asyncio.Queue()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def load(self, dtype: str | None = None) -> tuple[Any, str]:
         """Load the engine and return its info and data type. Called before all other methods. dtype: data type of the
@@ -83,20 +93,41 @@ class EngineWorker:
             self._config = self._config.replace(dtype=dtype)
         if hasattr(self, "_engine"):
             await self.stop()
-            del self._engine, self._calls
+            del self._engine
         self._engine = await asyncio.to_thread(self._factory.load, self._config)
-        self._calls = CalledHere(self._engine.handle)
         return self._engine.info, self._engine.client.info.config.dtype
 
-    async def take(self, calls: Sequence[ItemCall]) -> None:
-        self._calls.take(calls)
+    async def take(self, items: Sequence[tuple[int, bytes]]) -> None:
+        """Begin to handle pickled items, each with a number that is unique among the items of the caller."""
+        for number, item in items:
+            self._tasks[number] = asyncio.create_task(self._handle(number, item))
 
-    async def cancel(self, numbers: Sequence[int]) -> None:
-        self._calls.cancel(numbers)
+    async def cancel(self, number: int) -> None:
+        if (task := self._tasks.get(number)) is not None:
+            task.cancel()
 
-    async def outcomes(self) -> AsyncGenerator[list[CallOutcome], None]:
-        async for ready in self._calls.outcomes():
+    async def outputs(self) -> AsyncGenerator[list[ItemOutput], None]:
+        """Yield the outputs of all items. Never ends; iterate it only once."""
+        while True:
+            ready = [await self._ready.get()]
+            await asyncio.sleep(_LINGER_S)
+            while not self._ready.empty():
+                ready.append(self._ready.get_nowait())
             yield ready
+
+    async def _handle(self, number: int, item: bytes) -> None:
+        loop = asyncio.get_running_loop()
+
+        def callback(part: Any) -> None:
+            loop.call_soon_threadsafe(self._ready.put_nowait, _packed(number, part, is_last=False))
+
+        try:
+            result = await self._engine.handle(_restored(item, "the item"), callback)
+            self._ready.put_nowait(_packed(number, result))
+        except Exception as error:  # noqa: BLE001 - the caller's to judge
+            self._ready.put_nowait(_packed(number, error, is_error=True))
+        finally:
+            del self._tasks[number]
 
     async def stats(self) -> EngineStats:
         return copy.deepcopy(self._engine.client.stats)
@@ -120,6 +151,42 @@ class EngineWorker:
         await asyncio.to_thread(self._engine.stop)
 
 
+@dataclass(frozen=True, slots=True)
+class ItemOutput:
+    """New output of an item, pickled: a part of the result, or finally (`is_last`) the whole result or the error."""
+
+    number: int
+    value: bytes
+    is_error: bool = False
+    is_last: bool = True
+
+
+def _packed(number: int, value: Any, *, is_error: bool = False, is_last: bool = True) -> ItemOutput:
+    """Return the output with this value, or with an error if the value cannot be pickled and restored."""
+    try:
+        packed = _pickled(value, "the result")
+        if is_error:  # its class may not take the arguments that it was pickled with
+            pickle.loads(packed)  # noqa: S301 - our own bytes
+    except Exception as error:  # noqa: BLE001 - its text is sent instead
+        told = RayspecError(f"{type(value).__name__}: {value}") if is_error else error
+        return ItemOutput(number, pickle.dumps(told), is_error=True)
+    return ItemOutput(number, packed, is_error, is_last or is_error)
+
+
+def _pickled(value: Any, name: str) -> bytes:
+    try:
+        return cloudpickle.dumps(value)  # type: ignore[no-any-return, no-untyped-call]
+    except Exception as error:  # pickling runs the value's own code
+        raise RequestError(f"{name} cannot be sent: {type(error).__name__}: {error}") from error
+
+
+def _restored(value: bytes, name: str) -> Any:
+    try:
+        return cloudpickle.loads(value)
+    except Exception as error:  # so does restoring it
+        raise RequestError(f"{name} cannot be restored where it arrived: {type(error).__name__}: {error}") from error
+
+
 @dataclass(slots=True)
 class CommonDType:
     """The data type of all engines of a pool: that of the first that has loaded. With the option `auto`, each machine
@@ -128,8 +195,15 @@ class CommonDType:
     name: str | None = None
 
 
+@dataclass(slots=True)
+class _UnderWay:
+    future: asyncio.Future[Any]
+    callback: Callback | None
+
+
 class RemoteEngine:
-    """An EngineWorker in its actor. Errors of Ray about the actor's end become EngineDeadError or NodeLostError.
+    """An EngineWorker in its actor, for coroutines of one event loop. Errors of Ray about the actor's end become
+    EngineDeadError or NodeLostError.
 
     common: of the engines of the pool; None: the engine is alone.
     """
@@ -138,8 +212,13 @@ class RemoteEngine:
         self._common = common or CommonDType()
         self._config = config_of_one(factory.engine)
         self._actor = start_worker(factory)
-        self._calls = BatchedCalls(self._actor, self._death)
         self._place: Place | None = None
+        self._numbers = itertools.count()
+        self._under_way: dict[int, _UnderWay] = {}
+        self._unsent: list[tuple[int, bytes]] = []
+        self._sending: set[asyncio.Task[None]] = set()
+        self._reader: asyncio.Task[None] | None = None
+        self._end: Exception | None = None
         options = factory.engine.parallel
         self._start_timeout_s = options.start_timeout_s if options is not None else None
 
@@ -160,7 +239,78 @@ class RemoteEngine:
         return info
 
     async def handle(self, item: Any, callback: Callback | None = None) -> Any:
-        return await self._calls(item, callback)
+        """Return the result for an item. callback: takes the parts of the result. Cancelling the wait cancels the work.
+        Raises the error of the engine's handler, EngineDeadError when the actor has ended, and RequestError if the item
+        or the result cannot be sent."""
+        loop = asyncio.get_running_loop()
+        if self._end is not None:
+            raise self._end
+        if self._reader is None:
+            self._reader = loop.create_task(self._read())
+        packed = _pickled(item, "the item")
+        number = next(self._numbers)
+        under_way = self._under_way[number] = _UnderWay(loop.create_future(), callback)
+        if not self._unsent:
+            loop.call_soon(self._send)
+        self._unsent.append((number, packed))
+        try:
+            return await under_way.future
+        except asyncio.CancelledError:
+            loop.call_soon(partial(self._actor.cancel.remote, number))  # after the item itself
+            raise
+        finally:
+            del self._under_way[number]
+
+    def _send(self) -> None:
+        items, self._unsent = self._unsent, []
+
+        def refuse(error: RayError) -> None:
+            for number, _ in items:
+                self._settle(number, RequestError(f"the item cannot be sent to the engine: {error}"), is_error=True)
+
+        async def arrive(reference: Any) -> None:
+            try:
+                await reference
+            except RayActorError:
+                return  # the reader learns of the actor's end too, and reports it
+            except RayError as error:
+                refuse(error)
+
+        try:
+            sending = asyncio.get_running_loop().create_task(arrive(self._actor.take.remote(items)))
+        except RayError as error:  # such as a full object store
+            refuse(error)
+            return
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
+
+    async def _read(self) -> None:
+        try:
+            async for reference in self._actor.outputs.options(num_returns="streaming").remote():
+                for output in await reference:
+                    try:
+                        value, is_error = _restored(output.value, "the result"), output.is_error
+                    except RequestError as error:
+                        value, is_error = error, True
+                    self._settle(output.number, value, is_error=is_error, is_last=output.is_last)
+        except RayError as error:
+            self._fail(self._death(error))
+
+    def _settle(self, number: int, value: Any, *, is_error: bool = False, is_last: bool = True) -> None:
+        under_way = self._under_way.get(number)
+        if under_way is None or under_way.future.done():
+            return
+        if is_error:
+            under_way.future.set_exception(value)
+        elif is_last:
+            under_way.future.set_result(value)
+        elif under_way.callback is not None:
+            under_way.callback(value)
+
+    def _fail(self, error: Exception) -> None:
+        self._end = self._end or error
+        for number in self._under_way:
+            self._settle(number, self._end, is_error=True)
 
     async def check(self) -> None:
         await self._answer(self._actor.ping.remote())
@@ -183,7 +333,10 @@ class RemoteEngine:
         await self._answer(self._actor.stop.remote())
 
     def end(self) -> None:
-        self._calls.close()
+        """Kill the actor. Unfinished and later items fail with EngineDeadError. May be called again."""
+        if self._reader is not None:
+            self._reader.cancel()
+        self._fail(EngineDeadError("the engine was given up"))
         with suppress(RayError):
             ray.kill(self._actor)
             if self._config.parallel is not None:
@@ -269,24 +422,27 @@ def is_node_alive(node_id: str) -> bool:
     return any(node["NodeID"] == node_id and node["Alive"] for node in nodes)
 
 
-def call(reference: Any) -> Any:
-    """Do `ray.get`, but raise a RayspecError of the actor as it was raised, without the actor's traceback."""
+@contextmanager
+def errors_of_actor() -> Iterator[None]:
+    """Raise a RayspecError of an actor as it was raised, without the actor's traceback."""
     try:
-        return ray.get(reference)
+        yield
     except RayTaskError as error:
         if isinstance(error.cause, RayspecError):
             raise error.cause from None
         raise
+
+
+def call(reference: Any) -> Any:
+    """Do `ray.get`, with errors of the actor as they were raised."""
+    with errors_of_actor():
+        return ray.get(reference)
 
 
 async def answer(reference: Awaitable[Any]) -> Any:
     """Await a reference, with errors as in `call`."""
-    try:
+    with errors_of_actor():
         return await reference
-    except RayTaskError as error:
-        if isinstance(error.cause, RayspecError):
-            raise error.cause from None
-        raise
 
 
 def _resources(whole: EngineConfig, one: EngineConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rayspec.choices import Weights
-from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.scheduler import Scheduler
@@ -37,13 +37,15 @@ from rayspec.pipeline import endpoint as endpoint_module
 from rayspec.pipeline import ray_stages as ray_stages_module
 from rayspec.pipeline.coordinator import Coordinator
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, stage_name
-from rayspec.pipeline.messages import AnyMessage, Forward, decode
+from rayspec.pipeline.messages import AnyMessage, Envelope, Forward, Message, decode, encode
 from rayspec.pipeline.ray_stages import RayStages
+from rayspec.pipeline.recovery import Status
 from rayspec.pipeline.replica import spans_of
-from rayspec.pipeline.shard import Shard, ShardSpec
-from rayspec.pipeline.transport import Envelope, Secret
+from rayspec.pipeline.shard import Blueprint, Shard
+from rayspec.pipeline.transport import Received, Secret
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.learning import CalibrationCurve
+from rayspec.planning.partition import LayerCost, ModelCosts
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import no_draft
 from tests.engines import RandomPlans, windowed_pages
@@ -52,6 +54,7 @@ from tests.families import VOCAB_SIZE
 SECRET = Secret.generate()
 NUM_LAYERS = 4
 HIDDEN_SIZE = 64
+NOTHING = LayerCost(weight_bytes=0, seconds=())
 
 
 @cache
@@ -99,7 +102,7 @@ class Loop:
 
     rng: random.Random
     clock: Clock = field(default_factory=Clock)
-    links: dict[tuple[str, str], deque[Envelope]] = field(default_factory=dict)
+    links: dict[tuple[str, str], deque[Received]] = field(default_factory=dict)
     readers: dict[str, Callable[[], None]] = field(default_factory=dict)
     boxes: dict[str, LoopTransport] = field(default_factory=dict)
     delivered: list[tuple[str, AnyMessage]] = field(default_factory=list)
@@ -107,9 +110,10 @@ class Loop:
     chaos: Callable[[], None] | None = None
     patience: float = math.inf
 
-    def put(self, sender: str, peer: str, header: bytes, tensors: Sequence[Tensor]) -> None:
-        envelope = Envelope(sender=sender, header=header, tensors=[t.clone() for t in tensors])
-        self.links.setdefault((sender, peer), deque()).append(envelope)
+    def put(self, sender: str, peer: str, message: Message, tensors: Sequence[Tensor]) -> None:
+        arrived = decode(encode(Envelope(sender, 0, 0, None, (), message))).message
+        received = Received(sender, arrived, [tensor.clone() for tensor in tensors])
+        self.links.setdefault((sender, peer), deque()).append(received)
 
     def advance(self, reader: str) -> bool:
         """Deliver one message to anybody, `reader` being the one who waits. False: there is none."""
@@ -121,9 +125,9 @@ class Loop:
         if not possible:
             return False
         link = self.rng.choice(possible)
-        envelope = self.links[link].popleft()
-        self.delivered.append((link[1], decode(envelope.header)))
-        self.boxes[link[1]].inbox.append(envelope)
+        received = self.links[link].popleft()
+        self.delivered.append((link[1], received.message))
+        self.boxes[link[1]].inbox.append(received)
         if link[1] != reader:
             self.waiting.add(link[1])
             self.readers[link[1]]()
@@ -146,7 +150,7 @@ class LoopTransport:
     def __init__(self, loop: Loop, name: str) -> None:
         self.address = f"loop://{name}"
         self.link = None
-        self.inbox: deque[Envelope] = deque()
+        self.inbox: deque[Received] = deque()
         self._loop, self._name = loop, name
         self._peers: set[str] = set()
         loop.boxes[name] = self
@@ -154,13 +158,13 @@ class LoopTransport:
     def connect(self, peers: Mapping[str, str]) -> None:
         self._peers = set(peers)
 
-    def send(self, peer: str, header: bytes, tensors: Sequence[Tensor] = (), *, to_rank: int | None = None) -> None:
+    def send(self, peer: str, message: Message, tensors: Sequence[Tensor] = (), *, to_rank: int | None = None) -> None:
         assert to_rank is None
         assert peer in self._peers, f"{self._name} knows no {peer}"
         if peer == ENGINE or peer in self._loop.readers:
-            self._loop.put(self._name, peer, header, tensors)
+            self._loop.put(self._name, peer, message, tensors)
 
-    def receive(self, timeout_s: float | None = None) -> Envelope | None:
+    def receive(self, timeout_s: float | None = None) -> Received | None:
         may_wait = self._name in {ENGINE, COORDINATOR}
         num_delivered = 0
         while not self.inbox and may_wait and self._loop.advance(self._name):
@@ -184,26 +188,24 @@ class LoopTransport:
         pass
 
 
-class _LoopEndpoint(Endpoint):
-    """Without heartbeats: the loop has no time."""
-
-    def _beat(self) -> None:
-        self._closed.wait()
-
-
 class LoopShard(Shard):
     """A shard that handles what has come in, and returns."""
 
     def __init__(
-        self, spec: ShardSpec, spans: tuple[tuple[int, int], ...], size: CacheSize, quantised: tuple[Weights, ...]
+        self,
+        blueprint: Blueprint,
+        stage: int,
+        spans: tuple[tuple[int, int], ...],
+        size: CacheSize,
+        quantised: tuple[Weights, ...],
     ) -> None:
-        super().__init__(spec)
+        super().__init__(blueprint, SECRET, stage, 0)
         self._spans = spans
         self._device = torch.device("cpu")
         self._offloaded = None
-        first, last = spans[spec.stage]
-        self._parts = span_parts(spec.config.model, first // 2, last // 2, quantised)
-        self.endpoint = _LoopEndpoint(spec.name, SECRET, host="", rank=(spec.stage, len(spans)))
+        first, last = spans[stage]
+        self._parts = span_parts(self._config.model, first // 2, last // 2, quantised)
+        self.endpoint = Endpoint(self.name, SECRET, host="", rank=(stage, len(spans)))
         self.prepare(self.endpoint, size)
 
     def step(self) -> None:
@@ -213,8 +215,7 @@ class LoopShard(Shard):
             while self._inbox:
                 self.handle(self._inbox.pop(0).received)
         except NewEpoch:
-            self._inbox.clear()
-            self.worker.forget()
+            self.forget()
 
 
 class LoopStages(RayStages):
@@ -235,19 +236,21 @@ class LoopStages(RayStages):
         return {entry.sequence_id for work in works if isinstance(work, Round) for entry in work.entries}
 
 
-@dataclass
+@dataclass(eq=False)
 class _Process:
+    """It answers at once."""
+
     name: str
-    address: str
+    endpoint: Endpoint
 
+    @property
+    def address(self) -> str:
+        return self.endpoint.address
 
-@dataclass
-class _Blueprint:
-    config: EngineConfig
-    options: ParallelOptions
-    quantised: tuple[Weights, ...] = ()
-    num_gpus: float = 0.0
-    hidden_size: int = HIDDEN_SIZE
+    def ask(self, method: str) -> Future[Status]:
+        future: Future[Status] = Future()
+        future.set_result(getattr(self.endpoint, method)())
+        return future
 
 
 class LoopReplica:
@@ -255,9 +258,19 @@ class LoopReplica:
 
     stages_share_gpus = False
 
-    def __init__(self, loop: Loop, blueprint: _Blueprint, spans: tuple[tuple[int, int], ...], size: CacheSize) -> None:
-        self.blueprint = blueprint
-        self.spans = spans
+    def __init__(self, loop: Loop, config: EngineConfig, size: CacheSize, quantised: tuple[Weights, ...]) -> None:
+        nothing = ModelCosts(embedding=NOTHING, layers=(), head=NOTHING)
+        self.blueprint = Blueprint(
+            config=config,
+            costs=nothing,
+            vocab_size=VOCAB_SIZE,
+            hidden_size=HIDDEN_SIZE,
+            num_slots=size.num_slots,
+            num_gpus=0.0,
+            shard_type=Shard,
+        )
+        self.spans = cut(self.blueprint.options.stages)
+        self.quantised = quantised
         self.secret = SECRET
         self.loop = loop
         self.cache_size = size
@@ -267,10 +280,8 @@ class LoopReplica:
         self.dead: dict[str, str] = {}
         self.num_replaced = 0
         self._endpoints: list[Endpoint] = []
-        self._coming = False
         self._start(range(self.num_stages))
-        self.begin_coordinator()
-        self.coordinator_ready()
+        self.start_coordinator()
 
     @property
     def num_stages(self) -> int:
@@ -294,24 +305,17 @@ class LoopReplica:
         self.num_replaced += len(names)
         self._start([stage for stage in range(self.num_stages) if stage_name(stage) not in self.shards])
 
-    def begin_coordinator(self) -> None:
-        self.end_coordinator()
-        self._coming = True
-
     def end_coordinator(self) -> None:
         self.loop.lose(COORDINATOR)
-        self.coordinator, self._coming = None, False
+        self.coordinator = None
 
-    def coordinator_ready(self, timeout_s: float = 0.0) -> bool:
-        if not self._coming:
-            return False
-        self._coming = False
-        coordinator, endpoint = Coordinator(self.spans, SECRET), _LoopEndpoint(COORDINATOR, SECRET, host="")
+    def start_coordinator(self) -> None:
+        self.end_coordinator()
+        coordinator, endpoint = Coordinator(self.spans, SECRET), Endpoint(COORDINATOR, SECRET, host="")
         self._endpoints.append(endpoint)
-        self.coordinator = _Process(COORDINATOR, endpoint.address)
+        self.coordinator = _Process(COORDINATOR, endpoint)
         self.loop.readers[COORDINATOR] = lambda: coordinator.serve_one(endpoint)
         self.dead.pop(COORDINATOR, None)
-        return True
 
     def close(self) -> None:
         for endpoint in self._endpoints:
@@ -319,13 +323,12 @@ class LoopReplica:
 
     def _start(self, stages: Sequence[int]) -> None:
         for stage in stages:
-            spec = ShardSpec(config=self.blueprint.config, stage=stage, rank=0, vocab_size=VOCAB_SIZE, secret=SECRET)
-            shard = LoopShard(spec, self.spans, self.cache_size, self.blueprint.quantised)
+            shard = LoopShard(self.blueprint, stage, self.spans, self.cache_size, self.quantised)
             self._endpoints.append(shard.endpoint)
-            self.parts[spec.name] = shard
-            self.shards[spec.name] = _Process(spec.name, shard.endpoint.address)
-            self.loop.readers[spec.name] = shard.step
-            self.dead.pop(spec.name, None)
+            self.parts[shard.name] = shard
+            self.shards[shard.name] = _Process(shard.name, shard.endpoint)
+            self.loop.readers[shard.name] = shard.step
+            self.dead.pop(shard.name, None)
 
 
 @dataclass
@@ -343,7 +346,7 @@ class LoopEngine:
         assert len(last.head._samplers) == len(unsaid)
         assert not self.engine.stages._work
         for shard in self.replica.parts.values():
-            assert not shard.worker._scripts
+            assert not shard._scripts
             assert len(shard.span._saved) <= given_up
 
     def passes_seen(self, stage: int) -> list[Pass]:
@@ -389,8 +392,7 @@ def loop_engine(
     **options: Any,
 ) -> Iterator[LoopEngine]:
     """No strategy: plain decoding. quantised: the copies that drafts have. Dead shards are noticed at once; silence
-    never is. An engine without patience looks after the dead only where nothing is to be delivered, or the pings would
-    fill the links."""
+    never is. An engine without patience looks after the dead only where nothing is to be delivered."""
     loop = Loop(random.Random(seed), patience=patience)
     config = EngineConfig(
         model=path,
@@ -422,7 +424,7 @@ def loop_engine(
             num_cohorts=config.parallel.num_cohorts,
         )
         size = CacheSize(kv_cache_tokens, windowed.pool.num_pages * PAGE_SIZE if windowed else 0)
-        replica = LoopReplica(loop, _Blueprint(config, config.parallel, quantised), cut(num_stages), size)
+        replica = LoopReplica(loop, config, size, quantised)
         stack.callback(replica.close)
         engine = Engine(
             config,

@@ -9,16 +9,14 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from rayspec.decode.progress import Progress
 from rayspec.errors import TransportError
 from rayspec.pipeline import endpoint as endpoint_module
-from rayspec.pipeline.collective import Rendezvous
-from rayspec.pipeline.endpoint import ENGINE, Endpoint, NewEpoch, Received
+from rayspec.pipeline.collective import LOOPBACK, Rendezvous
+from rayspec.pipeline.endpoint import ENGINE, Endpoint, NewEpoch
 from rayspec.pipeline.messages import (
     AnyMessage,
-    Beat,
     Connect,
     Connected,
     Follow,
@@ -26,11 +24,8 @@ from rayspec.pipeline.messages import (
     Measure,
     Message,
     Moves,
-    Ping,
-    decode,
-    encode,
 )
-from rayspec.pipeline.transport import LOOPBACK, Secret, Transport
+from rayspec.pipeline.transport import Received, Secret, Transport
 
 SECRET = Secret.generate()
 PATIENCE_S = 10.0
@@ -49,7 +44,7 @@ class Network:
         return {"a": self.a.address, "b": self.b.address, ENGINE: self.engine.address}
 
     def send(self, peer: str, message: Message) -> None:
-        self.engine.send(peer, encode(message))
+        self.engine.send(peer, message)
 
     def connect(self, epoch: int) -> None:
         for name, endpoint in (("a", self.a), ("b", self.b)):
@@ -61,16 +56,14 @@ class Network:
         """The next message of a kind, and its sender."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
-            envelope = self.engine.receive(left_s)
-            if envelope is not None and isinstance(message := decode(envelope.header), kind):
-                return envelope.sender, message
+            received = self.engine.receive(left_s)
+            if received is not None and isinstance(received.message, kind):
+                return received.sender, received.message
         return None
 
 
 @pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
-    monkeypatch.setattr(endpoint_module, "BEAT_EVERY_S", 0.02)
-    monkeypatch.setattr(endpoint_module, "_QUIET_AFTER_S", 0.2)
+def network() -> Iterator[Network]:
     with ExitStack() as stack:
         engine, a, b = (
             stack.enter_context(closing(make(name, SECRET, host=LOOPBACK)))
@@ -97,24 +90,16 @@ def test_a_link_that_cannot_be_joined_is_told_to_the_engine(monkeypatch: pytest.
         closing(Endpoint("a", SECRET, host=LOOPBACK, rank=(0, 2))) as endpoint,
     ):
         engine.connect({"a": endpoint.address})
-        engine.send("a", encode(Connect(epoch=1, peers={ENGINE: engine.address}, link=rendezvous.address)))
+        engine.send("a", Connect(epoch=1, peers={ENGINE: engine.address}, link=rendezvous.address))
         with pytest.raises(NewEpoch):
             endpoint.receive(PATIENCE_S)
         answers = []
         while not answers or not isinstance(answers[-1], Connected):
-            envelope = engine.receive(PATIENCE_S)
-            assert envelope is not None
-            answers.append(decode(envelope.header))
+            received = engine.receive(PATIENCE_S)
+            assert received is not None
+            answers.append(received.message)
         assert "rank 0 of 2 could not join" in answers[-1].link_error
     rendezvous.close()
-
-
-def test_messages_of_the_epoch_arrive_with_their_tensors(network: Network) -> None:
-    network.a.send("b", Lap(epoch=1, route=["x"]), [torch.arange(3.0)])
-    received = receive(network.b)
-    assert received.sender == "a"
-    assert encode(received.message) == encode(Lap(epoch=1, route=["x"]))
-    assert torch.equal(received.tensors[0], torch.arange(3.0))
 
 
 def test_what_is_left_of_an_older_epoch_is_dropped(network: Network) -> None:
@@ -153,43 +138,17 @@ def test_peers_change_within_an_epoch(network: Network) -> None:
         assert network.a.epoch == 1
 
 
-def test_it_beats_while_somebody_listens(network: Network) -> None:
-    assert network.heard(Beat) is not None
-    time.sleep(0.4)
-    while network.engine.receive(0.0) is not None:
-        pass
-    assert network.heard(Beat, 0.2) is None
-    network.send("a", Ping(epoch=1))
-    assert network.a.receive(0.1) is None
-    assert network.heard(Beat)[0] == "a"
-
-
-def test_who_is_busy_beats_though_it_hears_nothing(network: Network) -> None:
-    with network.a.progress.of("Forward", 1):
-        time.sleep(0.4)
-        while network.engine.receive(0.0) is not None:
-            pass
-        sender, beat = network.heard(Beat)
-    assert (sender, beat.problem) == ("a", "")
-    assert beat.worked_s >= 0.4
-    time.sleep(0.1)
-    while network.engine.receive(0.0) is not None:
-        pass
-    assert network.heard(Beat, 0.1) is None
-
-
 def test_who_is_stuck_says_so_until_it_goes_on(network: Network) -> None:
-    network.a.progress = Progress(clock=lambda: 60 * time.monotonic())
-    with network.a.progress.of("Forward", 1):
+    endpoint = network.a
+    endpoint.progress = Progress(clock=lambda: 60 * time.monotonic())
+    with endpoint.progress.of("Forward", 1):
         pass
-    with network.a.progress.of("Forward", 1):
+    endpoint.num_passes = 3
+    with endpoint.progress.of("Forward", 1):
         deadline = time.monotonic() + PATIENCE_S
-        while (heard := network.heard(Beat)) is None or not heard[1].problem:
+        while not (status := endpoint.status()).problem:
             assert time.monotonic() < deadline
-    assert re.match(r"has not finished a pass for \d+ s, and the pass was expected to take ", heard[1].problem)
-    while network.heard(Beat, 0.1) is not None:
-        pass
-    network.send("a", Ping(epoch=1))
-    assert network.a.receive(0.1) is None
-    sender, beat = network.heard(Beat)
-    assert (sender, beat.problem) == ("a", "")
+            time.sleep(0.02)
+    assert re.match(r"has not finished a pass for \d+ s, and the pass was expected to take ", status.problem)
+    assert status.num_passes == 3
+    assert endpoint.status().problem == ""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import ray
 from torch import Tensor
 
 from rayspec import demo
-from rayspec.choices import SKIP, Choice
-from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
+from rayspec.choices import Choice
+from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.decode.runner import Batch, Runner
 from rayspec.model.kv_cache import CacheSize
@@ -23,9 +21,6 @@ from rayspec.pipeline.endpoint import Endpoint
 from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.shard import Shard
-from rayspec.planning.latency import LatencyModel
-from rayspec.strategies.auto import Auto
-from rayspec.types import Plan
 from tests.demo_model import demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
 
@@ -33,12 +28,6 @@ NUM_TIMES = 6
 SLOW = 1
 NUM_LAYERS = 16
 PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-KNAPSPEC: dict[str, Any] = {
-    "choices": ["skip"],  # of which alone shares can be told
-    "gate": False,
-    "optimise_share": 1.0,
-    "num_search_tokens": 8,
-}
 
 
 class SlowRunner(Runner):
@@ -62,7 +51,7 @@ class SlowRunner(Runner):
 class UnevenShard(Shard):
     def prepare(self, endpoint: Endpoint, size: CacheSize) -> None:
         super().prepare(endpoint, size)
-        if self._spec.stage == SLOW:
+        if self.stage == SLOW:
             self.span.runner.__class__ = SlowRunner
 
 
@@ -93,7 +82,7 @@ def load(shard_type: type[Shard], strategy: str, *, layers: tuple[int, ...] | No
         num_threads=1,
         max_model_len=512,
         kv_cache_tokens=2048,
-        speculation={"strategy": strategy, **KNAPSPEC},  # type: ignore[arg-type]
+        speculation={"strategy": strategy, "gate": False},  # type: ignore[arg-type]
         parallel={"stages": 2, "layers": layers, "cohorts": 1, "cpus_per_shard": 0.5},  # type: ignore[arg-type]
     )
     return load_pipeline(config, with_tokenizer=False, shard_type=shard_type)
@@ -127,31 +116,3 @@ def test_layers_that_are_pinned_stay_and_are_measured_as_they_are(pinned: Engine
     assert pinned.latency is not None
     seconds = pinned.latency.sublayers_s(rows=1, context=200, batch=1)
     assert 3 < seconds[16:].sum() / seconds[:16].sum() < 12
-
-
-@pytest.mark.exhaustive
-def test_drafts_skip_more_of_a_slow_stage(pinned: Engine) -> None:
-    """By what was measured on the actors, against the same with the fast stage's curves for both. To wake a stage costs
-    all drafts the same, and of so small a model it alone decides whether any pays: it is left out."""
-    assert pinned.latency is not None
-    latency = replace(pinned.latency, wake_s=0.0)
-    even = replace(latency, sublayers=tuple(name.replace(f"@stage-{SLOW}", "@stage-0") for name in latency.sublayers))
-    share = _slow_share(_plans(latency))
-    assert share > 0.65
-    assert share > 0.1 + _slow_share(_plans(even))
-
-
-def _plans(latency: LatencyModel) -> list[Plan]:
-    """Found in this process, where the model's states are the same."""
-    engine = engine_with(
-        demo_parts(), Auto(SpeculationOptions(**KNAPSPEC), latency, looks_up=False), max_draft_tokens=16
-    )
-    assert tokens_of(complete(engine, prompts(), PARAMS)) == expected()
-    return [record.plan for record in engine.stats.plans if record.plan.drafts]
-
-
-def _slow_share(plans: Sequence[Plan]) -> float:
-    """Of the sublayers that drafts skip, those of the slow stage."""
-    skipped = [index for plan in plans for index, choice in enumerate(plan.choices) if choice == SKIP]
-    assert skipped
-    return sum(index >= NUM_LAYERS for index in skipped) / len(skipped)

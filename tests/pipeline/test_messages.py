@@ -30,6 +30,7 @@ from rayspec.pipeline.messages import (
     Broken,
     Connect,
     Done,
+    Envelope,
     Expand,
     Failed,
     Follow,
@@ -107,9 +108,13 @@ MESSAGES: list[Message] = [
 ]
 
 
+def enveloped(message: Message) -> bytes:
+    return encode(Envelope("a", 1, 0, None, (), message))
+
+
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_messages_arrive_as_they_were_sent(message: Message) -> None:
-    arrived = decode(encode(message))
+    arrived = decode(enveloped(message)).message
     assert type(arrived) is type(message)
     # NaN is not itself, so by their bytes.
     assert encode(arrived) == encode(message)
@@ -130,7 +135,7 @@ def begin(work: Work) -> Begin:
 )
 def test_a_round_arrives_with_its_rule_of_drafting(rule: DraftWhileWorth | DraftWhileSure | DraftUntilFound) -> None:
     sent = msgspec.structs.replace(ROUND, keep_drafting=rule)
-    arrived = decode(encode(begin(sent)))
+    arrived = decode(enveloped(begin(sent))).message
     assert isinstance(arrived, Begin)
     # Sequences come as lists, so by their bytes.
     assert encode(begin(arrived.work)) == encode(begin(sent))
@@ -146,22 +151,24 @@ def test_a_rule_of_drafting_that_cannot_be_sent_is_refused() -> None:
         encode(begin(work))
 
 
+def raw(message: object) -> bytes:
+    return msgspec.msgpack.encode(["a", 1, 0, None, [], message])
+
+
 MALFORMED = {
     "nothing": b"",
-    "no message": msgspec.msgpack.encode([1, 2]),
-    "unknown": msgspec.msgpack.encode({"type": "Shutdown", "epoch": 1}),
-    "without epoch": msgspec.msgpack.encode({"type": "Ping"}),
-    "one field more": msgspec.msgpack.encode({"type": "Ping", "epoch": 1, "now": True}),
-    "wrong type": msgspec.msgpack.encode({"type": "Failed", "epoch": 1, "work_id": "3", "reason": ""}),
-    "a plan that cannot be": encode(begin(ROUND)).replace(
+    "no message": raw([1, 2]),
+    "unknown": raw({"type": "Shutdown", "epoch": 1}),
+    "one field more": raw({"type": "Measure", "epoch": 1, "now": True}),
+    "a plan that cannot be": enveloped(begin(ROUND)).replace(
         msgspec.msgpack.encode("num_draft_tokens") + b"\x04", msgspec.msgpack.encode("num_draft_tokens") + b"\xff"
     ),
-    "cut": encode(MESSAGES[1])[:-1],
-    "not UTF-8": encode(Broken(epoch=1, reason="x")).replace(b"\xa1x", b"\xa1\xff"),
+    "cut": enveloped(MESSAGES[1])[:-1],
+    "not UTF-8": enveloped(Broken(epoch=1, reason="x")).replace(b"\xa1x", b"\xa1\xff"),
 }
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_headers_are_refused(name: str) -> None:
-    with pytest.raises(TransportError, match="malformed header"):
+def test_malformed_messages_are_refused(name: str) -> None:
+    with pytest.raises(TransportError, match="malformed"):
         decode(MALFORMED[name])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +32,7 @@ from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.shard import Shard
 from rayspec.strategies.by_name import make_strategy
-from tests.demo_model import EOS, demo_prompts
+from tests.demo_model import demo_prompts
 from tests.engines import complete, finish, requests_for, tokens_of
 from tests.exhaustive import few_of
 from tests.families import Cases, cases, checkpoint, greedy, parts_of
@@ -152,8 +151,8 @@ def test_greedy_equals_generate(stages: int, tensor: int) -> None:
     pids = list(process_ids(engine).values())
     assert set(stages_of(engine).measure().stages) == {*range(stages)}, "the ranks of a stage measure together"
     require_known_tokens(engine, known_cases())
-    assert [use.num_passes > 0 for use in stages_of(engine).usage()] == [True] * stages
-    assert all(0 < use.busy_s <= use.elapsed_s for use in stages_of(engine).recent_use())
+    usage = stages_of(engine).usage()
+    assert [use.num_passes > 0 and 0 < use.busy_s <= use.elapsed_s for use in usage] == [True] * stages
     assert len(pids) == stages * tensor + 1
     end(engine, pids)
 
@@ -199,7 +198,8 @@ def test_shards_of_a_place_share_its_memory(tight: type[Shard]) -> None:
 def test_ranks_of_a_stage_die_together(expected: Any) -> None:
     """Two stages of two ranks: the other stage's ranks stay, in step, whatever they were about to do."""
     prompts, tokens = expected
-    engine = load(checkpoint("llama"), stages=2, tensor=2, layers=even(2), verification="rejection")
+    slowly = {"start_timeout_s": 300.0, "heartbeat_timeout_s": 60.0}  # four processes load DeepSpeed at the same time
+    engine = load(checkpoint("llama"), stages=2, tensor=2, layers=even(2), verification="rejection", **slowly)
     require_known_tokens(engine, known_cases())
     with plans_of(engine, TravellingPlans(3, 2 * NUM_LAYERS)):
         outputs, before = start_batch(engine, prompts), process_ids(engine)
@@ -214,15 +214,18 @@ def test_ranks_of_a_stage_die_together(expected: Any) -> None:
 
 @pytest.mark.exhaustive
 def test_knapspec_drafts_with_plans_of_the_coordinator_and_a_lost_stage_is_an_error() -> None:
-    prompts, params = demo_prompts(4, 8), SamplingParams(temperature=0.0, max_tokens=48)
+    prompts, params = demo_prompts(4, 8), SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
     engine = load(demo.model_path(), speculation=SEARCHING, stages=2, layers=(8, 8), max_restarts=0)
     try:
-        expected = greedy(demo.model_path(), prompts, 48, eos=(EOS,))
+        expected = greedy(demo.model_path(), prompts, 120)
         assert tokens_of(complete(engine, prompts, params)) == expected
         # What a busy machine measures may leave no gain to any plan.
         num_sublayers = stages_of(engine).num_sublayers
         with plans_of(engine, make_strategy(engine.config, num_sublayers, latency(num_sublayers))):
-            assert tokens_of(complete(engine, prompts, params)) == expected
+            deadline = time.monotonic() + PATIENCE_S
+            while not engine.stats.plans:  # a search runs in the gaps between passes, and may take longer than a text
+                assert tokens_of(complete(engine, prompts, params)) == expected
+                assert time.monotonic() < deadline
         assert engine.stats.plans[0].optimise_s > 0
         assert engine.latency is not None
         assert engine.latency.hop_s > 0
@@ -249,22 +252,6 @@ def require_lost(engine: Engine, prompts: Sequence[Sequence[int]], params: Sampl
     require_gone(list(pids.values()))
     require_free(group)
     engine.shutdown()
-
-
-@pytest.mark.exhaustive
-def test_a_checkpoint_that_is_gone_when_a_shard_must_load_again_ends_in_an_error(tmp_path: Path, expected: Any) -> None:
-    path = tmp_path / "model"
-    shutil.copytree(checkpoint("llama"), path)
-    engine = load(str(path), stages=1, max_restarts=2)
-    require_known_tokens(engine, known_cases())
-    start_batch(engine, expected[0])
-    pids = process_ids(engine)
-    shutil.rmtree(path)
-    os.kill(pids["stage-0"], signal.SIGKILL)
-    outputs = finish(engine)
-    assert {type(output.error) for output in outputs.values()} == {StageLostError}
-    assert "there is no such folder" in str(outputs["0"].error)
-    end(engine, list(pids.values()))
 
 
 @pytest.fixture(scope="module")
@@ -305,23 +292,17 @@ def finish_batch(engine: Engine, outputs: dict[str, Any], num_prompts: int) -> l
     return tokens_of(outputs[str(index)] for index in range(num_prompts))
 
 
-@pytest.mark.parametrize(
-    "stage", ["stage-1", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("stage-0", "stage-2"))]
-)
-def test_a_killed_shard_is_replaced(
-    engine: Engine, expected: Any, stage: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_killed_shard_is_replaced(engine: Engine, expected: Any) -> None:
     prompts, tokens = expected
     with plans_of(engine, TravellingPlans(7, 2 * NUM_LAYERS)):
         outputs, before = start_batch(engine, prompts), process_ids(engine)
         num_replays = engine.stats.num_replays
-        os.kill(before[stage], signal.SIGKILL)
+        os.kill(before["stage-1"], signal.SIGKILL)
         assert finish_batch(engine, outputs, len(prompts)) == tokens
     after = process_ids(engine)
     recovery_s = stages_of(engine).recovery_s[-1]
-    record_property("recovery_s", recovery_s)
     assert engine.stats.num_replays == num_replays + 1
-    assert {name for name in after if after[name] != before[name]} == {stage}
+    assert {name for name in after if after[name] != before[name]} == {"stage-1"}
     assert recovery_s < PATIENCE_S, f"it took {recovery_s:.1f} s"
 
 
@@ -338,30 +319,19 @@ def test_shards_draft_by_copies_that_each_makes_for_itself(engine: Engine) -> No
 
 
 @pytest.mark.exhaustive
-def test_a_frozen_shard_is_replaced(
-    engine: Engine, expected: Any, record_property: Callable[[str, object], None]
-) -> None:
+@pytest.mark.parametrize("when", ["under way", "idle"])
+def test_a_frozen_shard_is_replaced(engine: Engine, expected: Any, when: str) -> None:
+    """An idle engine finds it by a ping."""
     prompts, tokens = expected
-    outputs, before = start_batch(engine, prompts), process_ids(engine)
-    frozen = time.monotonic()
-    freeze(before["stage-1"])
-    assert finish_batch(engine, outputs, len(prompts)) == tokens
-    record_property("frozen_to_finished_s", time.monotonic() - frozen)
-    assert process_ids(engine)["stage-1"] != before["stage-1"]
-    require_gone([before["stage-1"]])
-
-
-@pytest.mark.exhaustive
-def test_a_ping_finds_a_shard_that_froze_while_idle(engine: Engine, expected: Any) -> None:
-    prompts, tokens = expected
+    outputs = start_batch(engine, prompts) if when == "under way" else {}
     before = process_ids(engine)
-    engine.ping()
-    assert process_ids(engine) == before
     freeze(before["stage-1"])
-    engine.ping()
+    if when == "idle":
+        engine.ping()
+        outputs = start_batch(engine, prompts)
+    assert finish_batch(engine, outputs, len(prompts)) == tokens
     assert process_ids(engine)["stage-1"] != before["stage-1"]
     require_gone([before["stage-1"]])
-    assert tokens_of(complete(engine, prompts, LONG)) == tokens
 
 
 @pytest.mark.exhaustive

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from rayspec.pipeline.recovery import Pulse, Restarts
+from concurrent.futures import Future
+
+from rayspec.pipeline.recovery import Pulse, Restarts, Status
 
 
 class Clock:
@@ -10,77 +12,64 @@ class Clock:
         return self.now
 
 
-def dead(pulse: Pulse) -> list[str]:
-    return list(pulse.deaths())
+class Process:
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def ask(self, method: str) -> Future[Status]:
+        assert method == "status"
+        self.num_asked += 1
+        self.asked: Future[Status] = Future()
+        return self.asked
+
+    def answer(self, problem: str = "") -> None:
+        self.asked.set_result(Status(problem, 0.0, 0))
 
 
-def dead_after(seconds: int, clock: Clock, pulse: Pulse) -> list[str]:
-    """Who is, when somebody has looked every second."""
-    found = dead(pulse)
+def deaths_after(seconds: int, clock: Clock, pulse: Pulse, **processes: Process) -> dict[str, str]:
+    """Somebody looks every second."""
+    found = pulse.deaths(processes)
     for _ in range(seconds):
         clock.now += 1
-        found = dead(pulse)
+        found = pulse.deaths(processes)
     return found
 
 
-def test_who_is_silent_for_too_long_is_dead() -> None:
-    clock = Clock()
+def test_who_is_silent_for_too_long_is_dead_and_a_new_one_of_that_name_is_not() -> None:
+    clock, a, b = Clock(), Process(), Process()
     pulse = Pulse(10.0, clock)
-    pulse.watch(["a", "b"])
-    assert dead_after(9, clock, pulse) == []
-    pulse.hear("b")
-    assert dead_after(2, clock, pulse) == ["a"]
-    assert pulse.deaths() == {"a": "a has not been heard of for 11.0 s"}
-    assert dead_after(9, clock, pulse) == ["a", "b"]
+    assert deaths_after(9, clock, pulse, a=a, b=b) == {}
+    b.answer()
+    assert deaths_after(2, clock, pulse, a=a, b=b) == {"a": "a has not been heard of for 11.0 s"}
+    assert (a.num_asked, b.num_asked) == (1, 2)
+    assert deaths_after(8, clock, pulse, a=Process(), b=b) == {}
+    assert list(deaths_after(1, clock, pulse, b=b)) == ["b"]
 
 
 def test_while_nobody_looked_nobody_died() -> None:
     """A machine that was suspended, with all processes on it."""
-    clock = Clock()
+    clock, a, b = Clock(), Process(), Process()
     pulse = Pulse(10.0, clock)
-    pulse.watch(["a", "b"])
-    assert dead_after(5, clock, pulse) == []
+    assert deaths_after(5, clock, pulse, a=a, b=b) == {}
     clock.now += 3600
-    assert dead(pulse) == []
-    pulse.hear("a")
-    assert dead_after(2, clock, pulse) == []
-    assert dead_after(1, clock, pulse) == ["b"]  # 5 s, of the long while 2.5 s, and 3 s
+    assert deaths_after(0, clock, pulse, a=a, b=b) == {}
+    a.answer()
+    assert deaths_after(2, clock, pulse, a=a, b=b) == {}
+    assert list(deaths_after(1, clock, pulse, a=a, b=b)) == ["b"]  # 5 s, of the long while 2.5 s, and 3 s
 
 
-def test_who_was_heard_of_since_the_last_look_is_not_heard_of_in_the_future() -> None:
-    clock = Clock()
+def test_who_says_that_it_is_stuck_is_dead_and_who_has_ended_is_not_asked_again() -> None:
+    clock, a, b = Clock(), Process(), Process()
     pulse = Pulse(10.0, clock)
-    pulse.watch(["a"])
-    clock.now += 100
-    pulse.hear("a")
-    assert dead(pulse) == []
-    assert dead_after(10, clock, pulse) == []
-    assert dead_after(1, clock, pulse) == ["a"]
-
-
-def test_only_who_is_watched_is_missed_and_watching_starts_anew() -> None:
-    clock = Clock()
-    pulse = Pulse(10.0, clock)
-    pulse.watch(["a"])
-    assert dead_after(10, clock, pulse) == []
-    pulse.hear("stranger", "is stuck")
-    pulse.watch(["b"])
-    assert dead_after(10, clock, pulse) == []
-    assert dead_after(1, clock, pulse) == ["b"]
-
-
-def test_who_says_that_it_is_stuck_is_dead() -> None:
-    clock = Clock()
-    pulse = Pulse(10.0, clock)
-    pulse.watch(["a", "b"])
-    pulse.hear("a", "is stuck")
-    pulse.hear("b")
-    assert pulse.deaths() == {"a": "a is stuck"}
-    pulse.hear("a")
-    assert dead(pulse) == []
-    pulse.hear("a", "is stuck")
-    pulse.watch(["a", "b"])
-    assert dead(pulse) == []
+    assert deaths_after(1, clock, pulse, a=a, b=b) == {}
+    a.answer("is stuck")
+    b.asked.set_exception(RuntimeError("ended"))
+    assert deaths_after(0, clock, pulse, a=a, b=b) == {"a": "a is stuck"}
+    a.answer()
+    assert deaths_after(1, clock, pulse, a=a, b=b) == {}
+    assert pulse.statuses == {"a": Status("", 0.0, 0)}
 
 
 def test_restarts_are_bounded_and_further_apart_each_time_until_there_is_progress() -> None:

@@ -12,17 +12,16 @@ from rayspec.config import EngineConfig
 from rayspec.decode.runner import Runner
 from rayspec.decode.stages import SpanRunner
 from rayspec.decode.work import Chunk, Move, Pass, Prefill, Round
-from rayspec.model.configs import read_config
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.model.sizes import quantised_bytes
 from rayspec.pipeline import ranks
 from rayspec.pipeline import shard as shard_module
-from rayspec.pipeline.endpoint import ENGINE, NewEpoch, Received
+from rayspec.pipeline.endpoint import ENGINE, NewEpoch
 from rayspec.pipeline.messages import Begin, Follow, Message, Seek
 from rayspec.pipeline.ranks import LeadingSpan, RanksOutOfStepError, follow
-from rayspec.pipeline.shard import Loaded, Shard, ShardSpec
-from rayspec.pipeline.transport import Secret
+from rayspec.pipeline.shard import Blueprint, Loaded, Shard
+from rayspec.pipeline.transport import Received, Secret
+from rayspec.planning.partition import LayerCost, ModelCosts
 from rayspec.types import no_draft
 from tests.families import VOCAB_SIZE, checkpoint, parts_of
 
@@ -34,16 +33,20 @@ def a_pass(*, fixed_shape: bool, round_id: int = 1) -> Pass:
     return Pass(round_id=round_id, token_ids=[1], rows=[RowSpan(one_run(0, 1000), 0, 1)], fixed_shape=fixed_shape)
 
 
-def spec(rank: int = 0, tensor: int = 1, **options: Any) -> ShardSpec:
-    config = EngineConfig(
-        model=checkpoint("llama"),
-        device="cpu",
-        dtype="float32",
-        parallel={"stages": 2, "tensor": tensor},  # type: ignore[arg-type]
+def shard(rank: int = 0, tensor: int = 1, **options: Any) -> Shard:
+    parallel: Any = {"stages": 2, "tensor": tensor}
+    config = EngineConfig(model=checkpoint("llama"), device="cpu", dtype="float32", parallel=parallel)
+    nothing = LayerCost(weight_bytes=0, seconds=())
+    blueprint = Blueprint(
+        config=config.replace(**options),
+        costs=ModelCosts(embedding=nothing, layers=(), head=nothing),
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        num_slots=64,
+        num_gpus=0.0,
+        shard_type=Shard,
     )
-    return ShardSpec(
-        config=config.replace(**options), stage=0, rank=rank, vocab_size=VOCAB_SIZE, secret=Secret.generate()
-    )
+    return Shard(blueprint, Secret.generate(), 0, rank)
 
 
 class _Endpoint:
@@ -75,18 +78,11 @@ def test_rounds_overtake_prefills_and_those_searches_for_a_while(
     last = Begin(epoch=1, work=Round(id=4, entries=[], plan=no_draft(8, "test")))
     seek = Seek(epoch=1, search_id=1, tokens=[], rows=[])
     messages = [(0.0, seek), (0.0, PREFILL), (0.0, ROUND), (0.0, later), (0.05, last), (0.2, ROUND)]
-    one = Shard(spec())
+    one = shard()
     one._endpoint = _Endpoint(clock, messages)  # type: ignore[assignment]
     one.collect()
     order = [heapq.heappop(one._inbox).received.message for _ in range(6)]
     assert order == [ROUND, later, PREFILL, last, seek, ROUND]
-
-
-class _Worker:
-    num_forgotten = 0
-
-    def forget(self) -> None:
-        self.num_forgotten += 1
 
 
 @pytest.mark.parametrize(("rank", "num_forgotten"), [(0, 1), (1, 0)])
@@ -96,12 +92,13 @@ def test_in_a_new_epoch_the_leader_forgets_and_the_other_ranks_wait_for_its_word
     def new_epoch() -> None:
         raise NewEpoch
 
-    one, worker = Shard(spec(rank, 2)), _Worker()
-    one.worker = worker  # type: ignore[assignment]
+    one = shard(rank, 2)
+    one.span, one.head = SpanRunner(_runner(), num_taps=4), None
+    one.span.run(Pass(round_id=5, token_ids=[3, 4], rows=[RowSpan(one_run(0, 1000), 0, 2)], save_at=2))
     monkeypatch.setattr(one, "collect", new_epoch)
     one._inbox = [shard_module._Due(0.0, 0, Received("stage-0", Follow(epoch=1), []))]
-    one._serve_epoch()
-    assert worker.num_forgotten == num_forgotten
+    one.serve_epoch()
+    assert len(one.span._saved) == 1 - num_forgotten
     assert len(one._inbox) == 1 - num_forgotten
 
 
@@ -157,14 +154,12 @@ def test_running_out_of_memory_puts_ranks_out_of_step(pair: Any, monkeypatch: py
 
 def loaded(**speculation: Any) -> Loaded:
     """The first half of a model whose second MLP is dense."""
-    return Shard(spec(model=checkpoint("qwen3_moe"), speculation=speculation)).load([(0, 4), (4, 8)], None)
+    return shard(model=checkpoint("qwen3_moe"), speculation=speculation).load([(0, 4), (4, 8)], None)
 
 
-def test_a_shard_says_what_its_copies_weigh_and_by_what_they_run() -> None:
+def test_a_shard_says_by_what_its_copies_run() -> None:
     plain, copied = loaded(strategy="ar"), loaded(choices=("int4", "pages"))
-    copies = quantised_bytes(read_config(checkpoint("qwen3_moe")), "int4", dtype=torch.float32)
-    assert copied.weight_bytes - plain.weight_bytes == sum(copies[:4]) > 0
     attention = ("full", "int4", "pages", "int4+pages")
     assert copied.ways == [attention, ("full",), attention, ("full", "int4")]
     assert plain.ways == [("full", "skip")] * 4
-    assert loaded(choices=("int4",), extra_weight_bytes=9).weight_bytes == plain.weight_bytes
+    assert loaded(choices=("int4",), extra_weight_bytes=9).ways == [("full",)] * 4

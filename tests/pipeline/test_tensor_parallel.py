@@ -75,10 +75,8 @@ def worker(rank: int, folder: Path, address: str) -> None:
             found[family]["without DeepSpeed"] = _observe(path, group)
     found["bfloat16"] = _observe(paths["qwen2"], group, "bfloat16")
     found["span"] = _observe_span(paths["qwen3_moe"], group)
-    found["order"] = _order(paths["llama"], group)
     with _no_deepspeed():
         found["refused"] = {name: _refusal(paths[family], group, plan) for name, (family, plan) in WRONG_PLANS.items()}
-    found["one rank disagrees"] = (group.all_agree(rank == 0), group.all_agree(True), group.largest(float(rank)))
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -139,30 +137,6 @@ def _observe_span(path: str, group: RankGroup) -> dict[str, Any]:
         "layers": sorted(split.shapes),
         "others whole": all(_bytes(a.block) == _bytes(b.block) for a, b in _outside(path, parts)),
     }
-
-
-def _order(path: str, group: RankGroup) -> list[str]:
-    """In which layers come to the device and are split."""
-    model, parts = _copy(path)
-    numbers = {layer: number for number, layer in enumerate(model.model.layers)}
-    done: list[str] = []
-    move, divide_heads = torch.nn.Module.to, tensor_parallel._divide_heads
-
-    def to(module: torch.nn.Module, *where: Any) -> torch.nn.Module:
-        if module in numbers:
-            done.append(f"{numbers[module]} comes")
-        return move(module, *where)
-
-    def divide(layer: Any, *others: Any) -> None:
-        if layer.module in numbers:
-            done.append(f"{numbers[layer.module]} is split")
-        divide_heads(layer, *others)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.Module, "to", to)
-        patch.setattr(tensor_parallel, "_divide_heads", divide)
-        split_tensor_parallel(model, parts, group)
-    return done
 
 
 def _outside(path: str, parts: Decomposition) -> list[tuple[Any, Any]]:
@@ -323,14 +297,6 @@ def test_a_span_is_split_and_the_layers_around_it_are_not(reports: Reports) -> N
         assert report["span"]["others whole"]
 
 
-def test_a_layer_is_split_before_the_next_one_comes(reports: Reports) -> None:
-    """The first one is also what ways of splitting are tried on."""
-    num_layers = len(_whole(checkpoint("llama"))[1].shapes)
-    each = [f"{number} {what}" for number in range(num_layers) for what in ("comes", "is split")]
-    for report in reports:
-        assert report["order"] == ["0 comes", *each]
-
-
 def test_bfloat16_is_split_too(reports: Reports) -> None:
     assert len({report["bfloat16"]["hidden"] for report in reports}) == 1
     for report in reports:
@@ -353,11 +319,6 @@ def test_a_model_that_no_method_splits_is_refused_unharmed(reports: Reports, pla
         assert message in found["message"]
         assert "set option 'tensor' to 1" in found["message"]
         assert found["unharmed"]
-
-
-def test_what_one_rank_refuses_all_refuse(reports: Reports) -> None:
-    for report in reports:
-        assert report["one rank disagrees"] == [False, True, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -138,16 +138,6 @@ def test_an_engine_that_is_killed_is_replaced_and_every_row_comes_once(num_kills
     assert [engine.has_ended for engine in lab.engines] == [True] * num_kills + [False]
 
 
-def test_the_first_row_may_be_one_that_kills_engines() -> None:
-    async def one_by_one() -> list[Outcome]:
-        supervisor = Lab().supervisor()
-        return [(await lab.run([row], supervisor))[row] for row in ("deadly", "row 0", "deadly", "deadly", "row 1")]
-
-    lab = Lab()
-    outcomes = asyncio.run(one_by_one())
-    assert [str(one).split(" ")[0] for one in outcomes] == ["engines", "done", "engines", "engines", "done"]
-
-
 def test_an_engine_that_dies_of_every_row_fails_the_rows_and_is_not_started_for_ever() -> None:
     lab = Lab(kills=lambda _: True)
     outcomes = asyncio.run(lab.run(ROWS))
@@ -164,17 +154,6 @@ def test_rows_that_kill_engines_one_after_the_other_are_bounded_too() -> None:
     lab = Lab()
     kinds = [type(outcome) for outcome in asyncio.run(one_by_one())]
     assert kinds == [EngineKilledError] * 3 + [EngineDeadError] * 5
-    assert len(lab.engines) == 7
-
-
-def test_progress_renews_the_restarts() -> None:
-    async def one_by_one() -> list[Outcome]:
-        supervisor = lab.supervisor(max_restarts=1)
-        return [(await lab.run([row], supervisor))[row] for row in ROWS]
-
-    chosen = set(ROWS[::2])
-    lab = Lab(kills=lambda row: lab.begun[row] == 1 and row in chosen)
-    assert asyncio.run(one_by_one()) == list(DONE.values())
     assert len(lab.engines) == 7
 
 
@@ -250,29 +229,6 @@ def test_a_job_that_drains_ends_what_an_engine_has_and_begins_nothing_new() -> N
     outcomes, late = asyncio.run(drained())
     assert outcomes == list(DONE.values())
     assert type(late) is DrainingError
-
-
-def test_rows_of_an_engine_that_dies_while_the_job_drains_are_not_begun_again() -> None:
-    async def drained() -> list[Outcome]:
-        supervisor = lab.supervisor()
-
-        def drain_and_kill(_: str) -> bool:
-            asyncio.ensure_future(supervisor.drain())  # noqa: RUF006 - it has ended before the rows have
-            return True
-
-        lab.kills = drain_and_kill
-        return await asyncio.gather(*map(supervisor.handle, ROWS), return_exceptions=True)
-
-    lab = Lab()
-    assert {type(outcome) for outcome in asyncio.run(drained())} == {DrainingError}
-    assert max(lab.begun.values()) == 1
-
-
-def test_an_engine_is_given_no_more_rows_than_it_can_run() -> None:
-    lab = Lab()
-    supervisor = EngineSupervisor(lab.start, max_restarts=0, max_items=5, sleep=lab.sleep)
-    assert asyncio.run(lab.run(ROWS, supervisor)) == DONE
-    assert lab.most_inside == 5
 
 
 class TestSeveralEngines:

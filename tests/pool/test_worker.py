@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.progress import Progress
 from rayspec.pool import stopped
 from rayspec.pool.worker import (
+    Callback,
     CommonDType,
     EngineWorker,
     RemoteEngine,
@@ -33,6 +35,7 @@ from rayspec.pool.worker import (
     cpus_of_replica,
     engines_of_a_place,
 )
+from rayspec.types import ConfigError, RayspecError, RequestError
 from tests.freezing import freeze
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -85,6 +88,125 @@ def test_an_engine_completes_rows_as_an_llm_does_until_it_ends() -> None:
     assert [row.text for row in rows[:5]] == expected
     assert [row.error_kind for row in rows[5:]] == ["prompt_too_long", None]
     assert rows[6].text == expected[0]
+
+
+class UnloadableError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class Brittle:
+    """Cannot be restored in the processes `where`: "here" is the one that made it, "there" any other."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.where, os.getpid())
+
+
+def _restored(where: str, pid: int) -> Brittle:
+    if (pid == os.getpid()) == (where == "here"):
+        raise ImportError(f"no module {where}")
+    return Brittle(where)
+
+
+@dataclass(frozen=True, slots=True)
+class Scripted:
+    """Loads an engine that does what an item says."""
+
+    engine: EngineConfig
+
+    def load(self, config: EngineConfig) -> ScriptedEngine:
+        return ScriptedEngine()
+
+    def beginning(self, item: Any) -> None: ...
+
+
+class ScriptedEngine:
+    client = SimpleNamespace(info=SimpleNamespace(config=SimpleNamespace(dtype="float32")))
+    info = None
+
+    def __init__(self) -> None:
+        self._cancelled: list[str] = []
+
+    async def handle(self, item: Any, callback: Callback) -> Any:
+        match str(item).split():
+            case ["return", "lock"]:
+                return threading.Lock()
+            case ["return", "brittle"]:
+                return Brittle("there")
+            case ["tell", "lock"]:
+                callback(threading.Lock())
+                await asyncio.sleep(1000)
+            case ["fail", "ours"]:
+                raise ConfigError("option 'a' is 1")
+            case ["fail", "foreign"]:
+                raise UnloadableError(1, 2)
+            case ["tell", count]:
+                for part in range(int(count)):
+                    await asyncio.to_thread(callback, part)
+            case ["sleep"]:
+                try:
+                    await asyncio.sleep(1000)
+                finally:
+                    self._cancelled.append(item)
+            case ["cancelled"]:
+                return self._cancelled
+            case ["die"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return f"done {item}"
+
+
+def test_items_travel_together_and_each_has_its_own_result_error_and_end() -> None:
+    """Items and results that cannot be pickled, or cannot be restored on the other side, among others that can."""
+
+    async def run() -> None:
+        engine = RemoteEngine(Scripted(EngineConfig(model="demo")))
+        await engine.load()
+        num_sent, send = 0, engine._send
+
+        def counted() -> None:
+            nonlocal num_sent
+            num_sent += 1
+            send()
+
+        engine._send = counted  # type: ignore[method-assign]
+        results = await asyncio.gather(*(engine.handle(f"item {number}") for number in range(500)))
+        assert results == [f"done item {number}" for number in range(500)]
+        assert num_sent == 1
+        parts: list[int] = []
+        told, ours, foreign = await asyncio.gather(
+            engine.handle("tell 20", parts.append),
+            engine.handle("fail ours"),
+            engine.handle("fail foreign"),
+            return_exceptions=True,
+        )
+        assert (told, parts) == ("done tell 20", list(range(20)))
+        assert (type(ours), str(ours)) == (ConfigError, "option 'a' is 1")
+        assert (type(foreign), str(foreign)) == (RayspecError, "UnloadableError: 1 and 2")
+
+        items = [threading.Lock(), Brittle("there"), "return lock", "return brittle", "tell lock", "well"]
+        *errors, well = await asyncio.gather(*map(engine.handle, items), return_exceptions=True)
+        assert well == "done well"
+        assert [type(error) for error in errors] == [RequestError] * 5
+        for error, what in zip(errors, ["the item", "the item", *["the result"] * 3], strict=True):
+            assert str(error).startswith(f"{what} cannot be ")
+
+        sleeping = asyncio.create_task(engine.handle("sleep"))
+        await engine.handle("other")
+        sleeping.cancel()
+        while not await engine.handle("cancelled"):
+            await asyncio.sleep(0.01)
+
+        waiting = [engine.handle(item) for item in ("sleep", "sleep", "die")]
+        for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(outcome, EngineDeadError)
+        with pytest.raises(EngineDeadError, match="has ended"):
+            await engine.handle("late")
+        engine.end()
+
+    asyncio.run(run())
 
 
 def test_a_stopped_process_is_a_dead_engine_and_a_silent_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,8 +86,7 @@ class Peer:
 
     def open(self) -> str:
         """Open a place on this node where peers can meet, and return its address."""
-        from rayspec.pipeline.collective import Rendezvous  # noqa: PLC0415
-        from rayspec.pipeline.transport import node_address  # noqa: PLC0415
+        from rayspec.pipeline.collective import Rendezvous, node_address  # noqa: PLC0415
 
         self._rendezvous = Rendezvous(node_address())
         return self._rendezvous.address
@@ -95,8 +94,7 @@ class Peer:
     def join(self, rank: int, size: int, address: str, backend: Literal["gloo", "nccl"]) -> None:
         """Exchange a tensor with every other rank. The link stays open, for others may not be done. Raises
         TransportError."""
-        from rayspec.pipeline.collective import TensorLink  # noqa: PLC0415
-        from rayspec.pipeline.transport import node_address  # noqa: PLC0415
+        from rayspec.pipeline.collective import TensorLink, node_address  # noqa: PLC0415
 
         where = {"address": address, "host": node_address()}
         self._link = TensorLink.join(rank=rank, size=size, **where, timeout_s=_EXCHANGE_TIMEOUT_S, backend=backend)
