@@ -66,22 +66,15 @@ class Rendezvous:
 
 
 class TensorLink:
-    """One rank's end of the connections between `size` ranks. Tensors go from lower to higher ranks only.
+    """One rank's end of the connections between `size` ranks. Tensors go from lower to higher ranks only, which
+    excludes deadlocks, and between two ranks in the order in which they were sent.
 
-    This order excludes deadlocks: in `receive` a rank waits for a lower rank, in `send` for a higher rank to receive,
-    and a rank receives as soon as it reads the header that came before the tensor. Data that goes backwards (tokens,
-    accepted counts) is small and stays in the transport's frames.
-
-    Between two ranks, tensors are received in the order they were sent: the n-th `receive` gets the n-th `send`. After
-    an error this no longer holds, so the link closes itself; join a new link with the remaining peers. The link is not
-    the process-wide group of torch.distributed, which tensor parallelism uses.
-
-    With NCCL nothing waits in Python: `send` and `receive` queue work for the GPU. PyTorch's watchdog ends work that
-    exceeds the timeout, by default together with the process. So call `leave` as soon as a peer is known to be dead.
+    After an error the order no longer holds, so the link closes itself; join a new link with the remaining peers. With
+    NCCL, `send` and `receive` only queue work for the GPU, and PyTorch's watchdog ends the process after the timeout:
+    call `leave` as soon as a peer is known to be dead.
     """
 
     def __init__(self, group: ProcessGroup, *, device: torch.device) -> None:
-        """group: sends and receives tensors on `device`, with a timeout of its own."""
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
@@ -92,12 +85,11 @@ class TensorLink:
     def join(
         cls, *, rank: int, size: int, address: str, host: str, timeout_s: float, backend: Backend | None = None
     ) -> TensorLink:
-        """Meet the other ranks at `address` (of a `Rendezvous`). Return when all of them can exchange tensors.
+        """Meet the other ranks at `address` (of a `Rendezvous`). Return when all of them can exchange tensors. Raises
+        TransportError if not all join in time.
 
         host: IP address of this node that the other ranks can reach. timeout_s: the longest time of joining, of one
         send and of one receive. backend: by default NCCL on the current GPU if this process has one, else gloo.
-
-        Raises TransportError if not all ranks join in time.
         """
         backend = backend or ("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
         try:
@@ -105,16 +97,18 @@ class TensorLink:
         except RuntimeError as error:
             raise TransportError(f"rank {rank} of {size} could not join at {address}: {error}") from error
         link = cls(group, device=_device(backend))
-        link._warm_up()
+        # NCCL connects a pair of ranks at its first tensor and blocks both without a timeout. So do it now, when all
+        # ranks are there. All ranks take the pairs in the same order, so they do not wait in a circle.
+        for sender, receiver in itertools.combinations(range(size), 2):
+            if rank == sender:
+                link.send(torch.zeros(1, dtype=torch.uint8), receiver)
+            elif rank == receiver:
+                link.receive(torch.uint8, (1,), sender)
         return link
 
     def send(self, tensor: Tensor, to_rank: int) -> None:
-        """Start to send and return. From now on nobody may write to the tensor.
-
-        Waits, for the timeout at most, only if `MAX_PENDING_TENSORS` earlier tensors have not been received yet.
-
-        Raises TransportError if this or an earlier tensor cannot be sent.
-        """
+        """Start to send and return. From now on nobody may write to the tensor. Waits, for the timeout at most, only if
+        `MAX_PENDING_TENSORS` earlier tensors have not been received yet. Raises TransportError."""
         assert self.rank < to_rank < self.size, "tensors go to higher ranks only"
         ours = tensor.detach().to(self.device).contiguous()
         pending = self._pending[to_rank]
@@ -128,14 +122,9 @@ class TensorLink:
             raise TransportError(f"rank {self.rank} could not send to rank {to_rank}: {error}") from error
 
     def receive(self, dtype: torch.dtype, shape: Sequence[int], from_rank: int) -> Tensor:
-        """Return the next tensor from `from_rank`, which must have this dtype and shape. It is on the link's device.
-
-        With NCCL, the data is there once the current stream has reached the receive; with gloo, on return.
-
-        Raises TransportError if nothing arrives within the timeout.
-        """
-        if not 0 <= from_rank < self.rank:
-            raise TransportError(f"a message has a tensor of rank {from_rank}, which is none before rank {self.rank}")
+        """Return the next tensor from `from_rank`, which must have this dtype and shape, on the link's device. With
+        NCCL, the data is there once the current stream has reached the receive. Raises TransportError if nothing
+        arrives within the timeout."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         try:
             self._require_group().recv([tensor], from_rank, 0).wait()
@@ -156,15 +145,6 @@ class TensorLink:
         if self._group is None:
             raise TransportError(f"the link of rank {self.rank} is closed; join a new one")
         return self._group
-
-    def _warm_up(self) -> None:
-        # NCCL connects a pair of ranks at its first tensor and blocks both without a timeout. So do it now, when all
-        # ranks are there. All ranks take the pairs in the same order, so they do not wait in a circle.
-        for sender, receiver in itertools.combinations(range(self.size), 2):
-            if self.rank == sender:
-                self.send(torch.zeros(1, dtype=torch.uint8), receiver)
-            elif self.rank == receiver:
-                self.receive(torch.uint8, (1,), sender)
 
 
 def store_at(address: str, timeout_s: float) -> TCPStore:

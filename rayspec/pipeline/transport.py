@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import math
 import secrets
 import socket
@@ -21,7 +20,7 @@ import zmq
 from torch import Tensor
 from zmq.utils import z85
 
-from rayspec.errors import ConfigError, TransportError
+from rayspec.errors import TransportError
 from rayspec.pipeline.collective import TensorLink
 from rayspec.pipeline.messages import AnyMessage, Envelope, Message, TensorForm, decode, encode
 
@@ -101,22 +100,11 @@ class Transport:
     message is lost nevertheless (a connection broke), the receiver gets a TransportError. Only one thread at a time may
     use a transport, but any thread may `wake` it.
 
-    Args:
-        name: how peers see this transport.
-        secret: the replica's secret. Connections without it are refused.
-        host: IP address of this node to listen on, at a port that the system chooses; see `node_address`.
-        link: carries tensors sent with `to_rank`. It may be replaced at any time by assigning to `link`.
-
-    Raises ConfigError if `host` is no address of this node, or a wildcard for all its addresses.
+    host: IP address of this node to listen on, at a port that the system chooses; see `node_address`. link: carries
+    tensors sent with `to_rank`; it may be replaced at any time.
     """
 
     def __init__(self, name: str, secret: Secret, *, host: str, link: TensorLink | None = None) -> None:
-        try:
-            is_one_address = not ipaddress.ip_address(host).is_unspecified
-        except ValueError:
-            is_one_address = False
-        if not is_one_address:
-            raise ConfigError(f"host is {host!r}; it must be one IP address of this node, as node_address() returns it")
         self.name = name
         self.link = link
         self._secret = secret
@@ -127,11 +115,15 @@ class Transport:
         self._context.linger = 0
         self._gate = _Gate(self._context, secret)
         self._inbox = self._context.socket(zmq.PULL)
-        try:
-            self.address = _listen(self._inbox, secret, host)
-        except zmq.ZMQError as error:
-            self._context.destroy()
-            raise ConfigError(f"host is {host!r}, where nothing can listen ({error}); use node_address()") from error
+        self._inbox.curve_server = True
+        self._inbox.curve_secretkey = secret.server_secret
+        self._inbox.zap_domain = _ZAP_DOMAIN
+        self._inbox.zap_enforce_domain = True  # without an answer from the gate, a connection is refused
+        # Larger frames are refused before memory is allocated for them. CURVE adds some bytes to each frame.
+        self._inbox.maxmsgsize = MAX_TENSOR_BYTES + 1024
+        _set_tcp_options(self._inbox, ipv6=":" in host)
+        self._inbox.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+        self.address = self._inbox.get_string(zmq.LAST_ENDPOINT)
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._gate.socket, zmq.POLLIN)
@@ -143,20 +135,18 @@ class Transport:
         """Replace all peers by `peers` (name -> address).
 
         A peer whose address did not change keeps its connection. Messages that wait for other earlier peers are
-        dropped, because those processes have ended. Returns before any peer has answered.
-
-        Raises TransportError for an address of the wrong form.
-        """
+        dropped, because those processes have ended. Returns before any peer has answered."""
         self._require_open()
         for name in [name for name, known in self._connections.items() if peers.get(name) != known.address]:
             self._connections.pop(name).socket.close(linger=0)
         for name in [name for name in peers if name not in self._connections]:
             socket = self._context.socket(zmq.PUSH)
-            try:
-                _call(socket, self._secret, peers[name])
-            except zmq.ZMQError as error:
-                socket.close()
-                raise TransportError(f"{peers[name]!r} is no address of {name}: {error}") from error
+            socket.curve_serverkey = self._secret.server_public
+            socket.curve_publickey = self._secret.client_public
+            socket.curve_secretkey = self._secret.client_secret
+            socket.sndhwm = MAX_WAITING_MESSAGES
+            _set_tcp_options(socket, ipv6="[" in peers[name])
+            socket.connect(peers[name])
             self._connections[name] = _Connection(socket, peers[name])
 
     def send(self, peer: str, message: Message, tensors: Sequence[Tensor] = (), *, to_rank: int | None = None) -> None:
@@ -283,27 +273,6 @@ class _Gate:
         known = hmac.compare_digest(b"".join(credentials), self._key)
         verdict = (b"200", b"OK") if known else (b"400", b"unknown key")
         self.socket.send_multipart([version, request, *verdict, b"", b""])
-
-
-def _listen(socket: zmq.Socket[bytes], secret: Secret, host: str) -> str:
-    socket.curve_server = True
-    socket.curve_secretkey = secret.server_secret
-    socket.zap_domain = _ZAP_DOMAIN
-    socket.zap_enforce_domain = True  # without an answer from the gate, a connection is refused
-    # Larger frames are refused before memory is allocated for them. CURVE adds some bytes to each frame.
-    socket.maxmsgsize = MAX_TENSOR_BYTES + 1024
-    _set_tcp_options(socket, ipv6=":" in host)
-    socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
-    return socket.get_string(zmq.LAST_ENDPOINT)
-
-
-def _call(socket: zmq.Socket[bytes], secret: Secret, address: str) -> None:
-    socket.curve_serverkey = secret.server_public
-    socket.curve_publickey = secret.client_public
-    socket.curve_secretkey = secret.client_secret
-    socket.sndhwm = MAX_WAITING_MESSAGES
-    _set_tcp_options(socket, ipv6="[" in address)
-    socket.connect(address)
 
 
 def _set_tcp_options(socket: zmq.Socket[bytes], *, ipv6: bool) -> None:

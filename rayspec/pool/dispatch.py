@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import random
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rayspec.pipeline.recovery import Restarts
@@ -129,7 +129,8 @@ class Dispatch:
         isolating = self._slot_for_isolated()
         if isolating is not None:
             num_free = -(-len(self._isolated) // _NUM_GROUPS) - len(isolating.under_way)
-            ready = sorted((n for n in self._waiting if n in self._isolated), key=self._place)
+            found = {number: self._isolated[number] for number in self._waiting if number in self._isolated}
+            ready = sorted(found, key=lambda number: (found[number].num_deaths, found[number].rank))
             for number in ready[: max(0, num_free)]:
                 self._give(number, isolating)
         loads = {
@@ -182,10 +183,6 @@ class Dispatch:
             self._isolating = min(left, key=lambda slot: len(slot.under_way), default=None)
         return self._isolating if self._isolating is not None and self._isolating.engine is not None else None
 
-    def _place(self, number: int) -> tuple[int, float]:
-        isolated = self._isolated[number]
-        return isolated.num_deaths, isolated.rank
-
     def _has_room(self, slot: Slot) -> bool:
         return self._max_items is None or len(slot.under_way) < self._max_items
 
@@ -200,19 +197,13 @@ def part_hashes(beginning: Beginning) -> tuple[PartHash, ...]:
     """Hash the whole parts that a prompt begins with, at most `_MAX_PARTS`, which bounds the cost of long prompts."""
     if beginning is None:
         return ()
-    digest = hashlib.blake2b(digest_size=8)
-    hashes = []
-    for part in _parts(beginning):
-        digest.update(part)
-        hashes.append(digest.digest())
-    return tuple(hashes)
-
-
-def _parts(beginning: str | Sequence[int]) -> Iterator[bytes]:
     size = _CHARACTERS_PER_PART if isinstance(beginning, str) else _TOKENS_PER_PART
+    digest, hashes = hashlib.blake2b(digest_size=8), []
     for start in range(0, min(len(beginning) // size, _MAX_PARTS) * size, size):
         part = beginning[start : start + size]
-        yield part.encode(errors="surrogatepass") if isinstance(part, str) else repr(list(part)).encode()
+        digest.update(part.encode(errors="surrogatepass") if isinstance(part, str) else repr(list(part)).encode())
+        hashes.append(digest.digest())
+    return tuple(hashes)
 
 
 class Router:
@@ -225,7 +216,10 @@ class Router:
         """Choose an engine for a prompt with these hashes. loads: number of items of each engine that may be chosen."""
         least = min(loads.values())
         near = [engine for engine, load in loads.items() if load <= 2 * least + _SLACK]
-        found = {engine: self._num_given(engine, hashes) for engine in near}
+        owners = [self._given.get(part) for part in hashes]
+        found = {
+            engine: next((at for at, owner in enumerate(owners) if owner != engine), len(owners)) for engine in near
+        }
         most = max(found.values())
         chosen = min((engine for engine in near if found[engine] == most), key=lambda engine: loads[engine])
         for part in hashes:
@@ -239,6 +233,3 @@ class Router:
         """Forget which prompts the engine was given, because a new engine has replaced it."""
         for part in [part for part, owner in self._given.items() if owner == engine]:
             del self._given[part]
-
-    def _num_given(self, engine: int, hashes: Sequence[PartHash]) -> int:
-        return next((at for at, part in enumerate(hashes) if self._given.get(part) != engine), len(hashes))
