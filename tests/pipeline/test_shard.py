@@ -19,7 +19,7 @@ from rayspec.pipeline import shard as shard_module
 from rayspec.pipeline.endpoint import ENGINE, NewEpoch
 from rayspec.pipeline.messages import Begin, Follow, Message, Seek
 from rayspec.pipeline.ranks import LeadingSpan, RanksOutOfStepError, follow
-from rayspec.pipeline.shard import Blueprint, Loaded, Shard
+from rayspec.pipeline.shard import Blueprint, Shard
 from rayspec.pipeline.transport import Received, Secret
 from rayspec.planning.partition import LayerCost, ModelCosts
 from rayspec.types import no_draft
@@ -150,16 +150,3 @@ def test_running_out_of_memory_puts_ranks_out_of_step(pair: Any, monkeypatch: py
     monkeypatch.setattr(leader.runner, "run", full)
     with pytest.raises(RanksOutOfStepError, match="allocate memory"):
         leader.run(a_pass(fixed_shape=True))
-
-
-def loaded(**speculation: Any) -> Loaded:
-    """The first half of a model whose second MLP is dense."""
-    return shard(model=checkpoint("qwen3_moe"), speculation=speculation).load([(0, 4), (4, 8)], None)
-
-
-def test_a_shard_says_by_what_its_copies_run() -> None:
-    plain, copied = loaded(strategy="ar"), loaded(choices=("int4", "pages"))
-    attention = ("full", "int4", "pages", "int4+pages")
-    assert copied.ways == [attention, ("full",), attention, ("full", "int4")]
-    assert plain.ways == [("full", "skip")] * 4
-    assert loaded(choices=("int4",), extra_weight_bytes=9).ways == [("full",)] * 4

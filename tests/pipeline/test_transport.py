@@ -1,20 +1,16 @@
-"""Transports talk to each other in this process, to a process of their own, and to strangers who speak plain bytes."""
+"""Transports talk to each other in this process, and to strangers who speak plain bytes."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import select
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,11 +22,9 @@ from rayspec.pipeline import transport
 from rayspec.pipeline.collective import LOOPBACK
 from rayspec.pipeline.messages import Connect, Envelope, Measure, Message, encode
 from rayspec.pipeline.transport import Received, Secret, Transport
-from tests.freezing import freeze
 
 PATIENCE_S = 20.0
 SECRET = Secret.generate()
-STOP = Measure(epoch=-1)
 NewTransport = Callable[..., Transport]
 
 
@@ -71,81 +65,6 @@ def num_files() -> int:
 
 def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
-
-
-# A peer in a process of its own
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    process: BaseProcess
-    address: str
-    pipe: Connection
-
-
-def echo(pipe: Connection, secret: Secret) -> None:
-    """Sends back whatever comes, to the one it is told about first."""
-    torch.set_num_threads(1)
-    with closing(Transport("echo", secret, host=LOOPBACK)) as box:
-        pipe.send(box.address)
-        box.connect({"here": pipe.recv()})
-        while (received := take(box)).message != STOP:
-            box.send("here", received.message, received.tensors)
-
-
-@contextmanager
-def echoing(box: Transport) -> Iterator[Peer]:
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=echo, args=(there, SECRET))
-    process.start()
-    try:
-        peer = Peer(process, here.recv(), here)
-        here.send(box.address)
-        yield peer
-    finally:
-        process.kill()
-        process.join()
-
-
-def test_a_peer_in_another_process_lives_freezes_dies_and_comes_back(make_transport: NewTransport) -> None:
-    here, tensor = make_transport("here"), torch.arange(4096.0)
-    with echoing(here) as peer, echoing(here) as restarted:
-        here.connect({"echo": peer.address})
-
-        # It lives: everything comes back, in order.
-        received: list[Received] = []
-        for index in range(500):
-            here.send("echo", number(index), [tensor[: index % 7]])
-            while (arrived := here.receive(0)) is not None:
-                received.append(arrived)
-        while len(received) < 500:
-            received.append(take(here))
-        assert [(one.message.epoch, len(one.tensors[0])) for one in received] == [(at, at % 7) for at in range(500)]
-
-        # It freezes: more than any buffer of the system holds is sent without waiting; then it catches up.
-        assert peer.process.pid is not None
-        freeze(peer.process.pid)
-        slowest_s = 0.0
-        for index in range(1000):
-            started = time.perf_counter()
-            here.send("echo", number(index), [tensor])
-            slowest_s = max(slowest_s, time.perf_counter() - started)
-        assert slowest_s < 1
-        assert here.receive(0.1) is None
-        os.kill(peer.process.pid, signal.SIGCONT)
-        assert [receive(here) for _ in range(1000)] == list(range(1000))
-
-        # It dies with messages waiting, which its replacement does not get.
-        peer.process.kill()
-        peer.process.join()
-        for index in range(100):
-            here.send("echo", number(index), [tensor])
-        here.connect({"echo": restarted.address})
-        here.send("echo", number(7000))
-        assert receive(here) == 7000
-        here.send("echo", STOP)
-        restarted.process.join(PATIENCE_S)
-        assert restarted.process.exitcode == 0
 
 
 # Tensors
