@@ -110,7 +110,8 @@ def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
         replica.start()
         stages = RayStages(replica)
         undo.callback(stages.shutdown)
-        for _ in range(2 if can_be_cut_anew else needs_latency(blueprint.config)):
+        num_measures = 2 if can_be_cut_anew else int(needs_latency(blueprint.config))
+        for _ in range(num_measures):
             latency = stages.measure()
             if can_be_cut_anew:
                 better = balanced_cut(latency, replica.spans, blueprint.costs, replica.devices)

@@ -25,7 +25,6 @@ from rayspec.pipeline.collective import Rendezvous, node_address
 from rayspec.pipeline.coordinator import forgotten
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, stage_name
 from rayspec.pipeline.messages import (
-    AnyMessage,
     Begin,
     Broken,
     Connect,
@@ -44,7 +43,7 @@ from rayspec.pipeline.messages import (
 from rayspec.pipeline.placement import Process
 from rayspec.pipeline.recovery import Pulse, Restarts, Status
 from rayspec.pipeline.replica import Replica
-from rayspec.pipeline.transport import Transport
+from rayspec.pipeline.transport import Received, Transport
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import OutOfMemoryError, RayspecError
 
@@ -135,7 +134,7 @@ class RayStages(Stages):
         self._require_alive()
         timeout_s = _POLL_S if self._work else 0.0
         while (received := self._receive(timeout_s)) is not None:
-            self._handle(*received)
+            self._handle(received)
             timeout_s = 0.0
         self._check()
 
@@ -233,7 +232,7 @@ class RayStages(Stages):
     def _send(self, peer: str, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         self._transport.send(peer, message, tensors)
 
-    def _receive(self, timeout_s: float) -> tuple[str, AnyMessage] | None:
+    def _receive(self, timeout_s: float) -> Received | None:
         """Return the next message of this epoch; None if none comes in time. Raises as `_recover` if one was lost."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -241,12 +240,11 @@ class RayStages(Stages):
                 received = self._transport.receive(max(0.0, deadline - time.monotonic()))
             except TransportError as error:
                 self._recover((), str(error))
-            if received is None:
-                return None
-            if received.message.epoch == self._epoch:
-                return received.sender, received.message
+            if received is None or received.message.epoch == self._epoch:
+                return received
 
-    def _handle(self, sender: str, message: AnyMessage) -> None:
+    def _handle(self, received: Received) -> None:
+        sender, message = received.sender, received.message
         match message:
             case Done():
                 self._work.pop(message.work_id).set_result(message.result)
@@ -281,10 +279,10 @@ class RayStages(Stages):
         deadline = time.monotonic() + timeout_s
         while len(found) < len(senders):
             received = self._receive(_POLL_S)
-            if received is not None and isinstance(received[1], kind):
-                found[received[0]] = received[1]
+            if received is not None and isinstance(received.message, kind):
+                found[received.sender] = received.message
             elif received is not None:
-                self._handle(*received)
+                self._handle(received)
             self._check(listening=True)
             if time.monotonic() > deadline:
                 self._recover((), f"no {kind.__name__} came within {timeout_s:.0f} s")

@@ -6,19 +6,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rayspec.pipeline.placement import Process
 
 # Between two calls of `deaths`, at most this share of the timeout counts as silence.
 _SHARE_OF_A_LOOK = 0.25
 _ASK_EVERY_S = 1.0
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 30.0
-
-
-class Asked(Protocol):
-    """A process that can be asked for its status."""
-
-    def ask(self, method: str) -> Future[Any]: ...
 
 
 class Status(NamedTuple):
@@ -41,10 +38,10 @@ class Pulse:
         self._timeout_s = timeout_s
         self._clock = clock
         self._looked_at = clock()
-        self._asked: dict[str, tuple[Asked, Future[Status], float]] = {}
+        self._asked: dict[str, tuple[Process, Future[Status], float]] = {}
         self.statuses: dict[str, Status] = {}
 
-    def deaths(self, processes: Mapping[str, Asked]) -> dict[str, str]:
+    def deaths(self, processes: Mapping[str, Process]) -> dict[str, str]:
         """Return the processes that are silent for too long or stuck, each with the reason."""
         now = self._clock()
         absent_s = max(0.0, now - self._looked_at - _SHARE_OF_A_LOOK * self._timeout_s)
