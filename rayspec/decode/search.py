@@ -55,13 +55,13 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Cosine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks for the cosine between the target's states before and after each sublayer. Answered by Cosines."""
+    """Asks for the cosine between the target's states before and after each sublayer. Answered by Values."""
 
     num_tokens: int
 
 
 class Feature(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks for a vector that describes the text: the mean of the target's last states. Answered by Features."""
+    """Asks for a vector that describes the text: the mean of the target's last states. Answered by Values."""
 
     num_tokens: int
 
@@ -87,22 +87,15 @@ class Found(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-class Cosines(msgspec.Struct, frozen=True, tag=True):
-    """cosines: for each sublayer, between the target's states before and after it, a mean over the tokens."""
+class Values(msgspec.Struct, frozen=True, tag=True):
+    """The numbers that Cosine and Feature ask for. seconds: that the answer took."""
 
-    cosines: Sequence[float]
-    seconds: float
-
-
-class Features(msgspec.Struct, frozen=True, tag=True):
-    """vector: [hidden_size], the mean over the tokens of the target's last states, after the final norm."""
-
-    vector: Sequence[float]
+    values: Sequence[float]
     seconds: float
 
 
 Question: TypeAlias = Knapsack | LayerKnapsack | Trial | Cosine | Feature
-Answer: TypeAlias = Found | Cosines | Features
+Answer: TypeAlias = Found | Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +130,9 @@ def answer(question: Question, tapped: TappedStates, *, num_sublayers: int, star
     also: Sequence[Choices] = ()
     match question:
         case Cosine():
-            return Cosines(tapped.cosines(), time.perf_counter() - started)
+            return Values(tapped.cosines(), time.perf_counter() - started)
         case Feature():
-            return Features(tapped.feature(), time.perf_counter() - started)
+            return Values(tapped.feature(), time.perf_counter() - started)
         case Trial():
             if any(len(pattern) != num_sublayers for pattern in question.patterns):
                 raise ValueError(f"each of the patterns on trial needs {num_sublayers} choices, one for each sublayer")

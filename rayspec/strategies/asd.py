@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rayspec.choices import SKIP, Choices, choices_of
 from rayspec.config import SpeculationOptions
-from rayspec.decode.search import Answer, Cosine, Cosines
+from rayspec.decode.search import Answer, Cosine, Values
 from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel
@@ -50,8 +50,8 @@ class ASD(PeriodicStrategy):
         return Cosine(num_tokens=self._options.num_tap_tokens)
 
     def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
-        assert isinstance(answer, Cosines)
-        choices = without_similar_attention(self._is_attention, answer.cosines, _SIMILAR)
+        assert isinstance(answer, Values)
+        choices = without_similar_attention(self._is_attention, answer.values, _SIMILAR)
         if choices == self._current.plan.choices:
             return None
         return self._current.take(

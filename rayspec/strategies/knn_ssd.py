@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rayspec.config import SpeculationOptions
-from rayspec.decode.search import Answer, Feature, Features
+from rayspec.decode.search import Answer, Feature, Values
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
 from rayspec.decode.work import RoundResult
 from rayspec.planning.latency import LatencyModel
@@ -170,8 +170,8 @@ class KnnSSD:
         drafter = self._no_domain
         if asked is not None and asked.exception() is None:
             features = asked.result()
-            assert isinstance(features, Features)
-            domain, distance = nearest(self._anchors, features.vector)
+            assert isinstance(features, Values)
+            domain, distance = nearest(self._anchors, features.values)
             plan = self._saved.of_domain(domain)
             assert plan is not None
             is_near = distance <= plan.radius

@@ -17,7 +17,7 @@ import msgspec
 from rayspec.choices import choices_of
 from rayspec.config import SamplingParams, TuningOptions
 from rayspec.decode.engine import Engine
-from rayspec.decode.search import Answer, Feature, Features
+from rayspec.decode.search import Answer, Feature, Values
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.knn_ssd import radius, representatives
@@ -148,8 +148,8 @@ def features_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Sequence[floa
         if not classifier.has_answer() or classifier.asked is None:
             raise ConfigError("a calibration prompt leaves no room for an answer: shorten it, or raise max_model_len")
         answer = classifier.asked.result()
-        assert isinstance(answer, Features)
-        features.append(answer.vector)
+        assert isinstance(answer, Values)
+        features.append(answer.values)
     return features
 
 

@@ -18,14 +18,13 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.search import (
     Answer,
     Cosine,
-    Cosines,
     Feature,
-    Features,
     Found,
     LayerKnapsack,
     PlanSearch,
     Question,
     Trial,
+    Values,
 )
 from rayspec.decode.work import TappedToken
 from rayspec.model.architecture import Decomposition
@@ -176,22 +175,22 @@ def test_the_drafts_of_a_layer_knapsack_are_as_similar_as_a_trial_says(asked: _A
 
 def test_cosines_are_of_the_states_around_each_sublayer(asked: _Asked) -> None:
     found = asked.ask(Cosine(num_tokens=NUM_TOKENS))
-    assert isinstance(found, Cosines)
+    assert isinstance(found, Values)
     stages: Any = asked.engine.stages
-    for index, cosine in enumerate(found.cosines):
+    for index, cosine in enumerate(found.values):
         states = [stages.span._taps[token][index : index + 2] for token in asked.tokens]
         expected = [float(cosine_similarity(before, after, dim=0)) for before, after in states]
         assert cosine == pytest.approx(np.mean(expected), abs=1e-5)
-    assert len({round(cosine, 6) for cosine in found.cosines}) == NUM_SUBLAYERS
+    assert len({round(cosine, 6) for cosine in found.values}) == NUM_SUBLAYERS
 
 
 @torch.no_grad()
 def test_a_feature_is_the_mean_of_the_last_hidden_states_of_transformers(asked: _Asked, path: str) -> None:
     features = asked.ask(Feature(num_tokens=NUM_TOKENS))
-    assert isinstance(features, Features)
+    assert isinstance(features, Values)
     texts = {sequence.sequence_id: sequence.token_ids for sequence in asked.engine._scheduler.running}
     states = []
     for token in asked.tokens:
         ids = torch.tensor([texts[token.sequence_id][: token.position + 1]])
         states.append(reference(path)(ids, output_hidden_states=True).hidden_states[-1][0, -1])
-    assert features.vector == pytest.approx(torch.stack(states).mean(0).tolist(), abs=1e-4)
+    assert features.values == pytest.approx(torch.stack(states).mean(0).tolist(), abs=1e-4)

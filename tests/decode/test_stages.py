@@ -42,7 +42,7 @@ def test_passes_searches_and_moves_run_on_the_engine_s_device(monkeypatch: pytes
     stages.move([])
     token = engine._planner.tapped[-1]
     (sequence,) = [one for one in engine._scheduler.running if one.sequence_id == token.sequence_id]
-    assert stages.search([token], [sequence.rows(token.position, 1)], Cosine(num_tokens=1)).result().cosines
+    assert stages.search([token], [sequence.rows(token.position, 1)], Cosine(num_tokens=1)).result().values
     assert not current
 
 

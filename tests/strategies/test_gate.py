@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rayspec.choices import FULL, SKIP
-from rayspec.decode.search import Cosines
+from rayspec.decode.search import Values
 from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.decode.work import RoundResult
 from rayspec.strategies.fixed import FixedPlan
@@ -26,7 +26,7 @@ LATENCY = latency_model(2)
 PLAN = Plan(choices=(FULL, SKIP, FULL, FULL), num_draft_tokens=4, source="test")
 NO_PLAN = no_draft(4, "none")
 ONE_TOKEN = replace(PLAN, num_draft_tokens=1)  # no trial makes it shorter
-ASKER = Asker(lambda question: Cosines([], 0.0))
+ASKER = Asker(lambda question: Values([], 0.0))
 ENDLESS = replace(state(), num_outstanding_tokens=1e12)
 
 

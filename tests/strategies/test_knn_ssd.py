@@ -9,7 +9,7 @@ import pytest
 
 from rayspec.choices import SKIP
 from rayspec.config import SamplingParams, SpeculationOptions
-from rayspec.decode.search import Answer, Feature, Features, Question
+from rayspec.decode.search import Answer, Feature, Question, Values
 from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.knn_ssd import KnnSSD, radius, representatives, unit_rows
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlan, SavedPlans
@@ -60,7 +60,7 @@ class _Texts:
         return self.futures[sequence_id]
 
     def answer(self, sequence_id: str) -> None:
-        self.futures[sequence_id].set_result(Features(self._features[sequence_id], 0.5))
+        self.futures[sequence_id].set_result(Values(self._features[sequence_id], 0.5))
 
 
 def _round(

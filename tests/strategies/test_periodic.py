@@ -9,7 +9,7 @@ import pytest
 
 from rayspec.choices import FULL, SKIP, Choices, choices_of
 from rayspec.config import SpeculationOptions
-from rayspec.decode.search import Answer, Cosine, Cosines, Found, FoundDraft, LayerKnapsack, Question
+from rayspec.decode.search import Answer, Cosine, Found, FoundDraft, LayerKnapsack, Question, Values
 from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.asd import ASD
 from rayspec.strategies.clasp import CLaSp
@@ -55,7 +55,7 @@ def test_it_asks_when_as_many_new_tokens_were_captured_as_the_question_is_about(
         run_round(asd, later, batch=batch)
     assert len(later.asked) == 1
     assert not asd.choose(state()).capture
-    later.asked[0].set_result(Cosines(COSINES, 0.1))
+    later.asked[0].set_result(Values(COSINES, 0.1))
     assert run_round(asd, later, batch=batch) is not None
     assert not asd.choose(state()).capture
 
@@ -81,7 +81,7 @@ def test_a_cancelled_question_is_asked_again_and_a_failed_one_is_not() -> None:
 
 def test_asd_drafts_by_the_newest_cosines_and_not_at_all_where_all_attention_matters() -> None:
     cosines = list(COSINES)
-    asker, asd = Asker(lambda question: Cosines(list(cosines), 0.5)), _asd(20, 3)
+    asker, asd = Asker(lambda question: Values(list(cosines), 0.5)), _asd(20, 3)
     assert not asd.choose(state()).plan.drafts
     (record,) = run_rounds(asd, asker, 6)
     assert asker.asked == [Cosine(num_tokens=3)]
@@ -102,7 +102,7 @@ def test_asd_drafts_by_the_newest_cosines_and_not_at_all_where_all_attention_mat
 
 def test_asd_ends_drafts_at_a_confidence_that_follows_the_acceptance() -> None:
     asd = _asd(draft_threshold=0.6)
-    run_rounds(asd, Asker(lambda question: Cosines(COSINES, 0.5)), 12)
+    run_rounds(asd, Asker(lambda question: Values(COSINES, 0.5)), 12)
     chosen = asd.choose(state())
     for _ in range(30):
         asd.observe(state(), chosen, round_of(chosen.plan, 0), 1, 1.0)
