@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,7 @@ _RESCALED_ROPE = ("dynamic", "longrope")
 MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
 
 
-@dataclass(frozen=True, slots=True)
-class NormLayout:
+class NormLayout(NamedTuple):
     """Where a family puts its norms: module names in the decoder layer, None where there is no norm.
 
     The same name has different meanings in different families, so `decompose` checks the layout that it chooses.
@@ -46,10 +45,6 @@ class NormLayout:
     post_attention: str | None
     pre_mlp: str | None
     post_mlp: str | None
-
-    @property
-    def names(self) -> list[str]:
-        return [n for n in (self.pre_attention, self.post_attention, self.pre_mlp, self.post_mlp) if n is not None]
 
 
 LAYOUTS = (
@@ -247,7 +242,7 @@ def outline(model: PreTrainedModel, *, layers: range | None = None) -> Decomposi
     trunk, all_layers = trunk_and_layers(model)
     numbers = range(len(all_layers)) if layers is None else layers
     norms = {name for name, _ in all_layers[numbers[0]].named_children() if name.endswith("norm")}
-    layout = next((layout for layout in LAYOUTS if set(layout.names) == norms), None)
+    layout = next((layout for layout in LAYOUTS if set(filter(None, layout)) == norms), None)
     if layout is None:
         raise UnsupportedModelError(f"{config.model_type}: unknown arrangement of norms {sorted(norms)}")
     typed_rope = all(isinstance(v, dict) for v in (getattr(config, "rope_parameters", None) or {"": None}).values())

@@ -219,45 +219,27 @@ def pack(
         for position in ([path.position for path in tree] if tree else range(span.context, span.end))
     ]
     num_padding = max(0, pad_to - len(positions))
-    stores = _in_stores(cache, spans)
-    where = torch.tensor(
-        [
-            [*positions, *[0] * num_padding],
-            *(
-                [
-                    *(slot for span in rows for slot in slots_between(span.runs, span.context, span.end)),
-                    *range(spare, spare + num_padding),
-                ]
-                for rows, spare in stores
-            ),
-        ],
-        device=device,
-    )
-    return _with_windowed(
-        [
-            PackedRows(cache, where[0], slots, rows, paths, division, scores_pages=scores_pages)
-            for (rows, _), slots in zip(stores, where[1:], strict=True)
-        ]
-    )
+    places = torch.tensor([*positions, *[0] * num_padding], dtype=torch.int64, device=device)
+
+    def in_store(own: Sequence[RowSpan], first_spare: int) -> PackedRows:
+        slots = [slot for span in own for slot in slots_between(span.runs, span.context, span.end)]
+        slots += range(first_spare, first_spare + num_padding)
+        written = torch.tensor(slots, dtype=torch.int64, device=device)
+        return PackedRows(cache, places, written, own, paths, division, scores_pages=scores_pages)
+
+    rows = in_store(spans, cache.num_slots)
+    if cache.windowed_layers:
+        rows.windowed = in_store([span.in_windowed_store() for span in spans], cache.num_windowed_slots)
+    return rows
 
 
 def pack_branches(cache: KVCache, tokens: Sequence[RowSpan], num_branches: int, positions: Tensor) -> PackedRows:
     """Pack `num_branches` alternatives for each of `tokens`, which are single rows. positions: [tokens * branches]."""
     spans = [token.chain(0, num_branches) for token in tokens]
-    return _with_windowed(
-        [PackedRows(cache, positions, None, rows, [()] * len(rows)) for rows, _ in _in_stores(cache, spans)]
-    )
-
-
-def _in_stores(cache: KVCache, spans: Sequence[RowSpan]) -> list[tuple[Sequence[RowSpan], int]]:
-    """Return, for each store of the cache, the spans with its slots, and its first spare slot."""
-    windowed = [([span.in_windowed_store() for span in spans], cache.num_windowed_slots)]
-    return [(spans, cache.num_slots), *(windowed if cache.windowed_layers else ())]
-
-
-def _with_windowed(packs: Sequence[PackedRows]) -> PackedRows:
-    """Join the same rows in the stores of the cache."""
-    return replace(packs[0], windowed=packs[1]) if len(packs) > 1 else packs[0]
+    rows = PackedRows(cache, positions, None, spans, [()] * len(spans))
+    if cache.windowed_layers:
+        rows.windowed = PackedRows(cache, positions, None, [span.in_windowed_store() for span in spans], rows.paths)
+    return rows
 
 
 def packed_attention(

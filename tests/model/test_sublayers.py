@@ -29,21 +29,13 @@ def test_pieces_of_packed_sequences_give_the_logits_of_transformers(family: str)
     cache = KVCache(parts.shapes, 100, dtype=torch.float32, device=CPU)
     logits: list[list[torch.Tensor]] = [[], [], []]
     for cuts in ([17, 1, 5], [1, 1, 0], [13, 7, 17], [9, 0, 1]):
-        spans, pieces = [], []
-        for number, count in enumerate(cuts):
-            done = sum(len(one) for one in logits[number])
-            if count:
-                spans.append((number, done, count))
-                pieces.append(torch.tensor(prompts[number][done : done + count]))
-        hidden = parts.embed(torch.cat(pieces))
-        rows = _rows(
-            family,
-            [RowSpan(one_run(starts[number], 1000), done, count) for number, done, count in spans],
-            cache,
-            hidden,
+        begun = [(number, sum(map(len, logits[number])), count) for number, count in enumerate(cuts) if count]
+        hidden = parts.embed(
+            torch.tensor([each for n, done, count in begun for each in prompts[n][done : done + count]])
         )
-        result = parts.head(run(parts.sublayers, hidden, rows))
-        for (number, _, _), one in zip(spans, result.split([count for _, _, count in spans]), strict=True):
+        spans = [RowSpan(one_run(starts[number], 1000), done, count) for number, done, count in begun]
+        result = parts.head(run(parts.sublayers, hidden, _rows(family, spans, cache, hidden)))
+        for (number, _, _), one in zip(begun, result.split([count for _, _, count in begun]), strict=True):
             logits[number].append(one)
     for prompt, actual in zip(prompts, logits, strict=True):
         expected = reference(path)(torch.tensor([prompt]), use_cache=False).logits[0]
