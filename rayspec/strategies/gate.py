@@ -18,6 +18,7 @@ from typing import TypeAlias
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
 from rayspec.decode.work import RoundResult
 from rayspec.planning.latency import LatencyModel
+from rayspec.planning.learning import Discounted
 from rayspec.types import Plan, PlanRecord, no_draft
 
 Way: TypeAlias = str
@@ -60,29 +61,24 @@ class Taken(RoundPlan):
     rate: float
 
 
-@dataclass(slots=True)
 class _Record:
-    """Faded sums over a way's rounds: their number, their seconds, and the seconds that were expected."""
+    """Of a way's rounds, older ones faded: mean seconds, and expected over measured seconds."""
 
-    num_rounds: float = 0.0
-    seconds: float = 0.0
-    expected_s: float = 0.0
-
-    @property
-    def round_s(self) -> float:
-        """Mean seconds of a round; 0 before the first round."""
-        return self.seconds / self.num_rounds if self.num_rounds else 0.0
+    def __init__(self) -> None:
+        self.round_s = Discounted(HALF_LIFE)
+        self._factor = Discounted(HALF_LIFE, prior=1.0)
 
     def factor(self, prior_rounds: int = 0) -> float:
         """Return expected over measured seconds; 1 without rounds. prior_rounds: rounds exactly as expected to add."""
-        prior_s = prior_rounds * self.round_s
-        seconds = self.seconds + prior_s
-        return (self.expected_s + prior_s) / seconds if seconds else 1.0
+        return self._factor.with_prior(1.0, prior_rounds * self.round_s.value)
+
+    def observe(self, seconds: float, expected_s: float) -> None:
+        self.round_s.observe(seconds, age=0)
+        self._factor.observe(expected_s, seconds, age=0)
 
     def fade(self, num_rounds: float) -> None:
-        share = 0.5 ** (num_rounds / HALF_LIFE)
-        self.num_rounds, self.seconds = self.num_rounds * share, self.seconds * share
-        self.expected_s *= share
+        for one in (self.round_s, self._factor):
+            one.observe(0.0, 0.0, age=num_rounds)
 
 
 class Gate:
@@ -142,11 +138,9 @@ class Gate:
         if not counts:
             return
         record, expected_s = self._record(way), num_tokens / (taken.rate * self._pace(way))
-        if record.num_rounds > 0:
-            seconds = min(seconds, MAX_CLIP * record.round_s)
-        record.num_rounds += 1
-        record.seconds += seconds
-        record.expected_s += expected_s
+        if record.round_s.is_known:
+            seconds = min(seconds, MAX_CLIP * record.round_s.value)
+        record.observe(seconds, expected_s)
         self._was_trial = way == self.trial
         if not self._was_trial:
             return
@@ -200,7 +194,7 @@ class Gate:
         switch = "off" if self.taken == PLAIN else "on"
         if self.trial is not None:
             return f"drafting is {switch} (trying the {self.trial})"
-        if not self._record(way).num_rounds or self._last is None or way not in self._last.rates:
+        if not self._record(way).round_s.is_known or self._last is None or way not in self._last.rates:
             return f"drafting is off ({way} not tried yet)"
         gain = self.rate(way, self._last.rates) / self.rate(PLAIN, self._last.rates)
         predicted = self._last.rates[way] / self._last.rates[PLAIN]
@@ -213,7 +207,7 @@ class Gate:
 
     def _error(self, way: Way, predicted: Mapping[Way, float]) -> float:
         """Return the standard error of the expected rate."""
-        return predicted[way] * self._pace(way) * DEVIATION / math.sqrt(self._record(way).num_rounds + 1)
+        return predicted[way] * self._pace(way) * DEVIATION / math.sqrt(self._record(way).round_s.weight + 1)
 
     def _optimistic_rate(self, way: Way, predicted: Mapping[Way, float]) -> float:
         """Return the expected rate plus one standard error. The prediction counts as one more round."""
@@ -231,7 +225,7 @@ class Gate:
 
     def _allowance_s(self, way: Way, predicted: Mapping[Way, float]) -> float:
         """Return the seconds that all trials so far may have lost before the way is tried."""
-        first_s = FIRST_ROUNDS * self._record(PLAIN).round_s
+        first_s = FIRST_ROUNDS * self._record(PLAIN).round_s.value
         if self._num_outstanding is not None:
             saved = 1 - predicted[PLAIN] / predicted[way]
             share = max(FIRST_SHARE, SAVING_SHARE * saved)
