@@ -3,10 +3,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rayspec.planning import learning
 from rayspec.planning.learning import (
@@ -15,57 +12,20 @@ from rayspec.planning.learning import (
     PrefillPace,
     StopRecord,
     StopRule,
-    expected_draft,
 )
 from rayspec.strategies import gate
 
-Seen = tuple[float, float, float]  # total, weight, age
-weights = st.floats(0.01, 100)
 
-
-@given(
-    seen=st.lists(st.tuples(st.floats(-10, 10), weights, weights), max_size=20),
-    half_life=st.floats(0.5, 50),
-    prior=st.floats(-5, 5),
-    strength=st.floats(0, 20),
-)
-def test_it_is_the_ratio_of_sums_in_which_each_has_halved_by_all_that_came_later(
-    seen: list[Seen], half_life: float, prior: float, strength: float
-) -> None:
-    record = Discounted(half_life, prior=prior, strength=strength)
-    for total, weight, age in seen:
-        record.observe(total, weight, age=age)
-    factors = [0.5 ** (sum(age for *_, age in seen[index + 1 :]) / half_life) for index in range(len(seen))]
-    total = sum(factor * total for factor, (total, *_) in zip(factors, seen, strict=True))
-    weight = sum(factor * weight for factor, (_, weight, _) in zip(factors, seen, strict=True))
-    assert record.total == pytest.approx(total, abs=1e-9)
-    assert record.weight == pytest.approx(weight)
-    assert record.is_known == bool(seen)
-    if weight + strength:
-        assert record.value == pytest.approx((total + prior * strength) / (weight + strength), abs=1e-9)
-
-
-def simulate(acceptance: float, length: int, rule: StopRule, rng: random.Random) -> tuple[int, int]:
-    """One draft: tokens drafted, and accepted."""
-    num_accepted, sound = 0, True
-    for step in range(1, length + 1):
-        sound = sound and rng.random() < acceptance
-        num_accepted += sound
-        if rng.random() < (rule.misfires if sound else rule.detects):
-            return step, num_accepted
-    return length, num_accepted
-
-
-@pytest.mark.parametrize(
-    ("acceptance", "rule"),
-    [(0.2, StopRule(detects=1.0)), (0.8, StopRule(detects=0.6, misfires=0.05)), (0.97, StopRule(misfires=0.3))],
-)
-def test_expected_drafts_are_the_mean_of_simulated_ones(acceptance: float, rule: StopRule) -> None:
-    rng = random.Random(0)
-    drafts = np.array([simulate(acceptance, 9, rule, rng) for _ in range(20_000)])
-    num_drafted, num_accepted = expected_draft([acceptance, 0.5], 9, rule)
-    assert num_drafted.shape == num_accepted.shape == (2, 9)
-    assert drafts.mean(0) == pytest.approx([num_drafted[0, -1], num_accepted[0, -1]], rel=0.03)
+def test_a_discounted_mean_halves_by_weight_or_by_age() -> None:
+    mean = Discounted(2.0, prior=7.0, strength=1.0)
+    assert (mean.value, mean.is_known) == (7.0, False)
+    mean.observe(8.0, 4.0)
+    mean.observe(3.0, 2.0)
+    assert (mean.total, mean.weight) == (7.0, 4.0)
+    mean.observe(1.0, 1.0, age=4.0)
+    assert (mean.total, mean.weight) == (2.75, 2.0)
+    assert mean.value == pytest.approx((2.75 + 7.0) / 3)
+    assert mean.with_prior(0.0, 0.0) == pytest.approx(2.75 / 2)
 
 
 def test_the_rule_is_learned_from_drafts() -> None:
