@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import threading
 import time
@@ -16,7 +15,7 @@ import openai.types as official
 import openai.types.chat as official_chat
 import pytest
 
-from rayspec import LLM, SamplingParams, demo
+from rayspec import LLM, demo
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.llm import AsyncEngine
 from rayspec.openai import answer as answer_module
@@ -26,14 +25,13 @@ from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.openai.responses import plain_body
 from rayspec.types import (
-    CompletionOutput,
     NonFiniteLogitsError,
     PromptTooLongError,
     RayspecError,
     RequestError,
-    RequestOutput,
 )
 from tests.demo_model import demo_tokenizer
+from tests.openai.scripted import ScriptedEngine
 
 SERVED = ("short-name", "/models/path")
 STAMP = {"name": "7", "created": 99}
@@ -234,7 +232,7 @@ def test_what_waits_to_be_tokenized_is_dropped_when_its_client_goes() -> None:
     tokenized: list[str] = []
     begun, go = threading.Event(), threading.Event()
 
-    class Slow(ScriptedStreams):
+    class Slow(ScriptedEngine):
         def tokens(self, prompt: Any) -> list[int]:
             tokenized.append(prompt[0])
             begun.set()
@@ -271,17 +269,14 @@ async def is_idle(engine: AsyncEngine) -> bool:
     return False
 
 
-@pytest.mark.parametrize("is_streamed", [True, False])
-def test_who_leaves_ends_all_prompts(engine: AsyncEngine, is_streamed: bool) -> None:
-    async def streaming() -> None:
+def test_who_leaves_ends_all_prompts(engine: AsyncEngine) -> None:
+    async def work() -> None:
         chunks = stream(parsed(LONG), engine)
         for _ in range(20):
             await anext(chunks)
         assert engine.client.load.num_running + engine.client.load.num_waiting > 0
         await chunks.aclose()
         assert await is_idle(engine)
-
-    async def work() -> None:
         task = asyncio.ensure_future(respond(parsed(LONG), engine, SERVED, **STAMP))
         while engine.client.load.num_running + engine.client.load.num_waiting < 6:
             await asyncio.sleep(0.001)
@@ -291,51 +286,13 @@ def test_who_leaves_ends_all_prompts(engine: AsyncEngine, is_streamed: bool) -> 
         assert await is_idle(engine)
 
     before = engine.client.stats.num_generated_tokens
-    run(streaming() if is_streamed else work())
-    assert engine.client.stats.num_generated_tokens - before < 6 * 400 // 2
-
-
-class ScriptedStreams:
-    """Gives each prompt's tokens one by one, for ever or up to its outcome."""
-
-    tokenizer = demo_tokenizer()
-    max_model_len = CONTEXT
-    max_new_tokens = None
-
-    def __init__(self, outcomes: dict[int, RayspecError]) -> None:
-        self.outcomes = outcomes
-        self.num_open = 0
-
-    def tokens(self, prompt: Any) -> list[int]:
-        return list(self.tokenizer(prompt)["input_ids"])
-
-    async def stream(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, interval_s: float
-    ) -> AsyncGenerator[RequestOutput, None]:
-        (first,) = prompt_token_ids
-        self.num_open += 1
-        try:
-            for step in itertools.count():
-                await asyncio.sleep(0)
-                yield self._piece(first, self.outcomes.get(first) if step == 3 else None)
-        finally:
-            self.num_open -= 1
-
-    def _piece(self, token_id: int, error: RayspecError | None) -> RequestOutput:
-        text = self.tokenizer.decode([token_id])
-        return RequestOutput(
-            request_id="r",
-            prompt=None,
-            prompt_token_ids=(token_id,),
-            outputs=[CompletionOutput(index=0, text=text, token_ids=(token_id,))],
-            finished=False,
-            error=error,
-        )
+    run(work())
+    assert engine.client.stats.num_generated_tokens - before < 6 * 400
 
 
 @pytest.mark.parametrize("error", [NonFiniteLogitsError("NaN"), EngineDeadError("gone")])
 def test_a_prompt_that_fails_later_ends_the_others_after_what_came_before(error: RayspecError) -> None:
-    engine = ScriptedStreams({41: error})
+    engine = ScriptedEngine({41: error})
 
     async def work() -> bytes:
         return b"".join([part async for part in stream(parsed(TEXT, prompt=[[40], [41], [42]]), engine)])

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import openai.types as official
 import openai.types.chat as official_chat
 import pytest
 
-from rayspec import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.stages import StageLostError
 from rayspec.openai.batch import BatchLine, BatchResult, answer, read_batch
 from rayspec.types import (
-    CompletionOutput,
     OutOfMemoryError,
     RayspecError,
-    RequestOutput,
 )
-from tests.demo_model import demo_tokenizer
+from tests.openai.scripted import ScriptedEngine
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 SERVED = ("short-name", "/models/path")
@@ -100,48 +97,6 @@ def test_ids_depend_on_the_file_and_the_custom_id_only() -> None:
     assert not set(_ids(lines, "out")) & set(ids)
 
 
-class ScriptedEngine:
-    """Answers a prompt with its own tokens, or as `outcomes` says of the prompt; "wait" for good."""
-
-    tokenizer = demo_tokenizer()
-    max_model_len = CONTEXT
-    max_new_tokens = None
-
-    def __init__(self, outcomes: Mapping[tuple[int, ...], RayspecError | str] | None = None) -> None:
-        self.outcomes = outcomes or {}
-        self.params: list[SamplingParams] = []
-        self.num_cancelled = 0
-
-    def tokens(self, prompt: str) -> list[int]:
-        return list(self.tokenizer(prompt)["input_ids"])
-
-    def chat_tokens(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        return self.tokens("".join(message["content"] for message in messages))
-
-    async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
-        self.params.append(params)
-        outcome = self.outcomes.get(tuple(prompt_token_ids))
-        if isinstance(outcome, EngineDeadError):
-            raise outcome
-        if outcome == "wait":
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self.num_cancelled += 1
-        return RequestOutput(
-            request_id="r",
-            prompt=None,
-            prompt_token_ids=tuple(prompt_token_ids),
-            outputs=[self._completion(index, prompt_token_ids) for index in range(params.n)],
-            finished=True,
-            error=outcome if isinstance(outcome, RayspecError) else None,
-        )
-
-    def _completion(self, index: int, token_ids: Sequence[int]) -> CompletionOutput:
-        text = f"{index}:" + self.tokenizer.decode(list(token_ids))
-        return CompletionOutput(index=index, text=text, token_ids=tuple(token_ids), finish_reason="stop")
-
-
 def ask(line: BatchLine, engine: Any = None, clock: Callable[[], float] = lambda: 99.9) -> BatchResult:
     return asyncio.run(asyncio.wait_for(answer(line, engine or ScriptedEngine(), SERVED, clock=clock), timeout=10))
 
@@ -152,7 +107,7 @@ def test_a_chat_is_answered_and_told_as_openai_does() -> None:
     assert set(told["response"]) == {"status_code", "request_id", "body"}
     assert (told["custom_id"], told["response"]["status_code"], told["error"]) == ("Ü", 200, None)
     parsed = official_chat.ChatCompletion.model_validate(told["response"]["body"], strict=True)
-    assert parsed.choices[0].message.content == "0:x"
+    assert parsed.choices[0].message.content == "x"
     assert parsed.model == SERVED[0]
     assert told["response"]["request_id"] == parsed.id.replace("chatcmpl-", "req_")
 
@@ -170,14 +125,14 @@ def test_a_bad_body_is_an_error_of_its_line(line: BatchLine, status: int, code: 
     result = ask(line, engine)
     assert result.response is not None
     assert (result.response.status_code, error_of(result).code, result.error) == (status, code, None)
-    assert engine.params == []
+    assert engine.num_asked == 0
 
 
 @pytest.mark.parametrize("error", [EngineDeadError("gone"), StageLostError("gone"), OutOfMemoryError("too much")])
 def test_a_prompt_that_fails_ends_the_others_and_a_line_has_no_answer_when_the_engine_is_gone(
     error: RayspecError,
 ) -> None:
-    engine = ScriptedEngine({(5,): "wait", (6,): error})
+    engine = ScriptedEngine({5: "wait", 6: error})
     line = request(prompt=[[5], [6]])
     if isinstance(error, OutOfMemoryError):
         result = ask(line, engine)
@@ -185,4 +140,4 @@ def test_a_prompt_that_fails_ends_the_others_and_a_line_has_no_answer_when_the_e
     else:
         with pytest.raises(type(error)):
             ask(line, engine)
-    assert engine.num_cancelled == 1
+    assert (engine.num_asked, engine.num_open) == (2, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import openai.types as official
@@ -11,7 +10,7 @@ from openai.types.completion_usage import PromptTokensDetails
 
 from rayspec.decode.output import TokenTexts
 from rayspec.openai.requests import ChatRequest, CompletionRequest
-from rayspec.openai.responses import Answer, ModelCard, ModelList, json_body, plain_body
+from rayspec.openai.responses import Answer, plain_body
 from rayspec.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tests.demo_model import demo_tokenizer
 
@@ -118,19 +117,3 @@ def test_offsets_go_on_over_chunks_and_over_halves_of_characters() -> None:
     for skip, place in ((None, 0), (False, len(demo_tokenizer().eos_token))):
         (choice,) = choices_of(answer(TEXT, logprobs=0, skip_special_tokens=skip), (0, special))
         assert choice["logprobs"]["text_offset"] == [0, 1, 1 + place]
-
-
-def test_json_is_compact_and_leaves_out_what_is_unset() -> None:
-    (begin, chunk) = answer(CHAT).chunks(0, output(completion("é\n\n", finish_reason=None)))
-    rest = ',"logprobs":null,"finish_reason":null,"stop_reason":null}],"object":"chat.completion.chunk"}'
-    head = '{"id":"chatcmpl-1","created":1700000000,"model":"m","choices":[{"index":0,"delta":'
-    assert json_body(begin).decode() == head + '{"content":"","role":"assistant"}' + rest
-    assert json_body(chunk).decode() == head + r'{"content":"é\n\n"}' + rest
-    assert plain_body(chunk) == json.loads(json_body(chunk))
-
-
-def test_models_are_read_by_the_official_client() -> None:
-    body = plain_body(ModelList(data=[ModelCard(id="m", created=5, max_model_len=9)]))
-    (model,) = body["data"]
-    assert official.Model.model_validate(model, strict=True).model_extra == {"max_model_len": 9}
-    assert body["object"] == "list"

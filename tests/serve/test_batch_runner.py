@@ -66,8 +66,11 @@ def rows_of(store: BatchStore, *file_ids: str | None) -> list[str]:
 NAMES = [f"{'bad' if number % 7 == 0 else 'good'} {number}" for number in range(300)]
 
 
-def test_lost_again_and_again_it_goes_on_where_it_stood(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run is cancelled at another moment; two run at the same time; the disk is full."""
+@pytest.mark.parametrize("num_lost", [0, 8])
+def test_lost_again_and_again_it_goes_on_where_it_stood(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch, num_lost: int
+) -> None:
+    """The disk is full; some runs are cancelled, each at another moment; at last two run at the same time."""
     batch = new_batch(store, NAMES)
     asked: Counter[str] = Counter()
 
@@ -92,7 +95,7 @@ def test_lost_again_and_again_it_goes_on_where_it_stood(store: BatchStore, monke
         patched.setattr(BatchStore, "add_results", full)
         asyncio.run(run_of(store, batch, slowly).run())
     assert store.batch(batch.id).status == "in_progress"
-    for number in range(8):
+    for number in range(num_lost):
         asyncio.run(lost_after(0.004 * number))
     asyncio.run(twice())
     batch = store.batch(batch.id)

@@ -42,9 +42,7 @@ def test_a_port_that_is_busy_before_or_meanwhile_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "'model' is missing"),
         (["--model", "demo", "--dtype", "float31"], "'dtype'"),
-        (["absent.yaml"], "absent.yaml"),
         (["--model", "demo", "--api-key", "two words"], "key 1"),
     ],
 )

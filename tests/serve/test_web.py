@@ -377,8 +377,6 @@ def test_a_summary_streams_in(endpoint: str, unlocked: Page) -> None:
     assert page.text("summary") == output.outputs[0].text
     assert page.num_pieces() > 1
     assert page.text("outcome").startswith(f"{len(output.outputs[0].token_ids)} tokens in ")
-    assert page.console_errors() == []
-    assert page.hosts_asked() == {"127.0.0.1"}
     now = status(endpoint)
     assert now["plan"] is not None
     page.until(lambda: page.cells() == status(endpoint)["plan"]["choices"])
