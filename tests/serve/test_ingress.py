@@ -138,6 +138,17 @@ def test_a_stream_is_passed_on_once_and_its_last_event_is_the_error(last: Except
         assert json.loads(told.split("\n\n")[0].removeprefix("data: "))["error"]["code"] == code
 
 
+def test_without_a_key_nothing_opens_but_health_and_the_page() -> None:
+    paths = asked("GET", "/openapi.json", content=b"").json()["paths"]
+    operations = [(method, path) for path, methods in paths.items() for method in methods if path != "/health"]
+    assert len(operations) > 12
+    for method, path in [*operations, ("GET", "/openapi.json"), ("GET", "/nothing"), ("GET", "//v1/models")]:
+        response = asked(method.upper(), path, headers={"authorization": ""}, content=b"")
+        assert (response.status_code, response.headers.get("www-authenticate")) == (401, "Bearer"), path
+    page = asked("GET", "/", headers={"authorization": ""}, content=b"")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+
+
 def test_pages_of_an_allowed_origin_may_ask_first() -> None:
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     allowed = asked("OPTIONS", headers=asks | {"origin": PAGE}, content=b"")
