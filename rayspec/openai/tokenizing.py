@@ -72,7 +72,10 @@ def prompt_tokens(engine: AsyncEngine, prompt: str | Messages, *, add_generation
     long is tokenized."""
     try:
         if len(prompt if isinstance(prompt, str) else repr(prompt)) > _CHARACTERS_PER_TOKEN * engine.max_model_len:
-            _check_length(prompt if isinstance(prompt, str) else _rendered(engine.tokenizer, prompt), engine)
+            if isinstance(prompt, str):
+                _check_length(prompt, engine)
+            elif engine.tokenizer.chat_template:
+                _check_length(conversation_text(prompt, engine.tokenizer, chat_template(engine.tokenizer)), engine)
         if isinstance(prompt, str):
             return engine.tokens(prompt)
         return engine.chat_tokens(prompt, add_generation_prompt=add_generation_prompt)
@@ -80,12 +83,6 @@ def prompt_tokens(engine: AsyncEngine, prompt: str | Messages, *, add_generation
         raise InvalidRequestError(str(error), param=f"messages.{error.field}", code=error.code) from None
     except ConfigError as error:
         raise InvalidMessagesError("the model has no chat template; use /v1/completions") from error
-
-
-def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
-    if not tokenizer.chat_template:
-        return ""
-    return conversation_text(messages, tokenizer, chat_template(tokenizer))
 
 
 def _check_length(text: str, engine: AsyncEngine) -> None:

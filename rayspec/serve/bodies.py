@@ -18,7 +18,7 @@ from rayspec.openai.strict_body import StrictBody
 from rayspec.openai.tokenizing import LargeWork
 from rayspec.serve.access import Admission
 from rayspec.serve.options import ServeOptions
-from rayspec.serve.replies import NO_UPGRADE, NOT_JSON, OVERRUN, Refused, too_large, too_slow, unknown_encoding
+from rayspec.serve.replies import NO_UPGRADE, NOT_JSON, OVERRUN, Refused, invalid, too_large, too_slow
 
 _LARGE = 2**20
 _LARGE_BODIES = 8  # of the largest size, in memory at once; bodies of at most _LARGE bytes do not count
@@ -89,7 +89,8 @@ class BodyReader:
 def _check_encoding(request: Request) -> None:
     name = request.headers.get("content-encoding", "").strip().lower()
     if name not in {"", "identity"}:
-        raise Refused(unknown_encoding(name))
+        message = f"Content-Encoding {name[:100]!r} is not supported here: send the body without compression."
+        raise Refused(invalid(415, "unsupported_encoding", message))
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,16 +60,7 @@ class Description:
         return {"responses": self.answers(answer, streamed=streamed), "openapi_extra": {"requestBody": body}}
 
     def install(self, app: FastAPI, *, open_paths: frozenset[str], has_keys: bool) -> None:
-        """Make the application serve the complete document. open_paths: paths that need no key."""
-
-        def document() -> dict[str, Any]:
-            if app.openapi_schema is None:
-                app.openapi_schema = self._complete(app, open_paths, has_keys=has_keys)
-            return app.openapi_schema
-
-        app.openapi = document  # type: ignore[method-assign]
-
-    def _complete(self, app: FastAPI, open_paths: frozenset[str], *, has_keys: bool) -> dict[str, Any]:
+        """Make the application, which has all its routes, serve the document. open_paths: paths that need no key."""
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         components: dict[str, Any] = document.setdefault("components", {})
         schemas = components.setdefault("schemas", {})
@@ -84,4 +75,4 @@ class Description:
         if has_keys:
             components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             document["security"] = [{"key": []}]
-        return document
+        app.openapi_schema = document

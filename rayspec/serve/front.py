@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from rayspec.openai.errors import ApiError
 from rayspec.openai.responses import json_body
 from rayspec.serve.access import error_response
-from rayspec.serve.replies import MALFORMED, slow_headers
+from rayspec.serve.replies import MALFORMED, invalid
 
 _ID = "x-request-id"
 _LENGTHS = {"content-length", "transfer-encoding"}
@@ -192,7 +192,8 @@ class _Connection(H11Protocol):
         if self._waits_for == "reader":
             self.transport.abort()
         elif self.conn.trailing_data[0]:
-            self._refuse(slow_headers(self.header_timeout_s))
+            message = f"The headers did not come within {self.header_timeout_s:g} s."
+            self._refuse(invalid(408, "request_timeout", message))
         else:
             self.transport.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -217,16 +217,13 @@ def _add_operator_routes(app: FastAPI, ingress: Ingress, described: Description)
 def _add_web(app: FastAPI) -> frozenset[str]:
     """Add one route per file, and return the paths. A mount at "/" would answer 404 where 405 is right."""
     files = {"/" if file.name == "index.html" else f"/{file.name}": file for file in sorted(_WEB.iterdir())}
-    for path, file in files.items():
-        app.add_api_route(path, _sender(file), include_in_schema=False)
+
+    async def send(request: Request) -> Response:
+        return FileResponse(files[request.scope["route"].path], headers=_PAGE_HEADERS)
+
+    for path in files:
+        app.add_api_route(path, send, include_in_schema=False)
     return frozenset(files)
-
-
-def _sender(file: Path) -> Callable[[], Awaitable[Response]]:
-    async def send() -> Response:
-        return FileResponse(file, headers=_PAGE_HEADERS)
-
-    return send
 
 
 def _name_of(request: Request) -> str:

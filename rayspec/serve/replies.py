@@ -46,17 +46,8 @@ def too_large(max_bytes: int) -> ApiError:
     return invalid(413, "request_too_large", f"The body has more than {max_bytes} bytes.")
 
 
-def unknown_encoding(name: str) -> ApiError:
-    message = f"Content-Encoding {name[:100]!r} is not supported here: send the body without compression."
-    return invalid(415, "unsupported_encoding", message)
-
-
 def too_slow(timeout_s: float) -> ApiError:
     return invalid(408, "request_timeout", f"The body did not come within {timeout_s:g} s.")
-
-
-def slow_headers(timeout_s: float) -> ApiError:
-    return invalid(408, "request_timeout", f"The headers did not come within {timeout_s:g} s.")
 
 
 class Refused(Exception):  # noqa: N818 - an answer, and no error of the program
