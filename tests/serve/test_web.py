@@ -5,14 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,13 +25,13 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from rayspec import LLM, SamplingParams
 from rayspec.choices import Choices
 from rayspec.demo import sample_documents
+from tests.serve.endpoint_process import EndpointProcess
 
 WEB = Path(__file__).parents[2] / "rayspec" / "serve" / "web"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
 CHROMEDRIVER = shutil.which("chromedriver")
 KEY = "key-of-the-page"
 WAIT_S = 30
-END_S = 120  # requests under way may take 60
 KINDS = ("attention", "mlp")
 HOSTILE = "Grüße, 世界 🌍 <img src=x onerror=\"document.title='run'\"> & <script>document.title='run'</script>"
 FLAGS = (
@@ -249,8 +244,8 @@ def test_the_sample_is_a_bundled_report() -> None:
     assert (WEB / "sample.txt").read_text(encoding="utf-8") == sample_documents(1, num_sentences=40)[0].text
 
 
-@pytest.mark.usefixtures("troubled")
-def test_text_arrives_whole_and_stays_text(page: Page) -> None:
+def test_text_arrives_whole_and_stays_text_and_the_key_goes_nowhere_else(troubled: Troubled, page: Page) -> None:
+    page.fill("api-key", KEY)
     page.ask("bytewise")
     page.wait_until_done()
     assert page.text("summary") == HOSTILE.replace(" ", "")
@@ -262,6 +257,10 @@ def test_text_arrives_whole_and_stays_text(page: Page) -> None:
     assert page.text("first-token").endswith(" s")
     assert page.console_errors() == []
     assert page.hosts_asked() == {"127.0.0.1"}
+    assert troubled.authorization == f"Bearer {KEY}"
+    assert KEY not in page.driver.current_url
+    kept = page.driver.execute_script("return [localStorage.length, sessionStorage.length, document.cookie]")
+    assert kept == [0, 0, ""]
 
 
 def test_a_full_endpoint_is_asked_again_when_it_said(troubled: Troubled, page: Page) -> None:
@@ -319,66 +318,19 @@ def test_the_choice_map_shows_the_plan_of_the_chosen_model(page: Page) -> None:
     assert page.text("acceptance") == "\N{EN DASH}"
 
 
-def test_the_key_goes_to_the_endpoint_and_nowhere_else(troubled: Troubled, page: Page) -> None:
-    page.fill("api-key", KEY)
-    page.ask("bytewise")
-    page.wait_until_done()
-    assert troubled.authorization == f"Bearer {KEY}"
-    assert KEY not in page.driver.current_url
-    kept = page.driver.execute_script("return [localStorage.length, sessionStorage.length, document.cookie]")
-    assert kept == [0, 0, ""]
-
-
-@pytest.fixture(scope="module")
-def endpoint(ray_environment: None) -> Iterator[str]:
-    """The address of `rayspec serve`, which asks for a key."""
-    command = [sys.executable, "-m", "rayspec.cli", "serve", "--model", "demo", "--dtype", "float32"]
-    options = ["--num-threads", "1", "--port", "0", "--api-key", KEY]
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            urls = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stdout)
-            yield next(url[0] for url in urls if url) + "/"
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
-
-
-@pytest.fixture
-def unlocked(endpoint: str, page: Page) -> Page:
-    """The page of the endpoint, with its key filled in. Refusals up to here are in the past."""
-    page.open(endpoint).fill("api-key", KEY + "\n")
-    page.until(lambda: page.find("#model option"))
-    page.forget_logs()
-    return page
-
-
-def status(endpoint: str) -> dict[str, Any]:
-    request = urllib.request.Request(f"{endpoint}status", headers={"Authorization": f"Bearer {KEY}"})
-    with urllib.request.urlopen(request, timeout=WAIT_S) as response:
-        (model,) = json.load(response)["models"]
-    return dict(model)
-
-
-def test_a_summary_streams_in(endpoint: str, unlocked: Page) -> None:
-    page = unlocked
+@pytest.mark.ray
+def test_a_summary_streams_in(demo_endpoint: EndpointProcess, llm: LLM, page: Page) -> None:
     document = sample_documents(1, num_sentences=40)[0].text
-    page.click("sample")
+    page.open(f"{demo_endpoint.url}/").click("sample")
     page.until(lambda: page.text("size"))
     page.click("start")
     page.wait_until_done()
-    (output,) = LLM("demo", dtype="float32", num_threads=1).chat(
-        [{"role": "user", "content": document}], SamplingParams(temperature=0.0, max_tokens=256)
-    )
+    params = SamplingParams(temperature=0.0, max_tokens=256)
+    (output,) = llm.chat([{"role": "user", "content": document}], params)
     assert page.text("summary") == output.outputs[0].text
     assert page.num_pieces() > 1
     assert page.text("outcome").startswith(f"{len(output.outputs[0].token_ids)} tokens in ")
-    now = status(endpoint)
-    assert now["plan"] is not None
-    page.until(lambda: page.cells() == status(endpoint)["plan"]["choices"])
+    (now,) = demo_endpoint.status()
+    page.until(lambda: page.cells() == demo_endpoint.status()[0]["plan"]["choices"])
     assert len(page.find("#skip-map i")) == now["num_sublayers"]
-    page.until(lambda: page.text("gate").lower() == status(endpoint)["gate_reason"].lower())
+    page.until(lambda: page.text("gate").lower() == demo_endpoint.status()[0]["gate_reason"].lower())
