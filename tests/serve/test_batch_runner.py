@@ -189,13 +189,25 @@ def statuses(store: BatchStore) -> Counter[str]:
     return Counter(store.batch(name).status for name in store.batch_ids())
 
 
-def test_few_batches_run_at_once_and_a_cancelled_one_need_not_wait(tmp_path: Path) -> None:
+def test_few_batches_run_at_once_a_cancelled_one_need_not_wait_and_a_second_runner_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = BatchStore.at(str(tmp_path / "kept"))
     batches = [new_batch(store, NAMES[:3]) for _ in range(12)]
 
     async def work() -> None:
-        model = Model()
+        lock, model = store.lock(), Model()
+        assert lock is not None
+        with pytest.raises(ConfigError, match="another server"):
+            store.lock()
         runner = BatchRunner(options_of(tmp_path), {"demo": model})
+        for _ in range(5):
+            await runner.wake()
+            await asyncio.sleep(0.05)
+        assert statuses(store) == {"validating": 12}
+        assert caplog.text.count("another server") == 1
+        lock.close()
+        await runner.wake()
         await until(lambda: statuses(store)["in_progress"] == 4)
         for _ in range(20):
             await runner.wake()
@@ -206,31 +218,6 @@ def test_few_batches_run_at_once_and_a_cancelled_one_need_not_wait(tmp_path: Pat
         await until(lambda: statuses(store)["cancelled"] == 1)
         model.go.set()
         await until(lambda: statuses(store)["completed"] == 11)
-        runner.__del__()
-
-    asyncio.run(work())
-
-
-def test_a_second_runner_waits_for_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = BatchStore.at(str(tmp_path / "kept"))
-    batch = new_batch(store, NAMES[:3])
-
-    async def work() -> None:
-        lock = store.lock()
-        assert lock is not None
-        with pytest.raises(ConfigError, match="another server"):
-            store.lock()
-        model = Model()
-        model.go.set()
-        runner = BatchRunner(options_of(tmp_path), {"demo": model})
-        for _ in range(5):
-            await runner.wake()
-            await asyncio.sleep(0.05)
-        assert not model.asked
-        assert caplog.text.count("another server") == 1
-        lock.close()
-        await runner.wake()
-        await until(lambda: store.batch(batch.id).status == "completed")
         runner.__del__()
 
     asyncio.run(work())
