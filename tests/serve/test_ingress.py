@@ -195,13 +195,20 @@ def test_who_hangs_up_before_the_answer_begins_frees_the_place(path: str) -> Non
             wait_until(lambda: ingress.entry.num_under_way == 0, 1.0)
 
 
-@pytest.mark.parametrize("rest", [b"content-length: 100\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"])
-def test_a_body_that_never_ends_is_given_up(rest: bytes) -> None:
+@pytest.mark.parametrize(
+    ("rest", "status"),
+    [
+        (b"content-length: 100\r\n\r\n{", b"408"),
+        (b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", b"408"),
+        (b"transfer-encoding: chunked\r\n\r\n800\r\n" + b"a" * 2048 + b"\r\n", b"413"),
+    ],
+)
+def test_a_body_that_never_ends_is_given_up(rest: bytes, status: bytes) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer a\r\n"
     app = build_app(ingress_of(body_timeout_s=0.3))
     with served(app) as address, socket.create_connection(address, timeout=10) as connection:
         connection.sendall(head + b"content-type: application/json\r\n" + rest)
-        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 " + status)
 
 
 def test_a_body_that_serves_proxy_has_lost_is_told() -> None:
