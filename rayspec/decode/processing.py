@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rayspec.decode.noise import integers
 from rayspec.decode.work import SamplerSpec
 from rayspec.generation import DecodingParams
+from rayspec.model.threads import integers
 from rayspec.types import InvalidTokenError
 
 

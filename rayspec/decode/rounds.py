@@ -20,7 +20,6 @@ from torch import Tensor
 
 from rayspec.config import Verification
 from rayspec.decode.drafting.lookup import LookupIndex
-from rayspec.decode.noise import integers
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.runner import Stopwatch, queued_s, seconds
 from rayspec.decode.sampling import Drafts, Rows, draft_tokens, top_logprobs
@@ -43,6 +42,7 @@ from rayspec.decode.work import (
     Work,
     num_rows,
 )
+from rayspec.model.threads import integers
 from rayspec.planning.lookup import DraftUntilFound
 from rayspec.types import Logprob
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from rayspec.config import Verification
-from rayspec.decode.noise import integers
 from rayspec.decode.progress import Progress
 from rayspec.decode.rounds import Head, script
 from rayspec.decode.runner import Batch, Runner, Stopwatch
@@ -23,7 +22,7 @@ from rayspec.decode.search import Answer, PlanSearch, Question, answer
 from rayspec.decode.work import Move, Pass, Result, SamplerSpec, TappedToken, TapsGoneError, Work
 from rayspec.model.load_check import lack_of_memory
 from rayspec.model.rows import RowSpan
-from rayspec.model.threads import on_device
+from rayspec.model.threads import integers, on_device
 from rayspec.types import OutOfMemoryError, RayspecError
 
 _MAX_ROUNDS_SAVED = 256

@@ -37,8 +37,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rayspec.decode.noise import Stream, gumbel, integers, uniform
-from rayspec.decode.sampling import Rows, finite_rows, processed_logits, target_tokens
+from rayspec.decode.sampling import Rows, Stream, finite_rows, gumbel, processed_logits, target_tokens, uniform
+from rayspec.model.threads import integers
 
 
 @dataclass(frozen=True, slots=True)

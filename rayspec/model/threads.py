@@ -1,16 +1,17 @@
-"""Threads that run torch's operators: their helpers on a CPU, their device on a GPU."""
+"""Threads that run torch's operators: their helpers on a CPU, their device on a GPU, and numbers for it."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -47,6 +48,13 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     Without it, a thread launches on cuda:0, also for tensors of cuda:1.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def integers(values: Sequence[int] | Tensor, device: torch.device | str) -> Tensor:
+    """Return `values` as int64 on `device`, modulo 2**64. Copies from the host without waiting for the device."""
+    if not isinstance(values, Tensor):
+        values = torch.tensor([(value + 2**63) % 2**64 - 2**63 for value in values], dtype=torch.int64)
+    return values.to(device, torch.int64, non_blocking=True)
 
 
 def in_thread_of_its_own(work: Callable[[], T]) -> T:

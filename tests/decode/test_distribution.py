@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from rayspec.decode import verify
-from rayspec.decode.noise import Stream, gumbel
-from rayspec.decode.sampling import Rows, draft_tokens, target_tokens
+from rayspec.decode.sampling import Rows, Stream, draft_tokens, gumbel, target_tokens
 from rayspec.decode.verify import RejectionBatch, decide, verify_rejection
 from rayspec.generation import DecodingParams
 from tests.decode.samplers import processed, sampler_of

@@ -10,8 +10,8 @@ import pytest
 import scipy.stats
 import torch
 
-from rayspec.decode import noise
-from rayspec.decode.noise import Stream, gumbel, philox, uniform
+from rayspec.decode import sampling
+from rayspec.decode.sampling import Stream, gumbel, philox, uniform
 
 EXTREME_SEEDS = [0, 1, -1, 2**31, 2**32, -(2**32), 2**63 - 1, -(2**63), 0x123456789ABCDEF]
 
@@ -56,7 +56,7 @@ def test_a_row_does_not_depend_on_its_batch_or_its_vocabulary(monkeypatch: pytes
     whole = gumbel(EXTREME_SEEDS, positions, 103, Stream.TARGET, "cpu")
     for row, (seed, position) in enumerate(zip(EXTREME_SEEDS, positions, strict=True)):
         assert torch.equal(gumbel([seed], [position], 50, Stream.TARGET, "cpu")[0], whole[row, :50])
-    monkeypatch.setitem(noise._CHUNK_BLOCKS, "cpu", 60)  # two rows at a time
+    monkeypatch.setitem(sampling._CHUNK_BLOCKS, "cpu", 60)  # two rows at a time
     assert torch.equal(gumbel(EXTREME_SEEDS, positions, 103, Stream.TARGET, "cpu"), whole)
     streams = torch.tensor([position % 4 for position in positions])
     mixed = gumbel(torch.tensor(EXTREME_SEEDS), torch.tensor(positions), 103, streams, "cpu")

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayspec.decode import processing
-from rayspec.decode.noise import Stream, gumbel
 from rayspec.decode.processing import TokenSampler
-from rayspec.decode.sampling import Rows, draft_tokens, processed_logits, target_tokens, top_logprobs
+from rayspec.decode.sampling import Rows, Stream, draft_tokens, gumbel, processed_logits, target_tokens, top_logprobs
 from rayspec.generation import DecodingParams
 from rayspec.types import InvalidTokenError, Logprob
 from tests.decode import samplers
