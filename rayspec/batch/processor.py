@@ -82,7 +82,7 @@ class ProcessorConfig(Options):
         if self.max_concurrent_batches is not None:
             return self.max_concurrent_batches
         config = self.engine
-        num_wanted = 2 * config.max_num_seqs * num_engines(config)  # as `Engine.num_wanted`
+        num_wanted = 2 * config.max_num_seqs * num_engines(config)  # as `EngineLoop.num_wanted`
         # A new batch comes when the last row of a batch is done; on average, half of its rows are done before.
         num_rows = (min(self.batch_size, _MAX_ROWS_OF_A_BATCH) + 1) / 2
         return max(_MIN_BATCHES, math.ceil(num_wanted / num_rows))

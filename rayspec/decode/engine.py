@@ -144,11 +144,6 @@ class Engine:
         """Whether the thread that runs the engine is stuck."""
         return self.stages.progress
 
-    @property
-    def num_wanted(self) -> int:
-        """Number of requests that keeps the engine busy."""
-        return 2 * self.config.max_num_seqs
-
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError, see `Requests.admit`."""
         live = self._requests.admit(request)

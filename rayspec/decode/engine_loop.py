@@ -109,7 +109,6 @@ class EngineLoop:
         self.info = engine.info
         self.tokenizer = engine.tokenizer
         self.stats = engine.stats
-        self.num_wanted = engine.num_wanted
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls for the engine's thread
         self._request_ids = itertools.count()
         self._waiting: dict[str, _Arrival] = {}  # by the id in the engine: the requests that have no last output yet
@@ -120,6 +119,10 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # of the delivery thread
         self._deliverer = threading.Thread(target=self._deliver_all, name="rayspec-delivery", daemon=True)
+
+    @property
+    def num_wanted(self) -> int:
+        return 2 * self.info.config.max_num_seqs
 
     @property
     def load(self) -> EngineLoad:

@@ -27,7 +27,7 @@ class CountingEngine:
     """Finishes a request after as many steps as it may have tokens; a stream tells of each. Prompts have effects: "bad"
     is refused, "bomb" ends the engine in a step, "bad bomb" when it is added."""
 
-    info = tokenizer = stats = num_wanted = None
+    info = tokenizer = stats = None
 
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
