@@ -274,15 +274,6 @@ class SpeculationOptions(Options):
             + (f"; did you mean {near[0]!r}?" if near else "")
         )
 
-    @model_validator(mode="after")
-    def _saved_plans_where_they_work(self) -> Self:
-        needed, useful = {"self-sd", "knn-ssd"}, {"self-sd", "knn-ssd", "knapspec", "auto"}
-        if self.warm_start is None and self.strategy in needed:
-            raise ValueError(f"strategy {self.strategy!r} needs option 'warm_start': name a file of saved plans")
-        if self.warm_start is not None and self.strategy not in useful:
-            raise ValueError(f"option 'warm_start' does not work with strategy {self.strategy!r}: remove one")
-        return self
-
     @property
     def draft_choices(self) -> tuple[Choice, ...]:
         """The choices by which drafts of the strategy may run sublayers."""
@@ -305,13 +296,17 @@ class SpeculationOptions(Options):
         return self.num_search_tokens or (32 if self.strategy == "swift" else 8)
 
     @model_validator(mode="after")
-    def _static_and_skip_go_together(self) -> Self:
-        if self.skip and self.strategy != "static":
-            raise ValueError(f"option 'skip' works with strategy 'static' only, not {self.strategy!r}: remove one")
-        if self.static_choice != FULL and self.strategy != "static":
-            raise ValueError(
-                f"option 'static_choice' works with strategy 'static' only, not {self.strategy!r}: remove one"
-            )
+    def _consistent(self) -> Self:
+        needed, useful = {"self-sd", "knn-ssd"}, {"self-sd", "knn-ssd", "knapspec", "auto"}
+        if self.warm_start is None and self.strategy in needed:
+            raise ValueError(f"strategy {self.strategy!r} needs option 'warm_start': name a file of saved plans")
+        if self.warm_start is not None and self.strategy not in useful:
+            raise ValueError(f"option 'warm_start' does not work with strategy {self.strategy!r}: remove one")
+        for name, is_given in (("skip", bool(self.skip)), ("static_choice", self.static_choice != FULL)):
+            if is_given and self.strategy != "static":
+                raise ValueError(
+                    f"option {name!r} works with strategy 'static' only, not {self.strategy!r}: remove one"
+                )
         if self.static_choice == SKIP:
             raise ValueError("option 'static_choice' is 'skip', which leaves no draft: name sublayers in 'skip'")
         if self.strategy == "static" and not self.skip and self.static_choice == FULL:
@@ -352,13 +347,9 @@ class ParallelOptions(Options):
     start_timeout_s: float = Field(600.0, gt=0.0, description="seconds to place, load and connect all shards")
 
     @model_validator(mode="after")
-    def _layers_fit_stages(self) -> Self:
+    def _consistent(self) -> Self:
         if self.layers is not None and (len(self.layers) != self.stages or min(self.layers) < 1):
             raise ValueError(f"option 'layers' is {self.layers}: name {self.stages} numbers of layers, each 1 or more")
-        return self
-
-    @model_validator(mode="after")
-    def _one_strategy(self) -> Self:
         if self.topology and self.placement is not None:
             raise ValueError(f"option 'placement' is {self.placement!r} beside 'topology': give one of them")
         return self
@@ -435,16 +426,12 @@ class EngineConfig(Options):
         return value
 
     @model_validator(mode="after")
-    def _offload_is_of_whole_weights(self) -> Self:
+    def _consistent(self) -> Self:
         if self.offload is not None and self.parallel is not None and self.parallel.tensor > 1:
             raise ValueError(
                 f"option 'offload' does not work with option 'tensor' {self.parallel.tensor}: shares of weights are "
                 "not fetched; use more stages instead of ranks"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _graphs_of_static_steps(self) -> Self:
         if self.cuda_graphs in ("auto", "off"):
             return self
         obstacle = "'deterministic'" if self.deterministic else None

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from rayspec import LLM, SamplingParams, demo
-from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.llm import AsyncEngine
 from rayspec.types import RequestOutput
 from tests.demo_model import demo_prompts
@@ -87,11 +86,3 @@ def test_a_waiter_whose_event_loop_is_gone_does_not_harm_the_engine(engine: Asyn
     loop.close()
     assert asyncio.run(engine.run(prompt, PARAMS)).finished
     stream.close() if hasattr(stream, "close") else None
-
-
-def test_a_ping_is_answered_until_the_engine_ends() -> None:
-    engine = AsyncEngine(LLM(demo.model_path(), dtype="float32", num_threads=1, speculation={"strategy": "ar"}))
-    asyncio.run(engine.ping())
-    engine.stop()
-    with pytest.raises(EngineDeadError):
-        asyncio.run(engine.ping())

@@ -108,22 +108,6 @@ def test_a_run_that_is_repeated_does_the_rows_that_are_left_and_its_output_is_no
     assert "sampling.temperature was 0.0 and is 0.5: choose another folder, or pass --overwrite" in other.stderr
 
 
-def test_a_killed_run_goes_on(run: Run, tmp_path: Path) -> None:
-    write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(300)))
-    arguments = ("generate", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--max-tokens", "4", "--ignore-eos")
-    process = started(tmp_path, *arguments)
-    try:
-        wait_until(lambda: len(list((tmp_path / "out.jsonl.run" / "rows").glob("part-*"))) > 1, process)
-    finally:
-        process.kill()
-        process.wait()
-    again = run(*arguments)
-    assert again.exit_code == 0, again.output
-    assert "going on with a run that has " in again.stderr
-    assert len((tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()) == 300
-    assert read_rows(tmp_path / "out.jsonl").keys() == {str(n) for n in range(300)}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

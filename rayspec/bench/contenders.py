@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,24 +26,8 @@ _TIMES = ("draft_s", "verify_s", "optimise_s", "prefill_s", "total_s")
 Writing: TypeAlias = Generator[int, None, Sample]
 
 
-class Contender(Protocol):
-    """Something that completes prompts."""
-
-    @property
-    def used(self) -> EngineStats:
-        """Statistics of the work since `warm_up`."""
-
-    def forget(self) -> None:
-        """Forget everything learned from text so far."""
-
-    def warm_up(self, prompts: Sequence[list[int]], max_tokens: int) -> None: ...
-
-    def write(self, prompts: Sequence[list[int]], max_tokens: int) -> Writing:
-        """Complete the prompts in increments, with no work between them. Raises the error of a failed prompt."""
-
-
 class Ours:
-    """A strategy of our engine."""
+    """A strategy of our engine, which completes prompts in increments. Raises the error of a failed prompt."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -166,3 +150,6 @@ class HfGenerate:
     def _until_end(self, tokens: list[int]) -> list[int]:
         end = next((index for index, token in enumerate(tokens) if token in self._eos), len(tokens) - 1)
         return tokens[: end + 1]
+
+
+Contender: TypeAlias = Ours | HfGenerate

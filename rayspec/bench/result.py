@@ -53,10 +53,8 @@ def bench_row(name: str, samples: Mapping[str, Sequence[Sample]], stats: EngineS
     """Return the JSON row of a strategy. samples: by strategy, repeat by repeat. stats: of its engine in that time.
 
     Rates are medians over the repeats; speed-ups are medians of the ratios within a repeat, whose runs had the same
-    machine load. Both measure decoding, the phase that speculation accelerates; "end_to_end" includes prefill. `spread`
-    has "min", "median" and "max" of `tokens_per_s`, and `speedup_spread` those of `speedup_vs_ar`. `identical` of
-    `total` outputs have the tokens of our own plain decoding. Shares are of the engine's time. plans: the plans in use,
-    with their predicted and measured speed and acceptance. A value that is not known is None.
+    machine load. Both measure decoding; "end_to_end" includes prefill. `identical` of `total` outputs have the tokens
+    of our own plain decoding. Shares are of the engine's time. A value that is not known is None.
     """
     own, plain, hf = samples[name], samples[BASELINE], samples.get(HF)
 

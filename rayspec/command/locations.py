@@ -45,9 +45,8 @@ class UnreadableFileError(InputFileError):
 class Store:
     """A file system, and the form of its names.
 
-    uri: scheme and authority, with which a URI starts; empty for plain paths. base: the file system's own address of
-    that place. query: options at the end of a URI. has_atomic_put: a written file appears only when it is complete, so
-    that it needs no temporary name.
+    uri: scheme and authority; empty for plain paths. base: the file system's own address of that place. query: options
+    at the end of a URI. has_atomic_put: a written file appears only when it is complete.
     """
 
     filesystem: fs.FileSystem

@@ -1,12 +1,8 @@
 """Synthetic audit reports with extractive summaries: seeded, licence-free, of any length.
 
-A report is a title, numbered sections of background sentences, and a few numbered findings that lie scattered among
-them. Its summary is the title and the findings, in order, word for word, so a generated summary can be checked exactly
-at any document length.
-
-The findings and the background of a report use disjoint halves of the vocabulary. The findings repeat no name, place or
-number until their half of the words is used up. So the words just copied identify the finding that they came from, and
-a model needs only induction: to find its newest words in the document and to copy the words after them.
+A report is a title, sections of background sentences, and a few numbered findings among them. Its summary is the title
+and the findings, word for word. Findings and background use disjoint halves of the vocabulary, and findings repeat no
+word until their half is used up: so a model needs only induction, to copy what follows its newest words.
 """
 
 from __future__ import annotations

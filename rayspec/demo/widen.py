@@ -17,14 +17,9 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 def widen(model: PreTrainedModel, k: int) -> PreTrainedModel:
     """Make a new model, `k` times as wide in hidden size, heads, KV heads and MLP, that gives the same logits.
 
-    Every hidden unit, head and MLP unit occurs k times: matrices are tiled k by k and divided by k, embeddings
-    and norms are repeated, and the final norm is divided by k, so that tied heads stay tied. The decoder's matrices
-    grow by k * k, the vocabulary's by k; depth and head size stay. The result has the device and data type of `model`
-    and takes no memory beyond itself and one of its matrices. Its logits differ from those of `model` only by rounding,
-    by about 1e-5 in float32; in bfloat16 its weights are exact where k is a power of two.
-
-    Raises `ValueError` if k < 1, for families other than Llama, Mistral, Qwen2 and Qwen3, and for quantized or
-    tensor-parallel weights.
+    Every hidden unit, head and MLP unit occurs k times; depth, head size, device and data type stay. Logits differ only
+    by rounding, by about 1e-5 in float32; in bfloat16 weights are exact where k is a power of two. Raises `ValueError`
+    if k < 1, for families other than Llama, Mistral, Qwen2 and Qwen3, and for quantized or tensor-parallel weights.
     """
     _check(model, k)
     config = copy.deepcopy(model.config)

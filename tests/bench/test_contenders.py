@@ -12,7 +12,7 @@ from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.local_engine import engine_like, load_engine
 from tests.engines import RowClock, engine_with
-from tests.families import WHOLE_FAMILIES, checkpoint, parts_of, ragged_prompts
+from tests.families import checkpoint, parts_of, ragged_prompts
 
 PROMPTS = ragged_prompts([5, 40, 60])
 
@@ -68,15 +68,6 @@ def test_weights_without_the_copies_that_are_wanted_are_not_shared(plain: Engine
         assert shared is not None
         assert engine_like(shared, config("knapspec")) is not None, "whoever made the copies"
         assert finish(Ours(shared).write(PROMPTS, 20)).token_ids == before
-
-
-def test_models_of_one_piece_cannot_share_weights_and_have_nothing_to_forget() -> None:
-    whole = config("knapspec", next(iter(WHOLE_FAMILIES)))
-    engine = load_engine(whole, with_tokenizer=False)
-    assert engine_like(engine, whole) is None
-    contender = Ours(engine)
-    contender.forget()
-    assert len(finish(contender.write(PROMPTS, 4)).token_ids) == 3
 
 
 def test_the_rate_of_decoding_is_that_of_the_rounds() -> None:

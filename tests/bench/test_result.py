@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from rayspec.bench.result import Sample, bench_markdown, bench_row
-from rayspec.choices import FULL, SKIP
-from rayspec.types import EngineStats, Plan, PlanRecord
+from rayspec.types import EngineStats
 
 
 def sample(seconds: float, *last: int) -> Sample:
@@ -35,38 +34,6 @@ def test_rates_are_medians_and_speed_ups_are_of_the_same_repeat() -> None:
     assert row["end_to_end_speedup_vs_ar"] == 2.0  # of 2.0, 1.25, 2.0
     assert row["end_to_end_speedup_vs_hf"] == 4.0  # of 4.0, 2.5, 4.0
     assert (row["identical"], row["total"]) == (5, 6)
-
-
-def record(predicted_tpt: float, num_tokens: int) -> PlanRecord:
-    plan = Plan(choices=(FULL, SKIP, FULL), num_draft_tokens=5, source="t", num_lookup_tokens=2)
-    return PlanRecord(
-        elapsed_s=0, context=300, batch=1, plan=plan, reason="", estimated_acceptance=0.9, optimise_s=0,
-        plain_tpt=1, predicted_tpt=predicted_tpt, num_tokens=num_tokens, sequence_s=2.0, num_accepted_tokens=3,
-        num_tested_tokens=4,
-    )  # fmt: skip
-
-
-def test_shares_predictions_and_plans_come_from_the_engine() -> None:
-    stats = EngineStats(
-        num_rounds=10, num_draft_tokens=40, num_accepted_tokens=30, draft_s=1, verify_s=2, optimise_s=0.5, total_s=5,
-        plans=[record(10.0, 100), record(50.0, 100), record(1000.0, 0)],
-    )  # fmt: skip
-    row = bench_row("knapspec", SAMPLES, stats)
-    assert (row["acceptance_rate"], row["mean_accepted_length"]) == (0.75, 4.0)
-    assert (row["draft_share"], row["verify_share"], row["optimise_share"]) == (0.2, 0.4, 0.1)
-    assert row["predicted_tpt"] == pytest.approx(200 / 12)  # 10 s and 2 s, had the predictions been right
-    assert row["measured_tpt"] == pytest.approx(200 / 6)
-    assert row["plans"][0] == {
-        "context": 300,
-        "choices": ["full", "skip", "full"],
-        "num_draft_tokens": 5,
-        "num_lookup_tokens": 2,
-        "predicted_tpt": 10.0,
-        "measured_tpt": 50.0,
-        "estimated_acceptance": 0.9,
-        "observed_acceptance": 0.75,
-        "num_tokens": 100,
-    }
 
 
 def workload(name: str, **changes: Any) -> dict[str, Any]:

@@ -48,28 +48,6 @@ class TestDemo:
             if name in ("summary", "question"):  # the others have an end
                 assert max(lengths) > 0.75 * context
 
-    def test_other_models_are_asked_like_a_user(self) -> None:
-        asked = []
-
-        class Other(Tokenizer):
-            class tokenizer:  # noqa: N801
-                chat_template = "some"
-
-                @staticmethod
-                def get_vocab() -> dict[str, int]:
-                    return {"a": 0}
-
-            def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-                asked.append(messages)
-                return [0] * 10
-
-        other: Any = Other()
-        demo_prompts(other, "summary", context=50, num_prompts=1)
-        demo_prompts(other, "ledger", context=50, num_prompts=1)
-        assert [[message["role"] for message in messages] for messages in asked] == [["user"]] * len(asked)
-        assert asked[0][0]["content"].endswith("\n\nSummarize the document.")
-        assert asked[-1][0]["content"].endswith("\n\nWrite the rows as sentences.")
-
     def test_a_domain_that_there_is_not_and_a_context_that_holds_none(self) -> None:
         with pytest.raises(ConfigError, match="domain 'poems' is none of summary, question, ledger, schedule"):
             make("demo:poems")
@@ -128,10 +106,3 @@ class TestInputs:
         (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
         with pytest.raises(ConfigError, match=rf"q\.jsonl:2 .*{what}"):
             make(str(tmp_path / "q.jsonl"))
-
-    def test_two_of_one_name_are_refused(self, tmp_path: Path) -> None:
-        for folder in ("a", "b"):
-            (tmp_path / folder).mkdir()
-            (tmp_path / folder / "docs.txt").write_text("A document.", encoding="utf-8")
-        with pytest.raises(ConfigError, match="two workloads named 'docs'"):
-            make(str(tmp_path / "a" / "docs.txt"), str(tmp_path / "b" / "docs.txt"))

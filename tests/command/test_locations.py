@@ -124,17 +124,6 @@ def test_names_of_files_are_read_back(tmp_path: Path, name: str) -> None:
     assert (again.name, again.read()) == (file.name, b"here")
 
 
-def test_a_path_keeps_its_name_and_can_be_made_absolute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: Store
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    location = Location.parse("a.txt")
-    location.write(b"x")
-    assert (location.name, location.absolute().name) == ("a.txt", str(tmp_path / "a.txt"))
-    remote = Location(memory, "a.txt")
-    assert (remote.absolute(), remote.name, remote.local_path) == (remote, "memory://bucket/a.txt", None)
-
-
 def test_a_bucket_is_the_root_of_its_paths() -> None:
     location = Location.parse("gs://bucket/some/key 1%2A*.txt?scheme=http")
     assert (location.store.base, location.path) == ("bucket", "some/key 1**.txt")

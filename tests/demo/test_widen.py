@@ -36,7 +36,6 @@ SHAPE: dict[str, Any] = {
 }
 BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
-    "llama-biased": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)),
     "mistral-other-head-size": lambda: MistralForCausalLM(MistralConfig(**SHAPE, head_dim=16, sliding_window=8)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)),
 }
@@ -56,7 +55,7 @@ def random_model(name: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize(("name", "k"), list(zip(BUILDERS, (1, 2, 3, 2), strict=True)))
+@pytest.mark.parametrize(("name", "k"), list(zip(BUILDERS, (2, 3, 2), strict=True)))
 def test_widened_models_give_the_same_logits(name: str, k: int) -> None:
     model = random_model(name)
     wide = widen(model, k)

@@ -118,7 +118,7 @@ class RenderOptions(Options):
         return value
 
     @model_validator(mode="after")
-    def _fits_the_kind(self) -> Self:
+    def _consistent(self) -> Self:
         most = _MAX_NAME[self.kind]
         if len(self.name) > most:
             raise ValueError(f"option 'name' is {self.name!r}: KubeRay takes {most} characters here, shorten it")
@@ -130,16 +130,8 @@ class RenderOptions(Options):
             raise ValueError("option 'output' is missing: name a folder that outlives the job, as s3://BUCKET/FOLDER")
         if self.kind == "job" and not self.inputs and self.model not in BUNDLED:
             raise ValueError("option 'inputs' is missing: name documents, as s3://BUCKET/FOLDER")
-        return self
-
-    @model_validator(mode="after")
-    def _one_kind_of_processor(self) -> Self:
         if (self.gpus is None) == (self.cpus is None):
             raise ValueError(f"options 'gpus' and 'cpus' are {self.gpus!r} and {self.cpus}: name one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _scales_up(self) -> Self:
         if self.max_replicas is not None and self.max_replicas < (self.replicas or 1):
             raise ValueError(
                 f"option 'max_replicas' is {self.max_replicas}: it must be replicas ({self.replicas}) or more"

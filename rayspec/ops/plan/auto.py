@@ -25,8 +25,7 @@ from rayspec.types import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Seen = Sequence[tuple[str, int]]
-"""Name and memory bytes of each GPU, from the driver."""
+Seen = Sequence[tuple[str, int]]  # name and memory bytes of each GPU, from the driver
 
 
 def with_layout(config: EngineConfig, *, keep_max_num_seqs: bool) -> EngineConfig:
@@ -87,17 +86,12 @@ def found_gpus() -> tuple[tuple[Gpu, ...], ...]:
     Raises ConfigError for an unknown GPU."""
     seen: Sequence[Seen]
     if "RAY_ADDRESS" not in os.environ and not ray.is_initialized():
-        seen = [gpus_of_this_machine()]
+        here = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        seen = [[(gpu.name, gpu.total_memory) for gpu in here]]
     else:
         with ray_session():
             seen = _gpus_of_cluster()
     return tuple(tuple(gpu_called(name, num_bytes) for name, num_bytes in node) for node in seen if node)
-
-
-def gpus_of_this_machine() -> Seen:
-    """Return the GPUs that this process may use."""
-    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return [(gpu.name, gpu.total_memory) for gpu in found]
 
 
 def _gpus_of_cluster() -> list[Seen]:

@@ -70,12 +70,8 @@ class Layout:
 
 def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int | None = None) -> Iterator[Layout]:
     """Yield for each tensor-parallel degree one replica with as many stages as the GPUs allow, two with half as many,
-    and so on; and one replica with the fewest stages that fit. The other layouts may not fit, see `Layout.fits`. A
-    model that does not split has one stage and one rank.
-
-    max_replicas: limit, which may leave GPUs unused; None: as many replicas as the GPUs allow.
-
-    Raises ConfigError, and the errors of `model_sizes`.
+    and so on, whether they fit or not; and one with the fewest stages that fit. A model that does not split has one
+    stage and one rank. max_replicas: may leave GPUs unused. Raises ConfigError, and the errors of `model_sizes`.
     """
     gpus = parse_gpus(options.gpus)
     dtype = placed_dtype(options.dtype, config)

@@ -84,10 +84,7 @@ class PlacementOptions(LoadOptions):
 class PlanOptions(LoadOptions):
     """A cluster, a load, and a goal.
 
-    output_tokens: tokens of the answer, which `context` includes. acceptance: accepted share of draft tokens. skip:
-    share of the layers that drafts leave out. price: dollars per GPU hour. profile: a file that `rayspec profile` has
-    saved, of this model on one such GPU. gpus_per_node: limit on tensor-parallel ranks; None: the smallest node that
-    `gpus` names, else 8.
+    profile: of this model. gpus_per_node: None: the smallest node that `gpus` names, else 8.
     """
 
     output_tokens: int = Field(256, ge=1, description="of the context, the answer's")

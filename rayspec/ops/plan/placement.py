@@ -1,8 +1,5 @@
-"""Placement of a model's layers on GPUs, with the free memory and the possible speed of a decode step.
-
-Predictions are rooflines, not measurements: bytes of weights and KV cache that a step reads, over memory bandwidth.
-Kernels, hops and all-reduces take more time; good engines reach two thirds to four fifths of the bandwidth.
-"""
+"""Placement of a model's layers on GPUs, with the free memory and the possible speed of a decode step: a roofline of
+bytes read over memory bandwidth, of which good engines reach two thirds to four fifths."""
 
 from __future__ import annotations
 
@@ -95,13 +92,10 @@ def usual_context(config: PretrainedConfig) -> int:
 
 
 def place(config: PretrainedConfig, options: PlacementOptions) -> Placement:
-    """Place a model: stage i runs on `tensor` GPUs from number i * tensor. Without `stages` and `layers`, the number of
-    stages is the smallest that fits. `tensor` is 1 by default. `rayspec.ops.plan.forecast.place_best` asks the planner
-    for both.
-
-    Where nothing fits, layers are spread by time alone, and `missing_bytes` is the shortage. Raises ConfigError for
-    GPUs that are unknown or too few, and the errors of `for_model`, `model_sizes` and `partition`.
-    """
+    """Place a model: stage i runs on `tensor` GPUs from number i * tensor. Without `stages` and `layers`, the stages
+    are the fewest that fit. Where nothing fits, layers are spread by time alone, and `missing_bytes` is the shortage.
+    Raises ConfigError for GPUs that are unknown or too few, and the errors of `for_model`, `model_sizes` and
+    `partition`."""
     options = for_model(options, config)
     dtype = placed_dtype(options.dtype, config)
     sizes = model_sizes(
@@ -189,16 +183,8 @@ def placements_json(placements: Sequence[Placement]) -> dict[str, Any]:
     """Return options, stages and totals as JSON values: bytes, seconds, and numbers of the first and last layer.
 
     Placements of copies on other kinds of GPUs than the first copy are under `unlike_copies`."""
-    totals = (
-        "num_parameters",
-        "dtype",
-        "choice",
-        "missing_bytes",
-        "loading_bytes_missing",
-        "num_copies",
-        "fits",
-        "step_s",
-    )
+    totals = ("num_parameters", "dtype", "choice", "missing_bytes", "loading_bytes_missing")
+    totals += ("num_copies", "fits", "step_s")
     found = []
     for placement in placements:
         stages = []
@@ -228,7 +214,7 @@ def _tensor_groups(gpus: Sequence[Gpu], tensor: int) -> list[tuple[Device, float
 
 
 def placed_dtype(asked: DType, config: PretrainedConfig) -> torch.dtype:
-    """Return the dtype of the weights. "auto" is the dtype in the config, or bfloat16 where the config has none."""
+    """Return the dtype of the weights. "auto" is that of the config, else bfloat16."""
     own = getattr(config, "dtype", None) or torch.bfloat16
     dtype: torch.dtype = own if asked == "auto" else getattr(torch, asked)
     return dtype

@@ -34,12 +34,9 @@ def make_plan(config: PretrainedConfig, options: PlanOptions) -> Ranking:
 
 
 def flags_of(layout: Layout, options: PlanOptions) -> dict[str, str | None]:
-    """Return flags that make this layout. options: with a context.
-
-    engine: of jobs, `rayspec serve` and all other commands that make an engine. python: arguments of `rayspec.LLM`
-    after the model. placement: of `rayspec placement`, which shows the first copy. render: of `rayspec k8s render`;
-    None for copies on different kinds of GPUs, which Ray could not tell apart.
-    """
+    """Return flags that make this layout: of commands that make an engine, of `rayspec.LLM` after the model, of
+    `rayspec placement`, which shows the first copy, and of `rayspec k8s render`. The last are None for copies on
+    different kinds of GPUs, which Ray could not tell apart. options: with a context."""
     dtype = {} if options.dtype == "auto" else {"dtype": options.dtype}
     engine: dict[str, Any] = {"max_model_len": options.num_tokens, "max_num_seqs": layout.concurrency}
     if options.max_num_batched_tokens != EngineConfig.model_fields["max_num_batched_tokens"].default:

@@ -12,7 +12,6 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.figures.bench import read_bench
 from benchmarks.figures.run import FigureOptions
 from rayspec.config import EngineConfig
 from rayspec.types import ConfigError
@@ -108,13 +107,6 @@ def test_one_command_makes_all_figures(tmp_path: Path) -> None:
     assert [one["value"] for one in numbers["figures"]["thresholds"]["thresholds"]["settings"]] == [0.2, 0.9]
     contexts = [one["context"] for one in numbers["figures"]["skips"]["by_context"]]
     assert contexts[0] <= 120 < contexts[1] <= 200
-
-
-@pytest.mark.parametrize("content", ["", "[1]", '{"workloads": [{"domain": "x"}]}'])
-def test_what_is_no_bench_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "results.json").write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"option 'bench' is .*results\.json.* not what `rayspec bench --output`"):
-        read_bench(tmp_path / "results.json")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import copy
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -190,42 +190,6 @@ def test_metrics_and_dashboard(overlays: Path) -> None:
     assert all(selected.items() <= pod["metadata"]["labels"].items() for pod in pods)
     ports = {port["name"] for pod in pods for port in pod["spec"]["containers"][0]["ports"]}
     assert {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} <= ports
-
-
-def _set(path: str, value: Any) -> Callable[[Manifest], None]:
-    *parents, last = path.split(".")
-
-    def change(manifest: Manifest) -> None:
-        at: Any = manifest
-        for name in parents:
-            at = at[int(name)] if isinstance(at, list) else at[name]
-        at[int(last) if isinstance(at, list) else last] = value
-
-    return change
-
-
-HEAD = "spec.rayClusterConfig.headGroupSpec.template.spec"
-WORKERS = "spec.rayClusterConfig.workerGroupSpecs.0"
-
-
-@pytest.mark.parametrize(
-    ("kind", "planted"),
-    [
-        ("service", _set("metadata.name", "Rayspec")),
-        ("service", _set(f"{WORKERS}.minReplicas", 3)),
-        ("service", _set(f"{HEAD}.automountServiceAccountToken", False)),
-        ("service", _set(f"{HEAD}.securityContext.runAsUser", 0)),
-        ("job", _set("spec.shutdownAfterJobFinishes", False)),
-        ("job", _set("spec.submitterPodTemplate.spec.securityContext", {})),
-    ],
-)
-def test_what_operator_or_namespace_would_refuse_is_found(
-    overlays: Path, kind: str, planted: Callable[[Manifest], None]
-) -> None:
-    manifest = ray_resource(overlays / "gpu-8" / kind)
-    assert violations(manifest) == []
-    planted(manifest)
-    assert violations(manifest)
 
 
 def _name(manifest: Manifest) -> str:
