@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import logging
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -57,24 +56,13 @@ class ModelIdentity(_Strict, frozen=True, kw_only=True):
         )
 
 
-class Provenance(_Strict, frozen=True, kw_only=True):
-    """Origin of a plan. method: how the plan was found. calibration: a description of the text used."""
-
-    method: str
-    calibration: str
-    device: str
-    dtype: str
-    rayspec: str
-    date: dt.datetime
-
-
 class SavedPlan(_Strict, frozen=True, kw_only=True):
     """A plan, and its acceptance and speed when it was saved.
 
     domain: the kind of text; "" for any text. threshold: confidence below which drafts ended; None: drafts reached
     their length. Speeds are tokens per second of one of `batch` sequences that hold `context` tokens on average.
-    anchors: unit vectors, features of typical text of the domain. radius: the cosine distance from them within which
-    text belongs to the domain.
+    provenance: how it was found, for readers. anchors: unit vectors, features of typical text of the domain.
+    radius: the cosine distance from them within which text belongs to the domain.
     """
 
     domain: str
@@ -87,7 +75,7 @@ class SavedPlan(_Strict, frozen=True, kw_only=True):
     plain_tokens_per_s: _Speed
     context: _Count
     batch: _Positive
-    provenance: Provenance
+    provenance: Mapping[str, str]
     anchors: tuple[Vector, ...] = ()
     radius: _Amount = 0.0
 

@@ -22,7 +22,7 @@ from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.knn_ssd import radius, representatives
 from rayspec.strategies.mask_search import Keep, MaskSearch
-from rayspec.strategies.saved_plans import ModelIdentity, Provenance, SavedPlan, SavedPlans
+from rayspec.strategies.saved_plans import ModelIdentity, SavedPlan, SavedPlans
 from rayspec.strategies.self_sd import FIRST_THRESHOLD, TARGET_ACCEPTANCE, DraftThreshold, SelfSD
 from rayspec.types import ConfigError, Plan, PlanRecord, Request, no_draft
 
@@ -98,14 +98,14 @@ def tune_plan(
         plain_tokens_per_s=plain_tpt,
         context=record.context,
         batch=record.batch,
-        provenance=Provenance(
-            method=f"the fastest of {num_tries} plans by trials",
-            calibration=f"{len(prompts)} prompts, {options.max_tokens} tokens generated from each",
-            device=config.device,
-            dtype=config.dtype,
-            rayspec=metadata.version("rayspec"),
-            date=dt.datetime.now(dt.timezone.utc).replace(microsecond=0),
-        ),
+        provenance={
+            "method": f"the fastest of {num_tries} plans by trials",
+            "calibration": f"{len(prompts)} prompts, {options.max_tokens} tokens generated from each",
+            "device": config.device,
+            "dtype": config.dtype,
+            "rayspec": metadata.version("rayspec"),
+            "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        },
     )
 
 

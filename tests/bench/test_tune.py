@@ -62,7 +62,7 @@ def test_one_plan_a_domain_with_anchors(run: Run, tmp_path: Path) -> None:
     assert [(plan.domain, len(plan.anchors)) for plan in saved.plans] == [("audits", 2), ("plan", 2)]
     for plan in saved.plans:
         assert plan.radius > 0
-        assert plan.provenance.calibration == "2 prompts, 4 tokens generated from each"
+        assert plan.provenance["calibration"] == "2 prompts, 4 tokens generated from each"
         (line,) = [line for line in result.stdout.splitlines() if line.startswith(f"│ {plan.domain} ")]
         cells = [cell.strip() for cell in line.split("│")][1:-1]
         num_attention, num_mlp = (plan.choices[kind::2].count(SKIP) for kind in (0, 1))

@@ -97,6 +97,11 @@ def test_brute_force_finds_nothing_better(instance: tuple[ModelCosts, list[Devic
             partition(costs, places)
 
 
+def test_the_slowest_stage_counts_before_evenness() -> None:
+    costs = model([1, 1, 4], (2.0, 1.0))
+    assert sizes(partition(costs, devices(1, 1))) == [2, 1], "4 s at most; [1, 2] has fewer squares and takes 5"
+
+
 @pytest.mark.parametrize(
     ("tenths", "expected"), [([5, 2, 6, 4, 4, 9], [3, 2, 1]), ([1, 4, 5, 1, 8, 7, 2, 1], [2, 2, 1, 3])]
 )

@@ -60,8 +60,8 @@ def test_it_finds_the_fastest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.tokens_per_s == pytest.approx(1.0, rel=0.01)
     assert plan.plain_tokens_per_s == pytest.approx(1 / 1.5)
     assert plan.num_draft_tokens == 16
-    assert plan.provenance.method == "the fastest of 40 plans by trials"
-    assert plan.provenance.calibration == "3 prompts, 4 tokens generated from each"
+    assert plan.provenance["method"] == "the fastest of 40 plans by trials"
+    assert plan.provenance["calibration"] == "3 prompts, 4 tokens generated from each"
     assert len({one.choices for one in seen if one.drafts}) == 40
     runs = [one for index, one in enumerate(seen) if index == 0 or one is not seen[index - 1]]
     assert not runs[0].drafts, "plain decoding first"
@@ -78,7 +78,7 @@ def test_no_plan_is_tried_after_its_time(monkeypatch: pytest.MonkeyPatch) -> Non
     seen = _priced(monkeypatch, lambda plan: 1.0)
     ticks = iter([0.0, 0.5, 0.9, 1.1])
     plan = tune_plan(_engine(), PROMPTS, TuningOptions(max_seconds=1.0, max_tokens=4), clock=lambda: next(ticks))
-    assert plan.provenance.method == "the fastest of 2 plans by trials"
+    assert plan.provenance["method"] == "the fastest of 2 plans by trials"
     assert len({one.choices for one in seen if one.drafts}) == 2
 
 
