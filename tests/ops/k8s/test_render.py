@@ -247,3 +247,5 @@ def test_overlays_are_written_where_they_are_stale(run: Callable[..., Any], tmp_
     assert run("overlays", "overlays").exit_code == 0
     assert (folder / "manifest.yaml").read_text(encoding="utf-8") == render(service(**DEMO))
     assert run("overlays", "overlays", "--check").exit_code == 0
+    words = ("render", "--config", str(folder / "options.yaml"), "--context", "512", "--cpus", "3")
+    assert run(*words).stdout == render(service(**DEMO | {"context": 512, "cpus": 3})), "flags win over the file"
