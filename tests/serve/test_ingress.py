@@ -100,6 +100,7 @@ def asked(
         ({"authorization": "Bearer "}, 401, "invalid_api_key"),
         ({"authorization": "Bearer key2"}, 401, "invalid_api_key"),
         ({"authorization": "Basic key"}, 401, "invalid_api_key"),
+        ({"authorization": "Bearer ä"}, 401, "invalid_api_key"),
         ({"authorization": "key"}, 401, "invalid_api_key"),
         ({"host": "App.Example:443"}, 200, None),
         ({"host": "other.example"}, 403, "host_not_allowed"),

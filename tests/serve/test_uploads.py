@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -28,25 +28,25 @@ def form(*parts: tuple[str, bytes]) -> bytes:
     return b"\r\n".join([*heads, b"--b-o--\r\n"])
 
 
-def read(
-    body: bytes, num_bytes: int = 1 << 20, content_type: str = TYPE, read_parts: bool = True, **limits: Any
+def read(body: bytes, num_bytes: int = 1 << 20, read_parts: bool = True, **limits: Any) -> Parts:
+    return asyncio.run(parts_of(body, num_bytes, read_parts, **limits))
+
+
+async def parts_of(
+    body: bytes,
+    num_bytes: int,
+    read_parts: bool = True,
+    *,
+    pause_s: float = 0.0,
+    timeout_s: float = 5.0,
+    max_file_bytes: int = 1 << 30,
 ) -> Parts:
     async def stream() -> AsyncIterator[bytes]:
         for start in range(0, len(body), num_bytes):
             yield body[start : start + num_bytes]
+            await asyncio.sleep(pause_s)
 
-    return asyncio.run(parts_of(stream, content_type, read_parts, **limits))
-
-
-async def parts_of(
-    stream: Callable[[], AsyncIterator[bytes]],
-    content_type: str = TYPE,
-    read_parts: bool = True,
-    *,
-    timeout_s: float = 5.0,
-    max_file_bytes: int = 1 << 30,
-) -> Parts:
-    request: Any = SimpleNamespace(headers={"content-type": content_type}, stream=stream)
+    request: Any = SimpleNamespace(headers={"content-type": TYPE}, stream=stream)
     return [
         (part.name, part.filename, b"".join([one async for one in part.pieces]) if read_parts else b"")
         async for part in read_form(request, timeout_s, max_file_bytes)
@@ -88,14 +88,9 @@ def test_a_form_is_limited_as_a_whole(many: tuple[str, bytes]) -> None:
 
 @pytest.mark.parametrize("pause_s", [0.02, 10])
 def test_a_slow_form_has_a_limit_as_a_whole(pause_s: float) -> None:
-    async def drip() -> AsyncIterator[bytes]:
-        for byte in form(('name="file"; filename="a"', b"x" * 1000)):
-            yield bytes([byte])
-            await asyncio.sleep(pause_s)
-
     start_s = time.monotonic()
     with pytest.raises(Refused) as caught:
-        asyncio.run(parts_of(drip, timeout_s=0.3))
+        read(form(('name="file"; filename="a"', b"x" * 1000)), 1, pause_s=pause_s, timeout_s=0.3)
     assert caught.value.error.status == 408
     assert time.monotonic() - start_s < 2
 
