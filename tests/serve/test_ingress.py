@@ -76,7 +76,7 @@ def asked(
     method: str = "POST",
     path: str = "/v1/completions",
     *,
-    headers: Mapping[str, str] = JSON,
+    headers: Mapping[str, Any] = JSON,
     content: Any = BODY,
     model: Model | None = None,
 ) -> httpx2.Response:
@@ -100,7 +100,7 @@ def asked(
         ({"authorization": "Bearer "}, 401, "invalid_api_key"),
         ({"authorization": "Bearer key2"}, 401, "invalid_api_key"),
         ({"authorization": "Basic key"}, 401, "invalid_api_key"),
-        ({"authorization": "Bearer ä"}, 401, "invalid_api_key"),
+        ({"authorization": b"Bearer \xe4"}, 401, "invalid_api_key"),
         ({"authorization": "key"}, 401, "invalid_api_key"),
         ({"host": "App.Example:443"}, 200, None),
         ({"host": "other.example"}, 403, "host_not_allowed"),
@@ -119,7 +119,7 @@ def asked(
         ({"connection": "Upgrade", "upgrade": "h2c"}, 200, None),
     ],
 )
-def test_who_may_make_a_model_work(headers: Mapping[str, str], status: int, code: str | None) -> None:
+def test_who_may_make_a_model_work(headers: Mapping[str, Any], status: int, code: str | None) -> None:
     response = asked(headers=headers)
     assert response.status_code == status, response.text
     assert code is None or response.json()["error"]["code"] == code
