@@ -17,10 +17,8 @@ _MOST_ITEMS, _ITEMS = 2_000_000, b","
 
 
 class InvalidRequestError(RequestError):
-    """The body asks for something that is unknown, malformed or not supported.
-
-    param: the field, dotted, as "messages.0.content". status: the HTTP status.
-    """
+    """The body asks for something that is unknown, malformed or not supported. param: the field, dotted, as
+    "messages.0.content". status: the HTTP status."""
 
     kind = "invalid_request"
 

@@ -27,10 +27,8 @@ Refusals = Mapping[str, Sequence[Any]]
 
 
 class StrictBody(pydantic.BaseModel):
-    """An object of the protocol. A field that is null counts as left out, known or not, at every depth.
-
-    refused: unsupported fields. ignored: fields that change no text, whatever their value.
-    """
+    """An object of the protocol. A field that is null counts as left out, known or not, at every depth. refused:
+    unsupported fields. ignored: fields that change no text, whatever their value."""
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()

@@ -1,8 +1,5 @@
-"""Runs batches on the endpoint's models: a plain class that `app.py` makes a deployment of one replica.
-
-The runner keeps all its state in the store. After a loss, the next runner continues: it skips lines whose answers are
-stored, and runs the other lines again.
-"""
+"""Runs batches on the endpoint's models, as a deployment of one replica. All its state is in the store: after a loss,
+the next runner runs the lines whose answers are not stored."""
 
 from __future__ import annotations
 
@@ -43,11 +40,8 @@ _MOST_ERRORS = 100  # reported for an input file
 
 
 class BatchRunner:
-    """Runs all batches, a few at once, until its event loop ends. options: of the endpoint, with a folder of `batches`.
-    models: Serve's handles, by the ids that lines use.
-
-    While the runner of another server has the folder's lock, this runner waits for it.
-    """
+    """Runs all batches of the folder `options.batches`, a few at once, until its event loop ends. While the runner of
+    another server has the folder's lock, it waits. models: Serve's handles, by the ids that lines use."""
 
     def __init__(self, options: ServeOptions, models: Mapping[str, Any]) -> None:
         assert options.batches is not None
@@ -138,10 +132,8 @@ class BatchRunner:
 
 @dataclass(slots=True)
 class BatchRun:
-    """Runs one batch to its end, from any saved state.
-
-    answer: returns the result of a line, or an ApiError where the line was lost with its replica.
-    """
+    """Runs one batch to its end, from any saved state. answer: returns the result of a line, or an ApiError where the
+    line was lost with its replica."""
 
     batch: Batch
     store: BatchStore

@@ -116,11 +116,9 @@ class FormField:
 
 
 async def read_form(request: Request, timeout_s: float, max_file_bytes: int) -> AsyncIterator[FormField]:
-    """Yield the parts of the form in their order. Raises InvalidRequestError or Refused for a body that is not such a
-    form, is encoded, ends early, comes too slowly, or is larger than a form with a file of `max_file_bytes`.
-
-    timeout_s: limit for the whole body, and as much again for every 16 MiB that have come.
-    """
+    """Yield the parts of the form in their order. Raises InvalidRequestError or Refused for a body that is no form, ends
+    early, or is larger than a form with a file of `max_file_bytes`; and for one that takes longer than `timeout_s`, and
+    as much again for every 16 MiB that have come."""
     _check_encoding(request)
     kind, parameters = _header(request.headers.get("content-type", ""))
     boundary = parameters.get("boundary", "")

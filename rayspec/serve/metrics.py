@@ -126,10 +126,8 @@ class EngineMetrics:
             observer.end("abort", error)
 
     def update(self, stats: EngineStats, load: EngineLoad, stages: Sequence[StageUse] = ()) -> None:
-        """Increase counters by the progress since the last call, and set gauges. Call it every few seconds.
-
-        stages: use of a pipeline's stages since the last query. The engine may change `stats` during the call.
-        """
+        """Increase counters by the progress since the last call, and set gauges. stages: use of a pipeline's stages
+        since the last query. The engine may change `stats` during the call."""
         for name, total, label in _totals(stats):
             # As in Prometheus, a total that decreases has restarted at 0.
             before = self._totals.get((name, label), 0.0)

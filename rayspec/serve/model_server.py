@@ -46,11 +46,8 @@ _logger = logging.getLogger(__name__)
 
 
 class ModelServer:
-    """Loads the model on creation, in a running event loop. Errors of requests are returned.
-
-    engine_timeout_s: the `least_s` of `Progress.problem`. Raises ConfigError, CheckpointError, and with shards
-    PlacementError.
-    """
+    """Loads the model on creation, in a running event loop. Errors of requests are returned. engine_timeout_s: the
+    `least_s` of `Progress.problem`. Raises ConfigError, CheckpointError, and with shards PlacementError."""
 
     def __init__(self, config: LLMConfig, *, engine_timeout_s: float) -> None:
         self._tasks: list[asyncio.Task[None]] = []

@@ -79,11 +79,9 @@ class Address:
 
 
 def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C, then shut down and leave nothing behind.
-
-    The shutdown refuses new requests, and gives those under way the largest graceful_shutdown_timeout_s to finish.
-    announce: called with the URL when requests can come. Raises ConfigError, CheckpointError, DeploymentError.
-    """
+    """Serve until SIGTERM or Ctrl-C, then refuse new requests, give those under way the largest
+    graceful_shutdown_timeout_s to finish, and leave nothing behind. announce: called with the URL when requests can
+    come. Raises ConfigError, CheckpointError, DeploymentError."""
     with address.bound() as listener:
         bound = Address(host=address.host, port=listener.getsockname()[1])
         engines = [config.engine for config in options.llm_configs if config.engine.model not in BUNDLED]

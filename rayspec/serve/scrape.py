@@ -23,10 +23,8 @@ _OURS = re.compile(r"^(?:# \w+ )?ray_(?:rayspec|serve)_.*\n", re.MULTILINE)
 
 
 async def scrape(*, timeout_s: float = 2.0) -> str:
-    """Return the metrics of rayspec and Serve on all nodes, in Prometheus' text format (CONTENT_TYPE).
-
-    A node that has not answered after `timeout_s` is left out and counted.
-    """
+    """Return the metrics of rayspec and Serve on all nodes, in Prometheus' text format (CONTENT_TYPE). A node that has
+    not answered after `timeout_s` is left out and counted."""
     return await scrape_agents(agents(await asyncio.to_thread(ray.nodes)), timeout_s=timeout_s)
 
 
