@@ -22,7 +22,7 @@ from rayspec.serve.replies import NO_UPGRADE, NOT_JSON, OVERRUN, Refused, invali
 
 _LARGE = 2**20
 _LARGE_BODIES = 8  # of the largest size, in memory at once; bodies of at most _LARGE bytes do not count
-_SMALL = 2**16
+SMALL = 2**16
 _BYTES_OF_ITEM, _BYTES_OF_OBJECT = 40, 250  # in memory, once they are parsed
 _JSON, _FORM = "application/json", "multipart/form-data"
 _UPGRADE_TIMEOUT_S = 5.0  # Serve's proxy loses the body of a request for an upgrade, and never ends it
@@ -75,7 +75,7 @@ class BodyReader:
         body, is_large = bytearray(), False
         async for piece in request.stream():
             body += piece
-            if len(body) > _SMALL:  # large bodies take turns; meanwhile uvicorn reads no more, as its buffer is full
+            if len(body) > SMALL:  # large bodies take turns; meanwhile uvicorn reads no more, as its buffer is full
                 async with self._turn:
                     await asyncio.sleep(0)
             if len(body) > _LARGE and not is_large:
@@ -116,9 +116,9 @@ class FormField:
 
 
 async def read_form(request: Request, timeout_s: float, max_file_bytes: int) -> AsyncIterator[FormField]:
-    """Yield the parts of the form in their order. Raises InvalidRequestError or Refused for a body that is no form, ends
-    early, or is larger than a form with a file of `max_file_bytes`; and for one that takes longer than `timeout_s`, and
-    as much again for every 16 MiB that have come."""
+    """Yield the parts of the form in their order. Raises InvalidRequestError or Refused for a body that is no form,
+    ends early, or is larger than a form with a file of `max_file_bytes`; and for one that takes longer than
+    `timeout_s`, and as much again for every 16 MiB that have come."""
     _check_encoding(request)
     kind, parameters = _header(request.headers.get("content-type", ""))
     boundary = parameters.get("boundary", "")

@@ -31,7 +31,7 @@ from rayspec.openai.tokenizing import (
 )
 from rayspec.serve.access import Admission, AdmissionControl, ApiKeys, Entry, error_response, json_response
 from rayspec.serve.batch_routes import add_batch_routes
-from rayspec.serve.bodies import BodyReader
+from rayspec.serve.bodies import SMALL, BodyReader
 from rayspec.serve.calls import Call, fetch, while_connected
 from rayspec.serve.description import ERRORS, Description
 from rayspec.serve.options import ServeOptions
@@ -68,6 +68,13 @@ class Ingress:
             one.model_id: Admission(one.max_admitted and -(-one.max_admitted // num_ingresses), refusal=BUSY)
             for one in options.llm_configs
         }
+        # Large requests leave a quarter of a replica's places to others, as they take long to be read.
+        self._turns = {
+            one.model_id: asyncio.Semaphore(
+                max(1, one.max_ongoing_requests * one.num_replicas * 3 // 4 // num_ingresses)
+            )
+            for one in options.llm_configs
+        }
         self._may_be_absent = {one.model_id for one in options.llm_configs if one.scales_to_zero}
         self.watch = Watch(self.models, replica_timeout_s=options.replica_timeout_s)
         self.bodies = BodyReader(options)
@@ -83,10 +90,14 @@ class Ingress:
             asked, body = await self.bodies.read(request, kind, held)
             model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.options.request_timeout_s
             held.enter_context(self._admissions[asked.model].admit(asked.num_sequences))
-            if not asked.stream:
-                return json_response(
-                    await while_connected(request, fetch(model.respond.remote(kind, body, name), timeout_s))
-                )
+            turns, is_streamed = self._turns[asked.model], asked.stream
+            del asked  # its values take several times as much memory as the body
+            if len(body) > SMALL:
+                await while_connected(request, turns.acquire())
+                held.callback(turns.release)
+            if not is_streamed:
+                work = fetch(model.respond.remote(kind, body, name), timeout_s)
+                return json_response(await while_connected(request, work))
             call = Call(model.options(stream=True).stream.remote(kind, body, name), timeout_s)
             held.callback(call.cancel)
             first = await while_connected(request, call.next())
