@@ -98,14 +98,6 @@ def test_an_append_that_was_interrupted_can_be_made_again(tmp_path: Path) -> Non
         assert (each.num_stored, [row.id for row in each.rows()]) == (3, ["a", "b", "c"])
 
 
-def test_nothing_is_stored_at_first(tmp_path: Path) -> None:
-    parts = opened(tmp_path / "none")
-    assert (len(parts), parts.is_complete, len(parts.done), parts.kinds.total()) == (0, True, 0, 0)
-    file = io.BytesIO()
-    parts.write(file, "parquet")
-    assert pq.read_table(file).num_rows == 0
-
-
 def test_which_rows_count_does_not_depend_on_how_they_came(tmp_path: Path) -> None:
     chance = random.Random(3)
     for number in range(20):

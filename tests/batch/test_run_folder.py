@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,46 +109,11 @@ def test_a_job_goes_on_where_it_was(tmp_path: Path) -> None:
         assert [row.id for row in folder.rows()] == [str(number) for number in range(41)]
 
 
-def test_what_is_done_can_be_read_while_another_thread_commits(tmp_path: Path) -> None:
-    with open_folder(tmp_path, file_format="jsonl") as folder, ThreadPoolExecutor() as pool:
-
-        def commit_all() -> None:
-            for number in range(60):
-                folder.add(done(str(number)))
-                folder.commit()
-
-        writing, seen = pool.submit(commit_all), 0
-        while not writing.done():
-            before, seen = seen, len(folder.done)
-            assert before <= seen <= folder.kinds.total()
-        writing.result()
-        assert len(folder.done) == 60
-
-
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert condition()
-
-
-@pytest.mark.parametrize("is_long", [False, True])
-def test_rows_are_committed_some_time_after_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_long: bool
-) -> None:
-    """After 1/1000 of the time so far where that is more."""
-    monkeypatch.setattr("rayspec.batch.run_folder._SECONDS_PER_PART", 0.02)
-    with open_folder(tmp_path) as folder:
-        folder._opened_s -= 100_000.0 * is_long
-        folder.add(done("a"))
-        folder.add(done("b"))
-        if is_long:
-            time.sleep(0.2)
-            assert len(folder.done) == 0
-        else:
-            wait_until(lambda: done_ids(folder) == {"a", "b"})
-            folder.add(done("c"))
-            wait_until(lambda: done_ids(folder) == {"a", "b", "c"})
 
 
 def test_a_commit_that_fails_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +130,18 @@ def test_a_commit_that_fails_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.
         assert parts_of(tmp_path) == []
         folder.add(done("c"))
         assert done_ids(folder) == {"a", "b", "c"}
+
+
+def test_rows_are_committed_some_time_after_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayspec.batch.run_folder._SECONDS_PER_PART", 0.02)
+    with open_folder(tmp_path) as folder:
+        folder.add(done("a"))
+        folder.add(done("b"))
+        wait_until(lambda: done_ids(folder) == {"a", "b"})
+        folder._opened_s -= 1_000_000.0  # then after 1/1000 of the time so far
+        folder.add(done("c"))
+        time.sleep(0.2)
+        assert len(folder.done) == 2
 
 
 def _raise_disk_full(*_: object) -> None:
@@ -227,34 +203,9 @@ def test_an_output_that_cannot_be_written_is_named_and_the_folder_is_given_back(
         [sys.executable, "-c", SMALL_DISK, str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert f"OutputError: the output '{tmp_path}' cannot be written (File too large)" in process.stderr
+    assert manifest_of(tmp_path)["status"] == "running"  # as if the driver was killed
     with open_folder(tmp_path) as folder:
         assert done_ids(folder) == {"a"}
-
-
-def test_a_manifest_that_a_full_disk_has_no_room_for_is_that_of_a_killed_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(OutputError), open_folder(tmp_path) as folder, monkeypatch.context() as patch:
-        folder.add(done("a"))
-        patch.setattr("os.replace", _raise_disk_full)
-        folder.close()
-    assert manifest_of(tmp_path)["status"] == "running"
-    with open_folder(tmp_path) as folder:
-        folder.add(done("a"))
-        folder.finish({})
-    assert manifest_of(tmp_path)["status"] == "complete"
-
-
-def test_parts_of_an_earlier_version_are_refused_and_overwritten(tmp_path: Path) -> None:
-    open_folder(tmp_path).close()
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "part-000001-0a1b2c3d.jsonl").touch()
-    manifest = tmp_path / "manifest.json"
-    manifest.write_text(manifest.read_text(encoding="utf-8").replace('"version": 3', '"version": 2'), encoding="utf-8")
-    with pytest.raises(ConfigError, match="version was 2 and is 3: choose another folder"):
-        open_folder(tmp_path)
-    open_folder(tmp_path, overwrite=True).close()
-    assert parts_of(tmp_path) == []
 
 
 def test_another_identity_is_refused_by_name(tmp_path: Path) -> None:
@@ -298,43 +249,43 @@ def test_overwriting_removes_what_a_job_left_and_nothing_else(tmp_path: Path) ->
         (tmp_path / name).touch()
     with open_folder(tmp_path, identity={"model": "other"}, overwrite=True, report_files=["report.md"]) as folder:
         assert (len(folder.done), len(folder.manifest.sessions)) == (0, 1)
+    # What killed writers left is removed at every start.
+    ours = [".manifest.json.0a1b2c3d.partial", ".summaries.jsonl.0a1b2c3d.partial"]
+    for name in [*ours, "rows/.part-000001-0a1b2c3d.parquet.0a1b2c3d.partial", ".other.jsonl.partial"]:
+        (tmp_path / name).touch()
+    open_folder(tmp_path, identity={"model": "a folder without rows may become another job"}).close()
     assert parts_of(tmp_path) == ["mine.parquet"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "manifest.json", "precious.txt", "rows"]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [".lock", ".other.jsonl.partial", "manifest.json", "precious.txt", "rows"]
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match=r"holds 'thesis\.tex' and no manifest\.json.*--overwrite"):
-        open_folder(tmp_path)
-    with open_folder(tmp_path, overwrite=True):
-        assert (tmp_path / "thesis.tex").exists()
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("out/thesis.tex", "", r"holds 'thesis\.tex' and no manifest\.json.*--overwrite"),
+        ("out", "", "a file: name a folder"),
+        ("out/manifest.json", "{", r"manifest\.json: not a manifest that can be read.*--overwrite"),
+        ("out/manifest.json", '{"version": 1}', r"manifest\.json: not a manifest that can be read.*--overwrite"),
+    ],
+)
+def test_a_place_of_something_else_is_left_alone(tmp_path: Path, name: str, content: str, message: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises((ConfigError, DamagedOutputError), match=message):
+        open_folder(tmp_path / "out")
+    assert path.read_text(encoding="utf-8") == content
+    if name != "out":
+        open_folder(tmp_path / "out", overwrite=True).close()
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="a file: name a folder"):
-        open_folder(tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"option 'output' is .*which cannot be used"):
-        open_folder(tmp_path / "file" / "out")
-
-
-def test_the_text_needs_a_column_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="text_column is 'tree'"):
-        open_folder(tmp_path, text_column="tree")
-
-
-def test_a_second_driver_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+def test_a_second_driver_and_a_text_column_of_another_column_are_refused(tmp_path: Path) -> None:
     with open_folder(tmp_path):
         for overwrite in (False, True):
             with pytest.raises(ConfigError, match=r"where process \d+ of .*, since 20.*, is writing: wait"):
                 open_folder(tmp_path, overwrite=overwrite)
-    open_folder(tmp_path).close()
-
-
-def test_a_folder_without_rows_may_become_another_job(tmp_path: Path) -> None:
-    open_folder(tmp_path, identity={"model": "misspelt"}).close()
-    open_folder(tmp_path, identity={"model": "demo"}).close()
-    assert (manifest_of(tmp_path)["identity"], len(manifest_of(tmp_path)["sessions"])) == ({"model": "demo"}, 2)
+    with pytest.raises(ConfigError, match="text_column is 'tree'"):
+        open_folder(tmp_path, text_column="tree")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -396,27 +347,6 @@ def test_a_damaged_part_is_named(tmp_path: Path, damage: Callable[[bytes], bytes
     part.unlink()
     with open_folder(tmp_path) as folder:
         assert done_ids(folder) == {"32"}
-
-
-@pytest.mark.parametrize("content", ["{", '{"version": 1}'])
-def test_a_damaged_manifest_is_named(tmp_path: Path, content: str) -> None:
-    open_folder(tmp_path).close()
-    (tmp_path / "manifest.json").write_text(content, encoding="utf-8")
-    with pytest.raises(DamagedOutputError, match=r"manifest\.json: not a manifest that can be read.*--overwrite"):
-        open_folder(tmp_path)
-    open_folder(tmp_path, overwrite=True).close()
-
-
-def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    open_folder(tmp_path).close()
-    (tmp_path / "rows").mkdir()
-    ours = [".manifest.json.0a1b2c3d.partial", ".summaries.parquet.0a1b2c3d.partial"]
-    ours.append("rows/.part-000001-0a1b2c3d.parquet.0a1b2c3d.partial")
-    for name in [*ours, ".other.jsonl.partial"]:
-        (tmp_path / name).touch()
-    open_folder(tmp_path).close()
-    assert [name for name in ours if (tmp_path / name).exists()] == []
-    assert (tmp_path / ".other.jsonl.partial").exists()
 
 
 @pytest.fixture
