@@ -146,7 +146,6 @@ def run_feed_bench(options: FeedOptions, say: Callable[[str], None]) -> dict[str
             task=WaitingTask(options),
             output=f"{folder}/out",
             name="rows",
-            title="Rows",
             text_column="text",
         )
         with ray_session():

@@ -143,7 +143,6 @@ def openai_batch(
             output=output,
             options=options,
             name="lines",
-            title="Batch",
             text_column="line",
             export=BatchFiles(requests),
             export_names=(OUTPUT_NAME, ERRORS_NAME),
@@ -183,7 +182,6 @@ def _run_documents(
         output=output,
         options=options,
         name=name,
-        title=name.capitalize(),
         text_column=text_column,
     )
     report = job.run(source)

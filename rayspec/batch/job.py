@@ -205,7 +205,6 @@ class Job:
     task: JobTask
     output: str
     name: str
-    title: str
     text_column: str
     options: JobOptions = field(default_factory=JobOptions)
     export: Export | None = None
@@ -325,6 +324,6 @@ class Job:
             self.export(folder.rows, folder.location)
         config = folder.manifest.extra.get("config", {})
         with tempfile.TemporaryDirectory() as scratch:
-            report.write(Path(scratch), stats=stats, config=config, title=self.title)
+            report.write(Path(scratch), stats=stats, config=config, title=self.name.capitalize())
             for path in Path(scratch).iterdir():
                 folder.location.join(path.name).write(path.read_bytes())

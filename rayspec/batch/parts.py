@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -27,7 +26,6 @@ from rayspec.types import RayspecError
 
 FileFormat = Literal["parquet", "jsonl"]
 PART_NAME: Final = r"part-(?P<number>\d{6,})-[0-9a-f]{8}\.parquet"
-_ANY_PART_NAME = r"part-\d{6,}-[0-9a-f]{8}\.\w+"
 _DESCRIBING = ("id", "source", "input_hash", "error_kind", "finish_reason")
 _READ_THREADS = 8  # many, because remote stores answer slowly
 _ROWS_PER_GROUP, _BYTES_PER_GROUP = 1024, 2**23
@@ -85,8 +83,7 @@ class Parts:
 
     def __init__(self, folder: Location, *, text_column: str) -> None:
         self._folder, self._schema = folder, output_schema(text_column)
-        names = [name for name in parts_in(folder) if re.fullmatch(PART_NAME, name)]
-        names.sort(key=lambda name: (_number(name), name))
+        names = sorted(parts_in(folder), key=lambda name: (_number(name), name))
         with ThreadPoolExecutor(_READ_THREADS) as threads:
             tables = list(threads.map(lambda name: self._read(name, _DESCRIBING), names))
         stored = pa.concat_tables([_INDEX_SCHEMA.empty_table(), *map(_described, tables, itertools.count())])
@@ -198,8 +195,8 @@ def _damaged(place: Location, detail: str) -> DamagedOutputError:
 
 
 def parts_in(folder: Location) -> list[str]:
-    """Return the names of the files of parts, also of an earlier version."""
-    return [entry.file_name for entry in folder.entries() if re.fullmatch(_ANY_PART_NAME, entry.file_name)]
+    """Return the names of the files of parts."""
+    return [entry.file_name for entry in folder.entries() if re.fullmatch(PART_NAME, entry.file_name)]
 
 
 def _described(rows: pa.Table, part: int) -> pa.Table:
@@ -222,17 +219,12 @@ def _described(rows: pa.Table, part: int) -> pa.Table:
 def _counting(index: pa.Table) -> pa.Table:
     """Return those of the rows that count: one of each id, and one for each place of an error of the input."""
     with_source = pc.binary_join_element_wise(index["id"], index["source"], pa.scalar("\0", pa.large_string()))
-    codes = codes_of(pc.coalesce(with_source, index["id"]))
+    chunks = pc.coalesce(with_source, index["id"]).dictionary_encode().chunks  # equal codes for equal rows
+    codes = np.concatenate([np.empty(0, np.int64), *(each.indices.to_numpy(zero_copy_only=False) for each in chunks)])
     rank = np.arange(len(codes)) + len(codes) * np.asarray(index["is_final"].to_numpy(), dtype=np.int64)
     best = np.full(int(codes.max(initial=-1)) + 1, -1)
     np.maximum.at(best, codes, rank)
     return index.filter(pa.array(best[codes] == rank))
-
-
-def codes_of(values: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    """Return numbers from 0 on that are equal where the values are equal."""
-    chunks = values.dictionary_encode().chunks
-    return np.concatenate([np.empty(0, np.int64), *(chunk.indices.to_numpy(zero_copy_only=False) for chunk in chunks)])
 
 
 def _number(name: str) -> int:

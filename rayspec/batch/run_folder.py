@@ -33,7 +33,7 @@ import msgspec
 import pyarrow as pa
 from typing_extensions import Self
 
-from rayspec.batch.parts import PART_NAME, DamagedOutputError, FileFormat, OutputError, Parts, parts_in
+from rayspec.batch.parts import DamagedOutputError, FileFormat, OutputError, Parts, parts_in
 from rayspec.batch.rows import OUTPUT_COLUMNS, Row
 from rayspec.command.locations import PARTIAL_SUFFIX, Location, UnreadableFileError, error_detail
 from rayspec.types import ConfigError
@@ -45,10 +45,9 @@ _ROWS = "rows"
 _MIN_ROWS_PER_PART, _MAX_ROWS_PER_PART = 32, 4096
 _MIN_PARTS = 64  # a part of a large job has 1 / _MIN_PARTS of all rows
 _SECONDS_PER_PART = 5.0
-_MAX_MERGED_ROWS = 1_000_000
 _MAX_SHOWN = 80
 _FORMATS: Mapping[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
-_LEFT_TO_THE_ENGINE = ("auto", None)
+_LEFT_TO_THE_ENGINE = ('"auto"', "null")
 
 Status = Literal["running", "complete", "interrupted"]
 
@@ -96,15 +95,18 @@ def _check_equal(before: Manifest, fresh: Manifest, location: Location) -> None:
     An option that was left to the engine has the value that the engine gave it, where `fresh` names a value.
     """
     then, now = (
-        {**each.identity} | {name: getattr(each, name) for name in ("text_column", "file_format", "version")}
+        _flat(each.identity | {name: getattr(each, name) for name in ("text_column", "file_format", "version")})
         for each in (before, fresh)
     )
-    engine, asked, config = then.get("engine"), now.get("engine"), before.extra.get("config", {})
-    if isinstance(engine, Mapping) and isinstance(asked, Mapping):
-        unset = {name for name, value in engine.items() if value in _LEFT_TO_THE_ENGINE}
-        named = {name for name in unset & asked.keys() & config.keys() if asked[name] not in _LEFT_TO_THE_ENGINE}
-        then["engine"] = {**engine, **{name: config[name] for name in named}}
-    differences = list(_differences(then, now))
+    config = _flat({"engine": before.extra.get("config", {})})
+    for name in config.keys() & then.keys() & now.keys():
+        if then[name] in _LEFT_TO_THE_ENGINE and now[name] not in _LEFT_TO_THE_ENGINE:
+            then[name] = config[name]
+    differences = [
+        f"{name} was {then.get(name, 'not given')[:_MAX_SHOWN]} and is {now.get(name, 'not given')[:_MAX_SHOWN]}"
+        for name in sorted({*then, *now})
+        if then.get(name) != now.get(name)
+    ]
     if differences:
         raise ConfigError(
             f"option 'output' is {location.name!r}, whose rows were made with other options: "
@@ -261,7 +263,7 @@ class RunFolder:
             self._manifest.write(self.location.join(MANIFEST))
 
     def finish(self, counts: dict[str, Any]) -> None:
-        """Commit, merge the rows into one file if they are fewer than a million, and update the manifest.
+        """Commit, merge the rows into one file, and update the manifest.
 
         counts: further content of the manifest. The job is complete unless some rows are to be done again.
         Raises OutputError.
@@ -281,7 +283,8 @@ class RunFolder:
             try:
                 if self._manifest.status == "running":
                     with suppress(OSError, pa.ArrowException, DamagedOutputError):
-                        if not self._is_in_the_folder and len(self._parts):  # then it has the rows so far
+                        # The output that the user named, which is not in the run folder, has the rows so far.
+                        if not self._merged.is_in(self.location) and len(self._parts):
                             self._merge()
                     with suppress(OSError):  # a manifest that says "running" is that of a killed driver
                         self._end_session("interrupted", self._manifest.counts)
@@ -322,14 +325,8 @@ class RunFolder:
                 f"then run the same command again; {self.kinds.total()} rows are in it"
             ) from error
 
-    @property
-    def _is_in_the_folder(self) -> bool:
-        """Whether the merged file is in the run folder, and not the output that the user named."""
-        return self._merged.is_in(self.location)
-
     def _merge(self) -> None:
-        is_wanted = not self._is_in_the_folder or self._manifest.file_format == "jsonl"  # parts are Parquet
-        if not self._is_merged and (is_wanted or len(self._parts) < _MAX_MERGED_ROWS):
+        if not self._is_merged:
             with self._merged.writing() as file:
                 self._parts.write(file, self._manifest.file_format)
             self._is_merged = True
@@ -403,12 +400,11 @@ def _remove_leftovers(location: Location, merged: Location) -> None:
     """Delete partial files of writers that were killed; not in a remote store, where they may be another driver's."""
     if location.local_path is None:
         return
-    stem = re.escape(PurePosixPath(merged.path).stem)
-    names = "|".join((PART_NAME, re.escape(MANIFEST), rf"{stem}\.(?:parquet|jsonl)"))
-    ours = re.compile(rf"\.(?:{names})\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}")
-    for folder in (location, location.join(_ROWS), merged.folder):
+    of_merged = rf"\.{re.escape(merged.file_name)}\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}"
+    ours = rf"\..+\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}"
+    for folder, pattern in ((merged.folder, of_merged), (location, ours), (location.join(_ROWS), ours)):
         for file in folder.entries():
-            if ours.fullmatch(file.file_name):
+            if re.fullmatch(pattern, file.file_name):
                 file.delete()
 
 
@@ -416,17 +412,10 @@ def _now() -> str:
     return dt.datetime.now(tz=dt.timezone.utc).isoformat(timespec="seconds")
 
 
-def _differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key in sorted({*then, *now}):
-        before, after = then.get(key), now.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from _differences(before, after, f"{prefix}{key}.")
-        elif before != after or (key in then) != (key in now):
-            yield f"{prefix}{key} was {_shown(then, key)} and is {_shown(now, key)}"
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    if key not in values:
-        return "not given"
-    text = json.dumps(values[key], ensure_ascii=False)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the values of nested keys as JSON, by dotted names."""
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        found |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: json.dumps(value)}
+    return found

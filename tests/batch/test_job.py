@@ -51,7 +51,6 @@ def job(task: NotedTask, output: Path | str, **options: Any) -> Job:
         task=task,
         output=str(output),
         name="summaries",
-        title="Summaries",
         text_column="summary",
         options=JobOptions(**options),
     )
