@@ -23,7 +23,7 @@ from rayspec.model.few_keys import FewPages, block_tables, few_pages, reads_all
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache
 from rayspec.model.norms import Norm
 from rayspec.model.page_scores import NewestRows, newest_rows, note_pages
-from rayspec.model.rows import Path, RowSpan, Run, Runs, runs_between, slots_between
+from rayspec.model.rows import Path, RowSpan, Run, Runs, joined, runs_between, slots_between
 
 IMPLEMENTATION = "rayspec"
 # Up to this number of rows, query heads that share a key head are folded into rows: keys are read once, not per head.
@@ -359,18 +359,27 @@ class _Attention:
         return few_pages(budget, positions, tables, looked_at=looked_at, sliding_window=self.kind.sliding_window)
 
     def _pieces(self, span: RowSpan, paths: Sequence[Path]) -> list[Run]:
-        """Return the leading runs of the context that have attention calls of their own. All rows see all of them."""
-        if not self._merges or self._is_windowed(span) or any(path.shared < span.context for path in paths):
+        """Return the leading runs of the places from `_first_for_all` to the end of the context that have attention
+        calls of their own. All rows see all of them."""
+        if not self._merges or any(path.shared < span.context for path in paths):
             return []
-        context = runs_between(span.runs, 0, span.context)
+        first = self._first_for_all(span, paths)
+        context = runs_between(span.runs, first, span.context)
         if _is_chunk(span, paths):
-            return context
-        return context[:-1] if any(self._is_long(run) for run in context) else []
+            return [] if self._is_windowed(span) else context
+        is_scattered = len(context) > 1 and any(self._is_long(run) for run in context)
+        is_last_alone = self._first_for_any(span, paths) < first
+        return context[: None if is_last_alone else -1] if is_scattered else []
 
     def _first_for_any(self, span: RowSpan, paths: Sequence[Path]) -> int:
         """Return the first place that the sliding window shows to any row."""
         lowest = min(path.position for path in paths) if paths else span.context
         return max(0, lowest + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
+
+    def _first_for_all(self, span: RowSpan, paths: Sequence[Path]) -> int:
+        """Return the first place that the sliding window shows to all rows."""
+        highest = max(path.position for path in paths) if paths else span.end - 1
+        return max(0, highest + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
 
     def _calls_in_blocks(self, rows: slice, span: RowSpan, paths: Sequence[Path]) -> list[_Call]:
         """Return the calls of a chain, or of one row of a tree, in which every row has the bits that it has alone."""
@@ -400,11 +409,15 @@ class _Attention:
             return _Call(rows, None, causal=True)
         if paths and span.num_rows == 1 and not num_seen:
             return _Call(rows, self._slots_of_path(span, paths[0]))
-        first = num_seen or self._first_for_any(span, paths)
-        slots = self._slots(runs_between(span.runs, first, span.end))
+        first, begin = self._first_for_any(span, paths), self._first_for_all(span, paths)
+        hidden_from_some = runs_between(span.runs, first, begin)
+        rest = runs_between(span.runs, begin + num_seen, span.end)
+        slots = self._slots(joined(tuple(hidden_from_some), tuple(rest)))
         if span.num_rows == 1:
             return _Call(rows, slots)
-        return _Call(rows, slots, self._mask(span, paths, torch.arange(first, span.end, device=self.query.device)))
+        columns = torch.arange(first, span.end, device=self.query.device)
+        columns = torch.cat([columns[: begin - first], columns[begin + num_seen - first :]])
+        return _Call(rows, slots, self._mask(span, paths, columns))
 
     @property
     def _merges(self) -> bool:
