@@ -75,10 +75,9 @@ def make_settings(
     given = [*map(_of_override, overrides), *_of_flags(flags or {})]
     for number, (path, value, source) in enumerate(given):
         for other, _, earlier in given[:number]:
-            if all(
-                one == its for one, its in zip(path, other, strict=False)
-            ):  # the same, or one is a group of the other
-                name = ".".join(path if len(path) > len(other) else other)
+            least = min(len(path), len(other))
+            if path[:least] == other[:least]:  # the same option, or a group and an option of it
+                name = ".".join(path if len(path) > least else other)
                 raise ConfigError(f"option {name!r} is given twice, by {earlier} and by {source}: remove one of them")
         target = options
         for group in path[:-1]:
