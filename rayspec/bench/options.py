@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from rayspec.command.options import Asked
 from rayspec.config import Commas, EngineConfig, Options, Pairs, TuningOptions
+from rayspec.types import ConfigError
 
 
 class WorkloadOptions(Options):
@@ -47,6 +48,8 @@ class BenchOptions(WorkloadOptions):
 
 def bench_options(asked: Asked, **values: Any) -> BenchOptions:
     """Return the options of a comparison. values: those of BenchOptions. Raises ConfigError."""
+    if (given := asked.flags.get("strategy")) is not None:
+        raise ConfigError(f"option 'strategy' is {given!r}: name it in 'strategies', with others to compare")
     is_static = asked.flags["skip"] or asked.flags["static_choice"]
     asked.flags["strategy"] = "static" if is_static else None  # each contender gets its own strategy later
     return BenchOptions(engine=asked.settings().engine, **values)

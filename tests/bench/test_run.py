@@ -189,6 +189,7 @@ def test_strategies_on_the_same_prompts(run: Invoke, tmp_path: Path) -> None:
         (["--strategies", ","], "option 'strategies.0' is ''"),
         (["--plans", "a.json"], "option 'plans' is ['a.json']: write it as NAME=VALUE"),
         (["--widen", "0"], "option 'widen' is 0"),
+        (["--strategy", "lookup"], "option 'strategy' is 'lookup': name it in 'strategies'"),
         (["--stream", "0,1"], "python -m benchmarks streams"),
         (["--threads", "2"], "is now '--num-threads'"),
     ],
