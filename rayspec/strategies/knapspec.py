@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 _MAX_STATES = 16  # states kept a row; more is finer and slower
 _MIN_COSINE = 0.5  # states less similar to the target are dropped
 _MAX_SKIPPED_SHARE = 0.75  # of the model's time
+_MAX_HALVINGS = 5  # of the budget, after searches in vain
 
 _CONTEXT_GRID = 64  # tokens; predicted rates are cached in steps of this many, since they change little between
 
@@ -238,7 +239,11 @@ class KnapSpec:
         self._rounds_to_price, self._reason = ROUNDS_TO_REVIEW, reason
         step_s = self._latency.decode_step_s(context=state.context, batch=state.batch)
         work_s = share * state.num_outstanding_tokens * step_s / state.batch
-        budget_s = self._options.optimise_share * (share * state.elapsed_s + work_s) / 2**self._num_in_vain
+        budget_s = (
+            self._options.optimise_share
+            * (share * state.elapsed_s + work_s)
+            / 2 ** min(self._num_in_vain, _MAX_HALVINGS)
+        )
         if not self._spent_s and self._options.optimise_share > 0:
             budget_s = max(budget_s, FIRST_SEARCH_SHARE * work_s * (1 - 1 / self._gain_to_expect(state)))
         if self._spent_s + self._search_cost_s(state) <= budget_s:
