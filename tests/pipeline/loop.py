@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -35,12 +35,13 @@ from rayspec.model.kv_cache import PAGE_SIZE, CacheSize
 from rayspec.model.weights import load_model
 from rayspec.pipeline import endpoint as endpoint_module
 from rayspec.pipeline import ray_stages as ray_stages_module
+from rayspec.pipeline import replica as replica_module
 from rayspec.pipeline.coordinator import Coordinator
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, stage_name
 from rayspec.pipeline.messages import AnyMessage, Envelope, Forward, Message, decode, encode
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.recovery import Status
-from rayspec.pipeline.replica import spans_of
+from rayspec.pipeline.replica import Replica, spans_of
 from rayspec.pipeline.shard import Blueprint, Shard
 from rayspec.pipeline.transport import Received, Secret
 from rayspec.planning.acceptance import DraftWhileWorth
@@ -237,11 +238,14 @@ class LoopStages(RayStages):
 
 
 @dataclass(eq=False)
-class _Process:
-    """It answers at once."""
+class LoopProcess:
+    """It answers at once. reason: why it has ended."""
 
     name: str
     endpoint: Endpoint
+    loop: Loop
+    reason: str | None = None
+    listens = True
 
     @property
     def address(self) -> str:
@@ -252,83 +256,58 @@ class _Process:
         future.set_result(getattr(self.endpoint, method)())
         return future
 
+    def end(self) -> str | None:
+        return self.reason
 
-class LoopReplica:
+    def kill(self) -> None:
+        self.loop.lose(self.name)
+        self.reason = f"{self.name} was killed"
+
+
+class LoopReplica(Replica):
     """`Replica` over a loop."""
 
     stages_share_gpus = False
 
     def __init__(self, loop: Loop, config: EngineConfig, size: CacheSize, quantised: tuple[Weights, ...]) -> None:
-        nothing = ModelCosts(embedding=NOTHING, layers=(), head=NOTHING)
-        self.blueprint = Blueprint(
+        blueprint = Blueprint(
             config=config,
-            costs=nothing,
+            costs=ModelCosts(embedding=NOTHING, layers=(), head=NOTHING),
             vocab_size=VOCAB_SIZE,
             hidden_size=HIDDEN_SIZE,
             num_slots=size.num_slots,
             num_gpus=0.0,
             shard_type=Shard,
         )
-        self.spans = cut(self.blueprint.options.stages)
-        self.quantised = quantised
-        self.secret = SECRET
-        self.loop = loop
-        self.cache_size = size
-        self.shards: dict[str, _Process] = {}
+        with patch.object(replica_module, "Bundles"):
+            super().__init__(blueprint)
+        self.spans, self.cache_size = cut(self.num_stages), size
+        self.loop, self.quantised = loop, quantised
         self.parts: dict[str, LoopShard] = {}
-        self.coordinator: _Process | None = None
-        self.dead: dict[str, str] = {}
-        self.num_replaced = 0
-        self._endpoints: list[Endpoint] = []
-        self._start(range(self.num_stages))
+        self.num_started = 0
+        self._start_stages(range(self.num_stages))
         self.start_coordinator()
 
     @property
-    def num_stages(self) -> int:
-        return len(self.spans)
-
-    @property
-    def processes(self) -> dict[str, _Process]:
-        return self.shards | ({COORDINATOR: self.coordinator} if self.coordinator else {})
+    def num_replaced(self) -> int:
+        return self.num_started - self.num_stages
 
     def kill(self, name: str) -> None:
-        self.loop.lose(name)
-        self.dead[name] = f"{name} was killed"
-
-    def ends(self) -> dict[str, str]:
-        return {name: reason for name, reason in self.dead.items() if name in self.processes}
-
-    def replace(self, names: Collection[str]) -> None:
-        for name in names:
-            self.loop.lose(name)
-            del self.shards[name]
-        self.num_replaced += len(names)
-        self._start([stage for stage in range(self.num_stages) if stage_name(stage) not in self.shards])
-
-    def end_coordinator(self) -> None:
-        self.loop.lose(COORDINATOR)
-        self.coordinator = None
+        self.processes[name].kill()
 
     def start_coordinator(self) -> None:
         self.end_coordinator()
         coordinator, endpoint = Coordinator(self.spans, SECRET), Endpoint(COORDINATOR, SECRET, host="")
-        self._endpoints.append(endpoint)
-        self.coordinator = _Process(COORDINATOR, endpoint)
+        self.coordinator = LoopProcess(COORDINATOR, endpoint, self.loop)
         self.loop.readers[COORDINATOR] = lambda: coordinator.serve_one(endpoint)
-        self.dead.pop(COORDINATOR, None)
 
-    def close(self) -> None:
-        for endpoint in self._endpoints:
-            endpoint.close()
-
-    def _start(self, stages: Sequence[int]) -> None:
+    def _start_stages(self, stages: Sequence[int]) -> None:
         for stage in stages:
             shard = LoopShard(self.blueprint, stage, self.spans, self.cache_size, self.quantised)
-            self._endpoints.append(shard.endpoint)
+            self.num_started += 1
             self.parts[shard.name] = shard
-            self.shards[shard.name] = _Process(shard.name, shard.endpoint)
+            self.shards[shard.name] = LoopProcess(shard.name, shard.endpoint, self.loop)
             self.loop.readers[shard.name] = shard.step
-            self.dead.pop(shard.name, None)
 
 
 @dataclass
@@ -367,7 +346,7 @@ class Chaos:
     def __call__(self) -> None:
         if self.left and self.rng.random() < 1 / self.every:
             name = self.rng.choice(self.names)
-            if name in self.run.replica.processes and name not in self.run.replica.dead:
+            if name in self.run.replica.processes and name not in self.run.replica.ends():
                 self.left -= 1
                 self.run.replica.kill(name)
 

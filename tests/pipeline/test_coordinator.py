@@ -16,7 +16,9 @@ from rayspec.decode.runner import Runner
 from rayspec.decode.search import (
     Answer,
     Cosine,
+    Cosines,
     Feature,
+    Features,
     Found,
     FoundDraft,
     Knapsack,
@@ -262,9 +264,10 @@ def test_a_search_that_comes_while_another_is_under_way_has_its_turn() -> None:
     with loop_engine(path, 3, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
         generate(run, path)
         tokens, rows = places(run, 6)
-        futures = [run.engine.stages.search(tokens, rows, knapsack()) for _ in range(3)]
+        questions = [knapsack(), Cosine(num_tokens=6), Feature(num_tokens=6)]
+        futures = [run.engine.stages.search(tokens, rows, question) for question in questions]
         wait_for(run, *futures)
-        assert drafts_of(futures[0]) == drafts_of(futures[1]) == drafts_of(futures[2])
+        assert [type(future.result()) for future in futures] == [Found, Cosines, Features]
         versions = [message.version for _, message in run.loop.delivered if isinstance(message, Searched)]
         assert versions == [1, 2, 3]
 
