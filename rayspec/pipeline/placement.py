@@ -95,13 +95,15 @@ class Bundles:
         if not bundle:
             raise ConfigError("options 'cpus_per_shard' and 'gpus_per_shard' are both 0: reserve something for a shard")
         remove_orphaned_groups()
+        context = ray.get_runtime_context()
+        owner = (context.get_actor_name() if context.get_actor_id() is not None else None) or ""
         placement = None if options.topology else options.placement or "PACK"
         self._group: PlacementGroup = placement_group(
             [bundle] * options.stages,
             strategy=placement,
             bundle_label_selector=[options.labels] * options.stages if options.labels else None,
             topology_strategy=options.topology,
-            name=f"{_GROUP_PREFIX}{_own_name()}:{secrets.token_hex(8)}",
+            name=f"{_GROUP_PREFIX}{owner if _lives(owner) else ''}:{secrets.token_hex(8)}",
         )
         if not self._group.wait(timeout_s):
             remove_placement_group(self._group)
@@ -144,13 +146,6 @@ def remove_orphaned_groups() -> None:
             continue
         with contextlib.suppress(ValueError, RayError):  # of another namespace, or removed meanwhile
             remove_placement_group(get_placement_group(group["name"]))
-
-
-def _own_name() -> str:
-    """Return the name of the actor that this code runs in; "" if there is none, or if Ray cannot find it by name."""
-    context = ray.get_runtime_context()
-    name = context.get_actor_name() if context.get_actor_id() is not None else None
-    return name if name and _lives(name) else ""
 
 
 def _lives(name: str) -> bool:

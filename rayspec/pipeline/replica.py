@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
@@ -16,8 +15,6 @@ from rayspec.pipeline.shard import Blueprint, Loaded, rank_name
 from rayspec.pipeline.transport import Secret
 from rayspec.planning.partition import Device, partition
 from rayspec.types import RayspecError
-
-logger = logging.getLogger(__name__)
 
 
 class Replica:
@@ -44,8 +41,8 @@ class Replica:
     @property
     def processes(self) -> dict[str, Process]:
         """All processes that listen, by name. A new coordinator comes a while after it was started."""
-        listens = self.coordinator is not None and self.coordinator.listens
-        return self.shards | ({COORDINATOR: self.coordinator} if self.coordinator and listens else {})
+        coordinator = self.coordinator
+        return self.shards | ({COORDINATOR: coordinator} if coordinator is not None and coordinator.listens else {})
 
     @property
     def stages_share_gpus(self) -> bool:

@@ -375,9 +375,22 @@ def _apply_style(
     if style == "moe_tp_experts" and isinstance(target, nn.Module):
         target.register_forward_hook(_sum_over_ranks)
     elif isinstance(target, nn.Linear) and style in _COLUMN_STYLES:
-        _cut_columns(target, _fused_widths(name, target.out_features, shape), group)
+        widths: tuple[int, ...] = (target.out_features,)  # of the projections that are fused into one, in their order
+        if "qkv" in name:
+            keys, values = shape.num_heads * shape.key_dim, shape.num_heads * shape.value_dim
+            widths = target.out_features - keys - values, keys, values
+        elif "gate_up" in name:
+            widths = (target.out_features // 2,) * 2
+        target.weight = _share(target.weight, 0, widths, group)
+        if target.bias is not None:
+            target.bias = _share(target.bias, 0, widths, group)
+        target.out_features = target.weight.shape[0]
     elif isinstance(target, nn.Linear) and style in _ROW_STYLES:
-        _cut_rows(target, group)
+        target.weight = _share(target.weight, 1, (target.in_features,), group)
+        target.in_features = target.weight.shape[1]
+        if group.rank > 0:
+            target.bias = None  # type: ignore[assignment]  # added once
+        target.register_forward_hook(_sum_over_ranks)
     elif isinstance(target, nn.Parameter) and style in _ROW_STYLES | {"packed_colwise"}:
         packed = style == "packed_colwise"
         dim = -2 if packed else -1
@@ -387,29 +400,6 @@ def _apply_style(
         setattr(layer.get_submodule(owner), own_name, share)
     else:
         raise UnsupportedModelError(f"the plan's style {style!r} for {name} is not known")
-
-
-def _fused_widths(name: str, width: int, shape: LayerShape) -> tuple[int, ...]:
-    """Return the widths of the projections that are fused into one, in their order."""
-    if "qkv" in name:
-        keys, values = shape.num_heads * shape.key_dim, shape.num_heads * shape.value_dim
-        return width - keys - values, keys, values
-    return (width // 2,) * 2 if "gate_up" in name else (width,)
-
-
-def _cut_columns(linear: nn.Linear, widths: Sequence[int], group: RankGroup) -> None:
-    linear.weight = _share(linear.weight, 0, widths, group)
-    if linear.bias is not None:
-        linear.bias = _share(linear.bias, 0, widths, group)
-    linear.out_features = linear.weight.shape[0]
-
-
-def _cut_rows(linear: nn.Linear, group: RankGroup) -> None:
-    linear.weight = _share(linear.weight, 1, (linear.in_features,), group)
-    linear.in_features = linear.weight.shape[1]
-    if group.rank > 0:
-        linear.bias = None  # type: ignore[assignment]  # added once
-    linear.register_forward_hook(_sum_over_ranks)
 
 
 def _share(weight: Tensor, dim: int, widths: Sequence[int], group: RankGroup) -> nn.Parameter:

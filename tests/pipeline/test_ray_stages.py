@@ -19,20 +19,22 @@ import pytest
 import ray
 import torch
 from ray.util.placement_group import placement_group_table
+from torch import Tensor
 
 from rayspec import demo
 from rayspec.config import KV_CACHE_SHARE, EngineConfig, SamplingParams
 from rayspec.decode import loading
 from rayspec.decode.engine import Engine
+from rayspec.decode.runner import Batch, Runner
 from rayspec.decode.stages import StageLostError
 from rayspec.decode.strategy import Strategy
-from rayspec.model.kv_cache import bytes_per_slot
-from rayspec.pipeline.endpoint import COORDINATOR
+from rayspec.model.kv_cache import CacheSize, bytes_per_slot
+from rayspec.pipeline.endpoint import COORDINATOR, Endpoint
 from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.shard import Shard
 from rayspec.strategies.by_name import make_strategy
-from tests.demo_model import demo_prompts
+from tests.demo_model import EOS, demo_prompts
 from tests.engines import complete, finish, requests_for, tokens_of
 from tests.exhaustive import few_of
 from tests.families import Cases, cases, checkpoint, greedy, parts_of
@@ -62,6 +64,7 @@ def load(
     *,
     speculation: Any = MappingProxyType({"strategy": "ar"}),
     verification: str = "coupled",
+    shard_type: type[Shard] = Shard,
     **parallel: Any,
 ) -> Engine:
     return load_pipeline(
@@ -76,6 +79,7 @@ def load(
             speculation={**speculation, "verification": verification, "max_draft_tokens": 6},
         ),
         with_tokenizer=False,
+        shard_type=shard_type,
     )
 
 
@@ -165,16 +169,49 @@ class TightShard(Shard):
             return super().num_slots(num_sharing)
 
 
+class SlowRunner(Runner):
+    """Runs its sublayers six times; keys and values go where they went before, so the results are the same."""
+
+    def run(self, batch: Batch, hidden: Tensor, **options: Any) -> Tensor:
+        for _ in range(5):
+            super().run(batch, hidden, **options | {"tap": None})
+        return super().run(batch, hidden, **options)
+
+
+class UnevenShard(Shard):
+    """The second stage is slow."""
+
+    def prepare(self, endpoint: Endpoint, size: CacheSize) -> None:
+        super().prepare(endpoint, size)
+        if self.stage == 1:
+            self.span.runner.__class__ = SlowRunner
+
+
 @pytest.fixture
-def tight(ray_cluster: None) -> Iterator[type[Shard]]:
-    """The class, sent to Ray's workers as it is: they cannot import this file."""
+def as_they_are(ray_cluster: None) -> Iterator[None]:
+    """The classes above are sent to Ray's workers as they are: workers cannot import this file."""
     module = sys.modules[__name__]
     ray.cloudpickle.register_pickle_by_value(module)
-    yield TightShard
+    yield
     ray.cloudpickle.unregister_pickle_by_value(module)
 
 
-def test_shards_of_a_place_share_its_memory(tight: type[Shard]) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("as_they_are")
+def test_a_slow_stage_gets_fewer_layers() -> None:
+    num_layers, prompts = 16, demo_prompts(2, 6)
+    engine = load(demo.model_path(), shard_type=UnevenShard, stages=2, cohorts=1)
+    try:
+        (first, middle), (_, last) = stages_of(engine).replica.spans
+        assert (first, last) == (0, 2 * num_layers)
+        assert num_layers - middle // 2 <= num_layers // 4, "a seventh would make the stages equally fast"
+        assert tokens_of(complete(engine, prompts, LONG)) == greedy(demo.model_path(), prompts, 150, eos=(EOS,))
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.usefixtures("as_they_are")
+def test_shards_of_a_place_share_its_memory() -> None:
     config = EngineConfig(
         model=checkpoint("llama"),
         dtype="float32",
@@ -184,7 +221,7 @@ def test_shards_of_a_place_share_its_memory(tight: type[Shard]) -> None:
         parallel={"stages": 2, "layers": even(2), "cpus_per_shard": 0.25},  # type: ignore[arg-type]
         speculation={"strategy": "ar"},  # type: ignore[arg-type]
     )
-    engine = load_pipeline(config, with_tokenizer=False, shard_type=tight)
+    engine = load_pipeline(config, with_tokenizer=False, shard_type=TightShard)
     try:
         parts = parts_of(checkpoint("llama"))
         num_bytes = bytes_per_slot(list(parts.shapes.values()), torch.float32) * engine.load.kv_total_tokens

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,7 +73,6 @@ def worker(rank: int, folder: Path, address: str) -> None:
         with _no_deepspeed():
             found[family]["without DeepSpeed"] = _observe(path, group)
     found["bfloat16"] = _observe(paths["qwen2"], group, "bfloat16")
-    found["span"] = _observe_span(paths["qwen3_moe"], group)
     with _no_deepspeed():
         found["refused"] = {name: _refusal(paths[family], group, plan) for name, (family, plan) in WRONG_PLANS.items()}
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
@@ -123,34 +121,6 @@ def _observe(path: str, group: RankGroup, dtype: str = "float32") -> dict[str, A
 
 def _digest(hidden: Tensor) -> str:
     return hashlib.sha256(hidden.view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def _observe_span(path: str, group: RankGroup) -> dict[str, Any]:
-    """Of layers 1 and 2 only, one with experts and one without."""
-    model, parts = _copy(path)
-    shapes = {layer: parts.shapes[layer] for layer in (1, 2)}
-    span = replace(parts, sublayers=parts.sublayers[2:6], shapes=shapes)
-    expected = _hidden(span)
-    split = split_tensor_parallel(model, span, group)
-    return {
-        "difference": float((expected - _hidden(split)).abs().max() / expected.abs().max()),
-        "layers": sorted(split.shapes),
-        "others whole": all(_bytes(a.block) == _bytes(b.block) for a, b in _outside(path, parts)),
-    }
-
-
-def _outside(path: str, parts: Decomposition) -> list[tuple[Any, Any]]:
-    pairs = list(zip(_whole(path)[1].sublayers, parts.sublayers, strict=True))
-    return pairs[:2] + pairs[6:]
-
-
-@torch.inference_mode()
-def _hidden(span: Decomposition) -> Tensor:
-    cache = KVCache(span.shapes, 6, dtype=torch.float32, device=CPU)
-    rows = pack(cache, [RowSpan(one_run(0, 1000), 0, 6)], device=CPU)
-    hidden = torch.randn(1, 6, span.config.hidden_size, generator=torch.Generator().manual_seed(1))
-    span.rotate(hidden, rows)
-    return run(span.sublayers, hidden, rows)
 
 
 @torch.inference_mode()
@@ -288,13 +258,6 @@ def test_deepspeed_splits_what_it_can_and_the_plan_the_rest(reports: Reports, fa
         assert other["log"][-1].endswith(f"is split by {PLAN}")
         assert "deepspeed" not in other["modules"]
         assert "DeepSpeed is not used" in other["log"][0]
-
-
-def test_a_span_is_split_and_the_layers_around_it_are_not(reports: Reports) -> None:
-    for report in reports:
-        assert report["span"]["difference"] < 1e-5
-        assert report["span"]["layers"] == [1, 2]
-        assert report["span"]["others whole"]
 
 
 def test_bfloat16_is_split_too(reports: Reports) -> None:

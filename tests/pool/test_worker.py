@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import ray
 
-from rayspec import LLM, SamplingParams, demo
+from rayspec import SamplingParams
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.documents import input_row
-from rayspec.batch.rows import Row, RowEngine, RowEngineFactory
+from rayspec.batch.rows import RowEngine, RowEngineFactory
 from rayspec.command.settings import make_settings
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
@@ -50,44 +50,6 @@ def task(**options: Any) -> DocumentTask:
 def process_of(engine: RemoteEngine) -> int:
     assert engine._place is not None
     return engine._place.process_id
-
-
-def test_an_engine_completes_rows_as_an_llm_does_until_it_ends() -> None:
-    """Documents of many callers; then the engine is stopped; then its process is killed."""
-    samples = demo.sample_documents(5, num_sentences=8)
-    documents = [input_row(sample.id, source=sample.id, text=sample.text) for sample in samples]
-    long = input_row("long", source="long", text="word " * 2000)
-
-    async def run() -> list[Row]:
-        engine = RemoteEngine(RowEngineFactory(task(strategy="ar")))
-        try:
-            config = await engine.load()
-            assert (config["model"], config["num_threads"], config["sampling"]["max_tokens"]) == ("demo", 1, 8)
-            rows = await asyncio.gather(*map(engine.handle, (*documents, long, documents[0])))
-            assert (await engine.stats()).num_generated_tokens == sum(row.num_output_tokens for row in rows)
-            assert (await engine.load_now()).num_running == 0
-            await engine.check()
-            await engine.stop()
-            with pytest.raises(EngineDeadError, match="it was stopped"):
-                await engine.check()
-            with pytest.raises(EngineDeadError, match="it was stopped"):
-                await engine.handle(documents[0])
-            os.kill(process_of(engine), signal.SIGKILL)
-            for question in (engine.handle(documents[0]), engine.check(), engine.handle(documents[1])):
-                with pytest.raises(EngineDeadError, match="the engine's process has ended"):
-                    await question
-        finally:
-            engine.end()
-            engine.end()
-        return rows
-
-    rows = asyncio.run(run())
-    with LLM(**task(strategy="ar").settings.engine.model_dump()) as llm:
-        chats = [[{"role": "user", "content": sample.text}] for sample in samples]
-        expected = [output.outputs[0].text for output in llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=8))]
-    assert [row.text for row in rows[:5]] == expected
-    assert [row.error_kind for row in rows[5:]] == ["prompt_too_long", None]
-    assert rows[6].text == expected[0]
 
 
 class UnloadableError(Exception):

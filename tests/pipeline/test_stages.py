@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch import Tensor
@@ -14,7 +16,9 @@ from rayspec.config import SamplingParams
 from rayspec.decode.stages import StageLostError
 from rayspec.decode.strategy import RoundPlan
 from rayspec.decode.work import Pass
+from rayspec.pipeline import endpoint as endpoint_module
 from rayspec.pipeline.endpoint import COORDINATOR, stage_name
+from rayspec.pipeline.messages import Connect
 from rayspec.types import OutOfMemoryError, Plan
 from tests.engines import (
     complete,
@@ -27,7 +31,7 @@ from tests.engines import (
 )
 from tests.exhaustive import few_of
 from tests.families import FAMILIES, Cases, cases, checkpoint, parts_of
-from tests.pipeline.loop import NUM_LAYERS, Chaos, LoopEngine, TravellingPlans, cut, loop_engine
+from tests.pipeline.loop import NUM_LAYERS, Chaos, LoopEngine, LoopReplica, TravellingPlans, cut, loop_engine
 
 LENGTHS = (1, 60, 37, 3, 25, 12, 70)
 MAX_TOKENS = 24
@@ -264,3 +268,32 @@ def test_a_coordinator_that_dies_with_a_shard_does_not_hold_it_up() -> None:
         run.replica.kill(stage_name(0))
         outputs = finish(run.engine)
         assert tokens_of(outputs[str(index)] for index in range(len(LENGTHS))) == known.expected
+
+
+def require_no_link(caplog: pytest.LogCaptureFixture, reason: str) -> set[tuple[int, bool]]:
+    """Generate over three stages that are to have a link, of which one dies. Return the epochs, and whether each had a
+    link."""
+    known = known_cases()
+    with caplog.at_level(logging.WARNING), loop_engine(checkpoint("llama"), 3, data_plane="collective") as run:
+        assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
+        run.replica.kill("stage-1")
+        assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
+        assert run.replica.num_replaced == 1
+        warnings = [record.getMessage() for record in caplog.records if "through the host" in record.getMessage()]
+        assert len(warnings) == 1
+        assert reason in warnings[0]
+        assert not [record for record in caplog.records if "could not be brought back" in record.getMessage()]
+        return {
+            (message.epoch, bool(message.link)) for _, message in run.loop.delivered if isinstance(message, Connect)
+        }
+
+
+def test_a_link_that_cannot_be_joined_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    """One process has all stages here, one after another: the first waits for the others in vain."""
+    with patch.object(endpoint_module, "_LINK_TIMEOUT_S", 0.2):
+        assert require_no_link(caplog, "could not join") == {(1, True), (2, False), (3, False)}
+
+
+def test_stages_on_the_same_gpu_try_no_link(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(LoopReplica, "stages_share_gpus", True)
+    assert require_no_link(caplog, "on the same GPU") == {(1, False), (2, False)}
