@@ -140,8 +140,6 @@ class _Seeking:
 class Shard:
     """Loads its span, then serves messages until it fails or is killed. The stage with the head keeps the script of
     each work under way: it sends the script's passes to the first stage, and finally the result to the engine.
-
-    Call `load`, then `serve`, which returns only at the end. Call `address` meanwhile, from another thread.
     """
 
     span: SpanRunner
@@ -170,11 +168,8 @@ class Shard:
         return f"{node_address()} {identity}", free_bytes(device)
 
     def load(self, spans: Sequence[tuple[int, int]], meeting_place: str | None) -> Loaded:
-        """Load this stage's weights. The ranks of a stage load at the same time and meet at `meeting_place`.
-
-        spans: sublayers [first, last) of every stage. meeting_place: None without tensor parallelism.
-        Raises ConfigError, CheckpointError, UnsupportedModelError.
-        """
+        """Load this stage's weights. spans: sublayers [first, last) of every stage. meeting_place: of the ranks of a
+        stage, which load at the same time. Raises ConfigError, CheckpointError, UnsupportedModelError."""
         return in_thread_of_its_own(lambda: self._load(spans, meeting_place))
 
     def _load(self, spans: Sequence[tuple[int, int]], meeting_place: str | None) -> Loaded:

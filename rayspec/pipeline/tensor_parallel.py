@@ -66,10 +66,8 @@ class RankGroup:
     device: str = "cpu"
 
     def join(self, timeout_s: float) -> None:
-        """Meet the other ranks. `timeout_s` also limits every later exchange between them.
-
-        Raises torch.distributed.DistError if not all of them come in time.
-        """
+        """Meet the other ranks. `timeout_s` also limits every later exchange between them. Raises
+        torch.distributed.DistError if not all of them come in time."""
         device = torch.device(self.device)
         host, _, port = self.address.rpartition(":")
         os.environ.update(  # the variables that launchers set and DeepSpeed reads; a Ray actor has no launcher
@@ -107,17 +105,13 @@ class RankGroup:
 
 
 def split_tensor_parallel(model: PreTrainedModel, parts: Decomposition, group: RankGroup) -> Decomposition:
-    """Keep this rank's share of every attention and MLP block of the span, in place, and free the rest.
+    """Keep this rank's share of every attention and MLP block of the span, in place, and free the rest. Return `parts`
+    with the shapes of this rank's keys and values.
 
-    The model may be on another device, at best still in the files that it was loaded from. Each layer moves to the
-    group's device and is split before the next: in addition to its share, a rank needs memory for a layer or two.
-
-    All ranks of the joined `group` call this with the same span. From then on they run the same sublayers on the same
-    rows, because each block is a collective operation. Hidden states are bit-identical on all ranks.
-
-    Returns `parts` with the shapes of this rank's keys and values: 1 / size of the heads. Raises ConfigError if heads
-    or columns do not divide, UnsupportedModelError if no method of splitting computes the same as the whole layers; the
-    layers then stay whole.
+    One layer after the other moves to the group's device and is split there, so a rank needs memory for its share and a
+    layer or two. All ranks call this, and from then on run the same sublayers on the same rows; hidden states are
+    bit-identical. Raises ConfigError if heads or columns do not divide, and UnsupportedModelError if no method of
+    splitting computes the same as the whole layers, which then stay whole.
     """
     device = torch.device(group.device)
     if group.size == 1:
@@ -352,11 +346,8 @@ def _split_by_deepspeed(
 def _split_by_plan(
     layers: Sequence[nn.Module], config: PretrainedConfig, parts: Decomposition, group: RankGroup
 ) -> None:
-    """Apply the plan's entries to plain tensors.
-
-    Entries that gather an output, because the block cuts or normalises it, are handled differently: fused projections
-    are cut part by part, and norms over all heads gather their own input. So heads are divided too.
-    """
+    """Apply the plan's entries to plain tensors. In place of gathering outputs, fused projections are cut part by part,
+    and norms over all heads gather their own input. So heads are divided too."""
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     for layer in layers:
         attention: Any = layer.self_attn

@@ -50,10 +50,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Secret:
-    """Keys that only the processes of one replica share: CURVE key pairs of both ends, in Z85.
-
-    Plain bytes, so that the secret can be an argument of a Ray actor. Its `repr` shows no key.
-    """
+    """Keys that only the processes of one replica share: CURVE key pairs of both ends, in Z85."""
 
     server_public: bytes = field(repr=False)
     server_secret: bytes = field(repr=False)
@@ -62,7 +59,6 @@ class Secret:
 
     @classmethod
     def generate(cls) -> Secret:
-        """Make a new secret from the system's source of randomness."""
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
         return cls(
@@ -132,10 +128,8 @@ class Transport:
         self._poller.register(self._woken.fileno(), zmq.POLLIN)
 
     def connect(self, peers: Mapping[str, str]) -> None:
-        """Replace all peers by `peers` (name -> address).
-
-        A peer whose address did not change keeps its connection. Messages that wait for other earlier peers are
-        dropped, because those processes have ended. Returns before any peer has answered."""
+        """Replace all peers by `peers` (name -> address). A peer whose address did not change keeps its connection.
+        Messages that wait for others are dropped, because those processes have ended."""
         self._require_open()
         for name in [name for name, known in self._connections.items() if peers.get(name) != known.address]:
             self._connections.pop(name).socket.close(linger=0)
@@ -150,15 +144,9 @@ class Transport:
             self._connections[name] = _Connection(socket, peers[name])
 
     def send(self, peer: str, message: Message, tensors: Sequence[Tensor] = (), *, to_rank: int | None = None) -> None:
-        """Queue a message and return, even if the peer does not run any more. The caller may write to the tensors
-        afterwards, because they are copied.
-
-        With `to_rank`, the peer's rank on the link, tensors go by the link. Nobody may write to them afterwards, and a
-        peer that does not receive them can block the caller for the link's timeout (see `TensorLink`).
-
-        Raises TransportError if the peer is unknown, has too many messages waiting (`MAX_WAITING_MESSAGES`), or a
-        tensor cannot be sent (its dtype, its size, no link).
-        """
+        """Queue a message and return, even if the peer does not run any more. Tensors are copied; with `to_rank`, the
+        peer's rank on the link, they go by the link, nobody may write to them afterwards, and a peer that does not
+        receive them can block the caller for the link's timeout. Raises TransportError."""
         self._require_open()
         link = None if to_rank is None else self._require_link()
         forms = tuple(_form(tensor) for tensor in tensors)
@@ -185,9 +173,7 @@ class Transport:
 
     def receive(self, timeout_s: float | None = None) -> Received | None:
         """Return the next message; None if none comes within `timeout_s` seconds (None: wait for ever), or if `wake` is
-        called.
-
-        New peers can connect only during this call, so call it regularly.
+        called. New peers can connect only during this call, so call it regularly.
 
         Raises TransportError for a message that is malformed, that follows lost messages, or whose tensors did not come
         by the link. The next call goes on with the next message; a link has to be joined again.

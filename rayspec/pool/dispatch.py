@@ -40,10 +40,9 @@ class EngineKilledError(RequestError):
 
 @dataclass(slots=True, kw_only=True)
 class Slot:
-    """The place of one engine in a pool. restarts_alone: restarts after deaths at which an item was alone for the first
-    time; `restarts` counts the others. under_way: items that the engine has, by number. delay_s: time before the next
-    start. has_place: whether the cluster had a place for the engine the last time. failure: why no engine is started
-    here any more."""
+    """The place of one engine in a pool. restarts_alone: after deaths at which an item was alone for the first time.
+    under_way: numbers of the engine's items. delay_s: before the next start. has_place: whether the cluster had a place
+    for the engine the last time. failure: why no engine is started here any more."""
 
     number: int
     restarts: Restarts
@@ -102,13 +101,11 @@ class Dispatch:
         return bool(self._waiting)
 
     def turn(self, number: int, hashes: tuple[PartHash, ...]) -> asyncio.Future[tuple[Slot, RemoteEngine]]:
-        """Queue an item. Return a future of the slot and the engine that the item is given to."""
         turn: asyncio.Future[tuple[Slot, RemoteEngine]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = _Queued(turn, hashes)
         return turn
 
     def withdraw(self, number: int) -> None:
-        """Remove an item from the queue, if it is still there."""
         self._waiting.pop(number, None)
 
     def leave(self, number: int) -> None:
@@ -119,7 +116,6 @@ class Dispatch:
         self._isolated.pop(number, None)
 
     def fail(self, error: Exception) -> None:
-        """Let all waiting items fail with this error."""
         for waiting in self._waiting.values():
             if not waiting.turn.done():
                 waiting.turn.set_exception(error)
@@ -165,11 +161,9 @@ class Dispatch:
         return 0
 
     def replaced(self, slot: Slot) -> None:
-        """Forget which prompts the engine of this slot was given, because a new engine replaces it."""
         self._router.forget(slot.number)
 
     def judgement(self, number: int) -> EngineKilledError | None:
-        """Return the error of an item that is the culprit of two deaths, else None."""
         return self._culprits.get(number)
 
     def _slot_for_isolated(self) -> Slot | None:

@@ -35,15 +35,14 @@ T = TypeVar("T")
 
 
 class EnginePool:
-    """Engines of one factory. All threads except the pool's own may call its methods."""
+    """A supervisor for all threads except the pool's own."""
 
     def __init__(self, factory: EngineFactory, *, max_restarts: int) -> None:
         self.supervisor = EngineSupervisor(**supervision(factory, max_restarts))
         self._thread = LoopThread("rayspec-pool")
 
     def begin(self) -> Any:
-        """Wait until one engine is up; the others follow. Return the info of an engine that is loaded. Raises
-        EngineDeadError, and the error of an engine that fails to load."""
+        """Do `EngineSupervisor.begin`."""
         return self.ask(self.supervisor.begin()).result()
 
     def submit(self, item: Any, listen: Callable[[], Callback] | None = None) -> Future[Any]:
@@ -78,8 +77,7 @@ class Replicas:
     """
 
     def __init__(self, factory: EngineFactory, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Wait until one replica is up; the others follow. factory: its items are requests. Raises EngineDeadError, and
-        the error of a replica that fails to load."""
+        """Wait until one replica is up, see `EngineSupervisor.begin`. factory: its items are requests."""
         self.engine = None
         self.tokenizer = tokenizer
         self.progress = Progress()  # without tasks: the supervisor asks each replica for its own
@@ -110,7 +108,6 @@ class Replicas:
 
     @property
     def is_whole(self) -> bool:
-        """True if all replicas that are not lost for good are up."""
         return self._pool.supervisor.is_whole
 
     @property
@@ -119,21 +116,17 @@ class Replicas:
         return self._pool.supervisor.num_up == 0
 
     def stage_use(self) -> Sequence[StageUse]:
-        """Return nothing: the stages of replicas are in other processes."""
         return ()
 
     def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
-        """Queue a request, see `EngineLoop.submit`. Raises EngineDeadError."""
         return self.submit_all([request], listener)[0]
 
     def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:
-        """Queue requests, see `EngineLoop.submit_all`. Raises EngineDeadError."""
         if self._death is not None:
             raise EngineDeadError(*self._death.args)
         return [self._submit(request, listener) for request in requests]
 
     def ping(self) -> Future[None]:
-        """Return a future that is done when all replicas that are up have answered, and fails if none is up."""
         return self._pool.ask(self._pool.supervisor.ping())
 
     def stop(self) -> None:

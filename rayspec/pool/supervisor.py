@@ -49,12 +49,10 @@ class EngineSupervisor:
     """Passes items to engines. When an engine dies, a new one takes its place, and its items go to live engines.
 
     Each item gets one result, however many engines have worked on it. An item that kills engines fails alone (see
-    `dispatch`): while items are isolated, one engine gets only these, and the others go on with other items.
-    start: makes an engine that is not loaded yet; may block. max_restarts: of each engine, without a completed item in
-    between; deaths at which an item is alone for the first time are counted apart, those of a culprit are not counted.
-    An engine that dies more often is lost; when all are lost, all items fail until `begin`. max_items: largest number
-    of items of an engine at a time. silence_s: seconds without an answer after which an engine's process counts as
-    dead; None: no such check. beginning: see `EngineFactory.beginning`.
+    `dispatch`). An engine that dies more often than `max_restarts` without a completed item in between is lost; deaths
+    at which an item is alone for the first time are counted apart, those of a culprit are not counted. When all engines
+    are lost, all items fail until `begin`. start: makes an engine that is not loaded yet; may block. max_items: of an
+    engine at a time. silence_s: after which a process counts as dead; None: never.
     """
 
     def __init__(
@@ -84,10 +82,8 @@ class EngineSupervisor:
         self._takes_no_more = False
 
     async def begin(self) -> Any:
-        """Prepare for a new dataset: count restarts anew and wait until one engine is up; others may follow.
-
-        Return the info of an engine that is loaded. Raises EngineDeadError, and the error of an engine that fails to
-        load."""
+        """Count restarts anew, wait until one engine is up, and return its info; others may follow. Raises
+        EngineDeadError, and the error of an engine that fails to load."""
         if not self._takes_no_more:
             self._failure = None
         for slot in self._slots:
@@ -139,26 +135,22 @@ class EngineSupervisor:
         self._dispatch.deal()
 
     async def drain(self) -> None:
-        """Give no more items to engines: later and waiting items fail with DrainingError. Items that an engine already
-        has go on."""
+        """Let later and waiting items fail with DrainingError. Items that an engine already has go on."""
         self._takes_no_more = True
         if self._failure is None:
             self._fail(DrainingError("the engine takes no new rows"))
 
     async def stats(self) -> EngineStats:
-        """Return the merged statistics of the engines that run now."""
         stats = merged_stats(await self._answers(lambda engine: engine.stats()))
         stats.num_lost_replicas = self._num_lost
         return stats
 
     async def load(self) -> EngineLoad:
-        """Return the total load of the engines that run now."""
         nothing = EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=0)
         return sum(await self._answers(lambda engine: engine.load_now()), start=nothing)
 
     async def ping(self) -> None:
-        """Wait until all engines that run have answered. Raises the error of an engine. If no engine runs, raises
-        EngineDeadError or the error that keeps engines from running."""
+        """Wait until all engines that run have answered. Raises the error of an engine, or of having none."""
         self._require_alive()
         engines = [slot.engine for slot in self._running if slot.engine is not None]
         if not engines:
@@ -218,7 +210,7 @@ class EngineSupervisor:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def _handle_end(self, slot: Slot, engine: RemoteEngine, error: EngineDeadError) -> None:
-        """Record the death of an engine, once for all its items: only the first call has an effect."""
+        """Record the death of an engine; only the first call has an effect."""
         if engine is not slot.engine:
             return
         slot.engine = None
@@ -287,8 +279,7 @@ class EngineSupervisor:
             self._ensure_starting(slot)
 
     def _delay_after(self, slot: Slot, error: Exception) -> float | None:
-        """Return how long to wait before the next attempt to load an engine; None: no engine is started in this slot
-        any more."""
+        """Return how long to wait before the next attempt to load an engine; None: the slot is lost."""
         if isinstance(error, PlacementError) and self._running:  # a node may be added
             slot.has_place = False
             self._deal()  # isolated items go elsewhere
@@ -327,9 +318,8 @@ class EngineSupervisor:
 
 
 def supervision(factory: EngineFactory, max_restarts: int) -> dict[str, Any]:
-    """Return the arguments of an EngineSupervisor. They are picklable, because they may be sent to an actor. An engine
-    gets the items that it decodes at once and a quarter more, so that it never waits for one. It gets no more, because
-    items that only wait in an engine are isolated, too, when the engine dies."""
+    """Return the arguments of an EngineSupervisor, which can be pickled. An engine gets the items that it decodes at
+    once and a quarter more, so that it never waits; items that only wait in it are isolated, too, when it dies."""
     return {
         "start": partial(RemoteEngine, factory, CommonDType()),
         "num_engines": num_engines(factory.engine),
@@ -341,11 +331,8 @@ def supervision(factory: EngineFactory, max_restarts: int) -> dict[str, Any]:
 
 
 def start_supervisor(factory: EngineFactory, *, max_restarts: int) -> Any:
-    """Start an EngineSupervisor in an actor and return its handle, for callers in other processes.
-
-    The actor loads no model library. When the supervisor's own process ends, Ray starts the supervisor again, with
-    new engines, and repeats the calls.
-    """
+    """Start an EngineSupervisor in an actor, for callers in other processes. If the actor ends, Ray starts it again,
+    with new engines, and repeats the calls."""
     options = {
         "num_cpus": 0,
         "max_concurrency": _MAX_CONCURRENT_ROWS,

@@ -84,11 +84,8 @@ class EngineWorker:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def load(self, dtype: str | None = None) -> tuple[Any, str]:
-        """Load the engine and return its info and data type. Called before all other methods. dtype: data type of the
-        weights instead of the option's; an engine that is loaded already is stopped first.
-
-        Raises ConfigError, CheckpointError, and with shards PlacementError.
-        """
+        """Load the engine and return its info and data type. dtype: of the weights, instead of the option's; an engine
+        that is loaded already is stopped first. Raises ConfigError, CheckpointError, and with shards PlacementError."""
         if dtype is not None:
             self._config = self._config.replace(dtype=dtype)
         if hasattr(self, "_engine"):
@@ -203,10 +200,7 @@ class _UnderWay:
 
 class RemoteEngine:
     """An EngineWorker in its actor, for coroutines of one event loop. Errors of Ray about the actor's end become
-    EngineDeadError or NodeLostError.
-
-    common: of the engines of the pool; None: the engine is alone.
-    """
+    EngineDeadError or NodeLostError. common: of the engines of the pool; None: the engine is alone."""
 
     def __init__(self, factory: EngineFactory, common: CommonDType | None = None) -> None:
         self._common = common or CommonDType()
