@@ -16,6 +16,7 @@ from rayspec.config import SamplingParams
 from rayspec.decode.stages import StageLostError
 from rayspec.decode.strategy import RoundPlan
 from rayspec.decode.work import Pass
+from rayspec.errors import TransportError
 from rayspec.pipeline import endpoint as endpoint_module
 from rayspec.pipeline.endpoint import COORDINATOR, stage_name
 from rayspec.pipeline.messages import Connect
@@ -289,9 +290,9 @@ def require_no_link(caplog: pytest.LogCaptureFixture, reason: str) -> set[tuple[
 
 
 def test_a_link_that_cannot_be_joined_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    """One process has all stages here, one after another: the first waits for the others in vain."""
-    with patch.object(endpoint_module, "_LINK_TIMEOUT_S", 0.2):
-        assert require_no_link(caplog, "could not join") == {(1, True), (2, False), (3, False)}
+    cannot = TransportError("Duplicate GPU detected")
+    with patch.object(endpoint_module.TensorLink, "join", side_effect=cannot):
+        assert require_no_link(caplog, "Duplicate GPU detected") == {(1, True), (2, False), (3, False)}
 
 
 def test_stages_on_the_same_gpu_try_no_link(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

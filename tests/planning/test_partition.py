@@ -111,6 +111,10 @@ def test_rounding_does_not_hide_a_tie(tenths: list[int], expected: list[int]) ->
         assert sizes(partition(costs, devices(*[1] * len(expected)))) == expected
 
 
+def test_the_slowest_stage_counts_before_the_sum() -> None:
+    assert sizes(partition(model([3, 2, 5, 1], (1, 1, 1)), devices(1, 1, 1))) == [2, 1, 1]
+
+
 def test_what_does_not_fit_says_how_much_is_missing() -> None:
     costs = model([1.0] * 8, (1, 1), layer_bytes=GIB, ends=(GIB, 0))
     with pytest.raises(ConfigError, match=r"'stages' is 2: .*needs 9\.0 GiB.*hold 6\.0.*3\.0 GiB are missing.*quantiz"):
