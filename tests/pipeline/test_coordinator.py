@@ -16,9 +16,7 @@ from rayspec.decode.runner import Runner
 from rayspec.decode.search import (
     Answer,
     Cosine,
-    Cosines,
     Feature,
-    Features,
     Found,
     FoundDraft,
     Knapsack,
@@ -26,6 +24,7 @@ from rayspec.decode.search import (
     PlanSearch,
     Question,
     Trial,
+    Values,
     answer,
 )
 from rayspec.decode.work import TappedToken
@@ -38,7 +37,7 @@ from rayspec.types import Plan, RayspecError
 from tests.engines import TINY_BUDGETS, complete, requests_for, tiny_budgets
 from tests.exhaustive import few_of
 from tests.families import cases, checkpoint, parts_of
-from tests.pipeline.loop import NUM_LAYERS, LoopEngine, cut, loop_engine
+from tests.pipeline.loop import HIDDEN_SIZE, NUM_LAYERS, LoopEngine, cut, loop_engine
 
 LENGTHS = (37, 3, 25, 12)
 LONG = (97, 80, 3, 70)
@@ -267,7 +266,11 @@ def test_a_search_that_comes_while_another_is_under_way_has_its_turn() -> None:
         questions = [knapsack(), Cosine(num_tokens=6), Feature(num_tokens=6)]
         futures = [run.engine.stages.search(tokens, rows, question) for question in questions]
         wait_for(run, *futures)
-        assert [type(future.result()) for future in futures] == [Found, Cosines, Features]
+        found, cosines, feature = (future.result() for future in futures)
+        assert isinstance(found, Found)
+        assert isinstance(cosines, Values)
+        assert isinstance(feature, Values)
+        assert (len(cosines.values), len(feature.values)) == (2 * NUM_LAYERS, HIDDEN_SIZE)
         versions = [message.version for _, message in run.loop.delivered if isinstance(message, Searched)]
         assert versions == [1, 2, 3]
 
