@@ -18,8 +18,8 @@ from rayspec.decode.strategy import RoundPlan
 from rayspec.decode.work import Pass
 from rayspec.errors import TransportError
 from rayspec.pipeline import endpoint as endpoint_module
-from rayspec.pipeline.endpoint import COORDINATOR, stage_name
-from rayspec.pipeline.messages import Connect
+from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, stage_name
+from rayspec.pipeline.messages import Connect, Failed
 from rayspec.types import OutOfMemoryError, Plan
 from tests.engines import (
     complete,
@@ -240,6 +240,13 @@ def test_whoever_dies_at_whatever_moment_nothing_is_lost_or_doubled(seed: int, p
             o.outputs[0].token_ids for o in expected[:2]
         ]
         run.require_clean()
+
+
+def test_the_engine_drops_what_is_left_of_an_older_epoch() -> None:
+    known = known_cases()
+    with loop_engine(checkpoint("llama"), 2) as run:
+        run.loop.put(stage_name(1), ENGINE, Failed(epoch=0, work_id=0, reason="of before"), [])
+        assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
 
 
 def test_without_restarts_everything_ends_with_a_typed_error() -> None:
