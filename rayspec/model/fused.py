@@ -228,13 +228,13 @@ class _Fuser:
         return body, linears
 
     def head(self, parts: Decomposition) -> nn.Module | None:
-        """Return the LM head in the faster layout, if it has one. A tied head stays: the embedding needs its rows."""
+        """Return the LM head in the faster layout, if it has one. A tied head is copied: the embedding needs its rows."""
         head = parts.lm_head
-        is_tied = bool(getattr(parts.config, "tie_word_embeddings", False))
-        if is_tied or not is_plain(head) or not self._may_block(head):
+        if not is_plain(head) or not self._may_block(head):
             return head
         packed = self._matrix([head])
-        empty_linears([head])
+        if parts.embedding is None or parts.embedding.weight is not head.weight:
+            empty_linears([head])
         return packed
 
     def final_norm(self, parts: Decomposition) -> nn.Module | None:
