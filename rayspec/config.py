@@ -20,6 +20,7 @@ Strategy = Literal[
     "auto",
     "knapspec",
     "lookup",
+    "recycling",
     "static",
     "ar",
     "swift",
@@ -211,9 +212,10 @@ class TuningOptions(Options):
 class SpeculationOptions(Options):
     """How, and whether, drafts are made.
 
-    strategy: "knapspec" (plans chosen while running), "lookup" (drafts found in the sequence's own text), "auto" (the
-    better of these two in each round), "lookahead" (n-grams made by Jacobi iteration), "static" (always skips the
-    sublayers in `skip` and runs the others by `static_choice`), "ar" (no drafts).
+    strategy: "knapspec" (plans chosen while running), "lookup" (drafts found in the sequence's own text), "recycling"
+    (trees of tokens that the target found likely before), "auto" (the best of these in each round), "lookahead"
+    (n-grams made by Jacobi iteration), "static" (always skips the sublayers in `skip` and runs the others by
+    `static_choice`), "ar" (no drafts).
     Strategies published by others: "clasp", "del", "asd", "swift", "self-sd", "knn-ssd", "layerskip"; self-sd and
     knn-ssd use saved plans (`warm_start`). Their other numbers are the published ones.
     "module:name" is a strategy of your own: see docs/adding_a_strategy.md.

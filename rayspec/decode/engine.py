@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from rayspec.config import EngineConfig
-from rayspec.decode.drafting.lookup import lookup_index
 from rayspec.decode.output import NewOutput
 from rayspec.decode.progress import Progress
 from rayspec.decode.requests import ModelInfo, Requests, SequenceState
@@ -324,8 +323,7 @@ class Engine:
         return num_tokens
 
     def _open(self, sequence: SequenceState) -> None:
-        if sequence.lookup is None:
-            sequence.lookup = lookup_index(self.config.speculation)
+        self._planner.proposer.begin(sequence)
         self.stages.open(
             SamplerSpec(
                 sequence_id=sequence.sequence_id,

@@ -11,7 +11,8 @@ from functools import cache
 
 from rayspec.config import MAX_TREE_TOKENS, SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess
-from rayspec.decode.drafting.lookup import NOTHING, Proposal
+from rayspec.decode.drafting.lookup import Proposal
+from rayspec.decode.drafting.proposer import Proposer
 from rayspec.decode.requests import SequenceState
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.search import Answer, Question
@@ -53,6 +54,7 @@ class RoundPlanner:
         # The last tapped tokens. None stands for a token whose sequence has left its place in the KV cache, until new
         # tokens push it out, as they do with its states in the stages: so the states of all others are still there.
         self._taps: deque[TappedToken | None] = deque(maxlen=num_tap_tokens)
+        self.proposer = Proposer(options)
         self._options = options
         self._stages = stages
         self._scheduler = scheduler
@@ -78,11 +80,12 @@ class RoundPlanner:
             elapsed_s=self._stats.total_s,
             num_outstanding_tokens=outstanding,
             sequence_ids=[sequence.sequence_id for sequence in sequences],
-            proposals=cache(lambda: [sequence.proposal(self._options.max_draft_tokens) for sequence in sequences]),
+            proposals=cache(lambda: [self.proposer.propose(one, self._options.max_draft_tokens) for one in sequences]),
+            by_class=lambda: self.proposer.record.by_class,
         )
         chosen = self.strategy.choose(state)
         plan = chosen.plan
-        proposals = state.proposals() if plan.num_lookup_tokens else [NOTHING] * len(sequences)
+        proposals = state.proposals()  # in any case, because they are compared with what comes
         lengths = plan.lookup_lengths or [plan.num_lookup_tokens] * len(sequences)
         work = Round(
             id=work_id,
@@ -91,6 +94,7 @@ class RoundPlanner:
             keep_drafting=chosen.keep_drafting,
             num_taps=(self._taps.maxlen or 0) if chosen.capture else 0,
             chunks=chunks,
+            num_likeliest=self.proposer.num_likeliest,
         )
         return PlannedRound(work, sequences, state, chosen, started)
 
@@ -100,6 +104,7 @@ class RoundPlanner:
         self._taps.extend(planned.work.taps)
         num_ends = sum(sequence.finish_reason == "stop" for sequence in planned.sequences)
         self._answer_length.observe(num_tokens=num_tokens, num_ends=num_ends)
+        self._teach(planned, result)
         for sequence, probed in itertools.zip_longest(planned.sequences, result.probed):
             if sequence.lookahead is not None and planned.work.plan.lookahead:
                 sequence.lookahead.observe(probed or ())
@@ -117,6 +122,17 @@ class RoundPlanner:
             self._stats.optimise_s += max(self._searched_s, self._clock() - started)
             self._searched_s = 0.0
         self._stats.gate_reason = self.strategy.status
+
+    def _teach(self, planned: PlannedRound, result: RoundResult) -> None:
+        """Let the proposer compare what it proposed with what came."""
+        proposals = planned.state.proposals()
+        for at, (sequence, entry) in enumerate(zip(planned.sequences, planned.work.entries, strict=True)):
+            committed = result.committed[at]
+            if committed.finite and sequence.finish_reason != "abort":
+                likeliest = result.likeliest[at] if result.likeliest else ()
+                self.proposer.learn(
+                    sequence.token_ids, entry, proposals[at], result.drafts[at], committed.token_ids, likeliest
+                )
 
     def forget(self, sequence: SequenceState | None = None) -> None:
         """Drop the taps of the sequence, or of all, and cancel the search, because the sequence leaves its place in the
@@ -156,7 +172,8 @@ class RoundPlanner:
     def _entry(self, sequence: SequenceState, proposal: Proposal, num_looked_up: int, plan: Plan) -> RoundEntry:
         num_free = sequence.table.capacity - sequence.num_tokens
         max_tree_tokens = min(MAX_TREE_TOKENS, num_free)
-        guess = Guess(list(proposal.token_ids[: min(num_looked_up, num_free)]))
+        num_looked_up = min(num_looked_up, num_free)
+        guess = Guess(list(proposal.token_ids[:num_looked_up]), list(proposal.parents[:num_looked_up]))
         if plan.lookahead:
             guess = sequence.guess(max_tree_tokens)
         return RoundEntry(

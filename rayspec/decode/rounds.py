@@ -248,7 +248,22 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
         paths=[verdict.path for verdict in verdicts],
         probed=probed,
         prefilled=_chosen(head, work.chunks, chunk_logits),
+        likeliest=_likeliest(logits, rows, work.num_likeliest),
     )
+
+
+def _likeliest(logits: Tensor, rows: Sequence[Rows], count: int) -> list[list[tuple[Sequence[int], Sequence[float]]]]:
+    """Return the `count` likeliest tokens after each row of the sequences, and their probabilities. One copy to the
+    host."""
+    if not count:
+        return []
+    best = logits.topk(count)
+    chances = (best.values.float() - logits.float().logsumexp(-1, keepdim=True)).exp()
+    table: list[list[float]] = torch.cat((best.indices.double(), chances.double()), 1).tolist()
+    found: list[tuple[Sequence[int], Sequence[float]]] = [
+        ([int(token) for token in each[:count]], each[count:]) for each in table
+    ]
+    return [found[row.start : row.end] for row in rows]
 
 
 def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) -> Pass:

@@ -21,7 +21,7 @@ class BatchState:
     """The batch of a round. context: mean number of tokens that a sequence holds. batch: number of sequences.
     elapsed_s: engine time so far. num_outstanding_tokens: expected number of tokens still to generate for running and
     waiting requests. sequence_ids: the sequences of the batch; an id is constant. proposals: function that looks up
-    tokens for each sequence."""
+    tokens for each sequence. by_class: function to the acceptance of looked-up tokens by their class."""
 
     context: int
     batch: int
@@ -29,6 +29,7 @@ class BatchState:
     num_outstanding_tokens: float
     sequence_ids: Sequence[str] = ()
     proposals: Callable[[], Sequence[Proposal]] = tuple
+    by_class: Callable[[], Sequence[float]] = tuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,7 +163,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Round(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Draft, verify and accept for several sequences at once. chunks: prompt chunks to prefill in the verify pass.
     num_taps: how many entries, from the first, have their newest token tapped: its hidden states at all sublayer
-    boundaries are kept."""
+    boundaries are kept. num_likeliest: how many of the target's likeliest tokens after each row are wanted."""
 
     id: int
     entries: Sequence[RoundEntry]
@@ -171,6 +171,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     keep_drafting: KeepDrafting | None = None
     num_taps: int = 0
     chunks: Sequence[Chunk] = ()
+    num_likeliest: int = 0
 
     @property
     def save_at(self) -> int:
@@ -211,6 +212,8 @@ class RoundResult(msgspec.Struct, frozen=True, tag=True):
     keys and values then lie in other places than their positions. probed: the target's likeliest token after each
     probe. queued_s: seconds for which the device was still busy with earlier work when the host began the round.
     prefilled: an item per chunk, as in PrefillResult. prefill_s: the chunks' share of the verify pass, by rows.
+    likeliest: for each row of the entry's newest token and draft, the target's likeliest next tokens and their
+    probabilities; empty if they are not wanted.
     """
 
     committed: Sequence[Committed]
@@ -224,6 +227,7 @@ class RoundResult(msgspec.Struct, frozen=True, tag=True):
     queued_s: float = 0.0
     prefilled: Sequence[Committed | None] = ()
     prefill_s: float = 0.0
+    likeliest: Sequence[Sequence[tuple[Sequence[int], Sequence[float]]]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

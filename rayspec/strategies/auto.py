@@ -15,7 +15,7 @@ from rayspec.decode.strategy import Ask, BatchState, RoundPlan
 from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import MAX_PLAN_GAIN, PRIOR_TOKENS, TEXT_HALF_LIFE, Discounted
-from rayspec.planning.lookup import DraftUntilFound, LookupRecord, best_lookup, survival
+from rayspec.planning.lookup import DraftUntilFound, best_lookup
 from rayspec.planning.trigger import Trigger
 from rayspec.strategies.gate import PLAIN, Gate, Proposed, Taken
 from rayspec.strategies.knapspec import Candidate, KnapSpec
@@ -25,9 +25,9 @@ PLAN, LOOKUP, BOTH = "plan", "prompt lookup", "plan and prompt lookup"
 
 
 class Auto:
-    """KnapSpec finds plans; the gate decides which rounds use them. Every round compares the tokens that lookup would
-    have proposed with the committed tokens; so the acceptance of lookup is learned without trials. looks_up: False for
-    the strategy "knapspec". known, trigger: see `KnapSpec`."""
+    """KnapSpec finds plans; the gate decides which rounds use them. Every round compares the proposed tokens with the
+    committed tokens; so their acceptance is learned without trials. looks_up: False for the strategy "knapspec". known,
+    trigger: see `KnapSpec`."""
 
     def __init__(
         self,
@@ -44,7 +44,6 @@ class Auto:
         self._has_gate = options.gate
         self._latency = latency
         self._gate = Gate(latency, trusted=(LOOKUP, BOTH))
-        self._lookup = LookupRecord()
         # Means over rounds with KnapSpec's draft: tokens per sequence that were committed, and drafted by the model
         # (looked-up tokens excluded), of the sequences for which it drafted; and draft steps per round.
         self._committed = Discounted(TEXT_HALF_LIFE, prior=1.0)
@@ -68,8 +67,6 @@ class Auto:
     ) -> None:
         assert isinstance(chosen, Taken)
         plan = chosen.plan
-        if self._looks_up:
-            self._learn_lookup(state, result)
         drafted = any(one.token_ids for one in result.drafts)
         self._gate.observe(state, chosen, num_tokens, seconds, counts=drafted or not plan.drafts)
         self._num_rounds += 1
@@ -110,7 +107,7 @@ class Auto:
         best = max(self._gate.rate(way, taken.rates) for way in taken.rates)
         return DraftUntilFound(
             worth=worth,
-            by_class=self._lookup.by_class,
+            by_class=tuple(state.by_class()),
             min_survival=best * worth.row_s,
             drafting_gain=rate / plain_rate,
         )
@@ -134,20 +131,10 @@ class Auto:
                 ways[BOTH] = self._looked_up(state, own)
         return ways
 
-    def _learn_lookup(self, state: BatchState, result: RoundResult) -> None:
-        """Learn from the proposals before the round, and from the looked-up tokens that completed drafts."""
-        for proposal, committed in zip(state.proposals(), result.committed, strict=True):
-            if proposal.token_ids:
-                self._lookup.observe(proposal.match_classes, proposal.token_ids, committed.token_ids)
-        for one, committed, num_accepted in zip(result.drafts, result.committed, result.num_accepted, strict=True):
-            if one.match_classes and num_accepted >= one.num_drafted:
-                added, came = one.token_ids[one.num_drafted :], committed.token_ids[one.num_drafted :]
-                self._lookup.observe(one.match_classes, added, came)
-
     def _looked_up(self, state: BatchState, base: Plan) -> Proposed:
         """Return the plan with the best numbers of looked-up tokens; sequences with 0 of them use the plan `base`."""
         context, batch, latency = state.context, state.batch, self._latency
-        survivals = [survival(self._lookup.by_class, one.match_classes) for one in state.proposals()]
+        survivals = [one.survival for one in state.proposals()]
 
         def seconds(lengths: Sequence[int]) -> float:
             num_drafting = lengths.count(0) if base.drafts else 0

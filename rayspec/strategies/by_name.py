@@ -36,6 +36,9 @@ BY_NAME: Mapping[str, Callable[[SpeculationOptions, LatencyModel], Strategy]] = 
     "lookup": lambda options, latency: FixedPlan(
         lookup_plan(len(latency.sublayers), min(_LOOKUP_TOKENS, options.max_draft_tokens))
     ),
+    "recycling": lambda options, latency: FixedPlan(
+        lookup_plan(len(latency.sublayers), options.max_draft_tokens, "recycling")
+    ),
     "lookahead": lambda options, latency: FixedPlan(lookahead_plan(len(latency.sublayers))),
 }
 

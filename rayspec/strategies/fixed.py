@@ -1,6 +1,7 @@
-"""Strategies whose plan never changes: "ar" (no draft), "static", "lookup", "lookahead" and "layerskip".
+"""Strategies whose plan never changes: "ar" (no draft), "static", "lookup", "recycling", "lookahead", "layerskip".
 
-lookup: drafts from the sequence's own text (prompt lookup, Saxena 2023). lookahead: n-grams that the sequences' Jacobi
+lookup: drafts from the sequence's own text (prompt lookup, Saxena 2023). recycling: trees of tokens that the target
+found likely at earlier verifies (Token Recycling, Luo et al. 2025). lookahead: n-grams that the sequences' Jacobi
 windows have produced. layerskip: the draft exits the model at a fixed layer (LayerSkip, Elhoushi et al., 2024). That
 paper's verify reuses the draft's states and keys of all layers before the exit; here, this is the prefix of every plan.
 Its models were trained for early exit; with other models, fewer draft tokens are accepted.
@@ -58,9 +59,9 @@ def static_plan(
     return Plan(choices=choices, num_draft_tokens=num_draft_tokens, source="static")
 
 
-def lookup_plan(num_sublayers: int, num_tokens: int) -> Plan:
-    """Return the plan of drafts of at most `num_tokens` tokens from the sequence's own text."""
-    return replace(no_draft(num_sublayers, "lookup"), num_lookup_tokens=num_tokens)
+def lookup_plan(num_sublayers: int, num_tokens: int, source: str = "lookup") -> Plan:
+    """Return the plan of drafts of at most `num_tokens` tokens that no pass has to draft."""
+    return replace(no_draft(num_sublayers, source), num_lookup_tokens=num_tokens)
 
 
 def lookahead_plan(num_sublayers: int) -> Plan:

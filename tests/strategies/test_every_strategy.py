@@ -106,6 +106,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ar": {},
     "static": {"skip": (2,)},
     "lookup": {},
+    "recycling": {},
     "lookahead": {},
     "layerskip": {"exit_layer": 3},
     "knapspec": {"optimise_share": 1.0},
@@ -164,7 +165,7 @@ def test_nor_where_norms_and_windows_differ_and_the_time_of_all_questions_counts
     assert stats.optimise_s >= sum(spent_s) * (1 - 1e-9), "questions that changed nothing took time too"
 
 
-@pytest.mark.parametrize("strategy", ["asd", "lookup"])
+@pytest.mark.parametrize("strategy", ["asd", "recycling"])
 def test_nor_does_one_behind_the_gate(strategy: str) -> None:
     gated = made(strategy, gate=True)
     assert isinstance(gated, Gated)

@@ -7,12 +7,11 @@ match is more often the source of the copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.config import SpeculationOptions
 from rayspec.planning.lookup import AMBIGUOUS, SINGLE, UNANIMOUS, match_class
 
 _MAX_PLACES = 8  # the latest occurrences of an n-gram, which are compared
@@ -20,18 +19,24 @@ _LONGEST_MATCH = 32  # tokens that are compared at most
 _COMPARABLE = 0.5  # share of the longest match that other places must match to count as support
 _MAX_UNSORTED = 4096
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_NGRAM = 3  # tokens that must match where a draft is looked up
-# Tokens that must match in `auto`, which learns the acceptance for each length of match.
-_SHORTEST_MATCH = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that may come next, and the class of each (`planning.lookup.match_class`). Both are empty without a
-    match."""
+    """Tokens that may come next, and the class of each (`planning.lookup.match_class`). Both are empty without any.
+
+    parents: for each token, the row that it follows, see `RoundEntry`; empty for a chain. survival: the probability of
+    each that it, and all that it follows, are right; falling. copied: the part that was copied, whole.
+    """
 
     token_ids: tuple[int, ...] = ()
     match_classes: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    survival: tuple[float, ...] = ()
+    copied: Proposal | None = None
+
+    def with_survival(self, chances: Sequence[float]) -> Proposal:
+        return replace(self, survival=tuple(chances))
 
 
 NOTHING = Proposal()
@@ -159,10 +164,3 @@ def _hashes(tokens: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:
     for at in range(1, length):
         hashes = hashes * _MULTIPLIER + tokens[at : at + num_ngrams]
     return hashes
-
-
-def lookup_index(options: SpeculationOptions) -> LookupIndex | None:
-    """Return the index of a new sequence; None for a strategy that looks nothing up."""
-    if options.strategy not in ("auto", "lookup"):
-        return None
-    return LookupIndex(_NGRAM, _SHORTEST_MATCH if options.strategy == "auto" else None)

@@ -1,0 +1,124 @@
+"""Proposes tokens that no pass has to draft: copied from the sequence's own text, and recycled from verifies."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+
+from rayspec.config import SpeculationOptions
+from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
+from rayspec.decode.drafting.recycle import NUM_SUCCESSORS, Likeliest, Successors
+from rayspec.decode.requests import SequenceState
+from rayspec.decode.work import Draft, RoundEntry
+from rayspec.planning.lookup import LookupRecord, survival
+
+_NGRAM = 3  # tokens that must match where a draft is looked up
+# Tokens that must match in `auto`, which learns the acceptance for each length of match.
+_SHORTEST_MATCH = 1
+_LEAST_SURVIVAL = 0.02  # of a token in a tree
+
+
+class Proposer:
+    """Grows a tree for each sequence: the copy, with recycled tokens beside and behind it.
+
+    One for all sequences of an engine: what it learns of one text serves the next.
+    """
+
+    def __init__(self, options: SpeculationOptions) -> None:
+        self._strategy = options.strategy
+        self.record = LookupRecord()
+        self._successors = Successors() if options.strategy in ("auto", "recycling") else None
+
+    @property
+    def num_likeliest(self) -> int:
+        """The target's likeliest tokens that are wanted after each verified row."""
+        return NUM_SUCCESSORS if self._successors is not None else 0
+
+    def begin(self, sequence: SequenceState) -> None:
+        """Prepare a new sequence, unless that is done."""
+        if sequence.lookup is None and self._strategy in ("auto", "lookup"):
+            sequence.lookup = LookupIndex(_NGRAM, _SHORTEST_MATCH if self._strategy == "auto" else None)
+        if self._successors is not None:
+            self._successors.note_text(sequence.token_ids)
+
+    def propose(self, sequence: SequenceState, num_tokens: int) -> Proposal:
+        """Return at most `num_tokens` tokens that may come next, the likeliest first."""
+        num_tokens = min(num_tokens, sequence.num_remaining - 1)
+        copied = sequence.proposal(num_tokens) if sequence.lookup is not None else NOTHING
+        by_class = self.record.by_class
+        if self._successors is None:
+            return copied.with_survival(survival(by_class, copied.match_classes))
+        return self._grown(copied, sequence.token_ids, num_tokens, by_class)
+
+    def _grown(self, copied: Proposal, text: Sequence[int], num_tokens: int, by_class: Sequence[float]) -> Proposal:
+        """Grow a tree from its root, the newest token, by the token that is likeliest to be reached and right.
+
+        A token stands for (probability that it is reached and right, its class, the row that it follows, the token of
+        that row, its place in the copy). Recycled tokens count for the case that the copy is wrong.
+        """
+        assert self._successors is not None
+        ties = itertools.count()
+        heap: list[tuple[float, int, int, int, int, int, int | None]] = []
+        token_ids: list[int] = []
+        classes: list[int] = []
+        parents: list[int] = []
+        chances: list[float] = []
+        row, before, token, reached = 0, text[-2] if len(text) > 1 else -1, text[-1], 1.0
+        at: int | None = 0
+        while len(token_ids) < num_tokens:
+            following = None
+            if at is not None and at < len(copied.token_ids):
+                following, its_class = copied.token_ids[at], copied.match_classes[at]
+                heapq.heappush(
+                    heap, (-reached * by_class[its_class], next(ties), its_class, row, token, following, at + 1)
+                )
+                reached *= 1 - by_class[its_class]
+            for other, its_class in zip(*self._successors.after(before, token), strict=True):
+                if other != following and (chance := reached * by_class[its_class]) >= _LEAST_SURVIVAL:
+                    heapq.heappush(heap, (-chance, next(ties), its_class, row, token, other, None))
+            if not heap:
+                break
+            chance, _, its_class, parent, before, token, at = heapq.heappop(heap)
+            reached = -chance
+            if reached < _LEAST_SURVIVAL:
+                break
+            token_ids.append(token)
+            classes.append(its_class)
+            parents.append(parent)
+            chances.append(reached)
+            row = len(token_ids)
+        is_chain = parents == list(range(len(parents)))
+        return Proposal(tuple(token_ids), tuple(classes), () if is_chain else tuple(parents), tuple(chances), copied)
+
+    def learn(
+        self,
+        text: Sequence[int],
+        entry: RoundEntry,
+        proposal: Proposal,
+        draft: Draft,
+        committed: Sequence[int],
+        likeliest: Sequence[Likeliest],
+    ) -> None:
+        """Compare what was proposed with what came, and note what the target found likely. text: with the committed
+        tokens at its end. likeliest: of the newest token's row and of each row of the draft."""
+        copied = proposal.copied or proposal
+        self.record.observe(copied.match_classes, copied.token_ids, committed)
+        if draft.match_classes and list(committed[: draft.num_drafted]) == draft.token_ids[: draft.num_drafted]:
+            added = draft.token_ids[draft.num_drafted :]
+            self.record.observe(draft.match_classes, added, committed[draft.num_drafted :])
+        if self._successors is None:
+            return
+        first = entry.length - 1
+        before, token, is_copied = text[first - 1] if first else -1, text[first], True
+        for at, one in enumerate(committed):
+            is_copied = is_copied and copied.token_ids[at : at + 1] == (one,)
+            if not is_copied:
+                for candidate, its_class in zip(*self._successors.after(before, token), strict=True):
+                    self.record.observe_one(its_class, candidate == one)
+            before, token = token, one
+        rows = [text[first], *draft.token_ids]
+        parents = draft.parents or range(len(draft.token_ids))
+        befores = [text[first - 1] if first else -1, *(rows[parent] for parent in parents)]
+        for before, token, found in zip(befores, rows, likeliest, strict=False):
+            self._successors.note(before, token, found)

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from rayspec.config import SpeculationOptions
+from rayspec.decode.drafting.lookup import NOTHING, Proposal
+from rayspec.decode.drafting.proposer import Proposer
+from rayspec.decode.drafting.recycle import NUM_SUCCESSORS, Likeliest, Successors
+from rayspec.decode.requests import SequenceState
+from rayspec.decode.work import Draft, RoundEntry
+from rayspec.generation import DecodingParams
+from rayspec.planning.lookup import SINGLE, match_class
+
+
+def likeliest(*token_ids: int, first: float = 0.9) -> Likeliest:
+    """These tokens, then others."""
+    others = [token for token in range(90, 100) if token not in token_ids]
+    token_ids = (*token_ids, *others)[:NUM_SUCCESSORS]
+    return token_ids, [first, *[(1 - first) / NUM_SUCCESSORS] * (NUM_SUCCESSORS - 1)]
+
+
+def sequence_of(token_ids: Sequence[int], num_remaining: int = 100) -> SequenceState:
+    return SequenceState(
+        sequence_id="a",
+        index=0,
+        params=DecodingParams(),
+        seed=0,
+        token_ids=list(token_ids),
+        num_prompt_tokens=len(token_ids),
+        max_total_tokens=len(token_ids) + num_remaining,
+        eos_token_ids=(),
+        detokenizer=None,
+    )
+
+
+def proposer_for(strategy: str, sequence: SequenceState) -> Proposer:
+    proposer = Proposer(SpeculationOptions(strategy=strategy))
+    proposer.begin(sequence)
+    return proposer
+
+
+def entry_of(sequence: SequenceState) -> RoundEntry:
+    length = sequence.num_tokens
+    return RoundEntry(sequence_id="a", runs=(), length=length, last_token=sequence.token_ids[-1], max_draft_tokens=0)
+
+
+def play(
+    proposer: Proposer, sequence: SequenceState, committed: Sequence[int], rows: Sequence[Likeliest], draft: Draft
+) -> None:
+    """A round of this draft, in which the target found these tokens likeliest after each row."""
+    entry, proposal = entry_of(sequence), proposer.propose(sequence, 16)
+    sequence.token_ids.extend(committed)
+    proposer.learn(sequence.token_ids, entry, proposal, draft, committed, rows)
+
+
+def paths_of(proposal: Proposal) -> set[tuple[int, ...]]:
+    """The texts from the root to each token."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(proposal.token_ids, proposal.parents or range(len(proposal.token_ids)), strict=True):
+        paths.append((*paths[parent], token))
+    return set(paths[1:])
+
+
+def test_successors_of_a_pair_come_before_those_of_a_token_and_those_of_prompts_last() -> None:
+    successors = Successors()
+    assert successors.after(1, 2) == ([], [])
+    successors.note_text([1, 2, 3, 2, 4])
+    assert successors.after(7, 2)[0] == [4], "the later of two in the text"
+    successors.note(1, 2, likeliest(5))
+    successors.note_text([2, 6])
+    assert successors.after(9, 2)[0][0] == 5, "what the target found stays"
+    successors.note(8, 2, likeliest(7))
+    assert [successors.after(before, 2)[0][0] for before in (1, 8, 9)] == [5, 7, 7]
+
+
+def test_a_tree_holds_what_was_likely_after_rejected_rows_too() -> None:
+    sequence = sequence_of([1, 2])
+    proposer = proposer_for("recycling", sequence)
+    assert paths_of(proposer.propose(sequence, 8)) == set(), "nothing follows 2 in the prompt"
+    rows = [likeliest(3), likeliest(4), likeliest(5)]
+    play(proposer, sequence, [3], rows, Draft([8, 9], parents=[0, 0]))  # both are wrong
+    sequence.token_ids += [1, 2]
+    assert (3,) in paths_of(proposer.propose(sequence, 8))
+    sequence.token_ids += [2, 8]
+    assert (4,) in paths_of(proposer.propose(sequence, 8)), "the row of 8, which was rejected"
+
+
+def test_the_likeliest_tokens_come_first_and_every_token_after_its_parent() -> None:
+    sequence = sequence_of([1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
+    proposer = proposer_for("auto", sequence)
+    for before, token in ((2, 3), (3, 4), (4, 5)):
+        proposer._successors.note(before, token, likeliest(token + 10, token + 1))  # type: ignore[union-attr]
+    found = proposer.propose(sequence, 12)
+    assert found.parents, "the copy and what is recycled are two branches"
+    assert {(4,), (4, 5), (13,)} <= paths_of(found)
+    assert list(found.survival) == sorted(found.survival, reverse=True)
+    assert all(parent <= at for at, parent in enumerate(found.parents))
+    siblings = [(parent, token) for token, parent in zip(found.token_ids, found.parents, strict=True)]
+    assert len(set(siblings)) == len(siblings), "no token twice after the same row"
+    sequence.max_total_tokens = sequence.num_tokens + 4
+    assert len(proposer.propose(sequence, 12).token_ids) == 3
+
+
+def test_acceptance_is_learned_without_the_draft_being_used() -> None:
+    """Plain rounds in which what was likeliest comes again, or never."""
+    for comes in (True, False):
+        sequence = sequence_of([1, 2])
+        proposer = proposer_for("recycling", sequence)
+        for _ in range(30):
+            play(proposer, sequence, [3 if comes else 4], [likeliest(3)], Draft())
+            sequence.token_ids += [1, 2]
+        survival = dict(
+            zip(paths_of(proposer.propose(sequence, 1)), proposer.propose(sequence, 1).survival, strict=True)
+        )
+        assert (survival.get((3,), 0.0) > 0.9) == comes
+        assert (survival.get((3,), 0.0) < 0.1) != comes
+
+
+@pytest.mark.parametrize("num_right", [1, 2, 4, 6])
+def test_looked_up_tokens_behind_a_draft_count_only_where_the_draft_was_right(num_right: int) -> None:
+    """A draft of two tokens of the model and four looked-up ones."""
+    sequence = sequence_of([1, 2])
+    proposer = proposer_for("auto", sequence)
+    before = proposer.record.by_class
+    draft = Draft([5, 6, 1, 1, 1, 1], [0.9, 0.8], match_classes=[match_class(4 + at, SINGLE) for at in range(4)])
+    play(proposer, sequence, [*draft.token_ids[:num_right], 9], [], draft)
+    learned = [now > then for now, then in zip(proposer.record.by_class, before, strict=True)]
+    assert any(learned) == (num_right > 2)
+    assert (proposer.record.by_class != before) == (num_right >= 2)
+
+
+def test_without_recycling_the_copy_is_a_chain() -> None:
+    sequence = sequence_of([1, 2, 3, 4, 1, 2, 3])
+    found = proposer_for("lookup", sequence).propose(sequence, 3)
+    assert (found.token_ids, found.parents) == ((4, 1, 2), ())
+    assert proposer_for("ar", sequence_of([1, 2])).propose(sequence_of([1, 2]), 3) == NOTHING
