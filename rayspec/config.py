@@ -225,6 +225,11 @@ class SpeculationOptions(Options):
     strategy: Strategy | str = "auto"
     verification: Verification = "coupled"
     max_draft_tokens: int = Field(16, ge=1, le=127)
+    corpus_tokens: int = Field(
+        1 << 20,
+        ge=0,
+        description="auto: tokens of finished outputs that are kept, from which later texts copy; 0: none",
+    )
     draft_threshold: float | None = Field(
         None,
         ge=0.0,

@@ -120,6 +120,9 @@ class EngineStats:
     Times are wall time in seconds. In one process `prefill_s`, `draft_s`, `verify_s` and `optimise_s` count no second
     twice. In a pipeline `prefill_s` is the share of the prompts: work items at the same time share the time evenly.
     There `draft_s` and `verify_s` are times at the stage with the head, summed over rounds that may overlap.
+
+    accepted_by_source: accepted draft tokens that the model drafted ("model"), or that were copied from the sequence
+    ("own text") or from finished outputs ("corpus"), or that the target found likely before ("recycled").
     """
 
     num_prompt_tokens: int = 0
@@ -139,6 +142,7 @@ class EngineStats:
     optimise_s: float = 0.0
     total_s: float = 0.0
     accepted_lengths: dict[int, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
     gate_reason: str = ""
     plans: list[PlanRecord] = field(default_factory=list)
 
@@ -193,7 +197,8 @@ class Logprob:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt to complete: text, or token ids, which take precedence. stream: the output comes as it is generated,
-    see RequestOutput. background: other requests go first, see `Scheduler`."""
+    see RequestOutput. background: other requests go first, see `Scheduler`. owner: only requests of the same owner copy
+    from this one's output."""
 
     request_id: str
     params: SamplingParams
@@ -201,6 +206,7 @@ class Request:
     prompt_token_ids: Sequence[int] | None = None
     stream: bool = False
     background: bool = False
+    owner: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -344,6 +344,8 @@ class Engine:
     def _retire(self, sequence: SequenceState) -> None:
         """Release a finished sequence: now, or once its cohort's work is done, whose rows write into its pages."""
         sequence.metrics.finished_s = self._clock()
+        if sequence.finish_reason in ("stop", "length"):
+            self._planner.proposer.remember(sequence)
         self._planner.forget(sequence)
         if not sequence.table.pages or not self._is_busy(sequence.cohort):
             self._release(sequence)

@@ -55,6 +55,7 @@ class SequenceState:
     max_total_tokens: int
     eos_token_ids: Collection[int]
     detokenizer: Detokenizer | None
+    owner: str = ""
     streams: bool = False
     background: bool = False
     num_computed: int = 0
@@ -305,6 +306,7 @@ class Requests(dict[str, LiveRequest]):
             max_total_tokens=len(token_ids) + params.max_tokens,
             eos_token_ids=self._model.eos_token_ids,
             detokenizer=Detokenizer(self._model.tokenizer, params) if self._model.tokenizer else None,
+            owner=request.owner,
             streams=request.stream,
             background=request.background,
             metrics=RequestMetrics(arrival_s=self._clock()),

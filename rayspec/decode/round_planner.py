@@ -12,7 +12,7 @@ from functools import cache
 from rayspec.config import MAX_TREE_TOKENS, SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess
 from rayspec.decode.drafting.lookup import Proposal
-from rayspec.decode.drafting.proposer import Proposer
+from rayspec.decode.drafting.proposer import Proposer, sources_of
 from rayspec.decode.requests import SequenceState
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.search import Answer, Question
@@ -125,14 +125,15 @@ class RoundPlanner:
 
     def _teach(self, planned: PlannedRound, result: RoundResult) -> None:
         """Let the proposer compare what it proposed with what came."""
-        proposals = planned.state.proposals()
+        proposals, by_source = planned.state.proposals(), self._stats.accepted_by_source
         for at, (sequence, entry) in enumerate(zip(planned.sequences, planned.work.entries, strict=True)):
-            committed = result.committed[at]
+            committed, draft = result.committed[at], result.drafts[at]
+            rows = (result.paths[at] if result.paths else ()) or range(1, result.num_accepted[at] + 1)
+            for source in sources_of(draft, proposals[at], rows):
+                by_source[source] = by_source.get(source, 0) + 1
             if committed.finite and sequence.finish_reason != "abort":
                 likeliest = result.likeliest[at] if result.likeliest else ()
-                self.proposer.learn(
-                    sequence.token_ids, entry, proposals[at], result.drafts[at], committed.token_ids, likeliest
-                )
+                self.proposer.learn(sequence.token_ids, entry, proposals[at], draft, committed.token_ids, likeliest)
 
     def forget(self, sequence: SequenceState | None = None) -> None:
         """Drop the taps of the sequence, or of all, and cancel the search, because the sequence leaves its place in the

@@ -228,7 +228,7 @@ class _Fuser:
         return body, linears
 
     def head(self, parts: Decomposition) -> nn.Module | None:
-        """Return the LM head in the faster layout, if it has one. A tied head is copied: the embedding needs its rows."""
+        """Return the LM head in the faster layout, if it has one. A tied head is copied, for the embedding."""
         head = parts.lm_head
         if not is_plain(head) or not self._may_block(head):
             return head

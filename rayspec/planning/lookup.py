@@ -21,25 +21,33 @@ AMBIGUOUS, SINGLE, UNANIMOUS = range(3)
 _LENGTHS = (0, 2, 3, 4, 5, 6, 8, 11, 16, 24)
 _SINGLE = tuple(max(length, 1) / (max(length, 1) + 2) for length in _LENGTHS)
 _COPIED = (*(right / 2 for right in _SINGLE), *_SINGLE, *((1 + right) / 2 for right in _SINGLE))
+# Where a copied token comes from: the sequence's own text, or a corpus of other texts, which are less often alike.
+OWN_TEXT, CORPUS = range(2)
+_NUM_COPIED = 2 * len(_COPIED)
 # Probabilities of a recycled token at which a class begins; and the prior acceptance of each class: after a token, and
 # after a pair of tokens, where the target's probabilities say more.
 _PROBABILITIES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 _RECYCLED = (*(0.02 + 0.3 * one for one in _PROBABILITIES), *(0.02 + 0.6 * one for one in _PROBABILITIES))
-UNVERIFIED = len(_COPIED) + len(_RECYCLED)  # the class of a successor in a prompt
-_PRIORS = (*_COPIED, *_RECYCLED, 0.15)
+UNVERIFIED = _NUM_COPIED + len(_RECYCLED)  # the class of a successor in a prompt
+_PRIORS = (*_COPIED, *(right / 2 for right in _COPIED), *_RECYCLED, 0.15)
 
 
-def match_class(num_matched: int, support: int) -> int:
-    """Return the class of a looked-up token, by the number of matching tokens before it and its support: AMBIGUOUS,
-    SINGLE or UNANIMOUS."""
-    return support * len(_LENGTHS) + bisect_right(_LENGTHS, num_matched) - 1
+def match_class(num_matched: int, support: int, source: int = OWN_TEXT) -> int:
+    """Return the class of a looked-up token, by the number of matching tokens before it, its support (AMBIGUOUS,
+    SINGLE or UNANIMOUS) and its source (OWN_TEXT or CORPUS)."""
+    return source * len(_COPIED) + support * len(_LENGTHS) + bisect_right(_LENGTHS, num_matched) - 1
 
 
 def recycled_class(probability: float, *, is_pair: bool) -> int:
     """Return the class of a recycled token, by its probability when its place was last verified. is_pair: whether that
     place followed the same two tokens, or only the same token."""
-    first = len(_COPIED) + (len(_PROBABILITIES) if is_pair else 0)
+    first = _NUM_COPIED + (len(_PROBABILITIES) if is_pair else 0)
     return first + bisect_right(_PROBABILITIES, probability) - 1
+
+
+def source_of(match_class: int) -> str:
+    """Return the name of a class's source."""
+    return ("own text", "corpus")[match_class // len(_COPIED)] if match_class < _NUM_COPIED else "recycled"
 
 
 class LookupRecord:

@@ -351,8 +351,9 @@ def merged_stats(parts: Sequence[EngineStats]) -> EngineStats:
             value, sum_so_far = getattr(part, field.name), getattr(total, field.name)
             if isinstance(value, int | float):
                 setattr(total, field.name, sum_so_far + value)
-        for length, count in part.accepted_lengths.items():
-            total.accepted_lengths[length] = total.accepted_lengths.get(length, 0) + count
+            elif isinstance(value, dict):
+                for key, count in value.items():
+                    sum_so_far[key] = sum_so_far.get(key, 0) + count
     total.gate_reason = next((part.gate_reason for part in parts if part.gate_reason), "")
     total.plans = sorted((plan for part in parts for plan in part.plans), key=lambda plan: plan.elapsed_s)
     return total

@@ -1,23 +1,27 @@
-"""Drafts looked up in the sequence's own text: the tokens that followed an earlier occurrence of its newest tokens.
+"""Drafts looked up in texts: the tokens that followed an earlier occurrence of a sequence's newest tokens.
 
 Prompt lookup (Saxena 2023) with the longest match instead of the first: summaries and extractions copy, and the longest
-match is more often the source of the copy.
+match is more often the source of the copy. A corpus of finished outputs serves texts that share a template, as the
+global tree of suffix decoding does (Oliaro et al. 2024).
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.planning.lookup import AMBIGUOUS, SINGLE, UNANIMOUS, match_class
+from rayspec.planning.lookup import AMBIGUOUS, OWN_TEXT, SINGLE, UNANIMOUS, match_class
 
 _MAX_PLACES = 8  # the latest occurrences of an n-gram, which are compared
 _LONGEST_MATCH = 32  # tokens that are compared at most
 _COMPARABLE = 0.5  # share of the longest match that other places must match to count as support
 _MAX_UNSORTED = 4096
+END_OF_TEXT = -1  # stands between the texts of an index of several; no copy goes beyond it
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -45,12 +49,12 @@ NOTHING = Proposal()
 class LookupIndex:
     """The ends of each n-gram in a growing text.
 
-    ngram: tokens that must match. shortest: tokens that suffice if no match is that long.
+    ngram: tokens that must match. shortest: tokens that suffice if no match is that long. source: OWN_TEXT or CORPUS.
     """
 
-    def __init__(self, ngram: int, shortest: int | None = None) -> None:
-        self.ngram, self.shortest = ngram, shortest
-        self._token_ids: list[int] = []
+    def __init__(self, ngram: int, shortest: int | None = None, *, source: int = OWN_TEXT) -> None:
+        self.ngram, self.shortest, self._source = ngram, shortest, source
+        self._token_ids = array("i")
         self._ends = [_Ends(length) for length in range(ngram, (shortest or ngram) - 1, -1)]  # the longest first
 
     @property
@@ -61,43 +65,48 @@ class LookupIndex:
     def extend_to(self, token_ids: Sequence[int], num_tokens: int | None = None) -> None:
         """Extend the text to the first `num_tokens` of `token_ids`, by default to all. Each text begins with the text
         of the previous call. A text that is no longer than that changes nothing."""
+        self.extend(token_ids[len(self._token_ids) : num_tokens])
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            return
         text = self._token_ids
         num_before = len(text)
-        text.extend(token_ids[num_before:num_tokens])
-        if len(text) == num_before:
-            return
+        text.extend(token_ids)
         first = max(0, num_before - self.ngram)
-        tokens = np.array(text[first:-1], np.uint64)  # a proposal needs a token after the n-gram
+        tokens = np.array(text[first:-1]).astype(np.uint64)  # a proposal needs a token after the n-gram
         for ends in self._ends:
             ends.extend(tokens[max(0, num_before - ends.length) - first :])
 
     def propose(self, num_tokens: int, drafted: Sequence[int] = ()) -> Proposal:
-        """Propose at most `num_tokens` tokens from the place with the longest match; of equal matches, from the latest.
+        """Propose at most `num_tokens` tokens that follow the text.
 
         drafted: tokens that follow the text for this call only. They are not indexed.
         """
         num_committed = len(self._token_ids)
         self._token_ids.extend(drafted)
         try:
-            return self._proposed(num_tokens)
+            return self.propose_after(newest_of(self._token_ids, self.ngram), num_tokens)
         finally:
             del self._token_ids[num_committed:]
 
-    def _proposed(self, num_tokens: int) -> Proposal:
+    def propose_after(self, newest: Sequence[int], num_tokens: int) -> Proposal:
+        """Propose at most `num_tokens` tokens that follow the tokens `newest`, from the place with the longest match;
+        of equal matches, from the latest. Newest tokens before the last `_LONGEST_MATCH` may be left out."""
         if num_tokens <= 0:
             return NOTHING
         for ends in self._ends:
-            places = ends.of(self._token_ids[-ends.length :])
-            found = sorted((self._matched(place, ends.length), place) for place in places)
+            found = sorted((self._matched(place, newest), place) for place in ends.of(newest[-ends.length :]))
             if found and found[-1][0] >= ends.length:
                 num_matched, end = found.pop()
                 needed = max(ends.length, _COMPARABLE * num_matched)
                 others = [place for count, place in found if count >= needed]
                 period = len(self._token_ids) - end  # at the end of the text, it continues from `end` again
-                token_ids = [self._token_ids[end + at % period] for at in range(num_tokens)]
+                copied = (self._token_ids[end + at % period] for at in range(num_tokens))
+                token_ids = tuple(takewhile(lambda token: token != END_OF_TEXT, copied))
                 supports = self._supports(token_ids, others)
-                match_classes = [match_class(num_matched + at, support) for at, support in enumerate(supports)]
-                return Proposal(tuple(token_ids), tuple(match_classes))
+                classes = (match_class(num_matched + at, one, self._source) for at, one in enumerate(supports))
+                return Proposal(token_ids, tuple(classes))
         return NOTHING
 
     def _supports(self, token_ids: Sequence[int], others: Sequence[int]) -> list[int]:
@@ -110,14 +119,18 @@ class LookupIndex:
             others = same
         return supports
 
-    def _matched(self, end: int, ngram: int) -> int:
-        """Return how many tokens before `end` equal the newest tokens of the text. Stop counting at `_LONGEST_MATCH`
-        or, if that is more, at the length of the n-gram."""
+    def _matched(self, end: int, newest: Sequence[int]) -> int:
+        """Return how many tokens before `end` equal the newest tokens."""
         text, num_matched = self._token_ids, 0
-        longest = min(end, max(ngram, _LONGEST_MATCH))
-        while num_matched < longest and text[end - 1 - num_matched] == text[-1 - num_matched]:
+        longest = min(end, len(newest))
+        while num_matched < longest and text[end - 1 - num_matched] == newest[-1 - num_matched]:
             num_matched += 1
         return num_matched
+
+
+def newest_of(text: Sequence[int], ngram: int = 0) -> Sequence[int]:
+    """Return the newest tokens of a text, as many as are compared."""
+    return text[-max(ngram, _LONGEST_MATCH) :]
 
 
 class _Ends:
@@ -149,7 +162,7 @@ class _Ends:
         """Return where the latest n-grams with the hash of this one end, at most `_MAX_PLACES`."""
         if len(ngram) < self.length:
             return []
-        (wanted,) = _hashes(np.array(ngram, np.uint64), self.length)
+        (wanted,) = _hashes(np.array(ngram).astype(np.uint64), self.length)
         newest = np.flatnonzero(self._newest == wanted)[-_MAX_PLACES:] + len(self._starts)
         last = int(np.searchsorted(self._hashes, wanted, side="right"))
         older = slice(max(0, last - _MAX_PLACES + len(newest)), last)

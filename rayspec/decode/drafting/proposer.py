@@ -1,4 +1,5 @@
-"""Proposes tokens that no pass has to draft: copied from the sequence's own text, and recycled from verifies."""
+"""Proposes tokens that no pass has to draft: copied from the sequence's own text or from finished outputs, and
+recycled from verifies."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ import itertools
 from collections.abc import Sequence
 
 from rayspec.config import SpeculationOptions
-from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
+from rayspec.decode.drafting.corpus import Corpora
+from rayspec.decode.drafting.lookup import LookupIndex, Proposal, newest_of
 from rayspec.decode.drafting.recycle import NUM_SUCCESSORS, Likeliest, Successors
 from rayspec.decode.requests import SequenceState
 from rayspec.decode.work import Draft, RoundEntry
-from rayspec.planning.lookup import LookupRecord, survival
+from rayspec.planning.lookup import LookupRecord, source_of, survival
 
 _NGRAM = 3  # tokens that must match where a draft is looked up
 # Tokens that must match in `auto`, which learns the acceptance for each length of match.
@@ -29,6 +31,7 @@ class Proposer:
         self._strategy = options.strategy
         self.record = LookupRecord()
         self._successors = Successors() if options.strategy in ("auto", "recycling") else None
+        self._corpora = Corpora(options.corpus_tokens) if options.strategy == "auto" and options.corpus_tokens else None
 
     @property
     def num_likeliest(self) -> int:
@@ -45,11 +48,24 @@ class Proposer:
     def propose(self, sequence: SequenceState, num_tokens: int) -> Proposal:
         """Return at most `num_tokens` tokens that may come next, the likeliest first."""
         num_tokens = min(num_tokens, sequence.num_remaining - 1)
-        copied = sequence.proposal(num_tokens) if sequence.lookup is not None else NOTHING
         by_class = self.record.by_class
+        copied = self._copied(sequence, num_tokens, by_class)
         if self._successors is None:
             return copied.with_survival(survival(by_class, copied.match_classes))
         return self._grown(copied, sequence.token_ids, num_tokens, by_class)
+
+    def remember(self, sequence: SequenceState) -> None:
+        """Keep the output of a finished sequence for others to copy."""
+        if self._corpora is not None and sequence.output_token_ids:
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+            self._corpora.of(sequence.owner).add(prompt, sequence.output_token_ids)
+
+    def _copied(self, sequence: SequenceState, num_tokens: int, by_class: Sequence[float]) -> Proposal:
+        """Return the copy with the most tokens that are expected to be right. Own text wins ties."""
+        found = [sequence.proposal(num_tokens)]
+        if self._corpora is not None:
+            found += self._corpora.of(sequence.owner).proposals(newest_of(sequence.token_ids), num_tokens)
+        return max(found, key=lambda one: sum(survival(by_class, one.match_classes)))
 
     def _grown(self, copied: Proposal, text: Sequence[int], num_tokens: int, by_class: Sequence[float]) -> Proposal:
         """Grow a tree from its root, the newest token, by the token that is likeliest to be reached and right.
@@ -122,3 +138,11 @@ class Proposer:
         befores = [text[first - 1] if first else -1, *(rows[parent] for parent in parents)]
         for before, token, found in zip(befores, rows, likeliest, strict=False):
             self._successors.note(before, token, found)
+
+
+def sources_of(draft: Draft, proposal: Proposal, rows: Sequence[int]) -> list[str]:
+    """Return where each of the accepted tokens in these rows comes from, see `EngineStats`. proposal: of the round.
+    Row i is the draft's token i - 1."""
+    classes = proposal.match_classes if draft.looked_up else draft.match_classes
+    first = draft.num_drafted + 1
+    return [source_of(classes[row - first]) if 0 <= row - first < len(classes) else "model" for row in rows]
