@@ -257,6 +257,7 @@ def _likeliest(logits: Tensor, rows: Sequence[Rows], count: int) -> list[list[tu
     host."""
     if not count:
         return []
+    count = min(count, logits.shape[-1])
     best = logits.topk(count)
     chances = (best.values.float() - logits.float().logsumexp(-1, keepdim=True)).exp()
     table: list[list[float]] = torch.cat((best.indices.double(), chances.double()), 1).tolist()

@@ -39,6 +39,7 @@ PLANS = {
         tree_widths=(2, 2, 2, 2),
     ),
     "lookup": lookup_plan(NUM_SUBLAYERS, 3),
+    "recycling": lookup_plan(NUM_SUBLAYERS, 4, "recycling"),
     "lookahead": lookahead_plan(NUM_SUBLAYERS),
 }
 
@@ -84,6 +85,7 @@ def drawn(path: str, plan: Plan, verification: str) -> tuple[float, EngineStats]
         parts_of(path),
         plan,
         verification=verification,
+        speculation={"strategy": "recycling" if plan.source == "recycling" else "lookup"},
         max_draft_tokens=4,
         num_beside=16,
         max_num_seqs=BATCH,
@@ -96,7 +98,7 @@ def drawn(path: str, plan: Plan, verification: str) -> tuple[float, EngineStats]
 
 
 @pytest.mark.parametrize(
-    ("name", "verification"), few_of(list(product(PLANS, ["coupled", "rejection"])), [("tree", "rejection")])
+    ("name", "verification"), few_of(list(product(PLANS, ["coupled", "rejection"])), [("tree", "rejection"), ("recycling", "rejection")])
 )
 def test_continuations_come_as_often_as_they_should(path: str, name: str, verification: str) -> None:
     value, stats = drawn(path, PLANS[name], verification)

@@ -40,8 +40,8 @@ class Successors:
         for is_pair, key in ((True, _key(before, token)), (False, token)):
             slot = key % _PRIME
             self._keys[slot] = key
-            self._token_ids[slot] = token_ids
-            self._classes[slot] = [recycled_class(one, is_pair=is_pair) for one in probabilities]
+            self._token_ids[slot] = [*token_ids, *[_NONE] * (NUM_SUCCESSORS - len(token_ids))]
+            self._classes[slot, : len(token_ids)] = [recycled_class(one, is_pair=is_pair) for one in probabilities]
 
     def note_text(self, token_ids: Sequence[int]) -> None:
         """Note the bigrams of a text for the tokens after which nothing is noted yet."""
