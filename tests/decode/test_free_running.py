@@ -19,6 +19,7 @@ from torch import Tensor
 from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode import requests, verify
+from rayspec.decode.drafting import proposer
 from rayspec.decode.drafting.lookahead import Lookahead
 from rayspec.strategies.fixed import lookahead_plan, lookup_plan
 from rayspec.types import EngineStats, Plan
@@ -55,7 +56,9 @@ class FromPrompt(Lookahead):
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And copies of texts in which a single token matches."""
     monkeypatch.setattr(requests, "Lookahead", FromPrompt)
+    monkeypatch.setattr(proposer, "_NGRAM", 1)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +101,8 @@ def drawn(path: str, plan: Plan, verification: str) -> tuple[float, EngineStats]
 
 
 @pytest.mark.parametrize(
-    ("name", "verification"), few_of(list(product(PLANS, ["coupled", "rejection"])), [("tree", "rejection"), ("recycling", "rejection")])
+    ("name", "verification"),
+    few_of(list(product(PLANS, ["coupled", "rejection"])), [("tree", "rejection"), ("recycling", "rejection")]),
 )
 def test_continuations_come_as_often_as_they_should(path: str, name: str, verification: str) -> None:
     value, stats = drawn(path, PLANS[name], verification)
