@@ -140,7 +140,9 @@ def test_a_stream_is_passed_on_once_and_its_last_event_is_the_error(last: Except
 
 
 def test_without_a_key_nothing_opens_but_health_and_the_page() -> None:
-    paths = asked("GET", "/openapi.json", content=b"").json()["paths"]
+    document = asked("GET", "/openapi.json", content=b"").json()
+    assert {"ChatRequest", "ChatCompletion", "Batch", "ErrorBody"} <= document["components"]["schemas"].keys()
+    paths = document["paths"]
     operations = [(method, path) for path, methods in paths.items() for method in methods if path != "/health"]
     assert len(operations) > 12
     for method, path in [*operations, ("GET", "/openapi.json"), ("GET", "/nothing"), ("GET", "//v1/models")]:
