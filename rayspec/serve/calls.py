@@ -22,7 +22,7 @@ T = TypeVar("T")
 _CARRIER_ERRORS = (RayServeException, RayError, asyncio.TimeoutError)
 
 
-class Call:
+class ModelCall:
     """A call of a model under way. response: Serve's. timeout_s: limit for the whole call from now; None: no limit."""
 
     def __init__(self, response: Any, timeout_s: float | None) -> None:
@@ -74,8 +74,8 @@ class Call:
 
 
 async def fetch(response: Any, timeout_s: float | None) -> Any:
-    """Return the result of a call, see `Call`. Cancelling the wait cancels the call. Raises Refused."""
-    call = Call(response, timeout_s)
+    """Return the result of a call, see `ModelCall`. Cancelling the wait cancels the call. Raises Refused."""
+    call = ModelCall(response, timeout_s)
     try:
         return await call.result()
     except (Refused, asyncio.CancelledError):

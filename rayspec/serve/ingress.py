@@ -32,7 +32,7 @@ from rayspec.openai.tokenizing import (
 from rayspec.serve.access import Admission, AdmissionControl, ApiKeys, Entry, error_response, json_response
 from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.bodies import SMALL, BodyReader
-from rayspec.serve.calls import Call, fetch, while_connected
+from rayspec.serve.calls import ModelCall, fetch, while_connected
 from rayspec.serve.description import ERRORS, Description
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import BUSY, INTERNAL, OVERRUN, STARTING, Refused, invalid, unable
@@ -98,7 +98,7 @@ class Ingress:
             if not is_streamed:
                 work = fetch(model.respond.remote(kind, body, name), timeout_s)
                 return json_response(await while_connected(request, work))
-            call = Call(model.options(stream=True).stream.remote(kind, body, name), timeout_s)
+            call = ModelCall(model.options(stream=True).stream.remote(kind, body, name), timeout_s)
             held.callback(call.cancel)
             first = await while_connected(request, call.next())
             return error_response(first) if isinstance(first, ApiError) else _EventStream(call, first, held.pop_all())
@@ -129,7 +129,7 @@ class Ingress:
 class _EventStream(StreamingResponse):
     """A response of server-sent events. When it ends, for any reason, the model's request ends too."""
 
-    def __init__(self, call: Call, first: bytes, held: ExitStack) -> None:
+    def __init__(self, call: ModelCall, first: bytes, held: ExitStack) -> None:
         super().__init__(call.events(first), media_type="text/event-stream", headers=_STREAM_HEADERS)
         self._held = held
 
