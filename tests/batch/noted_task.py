@@ -88,10 +88,6 @@ def kill_engine(_engine: AsyncEngine) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_stage(name: str, engine: AsyncEngine) -> None:
-    engine.llm.engine.stages.replica.processes[name].discard()  # type: ignore[attr-defined]
-
-
 def terminate(process: int, _engine: AsyncEngine) -> None:
     os.kill(process, signal.SIGTERM)
 

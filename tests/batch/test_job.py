@@ -31,7 +31,7 @@ from rayspec.batch.rows import Row
 from rayspec.batch.scan import Source
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import CheckpointError
-from tests.batch.noted_task import NotedTask, kill_engine, kill_stage, noted, terminate
+from tests.batch.noted_task import NotedTask, kill_engine, noted, terminate
 
 NUM_ROWS = 60
 
@@ -85,19 +85,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     with LLM(**settings.engine.model_dump()) as llm:
         outputs = llm.chat(chats, settings.sampling)
     return {document.id: output.outputs[0].text for document, output in zip(documents(), outputs, strict=True)}
-
-
-@exhaustive
-@on_ray
-def test_an_engine_that_is_killed_is_started_again_and_goes_on(tmp_path: Path, undisturbed: dict[str, str]) -> None:
-    task = noted(tmp_path, kill_engine, after=50)
-    report = job(task, tmp_path / "out").run(Source(rows=documents()))
-    assert (report.num_rows, report.num_failed) == (NUM_ROWS, 0)
-    assert texts_of(tmp_path / "out") == undisturbed
-    assert len(task.read("done")) == 1
-    again = {row_id for row_id, times in Counter(task.read("begun")).items() if times > 1}
-    assert again
-    assert not again & set(parts_of(tmp_path / "out")[0])
 
 
 @on_ray
@@ -190,22 +177,6 @@ def test_an_engine_that_dies_again_and_again_ends_the_job_which_keeps_its_rows(t
     assert 0 < len(committed) < 40
     assert set(committed) <= set(task.read("ended"))
     assert manifest_of(tmp_path / "out")["status"] == "interrupted"
-
-
-@exhaustive
-@on_ray
-def test_a_shard_that_is_killed_is_replaced(tmp_path: Path, undisturbed: dict[str, str]) -> None:
-    task = noted(
-        tmp_path,
-        partial(kill_stage, "stage-1"),
-        after=20,
-        parallel={"stages": 2, "cpus_per_shard": 0.25, "layers": None},
-    )
-    report = job(task, tmp_path / "out").run(Source(rows=documents()))
-    assert (report.num_rows, report.num_failed) == (NUM_ROWS, 0)
-    assert task.read("done")
-    assert texts_of(tmp_path / "out") == undisturbed
-    assert Counter(task.read("begun")).most_common(1)[0][1] == 1
 
 
 @on_ray

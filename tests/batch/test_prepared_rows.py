@@ -84,9 +84,3 @@ def test_a_template_that_raises_is_an_error_of_its_row(engine: AsyncEngine) -> N
     assert bad[ERROR_COLUMN] == (
         "invalid_messages: the messages cannot be made a prompt: ZeroDivisionError: division by zero"
     )
-
-
-def test_tokens_of_numpy_are_tokens(engine: AsyncEngine) -> None:
-    first, second = completed(engine, {"tokenized_prompt": np.array([5, 6])}, {"tokenized_prompt": [5, 6]})
-    assert first["generated_tokens"] == second["generated_tokens"]
-    assert first["prompt_token_ids"] == [5, 6]

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.exhaustive import few_of
-
 JOBS = Path(__file__).parent.parent.parent / "jobs"
+
+
+def run(job: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(JOBS / job), *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -18,28 +21,13 @@ JOBS = Path(__file__).parent.parent.parent / "jobs"
     [("measure.py", "--cluster"), ("bench.py", "--strategies"), ("openai_batch.py", "--served-model-name")],
 )
 def test_a_job_says_what_it_takes(job: str, option: str, tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, str(JOBS / job), "--help"],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=60,
-    )
+    result = run(job, tmp_path, "--help")
     assert result.returncode == 0, result.stderr
     assert option in result.stdout
 
 
-@pytest.mark.parametrize("job", few_of(["summarize.py", "generate.py"], ["generate.py"]))
-def test_an_input_that_is_not_there_ends_a_job_before_anything_is_started(job: str, tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, str(JOBS / job), "none*.jsonl", "-o", "out", "--model", "demo"],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=60,
-    )
+def test_an_input_that_is_not_there_ends_a_job_before_anything_is_started(tmp_path: Path) -> None:
+    result = run("generate.py", tmp_path, "none*.jsonl", "-o", "out", "--model", "demo")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: input 'none*.jsonl': it matches nothing; correct it, or leave it out\n"
     assert not (tmp_path / "out").exists()
