@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,9 +99,10 @@ def violations(path: str, source: str) -> list[str]:
     if module.split(".")[0] == "rayspec" and module != "rayspec" and _floor(module).name == "rayspec":
         return [f"{path}: stands on no floor; name its floor in this test"]
     floor = _floor(module)
+    imports = _imports(path, source, {floor.name for floor in FLOORS})
     return [
         f"{path}:{line}: {floor.name} must not import {name}"
-        for line, name in _imports(ast.parse(source), _package(path))
+        for line, name in imports
         if not _allowed(floor, path, name)
     ]
 
@@ -158,24 +159,24 @@ def _box(module: str) -> str:
 
 
 def _imported(path: str, source: str, modules: set[str]) -> set[str]:
-    """The modules among `modules` that the module at `path` imports; `from package import module` is one of them."""
-    found = set()
+    return {name for _, name in _imports(path, source, modules)} & modules
+
+
+def _imports(path: str, source: str, modules: Collection[str]) -> Iterator[tuple[int, str]]:
+    """Lines and imported modules; `from package import name` imports the module of that name if `modules` has it."""
+    package = _module(path) if path.endswith("__init__.py") else _module(path).rpartition(".")[0]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            origin = _source(node, _package(path))
-            names = [f"{origin}.{alias.name}" for alias in node.names]
-            found.update(name if name in modules else origin for name in names)
-    return found & modules
+            parents = package.rsplit(".", node.level - 1)[0].split(".") if node.level else []
+            origin = ".".join([*parents, *([node.module] if node.module else [])])
+            names = (f"{origin}.{alias.name}" for alias in node.names)
+            yield from ((node.lineno, name if name in modules else origin) for name in names)
 
 
 def _module(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def _package(path: str) -> str:
-    return _module(path) if path.endswith("__init__.py") else _module(path).rpartition(".")[0]
 
 
 def _floor(module: str) -> Floor:
@@ -191,29 +192,6 @@ def _allowed(floor: Floor, path: str, name: str) -> bool:
     if floor.only is not None:
         return top in sys.stdlib_module_names or top in floor.only
     return top not in floor.without
-
-
-def _imports(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((node.lineno, name) for name in _from_names(node, package))
-
-
-def _source(node: ast.ImportFrom, package: str) -> str:
-    parents = package.rsplit(".", node.level - 1)[0].split(".") if node.level else []
-    return ".".join([*parents, *([node.module] if node.module else [])])
-
-
-def _from_names(node: ast.ImportFrom, package: str) -> list[str]:
-    source = _source(node, package)
-    if source != "rayspec":
-        return [source]
-    # `from rayspec import demo` is an import of rayspec.demo; of a name that is no module, one of rayspec itself.
-    names = (f"rayspec.{alias.name}" for alias in node.names)
-    known = {floor.name for floor in FLOORS}
-    return [name if name in known else "rayspec" for name in names]
 
 
 def _tree() -> dict[str, str]:

@@ -10,9 +10,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.stats import pearsonr, spearmanr
 
 import rayspec
 from benchmarks.figures.runs import (
@@ -82,13 +84,13 @@ class TptExperiment:
         tpt, acceptance = attrgetter("predicted_tpt"), attrgetter("estimated_acceptance")
         sound = [point for point in self.points if point.estimated_acceptance >= _SOUND]
         found = {
-            "tpt": _with_measured(pearson, self.points, tpt),
-            "tpt_ranks": _with_measured(spearman, self.points, tpt),
-            "acceptance": _with_measured(pearson, self.points, acceptance),
-            "acceptance_ranks": _with_measured(spearman, self.points, acceptance),
-            "tpt_of_sound": _with_measured(pearson, sound, tpt),
-            "acceptance_of_sound": _with_measured(pearson, sound, acceptance),
-            "tpt_as_accepted": _with_measured(pearson, self.points, attrgetter("tpt_as_accepted")),
+            "tpt": _with_measured(pearsonr, self.points, tpt),
+            "tpt_ranks": _with_measured(spearmanr, self.points, tpt),
+            "acceptance": _with_measured(pearsonr, self.points, acceptance),
+            "acceptance_ranks": _with_measured(spearmanr, self.points, acceptance),
+            "tpt_of_sound": _with_measured(pearsonr, sound, tpt),
+            "acceptance_of_sound": _with_measured(pearsonr, sound, acceptance),
+            "tpt_as_accepted": _with_measured(pearsonr, self.points, attrgetter("tpt_as_accepted")),
             "between_prompts": self._agreement_of_prompts(),
         }
         return {name: None if math.isnan(value) else value for name, value in found.items()}
@@ -100,38 +102,21 @@ class TptExperiment:
 
     def _agreement_of_prompts(self) -> float:
         runs = np.array([point.measured_by_prompt for point in self.points]).T
-        pairs = [pearson(runs[i], runs[j]) for i in range(len(runs)) for j in range(i)]
+        pairs = [_correlation(pearsonr, runs[i], runs[j]) for i in range(len(runs)) for j in range(i)]
         return fmean(pairs) if pairs else float("nan")
 
 
 def _with_measured(
-    correlation: Callable[[ArrayLike, ArrayLike], float],
-    points: Sequence[PlanPoint],
-    value: Callable[[PlanPoint], float],
+    method: Callable[..., Any], points: Sequence[PlanPoint], value: Callable[[PlanPoint], float]
 ) -> float:
-    return correlation([value(point) for point in points], [point.measured_tpt for point in points])
+    return _correlation(method, [value(point) for point in points], [point.measured_tpt for point in points])
 
 
-def pearson(first: ArrayLike, second: ArrayLike) -> float:
-    """Return Pearson's correlation; NaN if a variable is constant, or there are fewer than two values."""
-    x, y = (np.asarray(values, float) for values in (first, second))
-    if len(x) < 2:
+def _correlation(method: Callable[..., Any], first: ArrayLike, second: ArrayLike) -> float:
+    """NaN if a variable is constant, or there are fewer than two values."""
+    if min(len(np.unique(values)) for values in (first, second)) < 2:
         return float("nan")
-    x, y = x - x.mean(), y - y.mean()
-    scale = float(np.sqrt((x @ x) * (y @ y)))
-    return float(x @ y) / scale if scale > 0 else float("nan")
-
-
-def spearman(first: ArrayLike, second: ArrayLike) -> float:
-    """Return the correlation of ranks; equal values get their mean rank."""
-    return pearson(_ranks(first), _ranks(second))
-
-
-def _ranks(values: ArrayLike) -> NDArray[np.float64]:
-    _, index, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    ranks: NDArray[np.float64] = ((2 * last - counts - 1) / 2)[index]
-    return ranks
+    return float(method(first, second).statistic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""What the manifests of `cpu-demo` would have a cluster run, run: the job's entrypoint, the service's configuration.
+"""The service's configuration of `cpu-demo`, run as its manifest would have a cluster run it.
 
-Ray runs here as the manifests describe it, token and all; KubeRay's part is played as KubeRay plays it, by Ray's Jobs
-API and Serve's REST API.
+Ray runs here as the manifest describes it, token and all; KubeRay's part is played as KubeRay plays it, by Serve's REST
+API.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from typing import Any
 
 import httpx2
 import openai
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
 import rayspec
 from rayspec import demo
 from rayspec.config import SamplingParams
-from rayspec.ops.k8s.render import JOBS_FOLDER
 from rayspec.serve.run import Address
 from tests.ops.k8s.test_overlays import built
 
@@ -38,7 +36,6 @@ ROOT = Path(__file__).parents[2]
 OVERLAYS = ROOT / "k8s" / "overlays" / "cpu-demo"
 PATIENCE_S = 240.0
 MAX_TOKENS = 48
-NUM_DOCUMENTS = 20  # bundled ones
 NUM_CLIENTS = 6
 NUM_REPLICAS = 3  # of two CPUs each: they do not fit into one worker of six with what passes requests on to them
 
@@ -110,27 +107,6 @@ def wait_until(reached: Callable[[], bool], timeout_s: float = PATIENCE_S) -> No
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.5)
-
-
-def test_the_job(ray_environment: None, tmp_path: Path) -> None:
-    """Its entrypoint, but for the folder of the image and that of the output."""
-    spec = resource("job", "RayJob")
-    output = tmp_path / "out"
-    entrypoint = spec["entrypoint"].replace(JOBS_FOLDER, str(ROOT / "jobs")).replace("/tmp/out", str(output))
-    assert str(ROOT) in entrypoint
-    assert str(output) in entrypoint
-    with running(spec["rayClusterSpec"]) as cluster:
-        job = cluster.api("POST", "/api/jobs/", {"entrypoint": entrypoint})["job_id"]
-
-        def status() -> str:
-            return str(cluster.api("GET", f"/api/jobs/{job}")["status"])
-
-        wait_until(lambda: status() in {"SUCCEEDED", "FAILED", "STOPPED"})
-        log = cluster.api("GET", f"/api/jobs/{job}/logs")["logs"]
-        assert status() == "SUCCEEDED", log
-    rows = pq.read_table(output / "summaries.parquet").to_pylist()
-    assert len(rows) == NUM_DOCUMENTS
-    assert all(row["error_kind"] is None and row["summary"] for row in rows)
 
 
 class Service:

@@ -8,7 +8,7 @@ implementation and on copies of it with a planted bias, which must exceed the bo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
@@ -33,15 +33,6 @@ EVERYTHING = DecodingParams(
     logit_bias={1: 0.7},
     min_tokens=2,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors only: more threads would just wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def random_logits(vocab_size: int, seed: int, scale: float = 1.0) -> Tensor:

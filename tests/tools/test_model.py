@@ -14,7 +14,6 @@ from tools.demo_model.tokenizer import load_tokenizer
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    torch.set_num_threads(1)
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
     return loaded
 

@@ -18,7 +18,6 @@ from tools.demo_model.train import (
 
 @pytest.fixture(scope="module", autouse=True)
 def eager_on_one_thread() -> Iterator[None]:
-    torch.set_num_threads(1)
     with torch.compiler.set_stance("force_eager"):
         yield
 
