@@ -315,6 +315,7 @@ class AsyncEngine:
         self.tokenizer: PreTrainedTokenizerBase = llm.tokenizer
         self.client = llm.client
         self._numbers = itertools.count()
+        self._owner = ""
 
     @property
     def max_model_len(self) -> int:
@@ -334,6 +335,12 @@ class AsyncEngine:
         """Return the prompt tokens of a conversation, see `conversation_tokens`. Raises InvalidMessagesError;
         ConfigError without a template."""
         return self.llm.chat_tokens(messages, add_generation_prompt=add_generation_prompt)
+
+    def owned_by(self, owner: str) -> Self:
+        """Return the same engine for an owner's requests, see `Request.owner`."""
+        other = copy.copy(self)
+        other._owner = owner
+        return other
 
     async def run(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, background: bool = False
@@ -376,6 +383,7 @@ class AsyncEngine:
             prompt_token_ids=prompt_token_ids,
             stream=stream,
             background=background,
+            owner=self._owner,
         )
 
     def stop(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,7 @@ class RunReport:
             ("throughput", f"{self.tokens_per_s:.1f} output tokens/s"),
             ("draft acceptance", _share(stats.acceptance_rate)),
             ("tokens a drafted round", _number(stats.mean_accepted_length)),
+            ("output tokens by source", _sources(stats)),
             ("rounds", f"{stats.num_rounds}, {stats.num_plain_rounds} without a draft"),
             *((f"time in {name}", _share(part / stats.total_s if stats.total_s else None)) for name, part in seconds),
             ("drafting", stats.gate_reason or "-"),
@@ -232,6 +234,12 @@ def showing_progress(report: RunReport, console: Console) -> Iterator[Callable[[
                 shown_s = time.monotonic()
 
         yield show
+
+
+def _sources(stats: EngineStats) -> str:
+    """Return which share of the tokens was drafted by the model, copied or recycled; the rest was decoded plainly."""
+    sources = sorted(stats.accepted_by_source.items(), key=itemgetter(1), reverse=True)
+    return ", ".join(f"{_share(count / stats.num_generated_tokens)} {source}" for source, count in sources) or "-"
 
 
 DOCUMENT_HEADINGS = ("id", "prompt tokens", "output tokens", "tokens/s", "acceptance", "error")

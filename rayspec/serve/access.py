@@ -43,6 +43,10 @@ class ApiKeys:
         matches = [hmac.compare_digest(given, digest) for digest in self.digests]
         return scheme.lower() == "bearer" and any(matches)
 
+    def owner(self, authorization: str | None) -> str:
+        """Return a name of the key in an admitted header value; "" if there are no keys."""
+        return _digest((authorization or "").partition(" ")[2].strip()).hex()[:16] if self.digests else ""
+
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -90,15 +90,16 @@ class Ingress:
             asked, body = await self.bodies.read(request, kind, held)
             model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.options.request_timeout_s
             held.enter_context(self._admissions[asked.model].admit(asked.num_sequences))
+            owner = self.entry.keys.owner(request.headers.get("authorization"))
             turns, is_streamed = self._turns[asked.model], asked.stream
             del asked  # its values take several times as much memory as the body
             if len(body) > SMALL:
                 await while_connected(request, turns.acquire())
                 held.callback(turns.release)
             if not is_streamed:
-                work = fetch(model.respond.remote(kind, body, name), timeout_s)
+                work = fetch(model.respond.remote(kind, body, name, owner), timeout_s)
                 return json_response(await while_connected(request, work))
-            call = ModelCall(model.options(stream=True).stream.remote(kind, body, name), timeout_s)
+            call = ModelCall(model.options(stream=True).stream.remote(kind, body, name, owner), timeout_s)
             held.callback(call.cancel)
             first = await while_connected(request, call.next())
             return error_response(first) if isinstance(first, ApiError) else _EventStream(call, first, held.pop_all())

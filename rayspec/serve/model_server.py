@@ -72,13 +72,14 @@ class ModelServer:
         for work in (self._sample(), self._ping()):
             self._tasks.append(asyncio.get_running_loop().create_task(work))
 
-    async def respond(self, kind: type[Request], body: bytes, name: str) -> bytes | ApiError:
+    async def respond(self, kind: type[Request], body: bytes, name: str, owner: str = "") -> bytes | ApiError:
         """Return the whole answer. body: a valid `kind`; parsed here again, because a parsed body of a megabyte takes
-        the event loop many times as long to receive. name: end of the answer's id."""
+        the event loop many times as long to receive. name: end of the answer's id. owner: see `Request.owner`."""
+        engine = self._engine.owned_by(owner)
 
         async def work() -> Response:
             request, created = await _parsed(kind, body), int(time.time())
-            return await respond(request, self._engine, self._served, name=name, created=created)
+            return await respond(request, engine, self._served, name=name, created=created)
 
         return await _encoded(work(), name)
 
@@ -103,12 +104,14 @@ class ModelServer:
     async def card(self) -> ModelCard:
         return ModelCard(id=self._served[0], created=self._created, max_model_len=self._engine.max_model_len)
 
-    async def stream(self, kind: type[Request], body: bytes, name: str) -> AsyncGenerator[bytes | ApiError, None]:
+    async def stream(
+        self, kind: type[Request], body: bytes, name: str, owner: str = ""
+    ) -> AsyncGenerator[bytes | ApiError, None]:
         """Yield the answer as server-sent events. An error before the first event is yielded as it is, and ends the
         stream; a later error is an event too. Closing the generator ends the request."""
         events = stream(
             await _parsed(kind, body),
-            self._engine,
+            self._engine.owned_by(owner),
             self._served,
             name=name,
             created=int(time.time()),
