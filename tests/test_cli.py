@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typer.testing import CliRunner
 
 from rayspec import demo
 from rayspec.cli import app
+from tests.waiting import wait_until
 
 FAST = ("--model", "demo", "--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024")
 PLAIN = (*FAST, "--strategy", "ar")
@@ -168,19 +168,12 @@ def started(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
     )
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not condition():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
-
-
 def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(100_000)))
     arguments = ("generate", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--max-tokens", "4", "--ignore-eos")
     process = started(tmp_path, *arguments)
     try:
-        wait_until((tmp_path / "out.jsonl.run" / "rows").exists, process)
+        wait_until((tmp_path / "out.jsonl.run" / "rows").exists, process=process)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     finally:

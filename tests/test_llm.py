@@ -35,6 +35,7 @@ from rayspec.types import (
 )
 from tests.demo_model import EOS, demo_tokenizer
 from tests.families import build, greedy
+from tests.waiting import wait_until
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "mul", "arguments": '{"a": 6}'}}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
@@ -134,10 +135,7 @@ def _requests(prompts: Iterable[list[int]], params: SamplingParams) -> Iterator[
 
 
 def _wait_until_idle(llm: LLM) -> None:
-    deadline = time.monotonic() + 10
-    while llm.engine.has_unfinished:
-        assert time.monotonic() < deadline, "requests were not aborted"
-        time.sleep(0.01)
+    wait_until(lambda: not llm.engine.has_unfinished, 10)
 
 
 def _tokens(outputs: Iterable[RequestOutput]) -> list[list[Sequence[int]]]:

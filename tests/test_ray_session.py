@@ -16,6 +16,7 @@ from ray._private import utils, worker
 
 from rayspec.ray_session import _signals_wait
 from tests.exhaustive import few_of
+from tests.waiting import wait_until
 
 LOSING = """
     import signal
@@ -70,10 +71,7 @@ def processes_below(folder: Path) -> list[str]:
 
 
 def require_none_below(folder: Path) -> None:
-    deadline = time.monotonic() + 20
-    while (found := processes_below(folder)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not found
+    wait_until(lambda: not processes_below(folder), 20)
 
 
 @pytest.mark.exhaustive

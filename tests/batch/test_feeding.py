@@ -17,6 +17,7 @@ from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pool.dispatch import EngineKilledError
 from rayspec.pool.supervisor import DrainingError
 from rayspec.types import ConfigError, RequestError
+from tests.waiting import wait_until
 
 
 class Pool:
@@ -79,10 +80,7 @@ def test_every_row_comes_once_and_no_more_are_under_way_than_are_wanted() -> Non
 def test_reading_begins_before_the_first_row_is_taken() -> None:
     pool = Pool()
     with completing(pool.submit, iter(documents("a", "b")), num_wanted=10) as results:
-        deadline = time.monotonic() + 10
-        while len(pool.begun) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: len(pool.begun) >= 2, 10)
         assert len(list(results)) == 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from rayspec.config import ParallelOptions
 from rayspec.data import Processor, ProcessorConfig, build_processor
 from rayspec.types import ConfigError
 from tests.batch.deadly_task import PARAMS, DeadlyTask, postprocess, preprocess
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -58,10 +58,7 @@ def wait_until_all_is_free() -> None:
     def is_free() -> bool:
         return num_groups() == 0 and ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
 
-    deadline = time.monotonic() + 30
-    while not is_free():
-        assert time.monotonic() < deadline, ray.available_resources()
-        time.sleep(0.05)
+    wait_until(is_free, 30)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import RunFolder, output_places
 from rayspec.command.locations import Location, Store
 from rayspec.types import ConfigError
+from tests.waiting import wait_until
 
 IDENTITY = {"model": "demo", "sampling": {"temperature": 0.0, "max_tokens": 64}, "prompt": "Summarize:"}
 
@@ -107,13 +108,6 @@ def test_a_job_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [session["finished"] is None for session in manifest_of(tmp_path)["sessions"]] == [False, False]
     with open_folder(tmp_path) as folder:
         assert [row.id for row in folder.rows()] == [str(number) for number in range(41)]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
 
 
 def test_a_commit_that_fails_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
@@ -31,25 +30,22 @@ def test_ratios_are_of_the_same_repeat() -> None:
     assert (through.seconds, through.first_row_s) == (2.0, 1.5)
 
 
-def options(*, input_: str = "demo", **changes: Any) -> BenchOptions:
-    values = {
-        "engine": EngineConfig(model="demo", dtype="float32", device="cpu", num_threads=1),
-        "input": (input_,),
-        "context": (150,),
-        "num_prompts": 12,
-        "strategies": ("ar",),
-        "max_tokens": 4,
-        "batch": 4,
-        "repeats": 1,
-    }
-    return BenchOptions(**(values | changes))
+OPTIONS = BenchOptions(
+    engine=EngineConfig(model="demo", dtype="float32", device="cpu", num_threads=1),
+    context=(150,),
+    num_prompts=12,
+    strategies=("ar",),
+    max_tokens=4,
+    batch=4,
+    repeats=1,
+)
 
 
 @pytest.mark.ray
 @pytest.mark.exhaustive
 def test_a_real_one_is_measured(ray_cluster: None) -> None:
     said: list[str] = []
-    result = json.loads(json.dumps(run_data_bench(options(), said.append)))
+    result = json.loads(json.dumps(run_data_bench(OPTIONS, said.append)))
     bare, through = result["results"]
     assert (bare["way"], through["way"]) == (BARE, RAY_DATA)
     for row in (bare, through):

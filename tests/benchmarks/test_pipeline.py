@@ -7,24 +7,19 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.pipeline import (
-    run_pipeline_bench,
-)
+from benchmarks.pipeline import run_pipeline_bench
 from benchmarks.pipeline_result import Case, HopTimes, PipelineRun, TimedPart, pipeline_rows
 from rayspec.bench.options import BenchOptions
 from rayspec.config import EngineConfig
 
-
-def options(*, num_prompts: int = 2, **changes: Any) -> BenchOptions:
-    values = {
-        "engine": EngineConfig(model="demo", dtype="float32", device="cpu"),
-        "context": (150,),
-        "num_prompts": num_prompts,
-        "strategies": ("ar",),
-        "max_tokens": 24,
-        "repeats": 1,
-    }
-    return BenchOptions(**(values | changes))
+OPTIONS = BenchOptions(
+    engine=EngineConfig(model="demo", dtype="float32", device="cpu"),
+    context=(150,),
+    num_prompts=2,
+    strategies=("ar",),
+    max_tokens=24,
+    repeats=1,
+)
 
 
 def part(seconds: float, tokens: str, *, rounds: float = 10, **changes: Any) -> TimedPart:
@@ -70,7 +65,7 @@ def test_a_round_s_time_is_split_into_stages_hops_and_the_rest() -> None:
 @pytest.mark.ray
 def test_a_real_pipeline_is_measured(ray_cluster: None) -> None:
     said: list[str] = []
-    result = run_pipeline_bench(options(), [Case(stages=2, cohorts=2)], said.append)
+    result = run_pipeline_bench(OPTIONS, [Case(stages=2, cohorts=2)], said.append)
     assert json.loads(json.dumps(result))["options"]["cases"] == ["2x2"]
     one, two = result["results"]
     assert (one["case"], two["case"]) == ("one process", "2x2")

@@ -13,7 +13,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +31,7 @@ from rayspec import demo
 from rayspec.config import SamplingParams
 from rayspec.serve.run import Address
 from tests.ops.k8s.test_overlays import built
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = ROOT / "k8s" / "overlays" / "cpu-demo"
@@ -102,13 +103,6 @@ def resource(overlay: str, kind: str) -> dict[str, Any]:
     return spec
 
 
-def wait_until(reached: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-
-
 class Service:
     """The service's configuration on a cluster. It may be given another number of replicas, as people do."""
 
@@ -125,7 +119,7 @@ class Service:
         [model] = self._config["applications"][0]["args"]["llm_configs"]
         model["deployment_config"]["num_replicas"] = num_replicas
         self.cluster.api("PUT", "/api/serve/applications/", self._config)
-        wait_until(lambda: self._runs(num_replicas))
+        wait_until(lambda: self._runs(num_replicas), PATIENCE_S)
 
     def nodes_of_replicas(self, deployment: str = "") -> list[str]:
         """Of replicas that have not ended."""
@@ -165,7 +159,7 @@ class Load:
         def came() -> bool:
             return len(self.answers) >= before + num_answers or any(one.done() for one in self._running)
 
-        wait_until(came)
+        wait_until(came, PATIENCE_S)
 
     def stop(self) -> None:
         """Raises what a client has met."""
@@ -209,10 +203,10 @@ def test_the_service_and_a_worker_that_comes_and_goes_under_load(ray_environment
         service.deploy(1)
         [leaving] = set(cluster.workers) - set(service.nodes_of_replicas("demo"))
         cluster.tell(f"drain {leaving}")
-        wait_until(lambda: leaving not in service.nodes_of_replicas())
+        wait_until(lambda: leaving not in service.nodes_of_replicas(), PATIENCE_S)
         # A load balancer sends nothing to a proxy that drains. Here all proxies share a port, so the clients pause.
         load.stop()
-        wait_until(lambda: leaving not in service.nodes_of_proxies())
+        wait_until(lambda: leaving not in service.nodes_of_proxies(), PATIENCE_S)
         cluster.tell(f"remove {leaving}")
         later = Load(service.url, prompts)
         later.wait_for_more(2 * NUM_CLIENTS)

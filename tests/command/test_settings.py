@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from rayspec.command.settings import make_settings
+from rayspec.command.settings import NotYamlError, make_settings, parse_yaml
 from rayspec.config import SamplingParams
+from rayspec.serve.options import read_options_file
 from rayspec.types import ConfigError
 
 
@@ -83,3 +84,33 @@ def test_an_override_that_means_nothing_is_refused(overrides: list[str], message
 def test_a_file_that_holds_no_options_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="option 'config'"):
         make_settings(file=write(tmp_path / "c.yaml", text))
+
+
+HOSTILE = [
+    "a: {",
+    "!!bool x",
+    "!!python/object/apply:os.system [true]",
+    "2024-13-45",
+    "[" * 1000,
+    "9" * 5000,
+    "\x00",
+    "\ud800",
+    "model: m\nmodel: n",
+    "a: {b: 1, b: 1}",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_whatever_is_no_yaml_is_one_kind_of_error(text: str) -> None:
+    with pytest.raises(NotYamlError, match=r"^not valid YAML: "):
+        parse_yaml(text)
+    with pytest.raises(ConfigError, match=r"^option 'set' is .*dtype=.*, whose value is not valid YAML"):
+        make_settings(overrides=["model=m", f"dtype={text}"])
+
+
+def test_so_are_option_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "options.yaml", "model: m\nmodel: n")
+    with pytest.raises(ConfigError, match="which cannot be read: not valid YAML"):
+        make_settings(file=path)
+    with pytest.raises(ConfigError, match=r"options\.yaml' cannot be read: not valid YAML"):
+        read_options_file(path)

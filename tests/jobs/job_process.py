@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow.parquet as pq
+
+from tests.waiting import wait_until
 
 JOB = Path(__file__).parent.parent.parent / "jobs" / "summarize.py"
 FAST = ("--model", "demo", "--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--strategy", "ar")
@@ -34,14 +35,6 @@ def num_committed(folder: Path) -> int:
     return len(committed(folder))
 
 
-def wait_until(condition: Callable[[], bool], job: subprocess.Popen[str], timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def processes_of(folder: Path) -> list[str]:
     """Command lines of what still runs with files in `folder`."""
     lines = []
@@ -56,7 +49,4 @@ def processes_of(folder: Path) -> list[str]:
 
 
 def wait_until_gone(folder: Path, timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while processes_of(folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not processes_of(folder)
+    wait_until(lambda: not processes_of(folder), timeout_s)

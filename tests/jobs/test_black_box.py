@@ -28,7 +28,8 @@ from rayspec.batch.run_folder import RunFolder
 from rayspec.command.locations import Location
 from rayspec.command.settings import make_settings
 from rayspec.config import SamplingParams
-from tests.jobs.job_process import FAST, num_committed, start, wait_until, wait_until_gone, write_lines
+from tests.jobs.job_process import FAST, num_committed, start, wait_until_gone, write_lines
+from tests.waiting import wait_until
 
 OPTIONS = (*FAST, "--max-model-len", "256", "--max-tokens", "8", "--temperature", "0")
 ENGINE, SHARD, COORDINATOR = "EngineWorker", "ray::Shard", "ray::Coordinator"
@@ -122,8 +123,8 @@ def test_quick_kills_from_outside_condemn_no_row(jobs: Jobs, undisturbed: dict[s
     write_lines(jobs.folder / "in.jsonl", documents(160))
     with jobs.running("in.jsonl", "-o", "out", "--max-num-seqs", "2", "--max-engine-restarts", "9") as job:
         for number in range(3):
-            wait_until(lambda least=8 * (number + 1): num_committed(jobs.folder / "out") >= least, job)  # type: ignore[misc]
-            wait_until(lambda: jobs.kill(ENGINE), job)
+            wait_until(lambda least=8 * (number + 1): num_committed(jobs.folder / "out") >= least, process=job)  # type: ignore[misc]
+            wait_until(lambda: jobs.kill(ENGINE), process=job)
             time.sleep(1)
         output, errors = job.communicate(timeout=400)
     assert job.returncode == 0, errors
@@ -135,9 +136,9 @@ def test_a_pipeline_that_is_lost_at_the_tail_is_started_again(jobs: Jobs, undist
     write_lines(jobs.folder / "in.jsonl", documents(40))
     pipeline = ("--stages", "2", "--max-restarts", "0", "--cpus-per-shard", "0.25", "--max-num-seqs", "2")
     with jobs.running("in.jsonl", "-o", "out", *pipeline) as job:
-        wait_until(lambda: bool(jobs.processes(SHARD)), job)
-        wait_until(lambda: num_committed(jobs.folder / "out") >= 1, job)  # 32 rows: the first part
-        wait_until(lambda: jobs.kill(SHARD), job)
+        wait_until(lambda: bool(jobs.processes(SHARD)), process=job)
+        wait_until(lambda: num_committed(jobs.folder / "out") >= 1, process=job)  # 32 rows: the first part
+        wait_until(lambda: jobs.kill(SHARD), process=job)
         output, errors = job.communicate(timeout=400)
     assert job.returncode == 0, errors
     assert "40 rows, " in output
@@ -165,7 +166,7 @@ def test_ten_rows_that_are_left_of_fifty_thousand_start_at_once(jobs: Jobs) -> N
             folder.add(_done(document))
     started = time.monotonic()
     with jobs.running("in.jsonl", "-o", "out") as job:
-        wait_until(lambda: bool(jobs.processes(ENGINE)), job)
+        wait_until(lambda: bool(jobs.processes(ENGINE)), process=job)
         engine_s = time.monotonic() - started
         output, errors = job.communicate(timeout=400)
         ended_s = time.monotonic() - started

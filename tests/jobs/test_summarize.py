@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from rayspec import demo
 from rayspec.cli import app
-from tests.jobs.job_process import FAST, committed, num_committed, start, wait_until, wait_until_gone, write_lines
+from tests.jobs.job_process import FAST, committed, num_committed, start, wait_until_gone, write_lines
+from tests.waiting import wait_until
 
 NUM_ROWS = 96
 
@@ -73,7 +74,7 @@ def test_a_job_that_is_killed_goes_on_with_the_rows_that_are_left(
 
     job = start(tmp_path, *arguments, "--output", "out")
     try:
-        wait_until(lambda: num_committed(tmp_path / "out") >= NUM_ROWS // 2, job)
+        wait_until(lambda: num_committed(tmp_path / "out") >= NUM_ROWS // 2, process=job)
         job.kill()
     finally:
         job.communicate()
@@ -122,7 +123,7 @@ def test_a_job_that_is_stopped_leaves_the_rows_so_far(tmp_path: Path, own_ray_fo
     write_lines(tmp_path / "a.jsonl", [{"id": str(n), "text": "The annual review."} for n in range(20_000)])
     job = start(tmp_path, "a.jsonl", "--output", "out", *FAST, "--max-model-len", "64", "--max-tokens", "2")
     try:
-        wait_until(lambda: num_committed(tmp_path / "out") > 0, job)
+        wait_until(lambda: num_committed(tmp_path / "out") > 0, process=job)
         job.send_signal(signal.SIGTERM)  # as `ray job stop` does
         _, errors = job.communicate(timeout=60)
     finally:

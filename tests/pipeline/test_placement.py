@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from rayspec.config import ParallelOptions
 from rayspec.pipeline.placement import Bundles, PlacementError, remove_orphaned_groups
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -29,13 +27,6 @@ def states(*groups: str) -> list[str]:
     return [table[group]["state"] for group in groups]
 
 
-def soon(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 30
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return holds()
-
-
 def test_the_group_of_a_named_actor_that_was_killed_is_removed_and_no_other() -> None:
     here = Bundles(ParallelOptions(cpus_per_shard=0.01), num_gpus=0.0, timeout_s=60.0)
     owners = [Owner.options(name=name).remote() for name in ("SERVE::a:b#1", "second", None)]  # type: ignore[attr-defined]
@@ -47,11 +38,11 @@ def test_the_group_of_a_named_actor_that_was_killed_is_removed_and_no_other() ->
         remove_orphaned_groups()
         return states(groups[0]) == ["REMOVED"]
 
-    assert soon(removed)
+    wait_until(removed, 30)
     assert states(*groups[1:], here._group.id.hex()) == ["CREATED"] * 3
     ray.kill(owners[1])
-    assert soon(lambda: Bundles(ParallelOptions(cpus_per_shard=0.01), num_gpus=0.0, timeout_s=60.0).close() is None)
-    assert soon(lambda: states(groups[1]) == ["REMOVED"])
+    wait_until(lambda: Bundles(ParallelOptions(cpus_per_shard=0.01), num_gpus=0.0, timeout_s=60.0).close() is None, 30)
+    wait_until(lambda: states(groups[1]) == ["REMOVED"], 30)
     here.close()
     remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(groups[2]))))  # nobody else does
 

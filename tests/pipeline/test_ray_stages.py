@@ -38,9 +38,9 @@ from tests.demo_model import EOS, demo_prompts
 from tests.engines import complete, finish, requests_for, tokens_of
 from tests.exhaustive import few_of
 from tests.families import Cases, cases, checkpoint, greedy, parts_of
-from tests.freezing import freeze
 from tests.pipeline.loop import NUM_LAYERS, TravellingPlans
 from tests.strategy_cases import latency
+from tests.waiting import freeze, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -114,10 +114,7 @@ def is_alive(pid: int) -> bool:
 
 
 def require_gone(pids: Sequence[int]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while left := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"processes {left} are still there"
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(is_alive, pids)), PATIENCE_S)
 
 
 def end(engine: Engine, pids: Sequence[int]) -> None:
@@ -131,10 +128,7 @@ def end(engine: Engine, pids: Sequence[int]) -> None:
 
 def require_free(group: Any) -> None:
     assert placement_group_table(group)["state"] == "REMOVED"
-    deadline = time.monotonic() + PATIENCE_S
-    while ray.available_resources().get("CPU", 0) % 1:  # every shard has a fraction
-        assert time.monotonic() < deadline, ray.available_resources()
-        time.sleep(0.05)
+    wait_until(lambda: ray.available_resources().get("CPU", 0) % 1 == 0, PATIENCE_S)  # every shard has a fraction
 
 
 def even(stages: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from rayspec.pool.pool import Replicas, ResumedStream
 from rayspec.types import CheckpointError, CompletionOutput, ConfigError, EmptyPromptError, Request, RequestOutput
 from tests.demo_model import demo_prompts
 from tests.engines import GREEDY, Pieces, tokens_of
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -58,10 +59,7 @@ def replicas_of(llm: LLM) -> Replicas:
 
 
 def wait_until_whole(llm: LLM) -> None:
-    deadline = time.monotonic() + 120
-    while not replicas_of(llm).is_whole:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: replicas_of(llm).is_whole)
 
 
 def engine_processes() -> list[int]:
@@ -128,10 +126,7 @@ def test_a_bad_prompt_is_its_own_fault_and_an_aborted_request_ends(llm: LLM, pro
     stream = llm.stream([Request(request_id="a", params=LONG.replace(max_tokens=900), stream=True, **prompts[0])])
     assert isinstance(next(stream), RequestOutput)
     stream.close()
-    deadline = time.monotonic() + 20
-    while llm.client.load.num_running:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not llm.client.load.num_running, 20)
 
 
 def test_a_ping_reaches_every_replica_that_is_up(llm: LLM) -> None:
@@ -158,10 +153,7 @@ def test_errors_of_loading_are_the_users_and_after_shutdown_nothing_is_left() ->
         llm.generate("a")
     with pytest.raises(EngineDeadError, match="it was stopped"):
         llm.client.submit_all([])
-    deadline = time.monotonic() + 20
-    while Counter(engine_processes()) != before:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: Counter(engine_processes()) == before, 20)
 
 
 @pytest.mark.exhaustive

@@ -36,7 +36,7 @@ from rayspec.pool.worker import (
     engines_of_a_place,
 )
 from rayspec.types import ConfigError, RayspecError, RequestError
-from tests.freezing import freeze
+from tests.waiting import freeze
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import yaml
 from starlette.types import ASGIApp
 
 from rayspec.serve.front import http_server
+from tests.waiting import wait_until
 
 ENGINE: Mapping[str, Any] = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 8, "kv_cache_tokens": 16384}
 PAGE = "https://page.example"
@@ -60,15 +60,6 @@ class EndpointProcess:
     def pids(self, title: str) -> list[int]:
         """Of its processes whose command line begins so, as "ray::Shard"."""
         return [pid for pid in session_pids(self.process.pid) if command_line(pid).startswith(title)]
-
-
-def wait_until(reached: Callable[[], bool], timeout_s: float) -> float:
-    """Seconds it took."""
-    start_s = time.monotonic()
-    while not reached():
-        assert time.monotonic() - start_s < timeout_s
-        time.sleep(0.02)
-    return time.monotonic() - start_s
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from tests.serve.endpoint_process import (
     head_of,
     line_of,
     session_pids,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -22,8 +22,8 @@ from tests.serve.endpoint_process import (
     ended,
     line_of,
     serving,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -11,7 +11,8 @@ import pytest
 
 import rayspec
 from rayspec.config import SamplingParams
-from tests.serve.endpoint_process import EndpointProcess, connected, head_of, wait_until
+from tests.serve.endpoint_process import EndpointProcess, connected, head_of
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

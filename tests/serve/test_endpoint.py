@@ -21,7 +21,7 @@ from rayspec.serve import build_openai_app
 from rayspec.serve.description import ErrorBody
 from rayspec.serve.run import Address
 from rayspec.serve.status import EndpointStatus
-from tests.serve.endpoint_process import wait_until
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -19,8 +19,8 @@ import rayspec
 from benchmarks.serve import ServeBenchOptions, differing, run_load
 from benchmarks.serve_client import Answer, Ask
 from benchmarks.serve_mix import Mix
-from tests.freezing import freeze
-from tests.serve.endpoint_process import ENGINE, TWO_STAGES, EndpointProcess, serving, wait_until
+from tests.serve.endpoint_process import ENGINE, TWO_STAGES, EndpointProcess, serving
+from tests.waiting import freeze, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 

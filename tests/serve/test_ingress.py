@@ -19,7 +19,8 @@ from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import BUSY, Refused
 from rayspec.serve.watch import WatchedReplica
-from tests.serve.endpoint_process import head_of, served, wait_until
+from tests.serve.endpoint_process import head_of, served
+from tests.waiting import wait_until
 
 PAGE = "https://page.example"
 BODY = {"model": "demo", "prompt": "a"}

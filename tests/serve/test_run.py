@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from rayspec.cli import app
 from rayspec.serve.run import Address
 from rayspec.types import ConfigError
-from tests.serve.endpoint_process import session_pids, wait_until
+from tests.serve.endpoint_process import session_pids
+from tests.waiting import wait_until
 
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "2048", "--port", "0")
 SERVE = (sys.executable, "-m", "rayspec.cli", "serve")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks device` on this machine."""
+"""`python -m benchmarks device` on this machine, and the page of what is predicted for others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.device import bandwidth, step_times
 from benchmarks.device.kernels import kernel_differences
+from benchmarks.device.predictions import predictions_page
 from benchmarks.device.run import CHECKS
 from rayspec.model.cuda import operations
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +57,9 @@ def test_a_kernel_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(operations, "gated", wrong_the_second_time)
     wrong = [one.what for one in kernel_differences(torch.float32, CPU) if not one.is_small]
     assert wrong == ["gated, silu, float32", "gated, gelu_tanh, float32"]
+
+
+def test_the_page_of_predictions_is_what_the_module_prints() -> None:
+    page = (ROOT / "docs" / "gpu_predictions.md").read_text(encoding="utf-8")
+    assert page == predictions_page(), "print it again: python -m benchmarks.device.predictions"
+    assert "No GPU has run this" in page
