@@ -94,7 +94,7 @@ class RoundPlanner:
             keep_drafting=chosen.keep_drafting,
             num_taps=(self._taps.maxlen or 0) if chosen.capture else 0,
             chunks=chunks,
-            num_likeliest=self.proposer.num_likeliest,
+            num_likeliest=self.proposer.num_likeliest(),
         )
         return PlannedRound(work, sequences, state, chosen, started)
 

@@ -136,3 +136,15 @@ def test_without_recycling_the_copy_is_a_chain() -> None:
     found = proposer_for("lookup", sequence).propose(sequence, 3)
     assert (found.token_ids, found.parents) == ((4, 1, 2), ())
     assert proposer_for("ar", sequence_of([1, 2])).propose(sequence_of([1, 2]), 3) == NOTHING
+
+
+def test_the_likeliest_tokens_are_wanted_rarely_while_nothing_is_recycled() -> None:
+    sequence = sequence_of([1, 2])
+    proposer = proposer_for("auto", sequence)
+    wanted = [proposer.num_likeliest() for _ in range(132)]
+    assert all(wanted[:32])
+    assert sum(map(bool, wanted[32:])) == 12
+    play(proposer, sequence, [3], [likeliest(3)], Draft())
+    sequence.token_ids += [1, 2]
+    play(proposer, sequence, [3, 4], [], Draft([3]))
+    assert all(proposer.num_likeliest() for _ in range(32))

@@ -19,6 +19,8 @@ _NGRAM = 3  # tokens that must match where a draft is looked up
 # Tokens that must match in `auto`, which learns the acceptance for each length of match.
 _SHORTEST_MATCH = 1
 _LEAST_SURVIVAL = 0.02  # of a token in a tree
+# Without a recycled token in any draft for so many rounds, the likeliest tokens are asked for in one round of a few.
+_IDLE_ROUNDS, _IDLE_INTERVAL = 32, 8
 
 
 class Proposer:
@@ -31,12 +33,17 @@ class Proposer:
         self._strategy = options.strategy
         self.record = LookupRecord()
         self._successors = Successors() if options.strategy in ("auto", "recycling") else None
+        self._num_idle_rounds = 0  # since the last draft with a recycled token
         self._corpora = Corpora(options.corpus_tokens) if options.strategy == "auto" and options.corpus_tokens else None
 
-    @property
     def num_likeliest(self) -> int:
-        """The target's likeliest tokens that are wanted after each verified row."""
-        return NUM_SUCCESSORS if self._successors is not None else 0
+        """Return how many of the target's likeliest tokens are wanted after each row of the round that begins. They
+        cost a look at all logits, so they are wanted rarely while no draft has recycled tokens."""
+        if self._successors is None:
+            return 0
+        self._num_idle_rounds += 1
+        is_wanted = self._num_idle_rounds <= _IDLE_ROUNDS or self._num_idle_rounds % _IDLE_INTERVAL == 0
+        return NUM_SUCCESSORS if is_wanted else 0
 
     def begin(self, sequence: SequenceState) -> None:
         """Prepare a new sequence, unless that is done."""
@@ -125,6 +132,8 @@ class Proposer:
             self.record.observe(draft.match_classes, added, committed[draft.num_drafted :])
         if self._successors is None:
             return
+        if "recycled" in sources_of(draft, proposal, range(1, len(draft.token_ids) + 1)):
+            self._num_idle_rounds = 0
         first = entry.length - 1
         before, token, is_copied = text[first - 1] if first else -1, text[first], True
         for at, one in enumerate(committed):
