@@ -17,7 +17,11 @@ from tests.cluster.commands import blocks, faults, inline, inline_commands, opti
 from tests.serve.test_dashboard import exported
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "cluster/README.md", "docs/operations.md", "docs/security.md", "docs/troubleshooting.md")
+GUIDES = tuple(f"docs/guides/{path.name}" for path in sorted((ROOT / "docs/guides").glob("*.md")))
+DOCUMENTS = (
+    *("README.md", "cluster/README.md", "docs/operations.md", "docs/security.md", "docs/troubleshooting.md"),
+    *GUIDES,
+)
 TROUBLES = "docs/troubleshooting.md"
 SOURCES = [path for folder in ("rayspec", "jobs", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 _KEYS_OF_OTHERS = {"error_kind", "auth_token", "min_workers", "max_workers"}  # of outputs and of Ray
