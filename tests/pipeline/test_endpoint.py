@@ -14,7 +14,6 @@ from rayspec.pipeline.collective import LOOPBACK
 from rayspec.pipeline.endpoint import ENGINE, Endpoint, NewEpoch
 from rayspec.pipeline.messages import Connect, Follow, Moves
 from rayspec.pipeline.transport import Secret, Transport
-from tests.waiting import wait_until
 
 SECRET = Secret.generate()
 PATIENCE_S = 10.0
@@ -46,8 +45,10 @@ def test_who_is_stuck_says_so_until_it_goes_on(endpoint: Endpoint) -> None:
         pass
     endpoint.num_passes = 3
     with endpoint.progress.of("Forward", 1):
-        wait_until(lambda: bool(endpoint.status().problem), PATIENCE_S)
-        status = endpoint.status()
+        deadline = time.monotonic() + PATIENCE_S
+        while not (status := endpoint.status()).problem:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
     assert re.match(r"has not finished a pass for \d+ s, and the pass was expected to take ", status.problem)
     assert status.num_passes == 3
     assert endpoint.status().problem == ""
