@@ -18,7 +18,7 @@ from rayspec.bench.options import TuneOptions
 from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import clean_exit, output_console, say
-from rayspec.config import REPLACED, ParallelOptions
+from rayspec.config import REPLACED, ParallelOptions, SamplingParams
 from rayspec.types import ConfigError
 
 # Commands that have left the package, and what runs them in a checkout of the project.
@@ -95,11 +95,25 @@ app = typer.Typer(
     cls=_Commands,
     help="Lossless, training-free speed-up of Hugging Face causal LMs: the model drafts for itself.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.add_typer(bench_app)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all(
+    *,
+    _: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="print versions")] = False,
+) -> None: ...
 
 
 for _name, (_, _help) in LAZY.items():
@@ -204,6 +218,23 @@ def serve(
             environment=os.environ,
         )
         run_endpoint(options, Address(host=host, port=port), lambda url: print(url, flush=True))  # noqa: T201
+
+
+@app.command()
+@with_settings(sampling=SamplingParams(max_tokens=None))
+def chat(
+    *,
+    asked: Asked,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="answered alone; none: lines of stdin")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="the system message")] = None,
+) -> None:
+    """Answer a prompt, or hold a conversation on the terminal. Ctrl-D ends it."""
+    from rayspec.command.chat import converse  # noqa: PLC0415 - brings torch
+
+    with clean_exit():
+        converse(asked.settings(), prompt, system)
 
 
 @app.command()

@@ -100,7 +100,10 @@ def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
         near = difflib.get_close_matches(name, valid, n=1)
         return f"unknown option {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid)}")
     if error["type"] == "missing":
-        return f"option {name!r} is missing: give it a value"
+        remedy = (
+            "a folder, a name on the hub such as org/name, a GGUF file, or 'demo'" if name == "model" else "a value"
+        )
+        return f"option {name!r} is missing: give it {remedy}"
     value, message = error["input"], str(error["msg"]).removeprefix("Value error, ")
     if isinstance(error.get("ctx", {}).get("error"), ConfigError):
         return f"in {name!r}: {message}"
@@ -128,6 +131,16 @@ def _split_pairs(value: Any) -> Any:
 
 # Of an option that is a tuple: a flag gives `1,2`, or is repeated. Of a mapping: each flag gives NAME=VALUE.
 Commas, Pairs = BeforeValidator(_split_at_commas), BeforeValidator(_split_pairs)
+
+
+# Other names of data types, which vLLM and torch take too.
+_DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+
+def _spelled(dtype: Any) -> Any:
+    """Return the name of a data type as the option has it. dtype: a name, or a `torch.dtype`."""
+    name = str(dtype).removeprefix("torch.")
+    return _DTYPES.get(name, name)
 
 
 def _integers(value: Any) -> list[int]:
@@ -386,7 +399,7 @@ class EngineConfig(Options):
     tokenizer: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
-    dtype: DType = "auto"
+    dtype: Annotated[DType, BeforeValidator(_spelled)] = "auto"
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads; None: OMP_NUM_THREADS, or as measured at load"

@@ -111,7 +111,7 @@ def test_a_run_that_is_repeated_does_the_rows_that_are_left_and_its_output_is_no
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-o", "out.jsonl"], "error: option 'model' is missing: give it a value"),
+        (["-o", "out.jsonl"], "error: option 'model' is missing: give it a folder, a name on the hub"),
         (["-o", "out.jsonl", *PLAIN, "--truncate"], "option '--truncate' is now '--long truncate'"),
         (["-o", "/proc/out.jsonl", *PLAIN], "error: option 'output' is '/proc/out.jsonl.run', which cannot be used"),
         ([".", "-o", "in.jsonl", "--overwrite", *PLAIN], "error: option 'output' is 'in.jsonl', which is an input too"),
@@ -152,8 +152,22 @@ def test_profile_prints_what_sublayers_cost(run: Run) -> None:
     assert run("profile", *PLAIN).exit_code == 2
 
 
+def test_a_conversation_remembers_what_was_said(run: Run) -> None:
+    alone = run("chat", "The meeting of the council", *PLAIN, "--max-tokens", "8", "--temperature", "0")
+    assert alone.exit_code == 0, alone.output
+    lines = "The meeting of the council\n\n" + "word " * 3000 + "\nAnd then?\n"
+    both = CliRunner().invoke(app, ["chat", *PLAIN, "--max-tokens", "8", "--temperature", "0"], input=lines)
+    assert both.exit_code == 0, both.output
+    assert both.stdout.startswith(alone.stdout)
+    assert "error: the prompt has" in both.stderr, "a line that is too long does not end the conversation"
+    assert len(both.stdout) > len(alone.stdout)
+    other = run("chat", "And then?", *PLAIN, "--max-tokens", "8", "--temperature", "0")
+    assert both.stdout != alone.stdout + other.stdout
+
+
 def test_version_names_what_it_stands_on(run: Run) -> None:
     lines = run("version").stdout.splitlines()
+    assert run("--version").stdout.splitlines() == lines
     assert [line.split()[0] for line in lines] == ["rayspec", "torch", "transformers", "ray", "pyarrow"]
 
 

@@ -4,6 +4,7 @@ import re
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
 
 from rayspec import config as config_module
 from rayspec.choices import FULL, SKIP
@@ -142,3 +143,19 @@ def test_the_keywords_of_llm_are_the_options_of_the_engine() -> None:
     }
     for name in groups:
         assert set(get_args(options[name]) or (options[name],)) < set(get_args(keywords[name]))
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ("half", "float16"),
+        ("fp16", "float16"),
+        ("bf16", "bfloat16"),
+        ("float", "float32"),
+        (torch.bfloat16, "bfloat16"),
+    ],
+)
+def test_data_types_have_the_names_of_vllm_and_torch_too(given: Any, dtype: str) -> None:
+    assert EngineConfig(model="demo", dtype=given).dtype == dtype
+    with pytest.raises(ConfigError, match="'float8': Input should be"):
+        EngineConfig(model="demo", dtype="float8")  # type: ignore[arg-type]
