@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from rayspec.config import MAX_TREE_TOKENS, SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess
@@ -23,6 +23,7 @@ from rayspec.planning.learning import AnswerLength
 from rayspec.types import EngineStats, Plan
 
 _MAX_PLAN_RECORDS = 1024
+_MOST_GROWN = 16  # sequences of a round whose drafts are trees: in larger batches every row costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class RoundPlanner:
             elapsed_s=self._stats.total_s,
             num_outstanding_tokens=outstanding,
             sequence_ids=[sequence.sequence_id for sequence in sequences],
-            proposals=cache(lambda: [self.proposer.propose(one, self._options.max_draft_tokens) for one in sequences]),
+            proposals=cache(partial(self._proposals, sequences)),
             by_class=lambda: self.proposer.record.by_class,
         )
         chosen = self.strategy.choose(state)
@@ -97,6 +98,10 @@ class RoundPlanner:
             num_likeliest=self.proposer.num_likeliest(),
         )
         return PlannedRound(work, sequences, state, chosen, started)
+
+    def _proposals(self, sequences: Sequence[SequenceState]) -> list[Proposal]:
+        longest, grows = self._options.max_draft_tokens, len(sequences) <= _MOST_GROWN
+        return [self.proposer.propose(one, longest, grows=grows) for one in sequences]
 
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
         """Log the taps of a finished round, tell the strategy its result, and let the strategy search. The strategy

@@ -10,6 +10,7 @@ from operator import itemgetter, mul
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.learning import TEXT_HALF_LIFE, Discounted
@@ -38,11 +39,11 @@ def match_class(num_matched: int, support: int, source: int = OWN_TEXT) -> int:
     return source * len(_COPIED) + support * len(_LENGTHS) + bisect_right(_LENGTHS, num_matched) - 1
 
 
-def recycled_class(probability: float, *, is_pair: bool) -> int:
-    """Return the class of a recycled token, by its probability when its place was last verified. is_pair: whether that
-    place followed the same two tokens, or only the same token."""
+def recycled_classes(probabilities: NDArray[np.float64], *, is_pair: bool) -> NDArray[np.int64]:
+    """Return the classes of recycled tokens, by their probabilities when their place was last verified. is_pair:
+    whether that place followed the same two tokens, or only the same token."""
     first = _NUM_COPIED + (len(_PROBABILITIES) if is_pair else 0)
-    return first + bisect_right(_PROBABILITIES, probability) - 1
+    return first - 1 + np.searchsorted(_PROBABILITIES, probabilities, side="right")
 
 
 def source_of(match_class: int) -> str:
@@ -61,14 +62,18 @@ class LookupRecord:
 
     def __init__(self) -> None:
         self._classes = [Discounted(TEXT_HALF_LIFE, prior=prior, strength=1) for prior in _PRIORS]
+        self._by_class: tuple[float, ...] = ()  # empty since the last observation
 
     @property
     def by_class(self) -> tuple[float, ...]:
         """Acceptance of each class."""
-        return tuple(one.value for one in self._classes)
+        if not self._by_class:
+            self._by_class = tuple(one.value for one in self._classes)
+        return self._by_class
 
     def observe_one(self, match_class: int, is_right: bool) -> None:
         self._classes[match_class].observe(is_right)
+        self._by_class = ()
 
     def observe(self, match_classes: Sequence[int], proposed: Sequence[int], committed: Sequence[int]) -> None:
         """Compare a proposal with the committed tokens, up to the first difference or the end of the shorter.
@@ -76,7 +81,7 @@ class LookupRecord:
         match_classes: class of each proposed token.
         """
         for at, one, other in zip(match_classes, proposed, committed, strict=False):
-            self._classes[at].observe(one == other)
+            self.observe_one(at, one == other)
             if one != other:
                 return
 

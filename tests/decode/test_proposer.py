@@ -68,10 +68,10 @@ def test_successors_of_a_pair_come_before_those_of_a_token_and_those_of_prompts_
     assert successors.after(1, 2) == ([], [])
     successors.note_text([1, 2, 3, 2, 4])
     assert successors.after(7, 2)[0] == [4], "the later of two in the text"
-    successors.note(1, 2, likeliest(5))
+    successors.note([(1, 2)], [likeliest(5)])
     successors.note_text([2, 6])
     assert successors.after(9, 2)[0][0] == 5, "what the target found stays"
-    successors.note(8, 2, likeliest(7))
+    successors.note([(8, 2)], [likeliest(7)])
     assert [successors.after(before, 2)[0][0] for before in (1, 8, 9)] == [5, 7, 7]
 
 
@@ -91,7 +91,7 @@ def test_the_likeliest_tokens_come_first_and_every_token_after_its_parent() -> N
     sequence = sequence_of([1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
     proposer = proposer_for("auto", sequence)
     for before, token in ((2, 3), (3, 4), (4, 5)):
-        proposer._successors.note(before, token, likeliest(token + 10, token + 1))  # type: ignore[union-attr]
+        proposer._successors.note([(before, token)], [likeliest(token + 10, token + 1)])  # type: ignore[union-attr]
     found = proposer.propose(sequence, 12)
     assert found.parents, "the copy and what is recycled are two branches"
     assert {(4,), (4, 5), (13,)} <= paths_of(found)
@@ -140,7 +140,7 @@ def test_without_recycling_the_copy_is_a_chain() -> None:
 
 def test_the_likeliest_tokens_are_wanted_rarely_while_nothing_is_recycled() -> None:
     sequence = sequence_of([1, 2])
-    proposer = proposer_for("auto", sequence)
+    proposer = proposer_for("recycling", sequence)
     wanted = [proposer.num_likeliest() for _ in range(132)]
     assert all(wanted[:32])
     assert sum(map(bool, wanted[32:])) == 12

@@ -52,12 +52,12 @@ class Proposer:
         if self._successors is not None:
             self._successors.note_text(sequence.token_ids)
 
-    def propose(self, sequence: SequenceState, num_tokens: int) -> Proposal:
-        """Return at most `num_tokens` tokens that may come next, the likeliest first."""
+    def propose(self, sequence: SequenceState, num_tokens: int, *, grows: bool = True) -> Proposal:
+        """Return at most `num_tokens` tokens that may come next, the likeliest first. grows: with recycled tokens."""
         num_tokens = min(num_tokens, sequence.num_remaining - 1)
         by_class = self.record.by_class
         copied = self._copied(sequence, num_tokens, by_class)
-        if self._successors is None:
+        if self._successors is None or not grows:
             return copied.with_survival(survival(by_class, copied.match_classes))
         return self._grown(copied, sequence.token_ids, num_tokens, by_class)
 
@@ -145,8 +145,7 @@ class Proposer:
         rows = [text[first], *draft.token_ids]
         parents = draft.parents or range(len(draft.token_ids))
         befores = [text[first - 1] if first else -1, *(rows[parent] for parent in parents)]
-        for before, token, found in zip(befores, rows, likeliest, strict=False):
-            self._successors.note(before, token, found)
+        self._successors.note(list(zip(befores, rows, strict=True)), likeliest)
 
 
 def sources_of(draft: Draft, proposal: Proposal, rows: Sequence[int]) -> list[str]:

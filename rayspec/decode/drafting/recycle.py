@@ -9,11 +9,11 @@ no fixed template, but grows where it is likeliest to be right.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from rayspec.planning.lookup import UNVERIFIED, recycled_class
+from rayspec.planning.lookup import UNVERIFIED, recycled_classes
 
 NUM_SUCCESSORS = 8
 _NUM_SLOTS = 1 << 17
@@ -34,14 +34,22 @@ class Successors:
         self._token_ids = np.full((_NUM_SLOTS, NUM_SUCCESSORS), _NONE, np.int32)
         self._classes = np.zeros((_NUM_SLOTS, NUM_SUCCESSORS), np.uint8)
 
-    def note(self, before: int, token: int, likeliest: Likeliest) -> None:
-        """Note what the target found likeliest after `token`, which follows `before`."""
-        token_ids, probabilities = likeliest
-        for is_pair, key in ((True, _key(before, token)), (False, token)):
-            slot = key % _PRIME
-            self._keys[slot] = key
-            self._token_ids[slot] = [*token_ids, *[_NONE] * (NUM_SUCCESSORS - len(token_ids))]
-            self._classes[slot, : len(token_ids)] = [recycled_class(one, is_pair=is_pair) for one in probabilities]
+    def note(self, pairs: Sequence[tuple[int, int]], likeliest: Sequence[Likeliest]) -> None:
+        """Note what the target found likeliest after the second token of each pair. Of a shorter one, what is beyond
+        the pairs or the likeliest counts for nothing."""
+        num_rows = min(len(pairs), len(likeliest))
+        if not num_rows:
+            return
+        text = np.array(pairs[:num_rows], np.int64)
+        token_ids = np.array([one for one, _ in likeliest[:num_rows]], np.int32)
+        probabilities = np.array([one for _, one in likeliest[:num_rows]])
+        count = token_ids.shape[1]
+        for is_pair, keys in ((True, _keys(text[:, 0], text[:, 1])), (False, text[:, 1])):
+            slots = keys % _PRIME
+            self._keys[slots] = keys
+            self._token_ids[slots, :count] = token_ids
+            self._token_ids[slots, count:] = _NONE
+            self._classes[slots, :count] = recycled_classes(probabilities, is_pair=is_pair)
 
     def note_text(self, token_ids: Sequence[int]) -> None:
         """Note the bigrams of a text for the tokens after which nothing is noted yet."""
@@ -57,7 +65,7 @@ class Successors:
 
     def after(self, before: int, token: int) -> tuple[list[int], list[int]]:
         """Return the candidates after `token`, which follows `before`, and their classes."""
-        for key in (_key(before, token), token):
+        for key in (int(_keys(before, token)), token):
             slot = key % _PRIME
             if self._keys[slot] == key:
                 found = [one for one in self._token_ids[slot].tolist() if one != _NONE]
@@ -68,5 +76,6 @@ class Successors:
 _PRIME = 131_071  # the largest below the number of slots: the remainder is the hash
 
 
-def _key(before: int, token: int) -> int:
+def _keys(before: Any, token: Any) -> Any:
+    """Return the keys of pairs, of integers or arrays of them."""
     return (before + 1) << 32 | token
