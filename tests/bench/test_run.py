@@ -25,7 +25,7 @@ from rayspec.types import ConfigError, EngineStats
 Invoke = Callable[..., Any]
 
 SMALL = ("--model", "demo", "--dtype", "float32", "--num-threads", "1", "--context", "150", "--max-tokens", "12")
-ALL = ["ar", "auto", "knapspec", "lookup", "swift", "layerskip", "clasp", "del", "asd", "lookahead"]
+ALL = ["ar", "auto", "knapspec", "lookup", "recycling", "swift", "layerskip", "clasp", "del", "asd", "lookahead"]
 
 
 @pytest.fixture

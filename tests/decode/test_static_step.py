@@ -117,14 +117,19 @@ class _Looks:
         return counted
 
 
-@pytest.mark.parametrize(("num_draft_tokens", "expected"), [(0, 1), (3, 2), (6, 3)])
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "expected", "strategy"),
+    [(0, 1, "knapspec"), (3, 2, "knapspec"), (6, 3, "knapspec"), (0, 2, "recycling")],
+)
 def test_the_host_looks_once_a_round_and_once_for_three_drafted_tokens(
-    num_draft_tokens: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    num_draft_tokens: int, expected: int, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And once more where tokens are recycled, for the likeliest ones."""
     parts, known = parts_of(checkpoint("llama")), cases(checkpoint("llama"), (1, 80, 37, 3), 16)
     choices = (FULL,) * len(parts.sublayers)
     plan = Plan(choices=choices, num_draft_tokens=num_draft_tokens, source="test") if num_draft_tokens else None
-    engine = engine_with(parts, plan, max_num_seqs=4, max_num_batched_tokens=512, is_static=True)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "speculation": {"strategy": strategy}}
+    engine = engine_with(parts, plan, is_static=True, **options)
     assert isinstance(engine.stages, LocalStages)
     engine.stages.runner._buffers = None  # whose CPU reference looks at everything
     for request in requests_for(known.prompts, GREEDY):
