@@ -142,7 +142,7 @@ def test_parquet_values_of_other_types_are_text_or_one_bad_row(
         ("folder", None, "unreadable_file"),
         ("no.txt.gz", b"plain", "unreadable_file"),
         ("none.jsonl.gz", b"", "empty_file"),
-        ("hollow.txt.gz", gzip.compress(b""), "empty_file"),
+        ("hollow.txt.gz", gzip.compress(b"", mtime=0), "empty_file"),
         ("a.txt", b"", "empty_file"),
     ],
 )
