@@ -23,7 +23,6 @@ from rayspec.planning.learning import AnswerLength
 from rayspec.types import EngineStats, Plan
 
 _MAX_PLAN_RECORDS = 1024
-_MOST_GROWN = 16  # sequences of a round whose drafts are trees: in larger batches every row costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +99,8 @@ class RoundPlanner:
         return PlannedRound(work, sequences, state, chosen, started)
 
     def _proposals(self, sequences: Sequence[SequenceState]) -> list[Proposal]:
-        longest, grows = self._options.max_draft_tokens, len(sequences) <= _MOST_GROWN
-        return [self.proposer.propose(one, longest, grows=grows) for one in sequences]
+        longest, batch = self._options.max_draft_tokens, len(sequences)
+        return [self.proposer.propose(one, longest, batch=batch) for one in sequences]
 
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
         """Log the taps of a finished round, tell the strategy its result, and let the strategy search. The strategy

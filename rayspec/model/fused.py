@@ -232,7 +232,13 @@ class _Fuser:
         head = parts.lm_head
         if not is_plain(head) or not self._may_block(head):
             return head
-        packed = self._matrix([head])
+        try:
+            packed = self._matrix([head])
+        except RuntimeError as error:
+            if (lack := lack_of_memory(error)) is None:
+                raise
+            logger.warning("the LM head keeps its layout, which is slower: %s", lack)
+            return head
         if parts.embedding is None or parts.embedding.weight is not head.weight:
             empty_linears([head])
         return packed

@@ -18,6 +18,7 @@ from rayspec.planning.lookup import LookupRecord, source_of, survival
 _NGRAM = 3  # tokens that must match where a draft is looked up
 # Tokens that must match in `auto`, which learns the acceptance for each length of match.
 _SHORTEST_MATCH = 1
+_MOST_GROWN = 16  # sequences of a round for which `auto` grows trees: in larger batches every row costs
 _LEAST_SURVIVAL = 0.02  # of a token in a tree
 # Without a recycled token in any draft for so many rounds, the likeliest tokens are asked for in one round of a few.
 _IDLE_ROUNDS, _IDLE_INTERVAL = 32, 8
@@ -52,12 +53,12 @@ class Proposer:
         if self._successors is not None:
             self._successors.note_text(sequence.token_ids)
 
-    def propose(self, sequence: SequenceState, num_tokens: int, *, grows: bool = True) -> Proposal:
-        """Return at most `num_tokens` tokens that may come next, the likeliest first. grows: with recycled tokens."""
+    def propose(self, sequence: SequenceState, num_tokens: int, *, batch: int = 1) -> Proposal:
+        """Return at most `num_tokens` tokens that may come next, the likeliest first. batch: sequences of the round."""
         num_tokens = min(num_tokens, sequence.num_remaining - 1)
         by_class = self.record.by_class
         copied = self._copied(sequence, num_tokens, by_class)
-        if self._successors is None or not grows:
+        if self._successors is None or (self._strategy == "auto" and batch > _MOST_GROWN):
             return copied.with_survival(survival(by_class, copied.match_classes))
         return self._grown(copied, sequence.token_ids, num_tokens, by_class)
 
