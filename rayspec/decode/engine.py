@@ -122,6 +122,10 @@ class Engine:
         previous, self._planner.strategy = self._planner.strategy, strategy
         return previous
 
+    def forget_texts(self) -> None:
+        """Forget the outputs that later texts could copy, and what the target found likely in them."""
+        self._planner.proposer.forget_texts()
+
     @property
     def has_unfinished(self) -> bool:
         """Whether a request is unfinished, or work of an aborted request is still under way."""

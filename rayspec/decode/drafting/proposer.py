@@ -31,8 +31,14 @@ class Proposer:
     """
 
     def __init__(self, options: SpeculationOptions) -> None:
+        self._options = options
         self._strategy = options.strategy
         self.record = LookupRecord()
+        self.forget_texts()
+
+    def forget_texts(self) -> None:
+        """Forget finished outputs and what was likely in them; what was learned of acceptance stays."""
+        options = self._options
         self._successors = Successors() if options.strategy in ("auto", "recycling") else None
         self._num_idle_rounds = 0  # since the last draft with a recycled token
         self._corpora = Corpora(options.corpus_tokens) if options.strategy == "auto" and options.corpus_tokens else None
