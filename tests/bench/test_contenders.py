@@ -108,8 +108,8 @@ def test_plans_count_from_when_it_was_warm(plain: Engine) -> None:
     assert all(record.sequence_s > 0 for record in contender.used.plans)
 
 
-def test_a_run_copies_nothing_from_an_earlier_run_of_the_same_prompts(plain: Engine) -> None:
-    contender = Ours(like(plain, "auto"))
+def test_a_run_copies_nothing_from_an_earlier_run_of_the_same_prompts() -> None:
+    contender = Ours(load_engine(config("auto"), with_tokenizer=False))
     for _ in range(2):
         finish(contender.write(PROMPTS[:1], 20))
     assert "corpus" not in contender.engine.stats.accepted_by_source
