@@ -137,7 +137,7 @@ class RoundPlanner:
                 by_source[source] = by_source.get(source, 0) + 1
             if committed.finite and sequence.finish_reason != "abort":
                 likeliest = result.likeliest[at] if result.likeliest else ()
-                self.proposer.learn(sequence.token_ids, entry, proposals[at], draft, committed.token_ids, likeliest)
+                self.proposer.learn(sequence, entry, proposals[at], draft, committed.token_ids, likeliest)
 
     def forget(self, sequence: SequenceState | None = None) -> None:
         """Drop the taps of the sequence, or of all, and cancel the search, because the sequence leaves its place in the

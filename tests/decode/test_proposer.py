@@ -52,7 +52,7 @@ def play(
     """A round of this draft, in which the target found these tokens likeliest after each row."""
     entry, proposal = entry_of(sequence), proposer.propose(sequence, 16)
     sequence.token_ids.extend(committed)
-    proposer.learn(sequence.token_ids, entry, proposal, draft, committed, rows)
+    proposer.learn(sequence, entry, proposal, draft, committed, rows)
 
 
 def paths_of(proposal: Proposal) -> set[tuple[int, ...]]:
@@ -91,7 +91,7 @@ def test_the_likeliest_tokens_come_first_and_every_token_after_its_parent() -> N
     sequence = sequence_of([1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
     proposer = proposer_for("auto", sequence)
     for before, token in ((2, 3), (3, 4), (4, 5)):
-        proposer._successors.note([(before, token)], [likeliest(token + 10, token + 1)])  # type: ignore[union-attr]
+        proposer._memory("").successors.note([(before, token)], [likeliest(token + 10, token + 1)])  # type: ignore[union-attr]
     found = proposer.propose(sequence, 12)
     assert found.parents, "the copy and what is recycled are two branches"
     assert {(4,), (4, 5), (13,)} <= paths_of(found)
@@ -148,3 +148,25 @@ def test_the_likeliest_tokens_are_wanted_rarely_while_nothing_is_recycled() -> N
     sequence.token_ids += [1, 2]
     play(proposer, sequence, [3, 4], [], Draft([3]))
     assert all(proposer.num_likeliest() for _ in range(32))
+
+
+def test_owners_share_neither_outputs_nor_what_was_likely() -> None:
+    proposer = Proposer(SpeculationOptions(strategy="auto"))
+
+    def proposed_to(owner: str) -> set[tuple[int, ...]]:
+        sequence = sequence_of([7, 8, 9])
+        sequence.owner = owner
+        proposer.begin(sequence)
+        return paths_of(proposer.propose(sequence, 4))
+
+    finished = sequence_of([7, 8, 9])
+    finished.owner = "a"
+    proposer.begin(finished)
+    finished.num_prompt_tokens = 3
+    play(proposer, finished, [20, 21], [likeliest(30)], Draft())
+    proposer.remember(finished)
+    assert {(20,), (30,)} <= proposed_to("a")
+    assert proposed_to("b") == set()
+    for number in range(20):  # others come and go
+        proposed_to(str(number))
+        assert (20,) in proposed_to("a")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 
 from rayspec.decode.drafting.lookup import END_OF_TEXT, LookupIndex, Proposal
@@ -10,7 +10,6 @@ from rayspec.planning.lookup import CORPUS
 
 _NGRAM, _SHORTEST_MATCH = 4, 2  # tokens that must match, and that suffice if no match is that long
 _NUM_PROMPT_TOKENS = 3  # of the prompt's end, so that the beginning of an output is found, too
-_MAX_CORPORA = 8
 
 
 class Corpus:
@@ -27,7 +26,7 @@ class Corpus:
 
     def add(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         """Add an output. Of one that is too long, the end is left out."""
-        text = [*prompt_token_ids[-_NUM_PROMPT_TOKENS:], *output_token_ids][: self._most_tokens - 1]
+        text = [*prompt_token_ids[-_NUM_PROMPT_TOKENS:], *output_token_ids][: max(0, self._most_tokens - 1)]
         if self._halves[0].num_tokens + len(text) >= self._most_tokens:
             self._halves.appendleft(_empty())
         self._halves[0].extend([*text, END_OF_TEXT])
@@ -39,19 +38,3 @@ class Corpus:
 
 def _empty() -> LookupIndex:
     return LookupIndex(_NGRAM, _SHORTEST_MATCH, source=CORPUS)
-
-
-class Corpora:
-    """A corpus for each owner of requests, so that none sees by the speed of its own what another's outputs contain.
-    The corpus that was not used for the longest time goes first."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._by_owner: OrderedDict[str, Corpus] = OrderedDict()
-
-    def of(self, owner: str) -> Corpus:
-        corpus = self._by_owner.setdefault(owner, Corpus(self._capacity))
-        self._by_owner.move_to_end(owner)
-        if len(self._by_owner) > _MAX_CORPORA:
-            self._by_owner.popitem(last=False)
-        return corpus

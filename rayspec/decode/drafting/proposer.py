@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rayspec.config import SpeculationOptions
-from rayspec.decode.drafting.corpus import Corpora
+from rayspec.decode.drafting.corpus import Corpus
 from rayspec.decode.drafting.lookup import LookupIndex, Proposal, newest_of
 from rayspec.decode.drafting.recycle import NUM_SUCCESSORS, Likeliest, Successors
 from rayspec.decode.requests import SequenceState
@@ -22,6 +24,15 @@ _MOST_GROWN = 16  # sequences of a round for which `auto` grows trees: in larger
 _LEAST_SURVIVAL = 0.02  # of a token in a tree
 # Without a recycled token in any draft for so many rounds, the likeliest tokens are asked for in one round of a few.
 _IDLE_ROUNDS, _IDLE_INTERVAL = 32, 8
+_MAX_OWNERS = 8  # whose texts are remembered: those with the newest requests
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What is kept of an owner's texts. Nobody can see by the speed of own requests what stands in another's."""
+
+    corpus: Corpus | None
+    successors: Successors | None
 
 
 class Proposer:
@@ -33,20 +44,29 @@ class Proposer:
     def __init__(self, options: SpeculationOptions) -> None:
         self._options = options
         self._strategy = options.strategy
+        self._recycles = options.strategy in ("auto", "recycling")
         self.record = LookupRecord()
         self.forget_texts()
 
     def forget_texts(self) -> None:
         """Forget finished outputs and what was likely in them; what was learned of acceptance stays."""
-        options = self._options
-        self._successors = Successors() if options.strategy in ("auto", "recycling") else None
+        self._memories: OrderedDict[str, _Memory] = OrderedDict()  # by owner, the newest last
         self._num_idle_rounds = 0  # since the last draft with a recycled token
-        self._corpora = Corpora(options.corpus_tokens) if options.strategy == "auto" and options.corpus_tokens else None
+
+    def _memory(self, owner: str) -> _Memory:
+        if owner not in self._memories:
+            tokens = self._options.corpus_tokens if self._strategy == "auto" else 0
+            self._memories[owner] = _Memory(
+                Corpus(tokens) if tokens else None, Successors() if self._recycles else None
+            )
+            if len(self._memories) > _MAX_OWNERS:
+                self._memories.popitem(last=False)
+        return self._memories[owner]
 
     def num_likeliest(self) -> int:
         """Return how many of the target's likeliest tokens are wanted after each row of the round that begins. They
         cost a look at all logits, so they are wanted rarely while no draft has recycled tokens."""
-        if self._successors is None:
+        if not self._recycles:
             return 0
         self._num_idle_rounds += 1
         is_wanted = self._num_idle_rounds <= _IDLE_ROUNDS or self._num_idle_rounds % _IDLE_INTERVAL == 0
@@ -56,88 +76,53 @@ class Proposer:
         """Prepare a new sequence, unless that is done."""
         if sequence.lookup is None and self._strategy in ("auto", "lookup"):
             sequence.lookup = LookupIndex(_NGRAM, _SHORTEST_MATCH if self._strategy == "auto" else None)
-        if self._successors is not None:
-            self._successors.note_text(sequence.token_ids)
+        memory = self._memory(sequence.owner)
+        self._memories.move_to_end(sequence.owner)
+        if memory.successors is not None:
+            memory.successors.note_text(sequence.token_ids)
 
     def propose(self, sequence: SequenceState, num_tokens: int, *, batch: int = 1) -> Proposal:
         """Return at most `num_tokens` tokens that may come next, the likeliest first. batch: sequences of the round."""
         num_tokens = min(num_tokens, sequence.num_remaining - 1)
         by_class = self.record.by_class
         copied = self._copied(sequence, num_tokens, by_class)
-        if self._successors is None or (self._strategy == "auto" and batch > _MOST_GROWN):
+        successors = self._memory(sequence.owner).successors
+        if successors is None or (self._strategy == "auto" and batch > _MOST_GROWN):
             return copied.with_survival(survival(by_class, copied.match_classes))
-        return self._grown(copied, sequence.token_ids, num_tokens, by_class)
+        return _grown(copied, successors, sequence.token_ids, num_tokens, by_class)
 
     def remember(self, sequence: SequenceState) -> None:
         """Keep the output of a finished sequence for others to copy."""
-        if self._corpora is not None and sequence.output_token_ids:
-            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-            self._corpora.of(sequence.owner).add(prompt, sequence.output_token_ids)
+        corpus = self._memory(sequence.owner).corpus
+        if corpus is not None and sequence.output_token_ids:
+            corpus.add(sequence.token_ids[: sequence.num_prompt_tokens], sequence.output_token_ids)
 
     def _copied(self, sequence: SequenceState, num_tokens: int, by_class: Sequence[float]) -> Proposal:
         """Return the copy with the most tokens that are expected to be right. Own text wins ties."""
         found = [sequence.proposal(num_tokens)]
-        if self._corpora is not None:
-            found += self._corpora.of(sequence.owner).proposals(newest_of(sequence.token_ids), num_tokens)
+        corpus = self._memory(sequence.owner).corpus
+        if corpus is not None:
+            found += corpus.proposals(newest_of(sequence.token_ids), num_tokens)
         return max(found, key=lambda one: sum(survival(by_class, one.match_classes)))
-
-    def _grown(self, copied: Proposal, text: Sequence[int], num_tokens: int, by_class: Sequence[float]) -> Proposal:
-        """Grow a tree from its root, the newest token, by the token that is likeliest to be reached and right.
-
-        A token stands for (probability that it is reached and right, its class, the row that it follows, the token of
-        that row, its place in the copy). Recycled tokens count for the case that the copy is wrong.
-        """
-        assert self._successors is not None
-        ties = itertools.count()
-        heap: list[tuple[float, int, int, int, int, int, int | None]] = []
-        token_ids: list[int] = []
-        classes: list[int] = []
-        parents: list[int] = []
-        chances: list[float] = []
-        row, before, token, reached = 0, text[-2] if len(text) > 1 else -1, text[-1], 1.0
-        at: int | None = 0
-        while len(token_ids) < num_tokens:
-            following = None
-            if at is not None and at < len(copied.token_ids):
-                following, its_class = copied.token_ids[at], copied.match_classes[at]
-                heapq.heappush(
-                    heap, (-reached * by_class[its_class], next(ties), its_class, row, token, following, at + 1)
-                )
-                reached *= 1 - by_class[its_class]
-            for other, its_class in zip(*self._successors.after(before, token), strict=True):
-                if other != following and (chance := reached * by_class[its_class]) >= _LEAST_SURVIVAL:
-                    heapq.heappush(heap, (-chance, next(ties), its_class, row, token, other, None))
-            if not heap:
-                break
-            chance, _, its_class, parent, before, token, at = heapq.heappop(heap)
-            reached = -chance
-            if reached < _LEAST_SURVIVAL:
-                break
-            token_ids.append(token)
-            classes.append(its_class)
-            parents.append(parent)
-            chances.append(reached)
-            row = len(token_ids)
-        is_chain = parents == list(range(len(parents)))
-        return Proposal(tuple(token_ids), tuple(classes), () if is_chain else tuple(parents), tuple(chances), copied)
 
     def learn(
         self,
-        text: Sequence[int],
+        sequence: SequenceState,
         entry: RoundEntry,
         proposal: Proposal,
         draft: Draft,
         committed: Sequence[int],
         likeliest: Sequence[Likeliest],
     ) -> None:
-        """Compare what was proposed with what came, and note what the target found likely. text: with the committed
-        tokens at its end. likeliest: of the newest token's row and of each row of the draft."""
+        """Compare what was proposed with what came, and note what the target found likely. sequence: with the committed
+        tokens. likeliest: of the newest token's row and of each row of the draft."""
         copied = proposal.copied or proposal
         self.record.observe(copied.match_classes, copied.token_ids, committed)
         if draft.match_classes and list(committed[: draft.num_drafted]) == draft.token_ids[: draft.num_drafted]:
             added = draft.token_ids[draft.num_drafted :]
             self.record.observe(draft.match_classes, added, committed[draft.num_drafted :])
-        if self._successors is None:
+        successors, text = self._memory(sequence.owner).successors, sequence.token_ids
+        if successors is None:
             return
         if "recycled" in sources_of(draft, proposal, range(1, len(draft.token_ids) + 1)):
             self._num_idle_rounds = 0
@@ -146,13 +131,53 @@ class Proposer:
         for at, one in enumerate(committed):
             is_copied = is_copied and copied.token_ids[at : at + 1] == (one,)
             if not is_copied:
-                for candidate, its_class in zip(*self._successors.after(before, token), strict=True):
+                for candidate, its_class in zip(*successors.after(before, token), strict=True):
                     self.record.observe_one(its_class, candidate == one)
             before, token = token, one
         rows = [text[first], *draft.token_ids]
         parents = draft.parents or range(len(draft.token_ids))
         befores = [text[first - 1] if first else -1, *(rows[parent] for parent in parents)]
-        self._successors.note(list(zip(befores, rows, strict=True)), likeliest)
+        successors.note(list(zip(befores, rows, strict=True)), likeliest)
+
+
+def _grown(
+    copied: Proposal, successors: Successors, text: Sequence[int], num_tokens: int, by_class: Sequence[float]
+) -> Proposal:
+    """Grow a tree from its root, the newest token, by the token that is likeliest to be reached and right.
+
+    A token stands for (probability that it is reached and right, its class, the row that it follows, the token of
+    that row, its place in the copy). Recycled tokens count for the case that the copy is wrong.
+    """
+    ties = itertools.count()
+    heap: list[tuple[float, int, int, int, int, int, int | None]] = []
+    token_ids: list[int] = []
+    classes: list[int] = []
+    parents: list[int] = []
+    chances: list[float] = []
+    row, before, token, reached = 0, text[-2] if len(text) > 1 else -1, text[-1], 1.0
+    at: int | None = 0
+    while len(token_ids) < num_tokens:
+        following = None
+        if at is not None and at < len(copied.token_ids):
+            following, its_class = copied.token_ids[at], copied.match_classes[at]
+            heapq.heappush(heap, (-reached * by_class[its_class], next(ties), its_class, row, token, following, at + 1))
+            reached *= 1 - by_class[its_class]
+        for other, its_class in zip(*successors.after(before, token), strict=True):
+            if other != following and (chance := reached * by_class[its_class]) >= _LEAST_SURVIVAL:
+                heapq.heappush(heap, (-chance, next(ties), its_class, row, token, other, None))
+        if not heap:
+            break
+        chance, _, its_class, parent, before, token, at = heapq.heappop(heap)
+        reached = -chance
+        if reached < _LEAST_SURVIVAL:
+            break
+        token_ids.append(token)
+        classes.append(its_class)
+        parents.append(parent)
+        chances.append(reached)
+        row = len(token_ids)
+    is_chain = parents == list(range(len(parents)))
+    return Proposal(tuple(token_ids), tuple(classes), () if is_chain else tuple(parents), tuple(chances), copied)
 
 
 def sources_of(draft: Draft, proposal: Proposal, rows: Sequence[int]) -> list[str]:
