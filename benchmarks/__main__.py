@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from benchmarks.data import data_markdown, run_data_bench
-from benchmarks.device.run import measure_device
 from benchmarks.feed import FeedOptions, feed_markdown, run_feed_bench
 from benchmarks.figures.run import FigureOptions, run_figures
 from benchmarks.papers.run import run_paper
@@ -25,7 +24,6 @@ from benchmarks.serve_mix import Mix
 from benchmarks.shared import (
     Batch,
     Context,
-    DeviceOptions,
     Input,
     Json,
     MaxTokens,
@@ -37,7 +35,6 @@ from benchmarks.shared import (
     numbers,
 )
 from benchmarks.streams import run_streams
-from rayspec.bench.commands import ComparedType, Device, Quick
 from rayspec.bench.options import bench_options
 from rayspec.bench.result import bench_markdown, save_json
 from rayspec.command.loading import load_llm
@@ -46,27 +43,6 @@ from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console, sa
 from rayspec.config import EngineConfig
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-
-@app.command()
-def device(
-    *,
-    device: Device = "auto",
-    dtype: ComparedType = "bfloat16",
-    num_threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads")] = None,
-    quick: Quick = False,
-    json: Json = None,
-) -> None:
-    """Measure what a step launches and reads on this device, the bandwidth of matrices, and steps against the roofline.
-
-    Exit code 1 if launches or reads of the host are not as they should be. Run nothing else at the same time.
-    """
-    with clean_exit():
-        options = DeviceOptions(device=device, dtype=dtype, num_threads=num_threads, is_quick=quick)
-        page, is_good = measure_device(options, say, json)
-        output_console().print(page, markup=False, highlight=False, soft_wrap=True)
-    if not is_good:
-        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()

@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -127,3 +128,11 @@ def _lines(path: Path) -> list[str]:
     with suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     return []
+
+
+def installed_version(name: str) -> str | None:
+    """Return a package's version; None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

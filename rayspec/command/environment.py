@@ -7,21 +7,20 @@ import platform
 import shlex
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
-from rayspec.machine import cpu_name
+from rayspec.machine import cpu_name, installed_version
 
 _PACKAGES = ("rayspec", "torch", "transformers", "ray", "numpy")
 
 
 def describe_environment() -> dict[str, object]:
-    """Return the command, versions, hardware, threads, commit (of a source checkout) and date."""
+    """Return the command, versions (None: not installed), hardware, threads, commit of a source checkout, and date."""
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: installed_version(name) for name in _PACKAGES},
         "hardware": _hardware(),
         "threads": torch.get_num_threads(),
         "commit": _commit(),

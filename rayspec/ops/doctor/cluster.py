@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayspec.config import EngineConfig
+from rayspec.machine import installed_version
 from rayspec.ops.doctor.findings import Finding, ok, problem, skipped, warning
 from rayspec.ops.doctor.machine import (
     check_gpus,
@@ -29,7 +30,6 @@ from rayspec.ops.doctor.machine import (
     check_packages,
     check_ray_folder,
     check_shared_memory,
-    installed_version,
 )
 from rayspec.ops.doctor.model_files import check_model
 

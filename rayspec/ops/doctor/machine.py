@@ -16,7 +16,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from rayspec.machine import bytes_available, bytes_in_total, cpu_class, cpu_name, num_cores
+from rayspec.machine import bytes_available, bytes_in_total, cpu_class, cpu_name, installed_version, num_cores
 from rayspec.ops.doctor.findings import Finding, ok, problem, skipped, warning
 from rayspec.ops.plan.gpus import ask_torch
 
@@ -52,13 +52,6 @@ def check_packages(requirements: Iterable[str] | None = None) -> Finding:
         return problem("packages", "; ".join(lacking), f"pip install --upgrade {_PACKAGE}, with its constraints.txt")
     shown = [f"{name} {installed_version(name) or 'is not installed'}" for name in _SHOWN_PACKAGES]
     return ok("packages", ", ".join([f"Python {platform.python_version()}", *shown]))
-
-
-def installed_version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def check_cpu() -> Finding:

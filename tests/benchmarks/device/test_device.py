@@ -1,4 +1,4 @@
-"""`python -m benchmarks device` on this machine, and the page of what is predicted for others."""
+"""`python -m benchmarks.device` on this machine, and the page of what is predicted for others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.device import bandwidth, step_times
+from benchmarks.device.__main__ import app
 from benchmarks.device.kernels import kernel_differences
 from benchmarks.device.predictions import predictions_page
 from benchmarks.device.run import CHECKS
@@ -27,7 +27,7 @@ def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bandwidth, "_MAX_BYTES_QUICK", 2**20)
     monkeypatch.setattr(bandwidth, "_NUM_REPEATS", 1)
     monkeypatch.setattr(step_times, "_WIDER_QUICK", 2)
-    arguments = ["device", "--device", "cpu", "--num-threads", "1", "--quick", "--json", str(tmp_path / "d.json")]
+    arguments = ["--device", "cpu", "--num-threads", "1", "--quick", "--json", str(tmp_path / "d.json")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "d.json").read_text(encoding="utf-8"))
