@@ -1,0 +1,105 @@
+"""On a GPU: the texts of all families, the kernels and the captured graphs. Run by `pytest -m gpu tests/test_cuda.py`;
+without a GPU they are skipped, and other runs leave them out."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.device.kernels import kernel_differences
+from benchmarks.device.parity import replay_differences
+from rayspec.bench.selfcheck import run_selfcheck
+from rayspec.config import EngineConfig, SpeculationOptions
+from rayspec.decode.engine import Engine
+from rayspec.decode.stages import LocalStages
+from rayspec.local_engine import engine_like, load_engine
+from rayspec.model.cuda.graphs import CudaDriver
+from tests.engines import GREEDY, complete, tokens_of
+from tests.families import FAMILIES, HARD_FAMILIES, WHOLE_FAMILIES, cases, checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ,
+        reason="needs a GPU that runs compiled kernels: pytest -m gpu tests/test_cuda.py",
+    ),
+]
+
+DEVICE = torch.device("cuda")
+LENGTHS, MAX_TOKENS = (5, 37, 130), 32
+# Few buckets, so that they are captured quickly.
+SMALL = {"device": str(DEVICE), "max_model_len": 256, "max_num_seqs": len(LENGTHS), "max_num_batched_tokens": 128}
+EXACT: dict[str, Any] = {"dtype": "float32"}
+ROUNDED: dict[str, Any] = {"dtype": "bfloat16", "deterministic": True}
+# `auto` is first: it has copies of weights, and the engines of the others take its weights. All of them draft, and may
+# search as often as they like.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "auto": {"optimise_share": 1.0},
+    "static": {"skip": (2, 5), "gate": False},
+    "ar": {},
+}
+
+
+def engines(family: str, options: dict[str, Any]) -> Iterator[tuple[str, Engine]]:
+    """Yield an engine by each strategy, by the same weights where they can be shared."""
+    first = None
+    for name, how in STRATEGIES.items():
+        speculation = SpeculationOptions(strategy=name, max_draft_tokens=4, **how)  # type: ignore[arg-type]
+        config = EngineConfig(model=checkpoint(family), speculation=speculation, **SMALL, **options)
+        engine = (engine_like(first, config) if first else None) or load_engine(config, with_tokenizer=False)
+        first = first or engine
+        yield name, engine
+
+
+def texts(engine: Engine, family: str) -> list[tuple[int, ...]]:
+    prompts = cases(checkpoint(family), LENGTHS, MAX_TOKENS).prompts
+    return tokens_of(complete(engine, prompts, GREEDY.replace(max_tokens=MAX_TOKENS)))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *HARD_FAMILIES, *WHOLE_FAMILIES])
+def test_texts_in_float32_are_those_of_generate(family: str) -> None:
+    expected = cases(checkpoint(family), LENGTHS, MAX_TOKENS).expected
+    for name, engine in engines(family, EXACT):
+        assert texts(engine, family) == expected, name
+        if name == "static" and family not in WHOLE_FAMILIES:
+            assert engine.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *HARD_FAMILIES])
+def test_deterministic_texts_in_bfloat16_do_not_depend_on_the_strategy(family: str) -> None:
+    found = {name: texts(engine, family) for name, engine in engines(family, ROUNDED)}
+    assert found == dict.fromkeys(found, found["ar"])
+
+
+@pytest.mark.parametrize("options", [{"cuda_graphs": "off"}, {"cuda_kernels": "off"}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_texts_without_graphs_or_kernels_are_those_of_generate(family: str, options: dict[str, Any]) -> None:
+    expected = cases(checkpoint(family), LENGTHS, MAX_TOKENS).expected
+    for name, engine in engines(family, EXACT | options):
+        assert isinstance(engine.stages, LocalStages)
+        assert engine.stages.runner.graphs is None
+        assert texts(engine, family) == expected, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_compute_what_plain_torch_computes(dtype: torch.dtype) -> None:
+    assert [one for one in kernel_differences(dtype, DEVICE) if not one.is_small] == []
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), itertools.product(["llama", "gemma2"], [torch.float32, torch.bfloat16]), ids=str
+)
+def test_captured_passes_have_the_bits_of_eager_launches(family: str, dtype: torch.dtype) -> None:
+    found = list(replay_differences(family, dtype, DEVICE, driver_of=CudaDriver))
+    assert [one for one in found if not one.is_small] == []
+
+
+def test_selfcheck_passes() -> None:
+    lines: list[str] = []
+    found = run_selfcheck(device=str(DEVICE), dtype="bfloat16", num_threads=None, quick=True, say=lines.append)
+    assert found["ok"], lines
