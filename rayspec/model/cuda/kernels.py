@@ -19,18 +19,18 @@ def attend_rows(
     value_head_stride, value_slot_stride, table_stride,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    SPLIT_LENGTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_TREE: tl.constexpr,
-    UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    LEAST_LENGTH: tl.constexpr, DOUBLINGS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_TREE: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend over pages. One program: a tile of rows of a sequence, the query heads of a key head, a split of places.
+    """Attend over pages. One program: a tile of rows of a sequence, the query heads of a key head, some splits.
 
-    Grid: (sequences * num_tiles + 1, H_kv, SPLITS). The last index of the first axis writes the zeros of padding rows.
+    Grid: (sequences * num_tiles + 1, H_kv, programs). The last index of the first axis writes the zeros of padding
+    rows. Of n programs, program i takes the splits i, i + n, i + 2n ... of those that the rows see.
     output: [N, H, D] if SPLITS is 1, else float32 [N, H, SPLITS, D]; log_sums: [N, H, SPLITS], base 2, if SPLITS > 1.
     """
     program = tl.program_id(0)
     sequence = program // num_tiles
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
     member = tl.arange(0, TILE_ROWS * GROUP_PADDED)
     in_group = member % GROUP_PADDED
     head = kv_head * GROUP + in_group
@@ -49,21 +49,20 @@ def attend_rows(
     num_own = tl.load(row_starts + sequence + 1) - first
     if first_in_tile >= num_own:
         return
+    context = tl.load(contexts + sequence)
+    length = _split_length(context + num_own, SPLITS, LEAST_LENGTH, DOUBLINGS)
+    end = context + tl.minimum(first_in_tile + TILE_ROWS, num_own)
+    if SPLITS > 1 and WINDOW == 0:
+        if tl.program_id(2) * length >= end:
+            return
     own = first_in_tile + member // GROUP_PADDED
     live = (own < num_own) & (in_group < GROUP)
     row = first + own
-    context = tl.load(contexts + sequence)
-    low = split * SPLIT_LENGTH
-    high = tl.minimum(context + tl.minimum(first_in_tile + TILE_ROWS, num_own), low + SPLIT_LENGTH)
     first_seen = 0  # earlier pages may belong to other sequences
+    lowest = tl.zeros([TILE_ROWS * GROUP_PADDED], tl.int32)
     if WINDOW > 0:
         lowest = tl.load(positions + row, mask=live, other=2147483647).to(tl.int32) - WINDOW + 1
         first_seen = tl.maximum(tl.min(lowest, 0), 0)
-        low = tl.maximum(low, first_seen // TILE_KEYS * TILE_KEYS)
-    if low >= high:
-        return
-
-    last = tl.where(live, tl.minimum(context + own, high - 1), -1)
     row_shared = context
     row_bits = tl.zeros([TILE_ROWS * GROUP_PADDED], tl.int64)
     if HAS_TREE:
@@ -77,47 +76,62 @@ def attend_rows(
     keys += kv_head.to(tl.int64) * key_head_stride
     values += kv_head.to(tl.int64) * value_head_stride
     block_table += sequence.to(tl.int64) * table_stride
-    top = tl.full([TILE_ROWS * GROUP_PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_ROWS * GROUP_PADDED], tl.float32)
-    mixed = tl.zeros([TILE_ROWS * GROUP_PADDED, DIM_PADDED], tl.float32)
-    for start in tl.range(low, high, TILE_KEYS, num_stages=STAGES):
-        place = start + tl.arange(0, TILE_KEYS)
-        filled = (place >= first_seen) & (place < high)
-        page = tl.load(block_table + place // PAGE_SIZE, mask=filled, other=0)
-        slot = page * PAGE_SIZE + place % PAGE_SIZE
-        key = tl.load(
-            keys + slot[None, :] * key_slot_stride + dim[:, None],
-            mask=filled[None, :] & (dim < DIM)[:, None],
-            other=0.0,
-        )
-        value = tl.load(
-            values + slot[:, None] * value_slot_stride + dim[None, :],
-            mask=filled[:, None] & (dim < DIM)[None, :],
-            other=0.0,
-        )
-        scores = _scores(rows, key, scaling, SOFTCAP, UPCAST)
-        seen = place[None, :] <= last[:, None]
-        if HAS_TREE:
-            seen &= _in_path(place, context, row_shared, row_bits)
+    for split in range(first_seen // length + tl.program_id(2), (end + length - 1) // length, tl.num_programs(2)):
+        high = tl.minimum(end, (split + 1) * length)
+        low = split * length
         if WINDOW > 0:
-            seen &= _positions_of(place, context, positions + first, filled)[None, :] >= lowest[:, None]
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = _dot(weights.to(value.dtype), value, mixed * shrink[:, None], UPCAST)
-        top = new_top
-    divisor = tl.where(total == 0.0, 1.0, total)
-    where = (row.to(tl.int64) * num_heads + head) * SPLITS + split
-    tl.store(
-        output + where[:, None] * DIM + dim[None, :],
-        (mixed / divisor[:, None]).to(output.dtype.element_ty),
-        mask=live[:, None] & (dim < DIM)[None, :],
-    )
-    if SPLITS > 1:
-        tl.store(log_sums + where, tl.where(total == 0.0, float("-inf"), top + tl.log2(divisor)), mask=live)
+            low = tl.maximum(low, first_seen // TILE_KEYS * TILE_KEYS)
+        last = tl.where(live, tl.minimum(context + own, high - 1), -1)
+        top = tl.full([TILE_ROWS * GROUP_PADDED], float("-inf"), tl.float32)
+        total = tl.zeros([TILE_ROWS * GROUP_PADDED], tl.float32)
+        mixed = tl.zeros([TILE_ROWS * GROUP_PADDED, DIM_PADDED], tl.float32)
+        for start in tl.range(low, high, TILE_KEYS, num_stages=STAGES):
+            place = start + tl.arange(0, TILE_KEYS)
+            filled = (place >= first_seen) & (place < high)
+            page = tl.load(block_table + place // PAGE_SIZE, mask=filled, other=0)
+            slot = page * PAGE_SIZE + place % PAGE_SIZE
+            key = tl.load(
+                keys + slot[None, :] * key_slot_stride + dim[:, None],
+                mask=filled[None, :] & (dim < DIM)[:, None],
+                other=0.0,
+            )
+            value = tl.load(
+                values + slot[:, None] * value_slot_stride + dim[None, :],
+                mask=filled[:, None] & (dim < DIM)[None, :],
+                other=0.0,
+            )
+            scores = _scores(rows, key, scaling, SOFTCAP, UPCAST)
+            seen = place[None, :] <= last[:, None]
+            if HAS_TREE:
+                seen &= _in_path(place, context, row_shared, row_bits)
+            if WINDOW > 0:
+                seen &= _positions_of(place, context, positions + first, filled)[None, :] >= lowest[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(top - base)
+            total = total * shrink + tl.sum(weights, 1)
+            mixed = _dot(weights.to(value.dtype), value, mixed * shrink[:, None], UPCAST)
+            top = new_top
+        divisor = tl.where(total == 0.0, 1.0, total)
+        where = (row.to(tl.int64) * num_heads + head) * SPLITS + split
+        tl.store(
+            output + where[:, None] * DIM + dim[None, :],
+            (mixed / divisor[:, None]).to(output.dtype.element_ty),
+            mask=live[:, None] & (dim < DIM)[None, :],
+        )
+        if SPLITS > 1:
+            tl.store(log_sums + where, tl.where(total == 0.0, float("-inf"), top + tl.log2(divisor)), mask=live)
+
+
+@triton.jit
+def _split_length(places, SPLITS: tl.constexpr, LEAST_LENGTH: tl.constexpr, DOUBLINGS: tl.constexpr):
+    """Return the least of LEAST_LENGTH * 2^k with which SPLITS splits hold so many places."""
+    length = LEAST_LENGTH
+    for _ in tl.static_range(DOUBLINGS):
+        length = tl.where(length * SPLITS < places, length * 2, length)
+    return length
 
 
 @triton.jit
@@ -168,7 +182,7 @@ def _positions_of(place, context, own_positions, filled):
 def merge_splits(
     parts, log_sums, output, row_starts, contexts, positions, num_sequences,
     SEQUENCES_PADDED: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr, SPLIT_LENGTH: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr, LEAST_LENGTH: tl.constexpr, DOUBLINGS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits. One program: one head of one row. Grid: (N, H). Reads only splits with places the row may see.
 
@@ -185,10 +199,12 @@ def merge_splits(
         tl.store(output + where * DIM + dim, nothing, mask=dim < DIM)
         return
     split = tl.arange(0, SPLITS_PADDED)
-    place = tl.load(contexts + sequence) + row - tl.load(row_starts + sequence)
-    needed = split * SPLIT_LENGTH <= place
+    context, first = tl.load(contexts + sequence), tl.load(row_starts + sequence)
+    num_own = tl.load(row_starts + sequence + 1) - first
+    length = _split_length(context + num_own, SPLITS, LEAST_LENGTH, DOUBLINGS)
+    needed = split * length <= context + row - first
     if WINDOW > 0:
-        needed &= (split + 1) * SPLIT_LENGTH > tl.load(positions + row).to(tl.int32) - WINDOW + 1
+        needed &= (split + 1) * length > tl.load(positions + row).to(tl.int32) - WINDOW + 1
     sums = tl.load(log_sums + where * SPLITS + split, mask=needed, other=float("-inf"))
     top = tl.max(sums, 0)
     weights = tl.exp2(sums - tl.where(top == float("-inf"), 0.0, top))

@@ -19,9 +19,11 @@ from rayspec.model.cuda import kernels
 # the same bits in a decode, a verify and a tree of the same `max_context`.
 MAX_SMALL_ROWS = 64
 _MAX_KEY_TILE_BYTES = 2**14
-# The number of programs that read a single sequence: about one per multiprocessor.
-_PROGRAMS_A_SEQUENCE = 128
-_MIN_SPLIT_LENGTH = 256
+# Splits of a context, and the length that they have at least: short contexts have fewer, long ones have longer splits.
+_MOST_SPLITS = 32
+_LEAST_SPLIT_LENGTH = 256
+# Programs of a launch that read keys: about two for each multiprocessor of a large GPU.
+_NUM_PROGRAMS = 256
 # Up to so many rows, the fewest that tensor cores take, only reading the matrix limits a product's speed.
 MAX_FEW_ROWS = 16
 _PROGRAMS_A_PRODUCT = 256
@@ -68,10 +70,13 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Division of the places [0, max_context) into `number` splits of `length` places."""
+    """Division of a context into at most `number` splits. They have `least_length` places each, doubled until all
+    places of the sequence have a split: up to `doublings` times. programs: that share the splits of a tile."""
 
     number: int
-    length: int
+    least_length: int
+    doublings: int
+    programs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +105,17 @@ def choose_tile(*, group: int, dim: int, itemsize: int, max_rows: int) -> Tile:
     return Tile(height // group, group, min(keys, 32), num_warps=8)
 
 
-def choose_splits(*, num_kv_heads: int, max_rows: int, max_context: int) -> Splits:
-    """Choose splits so that several programs read a long context of few rows. A chunk needs none: it has many tiles."""
-    number = min(64, max(4, _PROGRAMS_A_SEQUENCE // num_kv_heads))
-    length = max(_MIN_SPLIT_LENGTH, _padded(_ceil_div(max_context, number)))
-    if max_rows > MAX_SMALL_ROWS or length >= max_context:
-        return Splits(1, _padded(max_context))
-    return Splits(_ceil_div(max_context, length), length)
+def choose_splits(*, num_kv_heads: int, num_sequences: int, max_rows: int, max_context: int) -> Splits:
+    """Choose splits so that several programs read a long context of few rows. A chunk needs none: it has many tiles.
+
+    The division of a sequence follows from its own length; only the number of programs from that of the sequences.
+    """
+    number = min(_MOST_SPLITS, _ceil_div(max_context, _LEAST_SPLIT_LENGTH))
+    if max_rows > MAX_SMALL_ROWS or number == 1:
+        return Splits(1, _padded(max_context), 0, 1)
+    doublings = (_ceil_div(max_context, number * _LEAST_SPLIT_LENGTH) - 1).bit_length()
+    programs = max(1, min(number, _NUM_PROGRAMS // (num_kv_heads * num_sequences)))
+    return Splits(number, _LEAST_SPLIT_LENGTH, doublings, programs)
 
 
 def attend(
@@ -129,7 +138,9 @@ def attend(
     num_rows, num_heads, dim = query.shape
     num_kv_heads, group = len(keys), num_heads // len(keys)
     tile = choose_tile(group=group, dim=dim, itemsize=query.element_size(), max_rows=max_rows)
-    splits = choose_splits(num_kv_heads=num_kv_heads, max_rows=max_rows, max_context=max_context)
+    splits = choose_splits(
+        num_kv_heads=num_kv_heads, num_sequences=len(contexts), max_rows=max_rows, max_context=max_context
+    )
     tiles = _ceil_div(max_rows, tile.rows)
     for cache in (keys, values):
         if cache.shape[1] * cache.stride(1) >= 2**31:  # the kernels have 32-bit offsets in a head
@@ -143,7 +154,7 @@ def attend(
         log_sums = output.new_empty((num_rows, num_heads, splits.number), dtype=torch.float32)
     rows = Launch(
         kernels.attend_rows,
-        (len(contexts) * tiles + 1, num_kv_heads, splits.number),
+        (len(contexts) * tiles + 1, num_kv_heads, splits.programs),
         {
             "query": query, "keys": keys, "values": values, "block_table": block_table, "row_starts": row_starts,
             "contexts": contexts, "positions": positions, "shared": shared, "bits": bits,
@@ -154,7 +165,8 @@ def attend(
             "table_stride": block_table.stride(0),
             "GROUP": group, "GROUP_PADDED": tile.group, "DIM": dim, "DIM_PADDED": _padded(dim),
             "PAGE_SIZE": page_size, "TILE_ROWS": tile.rows, "TILE_KEYS": tile.keys,
-            "SPLITS": splits.number, "SPLIT_LENGTH": splits.length, "WINDOW": window, "SOFTCAP": softcap,
+            "SPLITS": splits.number, "LEAST_LENGTH": splits.least_length, "DOUBLINGS": splits.doublings,
+            "WINDOW": window, "SOFTCAP": softcap,
             "HAS_TREE": bits is not None, "UPCAST": triton.knobs.runtime.interpret, "STAGES": tile.num_stages,
         },
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True},
@@ -168,7 +180,7 @@ def attend(
             "parts": parts, "log_sums": log_sums, "output": output, "row_starts": row_starts, "contexts": contexts,
             "positions": positions, "num_sequences": len(contexts), "SEQUENCES_PADDED": _padded(len(row_starts)),
             "DIM": dim, "DIM_PADDED": _padded(dim), "SPLITS": splits.number, "SPLITS_PADDED": _padded(splits.number),
-            "SPLIT_LENGTH": splits.length, "WINDOW": window,
+            "LEAST_LENGTH": splits.least_length, "DOUBLINGS": splits.doublings, "WINDOW": window,
         },
         {"num_warps": 4, "enable_fp_fusion": True},
     )  # fmt: skip

@@ -90,7 +90,8 @@ def test_pages_outside_the_window_are_not_read(parents: tuple[int, ...]) -> None
 @pytest.mark.parametrize("parents", [(), TREE], ids=["chain", "tree"])
 def test_splits_are_merged(window: int, parents: tuple[int, ...], dtype: torch.dtype) -> None:
     """Contexts that end in, at the edge of and behind the first of four splits of 256 places."""
-    assert launches.choose_splits(num_kv_heads=2, max_rows=8, max_context=1024) == launches.Splits(4, 256)
+    splits = launches.choose_splits(num_kv_heads=2, num_sequences=5, max_rows=8, max_context=1024)
+    assert splits == launches.Splits(4, 256, 0, 4)
     lengths = [(255, 1), (256, 1), (520, 2), (3, 2)]
     chains = [random_rows(context, rows, dtype=dtype) for context, rows in lengths]
     _agree([random_rows(253, 7, parents=parents, dtype=dtype), *chains], bucket=LONG, window=window)
@@ -147,14 +148,26 @@ def test_bits_are_the_same_in_any_company(
     _same(torch.cat(firsts), torch.cat([found[:1] for found in alone]), "the first rows alone")
 
 
+@pytest.mark.parametrize("num_programs", [1, 10, 1000])
+@pytest.mark.parametrize("window", [0, 300])
+def test_longer_contexts_have_longer_splits(window: int, num_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two splits of 256, 512 or 1,024 places, by one program or by two."""
+    monkeypatch.setattr(launches, "_MOST_SPLITS", 2)
+    monkeypatch.setattr(launches, "_NUM_PROGRAMS", num_programs)
+    sequences = [random_rows(context, rows) for context, rows in ((511, 1), (510, 3), (1023, 1), (1100, 5), (3, 2))]
+    _agree(sequences, bucket=(8, 1536), window=window)
+
+
 @pytest.mark.parametrize("max_context", [1, 100, 4096, 131072, 10**6])
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 40])
 @pytest.mark.parametrize("max_rows", [1, 64, 65])
 def test_splits_cover_the_bucket_and_are_whole_tiles(max_context: int, num_kv_heads: int, max_rows: int) -> None:
-    splits = launches.choose_splits(num_kv_heads=num_kv_heads, max_rows=max_rows, max_context=max_context)
-    assert (splits.number - 1) * splits.length < max_context <= splits.number * splits.length
-    assert splits.number <= 64
-    assert splits.number == 1 or splits.length % 256 == 0
+    splits = launches.choose_splits(
+        num_kv_heads=num_kv_heads, num_sequences=4, max_rows=max_rows, max_context=max_context
+    )
+    assert max_context <= splits.number * splits.least_length << splits.doublings
+    assert 1 <= splits.programs <= splits.number <= 32
+    assert splits.number == 1 or splits.least_length % 256 == 0
     assert max_rows <= launches.MAX_SMALL_ROWS or splits.number == 1
 
 
