@@ -37,7 +37,7 @@ _CHOOSING = ("knapspec", "auto", "self-sd", "knn-ssd")
 Verification = Literal["coupled", "rejection"]
 DataPlane = Literal["auto", "frames", "collective"]
 OfCheckpoint = Literal["auto", "none"]
-CudaGraphs = Literal["auto", "sublayers", "off"]
+CudaGraphs = Literal["auto", "on", "off"]
 CudaKernels = Literal["auto", "off"]
 # Share of the memory that is free once the model is loaded. Smaller on a CPU, whose memory others use too.
 KV_CACHE_SHARE = {"cpu": 0.25, "cuda": 0.8}
@@ -423,7 +423,7 @@ class EngineConfig(Options):
     cuda_kernels: CudaKernels = Field("auto", description="Triton kernels on a GPU where they work; off: plain PyTorch")
     cuda_graphs: CudaGraphs = Field(
         "auto",
-        description="on a GPU, launches captured once and replayed: a graph for each sublayer; auto: where possible",
+        description="on a GPU, launches captured once and replayed: a graph for each pass; auto: where possible",
     )
     speculation: SpeculationOptions = SpeculationOptions()
     offload: OffloadOptions | None = Field(None, description="None: all weights on the device")
@@ -433,10 +433,10 @@ class EngineConfig(Options):
 
     @field_validator("cuda_kernels", "cuda_graphs", mode="before")
     @classmethod
-    def _off_in_yaml(cls, value: Any) -> Any:
-        if value == "plans":
-            raise ValueError("option 'cuda_graphs' 'plans' is gone: use sublayers, which serves every plan, or auto")
-        return "off" if value is False else value  # YAML reads the word off as false
+    def _words_of_yaml(cls, value: Any) -> Any:
+        if value in ("plans", "sublayers"):
+            raise ValueError(f"option 'cuda_graphs' {value!r} is gone: use on, which serves every plan, or auto")
+        return {False: "off", True: "on"}[value] if isinstance(value, bool) else value  # YAML reads on and off as bool
 
     @field_validator("parallel", mode="before")
     @classmethod

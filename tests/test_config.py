@@ -129,8 +129,8 @@ def test_as_many_tokens_are_tapped_as_the_strategy_asks_about(options: dict[str,
 @pytest.mark.parametrize(("name", "options"), [("deterministic", True), ("tensor", {"tensor": 2})])
 def test_graphs_that_were_asked_for_are_not_dropped_in_silence(name: str, options: Any) -> None:
     other = {"deterministic": True} if name == "deterministic" else {"parallel": options}
-    with pytest.raises(ConfigError, match=f"'cuda_graphs' 'sublayers' does not work with option '{name}'.*auto"):
-        config(cuda_graphs="sublayers", **other)
+    with pytest.raises(ConfigError, match=f"'cuda_graphs' 'on' does not work with option '{name}'.*auto"):
+        config(cuda_graphs="on", **other)
     assert config(**other).cuda_graphs == "auto"
 
 

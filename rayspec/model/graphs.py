@@ -1,8 +1,9 @@
 """Captured CUDA graphs in place of eager launches, for passes in static buffers.
 
-A bucket has a graph for the rotary embedding, one for the embedding, and one for every sublayer that can be captured. A
-plan is the list of graphs that are replayed. A replay writes only the buffers, the KV cache, and temporaries, whose
-memory all graphs share: passes never overlap in time, because a `StepBuffers` serves one pass at a time on one stream.
+A pass has graphs for the rotary embedding, the embedding, and each stretch of sublayers that can be captured: one for a
+model without experts or hooks. A stretch is captured for each plan that runs often enough. A replay writes only the
+buffers, the KV cache, and temporaries, whose memory all graphs share: passes never overlap in time, because a
+`StepBuffers` serves one pass at a time on one stream.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import itertools
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from rayspec.choices import FULL, SKIP, Choice
+from rayspec.choices import FULL, SKIP, Choice, keys_of, weights_of
 from rayspec.model.buckets import MAX_TREE_ROWS, Bucket
 from rayspec.model.static_rows import BatchMetadata, StaticRows
 from rayspec.model.static_step import StaticStep
@@ -28,11 +29,17 @@ from rayspec.model.sublayers import Sublayer, Tap
 logger = logging.getLogger(__name__)
 
 Work: TypeAlias = Callable[[], object]
-Part: TypeAlias = str | int
-"""Index of a sublayer, or the name of a part outside the sublayers."""
+Stretch: TypeAlias = tuple[tuple[int, Choice], ...]
+"""Consecutive sublayers that run, each with its choice."""
+Part: TypeAlias = str | Stretch
+"""What one graph holds: a stretch, or the name of a part outside the sublayers."""
 
-ROTARY: Part = "rotary embedding"
-EMBEDDING: Part = "embedding"
+ROTARY: Part = "the rotary embedding"
+EMBEDDING: Part = "the embedding"
+
+# Eager passes of a plan of a draft before it is captured: a capture takes about as long as this number saves.
+_NUM_EAGER_DRAFTS = 8
+_MAX_COUNTED = 4096
 
 
 class CapturedGraph(Protocol):
@@ -59,28 +66,21 @@ class GraphDriver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphLimits:
-    """Limits of capture. max_rows: the largest number of rows in a captured bucket. max_buckets: the most captured
-    buckets at a time. max_bytes: the most device memory of all graphs. Above the last two limits, the least recently
-    used buckets are evicted."""
+    """Limits of capture. max_rows: the largest number of rows in a captured bucket. max_graphs: the most graphs at a
+    time. max_bytes: the most device memory of all graphs. Above the last two limits, the least recently used graphs
+    are released."""
 
     max_rows: int = 512
-    max_buckets: int = 48
+    max_graphs: int = 384
     max_bytes: int = 2**30
 
 
-@dataclass(slots=True)
-class _BucketGraphs:
-    """The graphs of a bucket. rows: the buffers that the graphs read and write. of: the graph of each captured part."""
-
-    rows: StaticRows
-    of: dict[Part, CapturedGraph] = field(default_factory=dict)
-
-
 class StepGraphs:
-    """A `StaticStep` that captures buckets and replays them. Parts without a graph run eagerly, within the same pass.
+    """A `StaticStep` that captures parts of passes and replays them. Other parts run eagerly, within the same pass.
 
-    A bucket is captured at its second pass, or by `warm_up`. Passes with a tap, buckets that are too large, and choices
-    other than `full` run eagerly. A part whose capture has failed runs eagerly from then on.
+    A part of a bucket is captured at its second pass, or by `warm_up`; a stretch that is a draft's, after a few more.
+    Passes with a tap and buckets that are too large run eagerly. A sublayer that cannot be captured runs eagerly and
+    divides the stretch around it.
     """
 
     def __init__(
@@ -95,25 +95,26 @@ class StepGraphs:
         self._driver = driver
         self._limits = limits or GraphLimits()
         self._clock = clock
-        self._capturable: list[Part] = [ROTARY] if step.parts.embedding is None else [ROTARY, EMBEDDING]
-        self._capturable += [sublayer.index for sublayer in step.parts.sublayers if is_capturable(sublayer)]
-        self._graphs: OrderedDict[Bucket, _BucketGraphs] = OrderedDict()
-        self._num_passes: Counter[Bucket] = Counter()  # since the bucket was last evicted
-        self._num_evictions: Counter[Bucket] = Counter()
+        self._sublayers = {sublayer.index: sublayer for sublayer in step.parts.sublayers}
+        self._eager: set[Part | int] = {index for index, each in self._sublayers.items() if not is_capturable(each)}
+        self._graphs: OrderedDict[tuple[Bucket, Part], CapturedGraph] = OrderedDict()  # the least recently used first
+        self._num_passes: Counter[tuple[Bucket, Part]] = Counter()  # since the graph was last released
+        self._num_releases: Counter[tuple[Bucket, Part]] = Counter()
         self._is_full = False
+        self._running: Part | int = ROTARY  # what is being captured
+        self._stretches = lru_cache(maxsize=256)(self._divided)
+        self._all = (step.parts.sublayers[0].index, step.parts.sublayers[-1].index, None)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Captured buckets, the least recently used first."""
-        return tuple(self._graphs)
+        """Buckets with a graph, the least recently used first."""
+        return tuple(dict.fromkeys(bucket for bucket, _ in self._graphs))
 
     @property
     def num_graphs(self) -> int:
-        return sum(len(graphs.of) for graphs in self._graphs.values())
+        return len(self._graphs)
 
     def hold(self, metadata: BatchMetadata) -> StaticRows:
-        if not self._step.buffers.holds(metadata) and self._is_due(metadata.bucket):
-            self._capture(metadata.bucket)
         rows, is_new = self._step.buffers.hold(metadata)
         if is_new:
             self._launch(ROTARY, rows)
@@ -130,112 +131,130 @@ class StepGraphs:
         choices: Sequence[Choice] | None = None,
         tap: Tap | None = None,
     ) -> Tensor:
-        graphs = self._graphs_of(rows) if tap is None else {}
-        if not graphs:
+        if tap is not None or not self._may_capture(rows.bucket):
             return self._step.run(span, rows, choices=choices, tap=tap)
-        for sublayer in span:
-            choice = FULL if choices is None else choices[sublayer.index]
-            graph = graphs.get(sublayer.index) if choice == FULL else None
-            if graph is not None:
-                graph.replay()
-            elif choice != SKIP:
-                self._step.run([sublayer], rows, choices=choices)
+        if span:
+            whole = None if choices is None else tuple(choices)
+            for stretch in self._stretches(span[0].index, span[-1].index, whole):
+                self._launch(stretch, rows)
         return rows.residual
 
     @torch.inference_mode()
     def warm_up(self, buckets: Iterable[Bucket]) -> None:
-        """Capture the buckets, in this order, until the limits are reached. First evict all other buckets.
-
-        Overwrites the buffers.
-        """
+        """Capture the pass without a plan for each bucket, in this order, until half of the limit is reached; drafts
+        have the other half. First release all other graphs. Overwrites the buffers: all rows are padding and write to
+        the KV cache's spare slot."""
         started = self._clock()
-        wanted = [bucket for bucket in dict.fromkeys(buckets) if self._may_capture(bucket)][: self._limits.max_buckets]
-        for bucket in set(self._graphs).difference(wanted):
-            self._evict(bucket)
-        for bucket in wanted:
-            if self._is_too_much():
+        self._release(list(self._graphs))
+        for bucket in filter(self._may_capture, dict.fromkeys(buckets)):
+            parts: list[Part] = [ROTARY, *([] if self._step.parts.embedding is None else [EMBEDDING])]
+            parts += self._stretches(*self._all)
+            if self._is_full or len(self._graphs) + len(parts) > self._limits.max_graphs // 2 or self._is_too_much():
                 break
-            if bucket not in self._graphs:
-                self._capture(bucket)
+            rows, _ = self._step.buffers.hold(BatchMetadata(bucket, (), ()))
+            try:
+                for part in parts:
+                    self._capture(part, rows)
+            except torch.OutOfMemoryError as error:
+                self._stop(f"out of memory: {str(error).splitlines()[0]}")
         logger.info(
             "captured %d graphs of %d buckets in %.1f s; they take %.0f MiB",
-            self.num_graphs, len(self._graphs), self._clock() - started, self._driver.bytes_held() / 2**20,
+            self.num_graphs, len(self.buckets), self._clock() - started, self._driver.bytes_held() / 2**20,
         )  # fmt: skip
 
-    def _launch(self, part: Part, rows: StaticRows) -> None:
-        graph = self._graphs_of(rows).get(part)
-        if graph is None:
-            self._work(part, rows)()
-        else:
-            graph.replay()
+    def _divided(self, first: int, last: int, choices: tuple[Choice, ...] | None) -> list[Stretch]:
+        """Return the sublayers `first` to `last` that run, in stretches. One that cannot be captured stands alone."""
+        chosen = [(index, FULL if choices is None else choices[index]) for index in range(first, last + 1)]
+        running = [one for one in chosen if one[1] != SKIP]
+        stretches: list[Stretch] = []
+        for is_eager, some in itertools.groupby(running, key=lambda one: one[0] in self._eager):
+            stretch = tuple(some)
+            stretches += [(one,) for one in stretch] if is_eager else [stretch]
+        return stretches
 
-    def _graphs_of(self, rows: StaticRows) -> Mapping[Part, CapturedGraph]:
-        """Return the graphs of the rows' bucket by part; none if they were captured with other buffers."""
-        found = self._graphs.get(rows.bucket)
-        if found is None or found.rows is not rows:
-            return {}
-        self._graphs.move_to_end(rows.bucket)
-        return found.of
+    def _launch(self, part: Part, rows: StaticRows) -> None:
+        """Replay the part's graph, or run the part, and capture it if that is due."""
+        key = (rows.bucket, part)
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            graph.replay()
+        elif self._is_due(key):
+            self._capture(part, rows)
+        else:
+            self._run(part, rows)
 
     def _may_capture(self, bucket: Bucket) -> bool:
-        is_small = bucket.num_rows <= self._limits.max_rows and bucket.max_rows <= MAX_TREE_ROWS
-        return is_small and not self._is_full
+        return bucket.num_rows <= self._limits.max_rows and bucket.max_rows <= MAX_TREE_ROWS
 
-    def _is_due(self, bucket: Bucket) -> bool:
-        """Count a pass that is about to run, and return whether to capture its bucket now. At first a bucket needs one
-        earlier pass; each eviction doubles this number."""
-        if bucket in self._graphs or not self._may_capture(bucket):
+    def _is_due(self, key: tuple[Bucket, Part]) -> bool:
+        """Count a pass that is about to run, and return whether to capture this part now. At first it needs one earlier
+        pass, or a few if it is a draft's; each release doubles this number."""
+        bucket, part = key
+        if self._is_full or not self._may_capture(bucket) or self._is_eager(part):
             return False
-        self._num_passes[bucket] += 1
-        return self._num_passes[bucket] > 1 << self._num_evictions[bucket]
+        if len(self._num_passes) > _MAX_COUNTED:
+            self._num_passes.clear()
+        self._num_passes[key] += 1
+        is_draft = not isinstance(part, str) and part not in self._stretches(*self._all)
+        return self._num_passes[key] > (_NUM_EAGER_DRAFTS if is_draft else 1) << self._num_releases[key]
+
+    def _is_eager(self, part: Part) -> bool:
+        return part in self._eager if isinstance(part, str) else part[0][0] in self._eager
 
     def _is_too_much(self) -> bool:
-        return self._driver.bytes_held() > self._limits.max_bytes
+        return len(self._graphs) >= self._limits.max_graphs or self._driver.bytes_held() > self._limits.max_bytes
 
-    def _capture(self, bucket: Bucket) -> None:
-        """Capture with a pass without sequences. All its rows are padding and write to the KV cache's spare slot. A
-        part that fails never gets a graph."""
-        while self._graphs and (len(self._graphs) >= self._limits.max_buckets or self._is_too_much()):
-            self._evict(next(iter(self._graphs)))
+    def _capture(self, part: Part, rows: StaticRows) -> None:
+        """Run the part, which is also the rehearsal, and capture it. What fails in a capture never gets a graph. Raises
+        what the run raises."""
+        while self._graphs and self._is_too_much():
+            self._release([next(iter(self._graphs))])
         if self._is_too_much():
             self._stop(f"those that were released have left {self._driver.bytes_held() / 2**20:.0f} MiB in use")
+        if self._is_full or self._is_eager(part):
+            self._run(part, rows)
             return
-        rows, _ = self._step.buffers.hold(BatchMetadata(bucket, (), ()))
-        residual = rows.residual.clone()  # The next pass may start with these hidden states.
-        graphs = self._graphs[bucket] = _BucketGraphs(rows)
-        for part in tuple(self._capturable):
-            work = self._work(part, rows)
-            try:
-                self._driver.rehearse(work)
-                graphs.of[part] = self._driver.capture(work)
-            except torch.OutOfMemoryError as error:
-                self._evict(bucket)
-                self._stop(f"out of memory: {str(error).splitlines()[0]}")
-                break
-            except Exception as error:  # noqa: BLE001 - Triton, CUDA and libraries raise errors of many types
-                self._capturable.remove(part)
-                logger.warning(
-                    "no CUDA graph of %s: %s; it is launched eagerly from now on (cuda_kernels='off' avoids GPU "
-                    "kernels and graphs)",
-                    f"sublayer {part}" if isinstance(part, int) else part,
-                    str(error).partition("\n")[0] or type(error).__name__,
-                )
-        rows.residual.copy_(residual)
+        self._driver.rehearse(partial(self._run, part, rows))
+        rows.forget_few()  # what the rehearsal has computed is not in the graph's memory
+        try:
+            self._graphs[rows.bucket, part] = self._driver.capture(partial(self._run, part, rows))
+        except torch.OutOfMemoryError as error:
+            self._stop(f"out of memory: {str(error).splitlines()[0]}")
+        except Exception as error:  # noqa: BLE001 - Triton, CUDA and libraries raise errors of many types
+            failed = self._running
+            self._eager.add(failed)
+            self._stretches.cache_clear()
+            logger.warning(
+                "no CUDA graph of %s: %s; it is launched eagerly from now on (cuda_kernels='off' avoids GPU kernels "
+                "and graphs)",
+                f"sublayer {failed}" if isinstance(failed, int) else failed,
+                str(error).partition("\n")[0] or type(error).__name__,
+            )
+        finally:
+            rows.forget_few()
 
-    def _evict(self, bucket: Bucket) -> None:
-        self._driver.release(self._graphs.pop(bucket).of.values())
-        self._num_passes[bucket] = 0
-        self._num_evictions[bucket] += 1
+    def _release(self, keys: Sequence[tuple[Bucket, Part]]) -> None:
+        self._driver.release([self._graphs.pop(key) for key in keys])
+        for key in keys:
+            self._num_passes[key] = 0
+            self._num_releases[key] += 1
 
     def _stop(self, reason: str) -> None:
         self._is_full = True
         logger.warning("no more CUDA graphs are captured, %s", reason)
 
-    def _work(self, part: Part, rows: StaticRows) -> Work:
-        if isinstance(part, int):
-            sublayers = self._step.parts.sublayers
-            return partial(_in_place, sublayers[part - sublayers[0].index], rows)
-        return partial(self._step.rotate if part == ROTARY else self._step.embed, rows)
+    def _run(self, part: Part, rows: StaticRows) -> None:
+        """Launch a part eagerly."""
+        if isinstance(part, str):
+            self._running = part
+            (self._step.rotate if part == ROTARY else self._step.embed)(rows)
+            return
+        for index, choice in part:
+            self._running = index
+            left = self._sublayers[index](rows.residual, rows.seeing(keys_of(choice)), weights_of(choice))
+            if left.data_ptr() != rows.residual.data_ptr():
+                rows.residual.copy_(left)
 
 
 def is_capturable(sublayer: Sublayer) -> bool:
@@ -245,10 +264,3 @@ def is_capturable(sublayer: Sublayer) -> bool:
     return not sublayer.has_experts and not any(
         module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook") for module in modules
     )
-
-
-def _in_place(sublayer: Sublayer, rows: StaticRows) -> None:
-    """Run a sublayer on the residual's buffer. Raises RuntimeError if its result is a tensor outside the buffer."""
-    left = sublayer(rows.residual, rows)
-    if left.data_ptr() != rows.residual.data_ptr():
-        raise RuntimeError("its result is not in the buffer")

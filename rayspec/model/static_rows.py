@@ -82,6 +82,11 @@ class StaticRows(Rows):
             raise NotImplementedError(f"attention over pages on the device cannot read keys={keys!r}; use {allowed}")
         return self if keys == self.keys else replace(self, keys=keys)
 
+    def forget_few(self) -> None:
+        self.few.clear()
+        if self.windowed is not None:
+            self.windowed.few.clear()
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, *, first_head: int = 0
     ) -> Tensor:
@@ -186,9 +191,7 @@ class StepBuffers:
                 if self._windowed_table is not None:
                     self._windowed_table.write(sequence, span.windowed)
             self._numbers.upload(partial(self._write, metadata))
-            for rows in (self._rows[bucket], self._rows[bucket].windowed):
-                if rows is not None:
-                    rows.few.clear()
+            self._rows[bucket].forget_few()
             if isinstance(metadata.token_ids, Tensor):
                 self._rows[bucket].tokens[: len(metadata.token_ids)].copy_(metadata.token_ids)
             self._held = metadata

@@ -52,9 +52,6 @@ def attend_rows(
     context = tl.load(contexts + sequence)
     length = _split_length(context + num_own, SPLITS, LEAST_LENGTH, DOUBLINGS)
     end = context + tl.minimum(first_in_tile + TILE_ROWS, num_own)
-    if SPLITS > 1 and WINDOW == 0:
-        if tl.program_id(2) * length >= end:
-            return
     own = first_in_tile + member // GROUP_PADDED
     live = (own < num_own) & (in_group < GROUP)
     row = first + own
@@ -63,6 +60,9 @@ def attend_rows(
     if WINDOW > 0:
         lowest = tl.load(positions + row, mask=live, other=2147483647).to(tl.int32) - WINDOW + 1
         first_seen = tl.maximum(tl.min(lowest, 0), 0)
+    first_split = first_seen // length + tl.program_id(2)
+    if first_split * length >= end:
+        return
     row_shared = context
     row_bits = tl.zeros([TILE_ROWS * GROUP_PADDED], tl.int64)
     if HAS_TREE:
@@ -76,44 +76,17 @@ def attend_rows(
     keys += kv_head.to(tl.int64) * key_head_stride
     values += kv_head.to(tl.int64) * value_head_stride
     block_table += sequence.to(tl.int64) * table_stride
-    for split in range(first_seen // length + tl.program_id(2), (end + length - 1) // length, tl.num_programs(2)):
+    for split in range(first_split, (end + length - 1) // length, tl.num_programs(2)):
         high = tl.minimum(end, (split + 1) * length)
         low = split * length
         if WINDOW > 0:
             low = tl.maximum(low, first_seen // TILE_KEYS * TILE_KEYS)
         last = tl.where(live, tl.minimum(context + own, high - 1), -1)
-        top = tl.full([TILE_ROWS * GROUP_PADDED], float("-inf"), tl.float32)
-        total = tl.zeros([TILE_ROWS * GROUP_PADDED], tl.float32)
-        mixed = tl.zeros([TILE_ROWS * GROUP_PADDED, DIM_PADDED], tl.float32)
-        for start in tl.range(low, high, TILE_KEYS, num_stages=STAGES):
-            place = start + tl.arange(0, TILE_KEYS)
-            filled = (place >= first_seen) & (place < high)
-            page = tl.load(block_table + place // PAGE_SIZE, mask=filled, other=0)
-            slot = page * PAGE_SIZE + place % PAGE_SIZE
-            key = tl.load(
-                keys + slot[None, :] * key_slot_stride + dim[:, None],
-                mask=filled[None, :] & (dim < DIM)[:, None],
-                other=0.0,
-            )
-            value = tl.load(
-                values + slot[:, None] * value_slot_stride + dim[None, :],
-                mask=filled[:, None] & (dim < DIM)[None, :],
-                other=0.0,
-            )
-            scores = _scores(rows, key, scaling, SOFTCAP, UPCAST)
-            seen = place[None, :] <= last[:, None]
-            if HAS_TREE:
-                seen &= _in_path(place, context, row_shared, row_bits)
-            if WINDOW > 0:
-                seen &= _positions_of(place, context, positions + first, filled)[None, :] >= lowest[:, None]
-            scores = tl.where(seen, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores - base[:, None])
-            shrink = tl.exp2(top - base)
-            total = total * shrink + tl.sum(weights, 1)
-            mixed = _dot(weights.to(value.dtype), value, mixed * shrink[:, None], UPCAST)
-            top = new_top
+        mixed, total, top = _mixed(
+            rows, keys, values, block_table, low, high, first_seen, last, context, row_shared, row_bits,
+            positions + first, lowest, scaling, key_slot_stride, value_slot_stride, DIM, DIM_PADDED, PAGE_SIZE,
+            TILE_KEYS, WINDOW, SOFTCAP, HAS_TREE, UPCAST, STAGES,
+        )  # fmt: skip
         divisor = tl.where(total == 0.0, 1.0, total)
         where = (row.to(tl.int64) * num_heads + head) * SPLITS + split
         tl.store(
@@ -123,6 +96,51 @@ def attend_rows(
         )
         if SPLITS > 1:
             tl.store(log_sums + where, tl.where(total == 0.0, float("-inf"), top + tl.log2(divisor)), mask=live)
+
+
+@triton.jit
+def _mixed(
+    rows, keys, values, block_table, low, high, first_seen, last, context, shared, bits, positions, lowest,
+    scaling, key_slot_stride, value_slot_stride, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_TREE: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend over the places from `low` to `high`. Return the sum of values by weight, the sum of weights, and the
+    largest score, which all weights are relative to."""
+    dim = tl.arange(0, DIM_PADDED)
+    top = tl.full([rows.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([rows.shape[0]], tl.float32)
+    mixed = tl.zeros([rows.shape[0], DIM_PADDED], tl.float32)
+    for start in tl.range(low, high, TILE_KEYS, num_stages=STAGES):
+        place = start + tl.arange(0, TILE_KEYS)
+        filled = (place >= first_seen) & (place < high)
+        page = tl.load(block_table + place // PAGE_SIZE, mask=filled, other=0)
+        slot = page * PAGE_SIZE + place % PAGE_SIZE
+        key = tl.load(
+            keys + slot[None, :] * key_slot_stride + dim[:, None],
+            mask=filled[None, :] & (dim < DIM)[:, None],
+            other=0.0,
+        )
+        value = tl.load(
+            values + slot[:, None] * value_slot_stride + dim[None, :],
+            mask=filled[:, None] & (dim < DIM)[None, :],
+            other=0.0,
+        )
+        scores = _scores(rows, key, scaling, SOFTCAP, UPCAST)
+        seen = place[None, :] <= last[:, None]
+        if HAS_TREE:
+            seen &= _in_path(place, context, shared, bits)
+        if WINDOW > 0:
+            seen &= _positions_of(place, context, positions, filled)[None, :] >= lowest[:, None]
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = _dot(weights.to(value.dtype), value, mixed * shrink[:, None], UPCAST)
+        top = new_top
+    return mixed, total, top
 
 
 @triton.jit

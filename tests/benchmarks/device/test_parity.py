@@ -56,7 +56,7 @@ class _Mixed(RecordingDriver):
 
     def capture(self, work: Work) -> CapturedGraph:
         graph = super().capture(work)
-        return self.graphs[-2] if len(self.graphs) == 6 else graph
+        return self.graphs[-2] if len(self.graphs) == 5 else graph
 
 
 def replayed(driver: RecordingDriver) -> list[Difference]:
