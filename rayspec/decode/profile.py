@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -266,7 +266,12 @@ def measurements(
     budget_s: after so many seconds, only a coarse grid is completed, once: few row counts, but every context, batch and
     choice. None: everything, as often as it takes; the ranks of a stage need that, because they run the same passes.
     """
-    with torch.inference_mode(), offloaded.without_transfers() if offloaded else nullcontext():
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        if offloaded is not None:
+            stack.enter_context(offloaded.without_transfers())
+        if runner.graphs is not None:
+            stack.enter_context(runner.graphs.trial())
         _fill(runner.cache)
         sample = Counter(runner.parts.curve_names) if budget_s is None else _sample(runner)
         works = list(_works(runner, device, sample))

@@ -12,7 +12,8 @@ import itertools
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Protocol, TypeAlias
@@ -101,6 +102,7 @@ class StepGraphs:
         self._num_passes: Counter[tuple[Bucket, Part]] = Counter()  # since the graph was last released
         self._num_releases: Counter[tuple[Bucket, Part]] = Counter()
         self._is_full = False
+        self._is_trial = False
         self._running: Part | int = ROTARY  # what is being captured
         self._stretches = lru_cache(maxsize=256)(self._divided)
         self._all = (step.parts.sublayers[0].index, step.parts.sublayers[-1].index, None)
@@ -162,6 +164,17 @@ class StepGraphs:
             self.num_graphs, len(self.buckets), self._clock() - started, self._driver.bytes_held() / 2**20,
         )  # fmt: skip
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Capture every part at its first pass, to time passes as they run later. These graphs are released at the
+        end."""
+        before, self._is_trial = set(self._graphs), True
+        try:
+            yield
+        finally:
+            self._is_trial = False
+            self._driver.release([self._graphs.pop(key) for key in set(self._graphs) - before])
+
     def _divided(self, first: int, last: int, choices: tuple[Choice, ...] | None) -> list[Stretch]:
         """Return the sublayers `first` to `last` that run, in stretches. One that cannot be captured stands alone."""
         chosen = [(index, FULL if choices is None else choices[index]) for index in range(first, last + 1)]
@@ -193,6 +206,8 @@ class StepGraphs:
         bucket, part = key
         if self._is_full or not self._may_capture(bucket) or self._is_eager(part):
             return False
+        if self._is_trial:
+            return True
         if len(self._num_passes) > _MAX_COUNTED:
             self._num_passes.clear()
         self._num_passes[key] += 1

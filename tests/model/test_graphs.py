@@ -133,6 +133,18 @@ def test_a_plan_of_a_draft_is_captured_when_it_has_run_a_few_times() -> None:
     assert driver.graphs[-1].num_replays == 2, "the last of the eager passes was its rehearsal"
 
 
+def test_in_a_trial_every_plan_is_captured_at_once_and_forgotten_afterwards() -> None:
+    driver = RecordingDriver()
+    graphs = captured(driver)
+    graphs.warm_up([metadata((1,)).bucket])
+    with graphs.trial():
+        for _ in range(2):
+            run(graphs, metadata((1,)), choices_of([index != 3 for index in range(8)]))
+        assert driver.num_captures == NUM_PARTS + 1
+        assert driver.graphs[-1].num_replays == 1
+    assert len(driver.graphs) == graphs.num_graphs == NUM_PARTS
+
+
 def test_graphs_that_were_released_have_to_earn_their_capture() -> None:
     """Else many buckets in turn would be captured at every pass."""
     driver = RecordingDriver()
