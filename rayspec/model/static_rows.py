@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rayspec.choices import Keys
@@ -17,14 +19,18 @@ from rayspec.model.cuda.operations import attend, rotate_and_write
 from rayspec.model.few_keys import few_pages
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
 from rayspec.model.norms import RmsNorm
-from rayspec.model.rows import Path, RowSpan, Runs, is_paged, slots_between
+from rayspec.model.rows import Path, RowSpan, Runs
 
 # The keys that rows in these buffers can read.
 STATIC_KEYS: Final[tuple[Keys, ...]] = ("all", "window")
 # The most copies to the device that may be under way.
 _NUM_STAGED = 4
-# Fields of a pass with an int64 number for each row.
-_NUM_WIDE = 5
+# Entries of block tables in one copy to the device. More of them take several copies.
+_MOST_ENTRIES = 4096
+# Buffers begin at multiples of 16 bytes, which kernels are compiled for.
+_WORDS_ALIGNED = 2
+
+_Integers: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,9 +55,10 @@ class StaticRows(Rows):
     """`Rows` whose sequences are known on the device. The buffers belong to a `StepBuffers`; the next pass overwrites
     them.
 
-    tokens, positions, slots, bits: int64 [N]. shared: int32 [N]. row_starts: int32 [R + 1]. contexts: int32 [R].
-    block_table: int32 [R, pages]. residual: [1, N, hidden_size]. Rows after those of the last sequence are padding.
-    rope: by layer type, cosines and sines [1, N, rotary]. `cuda.reference.attend` explains the numbers.
+    tokens, positions, slots: int64 [N]. row_starts: int32 [R + 1]. contexts: int32 [R]. block_table: int32 [R, pages].
+    residual: [1, N, hidden_size]. shared, bits: int32 [N] and int64 [N] in the bucket of a tree, else None. Rows after
+    those of the last sequence are padding. rope: by layer type, cosines and sines [1, N, rotary].
+    `cuda.reference.attend` explains the numbers.
 
     keys: the keys that rows read; if sequences have several rows, these read all keys. windowed: the same rows with the
     slots and pages of the cache's windowed store. few: by sliding window, the pages that single rows read with keys
@@ -64,12 +71,12 @@ class StaticRows(Rows):
     tokens: Tensor
     positions: Tensor
     slots: Tensor
-    bits: Tensor
-    shared: Tensor
     row_starts: Tensor
     contexts: Tensor
     block_table: Tensor
     residual: Tensor
+    shared: Tensor | None = None
+    bits: Tensor | None = None
     rope: dict[str, Any] = field(default_factory=dict)
     keys: Keys = "all"
     windowed: StaticRows | None = None
@@ -127,8 +134,7 @@ class StaticRows(Rows):
             # A row's place in these pages stands for its position. None of them is outside the sliding window.
             starts, positions, sliding_window = starts[: len(query) + 1], contexts, None
         return attend(
-            query, *cached, table, starts, contexts, positions,
-            self.shared if is_tree else None, self.bits if is_tree else None,
+            query, *cached, table, starts, contexts, positions, self.shared, self.bits,
             scaling=kind.scaling, window=sliding_window or 0, softcap=kind.softcap or 0.0, page_size=PAGE_SIZE,
             max_rows=self.bucket.max_rows, max_context=table.shape[1] * PAGE_SIZE,
         )  # fmt: skip
@@ -138,7 +144,7 @@ class StepBuffers:
     """Device buffers for one pass at a time, of up to `max_rows` rows and `max_sequences` sequences.
 
     max_places: the most places of a sequence. It decides how attention splits the keys, so all passes split them alike.
-    A pass costs one copy to the device, and one more for each sequence whose pages have changed.
+    A pass costs one copy to the device, and one more if pages of its sequences have changed.
     """
 
     def __init__(
@@ -155,23 +161,27 @@ class StepBuffers:
         self._cache = cache
         self._max_rows = max_rows
         self._max_sequences = max_sequences
-        self._numbers = Staging(_NUM_WIDE * max_rows + (max_rows + 2 * max_sequences) // 2 + 1, device)
+        largest = _Layout(Bucket(max_rows, max_sequences, max_rows, is_tree=True))
+        self._numbers = Staging(largest.num_words, device)
         self._num_places = whole_pages(max_places)
         self._table = _BlockTable(max_sequences, self._num_places, device)
         self._windowed_table = _BlockTable(max_sequences, self._num_places, device) if cache.windowed_layers else None
         self._residual = torch.zeros(1, max_rows, hidden_size, dtype=dtype, device=device)
         self._rows: dict[Bucket, StaticRows] = {}
+        self._layouts: dict[Bucket, _Layout] = {}
         self._held: BatchMetadata | None = None
         self._ropes: dict[str, tuple[Tensor, ...]] = {}  # by layer type, [1, max_rows, rotary] each
 
     def can_hold(self, metadata: BatchMetadata) -> bool:
         """Return whether the pass fits and every sequence is in whole pages."""
-        bucket = metadata.bucket
+        bucket, spans = metadata.bucket, metadata.spans
         return (
             bucket.num_rows <= self._max_rows
             and bucket.num_sequences <= self._max_sequences
             and not (bucket.is_tree and bucket.max_rows > MAX_TREE_ROWS)
-            and all(span.end <= self._num_places and is_paged(span.runs, PAGE_SIZE) for span in metadata.spans)
+            and all(span.end <= self._num_places for span in spans)
+            and all(run.start % PAGE_SIZE == 0 for span in spans for run in span.runs)
+            and all(run.length % PAGE_SIZE == 0 for span in spans for run in span.runs[:-1])
         )
 
     def holds(self, metadata: BatchMetadata) -> bool:
@@ -182,15 +192,15 @@ class StepBuffers:
         """Write the pass to the buffers if it is not there. Return its rows, and whether they were written now."""
         bucket = metadata.bucket
         if bucket not in self._rows:
+            self._layouts[bucket] = _Layout(bucket)
             self._rows[bucket] = self._views(bucket)
         is_new = not self.holds(metadata)
         if is_new:
             self._held = None  # until all of it is there
-            for sequence, span in enumerate(metadata.spans):
-                self._table.write(sequence, span.runs)
-                if self._windowed_table is not None:
-                    self._windowed_table.write(sequence, span.windowed)
-            self._numbers.upload(partial(self._write, metadata))
+            self._table.write([span.runs for span in metadata.spans])
+            if self._windowed_table is not None:
+                self._windowed_table.write([span.windowed for span in metadata.spans])
+            self._numbers.upload(self._layouts[bucket].num_words, partial(self._write, metadata))
             self._rows[bucket].forget_few()
             if isinstance(metadata.token_ids, Tensor):
                 self._rows[bucket].tokens[: len(metadata.token_ids)].copy_(metadata.token_ids)
@@ -215,59 +225,87 @@ class StepBuffers:
         return self._rows[self._held.bucket].residual
 
     def _views(self, bucket: Bucket) -> StaticRows:
-        words = _Numbers(self._numbers.buffer, self._max_rows, self._max_sequences)
-        rows, sequences = slice(bucket.num_rows), slice(bucket.num_sequences)
+        layout, words, narrow = self._layouts[bucket], self._numbers.buffer, self._numbers.buffer.view(torch.int32)
+        sequences = slice(bucket.num_sequences)
         views = StaticRows(
             bucket=bucket,
             cache=self._cache,
-            tokens=words.tokens[rows],
-            positions=words.positions[rows],
-            slots=words.slots[rows],
-            bits=words.bits[rows],
-            shared=words.shared[rows],
-            row_starts=words.row_starts[: bucket.num_sequences + 1],
-            contexts=words.contexts[sequences],
+            tokens=words[layout.tokens],
+            positions=words[layout.positions],
+            slots=words[layout.slots],
+            row_starts=narrow[layout.row_starts],
+            contexts=narrow[layout.contexts],
             block_table=self._table.device[sequences],
-            residual=self._residual[:, rows],
+            residual=self._residual[:, : bucket.num_rows],
+            shared=narrow[layout.shared] if bucket.is_tree else None,
+            bits=words[layout.bits] if bucket.is_tree else None,
         )
         if self._windowed_table is None:
             return views
         views.windowed = replace(
             views,
-            slots=words.windowed_slots[rows],
+            slots=words[layout.windowed_slots],
             block_table=self._windowed_table.device[sequences],
             few={},
         )
         return views
 
-    def _write(self, metadata: BatchMetadata, numbers: Tensor) -> None:
-        """Write the integers of the pass to `numbers`, a tensor on the host."""
-        numbers.zero_()
-        words = _Numbers(numbers, self._max_rows, self._max_sequences)
-        words.slots[:] = self._cache.num_slots  # padding rows write to a spare slot
-        words.windowed_slots[:] = self._cache.num_windowed_slots
-        end = 0
-        for sequence, (span, paths) in enumerate(zip(metadata.spans, metadata.paths, strict=True)):
-            rows, end = slice(end, end + span.num_rows), end + span.num_rows
-            words.slots[rows] = torch.tensor(slots_between(span.runs, span.context, span.end))
-            if span.windowed:
-                words.windowed_slots[rows] = torch.tensor(slots_between(span.windowed, span.context, span.end))
-            words.contexts[sequence] = span.context
-            words.row_starts[sequence + 1] = end
-            if paths:
-                words.positions[rows] = torch.tensor([path.position for path in paths])
-                words.shared[rows] = torch.tensor([path.shared for path in paths], dtype=torch.int32)
-                words.bits[rows] = torch.tensor(
-                    [sum(1 << (place - span.context) for place in path.own) for path in paths]
-                )
-            else:
-                words.positions[rows] = torch.arange(span.context, span.end)
-                words.shared[rows] = span.context
-                if span.num_rows <= MAX_TREE_ROWS:
-                    words.bits[rows] = torch.tensor([(2 << row) - 1 for row in range(span.num_rows)])
-        words.row_starts[len(metadata.spans) + 1 :] = end
-        if not isinstance(metadata.token_ids, Tensor) and metadata.token_ids:
-            words.tokens[:end] = torch.tensor(metadata.token_ids)
+    def _write(self, metadata: BatchMetadata, words: _Integers) -> None:
+        """Write the integers of the pass to `words`, on the host."""
+        layout, spans, narrow = self._layouts[metadata.bucket], metadata.spans, words.view(np.int32)
+        lengths = np.array([span.num_rows for span in spans], np.int64)
+        contexts = np.array([span.context for span in spans], np.int64)
+        ends, sequences = lengths.cumsum(), np.arange(len(spans)).repeat(lengths)
+        rows = np.arange(len(sequences)) - (ends - lengths)[sequences]  # of the row's own sequence
+        places = contexts[sequences] + rows
+        _fill(words[layout.positions], places, 0)
+        # Padding rows write to a spare slot.
+        _fill(words[layout.slots], self._table.slots(sequences, places), self._cache.num_slots)
+        if self._windowed_table is not None:
+            slots = self._windowed_table.slots(sequences, places)
+            _fill(words[layout.windowed_slots], slots, self._cache.num_windowed_slots)
+        narrow[layout.row_starts][0] = 0
+        _fill(narrow[layout.row_starts][1:], ends, len(sequences))
+        _fill(narrow[layout.contexts], contexts, 0)
+        if metadata.bucket.is_tree:
+            positions, shared, bits = words[layout.positions], narrow[layout.shared], words[layout.bits]
+            _fill(shared, contexts[sequences], 0)
+            _fill(bits, (2 << rows) - 1, 0)
+            for span, paths, end in zip(spans, metadata.paths, ends.tolist(), strict=True):
+                own = slice(end - len(paths), end)
+                positions[own] = [path.position for path in paths]
+                shared[own] = [path.shared for path in paths]
+                bits[own] = [sum(1 << (place - span.context) for place in path.own) for path in paths]
+        known = () if isinstance(metadata.token_ids, Tensor) else metadata.token_ids
+        if known and len(known) != len(sequences):
+            raise ValueError(f"{len(known)} tokens for {len(sequences)} rows")
+        _fill(words[layout.tokens], np.array(known, np.int64), 0)
+
+
+def _fill(field: NDArray[Any], numbers: _Integers, padding: int) -> None:
+    field[: len(numbers)] = numbers
+    field[len(numbers) :] = padding
+
+
+class _Layout:
+    """Where the integers of a bucket lie in a buffer of int64 words, one field after the other, so that a short copy
+    brings them to the device. row_starts, contexts, shared: in the same buffer as int32."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.num_words = 0
+        num_rows, num_sequences = bucket.num_rows, bucket.num_sequences
+        self.tokens, self.positions, self.slots, self.windowed_slots = (self._wide(num_rows) for _ in range(4))
+        self.row_starts, self.contexts = self._narrow(num_sequences + 1), self._narrow(num_sequences)
+        self.shared, self.bits = self._narrow(num_rows * bucket.is_tree), self._wide(num_rows * bucket.is_tree)
+
+    def _wide(self, size: int) -> slice:
+        first = self.num_words
+        self.num_words += -(-size // _WORDS_ALIGNED) * _WORDS_ALIGNED
+        return slice(first, first + size)
+
+    def _narrow(self, size: int) -> slice:
+        first = 2 * self._wide(-(-size // 2)).start
+        return slice(first, first + size)
 
 
 class _BlockTable:
@@ -275,14 +313,51 @@ class _BlockTable:
 
     def __init__(self, max_sequences: int, num_places: int, device: torch.device) -> None:
         self.device = torch.zeros(max_sequences, num_places // PAGE_SIZE, dtype=torch.int32, device=device)
+        self._host = np.zeros(self.device.shape, np.int32)  # the same; -1 if a copy has failed
+        self._capacities = np.zeros(max_sequences, np.int64)  # places of each sequence
         self._runs: list[Runs] = [()] * max_sequences
+        self._entries = Staging(_MOST_ENTRIES + _MOST_ENTRIES // 2, device)
 
-    def write(self, sequence: int, runs: Runs) -> None:
-        """Write the pages of a sequence. Copies them to the device if they have changed."""
-        if self._runs[sequence] != runs:
-            pages = [slot // PAGE_SIZE for run in runs for slot in run.slots[::PAGE_SIZE]][: self.device.shape[1]]
-            self.device[sequence, : len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
-            self._runs[sequence] = runs
+    def write(self, runs: Sequence[Runs]) -> None:
+        """Write the pages of the first sequences, and copy the entries that have changed to the device."""
+        changed = [(at, own) for at, (own, known) in enumerate(zip(runs, self._runs, strict=False)) if own != known]
+        if not changed:
+            return
+        width = self._host.shape[1]
+        where, pages = [], []
+        for sequence, own in changed:
+            new = np.concatenate([np.arange(run.start // PAGE_SIZE, -(-run.end // PAGE_SIZE)) for run in own])[:width]
+            differing = np.flatnonzero(new != self._host[sequence, : len(new)])
+            where.append(sequence * width + differing)
+            pages.append(new[differing])
+        all_where, all_pages = np.concatenate(where), np.concatenate(pages)
+        self._host.reshape(-1)[all_where] = -1  # until they are there
+        for sequence, _ in changed:
+            self._runs[sequence] = ()
+        for first in range(0, len(all_where), _MOST_ENTRIES):
+            self._copy(all_where[first : first + _MOST_ENTRIES], all_pages[first : first + _MOST_ENTRIES])
+        self._host.reshape(-1)[all_where] = all_pages
+        for sequence, own in changed:
+            self._runs[sequence], self._capacities[sequence] = own, sum(run.length for run in own)
+
+    def slots(self, sequences: _Integers, places: _Integers) -> _Integers:
+        """Return the slots of these places, each in the sequence of the same index. Raises ValueError for a place that
+        the sequence's pages do not have."""
+        if (places >= self._capacities[sequences]).any():
+            raise ValueError("rows of a pass lie beyond the pages of their sequence")
+        return self._host[sequences, places // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + places % PAGE_SIZE
+
+    def _copy(self, where: _Integers, pages: _Integers) -> None:
+        number = len(where)
+        narrow = slice(2 * number, 3 * number)
+
+        def write(words: _Integers) -> None:
+            words[:number] = where
+            words.view(np.int32)[narrow] = pages
+
+        self._entries.upload(number + -(-number // 2), write)
+        buffer = self._entries.buffer
+        self.device.view(-1).index_copy_(0, buffer[:number], buffer.view(torch.int32)[narrow])
 
 
 class Staging:
@@ -293,28 +368,19 @@ class Staging:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._hosts = [torch.zeros(num_words, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(_NUM_STAGED)]
+        self._words: list[_Integers] = [host.numpy() for host in self._hosts]  # the same memory
         self._copied = [torch.cuda.Event() for _ in self._hosts] if self._is_cuda else []  # type: ignore[no-untyped-call]
         self._turn = 0
 
-    def upload(self, write: Callable[[Tensor], None]) -> None:
-        """Call `write` to fill a host buffer, [n], and queue its copy to the device."""
+    def upload(self, num_words: int, write: Callable[[_Integers], None]) -> None:
+        """Call `write` to fill the first words of a host buffer, and queue the copy of `num_words` to the device."""
         self._turn = (self._turn + 1) % len(self._hosts)
         if self._is_cuda:
             self._copied[self._turn].synchronize()  # that copy has usually ended long ago
-        write(self._hosts[self._turn])
-        self.buffer.copy_(self._hosts[self._turn], non_blocking=True)
+        write(self._words[self._turn][:num_words])
+        self.buffer[:num_words].copy_(self._hosts[self._turn][:num_words], non_blocking=True)
         if self._is_cuda:
             self._copied[self._turn].record(torch.cuda.current_stream(self._device))
-
-
-class _Numbers:
-    """The integers of a pass, as views of one int64 buffer `words`: int64 [max_rows], then int32."""
-
-    def __init__(self, words: Tensor, max_rows: int, max_sequences: int) -> None:
-        wide = words[: _NUM_WIDE * max_rows].view(_NUM_WIDE, max_rows)
-        self.tokens, self.positions, self.slots, self.bits, self.windowed_slots = wide.unbind()
-        narrow = words[_NUM_WIDE * max_rows :].view(torch.int32)[: max_rows + 2 * max_sequences + 1]
-        self.shared, self.row_starts, self.contexts = torch.split(narrow, [max_rows, max_sequences + 1, max_sequences])
 
 
 def _operator_weights(heads: Heads) -> tuple[Tensor | None, Tensor | None, float] | None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -10,7 +12,7 @@ from rayspec.choices import Keys
 from rayspec.model.attention import AttentionKind, pack
 from rayspec.model.buckets import bucket_of
 from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache, LayerShape
-from rayspec.model.rows import RowSpan, Runs, one_run, runs_of_pages
+from rayspec.model.rows import RowSpan, Runs, one_run, runs_of_pages, slots_between
 from rayspec.model.static_rows import BatchMetadata, Staging, StepBuffers
 
 NUM_SLOTS = 256
@@ -61,6 +63,8 @@ def test_the_buffers_hold_the_numbers_of_a_pass() -> None:
 def test_rows_of_a_tree_say_what_they_see() -> None:
     rows, _ = _buffers().hold(_metadata([RowSpan(PAGES, 10, 4, TREE)]))
     assert rows.positions.tolist() == [10, 11, 8, 12]
+    assert rows.shared is not None
+    assert rows.bits is not None
     assert rows.shared.tolist() == [10, 10, 8, 10]
     assert [bin(bits) for bits in rows.bits.tolist()] == ["0b1", "0b11", "0b100", "0b1011"]
 
@@ -78,7 +82,7 @@ def test_a_pass_that_was_written_in_part_is_written_again() -> None:
     buffers = _buffers()
     tokens: list[int] = [1, 2]  # one too many
     metadata = _metadata([RowSpan(PAGES, 3, 1)], tokens)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="2 tokens for 1 rows"):
         buffers.hold(metadata)
     tokens.pop()
     rows, is_new = buffers.hold(metadata)
@@ -87,6 +91,49 @@ def test_a_pass_that_was_written_in_part_is_written_again() -> None:
         rows.seeing("pages")
     assert rows.tokens.tolist() == [1]
     assert rows.block_table[0, :3].tolist() == [7, 2, 3]
+
+
+def _random_spans(rng: random.Random) -> list[RowSpan]:
+    """Sequences whose pages lie anywhere in the cache."""
+    spans = []
+    for _ in range(rng.randint(1, 4)):
+        pages = rng.sample(range(NUM_SLOTS // PAGE_SIZE), rng.randint(1, 8))
+        num_rows = rng.randint(1, 8)
+        spans.append(RowSpan(runs_of_pages(pages, PAGE_SIZE), rng.randint(0, len(pages) * PAGE_SIZE - 8), num_rows))
+    return spans
+
+
+def test_pages_and_slots_are_those_of_the_pass_whatever_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy takes few pages at a time, and some copies fail half-way."""
+    rng, buffers, index_copy = random.Random(0), _buffers(), torch.Tensor.index_copy_
+    monkeypatch.setattr("rayspec.model.static_rows._MOST_ENTRIES", 3)
+
+    def failing(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        copied = index_copy(tensor, *arguments)
+        if rng.random() < 0.1:
+            raise RuntimeError("out of memory")
+        return copied
+
+    monkeypatch.setattr(torch.Tensor, "index_copy_", failing)
+    passes = [_random_spans(rng) for _ in range(10)]
+    num_failures = 0
+    for _ in range(200):
+        spans = rng.choice(passes)
+        try:
+            rows, _ = buffers.hold(_metadata(spans))
+        except RuntimeError:
+            num_failures += 1
+            continue
+        for at, span in enumerate(spans):
+            every = slots_between(span.runs, 0, 10**6)
+            assert rows.block_table[at, : len(every) // PAGE_SIZE].tolist() == [
+                slot // PAGE_SIZE for slot in every[::PAGE_SIZE]
+            ]
+            first, end = rows.row_starts[at : at + 2].tolist()
+            assert rows.slots[first:end].tolist() == every[span.context : span.end]
+            assert rows.positions[first:end].tolist() == list(range(span.context, span.end))
+        assert set(rows.slots[end:].tolist()) <= {NUM_SLOTS}
+    assert num_failures > 10
 
 
 @pytest.mark.parametrize(
@@ -158,7 +205,7 @@ def test_the_end_of_a_copy_is_noted_on_the_stream_of_the_copy(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     staging = Staging(3, torch.device("cuda:1"))
     for _ in range(5):
-        staging.upload(lambda numbers: numbers.fill_(1))
+        staging.upload(3, lambda numbers: numbers.fill(1))
     assert staging.buffer.tolist() == [1, 1, 1]
     assert [[given.args for given in event.record.call_args_list] for event in events] == [
         [("stream of cuda:1",)] * number for number in (1, 2, 1, 1)
