@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from rayspec.choices import FULL, QUANTISED_WEIGHTS, SKIP, Choice, Weights, combinations, keys_of, weights_of
 from rayspec.errors import ConfigError
+from rayspec.vllm_names import ENGINE, SAMPLING, from_vllm
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Cheaper = Literal["skip", "int8", "int4", "window", "pages"]
@@ -59,6 +60,9 @@ class Options(pydantic.BaseModel):
     def replace(self, **changes: Any) -> Self:
         """Return a copy with `changes` applied. All options are validated again."""
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | changes)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ConfigError(f"{type(self).__name__} cannot change: use its copy by replace({name}={value!r})")
 
 
 _FIXED = "is gone: its default is what everybody used; leave it out"
@@ -159,8 +163,8 @@ class SamplingParams(Options):
     So greedy decoding equals `generate(do_sample=False)` of the checkpoint as it is.
 
     temperature 0 (or below 1e-5) is greedy. `max_tokens` None: as many as the context has room for. `seed` None draws a
-    fresh seed; with a seed the text is a pure function of (model, prompt, parameters). `logprobs` k returns the chosen
-    token and the k most likely ones.
+    fresh seed, and so does -1; with a seed the text is a pure function of (model, prompt, parameters). `logprobs` k
+    returns the chosen token and the k most likely ones, `prompt_logprobs` k the same for each token of the prompt.
     """
 
     n: int = Field(1, ge=1, le=1024)
@@ -174,13 +178,30 @@ class SamplingParams(Options):
     seed: int | None = None
     stop: tuple[str, ...] | None = Field(None, description=f"texts that end the output; {_UNSET}none")
     stop_token_ids: Annotated[tuple[int, ...], Commas] = ()
+    bad_words: tuple[str, ...] = Field((), description="words whose tokens the output never has, nor after a space")
+    allowed_token_ids: Annotated[tuple[int, ...] | None, Commas] = Field(
+        None, description="the only tokens that the output may contain"
+    )
     ignore_eos: bool = False
     max_tokens: int | None = Field(16, ge=1)
     min_tokens: int | None = Field(None, ge=0, description=f"{_UNSET}0")
     logprobs: int | None = Field(None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
     logit_bias: dict[int, float] = Field(default_factory=dict)
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = Field(False, description="keep the text of the stop string or token")
+    detokenize: bool = Field(True, description="return texts, not only token ids")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="keep only so many tokens at the end of a prompt; -1: as many as fit"
+    )
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**from_vllm(values, SAMPLING, type(self).model_fields))
+
+    def clone(self) -> Self:
+        """Return a copy."""
+        return self.model_copy()
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -191,16 +212,32 @@ class SamplingParams(Options):
             raise ValueError("give a text or a list of texts")  # noqa: TRY004 - as pydantic wants it
         return tuple(stop)
 
-    @field_validator("stop_token_ids", "logit_bias", mode="before")
+    @field_validator("stop_token_ids", "logit_bias", "bad_words", mode="before")
     @classmethod
     def _none_is_empty(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         empty: Any = {} if info.field_name == "logit_bias" else ()
         return empty if value is None else value
 
+    @field_validator("seed")
+    @classmethod
+    def _no_seed(cls, seed: int | None) -> int | None:
+        return None if seed == -1 else seed
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if "" in (self.stop or ()):
-            raise ValueError("option 'stop' holds an empty string: leave it out")
+        for name in ("stop", "bad_words"):
+            if "" in (getattr(self, name) or ()):
+                raise ValueError(f"option {name!r} holds an empty string: leave it out")
+        if self.allowed_token_ids == ():
+            raise ValueError("option 'allowed_token_ids' is empty: name a token, or leave it out")
+        if self.stop and not self.detokenize and type(self) is SamplingParams:  # a checkpoint's may be there
+            raise ValueError("option 'stop' needs texts: leave out detokenize=False, or give stop_token_ids")
+        if not (self.spaces_between_special_tokens or self.skip_special_tokens):
+            raise ValueError(
+                "option 'spaces_between_special_tokens' is False: leave it out, or skip_special_tokens=False"
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("option 'truncate_prompt_tokens' is 0: give a number from 1 on, or -1")
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"option 'min_tokens' is {self.min_tokens}: it must not exceed max_tokens, which is {self.max_tokens}"
@@ -393,7 +430,8 @@ class OffloadOptions(Options):
 
 
 class EngineConfig(Options):
-    """Options of one engine: its model, device, capacity and speculation."""
+    """Options of one engine: its model, device, capacity and speculation. Names of vLLM's are taken too, see
+    `vllm_names`."""
 
     model: str
     tokenizer: str | None = None
@@ -430,6 +468,9 @@ class EngineConfig(Options):
     parallel: ParallelOptions | None = Field(None, description="None: the whole model in the engine's own process")
     remeasure: bool = Field(False, description="measure the latency profile anew, even if a saved one fits")
     profile_cache: str | None = Field(None, description="folder of saved latency profiles; None: the user's cache")
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**from_vllm(values, ENGINE, type(self).model_fields))
 
     @field_validator("cuda_kernels", "cuda_graphs", mode="before")
     @classmethod

@@ -110,6 +110,16 @@ def text_tokens(prompt: object, tokenizer: Any, **options: Any) -> list[int]:
         raise RequestError(f"the tokenizer refuses the prompt: {type(error).__name__}: {error}") from error
 
 
+_ROOM = 16  # tokens for the output where nobody says how many
+
+
+def truncated(token_ids: list[int], most: int | None, max_model_len: int, max_tokens: int | None) -> list[int]:
+    """Return the end of a prompt of at most `most` tokens; None: all; -1: as many as leave room for the output."""
+    if most == -1:
+        most = max(1, max_model_len - (max_tokens or _ROOM))
+    return token_ids if most is None else token_ids[-most:]
+
+
 def _unicode_problem(text: str) -> str | None:
     """Return why the text has no UTF-8 form: it has half of a surrogate pair. None for other texts."""
     try:

@@ -252,10 +252,12 @@ class CompletionOutput:
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """The output of a request, with the fields of vLLM's class. `error` is set if the request failed; `outputs` then
-    has the tokens generated before.
+    has the tokens generated before. prompt_logprobs: an item for each token of the prompt, if they are wanted; the
+    first is None.
 
     A streaming request has several outputs, of which the last is `finished`. Each holds only the completions with new
-    tokens, and only their new text, token ids and logprobs. Joined, they equal the output of the request not streamed.
+    tokens, and only their new text, token ids and logprobs; one of them has the prompt_logprobs. Joined, they equal the
+    output of the request not streamed.
     """
 
     request_id: str
@@ -265,6 +267,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: RayspecError | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @classmethod
     def refused(cls, request: Request, error: RayspecError) -> RequestOutput:

@@ -26,7 +26,8 @@ class Floor:
 
 
 BASEMENT = frozenset(
-    f"rayspec.{name}" for name in ("choices", "config", "errors", "generation", "machine", "prompts", "types")
+    f"rayspec.{name}"
+    for name in ("choices", "config", "errors", "generation", "machine", "prompts", "types", "vllm_names")
 )
 PLANNING = BASEMENT | {"rayspec.planning"}
 MODEL = PLANNING | {"rayspec.model"}
@@ -50,6 +51,7 @@ NO_RAY = frozenset({"ray"})
 FLOORS = (
     Floor(name="rayspec.errors", below=frozenset(), only=frozenset()),
     Floor(name="rayspec.choices", below=frozenset(), only=frozenset()),
+    Floor(name="rayspec.vllm_names", below=frozenset({"rayspec.errors"}), only=frozenset()),
     Floor(name="rayspec.machine", below=frozenset(), only=frozenset()),
     Floor(name="rayspec.types", below=BASEMENT, only=frozenset()),
     Floor(name="rayspec.prompts", below=BASEMENT, only=frozenset()),

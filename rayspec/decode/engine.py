@@ -269,6 +269,8 @@ class Engine:
         else:
             self._pace.observe(took_s, num_chunk_rows=num_rows(done.work.chunks), has_round=has_round)
             chosen = result.committed if isinstance(result, PrefillResult) else result.prefilled
+            for sequence, chunk, rows in zip(done.prefilled, done.work.chunks, result.prompt_logprobs, strict=False):
+                sequence.note_prompt_logprobs(rows, chunk.rows.end)
             for sequence, chunk, one in zip(done.prefilled, done.work.chunks, chosen, strict=True):
                 sequence.note_computed(sequence.num_computed + chunk.rows.num_rows)
                 self.stats.num_prefilled_tokens += chunk.rows.num_rows

@@ -10,13 +10,13 @@ import asyncio
 import codecs
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rayspec.types import CompletionOutput, RequestOutput
+from rayspec.types import CompletionOutput, Logprob, RequestOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,10 +131,10 @@ class NewOutput:
             if detokenizer is not None:
                 completion.text = detokenizer.text_of(completion)
             if self.texts is not None and completion.logprobs is not None:
-                completion.logprobs = [
-                    {token_id: replace(one, decoded_token=self.texts.text(token_id)) for token_id, one in row.items()}
-                    for row in completion.logprobs
-                ]
+                completion.logprobs = [self.texts.named(row) for row in completion.logprobs]
+        if self.texts is not None and self.output.prompt_logprobs is not None:
+            rows = self.output.prompt_logprobs
+            self.output.prompt_logprobs = [None if row is None else self.texts.named(row) for row in rows]
         return self.output
 
 
@@ -145,6 +145,10 @@ class TokenTexts:
 
     tokenizer: PreTrainedTokenizerBase
     _known: dict[int, tuple[str, list[int] | None]] = field(default_factory=dict, init=False)
+
+    def named(self, row: Mapping[int, Logprob]) -> dict[int, Logprob]:
+        """Return the log-probabilities with the texts of their tokens."""
+        return {token_id: replace(one, decoded_token=self.text(token_id)) for token_id, one in row.items()}
 
     def text(self, token_id: int) -> str:
         return self._look_up(token_id)[0]
@@ -286,4 +290,5 @@ def joined(pieces: Sequence[RequestOutput]) -> RequestOutput:
         )
         for each in parts.values()
     ]
-    return replace(pieces[-1], outputs=completions)
+    of_prompt = next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None)
+    return replace(pieces[-1], outputs=completions, prompt_logprobs=of_prompt)

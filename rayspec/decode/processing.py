@@ -1,8 +1,8 @@
 """Process raw logits by the sampling parameters. Each operation runs once, over the rows of all sequences that need it.
 
-Parameters apply in float32, in the order of vLLM and of transformers' `generate`: biases; forbidden tokens; repetition,
-frequency and presence penalties; forced tokens; (greedy stops here); temperature; min_p; top-k; top-p. A forbidden
-token is -inf; each row keeps at least one token.
+Parameters apply in float32, in the order of vLLM and of transformers' `generate`: allowed tokens; biases; forbidden
+tokens; repetition, frequency and presence penalties; forced tokens; (greedy stops here); temperature; min_p; top-k;
+top-p. A forbidden token is -inf; each row keeps at least one token.
 """
 
 from __future__ import annotations
@@ -108,6 +108,11 @@ class TokenSampler:
         self.suppressed_at_begin = self._tokens(params.begin_suppress_tokens)
         self.bad_words = Continuations((each, 0.0) for each in bad_words if len(each) > 1 and each[-1] < vocab_size)
         self.ngrams = NgramsOfText(params.no_repeat_ngram_size)
+        self.others: Tensor | None = None  # bool [V]: the tokens that are not allowed
+        if params.allowed_token_ids is not None:
+            check_tokens("allowed_token_ids", params.allowed_token_ids, vocab_size)
+            self.others = torch.ones(vocab_size, dtype=torch.bool, device=device)
+            self.others[integers(params.allowed_token_ids, device)] = False
         self.forced: dict[int, Tensor] = {}  # by the number of output tokens before
         if params.forced_bos_token_id is not None and self.num_prompt_tokens == 1:
             self.forced[0] = self._tokens([params.forced_bos_token_id])
@@ -160,7 +165,7 @@ class TokenSampler:
     def is_argmax(self) -> bool:
         """Whether this and all later tokens are the argmax of the raw logits. May become true after `min_tokens`."""
         fixed = len(self.bias_ids) or self.forced or self.reads_history or self.has_biases
-        return self.greedy and not fixed and not self.forbids(0)
+        return self.greedy and not fixed and self.others is None and not self.forbids(0)
 
     @property
     def has_biases(self) -> bool:
@@ -241,6 +246,11 @@ def _apply(change: _Change, scores: Tensor, rows: Sequence[LogitRow]) -> None:
     part = scores[index]
     change(part, rows)
     scores.index_copy_(0, index, part)
+
+
+def _leave_allowed(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+    others = [row.sampler.others for row in rows if row.sampler.others is not None]
+    scores.masked_fill_(torch.stack(others), -math.inf)
 
 
 def _add_biases(scores: Tensor, rows: Sequence[LogitRow]) -> None:
@@ -350,6 +360,7 @@ def _ranked(scores: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
 
 
 _CHANGES: Sequence[tuple[Callable[[LogitRow], bool], _Change]] = (
+    (lambda row: row.sampler.others is not None, _leave_allowed),
     (lambda row: row.sampler.has_biases, _add_biases),
     (lambda row: row.sampler.forbids(len(row.before)), _forbid),
     (lambda row: row.params.has_penalties, _penalise),

@@ -22,7 +22,7 @@ from rayspec.decode.pages import PageHash, PageTable
 from rayspec.decode.processing import check_tokens
 from rayspec.generation import DecodingParams, GenerationDefaults
 from rayspec.model.rows import RowSpan
-from rayspec.prompts import text_tokens
+from rayspec.prompts import text_tokens, truncated
 from rayspec.types import (
     CompletionOutput,
     EmptyPromptError,
@@ -67,6 +67,7 @@ class SequenceState:
     stop_reason: int | str | None = None
     error: RayspecError | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the second token of the prompt, ...
     num_taken: int = 0  # output tokens that `take_new_output` has returned
     taken_end: bool = False
     lookup: LookupIndex | None = None  # None if nothing is looked up
@@ -129,6 +130,16 @@ class SequenceState:
         if self.lookup is not None:
             self.lookup.extend_to(self.token_ids, self.num_computed)
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether all tokens of the prompt must be computed, for their log-probabilities."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def note_prompt_logprobs(self, rows: Sequence[dict[int, Logprob]], end: int) -> None:
+        """Keep what a chunk that ends before position `end` has given, again after a preemption."""
+        first = min(end, self.num_prompt_tokens - 1) - len(rows)
+        self.prompt_logprobs[first : first + len(rows)] = rows
+
     def proposal(self, num_tokens: int) -> Proposal:
         """Return tokens that may come next, looked up in the sequence's own text; at most one fewer than it may still
         have."""
@@ -178,9 +189,11 @@ class ModelInfo:
 
 
 def admitted_tokens(request: Request, model: ModelInfo) -> list[int]:
-    """Return the prompt's tokens. Raises RequestError if the prompt is invalid, empty or too long, or if it or
-    `logit_bias` has foreign tokens. Checked here, because a stage in another process cannot refuse."""
+    """Return the prompt's tokens, cut by `truncate_prompt_tokens`. Raises RequestError if the prompt is invalid, empty
+    or too long, or if it or the parameters have foreign tokens. Checked here, because a stage in another process cannot
+    refuse."""
     check_tokens("logit_bias", request.params.logit_bias, model.vocab_size)
+    check_tokens("allowed_token_ids", request.params.allowed_token_ids or (), model.vocab_size)
     prompt: Any = request.prompt
     if request.prompt_token_ids is None:
         if isinstance(prompt, str) and model.tokenizer is None:
@@ -192,6 +205,8 @@ def admitted_tokens(request: Request, model: ModelInfo) -> list[int]:
         raise RequestError(f"prompt_token_ids is {reprlib.repr(request.prompt_token_ids)}: give a list of token ids")
     if not token_ids:
         raise EmptyPromptError("the prompt has zero tokens: give it some text")
+    params = request.params
+    token_ids = truncated(token_ids, params.truncate_prompt_tokens, model.max_model_len, params.max_tokens)
     if len(token_ids) >= model.max_model_len:
         raise PromptTooLongError(
             f"the prompt has {len(token_ids)} tokens, max_model_len is {model.max_model_len} with the output: "
@@ -203,6 +218,17 @@ def admitted_tokens(request: Request, model: ModelInfo) -> list[int]:
             f"prompt token {foreign[0]} is outside the vocabulary of {model.vocab_size}: use the model's own tokenizer"
         )
     return token_ids
+
+
+def bad_word_tokens(words: Iterable[str], tokenizer: Any) -> list[tuple[int, ...]]:
+    """Return the tokens of each word, and of the same word after a space where these end in others."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        plain, spaced = (
+            tuple(text_tokens(space + word.lstrip(), tokenizer, add_special_tokens=False)) for space in ("", " ")
+        )
+        found += [plain] if spaced[1:] == plain else [plain, spaced]
+    return [tokens for tokens in found if tokens]
 
 
 def _integer(token: Any) -> int:
@@ -223,6 +249,15 @@ class LiveRequest:
     request: Request
     prompt_token_ids: list[int]
     sequences: list[SequenceState]
+    has_given_prompt: bool = False  # the log-probabilities of its prompt, to the caller
+
+    def take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Return the log-probabilities of the prompt, once: its first sequence computes them."""
+        first = self.sequences[0]
+        if first.params.prompt_logprobs is None or first.wants_prompt_logprobs or self.has_given_prompt:
+            return None
+        self.has_given_prompt = True
+        return [None, *first.prompt_logprobs]
 
     @property
     def finished(self) -> bool:
@@ -256,6 +291,11 @@ class Requests(dict[str, LiveRequest]):
         params = self._model.defaults.completed(
             request.params, num_prompt_tokens=len(token_ids), max_model_len=self._model.max_model_len
         )
+        if params.bad_words:
+            if self._model.tokenizer is None:
+                raise RequestError("bad_words are texts and the engine has no tokenizer: leave them out")
+            words = bad_word_tokens(params.bad_words, self._model.tokenizer)
+            params = params.model_copy(update={"bad_words_ids": (*params.bad_words_ids, *words)})
         sequences = [self._new_sequence(request, index, token_ids, params) for index in range(params.n)]
         if not self._fits(sequences[0]):
             raise OutOfMemoryError(
@@ -286,16 +326,19 @@ class Requests(dict[str, LiveRequest]):
             prompt_token_ids=tuple(live.prompt_token_ids),
             outputs=[one for one, _ in new],
             finished=live.finished,
+            prompt_logprobs=live.take_prompt_logprobs(),
             metrics=_summed([sequence.metrics for sequence in live.sequences]),
             error=next((sequence.error for sequence in live.sequences if sequence.error), None),
         )
         detokenizers = [None if sequence.params.stop else sequence.detokenizer for _, sequence in new]
-        return NewOutput(output, detokenizers, self._texts)
+        return NewOutput(output, detokenizers, self._texts if live.request.params.detokenize else None)
 
     def _new_sequence(
         self, request: Request, index: int, token_ids: Sequence[int], params: DecodingParams
     ) -> SequenceState:
         seed = secrets.randbits(63) if params.seed is None else params.seed
+        if index > 0 and params.prompt_logprobs is not None:  # the first sequence computes them
+            params = params.model_copy(update={"prompt_logprobs": None})
         return SequenceState(
             sequence_id=f"{next(self._sequence_ids)}/{request.request_id}/{index}",
             index=index,
@@ -305,7 +348,11 @@ class Requests(dict[str, LiveRequest]):
             num_prompt_tokens=len(token_ids),
             max_total_tokens=len(token_ids) + params.max_tokens,
             eos_token_ids=self._model.eos_token_ids,
-            detokenizer=Detokenizer(self._model.tokenizer, params) if self._model.tokenizer else None,
+            detokenizer=(
+                Detokenizer(self._model.tokenizer, params)
+                if self._model.tokenizer and (params.detokenize or params.stop)
+                else None
+            ),
             owner=request.owner,
             streams=request.stream,
             background=request.background,

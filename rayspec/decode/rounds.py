@@ -51,6 +51,7 @@ DROPPED = -1
 
 # Above these confidences a drafted token is one of `Plan.tree_widths[0]`, [1], [2] alternatives; else of [3] (SWIFT).
 SURENESS = (0.95, 0.8, 0.5)
+_LOGPROB_ROWS = 64  # of a prompt, whose logits are computed at once
 
 
 class Head:
@@ -179,13 +180,33 @@ def script(work: Work, head: Head) -> Generator[Pass, Tensor, Result]:
     hidden = yield first_pass(work)
     last_rows = _last_rows(work.chunks, 0)
     logits = head.logits(hidden[:, integers(last_rows, hidden.device)]) if last_rows else hidden.new_zeros(0, 0)
-    return PrefillResult(_chosen(head, work.chunks, logits))
+    of_prompts = _prompt_logprobs(head, work.chunks, hidden)
+    return PrefillResult(_chosen(head, work.chunks, logits), of_prompts)
 
 
 def _last_rows(chunks: Sequence[Chunk], first: int) -> list[int]:
     """Return the last row of each chunk that samples; all chunks are contiguous from row `first` on."""
     ends = itertools.accumulate((chunk.rows.num_rows for chunk in chunks), initial=first)
     return [end - 1 for end, chunk in zip(itertools.islice(ends, 1, None), chunks, strict=True) if chunk.sample]
+
+
+def _prompt_logprobs(head: Head, chunks: Sequence[Chunk], hidden: Tensor) -> list[list[dict[int, Logprob]]]:
+    """Return, for each chunk, the log-probabilities of the prompt's tokens after its rows, if its sequence wants them.
+    hidden: the last rows of these states are the chunks'."""
+    if all(head.sampler(chunk.sequence_id).params.prompt_logprobs is None for chunk in chunks):
+        return []
+    found, first = list[list[dict[int, Logprob]]](), hidden.shape[1] - num_rows(chunks)
+    for chunk in chunks:
+        sampler, rows = head.sampler(chunk.sequence_id), list[dict[int, Logprob]]()
+        if (count := sampler.params.prompt_logprobs) is not None:
+            following = sampler.token_ids[chunk.rows.context + 1 : min(chunk.rows.end + 1, sampler.num_prompt_tokens)]
+            for at in range(0, len(following), _LOGPROB_ROWS):
+                tokens = following[at : at + _LOGPROB_ROWS]
+                states = hidden[:, first + at : first + at + len(tokens)].clone()
+                rows += top_logprobs(head.logits(states), tokens, count)
+        found.append(rows)
+        first += chunk.rows.num_rows
+    return found
 
 
 def _chosen(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committed | None]:
@@ -209,6 +230,7 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
     hidden = yield verify
     num_chunk_rows = num_rows(work.chunks)
     num_verified = hidden.shape[1] - num_chunk_rows
+    of_prompts = _prompt_logprobs(head, work.chunks, hidden)
     if work.chunks:  # of a chunk, only the row before a token that is to be chosen
         wanted = integers([*range(num_verified), *_last_rows(work.chunks, num_verified)], hidden.device)
         hidden = hidden[:, wanted]
@@ -249,6 +271,7 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
         probed=probed,
         prefilled=_chosen(head, work.chunks, chunk_logits),
         likeliest=_likeliest(logits, rows, work.num_likeliest),
+        prompt_logprobs=of_prompts,
     )
 
 

@@ -51,7 +51,9 @@ class KVManager:
 
     def find(self, sequence: SequenceState) -> list[int]:
         """Return pages that hold the sequence's first tokens. At least one token remains to be computed, because its
-        logits give the next token."""
+        logits give the next token; all, if the sequence wants the log-probabilities of its prompt."""
+        if sequence.wants_prompt_logprobs:
+            return []
         hashes = self._hashes(sequence, (sequence.num_tokens - 1) // PAGE_SIZE)
         pages = self.pool.find(hashes)
         num_usable = self._num_usable(sequence, len(pages))
@@ -64,6 +66,8 @@ class KVManager:
 
     def is_in_work(self, sequence: SequenceState) -> bool:
         """Return whether another sequence is filling the first page of this sequence that cannot be found yet."""
+        if sequence.wants_prompt_logprobs:
+            return False
         hashes = self._hashes(sequence, (sequence.num_tokens - 1) // PAGE_SIZE)
         num_found = len(self.pool.find(hashes))
         return num_found < len(hashes) and hashes[num_found] in self._in_work

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.rounds import commit
 from rayspec.decode.runner import Stopwatch, queued_s, seconds
-from rayspec.decode.sampling import Rows
+from rayspec.decode.sampling import Rows, top_logprobs
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.stages import Stages, done
 from rayspec.decode.verify import verify_coupled
@@ -37,7 +37,7 @@ from rayspec.model.configs import in_one_line
 from rayspec.model.rows import RowSpan
 from rayspec.model.threads import Threads
 from rayspec.model.weights import num_layers
-from rayspec.types import CheckpointError, UnsupportedModelError
+from rayspec.types import CheckpointError, Logprob, UnsupportedModelError
 
 _NUM_CHECK_TOKENS = 32
 _NUM_CHECK_STEPS = 1
@@ -72,11 +72,13 @@ class GenerateState:
     def num_tokens(self) -> int:
         return self._token_ids.shape[1]
 
-    def run(self, token_ids: Sequence[int]) -> Tensor:
-        """Run the next tokens in one pass and return the logits [1, V] after the last token."""
+    def run(self, token_ids: Sequence[int], *, num_logits: int = 1) -> Tensor:
+        """Run the next tokens in one pass and return the logits [num_logits, V] after the last tokens."""
         new = torch.tensor([list(token_ids)], device=self._token_ids.device)
         self._token_ids = torch.cat([self._token_ids, new], dim=1)
         arguments = dict(self._arguments)
+        if "logits_to_keep" in arguments:
+            arguments["logits_to_keep"] = num_logits
         if (positions := arguments.get("position_ids")) is not None:
             arguments["position_ids"] = positions[..., : self.num_tokens]
         inputs = self._model.prepare_inputs_for_generation(
@@ -87,7 +89,7 @@ class GenerateState:
         )
         output = self._model(**inputs, return_dict=True)
         self._arguments = self._model._update_model_kwargs_for_generation(output, self._arguments)
-        return output.logits[0, -1:]  # type: ignore[no-any-return]
+        return output.logits[0, -num_logits:]  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()
@@ -165,16 +167,17 @@ class WholeModelStages(Stages):
         # The last chunk brings the whole prompt, so the time of a task cannot be expected.
         with self.progress.of(type(work).__name__), torch.inference_mode():
             return done(
-                lambda: PrefillResult(self._prefilled(work.chunks)) if isinstance(work, Prefill) else self._round(work)
+                lambda: PrefillResult(*self._prefilled(work.chunks)) if isinstance(work, Prefill) else self._round(work)
             )
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         raise NotImplementedError("a model that does not split into sublayers has no plans")
 
-    def _prefilled(self, chunks: Sequence[Chunk]) -> list[Committed | None]:
+    def _prefilled(self, chunks: Sequence[Chunk]) -> tuple[list[Committed | None], list[list[dict[int, Logprob]]]]:
         """Run the chunks: a prompt with its last chunk, generated tokens one by one. Position 0 starts a sequence
-        anew."""
+        anew. Return the fields of PrefillResult."""
         chosen: list[Committed | None] = []
+        of_prompts: list[list[dict[int, Logprob]]] = []
         for chunk in chunks:
             name, first = chunk.sequence_id, chunk.rows.context
             if first == 0:
@@ -182,12 +185,17 @@ class WholeModelStages(Stages):
                 self._states[name] = GenerateState(self._model, sampler.token_ids[: sampler.num_prompt_tokens])
             state, logits = self._states[name], None
             num_prompt_tokens = len(state.prompt)
+            of_prompts.append([])
             if state.num_tokens == 0 and chunk.rows.end >= num_prompt_tokens:
-                logits = state.run(state.prompt)
+                count = self._samplers[name].params.prompt_logprobs
+                logits = state.run(state.prompt, num_logits=1 if count is None else num_prompt_tokens)
+                if count is not None:
+                    of_prompts[-1] = top_logprobs(logits[:-1], state.prompt[1:], count)
+                logits = logits[-1:]
             for token in chunk.token_ids[max(0, num_prompt_tokens - first) :]:
                 logits = state.run([token])
             chosen.append(self._choose(name, logits) if chunk.sample and logits is not None else None)
-        return chosen
+        return chosen, of_prompts
 
     def _round(self, work: Round) -> RoundResult:
         started = self._stopwatch.mark()
@@ -195,7 +203,7 @@ class WholeModelStages(Stages):
             self._choose(entry.sequence_id, self._states[entry.sequence_id].run([entry.last_token]))
             for entry in work.entries
         ]
-        prefilled = self._prefilled(work.chunks)
+        prefilled, of_prompts = self._prefilled(work.chunks)
         ended = self._stopwatch.mark()
         return RoundResult(
             committed=committed,
@@ -206,6 +214,7 @@ class WholeModelStages(Stages):
             verify_s=seconds(started, ended),
             queued_s=queued_s(started, ended),
             prefilled=prefilled,
+            prompt_logprobs=of_prompts,
         )
 
     def _choose(self, sequence_id: str, logits: Tensor) -> Committed:

@@ -200,9 +200,11 @@ class Committed:
 
 
 class PrefillResult(msgspec.Struct, frozen=True, tag=True):
-    """committed: for each chunk, the token after it, or None if the chunk does not sample."""
+    """committed: for each chunk, the token after it, or None if the chunk does not sample. prompt_logprobs: for each
+    chunk, of the prompt's tokens up to the one after its last row; empty if they are not wanted."""
 
     committed: Sequence[Committed | None]
+    prompt_logprobs: Sequence[Sequence[dict[int, Logprob]]] = ()
 
 
 class RoundResult(msgspec.Struct, frozen=True, tag=True):
@@ -211,7 +213,8 @@ class RoundResult(msgspec.Struct, frozen=True, tag=True):
     paths: rows of the accepted tokens, where row 0 is the newest token's; empty unless a branch was accepted, whose
     keys and values then lie in other places than their positions. probed: the target's likeliest token after each
     probe. queued_s: seconds for which the device was still busy with earlier work when the host began the round.
-    prefilled: an item per chunk, as in PrefillResult. prefill_s: the chunks' share of the verify pass, by rows.
+    prefilled, prompt_logprobs: an item per chunk, as in PrefillResult. prefill_s: the chunks' share of the verify pass,
+    by rows.
     likeliest: for each row of the entry's newest token and draft, the target's likeliest next tokens and their
     probabilities; empty if they are not wanted.
     """
@@ -228,6 +231,7 @@ class RoundResult(msgspec.Struct, frozen=True, tag=True):
     prefilled: Sequence[Committed | None] = ()
     prefill_s: float = 0.0
     likeliest: Sequence[Sequence[tuple[Sequence[int], Sequence[float]]]] = ()
+    prompt_logprobs: Sequence[Sequence[dict[int, Logprob]]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

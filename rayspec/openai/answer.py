@@ -108,7 +108,9 @@ async def _prompts(request: Request, engine: AsyncEngine, served: Sequence[str])
     params: dict[int, SamplingParams] = {}
     # One after the other, so that prompts of other requests come in between.
     for prompt in await in_thread_if_large(lambda: request.prompts, num_characters):
-        token_ids = await in_thread_if_large(partial(_tokens, prompt, engine), num_characters)
+        is_cut = request.truncate_prompt_tokens is not None
+        token_ids = await in_thread_if_large(partial(_tokens, prompt, engine, is_cut=is_cut), num_characters)
+        token_ids = request.cut(token_ids, engine.max_model_len)
         length = request.num_output_tokens(len(token_ids), engine.max_model_len, engine.max_new_tokens)
         check_tokens(token_ids, engine.tokenizer)
         if length not in params:
@@ -130,8 +132,8 @@ async def _prompts(request: Request, engine: AsyncEngine, served: Sequence[str])
     return prompts
 
 
-def _tokens(prompt: Input, engine: AsyncEngine) -> list[int]:
-    token_ids = prompt if is_token_ids(prompt) else prompt_tokens(engine, prompt)
+def _tokens(prompt: Input, engine: AsyncEngine, *, is_cut: bool) -> list[int]:
+    token_ids = prompt if is_token_ids(prompt) else prompt_tokens(engine, prompt, is_cut=is_cut)
     if not token_ids:
         raise EmptyPromptError("the prompt has zero tokens: give it some text")
     return token_ids

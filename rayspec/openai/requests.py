@@ -15,7 +15,7 @@ from typing_extensions import Self, TypeIs
 from rayspec.config import SamplingParams
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.strict_body import Refusals, StrictBody
-from rayspec.prompts import InvalidMessageError, read_message
+from rayspec.prompts import InvalidMessageError, read_message, truncated
 from rayspec.types import ConfigError, PromptTooLongError, Role
 
 _MAX_LOGPROBS = 20
@@ -27,6 +27,8 @@ _MAX_MESSAGES = 2048
 _MESSAGE_CHARACTERS = 200  # names, and what a template adds
 _MAX_STOP_STRINGS, _MAX_STOP_CHARACTERS = 16, 1000
 _MAX_TOKENS_NAMED = 1024
+_MAX_BAD_WORDS = 256
+_MAX_ALLOWED = 2**19  # more than any vocabulary
 
 ONLY_TIER = ("auto", "default")  # OpenAI's other tiers promise a price or a speed
 
@@ -137,6 +139,16 @@ class GenerationRequest(StrictBody):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], FewTokens] | None = None
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS)]],
+            Field(max_length=_MAX_BAD_WORDS, fail_fast=True),
+        ]
+        | None
+    ) = None
+    allowed_token_ids: Annotated[list[int], Field(max_length=_MAX_ALLOWED, fail_fast=True)] | None = None
+    truncate_prompt_tokens: int | None = None
+    spaces_between_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
 
@@ -193,6 +205,10 @@ class GenerationRequest(StrictBody):
                 f"{num_output_tokens} in the completion). Please reduce the length of the prompt or completion."
             )
         return num_output_tokens
+
+    def cut(self, token_ids: list[int], max_model_len: int) -> list[int]:
+        """Return the end of a prompt, if the request asks for that."""
+        return truncated(token_ids, self.truncate_prompt_tokens, max_model_len, self._asked_tokens(0))
 
     def sampling_params(self, num_output_tokens: int) -> SamplingParams:
         """Return the parameters for at most so many output tokens. Raises InvalidRequestError for a value that

@@ -66,12 +66,15 @@ _LARGE_WORK = LargeWork(2)
 in_thread_if_large = _LARGE_WORK.run
 
 
-def prompt_tokens(engine: AsyncEngine, prompt: str | Messages, *, add_generation_prompt: bool = True) -> list[int]:
-    """Return the tokens of a text, or of a conversation through the chat template. Raises RequestError: an
-    InvalidRequestError names the field of a message, and PromptTooLongError comes before all of a text that is much too
-    long is tokenized."""
+def prompt_tokens(
+    engine: AsyncEngine, prompt: str | Messages, *, is_cut: bool = False, add_generation_prompt: bool = True
+) -> list[int]:
+    """Return the tokens of a text, or of a conversation through the chat template. is_cut: only their end is used.
+    Raises RequestError: an InvalidRequestError names the field of a message, and PromptTooLongError comes before all of
+    a text that is much too long is tokenized."""
     try:
-        if len(prompt if isinstance(prompt, str) else repr(prompt)) > _CHARACTERS_PER_TOKEN * engine.max_model_len:
+        num_characters = 0 if is_cut else len(prompt if isinstance(prompt, str) else repr(prompt))
+        if num_characters > _CHARACTERS_PER_TOKEN * engine.max_model_len:
             if isinstance(prompt, str):
                 _check_length(prompt, engine)
             elif engine.tokenizer.chat_template:

@@ -38,6 +38,10 @@ EVERYTHING: dict[str, Any] = {
     "stop_token_ids": [9],
     "skip_special_tokens": False,
     "include_stop_str_in_output": True,
+    "bad_words": ["no", "never"],
+    "allowed_token_ids": [1, 2, 3],
+    "truncate_prompt_tokens": 5,
+    "spaces_between_special_tokens": True,
 }
 
 
@@ -48,14 +52,13 @@ def params_of(body: dict[str, Any], *, prompt: int = 10, context: int = 100) -> 
 
 
 def test_every_parameter_reaches_the_sampling_params() -> None:
-    expected = SamplingParams(
-        **EVERYTHING | {"logit_bias": {5: -100, 6: 1.5}, "stop": ("a", "b")}, max_tokens=30, logprobs=4
-    )
+    values = EVERYTHING | {"logit_bias": {5: -100, 6: 1.5}, "stop": ("a", "b")}
+    expected = SamplingParams(**values, max_tokens=30, logprobs=4)
     assert params_of(CHAT | EVERYTHING | {"max_tokens": 30, "logprobs": True, "top_logprobs": 4}) == expected
     assert params_of(CHAT | EVERYTHING | {"max_completion_tokens": 30, "logprobs": True, "top_logprobs": 4}) == expected
     assert params_of(TEXT | EVERYTHING | {"max_tokens": 30, "logprobs": 4}) == expected
     reached = {*EVERYTHING, "max_tokens", "logprobs"}
-    assert reached == set(SamplingParams.model_fields)
+    assert reached == set(SamplingParams.model_fields) - {"detokenize", "prompt_logprobs"}
 
 
 def test_what_is_left_out_or_null_has_the_default() -> None:
