@@ -20,10 +20,10 @@ from rayspec.model.cuda import kernels
 MAX_SMALL_ROWS = 64
 _MAX_KEY_TILE_BYTES = 2**14
 # Splits of a context, and the length that they have at least: short contexts have fewer, long ones have longer splits.
-_MOST_SPLITS = 32
+_MOST_SPLITS = 64
 _LEAST_SPLIT_LENGTH = 256
-# Programs of a launch that read keys: about two for each multiprocessor of a large GPU.
-_NUM_PROGRAMS = 256
+# Programs of a launch that read keys: about four for each multiprocessor of a large GPU.
+_NUM_PROGRAMS = 512
 # Up to so many rows, the fewest that tensor cores take, only reading the matrix limits a product's speed.
 MAX_FEW_ROWS = 16
 _PROGRAMS_A_PRODUCT = 256
@@ -100,7 +100,7 @@ def choose_tile(*, group: int, dim: int, itemsize: int, max_rows: int) -> Tile:
     keys = max(16, min(64, _MAX_KEY_TILE_BYTES // (dim * itemsize)))
     if max_rows <= MAX_SMALL_ROWS:
         height = max(group, min(64, 16 * group))
-        return Tile(height // group, group, keys, num_warps=8 if height > 32 else 4)
+        return Tile(height // group, group, keys, num_warps=4)
     height = max(group, 128 if dim <= 128 else 64)
     return Tile(height // group, group, min(keys, 32), num_warps=8)
 
