@@ -290,10 +290,10 @@ class Engine:
         ):
             num_draft_tokens = len(drafted.token_ids)
             for counts in (sequence.metrics, self.stats):
-                counts.num_rounds += 1
+                counts.num_rounds += result.num_steps
                 counts.num_draft_tokens += num_draft_tokens
                 counts.num_accepted_tokens += num_accepted
-                counts.num_plain_rounds += num_draft_tokens == 0
+                counts.num_plain_rounds += result.num_steps if num_draft_tokens == 0 else 0
             if num_draft_tokens:
                 lengths = self.stats.accepted_lengths
                 lengths[num_accepted] = lengths.get(num_accepted, 0) + 1

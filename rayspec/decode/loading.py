@@ -16,7 +16,7 @@ from rayspec.decode.pages import WindowedPages
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
-from rayspec.decode.stages import Stages
+from rayspec.decode.stages import MAX_STEPS, Stages
 from rayspec.decode.strategy import Strategy
 from rayspec.machine import bytes_available
 from rayspec.model.architecture import Decomposition, max_positions, why_context_ends
@@ -118,7 +118,7 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
     buffers = make_buffers(config, parts, cache, max_model_len)
     graphs = make_graphs(config, parts, buffers)
     if graphs is not None:
-        graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, _lookahead(config)))
+        graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, _num_draft_tokens(config)))
     return Runner(parts, cache, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices)
 
 
@@ -197,6 +197,11 @@ def _num_windowed_slots(config: EngineConfig, window: int) -> int:
 
 
 def _lookahead(config: EngineConfig) -> int:
+    """Return how many tokens after its newest one a round may write of a sequence."""
+    return max(_num_draft_tokens(config), MAX_STEPS - 1)
+
+
+def _num_draft_tokens(config: EngineConfig) -> int:
     return config.speculation.max_draft_tokens if config.speculation.strategy != "ar" else 0
 
 

@@ -87,16 +87,25 @@ class RoundPlanner:
         plan = chosen.plan
         proposals = state.proposals()  # in any case, because they are compared with what comes
         lengths = plan.lookup_lengths or [plan.num_lookup_tokens] * len(sequences)
+        entries = [self._entry(*each, plan) for each in zip(sequences, proposals, lengths, strict=True)]
+        num_taps, num_likeliest = (self._taps.maxlen or 0) if chosen.capture else 0, self.proposer.num_likeliest()
+        is_plain = not any(entry.max_draft_tokens or entry.looked_up for entry in entries)
         work = Round(
             id=work_id,
-            entries=[self._entry(*each, plan) for each in zip(sequences, proposals, lengths, strict=True)],
+            entries=entries,
             plan=plan,
             keep_drafting=chosen.keep_drafting,
-            num_taps=(self._taps.maxlen or 0) if chosen.capture else 0,
+            num_taps=num_taps,
             chunks=chunks,
-            num_likeliest=self.proposer.num_likeliest(),
+            num_likeliest=num_likeliest,
+            num_steps=self._num_steps(sequences) if is_plain and not (num_taps or chunks or num_likeliest) else 1,
         )
         return PlannedRound(work, sequences, state, chosen, started)
+
+    def _num_steps(self, sequences: Sequence[SequenceState]) -> int:
+        """Return how many tokens all sequences may have and have places for, at most the stages' number."""
+        lefts = (min(each.num_remaining, each.table.capacity - each.num_tokens + 1) for each in sequences)
+        return min(self._stages.num_steps, *lefts)
 
     def _proposals(self, sequences: Sequence[SequenceState]) -> list[Proposal]:
         longest, batch = self._options.max_draft_tokens, len(sequences)
@@ -116,8 +125,9 @@ class RoundPlanner:
                 self._drop_taps(sequence)
         committed_any = num_tokens or not all(committed.finite for committed in result.committed)
         if committed_any and not planned.work.chunks:
-            seconds = self._clock() - planned.started - result.queued_s
-            self.strategy.observe(planned.state, planned.chosen, result, num_tokens, seconds)
+            seconds = (self._clock() - planned.started - result.queued_s) / result.num_steps
+            num_a_step = -(-num_tokens // result.num_steps)
+            self.strategy.observe(planned.state, planned.chosen, result, num_a_step, seconds)
         started = self._clock()
         record = self.strategy.search(planned.state, self._search)
         if record is not None:

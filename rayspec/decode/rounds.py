@@ -22,7 +22,7 @@ from rayspec.config import Verification
 from rayspec.decode.drafting.lookup import LookupIndex
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.runner import Stopwatch, queued_s, seconds
-from rayspec.decode.sampling import Drafts, Rows, draft_tokens, top_logprobs
+from rayspec.decode.sampling import Drafts, Rows, draft_tokens, finite_rows, tokens_after, top_logprobs
 from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
 from rayspec.decode.work import (
     Chunk,
@@ -223,6 +223,9 @@ def _chosen(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committ
 
 
 def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
+    samplers = [head.sampler(entry.sequence_id) for entry in work.entries]
+    if work.num_steps > 1 and not any(one.reads_history or one.params.logprobs is not None for one in samplers):
+        return (yield from _steps(work, head, samplers))
     started = head.stopwatch.mark()
     drafted = yield from draft(head, work)
     drafted_at = head.stopwatch.mark()
@@ -272,6 +275,38 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
         prefilled=_chosen(head, work.chunks, chunk_logits),
         likeliest=_likeliest(logits, rows, work.num_likeliest),
         prompt_logprobs=of_prompts,
+    )
+
+
+def _steps(work: Round, head: Head, samplers: Sequence[TokenSampler]) -> Generator[Pass, Tensor, RoundResult]:
+    """Decode several tokens of each entry without a draft. Their passes follow one another on the device, and the host
+    looks once, at the end: so it prepares each pass while the device runs the one before."""
+    started = head.stopwatch.mark()
+    drawn = []
+    for ahead in range(work.num_steps):
+        step = Pass(
+            round_id=work.id,
+            token_ids=[] if ahead else [entry.last_token for entry in work.entries],
+            rows=[entry.rows(entry.length - 1 + ahead, 1) for entry in work.entries],
+        )
+        logits = head.logits((yield step))
+        head.drawn = tokens_after(logits, [Rows(one, at, [0] * ahead) for at, one in enumerate(samplers)])
+        drawn.append(torch.stack((head.drawn, finite_rows(logits))))
+    verdicts = []
+    for tokens, finite in torch.stack(drawn, -1).transpose(0, 1).tolist():
+        num_good = finite.index(0) if 0 in finite else len(finite)
+        verdicts.append(Verdict(tokens[: max(num_good, 1)], 0, is_finite=num_good > 0))
+    committed = commit(logits, [Rows(one, at, ()) for at, one in enumerate(samplers)], verdicts)
+    ended = head.stopwatch.mark()
+    return RoundResult(
+        committed=committed,
+        drafts=[Draft() for _ in committed],
+        num_accepted=[0] * len(committed),
+        num_draft_steps=0,
+        draft_s=0.0,
+        verify_s=seconds(started, ended),
+        queued_s=queued_s(started, ended),
+        num_steps=work.num_steps,
     )
 
 

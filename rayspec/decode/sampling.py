@@ -230,20 +230,35 @@ def draft_tokens(logits: Tensor, rows: Sequence[Rows], verification: Verificatio
     Confidence is the largest probability of the processed distribution (of the raw distribution where `is_argmax`). It
     must not depend on which token was drawn: see `verify` on when a draft may stop. Non-finite logits make it NaN.
     """
-    samplers = [row.sampler for row in rows]
-    if all(sampler.is_argmax for sampler in samplers):
+    if all(row.sampler.is_argmax for row in rows):
         scores = logits.to(torch.float32)
         return Drafts(scores.argmax(-1), _confidence(scores), None, _ranked(scores, num_ranked))
-    histories = [LogitRow(at, row.sampler, row.pending) for at, row in enumerate(rows)]
-    scores = process(logits.to(torch.float32, copy=True), histories)
-    noise = [
-        (at, sampler.seed, sampler.position + len(row.pending), sampler.position)
-        for at, (sampler, row) in enumerate(zip(samplers, rows, strict=True))
-        if not sampler.greedy
-    ]
+    scores = _scores_after(logits, rows)
     coupled = verification == "coupled"
+    noise = _noise_after(rows)
     drawn = _with_noise(scores, Stream.TARGET if coupled else Stream.DRAFT, noise, winner_only=num_ranked == 0)
     return Drafts(drawn.argmax(-1), _confidence(scores), None if coupled else scores, _ranked(drawn, num_ranked))
+
+
+def tokens_after(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
+    """Return the token that plain decoding takes after *all* pending tokens of each sequence, from raw logits [S, V] of
+    the target: int64 [S], on the device. `start` is ignored."""
+    if all(row.sampler.is_argmax for row in rows):
+        return logits.argmax(-1)
+    return _with_noise(_scores_after(logits, rows), Stream.TARGET, _noise_after(rows)).argmax(-1)
+
+
+def _scores_after(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
+    histories = [LogitRow(at, row.sampler, row.pending) for at, row in enumerate(rows)]
+    return process(logits.to(torch.float32, copy=True), histories)
+
+
+def _noise_after(rows: Sequence[Rows]) -> list[tuple[int, int, int, int]]:
+    return [
+        (at, row.sampler.seed, row.sampler.position + len(row.pending), row.sampler.position)
+        for at, row in enumerate(rows)
+        if not row.sampler.greedy
+    ]
 
 
 def processed_logits(logits: Tensor, rows: Sequence[Rows]) -> Tensor:

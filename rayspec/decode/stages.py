@@ -110,6 +110,8 @@ T = TypeVar("T")
 
 # Draft steps between two copies of the drawn tokens to the host; a copy waits for the device. 1 on other devices.
 _DRAFT_LOOK_INTERVAL = {"cuda": 4}
+# Steps of a round without drafts on a GPU, where the host prepares each step while the device runs the one before.
+MAX_STEPS = 4
 
 
 class StagesReplacedError(RayspecError):
@@ -147,11 +149,13 @@ class Stages(ABC):
     error of its work. After OutOfMemoryError the work has changed nothing.
 
     progress: the tasks that the caller's thread runs in these calls. num_cohorts: how many batches of sequences should
-    have work under way at once, so that no stage waits. is_recovering: whether lost processes of the model are being
-    replaced; any thread may read it.
+    have work under way at once, so that no stage waits. num_steps: the most steps that a round without drafts should
+    have, at most `MAX_STEPS`. is_recovering: whether lost processes of the model are being replaced; any thread may
+    read it.
     """
 
     num_cohorts: int = 1
+    num_steps: int = 1
     is_recovering: bool = False
 
     def __init__(self) -> None:
@@ -241,6 +245,7 @@ class LocalStages(Stages):
             draft_look_interval=_DRAFT_LOOK_INTERVAL.get(runner.device.type, 1),
         )
         self.head.stopwatch = Stopwatch.of(runner.device, clock)
+        self.num_steps = MAX_STEPS if runner.device.type == "cuda" else 1
 
     @property
     def num_sublayers(self) -> int:

@@ -163,7 +163,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Round(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Draft, verify and accept for several sequences at once. chunks: prompt chunks to prefill in the verify pass.
     num_taps: how many entries, from the first, have their newest token tapped: its hidden states at all sublayer
-    boundaries are kept. num_likeliest: how many of the target's likeliest tokens after each row are wanted."""
+    boundaries are kept. num_likeliest: how many of the target's likeliest tokens after each row are wanted. num_steps:
+    the most tokens of each entry that a round without drafts decodes, one after another."""
 
     id: int
     entries: Sequence[RoundEntry]
@@ -172,6 +173,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_taps: int = 0
     chunks: Sequence[Chunk] = ()
     num_likeliest: int = 0
+    num_steps: int = 1
 
     @property
     def save_at(self) -> int:
@@ -182,7 +184,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     @property
     def num_rows(self) -> int:
         """Most rows that the passes of the round compute in all."""
-        own = sum(1 + len(entry.looked_up) + 2 * entry.max_draft_tokens for entry in self.entries)
+        own = sum(self.num_steps + len(entry.looked_up) + 2 * entry.max_draft_tokens for entry in self.entries)
         return own + num_rows(self.chunks)
 
     @property
@@ -216,7 +218,7 @@ class RoundResult(msgspec.Struct, frozen=True, tag=True):
     prefilled, prompt_logprobs: an item per chunk, as in PrefillResult. prefill_s: the chunks' share of the verify pass,
     by rows.
     likeliest: for each row of the entry's newest token and draft, the target's likeliest next tokens and their
-    probabilities; empty if they are not wanted.
+    probabilities; empty if they are not wanted. num_steps: one after another, of a round without drafts.
     """
 
     committed: Sequence[Committed]
@@ -232,6 +234,7 @@ class RoundResult(msgspec.Struct, frozen=True, tag=True):
     prefill_s: float = 0.0
     likeliest: Sequence[Sequence[tuple[Sequence[int], Sequence[float]]]] = ()
     prompt_logprobs: Sequence[Sequence[dict[int, Logprob]]] = ()
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

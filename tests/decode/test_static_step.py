@@ -97,6 +97,37 @@ def test_texts_and_drafts_do_not_depend_on_how_often_the_host_looks(verification
     assert found[0][2] > 0
 
 
+@pytest.mark.parametrize("is_static", [True, False])
+@pytest.mark.parametrize(
+    ("params", "is_shorter"),
+    [
+        (GREEDY, True),
+        (SamplingParams(temperature=1.0, seed=5, max_tokens=16), True),
+        (SamplingParams(temperature=0.7, top_p=0.9, seed=1, max_tokens=15, min_tokens=9), True),
+        (SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=13), False),
+        (SamplingParams(temperature=0.0, logprobs=2, max_tokens=13), False),
+    ],
+)
+def test_texts_do_not_depend_on_the_steps_of_a_round(params: SamplingParams, is_shorter: bool, is_static: bool) -> None:
+    """Ends of texts within a round included; a token that reads those before it has a round of its own."""
+    parts, known = operator_parts_of(checkpoint("llama")), cases(checkpoint("llama"), PROMPT_LENGTHS, NUM_TOKENS)
+    ends = sorted({known.expected[0][5], known.expected[2][9]})
+    found = []
+    for num_steps in (1, 3, 4):
+        engine = engine_with(parts, max_num_seqs=3, is_static=is_static, eos=ends, speculation={"strategy": "ar"})
+        engine.stages.num_steps = num_steps
+        for request in requests_for(known.prompts, params):
+            engine.add(request)
+        outputs, num_calls = {}, 0
+        while engine.has_unfinished:
+            outputs |= {one.request_id: one.outputs[0] for one in engine.step()}
+            num_calls += 1
+        texts = {name: (tuple(one.token_ids), one.finish_reason) for name, one in outputs.items()}
+        found.append((texts, num_calls))
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert (found[2][1] < found[1][1] < found[0][1]) == is_shorter
+
+
 class _Looks:
     """How often the host asks for numbers of the device."""
 
