@@ -173,13 +173,16 @@ def tune(
 
 
 @app.command()
-@with_settings()
+@with_settings(takes_vllm=True)
 def serve(
     *,
     asked: Asked,
-    file: Annotated[
-        Path | None,
-        typer.Argument(metavar="[APP.yaml]", help="a file with llm_configs, in place of --model and engine options"),
+    model_or_file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL | APP.yaml]",
+            help="as --model; or a file with llm_configs, in place of the model and engine options",
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="address to listen at; the default is reached from this machine only")] = (
         "127.0.0.1"
@@ -201,12 +204,22 @@ def serve(
         str | None, typer.Option(metavar="FOLDER", help="where /v1/files and /v1/batches keep files; none: neither")
     ] = None,
 ) -> None:
-    """Answer OpenAI requests over HTTP, with Ray Serve, until SIGTERM or Ctrl-C. Prints the URL when it is ready."""
+    """Answer OpenAI requests over HTTP, with Ray Serve, until SIGTERM or Ctrl-C. Prints the URL when it is ready.
+
+    Flags of `vllm serve` are taken, mapped or refused with the remedy.
+    """
     # Imported here, because they import ray, which takes seconds.
     from rayspec.serve.options import asked_options  # noqa: PLC0415
     from rayspec.serve.run import Address, run_endpoint  # noqa: PLC0415
 
     with clean_exit():
+        file = None
+        if model_or_file is not None and Path(model_or_file).suffix in (".yaml", ".yml"):
+            file = Path(model_or_file)
+        elif model_or_file is not None:
+            if asked.flags["model"] is not None:
+                raise ConfigError(f"option 'model' is given twice, as {model_or_file!r} and by --model: remove one")
+            asked.flags["model"] = model_or_file
         options = asked_options(
             file,
             asked,

@@ -7,12 +7,14 @@ import atexit
 import copy
 import itertools
 import queue
+import random
 import reprlib
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,43 +31,48 @@ from rayspec.decode.stages import StageLostError
 from rayspec.errors import naming_the_extra
 from rayspec.local_engine import load_engine
 from rayspec.model.weights import load_tokenizer
-from rayspec.prompts import chat_template, conversation_tokens, text_tokens
+from rayspec.prompts import Rendering, chat_template, conversation_tokens, text_tokens
 from rayspec.types import ConfigError, EngineStats, Request, RequestError, RequestOutput
+from rayspec.vllm_names import CALLS, ENGINE, METHODS, from_vllm
 
 if TYPE_CHECKING:
     from rayspec.decode.engine import Engine
 
-Prompt = str | Mapping[str, Any]
+Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, Any]
 ProgressBar = Callable[..., Any]  # has the parameters of tqdm
-_UNSUPPORTED: Mapping[str, Any] = {  # arguments of vLLM's methods, with the values that ask for nothing
-    "lora_request": None,
-    "priority": None,
-    "tokenization_kwargs": None,
-    "chat_template": None,
-    "chat_template_content_format": "auto",
-    "chat_template_kwargs": None,
-    "continue_final_message": False,
-    "tools": None,
-    "mm_processor_kwargs": None,
-}
+_PLAINLY = Rendering()
+
+
+class LLMKeywords(EngineKeywords, total=False):
+    """The keywords of `LLM(model, ...)`: those of the engine, and vLLM's names of options that are called otherwise
+    here. `vllm_names` has more, without effect or refused."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    speculative_config: Mapping[str, Any] | None
 
 
 class LLM:
     """A model and the engine that runs it: in this process, or with `parallel` in shards that are Ray actors.
 
     model: local folder, hub id, or "demo" or "demo-plain" for a bundled model. Other options are those of
-    `EngineConfig`. With `parallel`, a running Ray or that of RAY_ADDRESS is used; else Ray is started on this machine.
-    parallel="auto": the layout that `rayspec plan` recommends for the GPUs of that Ray, or of this machine;
-    without GPUs, the model runs in this process.
+    `EngineConfig`; vLLM's names are taken, mapped or refused, see docs/guides/from_vllm.md. seed: `generate` and `chat`
+    derive seeds from it for requests without one. With `parallel`, a running Ray or that of RAY_ADDRESS is used; else
+    Ray is started on this machine. parallel="auto": the layout that `rayspec plan` recommends for the GPUs of that Ray,
+    or of this machine; without GPUs, the model runs in this process.
     Raises ConfigError and CheckpointError; with `parallel` also PlacementError and UnsupportedModelError.
 
     `generate`, `chat` and `stream` may be called from any thread; requests of all calls run together. An exception in a
     call, such as KeyboardInterrupt, aborts the requests of that call only.
     """
 
-    def __init__(self, model: str, **options: Unpack[EngineKeywords]) -> None:
+    def __init__(self, model: str, *, seed: int | None = None, **options: Unpack[LLMKeywords]) -> None:
         path = demo.local_path(model)
+        self._seeds = None if seed is None else random.Random(seed)
         config = _config_of(path, options)
         self._resources = ExitStack()
         self.client: Client = EngineLoop(load_engine(config)) if config.parallel is None else self._with_ray(config)
@@ -99,6 +106,16 @@ class LLM:
         assert self._tokenizer is not None
         return self._tokenizer
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.tokenizer
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError, with the remedy for what vLLM's class has and this class has not."""
+            reason = f"is not here: {METHODS[name]}" if name in METHODS else "is unknown"
+            raise AttributeError(f"LLM.{name} {reason}")
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -107,17 +124,18 @@ class LLM:
         use_tqdm: bool | ProgressBar = True,
         **unsupported: Any,
     ) -> list[RequestOutput]:
-        """Complete prompts: texts, or {"prompt_token_ids": [...]}. Outputs come in the order of the prompts.
+        """Complete prompts: texts, {"prompt_token_ids": [...]}, or lists of token ids. Outputs come in the order of the
+        prompts.
 
         sampling_params: one for all prompts or one for each; None: the checkpoint's, see `default_sampling_params`.
         use_tqdm: show a progress bar if standard error is a terminal; or a callable that makes the bar, as tqdm does.
-        unsupported: other arguments of vLLM, which are refused by name unless they ask for nothing.
+        unsupported: other arguments of vLLM, which are refused unless they ask for nothing.
 
         A prompt that cannot be completed yields an output with `error` set; the others are not affected. Raises
         ConfigError for other misuse, and EngineDeadError if `shutdown` is called meanwhile.
         """
         _refuse(unsupported)
-        given: Any = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        given: Any = [prompts] if isinstance(prompts, str | Mapping) or _is_token_ids(prompts) else prompts
         if isinstance(given, bytes) or not isinstance(given, Iterable):
             raise ConfigError(
                 f"prompts is {reprlib.repr(given)}: give a text, {{'prompt_token_ids': [...]}}, or a list of these"
@@ -133,15 +151,27 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | ProgressBar = True,
         *,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **unsupported: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, through the tokenizer's chat template.
+        """Answer one conversation or several, through the tokenizer's chat template or `chat_template`.
 
-        add_generation_prompt: whether the prompt ends with the beginning of an answer. Other arguments and errors are
-        as in `generate`. Raises ConfigError when the tokenizer has no chat template.
+        add_generation_prompt: whether the prompt ends with the beginning of an answer. continue_final_message: the
+        answer continues the last message. tools, chat_template_kwargs: for the template, which must know them. Other
+        arguments and errors are as in `generate`. Raises ConfigError when the tokenizer has no chat template.
         """
         _refuse(unsupported)
+        rendering = Rendering(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template=chat_template,
+            tools=tools,
+            variables=chat_template_kwargs or {},
+        )
         given: Any = messages
         if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
             raise ConfigError(
@@ -153,7 +183,7 @@ class LLM:
         asked: list[Request | RequestOutput] = []
         for conversation, params in zip(many, self._params_of(sampling_params, len(many)), strict=True):
             try:
-                token_ids = self.chat_tokens(conversation, add_generation_prompt=add_generation_prompt)
+                token_ids = self.chat_tokens(conversation, rendering)
                 asked.append(self._request({"prompt_token_ids": token_ids}, params))
             except RequestError as error:  # noqa: PERF203 - one bad conversation is one bad output
                 asked.append(RequestOutput.refused(self._request(None, params), error))
@@ -165,18 +195,18 @@ class LLM:
         max_new_tokens = self.client.info.defaults.max_new_tokens
         return SamplingParams() if max_new_tokens is None else SamplingParams(max_tokens=max_new_tokens)
 
-    def chat_tokens(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Return the prompt tokens of a conversation. Raises InvalidMessagesError, and ConfigError if the tokenizer has
-        no chat template."""
-        if not self.tokenizer.chat_template:
-            raise ConfigError(f"the tokenizer of {self.config.model!r} has no chat template: use generate()")
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self.default_sampling_params
+
+    def chat_tokens(self, messages: Sequence[Message], rendering: Rendering = _PLAINLY) -> list[int]:
+        """Return the prompt tokens of a conversation. Raises InvalidMessagesError, and ConfigError if there is no chat
+        template."""
+        if rendering.template is None:
+            if not self.tokenizer.chat_template:
+                raise ConfigError(f"the tokenizer of {self.config.model!r} has no chat template: use generate()")
+            rendering = replace(rendering, template=chat_template(self.tokenizer, rendering.tools))
         assert self.client.tokenizer is not None
-        return conversation_tokens(
-            messages,
-            self.client.tokenizer,
-            chat_template(self.tokenizer),
-            add_generation_prompt=add_generation_prompt,
-        )
+        return conversation_tokens(messages, self.client.tokenizer, rendering)
 
     def stream(self, requests: Iterable[Request]) -> Generator[RequestOutput, None, None]:
         """Run requests and yield each output when it finishes. No more requests are taken than keep the engine busy.
@@ -252,8 +282,12 @@ class LLM:
     def _request(self, prompt: Any, params: SamplingParams) -> Request:
         """Make a request from any value. The engine refuses a value that is no prompt."""
         name = f"request-{next(self._request_numbers)}"
+        if self._seeds is not None and params.seed is None:
+            params = params.model_copy(update={"seed": self._seeds.getrandbits(63)})
         if isinstance(prompt, Mapping) and set(prompt) <= {"prompt", "prompt_token_ids"}:
             return Request(request_id=name, params=params, **prompt)
+        if _is_token_ids(prompt):
+            return Request(request_id=name, params=params, prompt_token_ids=prompt)
         return Request(request_id=name, params=params, prompt=prompt)
 
     def _complete(self, asked: Sequence[Request | RequestOutput], use_tqdm: bool | ProgressBar) -> list[RequestOutput]:
@@ -331,10 +365,10 @@ class AsyncEngine:
         """Return the tokens of a text. Raises RequestError."""
         return text_tokens(prompt, self.tokenizer)
 
-    def chat_tokens(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    def chat_tokens(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = _PLAINLY) -> list[int]:
         """Return the prompt tokens of a conversation, see `conversation_tokens`. Raises InvalidMessagesError;
         ConfigError without a template."""
-        return self.llm.chat_tokens(messages, add_generation_prompt=add_generation_prompt)
+        return self.llm.chat_tokens(messages, rendering)
 
     def owned_by(self, owner: str) -> Self:
         """Return the same engine for an owner's requests, see `Request.owner`."""
@@ -398,6 +432,7 @@ def _shut_down(llm: weakref.ref[LLM]) -> None:
 
 
 def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    options = from_vllm(options, ENGINE, EngineConfig.model_fields)
     if options.get("parallel") != "auto":
         return EngineConfig(model=model, **options)
     # Imported here, because only "auto" needs the planner.
@@ -418,10 +453,14 @@ def _checked(requests: Iterable[Any]) -> Iterator[Request]:
 
 def _refuse(arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for unknown arguments, and for those of vLLM's that ask for what is not supported."""
-    for name, value in arguments.items():
+    for name in arguments:
         if name == "params":
             raise ConfigError("argument 'params' is called 'sampling_params', as in vLLM: rename it")
-        if name not in _UNSUPPORTED:
+        if name not in CALLS:
             raise ConfigError(f"unknown argument {name!r}: leave it out")
-        if value != _UNSUPPORTED[name]:
-            raise ConfigError(f"argument {name!r} is {reprlib.repr(value)}, which is not supported: leave it out")
+    from_vllm(arguments, CALLS, ())
+
+
+def _is_token_ids(prompt: Any) -> bool:
+    several = isinstance(prompt, list | tuple) and len(prompt) > 0
+    return several and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)

@@ -7,6 +7,7 @@ import difflib
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from rayspec.errors import ConfigError, InvalidMessagesError, RequestError
@@ -191,38 +192,78 @@ def _check_tool_calls(calls: Any, place: str) -> None:
             raise InvalidMessageError(f"{place}.{index}.function.arguments", problem)
 
 
-def conversation_tokens(
-    messages: Sequence[Any], tokenizer: Any, template: str, *, add_generation_prompt: bool = True
-) -> list[int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """How a conversation becomes a prompt.
+
+    add_generation_prompt: the prompt ends with what begins an answer. continue_final_message: it ends with the text of
+    the last message, which the answer continues; both raise ConfigError. template: None: the tokenizer's chat template.
+    tools: definitions of tools, for the template. variables: others of the template, as `enable_thinking`.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template: str | None = None
+    tools: Sequence[Any] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ConfigError("argument 'continue_final_message' is True: give add_generation_prompt=False, too")
+
+    def template_of(self, tokenizer: Any) -> str:
+        """Return the chat template. Raises ConfigError as `chat_template` does, and InvalidMessagesError if it does not
+        know the tools or a variable: it would drop them without a word."""
+        template = chat_template(tokenizer, self.tools) if self.template is None else self.template
+        for name in self.variables:
+            if name in _OF_RENDERING or name not in template:
+                raise InvalidMessagesError(f"the model's chat template has no variable {name!r}: leave it out")
+        if self.tools and "tools" not in template:
+            raise InvalidMessagesError("the model's chat template has no tools: leave them out")
+        return template
+
+
+_OF_RENDERING = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"})
+_PLAINLY = Rendering()
+
+
+def conversation_tokens(messages: Sequence[Any], tokenizer: Any, rendering: Rendering = _PLAINLY) -> list[int]:
     """Return the tokens of the conversation by the chat template. Arguments of tool calls that are the text of a JSON
     object become an object, as in vLLM. Raises InvalidMessagesError, also for any error of the template."""
-    encoded = _templated(messages, tokenizer, template, add_generation_prompt=add_generation_prompt, return_dict=True)
-    return list(encoded["input_ids"])
+    return list(_templated(messages, tokenizer, rendering, return_dict=True)["input_ids"])
 
 
-def conversation_text(messages: Sequence[Any], tokenizer: Any, template: str) -> str:
-    """Return the text of the conversation, without what begins an answer. Raises InvalidMessagesError."""
-    return str(_templated(messages, tokenizer, template, tokenize=False))
+def conversation_text(messages: Sequence[Any], tokenizer: Any, rendering: Rendering = _PLAINLY) -> str:
+    """Return the text of the conversation. Raises InvalidMessagesError."""
+    return str(_templated(messages, tokenizer, rendering, tokenize=False))
 
 
-def _templated(messages: Sequence[Any], tokenizer: Any, template: str, **options: Any) -> Any:
-    conversation = read_conversation(messages)
+def _templated(messages: Sequence[Any], tokenizer: Any, rendering: Rendering, **options: Any) -> Any:
+    conversation, template = read_conversation(messages), rendering.template_of(tokenizer)
     check_rendered(conversation, template)
     for message in conversation:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = _as_object(call["function"].get("arguments") or {})
     try:
-        return tokenizer.apply_chat_template(conversation, chat_template=template, **options)
+        return tokenizer.apply_chat_template(
+            conversation,
+            tools=rendering.tools or None,
+            chat_template=template,
+            add_generation_prompt=rendering.add_generation_prompt,
+            continue_final_message=rendering.continue_final_message,
+            **options,
+            **rendering.variables,
+        )
     except Exception as error:  # a template is anybody's program, which may raise anything
         is_of_jinja = type(error).__module__.startswith("jinja2")  # whose messages say all
         told = str(error) if is_of_jinja else f"{type(error).__name__}: {error}"
         raise InvalidMessagesError(f"the messages cannot be made a prompt: {told}") from error
 
 
-def chat_template(tokenizer: Any) -> str:
+def chat_template(tokenizer: Any, tools: Sequence[Any] | None = None) -> str:
     """Return the template of a tokenizer that has one. Raises ConfigError if it has several and none is the default."""
     try:
-        return str(tokenizer.get_chat_template())
+        return str(tokenizer.get_chat_template(tools=tools or None))
     except ValueError as error:
         raise ConfigError(f"the tokenizer's chat template cannot be used: {error}") from error
 

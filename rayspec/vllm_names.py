@@ -73,6 +73,11 @@ ENGINE: Mapping[str, Argument] = {
     "enforce_eager": Argument(
         does="no CUDA graphs", option="cuda_graphs", neutral=(None, False), values={True: "off"}, is_flag=True
     ),
+    "seed": _refused(
+        "only `LLM(seed=...)` takes it, whose `generate` and `chat` derive a seed for each request without one; "
+        "elsewhere give a seed in each request",
+        0,
+    ),
     "hf_token": _refused("set the environment variable HF_TOKEN instead"),
     "load_format": _refused(
         "safetensors, PyTorch and GGUF files are found without it: leave it out", "auto", "hf", "safetensors"
@@ -119,6 +124,7 @@ ENGINE: Mapping[str, Argument] = {
     "model_impl": _refused("models are those of transformers: leave it out", "auto", "transformers"),
     "tokenizer_revision": _refused("the tokenizer has the model's revision: give `revision`"),
     "max_logprobs": _refused("the limit is 20: ask for no more", *range(21)),
+    "served_model_name": _nothing("of `rayspec serve`: the name of the model in requests"),
     # refused
     "task": _refused(_NO_POOLING, "auto", "generate"),
     "runner": _refused(_NO_POOLING, "auto", "generate"),
@@ -184,19 +190,22 @@ ENGINE: Mapping[str, Argument] = {
 }
 """Arguments of `LLM(...)`, and flags of `vllm serve`, that are no options of EngineConfig, or have other values."""
 
-_ALSO: Mapping[str, Mapping[Any, Any]] = {
+SAME_NAME: Mapping[str, Mapping[Any, Any]] = {
     "generation_config": {"vllm": "none"},
     "max_model_len": {-1: None, "auto": None},
 }
-"""Options of the same name, with what vLLM's values become."""
+"""Options of vLLM's name, with values of vLLM's that are called otherwise here."""
 
-LLM_ONLY: Mapping[str, Argument] = {
-    "seed": Argument(
-        does="requests of `generate` and `chat` without a seed get one each, derived from it in their order; at an "
-        "endpoint it is refused: give a seed in the request",
-    ),
-    "served_model_name": _nothing("it is the endpoint's: `rayspec serve --served-model-name`"),
+_NONE_IS_DEFAULT = ("dtype", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "trust_remote_code")
+
+CALLS: Mapping[str, Argument] = {
+    "lora_request": _refused(_NO_LORA),
+    "priority": _refused("requests run in the order of their arrival: leave it out"),
+    "tokenization_kwargs": _refused("tokenize the prompt yourself, and give {'prompt_token_ids': [...]}", {}),
+    "chat_template_content_format": _refused("content is text: leave it out", "auto", "string"),
+    "mm_processor_kwargs": _refused(_NO_IMAGES, {}),
 }
+"""Arguments of `generate` and `chat`."""
 
 SAMPLING: Mapping[str, Argument] = {
     "best_of": _refused("give n, and choose among the outputs by cumulative_logprob", 1),
@@ -231,9 +240,12 @@ def from_vllm(given: Mapping[str, Any], table: Mapping[str, Argument], own: Coll
     """Return the options with vLLM's names replaced by ours. own: names of our options, which stay. Raises ConfigError
     for an argument that is refused, and for one whose option is given too."""
     options = {name: value for name, value in given.items() if name not in table or name in own}
-    for name, values in _ALSO.items():
+    for name, values in SAME_NAME.items():
         if name in own and _lookup(options.get(name, _ABSENT), values) is not _ABSENT:
             options[name] = _lookup(options[name], values)
+    for name in _NONE_IS_DEFAULT:
+        if name in own and options.get(name, _ABSENT) is None:
+            del options[name]
     for name, value in given.items():
         if name not in table or name in own:
             continue
@@ -261,7 +273,9 @@ def _set(options: dict[str, Any], option: str, value: Any, *, given: str) -> Non
             raise ConfigError(f"option {given!r} is given, and {option!r} too: remove one of them")
         options[option] = value
         return
-    made = options.setdefault(group, _Made())
+    if options.get(group) is None:
+        options[group] = _Made()
+    made = options[group]
     if not isinstance(made, _Made):
         raise ConfigError(f"option {given!r} is given, and {group!r} too: put it there, as {name!r}")
     made[name] = value

@@ -122,8 +122,9 @@ def test_chat_answers_as_generate_of_transformers_does(llm: LLM) -> None:
 def test_prompts_are_texts_or_tokens(llm: LLM) -> None:
     text = "The fee was paid in May. The report says"
     tokens = demo_tokenizer()(text)["input_ids"]
-    one, two, three = llm.generate([text, {"prompt": text}, {"prompt_token_ids": tokens}], GREEDY)
-    assert one.outputs[0].token_ids == two.outputs[0].token_ids == three.outputs[0].token_ids
+    one, two, three, four = llm.generate([text, {"prompt": text}, {"prompt_token_ids": tokens}, tokens], GREEDY)
+    assert _tokens([one, one, one]) == _tokens([two, three, four])
+    assert _tokens(llm.generate(tokens, GREEDY)) == _tokens([one])
     assert (one.prompt, three.prompt) == (text, None)
     assert llm.generate(text, GREEDY)[0].outputs[0].text == one.outputs[0].text
     assert llm.generate({"prompt_token_ids": tokens}, GREEDY)[0].outputs[0].text == one.outputs[0].text
@@ -285,7 +286,7 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], error: type[Except
 BAD_PROMPTS: list[tuple[Any, type[Exception], str]] = [
     ("\ud800", RequestError, r"'\\ud800' at index 0.*surrogate"),
     ("", EmptyPromptError, ""),
-    ([5, 6], RequestError, r"the prompt is \[5, 6\]: give a text, or .*prompt_token_ids"),
+    ([5, "a"], RequestError, r"the prompt is \[5, 'a'\]: give a text, or .*prompt_token_ids"),
     ({"prompt_tokens": [1]}, RequestError, "prompt_tokens.*give a text, or .*'prompt_token_ids'"),
     ({"prompt_token_ids": [5, 1.7]}, InvalidTokenError, "prompt token 1.7 is not an integer"),
     ({"prompt_token_ids": [5, 10**6]}, InvalidTokenError, ""),
@@ -327,7 +328,14 @@ def test_a_bad_conversation_is_an_output_with_an_error(llm: LLM, conversation: A
         (lambda llm: llm.generate(5), "prompts is 5: give a text"),
         (lambda llm: llm.generate("a", {"max_tokens": 5}), r"params has {'max_tokens': 5}: give SamplingParams\("),
         (lambda llm: llm.generate("a", params=SHORT), "argument 'params' is called 'sampling_params', as in vLLM"),
-        (lambda llm: llm.chat(_messages(1)[0], tools=[{}]), r"argument 'tools' is \[\{\}\], which is not supported"),
+        (
+            lambda llm: llm.generate("a", lora_request=1),
+            r"option 'lora_request' is 1: adapters are not supported: merge",
+        ),
+        (
+            lambda llm: llm.chat(_messages(1)[0], continue_final_message=True),
+            "argument 'continue_final_message' is True: give add_generation_prompt=False",
+        ),
         (lambda llm: llm.generate("a", lora_reqest=None), "unknown argument 'lora_reqest'"),
         (lambda llm: llm.generate(["a", "b", "c"], [GREEDY, SHORT]), "2 sampling params for 3 prompts"),
         (lambda llm: llm.chat("hi"), "messages is 'hi': give a list"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rayspec.prompts import (
     InvalidMessageError,
+    Rendering,
     chat_template,
     check_rendered,
     conversation_text,
@@ -153,12 +154,13 @@ HOSTILE = {
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)
 def test_whatever_a_template_raises_is_an_error_of_the_conversation(template: str) -> None:
     with pytest.raises(InvalidMessagesError, match=r"the messages cannot be made a prompt: \S"):
-        conversation_tokens([USER], TOKENIZER, template)
+        conversation_tokens([USER], TOKENIZER, Rendering(template=template))
 
 
 def rendered(arguments: Any, template: str = "{{ messages[0].tool_calls[0].function.arguments | tojson }}") -> str:
     call = {"function": {"name": "f", "arguments": arguments}}
-    return conversation_text([{"role": "assistant", "tool_calls": [call]}], TOKENIZER, template)
+    conversation = [{"role": "assistant", "tool_calls": [call]}]
+    return conversation_text(conversation, TOKENIZER, Rendering(template=template))
 
 
 def test_arguments_of_tool_calls_are_objects_as_in_vllm() -> None:

@@ -15,8 +15,9 @@ import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rayspec.command.settings import Settings, make_settings
+from rayspec.command.settings import OF_ONE_ROW, Settings, make_settings
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, SpeculationOptions
+from rayspec.vllm_names import ENGINE
 
 _RAY_ADDRESS = "RAY_ADDRESS"
 
@@ -56,19 +57,21 @@ class Asked:
 
 
 def with_settings(
-    *, sampling: SamplingParams | None = None, own: tuple[type[Options], str] | None = None
+    *,
+    sampling: SamplingParams | None = None,
+    own: tuple[type[Options], str] | None = None,
+    takes_vllm: bool = False,
 ) -> Callable[[_Command], _Command]:
     """Give a typer command the flags of the engine; its parameter `asked` is an Asked with their values.
 
     sampling: defaults of the sampling flags; None gives no such flags. own: a group of options that the command has in
-    addition to the engine's, and the title of its flags.
+    addition to the engine's, and the title of its flags. takes_vllm: also vLLM's flags, which help does not list.
     """
     generated = [
         *_group_flags(EngineConfig, "Engine"),
         *_group_flags(SpeculationOptions, "Speculation"),
         *_group_flags(ParallelOptions, "Shards"),
-        # A row has one output.
-        *([] if sampling is None else _group_flags(SamplingParams, "Sampling", sampling, leave_out=("n",))),
+        *([] if sampling is None else _group_flags(SamplingParams, "Sampling", sampling, leave_out=OF_ONE_ROW)),
     ]
 
     def decorate(command: _Command) -> _Command:
@@ -79,6 +82,9 @@ def with_settings(
             file, overrides = values["config"], values["set_"] or ()
             return Asked(file=file, overrides=overrides, flags=flags, sampling=sampling, own=mine)
 
+        if takes_vllm:
+            known = {*inspect.signature(command).parameters, *(flag.name for flag in generated)}
+            generated.extend(_vllm_flags(known))
         return _with(command, [*owned, *_FILE_FLAGS, *generated], asked)
 
     return decorate
@@ -115,8 +121,7 @@ def _with(command: _Command, flags: Sequence[inspect.Parameter], asked: Callable
     return wrapper
 
 
-def _parameter(name: str, kind: Any, **about: Any) -> inspect.Parameter:
-    names = [about.pop("flag")] if "flag" in about else []
+def _parameter(name: str, kind: Any, *names: str, **about: Any) -> inspect.Parameter:
     annotation = Annotated[kind | None, typer.Option(*names, **about)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
@@ -126,12 +131,25 @@ _FILE_FLAGS = (
     _parameter(
         "set_",
         list[str],
-        flag="--set",
+        "--set",
         metavar="NAME=VALUE",
         help="any option by its dotted name, as speculation.exit_layer=8; repeatable",
         rich_help_panel="Engine",
     ),
 )
+
+
+_SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
+
+
+def _vllm_flags(leave_out: Collection[str]) -> Iterator[inspect.Parameter]:
+    """Yield vLLM's flags. `EngineConfig` reads their values, as it reads them in a file."""
+    for name, argument in ENGINE.items():
+        if name not in leave_out:
+            flag = f"--{name.replace('_', '-')}"
+            names = (f"{flag}/--no-{name.replace('_', '-')}",) if argument.is_flag else (flag,)
+            short = (_SHORT[name],) if name in _SHORT else ()
+            yield _parameter(name, bool if argument.is_flag else str, *names, *short, hidden=True)
 
 
 def _group_flags(

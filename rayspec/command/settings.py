@@ -12,6 +12,7 @@ import yaml
 
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, SpeculationOptions
 from rayspec.types import ConfigError
+from rayspec.vllm_names import ENGINE
 
 _SAMPLING = "sampling"
 _SPECULATION = "speculation"
@@ -31,6 +32,8 @@ _DECIDING = (
     "max_model_len",
     "deterministic",
 )
+# Sampling parameters without effect on rows, which have one output each, and its text. The values ask for nothing.
+OF_ONE_ROW: Mapping[str, Any] = {"n": 1, "prompt_logprobs": None, "detokenize": True}
 # What PyYAML raises for some texts, beside its own errors: `!!bool x`, `!!timestamp x`, `2024-13-45`, `[[[[...`.
 _OTHER_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -85,8 +88,12 @@ def make_settings(
         target[path[-1]] = value
     asked = _group(options, _SAMPLING)
     del options[_SAMPLING]
-    if asked.get("n", 1) != 1:
-        raise ConfigError(f"option 'sampling.n' is {asked['n']!r}: a row has one output; use the Python API for more")
+    for name, usual in OF_ONE_ROW.items():
+        if asked.get(name, usual) != usual:
+            raise ConfigError(
+                f"option 'sampling.{name}' is {asked[name]!r}: a row has one output, and its text; use the Python API "
+                "for more"
+            )
     return Settings(engine=EngineConfig(**options), sampling=(sampling or SamplingParams()).replace(**asked))
 
 
@@ -105,9 +112,21 @@ def _of_override(override: str) -> tuple[tuple[str, ...], Any, str]:
 def _of_flags(flags: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, str]]:
     for name, value in flags.items():
         if value is not None:
-            home = next((path for path, options in _GROUPS.items() if name in options.model_fields), (_SAMPLING,))
+            home = next((path for path, options in _GROUPS.items() if name in options.model_fields), None)
             flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
-            yield (*home, name), value, flag if isinstance(value, bool) else f"{flag} {value}"
+            given = flag if isinstance(value, bool) else f"{flag} {value}"
+            if home is None and name in ENGINE and name not in SamplingParams.model_fields:
+                value = _plain(value, given)  # noqa: PLW2901
+                home = ()
+            yield (*((_SAMPLING,) if home is None else home), name), value, given
+
+
+def _plain(value: Any, given: str) -> Any:
+    """Return the value of a flag of vLLM's, as YAML reads it, which reads JSON too."""
+    try:
+        return parse_yaml(value) if isinstance(value, str) else value
+    except NotYamlError as error:
+        raise ConfigError(f"{reprlib.repr(given)} cannot be read: {error}") from error
 
 
 def _group(options: dict[str, Any], name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.openai.requests import Input, Request, check_served, is_token_ids
 from rayspec.openai.responses import END_OF_EVENTS, Answer, Response, event
 from rayspec.openai.tokenizing import check_tokens, in_thread_if_large, prompt_tokens
+from rayspec.prompts import Rendering
 from rayspec.types import EmptyPromptError, RequestOutput
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ async def _prompts(request: Request, engine: AsyncEngine, served: Sequence[str])
     # One after the other, so that prompts of other requests come in between.
     for prompt in await in_thread_if_large(lambda: request.prompts, num_characters):
         is_cut = request.truncate_prompt_tokens is not None
-        token_ids = await in_thread_if_large(partial(_tokens, prompt, engine, is_cut=is_cut), num_characters)
+        work = partial(_tokens, prompt, engine, request.rendering, is_cut=is_cut)
+        token_ids = await in_thread_if_large(work, num_characters)
         token_ids = request.cut(token_ids, engine.max_model_len)
         length = request.num_output_tokens(len(token_ids), engine.max_model_len, engine.max_new_tokens)
         check_tokens(token_ids, engine.tokenizer)
@@ -132,8 +134,8 @@ async def _prompts(request: Request, engine: AsyncEngine, served: Sequence[str])
     return prompts
 
 
-def _tokens(prompt: Input, engine: AsyncEngine, *, is_cut: bool) -> list[int]:
-    token_ids = prompt if is_token_ids(prompt) else prompt_tokens(engine, prompt, is_cut=is_cut)
+def _tokens(prompt: Input, engine: AsyncEngine, rendering: Rendering, *, is_cut: bool) -> list[int]:
+    token_ids = prompt if is_token_ids(prompt) else prompt_tokens(engine, prompt, rendering, is_cut=is_cut)
     if not token_ids:
         raise EmptyPromptError("the prompt has zero tokens: give it some text")
     return token_ids

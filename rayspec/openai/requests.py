@@ -15,7 +15,7 @@ from typing_extensions import Self, TypeIs
 from rayspec.config import SamplingParams
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.strict_body import Refusals, StrictBody
-from rayspec.prompts import InvalidMessageError, read_message, truncated
+from rayspec.prompts import InvalidMessageError, Rendering, read_message, truncated
 from rayspec.types import ConfigError, PromptTooLongError, Role
 
 _MAX_LOGPROBS = 20
@@ -30,6 +30,7 @@ _MAX_TOKENS_NAMED = 1024
 _MAX_BAD_WORDS = 256
 _MAX_ALLOWED = 2**19  # more than any vocabulary
 
+_PLAINLY = Rendering()
 ONLY_TIER = ("auto", "default")  # OpenAI's other tiers promise a price or a speed
 
 Name = Annotated[str, Field(max_length=256)]
@@ -91,6 +92,20 @@ Conversation = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_
 def num_characters(messages: Sequence[ChatMessage]) -> int:
     """Return about how many characters a chat template makes of the messages."""
     return sum(message.num_characters for message in messages)
+
+
+def rendering_of(
+    add_generation_prompt: bool | None, continue_final_message: bool, variables: Mapping[str, Any] | None
+) -> Rendering:
+    """Return how the chat template makes the prompt. Raises PydanticCustomError for what excludes each other."""
+    if continue_final_message and add_generation_prompt is not False:
+        message = "give add_generation_prompt: false, too"
+        raise PydanticCustomError("invalid_value", message, {"field": "continue_final_message"})
+    return Rendering(
+        add_generation_prompt=add_generation_prompt is not False,
+        continue_final_message=continue_final_message,
+        variables=variables or {},
+    )
 
 
 class StreamOptions(StrictBody):
@@ -185,6 +200,10 @@ class GenerationRequest(StrictBody):
         return 1
 
     @property
+    def rendering(self) -> Rendering:
+        return _PLAINLY
+
+    @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """Number of most likely tokens to report for each chosen token; None: no log-probabilities."""
@@ -247,9 +266,18 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def rendering(self) -> Rendering:
+        """How the chat template makes the prompt."""
+        return rendering_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        self.rendering  # noqa: B018 - raises
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("invalid_value", "only with logprobs: true", {"field": "top_logprobs"})
         return self

@@ -16,9 +16,9 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from rayspec.openai.errors import InvalidRequestError
-from rayspec.openai.requests import Conversation, TokenIds, check_served
+from rayspec.openai.requests import Conversation, TokenIds, check_served, rendering_of
 from rayspec.openai.strict_body import Refusals, StrictBody
-from rayspec.prompts import InvalidMessageError, chat_template, conversation_text, text_tokens
+from rayspec.prompts import InvalidMessageError, Rendering, conversation_text, text_tokens
 from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, PromptTooLongError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
+_PLAINLY = Rendering()
 
 _LONG = 20_000  # characters, bytes or tokens; more would block the event loop for too long
 _CHARACTERS_PER_TOKEN = 8  # texts have fewer, except for those with long runs of spaces
@@ -67,7 +68,7 @@ in_thread_if_large = _LARGE_WORK.run
 
 
 def prompt_tokens(
-    engine: AsyncEngine, prompt: str | Messages, *, is_cut: bool = False, add_generation_prompt: bool = True
+    engine: AsyncEngine, prompt: str | Messages, rendering: Rendering = _PLAINLY, *, is_cut: bool = False
 ) -> list[int]:
     """Return the tokens of a text, or of a conversation through the chat template. is_cut: only their end is used.
     Raises RequestError: an InvalidRequestError names the field of a message, and PromptTooLongError comes before all of
@@ -78,10 +79,10 @@ def prompt_tokens(
             if isinstance(prompt, str):
                 _check_length(prompt, engine)
             elif engine.tokenizer.chat_template:
-                _check_length(conversation_text(prompt, engine.tokenizer, chat_template(engine.tokenizer)), engine)
+                _check_length(conversation_text(prompt, engine.tokenizer, rendering), engine)
         if isinstance(prompt, str):
             return engine.tokens(prompt)
-        return engine.chat_tokens(prompt, add_generation_prompt=add_generation_prompt)
+        return engine.chat_tokens(prompt, rendering)
     except InvalidMessageError as error:
         raise InvalidRequestError(str(error), param=f"messages.{error.field}", code=error.code) from None
     except ConfigError as error:
@@ -117,8 +118,6 @@ class TokenizeRequest(StrictBody):
 
     refused: ClassVar[Refusals] = {
         "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
         "mm_processor_kwargs": ({},),
         "tools": ([],),
     }
@@ -128,6 +127,8 @@ class TokenizeRequest(StrictBody):
     messages: Conversation | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -137,15 +138,26 @@ class TokenizeRequest(StrictBody):
         if self.messages is not None and self.add_special_tokens:
             message = "the chat template adds its own; leave it out"
             raise PydanticCustomError("invalid_value", message, {"field": "add_special_tokens"})
-        if self.messages is None and self.add_generation_prompt is not None:
-            raise PydanticCustomError("invalid_value", "only with messages", {"field": "add_generation_prompt"})
+        if self.messages is None:
+            for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+                if getattr(self, name) not in (None, False):
+                    raise PydanticCustomError("invalid_value", "only with messages", {"field": name})
         return self
+
+    @model_validator(mode="after")
+    def _can_be_rendered(self) -> Self:
+        self.rendering  # noqa: B018 - raises
+        return self
+
+    @property
+    def rendering(self) -> Rendering:
+        return rendering_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
 
     def tokens(self, engine: AsyncEngine) -> list[int]:
         """Return the token ids. Raises InvalidMessagesError."""
         if self.messages is not None:
             messages = [message.for_template for message in self.messages]
-            return prompt_tokens(engine, messages, add_generation_prompt=self.add_generation_prompt is not False)
+            return prompt_tokens(engine, messages, self.rendering)
         assert self.prompt is not None
         if self.add_special_tokens is False:
             _check_length(self.prompt, engine)

@@ -23,7 +23,7 @@ class DemoTokens:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(demo.tokenizer_path())
 
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return conversation_tokens(messages, self.tokenizer, self.tokenizer.chat_template)
+        return conversation_tokens(messages, self.tokenizer)
 
 
 def builder(chat_template: str | None = "of the model", **options: Any) -> PromptBuilder:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rayspec import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.prompts import Rendering
 from rayspec.types import CompletionOutput, RayspecError, RequestOutput
 from tests.demo_model import demo_tokenizer
 
@@ -28,7 +29,7 @@ class ScriptedEngine:
     def tokens(self, prompt: Any) -> list[int]:
         return list(self.tokenizer(prompt)["input_ids"])
 
-    def chat_tokens(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    def chat_tokens(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> list[int]:
         return self.tokens("".join(message["content"] for message in messages))
 
     async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:

@@ -20,7 +20,7 @@ from rayspec.openai.tokenizing import (
     in_thread_if_large,
     tokenize,
 )
-from rayspec.prompts import conversation_tokens
+from rayspec.prompts import Rendering, conversation_tokens
 from rayspec.types import InvalidTokenError
 from tests.demo_model import demo_tokenizer
 
@@ -30,6 +30,9 @@ CHAT = [
     {"role": "assistant", "content": "Yo"},
     {"role": "developer", "content": "é"},
 ]
+
+
+_PLAINLY = Rendering()
 
 
 class DemoTokens:
@@ -42,9 +45,8 @@ class DemoTokens:
     def tokens(self, prompt: str) -> list[int]:
         return list(self.tokenizer(prompt)["input_ids"])
 
-    def chat_tokens(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
-        template = self.tokenizer.get_chat_template()
-        return conversation_tokens(messages, self.tokenizer, template, add_generation_prompt=add_generation_prompt)
+    def chat_tokens(self, messages: Messages, rendering: Rendering = _PLAINLY) -> list[int]:
+        return conversation_tokens(messages, self.tokenizer, rendering)
 
 
 def asked(**body: Any) -> Any:
@@ -63,7 +65,8 @@ def test_a_text_is_told_as_vllm_tells_it() -> None:
 
 def test_a_conversation_goes_through_the_template() -> None:
     messages = [*CHAT[:2], {"role": "system", "content": "é"}]
-    whole, open_ended = (DemoTokens().chat_tokens(messages, add_generation_prompt=flag) for flag in (False, True))
+    ways = (Rendering(add_generation_prompt=False), Rendering())
+    whole, open_ended = (DemoTokens().chat_tokens(messages, way) for way in ways)
     assert whole != open_ended
     assert asked(messages=CHAT)["tokens"] == asked(messages=CHAT, add_generation_prompt=True)["tokens"] == open_ended
     assert asked(messages=CHAT, add_generation_prompt=False, add_special_tokens=False)["tokens"] == whole
