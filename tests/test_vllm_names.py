@@ -104,7 +104,7 @@ def test_names_of_options_that_are_called_otherwise_here(given: dict[str, Any], 
         ({"seed": 5}, "'seed' is 5: only `LLM"),
         ({"speculative_config": {"model": "m"}}, "'speculative_config' is .*: the model drafts for itself"),
         ({"tensor_parallel_sise": 2}, "unknown option 'tensor_parallel_sise'"),
-        ({"tensor_parallel_size": True}, "tensor"),
+        ({"tensor_parallel_size": "two"}, "in 'parallel': option 'tensor' is 'two'"),
     ],
 )
 def test_what_is_refused_says_why_and_what_to_do(options: dict[str, Any], message: str) -> None:
@@ -188,10 +188,8 @@ def test_a_conversation_is_rendered_as_asked(llm: LLM) -> None:
     assert prompt(chat_template_kwargs={"shout": True}) == f"{base}LOUD assistant: "
     assert prompt(tools=[{"type": "function", "function": {"name": "mul"}}]) == f"{base}mul assistant: "
     assert prompt(add_generation_prompt=False, continue_final_message=True) == "user: Hi\nassistant: The fee"
-    assert (
-        prompt(chat_template_kwargs={"whisper": 1})
-        == "the model's chat template has no variable 'whisper': leave it out"
-    )
+    unknown = "the model's chat template has no variable 'whisper': leave it out"
+    assert prompt(chat_template_kwargs={"whisper": 1}) == unknown
     (refused,) = llm.chat(conversation, short, tools=[{}])
     assert str(refused.error) == "the model's chat template has no tools: leave them out"
 
@@ -201,7 +199,7 @@ def test_a_conversation_is_rendered_as_asked(llm: LLM) -> None:
     [
         (["demo", "--quantization", "awq"], "option 'quantization' is 'awq': the quantisation of a checkpoint"),
         (["demo", "--enable-lora"], "option 'enable_lora' is True: adapters are not supported"),
-        (["demo", "-tp", "0"], "option 'parallel.tensor' is 0"),
+        (["demo", "-tp", "0"], "in 'parallel': option 'tensor' is 0"),
         (["demo", "--hf-overrides", '{"a": 1}'], "option 'hf_overrides' is {'a': 1}: edit config.json"),
         (["demo", "--model", "demo"], "option 'model' is given twice, as 'demo' and by --model"),
         (["demo", "--no-enable-chunked-prefill"], "option 'enable_chunked_prefill' is False: prompts always run in"),

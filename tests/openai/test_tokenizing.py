@@ -79,7 +79,8 @@ def test_a_conversation_goes_through_the_template() -> None:
         ({"prompt": "x", "messages": CHAT}, "prompt", "invalid_value"),
         ({"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt", "invalid_value"),
         ({"messages": CHAT, "add_special_tokens": True}, "add_special_tokens", "invalid_value"),
-        ({"messages": CHAT, "continue_final_message": True}, "continue_final_message", "unsupported_parameter"),
+        ({"messages": CHAT, "continue_final_message": True}, "continue_final_message", "invalid_value"),
+        ({"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "invalid_value"),
         ({"prompt": "x", "model": "other"}, "model", "model_not_found"),
     ],
 )
