@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from rayspec.config import SamplingParams
+from rayspec.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from rayspec.llm import LLM
@@ -16,7 +17,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

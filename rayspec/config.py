@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from rayspec.choices import FULL, QUANTISED_WEIGHTS, SKIP, Choice, Weights, combinations, keys_of, weights_of
 from rayspec.errors import ConfigError
+from rayspec.structured import StructuredOutputsParams
 from rayspec.vllm_names import ENGINE, SAMPLING, from_vllm
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -195,6 +196,7 @@ class SamplingParams(Options):
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, description="keep only so many tokens at the end of a prompt; -1: as many as fit"
     )
+    structured_outputs: StructuredOutputsParams | None = Field(None, description="the form that the output must have")
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**from_vllm(values, SAMPLING, type(self).model_fields))
@@ -222,6 +224,11 @@ class SamplingParams(Options):
     @classmethod
     def _no_seed(cls, seed: int | None) -> int | None:
         return None if seed == -1 else seed
+
+    @field_validator("structured_outputs", mode="before")
+    @classmethod
+    def _mapping_or_object(cls, value: Any) -> Any:
+        return StructuredOutputsParams.of(value) if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -11,6 +11,7 @@ _EXTRAS = {
     **dict.fromkeys(("ray", "zmq"), "ray"),
     **dict.fromkeys(("aiohttp", "fastapi", "h11", "starlette", "uvicorn"), "serve"),
     "deepspeed": "deepspeed",
+    "llguidance": "structured",
     "matplotlib": "plots",
     "triton": "cuda",
 }
@@ -68,6 +69,12 @@ class InputFileError(RequestError):
     """A file or row of the input could not be read, or has the wrong content."""
 
     kind = "input"
+
+
+class GrammarError(RequestError):
+    """The form that a request asks for cannot be compiled, or cannot be followed any further."""
+
+    kind = "grammar"
 
 
 class NonFiniteLogitsError(RequestError):

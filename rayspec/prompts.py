@@ -87,11 +87,17 @@ def check_rendered(conversation: Sequence[Mapping[str, Any]], template: str) -> 
                 )
 
 
+_SCHEMAS = frozenset({"schema", "json", "guided_json"})  # fields whose value is a JSON schema
+
+
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value without the fields of objects that are null, at every depth. Null elements of lists stay. A
-    list that begins with a number or a text holds only such: it may be long, and is not searched."""
+    """Return a JSON value without the fields of objects that are null, at every depth. Null elements of lists stay, and
+    so do JSON schemas, where null has a meaning. A list that begins with a number or a text holds only such: it may be
+    long, and is not searched."""
     if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+        return {
+            name: item if name in _SCHEMAS else without_nulls(item) for name, item in value.items() if item is not None
+        }
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
         return [without_nulls(item) for item in value]
     return value

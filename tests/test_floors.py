@@ -27,7 +27,7 @@ class Floor:
 
 BASEMENT = frozenset(
     f"rayspec.{name}"
-    for name in ("choices", "config", "errors", "generation", "machine", "prompts", "types", "vllm_names")
+    for name in ("choices", "config", "errors", "generation", "machine", "prompts", "structured", "types", "vllm_names")
 )
 PLANNING = BASEMENT | {"rayspec.planning"}
 MODEL = PLANNING | {"rayspec.model"}
@@ -53,6 +53,7 @@ FLOORS = (
     Floor(name="rayspec.choices", below=frozenset(), only=frozenset()),
     Floor(name="rayspec.vllm_names", below=frozenset({"rayspec.errors"}), only=frozenset()),
     Floor(name="rayspec.machine", below=frozenset(), only=frozenset()),
+    Floor(name="rayspec.structured", below=BASEMENT, only=frozenset()),
     Floor(name="rayspec.types", below=BASEMENT, only=frozenset()),
     Floor(name="rayspec.prompts", below=BASEMENT, only=frozenset()),
     Floor(name="rayspec.config", below=BASEMENT, only=frozenset({"pydantic", "typing_extensions"})),

@@ -41,10 +41,15 @@ REQUIRED: dict[type[Options], dict[str, Any]] = {
     RenderOptions: {"kind": "service", "model": "demo", "cpus": 1},
     ServeOptions: {"llm_configs": [MODEL]},
 }
+FORMS: list[dict[str, Any]] = [
+    {"structured_outputs": {"json": {"type": "object", "properties": {"é": {"const": None}}}}},
+    {"structured_outputs": {"choice": ("yes", "no: off"), "disable_any_whitespace": True}},
+]
 # Options that go together only, or whose values are like no other's.
 TOGETHER: dict[type[Options], list[dict[str, Any]]] = {
     LongDocumentOptions: [{"long": "refine", "overlap_tokens": 2, "level_tokens": (8, 4)}],
-    DecodingParams: [{"bad_words_ids": ((1, 2), (3,))}, {"sequence_bias": (((1, 2), -5.0),)}],
+    DecodingParams: [{"bad_words_ids": ((1, 2), (3,))}, {"sequence_bias": (((1, 2), -5.0),)}, *FORMS],
+    SamplingParams: FORMS,
     LLMConfig: [{"engine_kwargs": {"parallel": {"stages": 2, "topology": {"ray.io/node-id": "STRICT_PACK"}}}}],
     ModelLoadingConfig: [{"model_source": "a", "tokenizer_source": "b"}],
     ProcessorConfig: [{"engine_kwargs": {"max_num_seqs": 3}}],

@@ -39,6 +39,7 @@ from rayspec.planning.learning import PrefillPace
 from rayspec.types import (
     EngineLoad,
     EngineStats,
+    GrammarError,
     NonFiniteLogitsError,
     OutOfMemoryError,
     RayspecError,
@@ -310,6 +311,9 @@ class Engine:
         """Append the target's tokens to the sequence. Return how many were taken."""
         if sequence.finish_reason == "abort":  # while it was under way
             return 0
+        if committed.problem:
+            self._fail(sequence, GrammarError(committed.problem))
+            return 0
         if not committed.finite:
             self._fail(
                 sequence,
@@ -339,6 +343,7 @@ class Engine:
                 output_token_ids=sequence.output_token_ids,
                 eos_token_ids=tuple(sequence.eos_token_ids),
                 lookup=sequence.lookup,
+                constraint=sequence.constraint,
             )
         )
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rayspec.decode.output import NewOutput
+from rayspec.structured import StructuredOutputsParams
 from rayspec.types import EngineLoad, EngineStats, RayspecError, Request, RequestError, RequestOutput
 
 if TYPE_CHECKING:  # the endpoint's ingress imports this module, but none of these
@@ -93,6 +94,10 @@ class _Arrival:
     future: Future[RequestOutput]
     listener: Listener | None
 
+    @property
+    def form(self) -> StructuredOutputsParams | None:
+        return self.request.params.structured_outputs
+
 
 class EngineLoop:
     """Steps an engine while it has work, and sleeps otherwise. Two threads start with the first request or ping: one
@@ -145,8 +150,8 @@ class EngineLoop:
         return self.submit_all([request], listener)[0]
 
     def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:
-        """Submit requests, which the engine gets before its next step, and return a future for each. Raises
-        EngineDeadError."""
+        """Submit requests, which the engine gets before its next step, and return a future for each. A request with a
+        form of the output follows when the form has been compiled, on another thread. Raises EngineDeadError."""
         arrivals: dict[str, _Arrival] = {}
         for request in requests:
             request_id, future = str(next(self._request_ids)), Future[RequestOutput]()
@@ -157,7 +162,11 @@ class EngineLoop:
             with self._lock:
                 self._require_alive()
                 self._waiting |= arrivals
-                self._put(partial(self._admit, list(arrivals.values())))
+                self._put(partial(self._admit, [one for one in arrivals.values() if one.form is None]))
+        for arrival in arrivals.values():
+            if arrival.form is not None:
+                compiled = self.engine.model.grammars.compiled(arrival.form)
+                compiled.add_done_callback(partial(self._admit_later, arrival))
         return [arrival.future for arrival in arrivals.values()]
 
     def ping(self) -> Future[None]:
@@ -234,13 +243,18 @@ class EngineLoop:
             self.engine.abort(request_id)
             self._has_work = self.engine.has_unfinished
 
+    def _admit_later(self, arrival: _Arrival, _: object) -> None:
+        self._put(partial(self._admit, [arrival]))
+
     def _admit(self, arrivals: Sequence[_Arrival]) -> None:
         """Give the requests to the engine. A request that it refuses has an output with the error."""
         refused = []
         for arrival in arrivals:
+            if arrival.request.request_id not in self._waiting:  # cancelled while its form was compiled
+                continue
             try:
                 self.engine.add(arrival.request)
-            except RequestError as error:  # noqa: PERF203 - the others run
+            except RequestError as error:  # the others run
                 refused.append(NewOutput(RequestOutput.refused(arrival.request, error)))
         self._has_work = self.engine.has_unfinished
         self._deliver(refused)

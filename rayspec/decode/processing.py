@@ -1,8 +1,8 @@
 """Process raw logits by the sampling parameters. Each operation runs once, over the rows of all sequences that need it.
 
-Parameters apply in float32, in the order of vLLM and of transformers' `generate`: allowed tokens; biases; forbidden
-tokens; repetition, frequency and presence penalties; forced tokens; (greedy stops here); temperature; min_p; top-k;
-top-p. A forbidden token is -inf; each row keeps at least one token.
+Parameters apply in float32, in the order of vLLM and of transformers' `generate`: allowed tokens; the form of the
+output; biases; forbidden tokens; repetition, frequency and presence penalties; forced tokens; (greedy stops here);
+temperature; min_p; top-k; top-p. A forbidden token is -inf; each row keeps at least one token.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rayspec.decode.grammar import Constraint
 from rayspec.decode.work import SamplerSpec
 from rayspec.generation import DecodingParams
 from rayspec.model.threads import integers
@@ -93,6 +94,7 @@ class TokenSampler:
         self.params = params = spec.params
         self.seed = spec.seed
         self.lookup = spec.lookup
+        self.constraint = spec.constraint
         self.vocab_size = vocab_size
         prompt_token_ids, eos_token_ids = spec.prompt_token_ids, spec.eos_token_ids
         self.device = device
@@ -114,10 +116,10 @@ class TokenSampler:
             self.others = torch.ones(vocab_size, dtype=torch.bool, device=device)
             self.others[integers(params.allowed_token_ids, device)] = False
         self.forced: dict[int, Tensor] = {}  # by the number of output tokens before
-        if params.forced_bos_token_id is not None and self.num_prompt_tokens == 1:
+        if params.forced_bos_token_id is not None and self.num_prompt_tokens == 1 and self.constraint is None:
             self.forced[0] = self._tokens([params.forced_bos_token_id])
         self._begin = len(self.forced)  # output token from which on the text is the model's
-        if params.forced_eos_token_id:
+        if params.forced_eos_token_id and self.constraint is None:
             self.forced[params.max_tokens - 1] = self._tokens(params.forced_eos_token_id)
         if self.ngrams:
             self.ngrams.extend(self.token_ids, len(self.token_ids))
@@ -154,12 +156,20 @@ class TokenSampler:
         self.token_ids.extend(token_ids)
         if self.ngrams:
             self.ngrams.extend(self.token_ids, len(token_ids))
+        if self.constraint is not None:
+            self.constraint.extend_to(self.token_ids)
+
+    @property
+    def problem(self) -> str:
+        """Why the form of the output cannot be kept; "" while it can."""
+        return "" if self.constraint is None else self.constraint.error
 
     @property
     def reads_history(self) -> bool:
         """Whether the values of the tokens before a row matter. If not, draft tokens may stay on the device, with
         placeholders in their place."""
-        return self.params.has_penalties or bool(self.biased or self.bad_words or self.ngrams)
+        has_sequences = bool(self.biased or self.bad_words or self.ngrams)
+        return self.params.has_penalties or has_sequences or self.constraint is not None
 
     @property
     def is_argmax(self) -> bool:
@@ -251,6 +261,23 @@ def _apply(change: _Change, scores: Tensor, rows: Sequence[LogitRow]) -> None:
 def _leave_allowed(scores: Tensor, rows: Sequence[LogitRow]) -> None:
     others = [row.sampler.others for row in rows if row.sampler.others is not None]
     scores.masked_fill_(torch.stack(others), -math.inf)
+
+
+def _keep_form(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+    """Forbid tokens that would break the form of the output."""
+    by_constraint: dict[int, tuple[Constraint, list[int]]] = {}
+    for at, row in enumerate(rows):
+        if (constraint := row.sampler.constraint) is not None:
+            by_constraint.setdefault(id(constraint), (constraint, []))[1].append(at)
+    for constraint, of_sequence in by_constraint.values():
+        masks = constraint.masks([rows[at].before for at in of_sequence])
+        if masks is None:
+            continue
+        words = masks.to(scores.device).unsqueeze(2)
+        bits = words >> torch.arange(32, dtype=torch.int32, device=scores.device) & 1
+        forbidden = bits.flatten(1)[:, : scores.shape[1]] == 0
+        index = integers(of_sequence, scores.device)
+        scores.index_copy_(0, index, scores[index].masked_fill_(forbidden, -math.inf))
 
 
 def _add_biases(scores: Tensor, rows: Sequence[LogitRow]) -> None:
@@ -361,6 +388,7 @@ def _ranked(scores: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
 
 _CHANGES: Sequence[tuple[Callable[[LogitRow], bool], _Change]] = (
     (lambda row: row.sampler.others is not None, _leave_allowed),
+    (lambda row: row.sampler.constraint is not None, _keep_form),
     (lambda row: row.sampler.has_biases, _add_biases),
     (lambda row: row.sampler.forbids(len(row.before)), _forbid),
     (lambda row: row.params.has_penalties, _penalise),

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rayspec.decode.drafting.lookahead import Guess, Lookahead
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
+from rayspec.decode.grammar import Constraint, Grammars
 from rayspec.decode.output import Detokenizer, NewOutput, TokenTexts
 from rayspec.decode.pages import PageHash, PageTable
 from rayspec.decode.processing import check_tokens
@@ -71,6 +72,7 @@ class SequenceState:
     num_taken: int = 0  # output tokens that `take_new_output` has returned
     taken_end: bool = False
     lookup: LookupIndex | None = None  # None if nothing is looked up
+    constraint: Constraint | None = None  # None without a form of the output
     lookahead: Lookahead | None = None  # created at the first guess
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -110,7 +112,8 @@ class SequenceState:
 
     def _check_end(self, token_id: int) -> None:
         enough = self.num_tokens - self.num_prompt_tokens >= self.params.min_tokens
-        is_eos = enough and not self.params.ignore_eos and token_id in self.eos_token_ids
+        may_end = self.constraint is not None or (enough and not self.params.ignore_eos)  # nothing follows a whole form
+        is_eos = may_end and token_id in self.eos_token_ids
         is_stop = enough and token_id in self.params.stop_token_ids
         is_end, stop_string = is_eos or is_stop, None
         if self.params.stop and self.detokenizer and (self.params.include_stop_str_in_output or not is_end):
@@ -186,6 +189,11 @@ class ModelInfo:
     max_model_len: int
     tokenizer: PreTrainedTokenizerBase | None = None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    grammars: Grammars = field(init=False)
+
+    def __post_init__(self) -> None:
+        grammars = Grammars(lambda: self.tokenizer, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids)
+        object.__setattr__(self, "grammars", grammars)
 
 
 def admitted_tokens(request: Request, model: ModelInfo) -> list[int]:
@@ -284,7 +292,8 @@ class Requests(dict[str, LiveRequest]):
 
     def admit(self, request: Request) -> LiveRequest:
         """Return the request with its sequences, for the caller to add. Raises RequestError if the id is in use, if the
-        prompt is invalid, empty, too long or has foreign tokens, or if the KV cache is too small."""
+        prompt is invalid, empty, too long or has foreign tokens, if the form of the output cannot be compiled, which is
+        waited for, or if the KV cache is too small."""
         if request.request_id in self:
             raise RequestError(f"request id {request.request_id!r} is in use: give each request its own")
         token_ids = admitted_tokens(request, self._model)
@@ -296,6 +305,8 @@ class Requests(dict[str, LiveRequest]):
                 raise RequestError("bad_words are texts and the engine has no tokenizer: leave them out")
             words = bad_word_tokens(params.bad_words, self._model.tokenizer)
             params = params.model_copy(update={"bad_words_ids": (*params.bad_words_ids, *words)})
+        if params.structured_outputs is not None:
+            self._model.grammars.compiled(params.structured_outputs).result()
         sequences = [self._new_sequence(request, index, token_ids, params) for index in range(params.n)]
         if not self._fits(sequences[0]):
             raise OutOfMemoryError(
@@ -339,6 +350,7 @@ class Requests(dict[str, LiveRequest]):
         seed = secrets.randbits(63) if params.seed is None else params.seed
         if index > 0 and params.prompt_logprobs is not None:  # the first sequence computes them
             params = params.model_copy(update={"prompt_logprobs": None})
+        form = params.structured_outputs
         return SequenceState(
             sequence_id=f"{next(self._sequence_ids)}/{request.request_id}/{index}",
             index=index,
@@ -356,6 +368,7 @@ class Requests(dict[str, LiveRequest]):
             owner=request.owner,
             streams=request.stream,
             background=request.background,
+            constraint=None if form is None else self._model.grammars.constraint(form, len(token_ids)),
             metrics=RequestMetrics(arrival_s=self._clock()),
         )
 

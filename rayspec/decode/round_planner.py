@@ -87,6 +87,8 @@ class RoundPlanner:
         plan = chosen.plan
         proposals = state.proposals()  # in any case, because they are compared with what comes
         lengths = plan.lookup_lengths or [plan.num_lookup_tokens] * len(sequences)
+        if self._options.strategy == "static":  # its proposals are what the forms of the outputs force
+            lengths = [len(proposal.token_ids) for proposal in proposals]
         entries = [self._entry(*each, plan) for each in zip(sequences, proposals, lengths, strict=True)]
         num_taps, num_likeliest = (self._taps.maxlen or 0) if chosen.capture else 0, self.proposer.num_likeliest()
         is_plain = not any(entry.max_draft_tokens or entry.looked_up for entry in entries)
@@ -145,7 +147,7 @@ class RoundPlanner:
             rows = (result.paths[at] if result.paths else ()) or range(1, result.num_accepted[at] + 1)
             for source in sources_of(draft, proposals[at], rows):
                 by_source[source] = by_source.get(source, 0) + 1
-            if committed.finite and sequence.finish_reason != "abort":
+            if committed.finite and not committed.problem and sequence.finish_reason != "abort":
                 likeliest = result.likeliest[at] if result.likeliest else ()
                 self.proposer.learn(sequence, entry, proposals[at], draft, committed.token_ids, likeliest)
 
@@ -197,7 +199,7 @@ class RoundPlanner:
             length=sequence.num_tokens,
             last_token=sequence.token_ids[-1],
             max_draft_tokens=min(plan.num_draft_tokens, sequence.num_remaining - 1, num_free),
-            end_tokens=() if sequence.params.ignore_eos else sequence.eos_token_ids,
+            end_tokens=() if sequence.params.ignore_eos and sequence.constraint is None else sequence.eos_token_ids,
             looked_up=guess.token_ids,
             parents=guess.parents,
             num_probes=guess.num_probes,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rayspec.config import Verification
 from rayspec.decode.drafting.lookup import LookupIndex
+from rayspec.decode.grammar import Grammars
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.runner import Stopwatch, queued_s, seconds
 from rayspec.decode.sampling import Drafts, Rows, draft_tokens, finite_rows, tokens_after, top_logprobs
@@ -59,8 +60,8 @@ class Head:
     the samplers of the open sequences and the target's most likely tokens after tapped tokens.
 
     logits: maps [1, N, hidden_size] before the final norm to [N, V]. draft_look_interval: draft steps between two
-    copies of the drawn tokens to the host; it must be 1 if another process embeds the tokens. drawn: the last drawn
-    tokens, int64 [S], on the device.
+    copies of the drawn tokens to the host; it must be 1 if another process embeds the tokens. grammars: of a head that
+    is not in the engine's process. drawn: the last drawn tokens, int64 [S], on the device.
     """
 
     drawn: Tensor | None = None
@@ -74,6 +75,7 @@ class Head:
         verification: Verification,
         num_taps: int,
         draft_look_interval: int = 1,
+        grammars: Grammars | None = None,
     ) -> None:
         self.draft_look_interval = draft_look_interval
         self.verification: Verification = verification
@@ -82,10 +84,14 @@ class Head:
         self._vocab_size = vocab_size
         self._device = device
         self._num_taps = num_taps
+        self._grammars = grammars
         self._samplers: dict[str, TokenSampler] = {}
         self._next_tokens: dict[TappedToken, Tensor] = {}
 
     def open(self, spec: SamplerSpec) -> None:
+        form = spec.params.structured_outputs
+        if form is not None and spec.constraint is None and self._grammars is not None:  # the engine's is elsewhere
+            spec = replace(spec, constraint=self._grammars.constraint(form, len(spec.prompt_token_ids)))
         self._samplers[spec.sequence_id] = TokenSampler(spec, vocab_size=self._vocab_size, device=self._device)
 
     def close(self, sequence_id: str) -> None:
@@ -153,7 +159,8 @@ def commit(logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict]) ->
         if verdict.is_finite:
             row.sampler.commit(verdict.token_ids)
     return [
-        Committed(verdict.token_ids, each, verdict.is_finite) for verdict, each in zip(verdicts, results, strict=True)
+        Committed(verdict.token_ids, each, verdict.is_finite, row.sampler.problem)
+        for (row, verdict), each in zip(pairs, results, strict=True)
     ]
 
 
@@ -482,6 +489,8 @@ def _still_drafting(head: Head, work: Round, drafts: Sequence[Draft], active: Se
             continue
         if isinstance(rule, DraftUntilFound):
             found = head.lookup(entry.sequence_id).propose(num_left, one.token_ids)
+            if (constraint := head.sampler(entry.sequence_id).constraint) is not None:
+                found = found.cut_by(constraint, one.token_ids)
             if num_taken := rule.num_looked_up(one.confidences, found.match_classes):
                 one.token_ids.extend(found.token_ids[:num_taken])
                 one.match_classes.extend(found.match_classes[:num_taken])

@@ -15,6 +15,7 @@ import msgspec
 
 from rayspec.choices import SKIP, Choices
 from rayspec.decode.drafting.lookup import LookupIndex
+from rayspec.decode.grammar import Constraint
 from rayspec.generation import DecodingParams
 from rayspec.model.rows import RowSpan, Runs
 from rayspec.types import Logprob, Plan, RayspecError
@@ -41,7 +42,8 @@ class TapsGoneError(RayspecError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSpec:
     """The data of a sequence that the head needs. output_token_ids: generated before a replay. lookup: the index of its
-    text, which the head shares with the engine in one process; None if nothing is looked up."""
+    text; None if nothing is looked up. constraint: the state of the output's form; None without a form. The head shares
+    both with the engine in one process; in another process it makes its own."""
 
     sequence_id: str
     params: DecodingParams
@@ -50,6 +52,7 @@ class SamplerSpec:
     output_token_ids: Sequence[int] = ()
     eos_token_ids: Sequence[int] = ()
     lookup: LookupIndex | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +197,13 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Tokens that the target chose for one sequence; void unless `finite`, as its logits were."""
+    """Tokens that the target chose for one sequence; void unless `finite`, as its logits were, and void with a
+    `problem`: why the form of the output cannot be kept."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[dict[int, Logprob]]
     finite: bool
+    problem: str = ""
 
 
 class PrefillResult(msgspec.Struct, frozen=True, tag=True):

@@ -15,7 +15,7 @@ from rayspec.openai.requests import Input, Request, check_served, is_token_ids
 from rayspec.openai.responses import END_OF_EVENTS, Answer, Response, event
 from rayspec.openai.tokenizing import check_tokens, in_thread_if_large, prompt_tokens
 from rayspec.prompts import Rendering
-from rayspec.types import EmptyPromptError, RequestOutput
+from rayspec.types import EmptyPromptError, GrammarError, RequestOutput
 
 if TYPE_CHECKING:
     from rayspec.llm import AsyncEngine
@@ -68,6 +68,8 @@ async def respond(
     tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
     try:
         return answer.whole(await asyncio.gather(*tasks))
+    except GrammarError as error:
+        raise request.refusal(error) from error
     finally:
         await _end(tasks)
 
@@ -96,9 +98,10 @@ async def stream(
                 if chunks or not num_running:
                     yield b"".join(map(event, chunks)) + (b"" if num_running else END_OF_EVENTS)
                     has_begun = True
-        except Exception as error:
+        except Exception as problem:
+            error = request.refusal(problem) if isinstance(problem, GrammarError) else problem
             if not has_begun:
-                raise
+                raise error from problem
             yield event(failure(error)) + END_OF_EVENTS
 
 

@@ -14,9 +14,10 @@ from typing_extensions import Self, TypeIs
 
 from rayspec.config import SamplingParams
 from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.forms import asked_form, refusal
 from rayspec.openai.strict_body import Refusals, StrictBody
 from rayspec.prompts import InvalidMessageError, Rendering, read_message, truncated
-from rayspec.types import ConfigError, PromptTooLongError, Role
+from rayspec.types import ConfigError, GrammarError, PromptTooLongError, RequestError, Role
 
 _MAX_LOGPROBS = 20
 # OpenAI has n 128, 4 stop strings, 2,048 messages. A larger request is refused before it costs anything.
@@ -120,6 +121,7 @@ class GenerationRequest(StrictBody):
 
     ignored = frozenset(
         {
+            "guided_decoding_backend",
             "metadata",
             "prompt_cache_key",
             "prompt_cache_options",
@@ -166,6 +168,14 @@ class GenerationRequest(StrictBody):
     spaces_between_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -179,11 +189,24 @@ class GenerationRequest(StrictBody):
         return self
 
     @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        asked_form(self._given)
+        return self
+
+    @model_validator(mode="after")
     def _few_sequences(self) -> Self:
         if self.num_sequences > _MAX_SEQUENCES:
             message = f"{self.num_sequences} sequences (prompts times n); at most {_MAX_SEQUENCES}, split the request"
             raise PydanticCustomError("invalid_value", message, {"field": "n"})
         return self
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        return {name: value for name, value in self if value is not None}
+
+    def refusal(self, error: GrammarError) -> RequestError:
+        """Return the error of the output's form by the name that this body has for the form."""
+        return refusal(error, self._given)
 
     @property
     def num_sequences(self) -> int:
@@ -232,9 +255,11 @@ class GenerationRequest(StrictBody):
     def sampling_params(self, num_output_tokens: int) -> SamplingParams:
         """Return the parameters for at most so many output tokens. Raises InvalidRequestError for a value that
         SamplingParams refuses."""
-        asked = {name: value for name, value in self if name in SamplingParams.model_fields and value is not None}
+        asked = {name: value for name, value in self._given.items() if name in SamplingParams.model_fields}
+        form = asked_form(self._given)
+        own = {"max_tokens": num_output_tokens, "logprobs": self.num_logprobs, "structured_outputs": form and form[1]}
         try:
-            return SamplingParams(**asked | {"max_tokens": num_output_tokens, "logprobs": self.num_logprobs})
+            return SamplingParams(**asked | own)
         except ConfigError as error:
             named = (word for word in re.findall(r"\w+", str(error)) if word in asked)
             raise InvalidRequestError(str(error), param=next(named, None), code="invalid_value") from None
@@ -252,7 +277,6 @@ class ChatRequest(GenerationRequest):
         "moderation": (),
         "prediction": (),
         "reasoning_effort": ("none",),
-        "response_format": ({"type": "text"},),
         "return_spec_decode_metrics": (False,),
         "service_tier": ONLY_TIER,
         "tool_choice": ("none", "auto"),

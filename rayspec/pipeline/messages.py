@@ -13,6 +13,7 @@ import msgspec
 
 from rayspec.choices import FULL, Choice
 from rayspec.decode.drafting.lookup import LookupIndex
+from rayspec.decode.grammar import Constraint
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.work import KeepDrafting, Move, Pass, Result, SamplerSpec, TappedToken, Work
 from rayspec.errors import TransportError
@@ -236,6 +237,8 @@ def _to_wire(value: Any) -> Any:
     """Encode a value of a type that msgspec does not know."""
     if isinstance(value, DecodingParams):
         return value.model_dump(exclude_defaults=True)
+    if isinstance(value, Constraint):  # the other process makes its own, from the parameters and the tokens
+        return None
     if isinstance(value, LookupIndex):  # the other process makes its own, from the sequence's tokens
         return value.ngram, value.shortest
     raise TypeError(

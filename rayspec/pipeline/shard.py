@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from rayspec.choices import Choice
 from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.decode.grammar import Grammars
 from rayspec.decode.loading import (
     affordable_slots,
     choices_here,
@@ -34,9 +36,10 @@ from rayspec.decode.stages import SpanRunner, out_of_memory
 from rayspec.decode.work import Pass, Prefill, Result, TapsGoneError
 from rayspec.errors import TransportError
 from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.generation_config import eos_token_ids
 from rayspec.model.kv_cache import CacheSize
 from rayspec.model.threads import in_thread_of_its_own
-from rayspec.model.weights import resolve_device
+from rayspec.model.weights import load_tokenizer, resolve_device
 from rayspec.pipeline.collective import node_address
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, stage_name
 from rayspec.pipeline.messages import (
@@ -250,6 +253,11 @@ class Shard:
                 device=self._device,
                 verification=config.speculation.verification,
                 num_taps=num_taps,
+                grammars=Grammars(
+                    partial(load_tokenizer, config),
+                    vocab_size=self._blueprint.vocab_size,
+                    eos_token_ids=eos_token_ids(config),
+                ),
             )
 
     def serve_epoch(self) -> None:

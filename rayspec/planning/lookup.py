@@ -30,7 +30,8 @@ _NUM_COPIED = 2 * len(_COPIED)
 _PROBABILITIES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 _RECYCLED = (*(0.02 + 0.3 * one for one in _PROBABILITIES), *(0.02 + 0.6 * one for one in _PROBABILITIES))
 UNVERIFIED = _NUM_COPIED + len(_RECYCLED)  # the class of a successor in a prompt
-_PRIORS = (*_COPIED, *(right / 2 for right in _COPIED), *_RECYCLED, 0.15)
+FORCED = UNVERIFIED + 1  # the class of a token that the form of the output forces
+_PRIORS = (*_COPIED, *(right / 2 for right in _COPIED), *_RECYCLED, 0.15, 0.95)
 
 
 def match_class(num_matched: int, support: int, source: int = OWN_TEXT) -> int:
@@ -48,6 +49,8 @@ def recycled_classes(probabilities: NDArray[np.float64], *, is_pair: bool) -> ND
 
 def source_of(match_class: int) -> str:
     """Return the name of a class's source."""
+    if match_class == FORCED:
+        return "form"
     return ("own text", "corpus")[match_class // len(_COPIED)] if match_class < _NUM_COPIED else "recycled"
 
 

@@ -125,7 +125,7 @@ class Auto:
             )
         if not self._has_gate and own.drafts:
             return {PLAIN: ways[PLAN]}
-        if self._looks_up and any(proposal.token_ids for proposal in state.proposals()):
+        if any(proposal.token_ids for proposal in state.proposals()):
             ways[LOOKUP] = self._looked_up(state, self._no_draft)
             if own.drafts and self._gate.is_known(PLAN):
                 ways[BOTH] = self._looked_up(state, own)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayspec import StructuredOutputsParams
 from rayspec.config import SamplingParams
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.openai.requests import ChatRequest, CompletionRequest
@@ -42,6 +43,13 @@ EVERYTHING: dict[str, Any] = {
     "allowed_token_ids": [1, 2, 3],
     "truncate_prompt_tokens": 5,
     "spaces_between_special_tokens": True,
+    "structured_outputs": {"choice": ["a", "b"]},
+}
+
+
+JSON_FORM: dict[str, Any] = {
+    "type": "json_schema",
+    "json_schema": {"name": "n", "strict": True, "schema": {"const": None}},
 }
 
 
@@ -59,6 +67,29 @@ def test_every_parameter_reaches_the_sampling_params() -> None:
     assert params_of(TEXT | EVERYTHING | {"max_tokens": 30, "logprobs": 4}) == expected
     reached = {*EVERYTHING, "max_tokens", "logprobs"}
     assert reached == set(SamplingParams.model_fields) - {"detokenize", "prompt_logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("body", "form"),
+    [
+        ({"response_format": JSON_FORM}, {"json": {"const": None}}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"structured_outputs": {"json": {"enum": [None], "const": None}}}, {"json": {"enum": [None], "const": None}}),
+        ({"structured_outputs": {"grammar": "start: /a/"}}, {"grammar": "start: /a/"}),
+        ({"guided_json": {"b": 1, "a": 2}}, {"json": '{"b": 1, "a": 2}'}),
+        (
+            {"guided_json": "{}", "guided_whitespace_pattern": " ", "guided_decoding_backend": "auto"},
+            {"json": "{}", "whitespace_pattern": " "},
+        ),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_grammar": "root ::= [a]"}, {"grammar": "root ::= [a]"}),
+    ],
+)
+def test_forms_of_the_output_have_the_names_of_openai_and_vllm(body: dict[str, Any], form: dict[str, Any]) -> None:
+    """Null has a meaning in schemas, and so has the order of properties."""
+    for base in (CHAT, TEXT):
+        assert params_of(base | body).structured_outputs == StructuredOutputsParams(**form)
 
 
 def test_what_is_left_out_or_null_has_the_default() -> None:
@@ -114,7 +145,13 @@ def test_the_output_must_fit_the_context() -> None:
     [
         (CHAT, {"temperatur": 1}, "temperatur", "unknown_parameter", "did you mean 'temperature'"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools", "unsupported_parameter", "not supported"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter", "not supp"),
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "invalid_value", "'json_schema'"),
+        (CHAT, {"response_format": JSON_FORM | {"schema": {}}}, "response_format.schema", "invalid_value", "unknown"),
+        (TEXT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_value", "schema"),
+        (CHAT, {"guided_json": "{"}, "guided_json", "invalid_value", "no JSON"),
+        (CHAT, {"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "invalid_value", "regex and choice"),
+        (CHAT, {"response_format": JSON_FORM, "guided_regex": "a"}, "guided_regex", "invalid_value", "give one of"),
+        (CHAT, {"structured_outputs": {"jsn": {}}}, "structured_outputs", "invalid_value", "unknown field 'jsn'"),
         (CHAT, {"temperature": -0.5}, "temperature", "invalid_value", "-0.5"),
         (CHAT, {"temperature": math.inf}, "temperature", "invalid_value", "finite"),
         (CHAT, {"logit_bias": {"1": math.nan}}, "logit_bias.1", "invalid_value", "finite"),

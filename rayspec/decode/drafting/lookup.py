@@ -15,6 +15,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
+from rayspec.decode.grammar import Constraint
 from rayspec.planning.lookup import AMBIGUOUS, OWN_TEXT, SINGLE, UNANIMOUS, match_class
 
 _MAX_PLACES = 8  # the latest occurrences of an n-gram, which are compared
@@ -38,6 +39,16 @@ class Proposal:
     parents: tuple[int, ...] = ()
     survival: tuple[float, ...] = ()
     copied: Proposal | None = None
+
+    def cut_by(self, constraint: Constraint, drafted: Sequence[int] = ()) -> Proposal:
+        """Return the proposal, a chain without survival, up to the first token that breaks the form of the output.
+        drafted: tokens before it."""
+        num_allowed = len(constraint.allowed([*drafted, *self.token_ids])) - len(drafted)
+        return replace(
+            self,
+            token_ids=self.token_ids[: max(0, num_allowed)],
+            match_classes=self.match_classes[: max(0, num_allowed)],
+        )
 
     def with_survival(self, chances: Sequence[float]) -> Proposal:
         return replace(self, survival=tuple(chances))

@@ -1,5 +1,5 @@
-"""Proposes tokens that no pass has to draft: copied from the sequence's own text or from finished outputs, and
-recycled from verifies."""
+"""Proposes tokens that no pass has to draft: copied from the sequence's own text or from finished outputs, recycled
+from verifies, and forced by the form of the output."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.corpus import Corpus
 from rayspec.decode.drafting.lookup import LookupIndex, Proposal, newest_of
 from rayspec.decode.drafting.recycle import NUM_SUCCESSORS, Likeliest, Successors
+from rayspec.decode.grammar import Constraint
 from rayspec.decode.requests import SequenceState
 from rayspec.decode.work import Draft, RoundEntry
-from rayspec.planning.lookup import LookupRecord, source_of, survival
+from rayspec.planning.lookup import FORCED, LookupRecord, source_of, survival
 
 _NGRAM = 3  # tokens that must match where a draft is looked up
 # Tokens that must match in `auto`, which learns the acceptance for each length of match.
@@ -24,6 +25,7 @@ _MOST_GROWN = 16  # sequences of a round for which `auto` grows trees: in larger
 _LEAST_SURVIVAL = 0.02  # of a token in a tree
 # Without a recycled token in any draft for so many rounds, the likeliest tokens are asked for in one round of a few.
 _IDLE_ROUNDS, _IDLE_INTERVAL = 32, 8
+_FORCING = ("auto", "knapspec", "lookup", "recycling", "static")  # strategies that take forced tokens as drafts
 _MAX_OWNERS = 8  # whose texts are remembered: those with the newest requests
 
 
@@ -84,12 +86,23 @@ class Proposer:
     def propose(self, sequence: SequenceState, num_tokens: int, *, batch: int = 1) -> Proposal:
         """Return at most `num_tokens` tokens that may come next, the likeliest first. batch: sequences of the round."""
         num_tokens = min(num_tokens, sequence.num_remaining - 1)
-        by_class = self.record.by_class
+        by_class, constraint = self.record.by_class, sequence.constraint
+        if constraint is not None:
+            constraint.extend_to(sequence.token_ids)
+            forced = tuple(constraint.forced(num_tokens)) if self._strategy in _FORCING else ()
+            if forced:
+                proposal = Proposal(forced, (FORCED,) * len(forced))
+                if sequence.lookup is not None:
+                    sequence.lookup.extend_to(sequence.token_ids)
+                    copied = sequence.lookup.propose(num_tokens - len(forced), forced).cut_by(constraint, forced)
+                    proposal = Proposal(forced + copied.token_ids, proposal.match_classes + copied.match_classes)
+                return proposal.with_survival(survival(by_class, proposal.match_classes))
         copied = self._copied(sequence, num_tokens, by_class)
         successors = self._memory(sequence.owner).successors
         if successors is None or (self._strategy == "auto" and batch > _MOST_GROWN):
             return copied.with_survival(survival(by_class, copied.match_classes))
-        return _grown(copied, successors, sequence.token_ids, num_tokens, by_class)
+        grown = _grown(copied, successors, sequence.token_ids, num_tokens, by_class)
+        return grown if constraint is None else _pruned(grown, constraint)
 
     def remember(self, sequence: SequenceState) -> None:
         """Keep the output of a finished sequence for others to copy."""
@@ -103,6 +116,8 @@ class Proposer:
         corpus = self._memory(sequence.owner).corpus
         if corpus is not None:
             found += corpus.proposals(newest_of(sequence.token_ids), num_tokens)
+        if sequence.constraint is not None:
+            found = [one.cut_by(sequence.constraint) for one in found]
         return max(found, key=lambda one: sum(survival(by_class, one.match_classes)))
 
     def learn(
@@ -178,6 +193,20 @@ def _grown(
         row = len(token_ids)
     is_chain = parents == list(range(len(parents)))
     return Proposal(tuple(token_ids), tuple(classes), () if is_chain else tuple(parents), tuple(chances), copied)
+
+
+def _pruned(tree: Proposal, constraint: Constraint) -> Proposal:
+    """Return the tree without the tokens that break the form of the output, and without what follows them."""
+    kept = constraint.allowed(tree.token_ids, tree.parents)
+    rows = {0: 0} | {at + 1: row for row, at in enumerate(kept, start=1)}
+    parents = [rows[tree.parents[at]] if tree.parents else rows[at] for at in kept]
+    return replace(
+        tree,
+        token_ids=tuple(tree.token_ids[at] for at in kept),
+        match_classes=tuple(tree.match_classes[at] for at in kept),
+        parents=() if parents == list(range(len(kept))) else tuple(parents),
+        survival=tuple(tree.survival[at] for at in kept),
+    )
 
 
 def sources_of(draft: Draft, proposal: Proposal, rows: Sequence[int]) -> list[str]:

@@ -1,0 +1,231 @@
+"""Outputs with a form: they have it, and they are those of plain decoding, whatever is drafted."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jsonschema
+import pytest
+
+from rayspec import LLM, SamplingParams, StructuredOutputsParams
+from rayspec.decode.grammar import _MAX_KEPT, Constraint, Grammars
+from rayspec.errors import ConfigError, GrammarError
+from rayspec.types import Request, RequestOutput
+from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
+from tests.engines import RandomPlans, engine_with
+from tests.schemas import NESTED, PERSON, random_schema
+
+SCHEMAS = [PERSON, NESTED, *(random_schema(random.Random(seed)) for seed in range(38))]
+OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "kv_cache_tokens": 8192}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "lookup": {},
+    "auto": {},
+    "recycling": {},
+    "knapspec": {},
+    "static": {"skip": [13, 14, 18], "max_draft_tokens": 6},
+    "swift": {},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "one by one": {"max_num_seqs": 1},
+    "trees": {"num_beside": 40, "max_num_seqs": 8},
+    "preempted": {"kv_cache_tokens": 480, "max_num_seqs": 6, "max_num_batched_tokens": 16},
+    "deterministic": {"deterministic": True, "max_num_batched_tokens": 64},
+    "static shapes": {"is_static": True, "max_num_seqs": 4},
+}
+
+
+def _params(schema: dict[str, Any], *, temperature: float, **form: Any) -> SamplingParams:
+    structured = StructuredOutputsParams(json=schema, **form)
+    return SamplingParams(temperature=temperature, seed=7, max_tokens=160, structured_outputs=structured)
+
+
+def _asked(temperature: float) -> list[SamplingParams]:
+    """One for each schema; the space in JSON is a matter of the model, of a pattern, or known."""
+    forms: list[dict[str, Any]] = [{"whitespace_pattern": " ?"}, {"disable_any_whitespace": True}, {}]
+    return [_params(one, temperature=temperature, **forms[at % 3]) for at, one in enumerate(SCHEMAS)]
+
+
+def _generated(temperature: float, max_num_seqs: int = 8, **speculation: Any) -> tuple[list[RequestOutput], Any]:
+    prompts = [{"prompt_token_ids": one} for one in demo_prompts(len(SCHEMAS), 2)]
+    with LLM("demo", speculation=speculation, max_num_seqs=max_num_seqs, **OPTIONS) as llm:
+        return llm.generate(prompts, _asked(temperature), use_tqdm=False), llm.stats
+
+
+def _texts(outputs: Sequence[RequestOutput]) -> list[tuple[str, str | None]]:
+    assert not [one.error for one in outputs if one.error]
+    return [(one.outputs[0].text, one.outputs[0].finish_reason) for one in outputs]
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[float, list[tuple[str, str | None]]]:
+    return {at: _texts(_generated(at, 1, strategy="ar")[0]) for at in (0.0, 0.8)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_finished_output_is_valid(plain: dict[float, list[tuple[str, str | None]]], temperature: float) -> None:
+    finished = [
+        (text, schema) for (text, reason), schema in zip(plain[temperature], SCHEMAS, strict=True) if reason == "stop"
+    ]
+    assert len(finished) >= 30
+    for text, schema in finished:
+        jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "temperature"), [*((name, 0.8) for name in STRATEGIES), ("auto", 0.0), ("static", 0.0)]
+)
+def test_the_text_is_that_of_plain_decoding(
+    plain: dict[float, list[tuple[str, str | None]]], strategy: str, temperature: float
+) -> None:
+    outputs, stats = _generated(temperature, strategy=strategy, **STRATEGIES[strategy])
+    assert _texts(outputs) == plain[temperature]
+    assert strategy == "swift" or stats.accepted_by_source["form"] > 300
+
+
+@pytest.mark.parametrize(("way", "temperature"), [*((way, 0.8) for way in WAYS), ("trees", 0.0)])
+def test_the_text_is_that_of_plain_decoding_under_another_plan_every_round(way: str, temperature: float) -> None:
+    prompts, asked = demo_prompts(6, 2), _asked(temperature)[:6]
+    outputs = []
+    for strategy, options in ((None, {}), (RandomPlans(3, len(demo_parts().sublayers)), WAYS[way])):
+        engine = engine_with(demo_parts(), strategy, eos=(EOS,), tokenizer=demo_tokenizer(), **options)
+        for at, (prompt, params) in enumerate(zip(prompts, asked, strict=True)):
+            engine.add(Request(request_id=str(at), params=params, prompt_token_ids=prompt))
+        done: dict[str, RequestOutput] = {}
+        while engine.has_unfinished:
+            done |= {one.request_id: one for one in engine.step()}
+        outputs.append(_texts([done[str(at)] for at in range(len(prompts))]))
+    assert way != "preempted" or engine.stats.num_preemptions > 0
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_sampled_drafts_keep_the_form(verification: str) -> None:
+    outputs, stats = _generated(1.0, strategy="static", skip=[13, 14], verification=verification)
+    for (text, reason), schema in zip(_texts(outputs), SCHEMAS, strict=True):
+        if reason == "stop":
+            jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
+    assert stats.num_accepted_tokens > 300
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    with LLM("demo", **OPTIONS) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": r"[A-Z]{3}-\d{4}"}, r"[A-Z]{3}-\d{4}"),
+        ({"choice": ["positive", "negative", 'a "quoted" ünit']}, r'positive|negative|a "quoted" ünit'),
+        ({"grammar": 'root ::= "yes" | "no" " " [0-9] [0-9]'}, r"yes|no \d\d"),
+        ({"grammar": 'start: "<" WORD ">"\nWORD: /[a-z]{2,5}/'}, r"<[a-z]{2,5}>"),
+        ({"json_object": True}, r"(?s)\{.*\}"),
+    ],
+)
+def test_forms(llm: LLM, form: dict[str, Any], pattern: str) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=200, structured_outputs=form)
+    (output,) = llm.generate("The answer:", params, use_tqdm=False)
+    finished = [one.text for one in output.outputs if one.finish_reason == "stop"]
+    assert finished
+    assert all(re.fullmatch(pattern, text) for text in finished)
+
+
+def test_the_output_ends_with_its_form(llm: LLM) -> None:
+    """Nothing can follow, so neither `ignore_eos` nor `min_tokens` goes on."""
+    form = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(temperature=0, max_tokens=50, min_tokens=20, ignore_eos=True, structured_outputs=form)
+    (output,) = llm.generate("Is it?", params, use_tqdm=False)
+    assert (output.outputs[0].text in ("yes", "no"), output.outputs[0].finish_reason) == (True, "stop")
+
+
+def test_max_tokens_may_end_a_form_early(llm: LLM) -> None:
+    (output,) = llm.generate("A person:", _params(PERSON, temperature=0).replace(max_tokens=5), use_tqdm=False)
+    assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("length", 5)
+
+
+def test_a_form_that_cannot_be_compiled_fails_its_request_alone(llm: LLM) -> None:
+    wrong = {"type": "object", "properties": {"list": {"items": {"properties": {"x": {"type": "strin"}}}}}}
+    forms = [{"json": wrong}, {"regex": "(a"}, {"grammar": "start: nothing"}, {"choice": ["a"]}]
+    params = [SamplingParams(max_tokens=9, temperature=0, structured_outputs=form) for form in forms]
+    outputs = llm.generate(["x"] * 4, params, use_tqdm=False)
+    messages = [str(one.error) for one in outputs]
+    assert all(isinstance(one.error, GrammarError) for one in outputs[:3])
+    assert messages[0] == "structured_outputs.json.properties.list.items.properties.x: Invalid type: strin"
+    assert "unclosed group" in messages[1]
+    assert "nothing" in messages[2]
+    assert outputs[3].outputs[0].text == "a"
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({}, "give one of json, regex"),
+        ({"json": {}, "regex": "a"}, "json and regex are set"),
+        ({"json": "{"}, "json is no JSON"),
+        ({"json": "[1]"}, "give a JSON schema, which is an object"),
+        ({"choice": "a"}, "give a list of texts"),
+        ({"choice": []}, "give a list of texts"),
+        ({"regex": 3}, "regex is 3"),
+        ({"regx": "a"}, "unknown field 'regx'"),
+        ({"structural_tag": "x"}, "'structural_tag' is not supported"),
+        ({"regex": "a" * 300_000}, "shorten it"),
+    ],
+)
+def test_a_form_is_checked_where_it_is_made(form: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        SamplingParams(structured_outputs=form)
+
+
+def _grammars() -> Grammars:
+    return Grammars(demo_tokenizer, vocab_size=len(demo_tokenizer()), eos_token_ids=[EOS])
+
+
+def _bits(constraint: Constraint, before: Sequence[int]) -> set[int]:
+    masks = constraint.masks([before])
+    assert masks is not None
+    return {32 * word + bit for word, value in enumerate(masks[0].tolist()) for bit in range(32) if value >> bit & 1}
+
+
+def test_a_state_made_of_the_committed_tokens_is_the_state_that_grew_with_them() -> None:
+    """As after a replay: at every token, also after trees of drafts, of which most break the form."""
+    grammars, rng = _grammars(), random.Random(1)
+    form = StructuredOutputsParams(json=PERSON)
+    text = '{"name": "Ann Lee", "age": 31, "tags": ["red", "blue"]}'
+    token_ids = [*demo_tokenizer()(text, add_special_tokens=False)["input_ids"], EOS]
+    grown = grammars.constraint(form, 3)
+    for length in range(len(token_ids) + 1):
+        committed = [7, 8, 9, *token_ids[:length]]
+        grown.extend_to(committed)
+        grown.masks(
+            [(), *(tuple(rng.choices(token_ids, k=3)) for _ in range(5)), tuple(token_ids[length : length + 4])]
+        )
+        grown.allowed(token_ids[length:][:6], [0, 1, 1, 3, 0, 5][: len(token_ids[length:])])
+        fresh = grammars.constraint(form, 3)
+        fresh.extend_to(committed)
+        assert _bits(grown, ()) == _bits(fresh, ())
+        assert grown.forced(8) == fresh.forced(8)
+        if length < len(token_ids):
+            assert token_ids[length] in _bits(grown, ())
+            assert grown.allowed(token_ids[length:-1]) == list(range(len(token_ids) - 1 - length))
+    assert grown.error == ""
+
+
+def test_a_token_that_breaks_the_form_is_an_error_of_the_state_and_raises_nothing() -> None:
+    constraint = _grammars().constraint(StructuredOutputsParams(choice=["yes"]), 0)
+    constraint.extend_to(demo_tokenizer()("no", add_special_tokens=False)["input_ids"])
+    assert "cannot follow" in constraint.error
+
+
+def test_few_compiled_forms_are_kept() -> None:
+    grammars = _grammars()
+    first = grammars.compiled(StructuredOutputsParams(regex="first"))
+    assert grammars.compiled(StructuredOutputsParams(regex="first")) is first
+    for number in range(_MAX_KEPT):
+        grammars.compiled(StructuredOutputsParams(regex=f"a{number}"))
+    assert grammars.compiled(StructuredOutputsParams(regex="first")) is not first
+    assert len(grammars._kept) == _MAX_KEPT
