@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.device.run import measure_device
-from benchmarks.shared import DeviceOptions, Json
+from benchmarks.device.decoding import time_shape, time_wide
+from benchmarks.device.run import CHECKS, Check, measure_device
+from benchmarks.roofline import SHAPES
+from benchmarks.shared import DeviceOptions, Json, Widen, numbers
 from rayspec.bench.commands import ComparedType, Device, Quick
 from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console, say
+from rayspec.types import ConfigError
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+NumThreads = Annotated[int | None, typer.Option(min=1, help="torch CPU threads")]
 
 
 @app.command()
-def device(
+def checks(
     *,
     device: Device = "auto",
     dtype: ComparedType = "bfloat16",
-    num_threads: Annotated[int | None, typer.Option(min=1, help="torch CPU threads")] = None,
+    num_threads: NumThreads = None,
     quick: Quick = False,
     json: Json = None,
 ) -> None:
@@ -27,9 +35,55 @@ def device(
 
     Exit code 1 if launches or reads of the host are not as they should be. Run nothing else at the same time.
     """
+    _measure(DeviceOptions(device=device, dtype=dtype, num_threads=num_threads, is_quick=quick), CHECKS, json)
+
+
+@app.command()
+def shape(
+    *,
+    name: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "Llama-3.1-8B",
+    batch: Annotated[str, typer.Option(help="numbers of sequences, with commas")] = "1,64",
+    context: Annotated[str, typer.Option(help="tokens before the timed ones, with commas")] = "1024",
+    steps: Annotated[int, typer.Option(min=4, help="timed steps of a run")] = 40,
+    generate: Annotated[bool, typer.Option(help="compare with transformers generate")] = True,
+    device: Device = "auto",
+    dtype: ComparedType = "bfloat16",
+    num_threads: NumThreads = None,
+    json: Json = None,
+) -> None:
+    """Time plain decoding in the shape of a large model, with random weights, against generate and the bandwidth."""
     with clean_exit():
-        options = DeviceOptions(device=device, dtype=dtype, num_threads=num_threads, is_quick=quick)
-        page, is_good = measure_device(options, say, json)
+        if name not in SHAPES:
+            raise ConfigError(f"option 'name' is {name!r}: use one of {', '.join(SHAPES)}")
+        cells = list(itertools.product(numbers("batch", batch, int), numbers("context", context, int)))
+    timed = partial(time_shape, shape=SHAPES[name], cells=cells, num_steps=steps, generate=generate)
+    _measure(DeviceOptions(device=device, dtype=dtype, num_threads=num_threads), {f"decoding, {name}": timed}, json)
+
+
+@app.command()
+def wide(
+    *,
+    widen: Widen = 32,
+    strategies: Annotated[
+        str, typer.Option(help="with commas; 'ar' always runs, 'int4' drafts by quantised copies of all sublayers")
+    ] = "static,int4,knapspec,auto",
+    context: Annotated[int, typer.Option(min=64, help="prompt tokens")] = 1800,
+    num_prompts: Annotated[int, typer.Option(min=1, help="prompts of each domain")] = 4,
+    offload: Annotated[float, typer.Option(min=0.0, max=0.99, help="share of the sublayers' bytes in CPU memory")] = 0,
+    device: Device = "auto",
+    dtype: ComparedType = "bfloat16",
+    num_threads: NumThreads = None,
+    json: Json = None,
+) -> None:
+    """Compare strategies on the bundled model, made so many times as wide: 32 gives 3.2 billion parameters."""
+    names = [name.strip() for name in strategies.split(",")]
+    timed = partial(time_wide, widen=widen, strategies=names, context=context, num_prompts=num_prompts, offload=offload)
+    _measure(DeviceOptions(device=device, dtype=dtype, num_threads=num_threads), {"strategies": timed}, json)
+
+
+def _measure(options: DeviceOptions, checks: Mapping[str, Check], json: Path | None) -> None:
+    with clean_exit():
+        page, is_good = measure_device(options, say, json, checks=checks)
         output_console().print(page, markup=False, highlight=False, soft_wrap=True)
     if not is_good:
         raise typer.Exit(EXIT_FAILED)

@@ -19,7 +19,7 @@ _HEAD = """\
 # Predicted step times on H100 and H200
 
 **No GPU has run this.** The numbers follow from a count and from assumptions; nothing here is measured. `python -m
-benchmarks.device` on a GPU measures what these numbers predict.
+benchmarks.device checks` on a GPU measures what these numbers predict.
 
 `python -m benchmarks.device.predictions` prints this page.
 

@@ -12,9 +12,12 @@ from typer.testing import CliRunner
 
 from benchmarks.device import bandwidth, step_times
 from benchmarks.device.__main__ import app
+from benchmarks.device.decoding import time_shape, time_wide
 from benchmarks.device.kernels import kernel_differences
 from benchmarks.device.predictions import predictions_page
 from benchmarks.device.run import CHECKS
+from benchmarks.roofline import ModelShape
+from benchmarks.shared import DeviceOptions
 from rayspec.model.cuda import operations
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +30,7 @@ def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bandwidth, "_MAX_BYTES_QUICK", 2**20)
     monkeypatch.setattr(bandwidth, "_NUM_REPEATS", 1)
     monkeypatch.setattr(step_times, "_WIDER_QUICK", 2)
-    arguments = ["--device", "cpu", "--num-threads", "1", "--quick", "--json", str(tmp_path / "d.json")]
+    arguments = ["checks", "--device", "cpu", "--num-threads", "1", "--quick", "--json", str(tmp_path / "d.json")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "d.json").read_text(encoding="utf-8"))
@@ -38,6 +41,24 @@ def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 CPU = torch.device("cpu")
+ON_CPU = DeviceOptions(device="cpu", dtype="float32", num_threads=1)
+TINY = ModelShape(
+    name="tiny", num_layers=2, hidden_size=64, mlp_size=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=999
+)
+
+
+def test_decoding_in_a_shape_is_timed() -> None:
+    found = time_shape(ON_CPU, TINY, [(1, 64), (4, 64)], num_steps=6, generate=True)
+    for cell in found.numbers["cells"]:
+        assert 0 < cell["floor_ms"] < cell["fastest_ms"] <= cell["step_ms"] <= cell["slowest_ms"]
+        assert cell["generate_ms"] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("offload", [0.0, 0.5])
+def test_strategies_are_compared_on_the_widened_model(offload: float) -> None:
+    found = time_wide(ON_CPU, 2, ["int4"], context=64, num_prompts=1, offload=offload)
+    assert found.numbers["same_texts"] == {"ar": 4, "int4": 4}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,255 @@
+"""How fast an engine decodes on a device: the shape of a large model, and the bundled model made wider."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from benchmarks.device.bandwidth import read_bytes_per_s
+from benchmarks.device.models import bundled_model
+from benchmarks.roofline import ModelShape
+from benchmarks.shared import DeviceOptions, Measured, Table, measured
+from rayspec import demo, local_engine
+from rayspec.bench.workloads import fitting_tasks
+from rayspec.config import EngineConfig, OffloadOptions, SamplingParams, SpeculationOptions
+from rayspec.decode.engine import Engine
+from rayspec.model.weights import load_tokenizer
+from rayspec.types import Request
+
+# Contexts beyond the last prompt: what is generated while rounds are timed.
+_BEYOND = 512
+_NUM_REPEATS = 5
+# The static strategy skips these middle sublayers of the bundled model's 32.
+_SKIPPED = (13, 15, 16, 17, 18, 19, 21)
+
+
+def time_shape(
+    options: DeviceOptions, shape: ModelShape, cells: Sequence[tuple[int, int]], *, num_steps: int, generate: bool
+) -> Measured:
+    """Time plain decoding of a model of this shape with random weights, at each (batch, context), against transformers
+    `generate` and against reading the weights and the keys and values once."""
+    device, dtype = options.torch_device, options.torch_dtype
+    found: dict[tuple[int, int], dict[str, float]] = {cell: {} for cell in cells}
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config(shape, dtype, folder)
+        model = _random_model(config, dtype, device)
+        if generate:
+            for cell in cells:
+                found[cell]["generate_ms"] = _generate_ms(model, shape, *cell, num_steps=num_steps)
+        num_bytes = sum(weight.nbytes for weight in model.parameters())
+        num_bytes -= 0 if shape.tied else shape.head_parameters * dtype.itemsize
+        bytes_per_s = read_bytes_per_s(device)
+        longest, most = max(context for _, context in cells) + _BEYOND, max(batch for batch, _ in cells)
+        num_slots = max(batch * (context + _BEYOND) for batch, context in cells)
+        with _weights(model):
+            del model
+            engine = local_engine.load_engine(
+                EngineConfig(
+                    model=folder, device=str(device), dtype=options.dtype, num_threads=options.num_threads,
+                    max_model_len=longest, max_num_seqs=most, kv_cache_tokens=num_slots,
+                    speculation=SpeculationOptions(strategy="ar"),
+                ),
+                with_tokenizer=False,
+            )  # fmt: skip
+        for batch, context in cells:
+            read = num_bytes + batch * context * shape.num_layers * shape.kv_bytes_per_token
+            times = _step_ms(engine, _prompts(shape, batch, context), num_steps)
+            found[batch, context] |= {
+                "step_ms": median(times), "fastest_ms": min(times), "slowest_ms": max(times),
+                "floor_ms": read / bytes_per_s * 1e3,
+            }  # fmt: skip
+    shares = [cell["floor_ms"] / cell["step_ms"] for cell in found.values()]
+    return measured(
+        f"plain decoding reaches {min(shares):.0%} to {max(shares):.0%} of the memory's bandwidth",
+        numbers={
+            "shape": shape.name, "read_bytes_per_s": bytes_per_s,
+            "cells": [{"batch": batch, "context": context} | cell for (batch, context), cell in found.items()],
+        },
+        tables=[_shape_table(found)],
+        counted=f"{shape.name} with random weights, {options.torch_dtype}; the device reads "
+        f"{bytes_per_s / 1e9:.0f} GB/s. A step is one token of each sequence: the median of {_NUM_REPEATS} runs of "
+        f"{num_steps} steps, prefill left out; in brackets the fastest and the slowest run. The floor reads weights, "
+        "keys and values once.",
+    )  # fmt: skip
+
+
+def time_wide(
+    options: DeviceOptions, widen: int, strategies: Sequence[str], *, context: int, num_prompts: int, offload: float
+) -> Measured:
+    """Compare strategies on the bundled model, made `widen` times as wide, one sequence at a time. The texts of each
+    are compared with those of plain decoding. offload: share of the sublayers' bytes in CPU memory; 0: none."""
+    device, dtype = options.torch_device, options.torch_dtype
+    tokenizer = load_tokenizer(EngineConfig(model=demo.model_path()))
+    prompts = {
+        domain: [
+            list(tokenizer(task.prompt).input_ids)
+            for task in fitting_tasks(
+                domain, lambda task: len(tokenizer(task.prompt).input_ids), context=context, num_tasks=num_prompts
+            )
+        ]
+        for domain in demo.DOMAINS
+    }
+    rates: dict[str, dict[str, float]] = {}
+    texts: dict[str, dict[str, list[Any]]] = {}
+    accepted: dict[str, str] = {}
+    for name in dict.fromkeys(["ar", *strategies]):
+        model = bundled_model(dtype, device, factor=widen)
+        num_parameters = sum(weight.numel() for weight in model.parameters())
+        chosen: dict[str, dict[str, Any]] = {
+            "static": {"skip": _SKIPPED},
+            "int4": {"strategy": "static", "static_choice": "int4", "gate": False},
+        }
+        with _weights(model.cpu() if offload else model):
+            del model
+            engine = local_engine.load_engine(
+                EngineConfig(
+                    model=demo.model_path(), device=str(device), dtype=options.dtype, num_threads=options.num_threads,
+                    max_num_seqs=2, max_model_len=context + 256, kv_cache_tokens=2 * (context + 256),
+                    speculation=SpeculationOptions(**({"strategy": name} | chosen.get(name, {}))),
+                    offload=OffloadOptions(share=offload) if offload else None,
+                ),
+                with_tokenizer=False,
+            )  # fmt: skip
+        _complete(engine, prompts["summary"][:1])
+        rates[name], texts[name] = {}, {}
+        for domain, some in prompts.items():
+            texts[name][domain], rates[name][domain] = _complete(engine, some)
+        share = engine.stats.acceptance_rate
+        accepted[name] = "-" if share is None else f"{share:.0%}"
+        engine.shutdown()
+        del engine
+        gc.collect()
+    total = sum(map(len, prompts.values()))
+    same = {
+        name: sum(a == b for domain, own in each.items() for a, b in zip(own, texts["ar"][domain], strict=True))
+        for name, each in texts.items()
+    }
+    rows = [
+        [
+            name,
+            *(f"{rate:.0f} ({rate / rates['ar'][domain]:.2f}x)" for domain, rate in own.items()),
+            accepted[name],
+            f"{same[name]} of {total}",
+        ]
+        for name, own in rates.items()
+    ]
+    return measured(
+        f"{num_parameters / 1e9:.2f} billion parameters: " + ", ".join(
+            f"{name} {median(rates[name][domain] / rates['ar'][domain] for domain in prompts):.2f}x" for name in rates
+        ),
+        numbers={"num_parameters": num_parameters, "tokens_per_s": rates, "same_texts": same, "accepted": accepted},
+        tables=[Table(headings=["strategy", *prompts, "accepted", "same texts"], rows=rows)],
+        counted=f"Output tokens a second, prefill left out, one sequence at a time, prompts of up to {context} tokens, "
+        f"{options.torch_dtype}"
+        + (f"; {offload:.0%} of the sublayers' bytes are in CPU memory." if offload else "."),
+    )  # fmt: skip
+
+
+def _config(shape: ModelShape, dtype: torch.dtype, folder: str) -> Any:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=shape.hidden_size, intermediate_size=shape.mlp_size, num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size, tie_word_embeddings=shape.tied, max_position_embeddings=131072,
+        architectures=["LlamaForCausalLM"], dtype=str(dtype).removeprefix("torch."), eos_token_id=None,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    return config
+
+
+def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(pad_token_id=0)  # type: ignore[no-untyped-call]
+    made: PreTrainedModel = model.eval().requires_grad_(False)
+    return made
+
+
+@contextmanager
+def _weights(model: PreTrainedModel) -> Iterator[None]:
+    """Let an engine that is loaded take this model, which has no checkpoint."""
+    models = [model]
+    with patch.object(local_engine, "load_weights", lambda config: models.pop()):
+        yield
+
+
+def _prompts(shape: ModelShape, batch: int, context: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(batch)
+    ids: list[list[int]] = torch.randint(3, shape.vocab_size, (batch, context), generator=generator).tolist()
+    return ids
+
+
+@torch.inference_mode()
+def _generate_ms(model: Any, shape: ModelShape, batch: int, context: int, *, num_steps: int) -> float:
+    ids = torch.tensor(_prompts(shape, batch, context), device=model.device)
+    took: dict[int, list[float]] = {2: [], 2 + num_steps: []}
+    for count in [*took, *took]:
+        started = time.perf_counter()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False
+        ).tolist()
+        took[count].append(time.perf_counter() - started)
+    return (min(took[2 + num_steps]) - min(took[2])) / num_steps * 1e3
+
+
+def _step_ms(engine: Engine, prompts: Sequence[list[int]], num_steps: int) -> list[float]:
+    """Return the milliseconds of a step in each run, when all sequences decode."""
+    for at, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0.0, max_tokens=_BEYOND, ignore_eos=True)
+        engine.add(Request(request_id=str(at), params=params, prompt_token_ids=prompt))
+    before = engine.stats.num_generated_tokens
+    while engine.stats.num_generated_tokens < before + 12 * len(prompts):
+        engine.step()
+    times = []
+    for _ in range(_NUM_REPEATS):
+        first, started = engine.stats.num_generated_tokens, time.perf_counter()
+        while (made := engine.stats.num_generated_tokens - first) < num_steps * len(prompts):
+            engine.step()
+        times.append((time.perf_counter() - started) / made * len(prompts) * 1e3)
+    engine.abort_all()
+    while engine.has_unfinished:
+        engine.step()
+    return times
+
+
+def _complete(engine: Engine, prompts: Sequence[list[int]]) -> tuple[list[Sequence[int]], float]:
+    """Return the texts and the output tokens a second without prefill."""
+    texts: list[Sequence[int]] = []
+    engine.forget_texts()
+    started, prefill_s = time.perf_counter(), engine.stats.prefill_s
+    for at, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0.0, max_tokens=192)
+        engine.add(Request(request_id=str(at), params=params, prompt_token_ids=prompt))
+        while engine.has_unfinished:
+            for output in engine.step():
+                if output.error is not None:
+                    raise output.error
+                texts.append(output.outputs[0].token_ids)
+    took = time.perf_counter() - started - (engine.stats.prefill_s - prefill_s)
+    return texts, sum(map(len, texts)) / took
+
+
+def _shape_table(found: Mapping[tuple[int, int], Mapping[str, float]]) -> Table:
+    rows = []
+    for (batch, context), cell in found.items():
+        step, floor, generate = cell["step_ms"], cell["floor_ms"], cell.get("generate_ms")
+        rows.append(
+            [
+                str(batch), f"{context:,}", f"{step:.2f} ({cell['fastest_ms']:.2f} to {cell['slowest_ms']:.2f})",
+                f"{batch / step * 1e3:,.0f}", f"{floor:.2f}", f"{floor / step:.0%}",
+                "-" if generate is None else f"{generate:.2f}", "-" if generate is None else f"{generate / step:.2f}x",
+            ]
+        )  # fmt: skip
+    return Table(
+        headings=["batch", "context", "step, ms", "tokens/s", "floor, ms", "of bandwidth", "generate, ms", "speed-up"],
+        rows=rows,
+    )
