@@ -57,7 +57,7 @@ def test_decoding_in_a_shape_is_timed() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("offload", [0.0, 0.5])
 def test_strategies_are_compared_on_the_widened_model(offload: float) -> None:
-    found = time_wide(ON_CPU, 2, ["int4"], context=64, num_prompts=1, offload=offload)
+    found = time_wide(ON_CPU, 2, ["int4"], context=80, num_prompts=1, offload=offload)
     assert found.numbers["same_texts"] == {"ar": 4, "int4": 4}
 
 
