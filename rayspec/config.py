@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from rayspec.choices import FULL, QUANTISED_WEIGHTS, SKIP, Choice, Weights, combinations, keys_of, weights_of
 from rayspec.errors import ConfigError
+from rayspec.machine import has_nvidia_gpu
 from rayspec.structured import StructuredOutputsParams
 from rayspec.vllm_names import ENGINE, SAMPLING, from_vllm
 
@@ -436,6 +437,16 @@ class OffloadOptions(Options):
     folder: str | None = Field(None, description="for the file on disk; None: the system's for temporary files")
 
 
+# On a CPU, on a GPU.
+_MAX_NUM_SEQS, _MAX_NUM_BATCHED_TOKENS = (8, 64), (1024, 4096)
+
+
+def _is_on_gpu(given: Mapping[str, Any]) -> bool:
+    """Return whether an engine with these options is to run on a GPU: as `device` says, or as this machine has one."""
+    device = given.get("device", "auto")
+    return has_nvidia_gpu() if device == "auto" else str(device).startswith("cuda")
+
+
 class EngineConfig(Options):
     """Options of one engine: its model, device, capacity and speculation. Names of vLLM's are taken too, see
     `vllm_names`."""
@@ -454,8 +465,16 @@ class EngineConfig(Options):
         "auto", description="sampling defaults and rules of the checkpoint's generation_config.json; none: ignore them"
     )
     max_model_len: int | None = Field(None, ge=2, description="prompt and output tokens; None: the model's own")
-    max_num_seqs: int = Field(8, ge=1, description="sequences decoded at once")
-    max_num_batched_tokens: int = Field(1024, ge=16, description="prompt tokens run between two decode rounds")
+    max_num_seqs: int = Field(
+        default_factory=lambda given: _MAX_NUM_SEQS[_is_on_gpu(given)],
+        ge=1,
+        description="sequences decoded at once; by default 8 on a CPU, 64 on a GPU",
+    )
+    max_num_batched_tokens: int = Field(
+        default_factory=lambda given: _MAX_NUM_BATCHED_TOKENS[_is_on_gpu(given)],
+        ge=16,
+        description="prompt tokens run between two decode rounds; by default 1024 on a CPU, 4096 on a GPU",
+    )
     kv_cache_tokens: int | None = Field(None, ge=16, description="tokens the KV cache holds; None: from free memory")
     kv_cache_share: float | None = Field(
         None,

@@ -130,6 +130,12 @@ def _lines(path: Path) -> list[str]:
     return []
 
 
+def has_nvidia_gpu() -> bool:
+    """Return whether the driver shows this process an NVIDIA GPU. Loads no library."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not is_hidden and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
 def installed_version(name: str) -> str | None:
     """Return a package's version; None if it is not installed."""
     try:

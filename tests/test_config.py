@@ -77,6 +77,18 @@ def test_what_is_offloaded_is_not_split() -> None:
     EngineConfig(model="m", offload={}, parallel={"stages": 2})  # type: ignore[arg-type]
 
 
+def test_capacity_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capacity(**options: Any) -> tuple[int, int]:
+        made = EngineConfig(model="m", **options)
+        return made.max_num_seqs, made.max_num_batched_tokens
+
+    assert capacity(device="cpu") == (8, 1024)
+    assert capacity(device="cuda:1") == (64, 4096)
+    assert capacity(device="cuda", max_num_seqs=3) == (3, 4096)
+    monkeypatch.setattr(config_module, "has_nvidia_gpu", lambda: True)
+    assert capacity() == (64, 4096)
+
+
 @pytest.mark.parametrize("layout", ["auto", "atuo"])
 def test_a_layout_is_a_mapping(layout: str) -> None:
     with pytest.raises(ConfigError, match=rf"'parallel' is '{layout}': give a mapping.*only LLM.* takes 'auto'"):

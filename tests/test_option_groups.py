@@ -129,7 +129,8 @@ def test_saved_options_are_given_back(name: str, tmp_path: Path) -> None:
     groups = {"parallel": ParallelOptions, "speculation": SpeculationOptions, "offload": OffloadOptions}
     for number, given in enumerate(asked_for(groups.get(name, SamplingParams))):
         if name == "sampling":
-            settings = Settings(engine=EngineConfig(model="m"), sampling=SamplingParams(**given | {"n": 1}))
+            params = SamplingParams(**given | {"n": 1, "prompt_logprobs": None, "detokenize": True})
+            settings = Settings(engine=EngineConfig(model="m"), sampling=params)
         else:
             settings = Settings(engine=EngineConfig(model="m", **{name: given}), sampling=SamplingParams())
         file = tmp_path / f"{number}.yaml"

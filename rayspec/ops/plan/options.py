@@ -93,7 +93,7 @@ class PlanOptions(LoadOptions):
     acceptance: float = Field(PUBLISHED_ACCEPTANCE, ge=0, le=1, description="of draft tokens; default: as published")
     skip: float = Field(0.5, gt=0, lt=1, description="share of the layers that drafts leave out")
     price: float | None = Field(None, gt=0, description="dollars per GPU hour")
-    max_num_batched_tokens: int = Field(1024, ge=16, description="prompt tokens run between two decode rounds")
+    max_num_batched_tokens: int = Field(4096, ge=16, description="prompt tokens run between two decode rounds")
     hop_us: float = Field(200.0, ge=0, description="microseconds from a stage to the next one")
     all_reduce_us: float = Field(10.0, ge=0, description="microseconds between tensor-parallel ranks, a sublayer")
     gpus_per_node: int | None = Field(

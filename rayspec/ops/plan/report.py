@@ -39,7 +39,7 @@ def flags_of(layout: Layout, options: PlanOptions) -> dict[str, str | None]:
     different kinds of GPUs, which Ray could not tell apart. options: with a context."""
     dtype = {} if options.dtype == "auto" else {"dtype": options.dtype}
     engine: dict[str, Any] = {"max_model_len": options.num_tokens, "max_num_seqs": layout.concurrency}
-    if options.max_num_batched_tokens != EngineConfig.model_fields["max_num_batched_tokens"].default:
+    if options.max_num_batched_tokens != EngineConfig(model="any", device="cuda").max_num_batched_tokens:
         engine["max_num_batched_tokens"] = options.max_num_batched_tokens
     engine |= dtype
     arguments = engine | ({"parallel": layout.parallel} if layout.parallel else {})
