@@ -446,7 +446,7 @@ def plant_trees(
         limit = min(max_tokens, entry.max_tree_tokens)
         token_ids, parents = random_tree(rng, limit, expected, vocab_size)
         num_probes = rng.randint(0, len(token_ids) // 3)
-        return replace(entry, looked_up=token_ids, parents=parents, num_probes=num_probes)
+        return msgspec.structs.replace(entry, looked_up=token_ids, parents=parents, num_probes=num_probes)
 
     def started(work: Work) -> Future[Result]:
         if isinstance(work, Round) and not work.plan.lookahead:

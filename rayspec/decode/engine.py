@@ -285,23 +285,26 @@ class Engine:
                     self._release(sequence)
 
     def _commit_round(self, planned: PlannedRound, result: RoundResult) -> None:
-        num_tokens = 0
+        num_tokens, stats = 0, self.stats
         for sequence, committed, drafted, num_accepted in zip(
             planned.sequences, result.committed, result.drafts, result.num_accepted, strict=True
         ):
-            num_draft_tokens = len(drafted.token_ids)
-            for counts in (sequence.metrics, self.stats):
-                counts.num_rounds += result.num_steps
+            counts = sequence.metrics
+            counts.num_rounds += result.num_steps
+            if num_draft_tokens := len(drafted.token_ids):
                 counts.num_draft_tokens += num_draft_tokens
                 counts.num_accepted_tokens += num_accepted
-                counts.num_plain_rounds += result.num_steps if num_draft_tokens == 0 else 0
-            if num_draft_tokens:
-                lengths = self.stats.accepted_lengths
-                lengths[num_accepted] = lengths.get(num_accepted, 0) + 1
+                stats.num_draft_tokens += num_draft_tokens
+                stats.num_accepted_tokens += num_accepted
+                stats.accepted_lengths[num_accepted] = stats.accepted_lengths.get(num_accepted, 0) + 1
+            else:
+                counts.num_plain_rounds += result.num_steps
+                stats.num_plain_rounds += result.num_steps
             num_tokens += self._commit_tokens(sequence, committed)
-        self.stats.draft_s += result.draft_s
-        self.stats.verify_s += result.verify_s
-        self.stats.prefill_s += result.queued_s + result.prefill_s
+        stats.num_rounds += result.num_steps * len(planned.sequences)
+        stats.draft_s += result.draft_s
+        stats.verify_s += result.verify_s
+        stats.prefill_s += result.queued_s + result.prefill_s
         # Pages of finished sequences may be free already, but nothing is scheduled before the moves are done.
         if moves := _moves_of_branches(planned, result):
             self.stages.move(moves)

@@ -8,9 +8,10 @@ temperature; min_p; top-k; top-p. A forbidden token is -inf; each row keeps at l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -137,10 +138,6 @@ class TokenSampler:
         return len(self.token_ids)
 
     @property
-    def greedy(self) -> bool:
-        return self.params.greedy
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -164,7 +161,16 @@ class TokenSampler:
         """Why the form of the output cannot be kept; "" while it can."""
         return "" if self.constraint is None else self.constraint.error
 
-    @property
+    @cached_property
+    def greedy(self) -> bool:
+        return self.params.greedy
+
+    @cached_property
+    def changes(self) -> frozenset[_Change]:
+        """The changes that the parameters may ask for in some row, see `process`."""
+        return frozenset(change for change, is_asked in _CHANGES.items() if is_asked(self))
+
+    @cached_property
     def reads_history(self) -> bool:
         """Whether the values of the tokens before a row matter. If not, draft tokens may stay on the device, with
         placeholders in their place."""
@@ -174,16 +180,34 @@ class TokenSampler:
     @property
     def is_argmax(self) -> bool:
         """Whether this and all later tokens are the argmax of the raw logits. May become true after `min_tokens`."""
-        fixed = len(self.bias_ids) or self.forced or self.reads_history or self.has_biases
-        return self.greedy and not fixed and self.others is None and not self.forbids(0)
+        return self._is_unchanged and self.num_output_tokens >= self._num_ruled
 
-    @property
+    @cached_property
+    def _is_unchanged(self) -> bool:
+        """Whether nothing but a forbidden token can change a greedy choice."""
+        return self.changes <= {_forbid} and not (self.ngrams or self.bad_words)
+
+    @cached_property
+    def _num_ruled(self) -> float:
+        """Output tokens before which the parameters forbid some token whatever the text is; infinite for ever."""
+        return max(
+            math.inf if len(self.suppressed) else 0,
+            self.params.min_tokens if len(self.stops) else 0,
+            self._begin + 1 if len(self.suppressed_at_begin) else 0,
+        )
+
+    @cached_property
     def has_biases(self) -> bool:
         return len(self.bias_ids) > 0 or bool(self.biased)
 
     def forbids(self, num_before: int) -> bool:
         """Return whether tokens may be forbidden in the row after `num_before` more tokens."""
-        return bool(self.ngrams or self.bad_words or self.always_forbidden(num_before))
+        return bool(self.ngrams or self.bad_words) or self.num_output_tokens + num_before < self._num_ruled
+
+    @cached_property
+    def may_forbid(self) -> bool:
+        """Whether tokens may be forbidden in any row."""
+        return bool(self.ngrams or self.bad_words) or self._num_ruled > 0
 
     def always_forbidden(self, num_before: int) -> list[Tensor]:
         """Return the tokens that are forbidden after any `num_before` more tokens."""
@@ -209,8 +233,7 @@ class TokenSampler:
         return integers(sorted(token for token in token_ids if 0 <= token < self.vocab_size), self.device)
 
 
-@dataclass(frozen=True, slots=True)
-class LogitRow:
+class LogitRow(msgspec.Struct, frozen=True):
     """Row `at` of a packed logits tensor. before: the tokens between the committed tokens and the row's token."""
 
     at: int
@@ -230,9 +253,12 @@ def process(scores: Tensor, rows: Sequence[LogitRow]) -> Tensor:
     occurs. With top_p the host synchronises once with the device. Raises InvalidTokenError for a token in `before` that
     a penalty cannot count.
     """
-    for is_needed, change in _CHANGES:
-        changed = [row for row in rows if is_needed(row)]
-        if changed:
+    asked = frozenset[_Change]().union(*(row.sampler.changes for row in rows))
+    for change in _CHANGES:
+        is_due = _DUE.get(change)
+        if change in asked and (
+            changed := [row for row in rows if change in row.sampler.changes and (is_due is None or is_due(row))]
+        ):
             _apply(change, scores, changed)
     return scores
 
@@ -386,18 +412,24 @@ def _ranked(scores: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
     return ranked, tokens.gather(1, order)
 
 
-_CHANGES: Sequence[tuple[Callable[[LogitRow], bool], _Change]] = (
-    (lambda row: row.sampler.others is not None, _leave_allowed),
-    (lambda row: row.sampler.constraint is not None, _keep_form),
-    (lambda row: row.sampler.has_biases, _add_biases),
-    (lambda row: row.sampler.forbids(len(row.before)), _forbid),
-    (lambda row: row.params.has_penalties, _penalise),
-    (lambda row: row.sampler.forced_after(len(row.before)) is not None, _force),
-    (lambda row: not row.params.greedy, _scale),
-    (lambda row: not row.params.greedy and row.params.min_p > 0, _cut_to_min_p),
-    (lambda row: not row.params.greedy and 0 < row.params.top_k < row.sampler.vocab_size, _cut_to_top_k),
-    (lambda row: not row.params.greedy and row.params.top_p < 1, _cut_to_top_p),
-)
+# The changes in their order, each with whether a sequence asks for it.
+_CHANGES: Mapping[_Change, Callable[[TokenSampler], bool]] = {
+    _leave_allowed: lambda sampler: sampler.others is not None,
+    _keep_form: lambda sampler: sampler.constraint is not None,
+    _add_biases: lambda sampler: sampler.has_biases,
+    _forbid: lambda sampler: sampler.may_forbid,
+    _penalise: lambda sampler: sampler.params.has_penalties,
+    _force: lambda sampler: bool(sampler.forced),
+    _scale: lambda sampler: not sampler.greedy,
+    _cut_to_min_p: lambda sampler: not sampler.greedy and sampler.params.min_p > 0,
+    _cut_to_top_k: lambda sampler: not sampler.greedy and 0 < sampler.params.top_k < sampler.vocab_size,
+    _cut_to_top_p: lambda sampler: not sampler.greedy and sampler.params.top_p < 1,
+}
+# Of some changes, the rows of such a sequence that are changed.
+_DUE: Mapping[_Change, Callable[[LogitRow], bool]] = {
+    _forbid: lambda row: row.sampler.forbids(len(row.before)),
+    _force: lambda row: row.sampler.forced_after(len(row.before)) is not None,
+}
 
 
 def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

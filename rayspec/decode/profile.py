@@ -19,6 +19,7 @@ from typing import IO, Any, TypeAlias
 
 import torch
 import transformers
+from msgspec import structs
 from typing_extensions import Self
 
 from rayspec.choices import FULL, SKIP, Choice
@@ -365,14 +366,14 @@ def span_at(cache: KVCache, at: int, context: int, num_rows: int) -> RowSpan:
         return span
     num_pages = cache.num_windowed_slots // PAGE_SIZE
     pages = [(at * length // PAGE_SIZE + page) % num_pages for page in range(length // PAGE_SIZE)]
-    return replace(span, windowed=runs_of_pages(pages, PAGE_SIZE))
+    return structs.replace(span, windowed=runs_of_pages(pages, PAGE_SIZE))
 
 
 def _note_pages(runner: Runner, spans: Sequence[RowSpan]) -> None:
     """Run two rows before each span, which note the pages to read. Drafts that read few pages then read as many as in
     use."""
     if runner.cache.looked_at is not None and spans[0].context >= PAGE_SIZE:
-        before = [replace(span, context=span.context - 1, num_rows=2) for span in spans]
+        before = [structs.replace(span, context=span.context - 1, num_rows=2) for span in spans]
         runner.run(runner.batch(before, scores_pages=True), random_states(runner, 2 * len(spans)))
 
 

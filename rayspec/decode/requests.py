@@ -91,7 +91,7 @@ class SequenceState:
     @property
     def prefilled(self) -> bool:
         """Whether the sequence can take part in a round: all its tokens except the newest are in the KV cache."""
-        return self.num_computed == self.num_tokens - 1 and self.num_tokens > self.num_prompt_tokens
+        return len(self.token_ids) - 1 == self.num_computed >= self.num_prompt_tokens
 
     @property
     def num_remaining(self) -> int:

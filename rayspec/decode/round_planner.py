@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from rayspec.config import MAX_TREE_TOKENS, SpeculationOptions
-from rayspec.decode.drafting.lookahead import Guess
 from rayspec.decode.drafting.lookup import Proposal
 from rayspec.decode.drafting.proposer import Proposer, sources_of
 from rayspec.decode.requests import SequenceState
@@ -190,9 +189,12 @@ class RoundPlanner:
         num_free = sequence.table.capacity - sequence.num_tokens
         max_tree_tokens = min(MAX_TREE_TOKENS, num_free)
         num_looked_up = min(num_looked_up, num_free)
-        guess = Guess(list(proposal.token_ids[:num_looked_up]), list(proposal.parents[:num_looked_up]))
+        looked_up: Sequence[int] = proposal.token_ids[:num_looked_up]
+        parents: Sequence[int] = proposal.parents[:num_looked_up]
+        num_probes = 0
         if plan.lookahead:
             guess = sequence.guess(max_tree_tokens)
+            looked_up, parents, num_probes = guess.token_ids, guess.parents, guess.num_probes
         return RoundEntry(
             sequence_id=sequence.sequence_id,
             runs=sequence.table.runs,
@@ -200,9 +202,9 @@ class RoundPlanner:
             last_token=sequence.token_ids[-1],
             max_draft_tokens=min(plan.num_draft_tokens, sequence.num_remaining - 1, num_free),
             end_tokens=() if sequence.params.ignore_eos and sequence.constraint is None else sequence.eos_token_ids,
-            looked_up=guess.token_ids,
-            parents=guess.parents,
-            num_probes=guess.num_probes,
+            looked_up=looked_up,
+            parents=parents,
+            num_probes=num_probes,
             max_tree_tokens=max_tree_tokens,
             windowed=sequence.windowed_table.runs,
         )

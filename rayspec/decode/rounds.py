@@ -11,11 +11,12 @@ step.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 
-import msgspec
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from rayspec.config import Verification
@@ -257,8 +258,9 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
         verdicts = verify_rejection(logits, rows, [torch.stack(each) if each else None for each in drafted.logits])
     if len(logits) > len(work.entries) and not all(verdict.is_finite for verdict in verdicts):
         # A drafted token may be the cause, and its row spoils the other rows of its sequence: verify without drafts.
-        entries = [replace(entry, max_draft_tokens=0, looked_up=(), parents=(), num_probes=0) for entry in work.entries]
-        return (yield from _round(msgspec.structs.replace(work, entries=entries, num_taps=0), head))
+        bare = {"max_draft_tokens": 0, "looked_up": (), "parents": (), "num_probes": 0}
+        entries = [structs.replace(entry, **bare) for entry in work.entries]
+        return (yield from _round(structs.replace(work, entries=entries, num_taps=0), head))
     head.note_taps(verify.taps, logits)
     committed = commit(logits, rows, verdicts)
     probed: list[list[int]] = [[] for _ in probes]
@@ -324,7 +326,7 @@ def _likeliest(logits: Tensor, rows: Sequence[Rows], count: int) -> list[list[tu
         return []
     count = min(count, logits.shape[-1])
     best = logits.topk(count)
-    chances = (best.values.float() - logits.float().logsumexp(-1, keepdim=True)).exp()
+    chances = logits.float().softmax(-1).gather(1, best.indices)
     table: list[list[float]] = torch.cat((best.indices.double(), chances.double()), 1).tolist()
     found: list[tuple[Sequence[int], Sequence[float]]] = [
         ([int(token) for token in each[:count]], each[count:]) for each in table
@@ -347,7 +349,8 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
     chunk_rows = [chunk.rows for chunk in work.chunks]
     scores_pages = work.plan.uses_page_scores or work.num_taps > 0
     if owners and work.save_at:
-        num_saved = [owners.count(index) for index in range(len(pairs))]
+        counts = Counter(owners)
+        num_saved = [counts[index] for index in range(len(pairs))]
         left = [each[saved:] for each, saved in zip(tokens, num_saved, strict=True)]
         # Saved and remaining rows, sorted by entry; the chunks come last.
         of_rows = [*owners, *(index for index, each in enumerate([*left, chunk_tokens]) for _ in each)]
@@ -416,17 +419,18 @@ def draft(head: Head, work: Round) -> Generator[Pass, Tensor, DraftRound]:
         drawing = list(active)
         steps = yield from _drawn(head, work, result.drafts, drawing)
         # One copy to the host. By step and entry: the token, its confidence, and ranked tokens, if any.
-        columns = [
-            [step.token_ids.double()[:, None], step.confidence.double()[:, None]]
-            + ([] if step.ranked is None else [step.ranked.double()])
-            for step in steps
-        ]
-        tables: list[list[list[float]]] = torch.stack([torch.cat(each, 1) for each in columns]).tolist()
+        columns = [torch.stack([step.token_ids for step in steps]), torch.stack([step.confidence for step in steps])]
+        numbers = torch.stack([column.double() for column in columns], 2)
+        if steps[0].ranked is not None:
+            ranks = torch.stack([step.ranked for step in steps if step.ranked is not None])
+            numbers = torch.cat((numbers, ranks.double()), 2)
+        tables: list[list[list[float]]] = numbers.tolist()
         for step, table in zip(steps, tables, strict=True):
             result.num_steps += 1
-            result.owners.extend(index if index in active else DROPPED for index in drawing)
+            still = set(active)
+            result.owners.extend([index if index in still else DROPPED for index in drawing])
             for at, index in enumerate(drawing):
-                if index in active:
+                if index in still:
                     token, confidence, *best = table[at]
                     result.drafts[index].token_ids.append(int(token))
                     result.drafts[index].confidences.append(confidence)

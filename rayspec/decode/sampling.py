@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -155,8 +156,7 @@ def _columns(
     return (seed & _LOW, seed >> 32 & _LOW), position, origin, kind
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(msgspec.Struct, frozen=True):
     """Rows start .. start + len(pending) of a packed logits tensor, all of one sequence. Row 0 predicts the token after
     the committed tokens, and row j + 1 the token after pending[j]. parents: for each pending token, the earlier row
     that it follows; empty for a chain."""
@@ -305,7 +305,7 @@ def _with_noise(
 
 
 def _confidence(scores: Tensor) -> Tensor:
-    return (scores.amax(-1) - scores.logsumexp(-1)).exp()
+    return scores.softmax(-1).amax(-1)
 
 
 def _ranked(scores: Tensor, num_ranked: int) -> Tensor | None:

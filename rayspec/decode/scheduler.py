@@ -83,8 +83,8 @@ class KVManager:
 
     def grow(self, sequence: SequenceState, num_pages: int, room: int) -> bool:
         """See `PagePool.grow`."""
-        has_grown = self.pool.grow(sequence.table, num_pages, room)
-        if has_grown and sequence.prefilled:
+        has_grown = num_pages <= sequence.table.end or self.pool.grow(sequence.table, num_pages, room)
+        if has_grown and self.windowed is not None and sequence.prefilled:
             self.grow_window(sequence, sequence.table.capacity)
         return has_grown
 
@@ -240,7 +240,7 @@ class Scheduler:
         # Every sequence of the cohort gets the pages of its next round. If they run out, the youngest sequence that has
         # no work under way is preempted, of background requests first.
         for sequence in self.members(cohort):
-            while sequence in self.running and not self._grow(sequence):
+            while sequence not in step.preempted and not self._grow(sequence):
                 free = [one for one in self.running if one.cohort not in in_flight]
                 preempted = next((one for one in reversed(free) if one.background), free[-1])
                 self.kv.release(preempted)
@@ -269,7 +269,7 @@ class Scheduler:
     def _admit(self, cohort: int, step: Step) -> None:
         """Admit waiting sequences in order. A sequence whose shared pages are still being filled is passed over, and
         later ones may be admitted before it."""
-        num_members = len(self.members(cohort))
+        num_members = len(self.members(cohort)) if self.waiting else 0
         for sequence in list(itertools.islice(self.waiting, self._max_num_seqs)):
             if len(self.running) >= self._max_num_seqs or num_members >= self._max_cohort_seqs:
                 return
@@ -334,7 +334,7 @@ class Scheduler:
             budget -= num_tokens
 
     def _num_pages_needed(self, sequence: SequenceState) -> int:
-        num_tokens = min(sequence.num_tokens + self._lookahead, sequence.max_total_tokens)
+        num_tokens = min(len(sequence.token_ids) + self._lookahead, sequence.max_total_tokens)
         return min(_num_pages(num_tokens + self._num_beside), self.kv.pool.num_pages)
 
     def _grow(self, sequence: SequenceState) -> bool:

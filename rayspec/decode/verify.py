@@ -32,8 +32,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -41,8 +42,7 @@ from rayspec.decode.sampling import Rows, Stream, finite_rows, gumbel, processed
 from rayspec.model.threads import integers
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """The tokens to commit for one sequence: the accepted draft tokens, then one recovered or bonus token. path: rows
     of the accepted tokens, counted from the sequence's first row 0; empty if they are rows 1, 2, ... is_finite: False
     if the logits of its rows cannot be sampled from; the tokens are then void."""
@@ -79,10 +79,7 @@ def verify_coupled(logits: Tensor, rows: Sequence[Rows]) -> list[Verdict]:
     """Return verdicts by the coupled rule from raw target logits [N, V], for greedy and sampled sequences. `pending`
     holds the draft. One copy to the host: the target's tokens, and which rows can be sampled from."""
     tokens, finite = torch.stack((target_tokens(logits, rows), finite_rows(logits))).tolist()
-    return [
-        replace(_agreement(row, tokens[row.start : row.end]), is_finite=all(finite[row.start : row.end]))
-        for row in rows
-    ]
+    return [_agreement(row, tokens[row.start : row.end], all(finite[row.start : row.end])) for row in rows]
 
 
 def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor | None]) -> list[Verdict]:
@@ -194,15 +191,17 @@ def _packed(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor 
     )
 
 
-def _agreement(row: Rows, targets: Sequence[int]) -> Verdict:
+def _agreement(row: Rows, targets: list[int], is_finite: bool) -> Verdict:
     """Accept the longest path of draft tokens that all equal the target's, and the target's token after it."""
-    if not row.pending:
-        return Verdict([targets[0]], 0)
+    if not row.parents:
+        num_accepted = 0
+        while num_accepted < len(row.pending) and row.pending[num_accepted] == targets[num_accepted]:
+            num_accepted += 1
+        return Verdict(targets[: num_accepted + 1], num_accepted, (), is_finite)
     agrees = [True]
-    for at, token in enumerate(row.pending):
-        parent = row.parents[at] if row.parents else at
+    for token, parent in zip(row.pending, row.parents, strict=True):
         agrees.append(agrees[parent] and token == targets[parent])
     deepest = max(itertools.compress(range(len(agrees)), agrees), key=row.depths().__getitem__)
     path = row.path(deepest)
     token_ids = [targets[at] for at in (0, *path)]
-    return Verdict(token_ids, len(path), () if deepest == len(path) else tuple(path))
+    return Verdict(token_ids, len(path), () if deepest == len(path) else tuple(path), is_finite)

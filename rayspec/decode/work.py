@@ -8,7 +8,7 @@ pipeline sends the same records; those of which a field may hold one of several 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -55,8 +55,7 @@ class SamplerSpec:
     constraint: Constraint | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """Committed tokens of a sequence to prefill. sample: choose the token after them. replay: they were generated
     earlier."""
 
@@ -85,15 +84,14 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     return depths
 
 
-@dataclass(slots=True)
-class Draft:
+class Draft(msgspec.Struct):
     """The draft of one entry. confidences: of the tokens that the model drafted on the main chain, which come first.
     parents: see `RoundEntry`. match_classes: of the looked-up tokens that extend them."""
 
-    token_ids: list[int] = field(default_factory=list)
-    confidences: list[float] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    match_classes: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
+    confidences: list[float] = []
+    parents: list[int] = []
+    match_classes: list[int] = []
 
     @property
     def looked_up(self) -> bool:
@@ -117,8 +115,7 @@ class Draft:
                 self.parents.extend([parent] * len(tokens))
 
 
-@dataclass(frozen=True, slots=True)
-class RoundEntry:
+class RoundEntry(msgspec.Struct, frozen=True):
     """One sequence's part in a round: its newest token is at position `length` - 1 and is not in the KV cache yet.
 
     end_tokens: a draft ends at one of these. looked_up: a draft from another source; the model then drafts nothing.
@@ -195,8 +192,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return [TappedToken(entry.sequence_id, entry.length - 1) for entry in self.entries[: self.num_taps]]
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(msgspec.Struct, frozen=True):
     """Tokens that the target chose for one sequence; void unless `finite`, as its logits were, and void with a
     `problem`: why the form of the output cannot be kept."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
+
+import msgspec
 
 
 class Run(NamedTuple):
@@ -87,8 +88,7 @@ class Path(NamedTuple):
         return self.own[-1] == self.position
 
 
-@dataclass(frozen=True, slots=True)
-class RowSpan:
+class RowSpan(msgspec.Struct, frozen=True):
     """Consecutive rows of the sequence in `runs`, whose first `context` places are filled. Row r is written to place
     `context + r`.
 
@@ -114,15 +114,15 @@ class RowSpan:
     def rest(self, num_done: int) -> RowSpan:
         """Return the rows after the first `num_done`, which then count as filled."""
         parents = tuple(parent - num_done for parent in self.parents[num_done:])
-        return replace(self, context=self.context + num_done, num_rows=self.num_rows - num_done, parents=parents)
+        return RowSpan(self.runs, self.context + num_done, self.num_rows - num_done, parents, self.windowed)
 
     def chain(self, first: int, num_rows: int) -> RowSpan:
         """Return `num_rows` of the rows, from row `first` on, as a chain."""
-        return replace(self, context=self.context + first, num_rows=num_rows, parents=())
+        return RowSpan(self.runs, self.context + first, num_rows, (), self.windowed)
 
     def in_windowed_store(self) -> RowSpan:
         """Return the same rows with the slots of the windowed store."""
-        return replace(self, runs=self.windowed, windowed=())
+        return RowSpan(self.windowed, self.context, self.num_rows, self.parents)
 
     def paths(self) -> list[Path]:
         """Return the path of each row, or an empty list for a chain."""

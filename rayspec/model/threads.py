@@ -53,7 +53,10 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def integers(values: Sequence[int] | Tensor, device: torch.device | str) -> Tensor:
     """Return `values` as int64 on `device`, modulo 2**64. Copies from the host without waiting for the device."""
     if not isinstance(values, Tensor):
-        values = torch.tensor([(value + 2**63) % 2**64 - 2**63 for value in values], dtype=torch.int64)
+        try:
+            values = torch.tensor(values, dtype=torch.int64)
+        except (OverflowError, RuntimeError, ValueError):  # some value has more than 64 bits with its sign
+            values = torch.tensor([(value + 2**63) % 2**64 - 2**63 for value in values], dtype=torch.int64)
     return values.to(device, torch.int64, non_blocking=True)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -56,7 +57,7 @@ def _sequence_that_reads_another(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: PackedRows, *args: Any, **options: Any) -> Tensor:
         first, second, *others = self.spans
-        return attend(replace(self, spans=[first, replace(second, runs=first.runs), *others]), *args, **options)
+        return attend(replace(self, spans=[first, structs.replace(second, runs=first.runs), *others]), *args, **options)
 
     patch.setattr(PackedRows, "attend", wrong)
 

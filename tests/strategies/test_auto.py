@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import pytest
+from msgspec import structs
 
 from rayspec import demo
 from rayspec.choices import SKIP
@@ -45,7 +46,7 @@ class World:
     def play(self, proposals: Sequence[Proposal]) -> float:
         """One round; tokens per second."""
         batch = len(proposals)
-        known = [replace(one, survival=survival(self.record.by_class, one.match_classes)) for one in proposals]
+        known = [structs.replace(one, survival=survival(self.record.by_class, one.match_classes)) for one in proposals]
         state = replace(_batch_state(), batch=batch, proposals=lambda: known)
         chosen = self.auto.choose(state)
         plan = chosen.plan

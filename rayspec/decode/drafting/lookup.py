@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import takewhile
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,8 +26,7 @@ END_OF_TEXT = -1  # stands between the texts of an index of several; no copy goe
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(msgspec.Struct, frozen=True):
     """Tokens that may come next, and the class of each (`planning.lookup.match_class`). Both are empty without any.
 
     parents: for each token, the row that it follows, see `RoundEntry`; empty for a chain. survival: the probability of
@@ -44,14 +43,14 @@ class Proposal:
         """Return the proposal, a chain without survival, up to the first token that breaks the form of the output.
         drafted: tokens before it."""
         num_allowed = len(constraint.allowed([*drafted, *self.token_ids])) - len(drafted)
-        return replace(
+        return msgspec.structs.replace(
             self,
             token_ids=self.token_ids[: max(0, num_allowed)],
             match_classes=self.match_classes[: max(0, num_allowed)],
         )
 
     def with_survival(self, chances: Sequence[float]) -> Proposal:
-        return replace(self, survival=tuple(chances))
+        return Proposal(self.token_ids, self.match_classes, self.parents, tuple(chances), self.copied)
 
 
 NOTHING = Proposal()

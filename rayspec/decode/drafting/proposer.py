@@ -7,11 +7,13 @@ import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.corpus import Corpus
-from rayspec.decode.drafting.lookup import LookupIndex, Proposal, newest_of
+from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal, newest_of
 from rayspec.decode.drafting.recycle import NUM_SUCCESSORS, Likeliest, Successors
 from rayspec.decode.grammar import Constraint
 from rayspec.decode.requests import SequenceState
@@ -85,6 +87,8 @@ class Proposer:
 
     def propose(self, sequence: SequenceState, num_tokens: int, *, batch: int = 1) -> Proposal:
         """Return at most `num_tokens` tokens that may come next, the likeliest first. batch: sequences of the round."""
+        if sequence.lookup is None and sequence.constraint is None and not self._recycles:
+            return NOTHING
         num_tokens = min(num_tokens, sequence.num_remaining - 1)
         by_class, constraint = self.record.by_class, sequence.constraint
         if constraint is not None:
@@ -131,6 +135,8 @@ class Proposer:
     ) -> None:
         """Compare what was proposed with what came, and note what the target found likely. sequence: with the committed
         tokens. likeliest: of the newest token's row and of each row of the draft."""
+        if not (self._recycles or proposal.token_ids or draft.match_classes):
+            return
         copied = proposal.copied or proposal
         self.record.observe(copied.match_classes, copied.token_ids, committed)
         if draft.match_classes and list(committed[: draft.num_drafted]) == draft.token_ids[: draft.num_drafted]:
@@ -200,7 +206,7 @@ def _pruned(tree: Proposal, constraint: Constraint) -> Proposal:
     kept = constraint.allowed(tree.token_ids, tree.parents)
     rows = {0: 0} | {at + 1: row for row, at in enumerate(kept, start=1)}
     parents = [rows[tree.parents[at]] if tree.parents else rows[at] for at in kept]
-    return replace(
+    return structs.replace(
         tree,
         token_ids=tuple(tree.token_ids[at] for at in kept),
         match_classes=tuple(tree.match_classes[at] for at in kept),
