@@ -39,6 +39,8 @@ from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 logger = logging.getLogger(__name__)
 
 _DEFAULT_MODEL_LEN = 4096
+# Shapes of passes whose graphs are captured at load: about two seconds for 64 sublayers. Others follow in use.
+_NUM_WARM_BUCKETS = 24
 # Positions behind the newest token whose windows stay in the cache: 8 rounds of up to 16 tokens, all of them tapped.
 _NUM_BEHIND = 128
 
@@ -118,7 +120,7 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
     buffers = make_buffers(config, parts, cache, max_model_len)
     graphs = make_graphs(config, parts, buffers)
     if graphs is not None:
-        graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, _num_draft_tokens(config)))
+        graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, _num_draft_tokens(config))[:_NUM_WARM_BUCKETS])
     return Runner(parts, cache, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices)
 
 

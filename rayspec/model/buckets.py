@@ -46,6 +46,8 @@ def decode_and_verify_buckets(max_sequences: int, max_draft_tokens: int) -> list
     decode = dict.fromkeys(
         Bucket(padded_rows(number), padded_sequences(number), 1, False) for number in range(1, max_sequences + 1)
     )
+    if max_draft_tokens == 0:
+        return list(decode)
     max_rows = min(max_draft_tokens + 1, MAX_TREE_ROWS)
     verify = dict.fromkeys(
         Bucket(padded_rows(number), size, MAX_TREE_ROWS, False)
