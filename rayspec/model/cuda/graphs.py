@@ -1,6 +1,6 @@
 """Captures launches on a GPU with torch's CUDA graphs.
 
-`rayspec.model.graphs` decides what to capture. This module imports without CUDA. **It has not run on a GPU yet.**
+`rayspec.model.graphs` decides what to capture. This module imports without CUDA.
 """
 
 from __future__ import annotations
