@@ -232,12 +232,14 @@ def draft_tokens(logits: Tensor, rows: Sequence[Rows], verification: Verificatio
     """
     if all(row.sampler.is_argmax for row in rows):
         scores = logits.to(torch.float32)
-        return Drafts(scores.argmax(-1), _confidence(scores), None, _ranked(scores, num_ranked))
+        best = scores.max(-1)
+        return Drafts(best.indices, _confidence(scores, best.values), None, _ranked(scores, num_ranked))
     scores = _scores_after(logits, rows)
     coupled = verification == "coupled"
     noise = _noise_after(rows)
     drawn = _with_noise(scores, Stream.TARGET if coupled else Stream.DRAFT, noise, winner_only=num_ranked == 0)
-    return Drafts(drawn.argmax(-1), _confidence(scores), None if coupled else scores, _ranked(drawn, num_ranked))
+    confidence = _confidence(scores, scores.amax(-1))
+    return Drafts(drawn.argmax(-1), confidence, None if coupled else scores, _ranked(drawn, num_ranked))
 
 
 def tokens_after(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
@@ -304,8 +306,9 @@ def _with_noise(
     return scores.index_copy(0, rows, sampled)
 
 
-def _confidence(scores: Tensor) -> Tensor:
-    return scores.softmax(-1).amax(-1)
+def _confidence(scores: Tensor, best: Tensor) -> Tensor:
+    """Return the probability of the best score of each row. best: [N]."""
+    return (scores - best.unsqueeze(-1)).exp_().sum(-1).reciprocal()
 
 
 def _ranked(scores: Tensor, num_ranked: int) -> Tensor | None:
