@@ -125,13 +125,17 @@ async def _prompts(request: Request, engine: AsyncEngine, served: Sequence[str])
     if num_prompt_tokens > _MOST_PROMPT_TOKENS:
         message = f"n: prompts of {num_prompt_tokens} tokens, n times; at most {_MOST_PROMPT_TOKENS} here in all"
         raise InvalidRequestError(f"{message}, split the request", param="n", code="invalid_value")
-    if request.num_logprobs is not None:
-        num_tokens = sum(one.n * (one.max_tokens or 0) for _, one in prompts)
-        if num_tokens * (1 + request.num_logprobs) > _MOST_LOGPROBS:
+    of_outputs = sum(one.n * (one.max_tokens or 0) for _, one in prompts)
+    of_prompts = sum(len(token_ids) for token_ids, _ in prompts)
+    for name, num_tokens, count in (
+        ("logprobs", of_outputs, request.num_logprobs),
+        ("prompt_logprobs", of_prompts, request.num_prompt_logprobs),
+    ):
+        if count is not None and num_tokens * (1 + count) > _MOST_LOGPROBS:
             raise InvalidRequestError(
-                f"logprobs: {1 + request.num_logprobs} for each of up to {num_tokens} tokens; at most {_MOST_LOGPROBS} "
+                f"{name}: {1 + count} for each of up to {num_tokens} tokens; at most {_MOST_LOGPROBS} "
                 "here in all, lower max_tokens or split the request",
-                param="logprobs",
+                param=name,
                 code="invalid_value",
             )
     return prompts

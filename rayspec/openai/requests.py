@@ -113,6 +113,14 @@ class StreamOptions(StrictBody):
     ignored = frozenset({"include_obfuscation"})
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _usage_is_included(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            message = "only with include_usage: true"
+            raise PydanticCustomError("invalid_value", message, {"field": "continuous_usage_stats"})
+        return self
 
 
 class GenerationRequest(StrictBody):
@@ -176,6 +184,8 @@ class GenerationRequest(StrictBody):
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
+    return_token_ids: bool = False
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -186,6 +196,10 @@ class GenerationRequest(StrictBody):
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("invalid_value", "only with stream: true", {"field": "stream_options"})
+        if self.stream and self.num_prompt_logprobs is not None:
+            field = "echo" if self.prompt_logprobs is None else "prompt_logprobs"
+            message = "a stream has no log-probabilities of the prompt: give stream: false"
+            raise PydanticCustomError("invalid_value", message, {"field": field})
         return self
 
     @model_validator(mode="after")
@@ -217,6 +231,16 @@ class GenerationRequest(StrictBody):
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that has `usage`."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        """Whether each chunk of a stream has the `usage` so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of most likely tokens to report for each token of a prompt; None: no log-probabilities."""
+        return self.prompt_logprobs
 
     @property
     def num_prompts(self) -> int:
@@ -252,12 +276,19 @@ class GenerationRequest(StrictBody):
         """Return the end of a prompt, if the request asks for that."""
         return truncated(token_ids, self.truncate_prompt_tokens, max_model_len, self._asked_tokens(0))
 
+    def _lengths_and_logprobs(self, num_output_tokens: int) -> dict[str, Any]:
+        return {
+            "max_tokens": num_output_tokens,
+            "logprobs": self.num_logprobs,
+            "prompt_logprobs": self.num_prompt_logprobs,
+        }
+
     def sampling_params(self, num_output_tokens: int) -> SamplingParams:
         """Return the parameters for at most so many output tokens. Raises InvalidRequestError for a value that
         SamplingParams refuses."""
         asked = {name: value for name, value in self._given.items() if name in SamplingParams.model_fields}
         form = asked_form(self._given)
-        own = {"max_tokens": num_output_tokens, "logprobs": self.num_logprobs, "structured_outputs": form and form[1]}
+        own = self._lengths_and_logprobs(num_output_tokens) | {"structured_outputs": form and form[1]}
         try:
             return SamplingParams(**asked | own)
         except ConfigError as error:
@@ -333,7 +364,6 @@ class CompletionRequest(GenerationRequest):
 
     refused: ClassVar[Refusals] = {
         "best_of": (1,),
-        "echo": (False,),
         "return_spec_decode_metrics": (False,),
         "service_tier": ONLY_TIER,
         "suffix": ("",),
@@ -341,6 +371,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | TokenIds | Annotated[list[str], _FEW_PROMPTS] | Annotated[list[TokenIds], _FEW_PROMPTS]
     logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
+    echo: bool = False
 
     @field_validator("prompt", mode="wrap")
     @classmethod
@@ -367,6 +398,20 @@ class CompletionRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether nothing is generated, as evaluation harnesses ask for to get the log-probabilities of a prompt."""
+        return self.echo and self.max_tokens == 0
+
+    def _lengths_and_logprobs(self, num_output_tokens: int) -> dict[str, Any]:
+        # The engine always chooses a token, which the answer then leaves out.
+        return super()._lengths_and_logprobs(1 if self.only_echoes else num_output_tokens)
 
     def _asked_tokens(self, room: int) -> int:
         default: int = SamplingParams.model_fields["max_tokens"].default

@@ -5,7 +5,8 @@ A field that is UNSET does not appear in JSON.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +15,7 @@ from typing_extensions import Self
 
 from rayspec.decode.output import TextOffsets, TokenTexts
 from rayspec.openai.errors import ApiError
-from rayspec.openai.requests import ChatRequest, Request
+from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.types import CompletionOutput, Logprob, RequestOutput
 
 FinishReason = Literal["stop", "length"]
@@ -100,25 +101,30 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
         return cls(content=content)
 
 
+Row = Mapping[int, Logprob] | None
+"""The log-probabilities of a token and of the most likely ones at its place; None for the first of a prompt."""
+
+
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """One entry for each token. text_offset: characters of the completion before the token. top_logprobs: the most
-    likely tokens and the chosen token."""
+    likely tokens and the chosen token. The first token of an echoed prompt has no probability."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
     @classmethod
-    def of(cls, completion: CompletionOutput, texts: TokenTexts, offsets: TextOffsets) -> Self | None:
-        """offsets: at the end of the text so far; the call advances them over the new tokens."""
-        if completion.logprobs is None:
-            return None
-        token_ids, rows = completion.token_ids, completion.logprobs
+    def of(cls, token_ids: Sequence[int], rows: Sequence[Row], texts: TokenTexts, offsets: TextOffsets) -> Self:
+        """rows: one for each token. offsets: at the end of the text so far; the call advances them over the tokens."""
+        pairs = list(zip(token_ids, rows, strict=True))
         return cls(
             tokens=[texts.text(token_id) for token_id in token_ids],
-            token_logprobs=[_finite(row[token_id]) for token_id, row in zip(token_ids, rows, strict=True)],
-            top_logprobs=[{texts.text(one): _finite(logprob) for one, logprob in row.items()} for row in rows],
+            token_logprobs=[None if row is None else _finite(row[token_id]) for token_id, row in pairs],
+            top_logprobs=[
+                None if row is None else {texts.text(one): _finite(logprob) for one, logprob in row.items()}
+                for row in rows
+            ],
             text_offset=offsets.of(token_ids),
         )
 
@@ -141,10 +147,16 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+PromptLogprobs = list[dict[str, Logprob] | None]
+"""By the token's id as text, as in vLLM."""
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """A chat completion, or a chunk of one. id, created, model: as in `Answer`."""
+    """A chat completion, or a chunk of one. id, created, model: as in `Answer`. prompt_token_ids, prompt_logprobs, and
+    token_ids of a choice, here and below: vLLM's extra fields, if the request asks for them."""
 
     id: str
     created: int
@@ -152,14 +164,21 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["chat.completion", "chat.completion.chunk"] = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """text, logprobs: of an echoed prompt, too. token_ids: only those that were generated."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,7 +204,7 @@ class Answer:
         self._is_chat = isinstance(request, ChatRequest)
         self._id = f"chatcmpl-{name}" if self._is_chat else f"cmpl-{name}"
         self._created, self._model = created, model
-        self._begun: set[int] = set()  # choices of a streamed chat
+        self._begun: set[int] = set()  # choices that were shown
         self._offsets: dict[int, TextOffsets] = {}
         self._latest: dict[int, RequestOutput] = {}
         self._num_output_tokens = 0
@@ -193,9 +212,10 @@ class Answer:
     def whole(self, outputs: Sequence[RequestOutput]) -> Response:
         """Make the response from the outputs of all prompts, finished and without an error. Their completions become
         choices in this order."""
-        completions = [one for output in outputs for one in output.outputs]
-        choices = [self._choice(index, one, "message") for index, one in enumerate(completions)]
-        return self._body(choices, usage=Usage.of(outputs))
+        completions = [(at, one) for at, output in enumerate(outputs) for one in output.outputs]
+        choices = [self._choice(index, at, outputs[at], one, "message") for index, (at, one) in enumerate(completions)]
+        fields = self._of_prompt(outputs[0]) if self._is_chat else {}
+        return self._body(choices, usage=Usage.of(outputs, 0 if self._only_echoes else None), **fields)
 
     def chunks(self, prompt_index: int, piece: RequestOutput) -> Iterator[Response]:
         """Yield the chunks for new output of a prompt."""
@@ -204,37 +224,88 @@ class Answer:
         for one in piece.outputs:
             index = prompt_index * (self._request.n or 1) + one.index
             if self._is_chat and index not in self._begun:
+                fields = {} if self._begun else self._of_prompt(piece)
                 self._begun.add(index)
-                yield self._chunk([ChatChoice(index=index, delta=ChatText(role="assistant", content=""))])
-            if one.text or one.logprobs or one.finished:  # nothing is shown while half of a character is held back
-                yield self._chunk([self._choice(index, one, "delta")])
+                yield self._chunk([ChatChoice(index=index, delta=ChatText(role="assistant", content=""))], **fields)
+            has_tokens = self._request.return_token_ids and len(one.token_ids) > 0
+            # Nothing is shown while half of a character is held back.
+            if one.text or one.logprobs or one.finished or has_tokens:
+                yield self._chunk([self._choice(index, prompt_index, piece, one, "delta")])
 
     def end(self) -> Iterator[Response]:
         """Yield the chunk without choices that ends the stream, if the request asks for it."""
         if self._request.include_usage:
             yield self._chunk([], usage=Usage.of(self._latest.values(), self._num_output_tokens))
 
+    @property
+    def _only_echoes(self) -> bool:
+        return isinstance(self._request, CompletionRequest) and self._request.only_echoes
+
     def _choice(
-        self, index: int, one: CompletionOutput, place: Literal["message", "delta"]
+        self,
+        index: int,
+        prompt_index: int,
+        output: RequestOutput,
+        one: CompletionOutput,
+        place: Literal["message", "delta"],
     ) -> ChatChoice | CompletionChoice:
+        """Return the choice of a completion of the output of a prompt."""
         reason = one.finish_reason
         assert reason in {None, "stop", "length"}, f"a completion without an error has the finish reason {reason!r}"
         common: Any = {"index": index, "finish_reason": reason, "stop_reason": one.stop_reason}
+        if self._only_echoes:
+            one = replace(one, text="", token_ids=(), logprobs=None)
+            common |= {"finish_reason": "length", "stop_reason": None}
+        if self._request.return_token_ids:
+            common["token_ids"] = list(one.token_ids)
         if isinstance(self._request, ChatRequest):
             whole: Any = {"role": "assistant", "refusal": None} if place == "message" else {}
             logprobs = ChatLogprobs.of(one, self._request.num_logprobs, self._texts)
             common[place] = ChatText(content=one.text, **whole)
             return ChatChoice(**common, logprobs=logprobs)
+        is_first = index not in self._begun
+        self._begun.add(index)
+        text, token_ids, rows = one.text, list(one.token_ids), list[Row](one.logprobs or ())
+        if is_first and self._request.echo:
+            text = self._prompt_text(self._request, prompt_index, output) + text
+            token_ids = [*output.prompt_token_ids, *token_ids]
+            rows = [*(output.prompt_logprobs or ()), *rows]
         if index not in self._offsets:
-            skip_special = self._request.skip_special_tokens is not False
-            self._offsets[index] = TextOffsets(self._texts, skip_special=skip_special)
-        return CompletionChoice(
-            **common, text=one.text, logprobs=CompletionLogprobs.of(one, self._texts, self._offsets[index])
-        )
+            self._offsets[index] = TextOffsets(self._texts, skip_special=self._skips_special)
+        shown = None
+        if self._request.logprobs is not None:
+            shown = CompletionLogprobs.of(token_ids, rows, self._texts, self._offsets[index])
+        return CompletionChoice(**common, text=text, logprobs=shown, **(self._of_prompt(output) if is_first else {}))
+
+    @property
+    def _skips_special(self) -> bool:
+        return self._request.skip_special_tokens is not False
+
+    def _prompt_text(self, request: CompletionRequest, prompt_index: int, output: RequestOutput) -> str:
+        prompt = request.prompts[prompt_index]
+        if isinstance(prompt, str) and request.truncate_prompt_tokens is None:
+            return prompt
+        token_ids = list(output.prompt_token_ids)
+        return str(self._texts.tokenizer.decode(token_ids, skip_special_tokens=self._skips_special))
+
+    def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the fields about a prompt, if the request asks for them."""
+        fields: dict[str, Any] = {}
+        if self._request.return_token_ids:
+            fields["prompt_token_ids"] = list(output.prompt_token_ids)
+        if self._request.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [
+                None if row is None else {str(token): replace(one, logprob=_finite(one)) for token, one in row.items()}
+                for row in output.prompt_logprobs or ()
+            ]
+        return fields
 
     def _chunk(self, choices: Sequence[Any], **fields: Any) -> Response:
         kind = {"object": "chat.completion.chunk"} if self._is_chat else {}
-        return self._body(choices, **{"usage": None if self._request.include_usage else UNSET, **kind, **fields})
+        usage: Usage | UnsetType | None = None if self._request.include_usage else UNSET
+        if self._request.has_continuous_usage:
+            usage = Usage.of(self._latest.values(), self._num_output_tokens)
+        return self._body(choices, **{"usage": usage, **kind, **fields})
 
     def _body(self, choices: Sequence[Any], **fields: Any) -> Response:
         make: Any = ChatCompletion if self._is_chat else Completion

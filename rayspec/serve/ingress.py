@@ -142,7 +142,7 @@ class _EventStream(StreamingResponse):
 
 
 def build_app(ingress: Ingress) -> FastAPI:
-    """Return the application. /health and the web page need no key: the page asks its user for the key."""
+    """Return the application. /health, /ping and the web page need no key: the page asks its user for the key."""
     app = FastAPI(
         title="rayspec",
         version=rayspec.__version__,
@@ -157,7 +157,7 @@ def build_app(ingress: Ingress) -> FastAPI:
     _add_model_routes(app, ingress, described)
     add_batch_routes(app, described, ingress.options, ingress.runner, ingress.bodies)
     _add_operator_routes(app, ingress, described)
-    open_paths = frozenset({"/health"}) | _add_web(app)
+    open_paths = frozenset({"/health", "/ping"}) | _add_web(app)
     for kind in (RequestError, Refused, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(AdmissionControl, entry=ingress.entry, open_paths=open_paths)
@@ -216,6 +216,15 @@ def _add_operator_routes(app: FastAPI, ingress: Ingress, described: Description)
         if problems:
             return error_response(unable(503, "unhealthy", "; ".join(problems)))
         return JSONResponse({"status": "ok"})
+
+    @app.get("/ping")
+    @app.post("/ping")
+    async def ping() -> Response:
+        return await health()
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": rayspec.__version__})
 
     @app.get("/status", responses=described.answers(EndpointStatus))
     async def status() -> Response:

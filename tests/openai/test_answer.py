@@ -338,3 +338,89 @@ def test_background_prompts_enter_in_order_while_few_sequences_are_in_the_engine
         await asyncio.gather(*tasks, return_exceptions=True)
 
     run(work())
+
+
+def _whole(engine: Any, body: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return plain_body(run(respond(parsed(body, **changes), engine, SERVED, **STAMP)))
+
+
+SENTENCE = "The agency spent 40 million dollars on roads."
+
+
+def test_an_echoed_prompt_is_scored_as_evaluation_harnesses_ask(engine: Any) -> None:
+    """By text and by token ids, several at once, with a generated token and without."""
+    token_ids = demo_tokenizer()(SENTENCE)["input_ids"]
+    asked = {"model": "short-name", "temperature": 0, "echo": True, "logprobs": 1}
+    by_text = _whole(engine, asked | {"prompt": SENTENCE, "max_tokens": 2})
+    by_ids = _whole(engine, asked | {"prompt": [token_ids, token_ids[:5]], "max_tokens": 0, "return_token_ids": True})
+    (choice,) = by_text["choices"]
+    scores = choice["logprobs"]
+    plain = _whole(engine, asked | {"prompt": SENTENCE, "max_tokens": 2, "echo": False})["choices"][0]
+    assert choice["text"] == SENTENCE + plain["text"]
+    assert scores["token_logprobs"][-2:] == rounded(plain["logprobs"]["token_logprobs"])
+    assert len(scores["tokens"]) == len(scores["token_logprobs"]) == len(scores["top_logprobs"]) == len(token_ids) + 2
+    assert (scores["token_logprobs"][0], scores["top_logprobs"][0]) == (None, None)
+    columns = (scores[name][1:] for name in ("tokens", "token_logprobs", "top_logprobs"))
+    for token, logprob, top in zip(*columns, strict=True):
+        assert top[token] == logprob <= max(top.values()) <= 0
+    for offset, token in list(zip(scores["text_offset"], scores["tokens"], strict=True))[1:]:
+        assert choice["text"][offset:].startswith(token)
+    for one, ids in zip(by_ids["choices"], (token_ids, token_ids[:5]), strict=True):
+        assert one["logprobs"]["token_logprobs"] == rounded(scores["token_logprobs"][: len(ids)])
+        assert one["text"] == demo_tokenizer().decode(ids, skip_special_tokens=True)
+        assert (one["prompt_token_ids"], one["token_ids"], one["finish_reason"]) == (ids, [], "length")
+    assert by_ids["usage"]["completion_tokens"] == 0
+    assert by_text["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("body", [CHAT, {"model": "short-name", "prompt": SENTENCE}], ids=["chat", "text"])
+def test_vllms_fields_about_tokens(engine: Any, body: dict[str, Any]) -> None:
+    asked = {"temperature": 0, "max_tokens": 8, "return_token_ids": True}
+    whole = _whole(engine, body, **asked, prompt_logprobs=1)
+    (choice,) = whole["choices"]
+    holder = whole if "messages" in body else choice
+    assert demo_tokenizer().decode(choice["token_ids"], skip_special_tokens=True) == text_of(choice)
+    assert len(holder["prompt_logprobs"]) == len(holder["prompt_token_ids"])
+    for row, token in list(zip(holder["prompt_logprobs"], holder["prompt_token_ids"], strict=True))[1:]:
+        assert row[str(token)]["logprob"] <= 0 < row[str(token)]["rank"]
+        assert "decoded_token" in row[str(token)]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = run(chunks_of(parsed(body, **asked, stream=True, stream_options=options), engine))
+    choices = [one for chunk in chunks for one in chunk["choices"]]
+    assert [token for one in choices for token in one.get("token_ids", ())] == choice["token_ids"]
+    given = [one["prompt_token_ids"] for one in ([*chunks, *choices]) if "prompt_token_ids" in one]
+    assert given == [holder["prompt_token_ids"]]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(choice["token_ids"])
+    assert chunks[-1]["usage"] | {"prompt_tokens_details": None} == whole["usage"] | {"prompt_tokens_details": None}
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+def test_an_echo_is_streamed_before_the_text(engine: Any) -> None:
+    body = {"model": "short-name", "prompt": SENTENCE, "temperature": 0, "max_tokens": 8, "echo": True}
+    whole = _whole(engine, body, n=2)
+    assert all(one["text"].startswith(SENTENCE) for one in whole["choices"])
+    check_same(run(chunks_of(parsed(body, n=2), engine)), whole)
+
+
+def test_a_last_message_is_continued(engine: Any) -> None:
+    """And a prompt that is too long is cut, if the request says so."""
+    begun = [*CHAT["messages"], {"role": "assistant", "content": "The agency"}]
+    whole = _whole(
+        engine,
+        CHAT,
+        messages=begun,
+        add_generation_prompt=False,
+        continue_final_message=True,
+        max_tokens=1,
+        return_token_ids=True,
+    )
+    assert demo_tokenizer().decode(whole["prompt_token_ids"]).endswith("The agency")
+    cut = {"model": "short-name", "prompt": f"{SENTENCE} " * 1000, "truncate_prompt_tokens": 9}
+    assert len(_whole(engine, cut, return_token_ids=True)["choices"][0]["prompt_token_ids"]) == 9
+    with pytest.raises(RequestError, match="the model's chat template has no variable 'enable_thinking': leave it out"):
+        _whole(engine, CHAT, chat_template_kwargs={"enable_thinking": False})

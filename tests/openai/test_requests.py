@@ -43,6 +43,7 @@ EVERYTHING: dict[str, Any] = {
     "allowed_token_ids": [1, 2, 3],
     "truncate_prompt_tokens": 5,
     "spaces_between_special_tokens": True,
+    "prompt_logprobs": 3,
     "structured_outputs": {"choice": ["a", "b"]},
 }
 
@@ -66,7 +67,7 @@ def test_every_parameter_reaches_the_sampling_params() -> None:
     assert params_of(CHAT | EVERYTHING | {"max_completion_tokens": 30, "logprobs": True, "top_logprobs": 4}) == expected
     assert params_of(TEXT | EVERYTHING | {"max_tokens": 30, "logprobs": 4}) == expected
     reached = {*EVERYTHING, "max_tokens", "logprobs"}
-    assert reached == set(SamplingParams.model_fields) - {"detokenize", "prompt_logprobs"}
+    assert reached == set(SamplingParams.model_fields) - {"detokenize"}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,17 @@ def test_the_output_must_fit_the_context() -> None:
         (CHAT, {"stream_options": {}}, "stream_options", "invalid_value", "stream: true"),
         (CHAT, {"model": None}, "model", "missing_required_parameter", "required"),
         (CHAT, {"messages": [{"role": "u", "content": ""}]}, "messages.0.role", "invalid_value", "assistant"),
-        (TEXT, {"echo": True}, "echo", "unsupported_parameter", "not supported"),
+        (TEXT, {"suffix": "x"}, "suffix", "unsupported_parameter", "not supported"),
+        (TEXT, {"echo": True, "logprobs": 1, "stream": True}, "echo", "invalid_value", "give stream: false"),
+        (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value", "give stream: false"),
+        (CHAT, {"continue_final_message": True}, "continue_final_message", "invalid_value", "add_generation_prompt"),
+        (
+            CHAT,
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            "invalid_value",
+            "include_usage: true",
+        ),
         (TEXT, {"prompt": [1, "a"]}, "prompt", "invalid_value", "token ids"),
     ],
 )

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -130,6 +135,33 @@ class TestAnswers:
         assert endpoint.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"].endswith(text)
         assert endpoint.post("/tokenize", {"messages": MESSAGES}).json()["count"] > 10
         assert endpoint.post("/detokenize", {"tokens": [10**9]}).status_code == 400
+
+    def test_a_prompt_is_scored(self, endpoint: Endpoint, llm: rayspec.LLM) -> None:
+        """As evaluation harnesses ask for it: token ids, echoed, and nothing generated."""
+        ids = list(llm.tokenizer("The agency spent 40 million dollars.")["input_ids"])
+        body = {"model": "demo", "prompt": [ids], "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
+        found = endpoint.post("/v1/completions", body).json()["choices"][0]["logprobs"]["token_logprobs"]
+        (output,) = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=1, prompt_logprobs=1))
+        assert output.prompt_logprobs is not None
+        rows = list(zip(ids, output.prompt_logprobs, strict=True))[1:]
+        assert found[0] is None
+        assert found[1:] == pytest.approx([row[token].logprob for token, row in rows if row is not None], abs=1e-4)
+
+    def test_the_example_of_a_client_runs(self, endpoint: Endpoint) -> None:
+        script = Path(rayspec.__file__).parents[1] / "examples" / "endpoint.py"
+        environment = os.environ | {"OPENAI_API_KEY": KEY}
+        done = subprocess.run(
+            [sys.executable, script, endpoint.url], capture_output=True, text=True, env=environment, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        answer, scored = done.stdout.splitlines()[-2:]
+        assert answer
+        assert re.fullmatch(r"-\d+\.\d\d in \d+ tokens", scored)
+
+    def test_version_and_ping(self, endpoint: Endpoint) -> None:
+        assert endpoint.http.get("/version").json() == {"version": rayspec.__version__}
+        for method in ("GET", "POST"):
+            assert endpoint.http.request(method, "/ping").status_code == 200
 
 
 class TestLimits:

@@ -1,0 +1,32 @@
+"""The scripts in examples/ run as they are, with the bundled model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SAID = {
+    "offline.py": ["Prompt: 'The agency reported that', generated text: '", "Prompt: 'The committee met in May and'"],
+    "chat.py": ["Answer: '", "Continued: '"],
+    "scores.py": ["tokens: 'The report was published in May.'", "tokens: 'The report were publish on in May.'"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAID)
+def test_an_example_runs(name: str) -> None:
+    done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for said in SAID[name]:
+        assert said in done.stdout
+    if name == "scores.py":
+        right, wrong = (float(line.split()[0]) for line in done.stdout.splitlines())
+        assert wrong < right < 0
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SAID, "endpoint.py"}, "the endpoint's tests run the last"
