@@ -120,6 +120,8 @@ ENGINE: Mapping[str, Argument] = {
     "distributed_executor_backend": _nothing("one process, or Ray where `parallel` is given"),
     "max_parallel_loading_workers": _nothing("each process loads its own layers"),
     "use_tqdm_on_load": _nothing("transformers shows a bar", is_flag=True),
+    "structured_outputs_config": _nothing("llguidance compiles all schemas"),
+    "guided_decoding_backend": _nothing("llguidance compiles all schemas"),
     "prefix_caching_hash_algo": _nothing("pages are found by one hash"),
     "model_impl": _refused("models are those of transformers: leave it out", "auto", "transformers"),
     "tokenizer_revision": _refused("the tokenizer has the model's revision: give `revision`"),
