@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.device.decoding import time_shape, time_wide
+from benchmarks.device.decoding import time_choices, time_shape, time_wide
 from benchmarks.device.run import CHECKS, Check, measure_device
-from benchmarks.roofline import SHAPES
+from benchmarks.roofline import SHAPES, ModelShape
 from benchmarks.shared import DeviceOptions, Json, Widen, numbers
 from rayspec.bench.commands import ComparedType, Device, Quick
 from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console, say
@@ -53,11 +53,26 @@ def shape(
 ) -> None:
     """Time plain decoding in the shape of a large model, with random weights, against generate and the bandwidth."""
     with clean_exit():
-        if name not in SHAPES:
-            raise ConfigError(f"option 'name' is {name!r}: use one of {', '.join(SHAPES)}")
         cells = list(itertools.product(numbers("batch", batch, int), numbers("context", context, int)))
-    timed = partial(time_shape, shape=SHAPES[name], cells=cells, num_steps=steps, generate=generate)
+    timed = partial(time_shape, shape=_shape(name), cells=cells, num_steps=steps, generate=generate)
     _measure(DeviceOptions(device=device, dtype=dtype, num_threads=num_threads), {f"decoding, {name}": timed}, json)
+
+
+@app.command()
+def choices(
+    *,
+    name: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "Llama-3.1-70B",
+    layers: Annotated[int, typer.Option(min=1, help="layers that the device holds")] = 8,
+    context: Annotated[int, typer.Option(min=64, help="tokens of the sequence")] = 16384,
+    device: Device = "auto",
+    dtype: ComparedType = "bfloat16",
+    num_threads: NumThreads = None,
+    json: Json = None,
+) -> None:
+    """Measure what sublayers of a large model cost by each choice, and predict the speed-up of drafts by them."""
+    timed = partial(time_choices, shape=_shape(name), num_layers=layers, context=context)
+    options = DeviceOptions(device=device, dtype=dtype, num_threads=num_threads)
+    _measure(options, {f"choices, {name}": timed}, json)
 
 
 @app.command()
@@ -79,6 +94,13 @@ def wide(
     names = [name.strip() for name in strategies.split(",")]
     timed = partial(time_wide, widen=widen, strategies=names, context=context, num_prompts=num_prompts, offload=offload)
     _measure(DeviceOptions(device=device, dtype=dtype, num_threads=num_threads), {"strategies": timed}, json)
+
+
+def _shape(name: str) -> ModelShape:
+    with clean_exit():
+        if name not in SHAPES:
+            raise ConfigError(f"option 'name' is {name!r}: use one of {', '.join(SHAPES)}")
+        return SHAPES[name]
 
 
 def _measure(options: DeviceOptions, checks: Mapping[str, Check], json: Path | None) -> None:

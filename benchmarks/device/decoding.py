@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from benchmarks.roofline import ModelShape
 from benchmarks.shared import DeviceOptions, Measured, Table, measured
 from rayspec import demo, local_engine
 from rayspec.bench.workloads import fitting_tasks
+from rayspec.choices import FULL, SKIP, Choice, weights_of
 from rayspec.config import EngineConfig, OffloadOptions, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.model.weights import load_tokenizer
@@ -28,6 +30,7 @@ from rayspec.types import Request
 # Contexts beyond the last prompt: what is generated while rounds are timed.
 _BEYOND = 512
 _NUM_REPEATS = 5
+_ACCEPTANCE = (0.8, 0.9, 0.95)
 # The static strategy skips these middle sublayers of the bundled model's 32.
 _SKIPPED = (13, 15, 16, 17, 18, 19, 21)
 
@@ -79,6 +82,75 @@ def time_shape(
         f"{bytes_per_s / 1e9:.0f} GB/s. A step is one token of each sequence: the median of {_NUM_REPEATS} runs of "
         f"{num_steps} steps, prefill left out; in brackets the fastest and the slowest run. The floor reads weights, "
         "keys and values once.",
+    )  # fmt: skip
+
+
+def time_choices(options: DeviceOptions, shape: ModelShape, *, num_layers: int, context: int) -> Measured:
+    """Measure what a sublayer costs by each choice in a model of this shape, of which the device holds `num_layers`
+    layers. Predict the speed-up of drafts that run all sublayers by one choice, at some acceptance rates."""
+    device, dtype = options.torch_device, options.torch_dtype
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config(replace(shape, num_layers=num_layers), dtype, folder)
+        with _weights(_random_model(config, dtype, device)):
+            engine = local_engine.load_engine(
+                EngineConfig(
+                    model=folder, device=str(device), dtype=options.dtype, num_threads=options.num_threads,
+                    max_model_len=context + _BEYOND, max_num_seqs=1, kv_cache_tokens=context + _BEYOND, remeasure=True,
+                    speculation=SpeculationOptions(strategy="knapspec", choices=("skip", "int8", "int4", "window")),
+                ),
+                with_tokenizer=False,
+            )  # fmt: skip
+    latency = engine.latency
+    assert latency is not None, "the strategy needs one"
+
+    def layer_s(choice: Choice, rows: int) -> float:
+        """Return the seconds of a layer; an MLP has no keys to choose."""
+        kinds = [choice, weights_of(choice)]
+        return sum(
+            latency.sublayer_s(at, rows=rows, context=context, batch=1, choice=kind) for at, kind in enumerate(kinds)
+        )
+
+    def forward_s(choice: Choice, rows: int) -> float:
+        return shape.num_layers * layer_s(choice, rows) + latency.head_s(rows) + latency.overhead_s
+
+    step_s = forward_s(FULL, 1)
+    verify = {length: forward_s(FULL, length + 1) for length in range(1, 17)}
+    costs: dict[Choice, float] = {
+        choice: forward_s(choice, 1) / step_s for choice in latency.choices_of(0) if choice != SKIP
+    }
+    gains = {
+        choice: {
+            rate: max(
+                sum(rate**at for at in range(length + 1)) * step_s / (length * cost * step_s + verify_s)
+                for length, verify_s in verify.items()
+            )
+            for rate in _ACCEPTANCE
+        }
+        for choice, cost in costs.items()
+        if choice != FULL
+    }
+    engine.shutdown()
+    return measured(
+        f"a step takes {step_s * 1e3:.2f} ms; the cheapest drafts take {min(costs.values()):.2f} of it",
+        numbers={
+            "shape": shape.name, "num_layers": num_layers, "context": context, "step_s": step_s, "costs": costs,
+            "gains": gains, "verify_costs": {length: each / step_s for length, each in verify.items()},
+            "layer_s": {choice: layer_s(choice, 1) for choice in costs},
+        },
+        tables=[
+            Table(
+                headings=["choice", "ms a layer", "of a step", *(f"at {rate:.0%} accepted" for rate in _ACCEPTANCE)],
+                rows=[
+                    [choice, f"{layer_s(choice, 1) * 1e3:.3f}", f"{cost:.2f}"]
+                    + [f"{gains[choice][rate]:.2f}x" if choice in gains else "-" for rate in _ACCEPTANCE]
+                    for choice, cost in costs.items()
+                ],
+            )
+        ],
+        counted=f"{shape.name}, measured on {num_layers} of its {shape.num_layers} layers with random weights, "
+        f"{options.torch_dtype}, one sequence of {context:,} tokens. Speed-ups are predicted: every sublayer of a "
+        "draft runs by the choice, each drafted token is accepted with this probability, and the draft has the best length "
+        "up to 16 tokens.",
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks.device import bandwidth, step_times
 from benchmarks.device.__main__ import app
-from benchmarks.device.decoding import time_shape, time_wide
+from benchmarks.device.decoding import time_choices, time_shape, time_wide
 from benchmarks.device.kernels import kernel_differences
 from benchmarks.device.predictions import predictions_page
 from benchmarks.device.run import CHECKS
@@ -52,6 +53,14 @@ def test_decoding_in_a_shape_is_timed() -> None:
     for cell in found.numbers["cells"]:
         assert 0 < cell["floor_ms"] < cell["fastest_ms"] <= cell["step_ms"] <= cell["slowest_ms"]
         assert cell["generate_ms"] > 0
+
+
+@pytest.mark.exhaustive
+def test_choices_are_measured_and_their_gain_is_predicted() -> None:
+    found = time_choices(ON_CPU, replace(TINY, head_dim=32), num_layers=1, context=128).numbers
+    assert set(found["costs"]) >= {"full", "int8", "window", "int8+window"}
+    assert found["costs"]["full"] == 1.0
+    assert all(gains[0.8] < gains[0.9] < gains[0.95] for gains in found["gains"].values())
 
 
 @pytest.mark.exhaustive
