@@ -149,8 +149,8 @@ def time_choices(options: DeviceOptions, shape: ModelShape, *, num_layers: int, 
         ],
         counted=f"{shape.name}, measured on {num_layers} of its {shape.num_layers} layers with random weights, "
         f"{options.torch_dtype}, one sequence of {context:,} tokens. Speed-ups are predicted: every sublayer of a "
-        "draft runs by the choice, each drafted token is accepted with this probability, and the draft has the best length "
-        "up to 16 tokens.",
+        "draft runs by the choice, each drafted token is accepted with this probability, and the draft has the best "
+        "length up to 16 tokens.",
     )  # fmt: skip
 
 
