@@ -185,7 +185,7 @@ class SamplingParams(Options):
         None, description="the only tokens that the output may contain"
     )
     ignore_eos: bool = False
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int | None = Field(16, ge=1, description="most tokens of the output")
     min_tokens: int | None = Field(None, ge=0, description=f"{_UNSET}0")
     logprobs: int | None = Field(None, ge=0, le=20)
     prompt_logprobs: int | None = Field(None, ge=0, le=20)

@@ -201,6 +201,14 @@ def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.run"]
 
 
+def test_a_text_without_a_limit_ends_after_256_tokens_and_the_command_says_so(run: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", {"id": "a", "prompt": "The annual review of"}, {"id": "b", "prompt": "In May"})
+    result = run("generate", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--ignore-eos")
+    assert result.exit_code == 0, result.output
+    assert {row["num_output_tokens"] for row in read_rows(tmp_path / "out.jsonl").values()} == {256}
+    assert "2 ended at max_tokens" in " ".join(result.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -29,6 +29,7 @@ from rayspec.types import ConfigError
 _EPILOG = """Exit codes: 0 every row succeeded, 1 none did or the engine failed, 2 usage, 3 some rows failed,
 130 interrupted and 143 terminated. With --accept-failed-rows it is 0
 also where rows failed for good. The rows so far are in the output; the same command goes on with the others."""
+TEXT_SAMPLING = SamplingParams(max_tokens=256)
 _ON_RAY = "job"
 _REPORT_SENTENCES = (12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 64, 80, 96, 112, 128, 144)
 _NUM_PYTHON_DOCUMENTS = 24
@@ -158,7 +159,7 @@ def add_commands(app: typer.Typer) -> None:
     on_ray = typer.Typer(help="Jobs on Ray: the cluster at RAY_ADDRESS, or one on this machine.", no_args_is_help=True)
     app.add_typer(on_ray, name=_ON_RAY)
     summaries = with_settings(sampling=SUMMARY_SAMPLING, own=(DocumentOptions, "Job"))(summarize)
-    texts = with_settings(sampling=SamplingParams(), own=(DocumentOptions, "Job"))(generate)
+    texts = with_settings(sampling=TEXT_SAMPLING, own=(DocumentOptions, "Job"))(generate)
     for group in (app, on_ray):
         group.command("summarize", epilog=_EPILOG)(summaries)
         group.command("generate", epilog=_EPILOG)(texts)

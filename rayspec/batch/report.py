@@ -35,7 +35,8 @@ class RunReport:
     """Collects rows as they come. At the end it writes `report.md` and, if matplotlib is here, the picture.
 
     clock: returns seconds. num_left: the rows that this run has to do; None while that is not known. num_under_way:
-    rows that must be done before the time left is estimated, because the first rows to finish are short. listed: table
+    rows that must be done before the time left is estimated, because the first rows to finish are short. num_cut: rows
+    whose text ended at `max_tokens`. listed: table
     rows for the first rows, under DOCUMENT_HEADINGS. examples: one error message for every kind.
     """
 
@@ -49,6 +50,7 @@ class RunReport:
     num_output_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_cut: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     listed: list[tuple[str, ...]] = field(default_factory=list)
     examples: dict[str, str] = field(default_factory=dict)
@@ -65,6 +67,7 @@ class RunReport:
         self.num_output_tokens += row.num_output_tokens
         self.num_draft_tokens += row.num_draft_tokens
         self.num_accepted_tokens += row.num_accepted_tokens
+        self.num_cut += row.finish_reason == "length"
         if row.error_kind is not None:
             self.errors[row.error_kind] += 1
         else:
@@ -134,7 +137,8 @@ class RunReport:
         failed = f", {self.num_failed} failed ({', '.join(kinds)})" if self.num_failed else ""
         speed = f"{self.num_output_tokens} tokens, {self.tokens_per_s:.1f} tokens/s"
         earlier = f" ({self.num_earlier} of an earlier run)" if self.num_earlier else ""
-        return f"{self.num_rows} rows{earlier}{failed}, {speed}{acceptance}"
+        cut = f", {self.num_cut} ended at max_tokens" if self.num_cut else ""
+        return f"{self.num_rows} rows{earlier}{failed}, {speed}{acceptance}{cut}"
 
     @property
     def seconds_left(self) -> float | None:

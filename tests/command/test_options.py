@@ -58,7 +58,7 @@ def test_choices_are_given_one_by_one() -> None:
 def test_help_shows_the_defaults_of_the_option_groups() -> None:
     text = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output.split())
     assert "sequences decoded at once; by default 8 on a CPU, 64 on a GPU --" in text
-    assert "--max-tokens <int> [default: 77]" in text
+    assert "--max-tokens <int> most tokens of the output [default: 77]" in text
     assert ", static, ar, " in text
     assert "[default: auto]" in text
     assert "; skip, int8, int4, window, pages [default: skip, int4, window, pages]" in text
