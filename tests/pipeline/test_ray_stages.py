@@ -34,11 +34,12 @@ from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.shard import Shard
 from rayspec.strategies.by_name import make_strategy
-from tests.demo_model import EOS, demo_prompts
-from tests.engines import complete, finish, requests_for, tokens_of
+from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
+from tests.engines import complete, engine_with, finish, requests_for, tokens_of
 from tests.exhaustive import few_of
 from tests.families import Cases, cases, checkpoint, greedy, parts_of
 from tests.pipeline.loop import NUM_LAYERS, TravellingPlans
+from tests.schemas import PERSON
 from tests.strategy_cases import latency
 from tests.waiting import freeze, wait_until
 
@@ -65,6 +66,7 @@ def load(
     speculation: Any = MappingProxyType({"strategy": "ar"}),
     verification: str = "coupled",
     shard_type: type[Shard] = Shard,
+    with_tokenizer: bool = False,
     **parallel: Any,
 ) -> Engine:
     return load_pipeline(
@@ -78,7 +80,7 @@ def load(
             parallel={"cpus_per_shard": 0.25, "layers": None, "start_timeout_s": PATIENCE_S, **parallel},
             speculation={**speculation, "verification": verification, "max_draft_tokens": 6},
         ),
-        with_tokenizer=False,
+        with_tokenizer=with_tokenizer,
         shard_type=shard_type,
     )
 
@@ -307,9 +309,9 @@ def expected() -> tuple[list[list[int]], list[tuple[int, ...]]]:
     return long.prompts, long.expected
 
 
-def start_batch(engine: Engine, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def start_batch(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams = LONG) -> dict[str, Any]:
     """Adds the prompts and goes on until some tokens of each are there. Returns what has finished already."""
-    for request in requests_for(prompts, LONG):
+    for request in requests_for(prompts, params):
         engine.add(request)
     wanted = engine.stats.num_generated_tokens + 10 * len(prompts)
     outputs: dict[str, Any] = {}
@@ -321,6 +323,27 @@ def start_batch(engine: Engine, prompts: Sequence[Sequence[int]]) -> dict[str, A
 def finish_batch(engine: Engine, outputs: dict[str, Any], num_prompts: int) -> list[tuple[int, ...]]:
     outputs |= finish(engine)
     return tokens_of(outputs[str(index)] for index in range(num_prompts))
+
+
+def test_outputs_keep_their_form_when_a_shard_is_replaced() -> None:
+    prompts = demo_prompts(4, 2)
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=120, structured_outputs={"json": PERSON})  # type: ignore[arg-type]
+    alone = engine_with(demo_parts(), eos=(EOS,), tokenizer=demo_tokenizer())
+    expected = tokens_of(complete(alone, prompts, params))
+    engine = load(
+        demo.model_path(),
+        stages=2,
+        layers=(8, 8),
+        speculation={"strategy": "static", "skip": (13, 14, 18)},
+        with_tokenizer=True,
+    )
+    assert tokens_of(complete(engine, prompts, params)) == expected
+    assert engine.stats.accepted_by_source["form"] > 20
+    outputs, before = start_batch(engine, prompts, params), process_ids(engine)
+    os.kill(before["stage-1"], signal.SIGKILL)
+    assert finish_batch(engine, outputs, len(prompts)) == expected
+    assert engine.stats.num_replays == 1
+    end(engine, list(process_ids(engine).values()))
 
 
 def test_a_killed_shard_is_replaced(engine: Engine, expected: Any) -> None:

@@ -11,16 +11,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx2
 import msgspec
 import openai
+import pydantic
 import pytest
 import ray
 from ray import serve
 
 import rayspec
+from rayspec import StructuredOutputsParams
 from rayspec.config import SamplingParams
 from rayspec.serve import build_openai_app
 from rayspec.serve.description import ErrorBody
@@ -38,6 +40,17 @@ ENGINE = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 4, "kv_cache_tok
 MESSAGES: Any = [{"role": "user", "content": "Summarize: The agency spent 40 million dollars on roads."}]
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
 ENDLESS = {"model": "demo", "prompt": "The", "max_tokens": 8000, "ignore_eos": True, "temperature": 0.0}
+
+
+class Report(pydantic.BaseModel):
+    """What a client wants to know of a report."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    kind: Literal["audit", "survey"]
+    year: Annotated[int, pydantic.Field(ge=1900, le=2100)]
+    is_final: bool
+    note: Annotated[str, pydantic.Field(max_length=20)] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +134,34 @@ class TestAnswers:
             for chunk in stream:
                 texts[chunk.choices[0].index] += chunk.choices[0].text
         assert texts == expected
+
+    def test_a_parsed_answer_has_its_schema(self, client: openai.OpenAI, llm: rayspec.LLM) -> None:
+        form = StructuredOutputsParams(json=Report)
+        expected = llm.chat(MESSAGES, SamplingParams(temperature=0.0, max_tokens=500, structured_outputs=form))[0]
+        asked: Any = {"model": "demo", "messages": MESSAGES, "temperature": 0.0, "max_tokens": 500}
+        answer = client.chat.completions.parse(response_format=Report, **asked)
+        assert isinstance(answer.choices[0].message.parsed, Report)
+        with client.chat.completions.stream(response_format=Report, **asked) as stream:
+            assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
+        text = answer.choices[0].message.content
+        assert (text, answer.choices[0].finish_reason) == (expected.outputs[0].text, "stop")
+
+    @pytest.mark.parametrize("field", ["guided_choice", "structured_outputs"])
+    def test_forms_by_the_names_of_vllm(self, client: openai.OpenAI, field: str) -> None:
+        words = ["roads", "rivers"]
+        form = words if field == "guided_choice" else {"choice": words}
+        answer = client.completions.create(model="demo", prompt="The agency builds", extra_body={field: form})
+        assert answer.choices[0].text in words
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_schema_that_cannot_be_served_is_refused_with_its_place(
+        self, client: openai.OpenAI, stream: bool
+    ) -> None:
+        schema = {"type": "object", "properties": {"x": {"type": "strin"}}}
+        form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        with pytest.raises(openai.BadRequestError, match=r"schema.properties.x: Invalid type: strin") as refused:
+            client.chat.completions.create(model="demo", messages=MESSAGES, response_format=form, stream=stream)
+        assert refused.value.param == "response_format.json_schema.schema"
 
     def test_models(self, client: openai.OpenAI) -> None:
         assert [model.id for model in client.models.list()] == ["demo", "org/narrow"]
