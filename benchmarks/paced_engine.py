@@ -52,7 +52,7 @@ class PacedEngine:
                 max_model_len=_MAX_MODEL_LEN,
                 tokenizer=self.tokenizer,
             ),
-            fits=lambda _: True,
+            num_slots=2**31,
             clock=time.perf_counter,
         )
         self._period_s = 1 / tokens_per_s if tokens_per_s else 0.0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayspec.config import SamplingParams
 from rayspec.structured import StructuredOutputsParams
+from rayspec.types import CompletionOutput, RequestOutput, TextPrompt, TokensPrompt
 
 if TYPE_CHECKING:
     from rayspec.llm import LLM
@@ -17,7 +18,16 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -164,7 +164,8 @@ class SamplingParams(Options):
     None is unset: the checkpoint's generation_config.json decides, and vLLM's neutral value if the file says nothing.
     So greedy decoding equals `generate(do_sample=False)` of the checkpoint as it is.
 
-    temperature 0 (or below 1e-5) is greedy. `max_tokens` None: as many as the context has room for. `seed` None draws a
+    temperature 0 (or below 1e-5) is greedy. `max_tokens` None: as many as the context and the KV
+    cache have room for. `seed` None draws a
     fresh seed, and so does -1; with a seed the text is a pure function of (model, prompt, parameters). `logprobs` k
     returns the chosen token and the k most likely ones, `prompt_logprobs` k the same for each token of the prompt.
     """

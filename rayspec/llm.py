@@ -361,6 +361,11 @@ class AsyncEngine:
         """The checkpoint's length of an output for which nobody states one; None: it states none."""
         return self.client.info.defaults.max_new_tokens
 
+    @property
+    def kv_cache_tokens(self) -> int:
+        """The tokens that the KV cache holds, which may be fewer than `max_model_len`."""
+        return self.client.info.config.kv_cache_tokens or self.max_model_len
+
     def tokens(self, prompt: str) -> list[int]:
         """Return the tokens of a text. Raises RequestError."""
         return text_tokens(prompt, self.tokenizer)

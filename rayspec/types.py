@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from rayspec.choices import FULL, SKIP, Choices, keys_of, num_leading_full
 from rayspec.errors import *  # noqa: F403 - programs import the errors from here, too
@@ -192,6 +192,18 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str | None = None
+
+
+class TextPrompt(TypedDict):
+    """A prompt of `LLM.generate`, with the name of vLLM's class."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt of `LLM.generate` as token ids, with the name of vLLM's class."""
+
+    prompt_token_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from rayspec import LLM, SamplingParams, demo
+from rayspec import LLM, SamplingParams, TextPrompt, TokensPrompt, demo
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.output import NewOutput
 from rayspec.decode.stages import StageLostError
@@ -122,7 +122,8 @@ def test_chat_answers_as_generate_of_transformers_does(llm: LLM) -> None:
 def test_prompts_are_texts_or_tokens(llm: LLM) -> None:
     text = "The fee was paid in May. The report says"
     tokens = demo_tokenizer()(text)["input_ids"]
-    one, two, three, four = llm.generate([text, {"prompt": text}, {"prompt_token_ids": tokens}, tokens], GREEDY)
+    prompts = [text, TextPrompt(prompt=text), TokensPrompt(prompt_token_ids=tokens), tokens]
+    one, two, three, four = llm.generate(prompts, GREEDY)
     assert _tokens([one, one, one]) == _tokens([two, three, four])
     assert _tokens(llm.generate(tokens, GREEDY)) == _tokens([one])
     assert (one.prompt, three.prompt) == (text, None)

@@ -99,6 +99,10 @@ def test_a_prompt_is_cut_at_its_beginning(llm: LLM, most: int, num_left: int | N
 def test_without_max_tokens_the_text_may_fill_the_context(llm: LLM) -> None:
     output = _one(llm, {"prompt_token_ids": [40] * 500}, max_tokens=None, ignore_eos=True)
     assert len(_ids(output)) == 12
+    short: dict[str, Any] = OPTIONS | {"kv_cache_tokens": 128}
+    with LLM("demo", speculation={"strategy": "ar"}, **short) as one:
+        output = _one(one, {"prompt_token_ids": [40] * 100}, max_tokens=None, ignore_eos=True)
+        assert len(_ids(output)) == 28
 
 
 def _expected(tokens: Sequence[int]) -> torch.Tensor:

@@ -102,7 +102,7 @@ class Engine:
         self.stages = stages
         self._clock = clock
         self._scheduler = scheduler
-        self._requests = Requests(model=model, fits=scheduler.fits, clock=clock)
+        self._requests = Requests(model=model, num_slots=scheduler.kv.num_slots, clock=clock)
         self._planner = RoundPlanner(
             strategy,
             options=config.speculation,

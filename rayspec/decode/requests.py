@@ -273,19 +273,18 @@ class LiveRequest:
 
 
 class Requests(dict[str, LiveRequest]):
-    """Requests by id, from admission to their last output. fits: whether the KV cache can hold a sequence to its
-    end."""
+    """Requests by id, from admission to their last output. num_slots: tokens that the KV cache can hold."""
 
     def __init__(
         self,
         *,
         model: ModelInfo,
-        fits: Callable[[SequenceState], bool],
+        num_slots: int,
         clock: Callable[[], float],
     ) -> None:
         super().__init__()
         self._model = model
-        self._fits = fits
+        self._num_slots = num_slots
         self._clock = clock
         self._texts = TokenTexts(model.tokenizer) if model.tokenizer is not None else None
         self._sequence_ids = itertools.count(1)
@@ -297,8 +296,11 @@ class Requests(dict[str, LiveRequest]):
         if request.request_id in self:
             raise RequestError(f"request id {request.request_id!r} is in use: give each request its own")
         token_ids = admitted_tokens(request, self._model)
+        max_model_len = self._model.max_model_len
+        if request.params.max_tokens is None:  # as many as there is room for
+            max_model_len = min(max_model_len, max(self._num_slots, len(token_ids) + 1))
         params = self._model.defaults.completed(
-            request.params, num_prompt_tokens=len(token_ids), max_model_len=self._model.max_model_len
+            request.params, num_prompt_tokens=len(token_ids), max_model_len=max_model_len
         )
         if params.bad_words:
             if self._model.tokenizer is None:
@@ -308,7 +310,7 @@ class Requests(dict[str, LiveRequest]):
         if params.structured_outputs is not None:
             self._model.grammars.compiled(params.structured_outputs).result()
         sequences = [self._new_sequence(request, index, token_ids, params) for index in range(params.n)]
-        if not self._fits(sequences[0]):
+        if sequences[0].max_total_tokens > self._num_slots:
             raise OutOfMemoryError(
                 f"the request may need {sequences[0].max_total_tokens} tokens of KV cache, more than there are: "
                 "raise kv_cache_tokens or lower max_tokens"

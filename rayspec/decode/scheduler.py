@@ -202,9 +202,6 @@ class Scheduler:
         self._chunk_grid = chunk_grid
         self._max_cohort_seqs = -(-max_num_seqs // num_cohorts)
 
-    def fits(self, sequence: SequenceState) -> bool:
-        return sequence.max_total_tokens <= self.kv.num_slots
-
     def add(self, sequence: SequenceState) -> None:
         place = len(self.waiting)
         if not sequence.background:

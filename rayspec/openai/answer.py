@@ -116,7 +116,10 @@ async def _prompts(request: Request, engine: AsyncEngine, served: Sequence[str])
         work = partial(_tokens, prompt, engine, request.rendering, is_cut=is_cut)
         token_ids = await in_thread_if_large(work, num_characters)
         token_ids = request.cut(token_ids, engine.max_model_len)
-        length = request.num_output_tokens(len(token_ids), engine.max_model_len, engine.max_new_tokens)
+        room = max(1, engine.kv_cache_tokens - len(token_ids))
+        length = request.num_output_tokens(
+            len(token_ids), engine.max_model_len, min(engine.max_new_tokens or room, room)
+        )
         check_tokens(token_ids, engine.tokenizer)
         if length not in params:
             params[length] = request.sampling_params(length)

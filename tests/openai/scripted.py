@@ -21,6 +21,7 @@ class ScriptedEngine:
     tokenizer = demo_tokenizer()
     max_model_len = 512
     max_new_tokens = None
+    kv_cache_tokens = 512
 
     def __init__(self, outcomes: Mapping[int, RayspecError | str] | None = None) -> None:
         self.outcomes = outcomes or {}
