@@ -43,6 +43,10 @@ _REPLACED_OF_COMMANDS = {
 
 # Commands whose modules bring packages that `rayspec --help` need not wait for: module, and help in the list.
 LAZY = {
+    "demo": (
+        "rayspec.batch.demonstration",
+        "Try it: a job on twelve documents, with plain decoding and with `auto`, and a report that compares them.",
+    ),
     "summarize": ("rayspec.batch.commands", "Summarize documents, one row each. A .txt file is one document."),
     "generate": (
         "rayspec.batch.commands",

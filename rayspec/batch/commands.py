@@ -23,7 +23,7 @@ from rayspec.batch.scan import Source
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import clean_exit, error_console, output_console
 from rayspec.config import SamplingParams
-from rayspec.demo import BUNDLED, SampleDocument, python_documents, sample_documents
+from rayspec.demo import BUNDLED, example_documents
 from rayspec.types import ConfigError
 
 _EPILOG = """Exit codes: 0 every row succeeded, 1 none did or the engine failed, 2 usage, 3 some rows failed,
@@ -31,9 +31,6 @@ _EPILOG = """Exit codes: 0 every row succeeded, 1 none did or the engine failed,
 also where rows failed for good. The rows so far are in the output; the same command goes on with the others."""
 TEXT_SAMPLING = SamplingParams(max_tokens=256)
 _ON_RAY = "job"
-_REPORT_SENTENCES = (12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 64, 80, 96, 112, 128, 144)
-_NUM_PYTHON_DOCUMENTS = 24
-_PYTHON_STEP = 6  # every sixth of the longest: from far too long for the context to short enough
 
 Inputs = Annotated[
     list[str] | None,
@@ -83,7 +80,7 @@ def summarize(
             long=options,
             instruct=settings.engine.model not in BUNDLED,
         )
-        samples = [] if inputs else bundled_documents()
+        samples = [] if inputs else example_documents(pages=settings.engine.model not in BUNDLED)
         source = Source(
             inputs=_found(inputs or (), output, options),
             columns=Columns(text=text_column, id=options.id_column),
@@ -220,16 +217,6 @@ def _found(inputs: Sequence[str], output: str, options: JobOptions) -> InputFile
     if file is not None and any(os.path.realpath(each.path) == os.path.realpath(file.path) for each in found.files):
         raise ConfigError(f"option 'output' is {file.name!r}, which is an input too: choose another name")
     return found
-
-
-def bundled_documents() -> list[SampleDocument]:
-    """Return reports of 12 to 144 sentences, whose right summaries are known, and real texts. The longest text does not
-    fit the bundled model's context."""
-    reports = [
-        sample_documents(1, num_sentences=num_sentences, seed=index)[0]
-        for index, num_sentences in enumerate(_REPORT_SENTENCES)
-    ]
-    return [*reports, *python_documents(_NUM_PYTHON_DOCUMENTS)[::_PYTHON_STEP]]
 
 
 app = typer.Typer()
