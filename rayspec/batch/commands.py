@@ -20,6 +20,7 @@ from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import DOCUMENT_HEADINGS
 from rayspec.batch.run_folder import MANIFEST, output_places
 from rayspec.batch.scan import Source
+from rayspec.command.help import LongCommand
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import clean_exit, error_console, output_console
 from rayspec.config import SamplingParams
@@ -54,7 +55,7 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
     """Options of a job over documents or prompts."""
 
     id_column: str | None = Field(
-        None, description="column of the row's id; None: 'id', else file and row number; none: always the latter"
+        None, description="column of the row's id; unset: 'id', else file and row number; none: always the latter"
     )
     limit: int | None = Field(None, ge=1, description="only the first so many rows")
     sample: float | None = Field(None, ge=0, le=1, description="only this share of the rows, always the same ones")
@@ -158,9 +159,10 @@ def add_commands(app: typer.Typer) -> None:
     summaries = with_settings(sampling=SUMMARY_SAMPLING, own=(DocumentOptions, "Job"))(summarize)
     texts = with_settings(sampling=TEXT_SAMPLING, own=(DocumentOptions, "Job"))(generate)
     for group in (app, on_ray):
-        group.command("summarize", epilog=_EPILOG)(summaries)
-        group.command("generate", epilog=_EPILOG)(texts)
-    on_ray.command("openai-batch", epilog=_EPILOG)(with_settings(own=(JobOptions, "Job"))(openai_batch))
+        group.command("summarize", cls=LongCommand, epilog=_EPILOG)(summaries)
+        group.command("generate", cls=LongCommand, epilog=_EPILOG)(texts)
+    lines = with_settings(own=(JobOptions, "Job"))(openai_batch)
+    on_ray.command("openai-batch", cls=LongCommand, epilog=_EPILOG)(lines)
 
 
 def _run_documents(

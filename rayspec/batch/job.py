@@ -94,7 +94,7 @@ class JobOptions(Options):
     max_engine_restarts: int = Field(
         3, ge=0, description="on Ray: engines started again in a row, without a row completed in between"
     )
-    format: FileFormat | None = Field(None, description="of an output folder: parquet or jsonl; None: parquet")
+    format: FileFormat | None = Field(None, description="of an output folder: parquet or jsonl; unset: parquet")
     drain_s: float = Field(2.0, ge=0, description="seconds for rows under way, after SIGTERM")
     order: Order = Field(
         "input", description="of the rows: longest (first), or prefix (rows that begin alike are neighbours)"

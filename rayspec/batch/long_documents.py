@@ -62,7 +62,7 @@ class LongDocumentOptions(Options):
     """
 
     long: Mode = Field("fail", description="what becomes of documents beyond the context")
-    chunk_tokens: int | None = Field(None, ge=1, description="tokens of a part of a long document; None: what fits")
+    chunk_tokens: int | None = Field(None, ge=1, description="tokens of a part of a long document; unset: what fits")
     overlap_tokens: int = Field(0, ge=0, description="tokens that a part shares with the one before")
     level_tokens: tuple[int, ...] = Field(
         (), description="output tokens about parts, about groups of these, ...; repeatable"
