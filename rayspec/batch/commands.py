@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -22,9 +24,11 @@ from rayspec.batch.run_folder import MANIFEST, output_places
 from rayspec.batch.scan import Source
 from rayspec.command.help import LongCommand
 from rayspec.command.options import Asked, with_settings
+from rayspec.command.settings import Settings
 from rayspec.command.terminal import clean_exit, error_console, output_console
 from rayspec.config import SamplingParams
 from rayspec.demo import BUNDLED, example_documents
+from rayspec.structured import StructuredOutputsParams
 from rayspec.types import ConfigError
 
 _EPILOG = """Exit codes: 0 every row succeeded, 1 none did or the engine failed, 2 usage, 3 some rows failed,
@@ -59,6 +63,19 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
     )
     limit: int | None = Field(None, ge=1, description="only the first so many rows")
     sample: float | None = Field(None, ge=0, le=1, description="only this share of the rows, always the same ones")
+    json_schema: str | None = Field(None, description="file with a JSON schema that every output must have")
+
+    def in_force(self, settings: Settings) -> Settings:
+        """Return the settings with the schema, if there is one. Raises ConfigError for a file that cannot be read, or
+        has no schema."""
+        if self.json_schema is None:
+            return settings
+        try:
+            form = StructuredOutputsParams(json=Path(self.json_schema).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            problem = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"option 'json_schema' is {self.json_schema!r}: {problem}") from None
+        return replace(settings, sampling=settings.sampling.replace(structured_outputs=form))
 
 
 def summarize(
@@ -74,7 +91,8 @@ def summarize(
 ) -> None:
     """Summarize documents, one row each. A .txt file is one document. Without inputs, these are bundled documents."""
     with clean_exit():
-        settings, options = asked.settings(), asked.own_options(DocumentOptions)
+        options = asked.own_options(DocumentOptions)
+        settings = options.in_force(asked.settings())
         task = DocumentTask(
             settings=settings,
             template=prompt or summary_prompt(settings.engine.model),
@@ -106,7 +124,8 @@ def generate(
     with clean_exit():
         if not inputs:
             raise ConfigError("no inputs: name files, folders or patterns")
-        settings, options = asked.settings(), asked.own_options(DocumentOptions)
+        options = asked.own_options(DocumentOptions)
+        settings = options.in_force(asked.settings())
         task = DocumentTask(settings=settings, template="{text}", chat=chat, long=options)
         source = Source(
             inputs=_found(inputs, output, options),

@@ -329,7 +329,9 @@ class LongDocuments:
         budget = self._max_tokens if part.is_final else self._budgets[min(part.level, len(self._budgets)) - 1]
         seed = None if whole.seed is None else part_seed(whole.seed, part.level, part.number - 1)
         min_tokens = None if whole.min_tokens is None else min(whole.min_tokens, budget)
-        output = await self._engine.run(tokens, whole.replace(max_tokens=budget, min_tokens=min_tokens, seed=seed))
+        form = whole.structured_outputs if part.is_final else None
+        params = whole.replace(max_tokens=budget, min_tokens=min_tokens, seed=seed, structured_outputs=form)
+        output = await self._engine.run(tokens, params)
         document.totals.add(output)
         if output.error is not None:
             raise _PartFailedError(part.name, output.error)
