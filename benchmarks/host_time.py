@@ -27,7 +27,7 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.loading import make_engine
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.runner import Runner
-from rayspec.decode.stages import LocalStages
+from rayspec.decode.stages import MAX_STEPS, LocalStages
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.attention import Rows
 from rayspec.model.buckets import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
@@ -55,7 +55,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTime:
-    """Milliseconds of this thread's CPU time in a round. tokens: committed by a sequence in a round, on average."""
+    """Milliseconds of this thread's CPU time in a round; in each step of a round without drafts that has several.
+    tokens: committed by a sequence in a round or step, on average."""
 
     shape: str
     strategy: str
@@ -130,14 +131,14 @@ def engine_of(parts: Decomposition, strategy: str, max_num_seqs: int) -> Engine:
     graphs.warm_up(decode_and_verify_buckets(max_num_seqs, config.speculation.max_draft_tokens))
     runner = Runner(parts, cache, device=device, row_counts=None, buffers=buffers, graphs=graphs)
     stages = LocalStages(runner, vocab_size=VOCAB_SIZE, verification="coupled", num_tap_tokens=config.num_tap_tokens)
-    stages.head.draft_look_interval = _DRAFT_LOOK_INTERVAL
+    stages.head.draft_look_interval, stages.num_steps = _DRAFT_LOOK_INTERVAL, MAX_STEPS
     latency = ideal_latency(replace(_LLAMA_8B, num_layers=num_sublayers // 2), _H100)
     info = ModelInfo(vocab_size=VOCAB_SIZE, eos_token_ids=(), max_model_len=_MAX_MODEL_LEN)
     return make_engine(config, stages, make_strategy(config, num_sublayers, latency), info, size)
 
 
 def time_rounds(engine: Engine, *, batch: int, context: int, temperature: float, num_rounds: int) -> list[float]:
-    """Return the CPU seconds of each round of `batch` sequences whose prompts have `context` tokens."""
+    """Return the CPU seconds of each round, or of each of its steps. context: tokens of each prompt."""
     generator = torch.Generator().manual_seed(0)
     for index in range(batch):
         prompt: list[int] = torch.randint(VOCAB_SIZE, (context,), generator=generator).tolist()
@@ -147,12 +148,12 @@ def time_rounds(engine: Engine, *, batch: int, context: int, temperature: float,
         engine.step()
     for _ in range(_NUM_WARM_ROUNDS):
         engine.step()
-    engine.stats.num_generated_tokens = 0
+    engine.stats.num_generated_tokens = engine.stats.num_rounds = 0
     took_s = []
     for _ in range(num_rounds):
-        started = time.thread_time()
+        started, before = time.thread_time(), engine.stats.num_rounds
         engine.step()
-        took_s.append(time.thread_time() - started)
+        took_s.append((time.thread_time() - started) * batch / (engine.stats.num_rounds - before))
     return took_s
 
 
@@ -161,7 +162,7 @@ def measure(
 ) -> HostTime:
     engine = engine_of(parts, strategy, batch)
     took_s = time_rounds(engine, batch=batch, context=context, temperature=temperature, num_rounds=num_rounds)
-    num_tokens = engine.stats.num_generated_tokens / (batch * num_rounds)
+    num_tokens = engine.stats.num_generated_tokens / engine.stats.num_rounds
     engine.abort_all()
     return HostTime(
         shape=shape,
