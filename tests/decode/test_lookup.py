@@ -70,10 +70,11 @@ def test_the_longest_of_the_latest_matches_is_found(
 
 
 def test_n_grams_with_the_same_hash_are_told_apart() -> None:
-    index = LookupIndex(2)
-    index.extend_to([1, 2, 3, 4, 5, 6, 7, 5, 6])
-    with patch.object(lookup, "_hashes", lambda tokens, length: np.zeros(len(tokens) - length + 1, np.uint64)):
-        assert index.propose(2) == NOTHING, "no n-gram has that hash"
+    with (
+        patch.object(lookup, "_MAX_UNSORTED", 0),
+        patch.object(lookup, "_hashes", lambda tokens, length: np.zeros(len(tokens) - length + 1, np.uint64)),
+        patch.object(lookup, "_hash_of", lambda ngram: 0),
+    ):
         index = LookupIndex(2)
         index.extend_to([1, 2, 3, 4, 5, 6, 7, 5, 6])
         assert index.propose(2).token_ids == (7, 5)

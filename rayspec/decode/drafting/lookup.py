@@ -21,9 +21,9 @@ from rayspec.planning.lookup import AMBIGUOUS, OWN_TEXT, SINGLE, UNANIMOUS, matc
 _MAX_PLACES = 8  # the latest occurrences of an n-gram, which are compared
 _LONGEST_MATCH = 32  # tokens that are compared at most
 _COMPARABLE = 0.5  # share of the longest match that other places must match to count as support
-_MAX_UNSORTED = 4096
+_MAX_UNSORTED = 512  # of each length
 END_OF_TEXT = -1  # stands between the texts of an index of several; no copy goes beyond it
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
 
 class Proposal(msgspec.Struct, frozen=True):
@@ -80,13 +80,9 @@ class LookupIndex:
     def extend(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
             return
-        text = self._token_ids
-        num_before = len(text)
-        text.extend(token_ids)
-        first = max(0, num_before - self.ngram)
-        tokens = np.array(text[first:-1]).astype(np.uint64)  # a proposal needs a token after the n-gram
+        self._token_ids.extend(token_ids)
         for ends in self._ends:
-            ends.extend(tokens[max(0, num_before - ends.length) - first :])
+            ends.extend(self._token_ids)
 
     def propose(self, num_tokens: int, drafted: Sequence[int] = ()) -> Proposal:
         """Propose at most `num_tokens` tokens that follow the text.
@@ -103,7 +99,7 @@ class LookupIndex:
     def propose_after(self, newest: Sequence[int], num_tokens: int) -> Proposal:
         """Propose at most `num_tokens` tokens that follow the tokens `newest`, from the place with the longest match;
         of equal matches, from the latest. Newest tokens before the last `_LONGEST_MATCH` may be left out."""
-        if num_tokens <= 0:
+        if num_tokens <= 0 or not self._token_ids:
             return NOTHING
         for ends in self._ends:
             found = sorted((self._matched(place, newest), place) for place in ends.of(newest[-ends.length :]))
@@ -123,6 +119,8 @@ class LookupIndex:
         """Return the support of each token by the other places, as long as these continue like the proposal."""
         text, supports = self._token_ids, []
         for at, token in enumerate(token_ids):
+            if not others:
+                return supports + [SINGLE] * (len(token_ids) - at)
             others = [place for place in others if place + at < len(text)]
             same = [place for place in others if text[place + at] == token]
             supports.append(SINGLE if not others else UNANIMOUS if len(same) == len(others) else AMBIGUOUS)
@@ -146,44 +144,58 @@ def newest_of(text: Sequence[int], ngram: int = 0) -> Sequence[int]:
 class _Ends:
     """The ends of the n-grams of one length, found by hash. Different n-grams may have the same hash.
 
-    Sorted hashes find an n-gram of any text in a few comparisons and take 12 bytes a token. The newest hashes are
-    compared one by one, until there are enough of them to be sorted in.
+    Sorted hashes find an n-gram of any text in a few comparisons and take 12 bytes a token. The newest n-grams are in a
+    dict, until there are enough of them to be sorted in.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
         self._hashes = np.empty(0, np.uint64)  # sorted; equal hashes stand in the order of the text
         self._starts = np.empty(0, np.int32)  # of the n-grams with these hashes
-        self._newest = np.empty(0, np.uint64)  # hashes of the n-grams that follow, in the order of the text
+        self._newest: dict[tuple[int, ...], tuple[int, ...]] = {}  # starts of the n-grams that follow
+        self._num_starts = 0  # of both
 
-    def extend(self, tokens: NDArray[np.uint64]) -> None:
-        """Add the n-grams of `tokens`, which begin with the first n-gram that is not yet here."""
-        if len(tokens) < self.length:
-            return
-        self._newest = np.concatenate((self._newest, _hashes(tokens, self.length)))
-        if len(self._newest) > _MAX_UNSORTED:
-            order = np.argsort(self._newest, kind="stable")
-            at = np.searchsorted(self._hashes, self._newest[order], side="right")
-            self._starts = np.insert(self._starts, at, order + len(self._starts))
-            self._hashes = np.insert(self._hashes, at, self._newest[order])
-            self._newest = np.empty(0, np.uint64)
+    def extend(self, text: array[int]) -> None:
+        """Add the n-grams of the text that are not here yet. A proposal needs a token after its n-gram."""
+        num_sorted, num_starts = len(self._starts), max(self._num_starts, len(text) - self.length)
+        if num_starts - num_sorted > _MAX_UNSORTED:
+            new = _hashes(np.array(text[num_sorted:-1]).astype(np.uint64), self.length)
+            order = np.argsort(new, kind="stable")
+            at = np.searchsorted(self._hashes, new[order], side="right")
+            self._starts = np.insert(self._starts, at, order + num_sorted)
+            self._hashes = np.insert(self._hashes, at, new[order])
+            self._newest = {}
+        else:
+            for start in range(self._num_starts, num_starts):
+                ngram = tuple(text[start : start + self.length])
+                self._newest[ngram] = (*self._newest.get(ngram, ()), start)
+        self._num_starts = num_starts
 
     def of(self, ngram: Sequence[int]) -> list[int]:
         """Return where the latest n-grams with the hash of this one end, at most `_MAX_PLACES`."""
         if len(ngram) < self.length:
             return []
-        (wanted,) = _hashes(np.array(ngram).astype(np.uint64), self.length)
-        newest = np.flatnonzero(self._newest == wanted)[-_MAX_PLACES:] + len(self._starts)
-        last = int(np.searchsorted(self._hashes, wanted, side="right"))
-        older = slice(max(0, last - _MAX_PLACES + len(newest)), last)
-        starts = [*self._starts[older][self._hashes[older] == wanted].tolist(), *newest.tolist()]
+        starts = list(self._newest.get(tuple(ngram), ())[-_MAX_PLACES:])
+        if len(self._hashes) and len(starts) < _MAX_PLACES:
+            wanted = np.uint64(_hash_of(ngram))
+            last = int(self._hashes.searchsorted(wanted, side="right"))
+            if last and self._hashes[last - 1] == wanted:
+                older = slice(max(0, last - _MAX_PLACES + len(starts)), last)
+                starts = self._starts[older][self._hashes[older] == wanted].tolist() + starts
         return [start + self.length for start in starts]
 
 
 def _hashes(tokens: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:
-    """Return the hash of each n-gram of this length."""
+    """Return the hash of each n-gram of this length, as `_hash_of` does."""
     num_ngrams = len(tokens) - length + 1
     hashes = tokens[:num_ngrams]
     for at in range(1, length):
-        hashes = hashes * _MULTIPLIER + tokens[at : at + num_ngrams]
+        hashes = hashes * np.uint64(_MULTIPLIER) + tokens[at : at + num_ngrams]
     return hashes
+
+
+def _hash_of(ngram: Sequence[int]) -> int:
+    found = 0
+    for token in ngram:
+        found = found * _MULTIPLIER + token & _MASK
+    return found
