@@ -117,7 +117,7 @@ class LookupIndex:
 
     def _supports(self, token_ids: Sequence[int], others: Sequence[int]) -> list[int]:
         """Return the support of each token by the other places, as long as these continue like the proposal."""
-        text, supports = self._token_ids, []
+        text, supports = self._token_ids, list[int]()
         for at, token in enumerate(token_ids):
             if not others:
                 return supports + [SINGLE] * (len(token_ids) - at)
