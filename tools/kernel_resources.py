@@ -30,7 +30,6 @@ _TRITON_TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int8: "*i8",
-    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -135,7 +134,7 @@ def product_launches(shape: Shape, num_rows: int, dtype: torch.dtype = torch.bfl
     rows = _meta(num_rows, size, dtype=dtype)
     int8, int4 = (
         _meta(num_outputs, size, dtype=torch.int8),
-        _meta(num_outputs, size // 2, dtype=torch.uint8),
+        _meta(num_outputs, size // 8, dtype=torch.int32),
     )
     calls = [
         launches.int8_product(rows, int8, _meta(num_outputs, dtype=torch.float32)),

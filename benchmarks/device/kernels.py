@@ -62,7 +62,8 @@ def _operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
         yield f"gated, {activation}", partial(_gated, dtype, activation)
     for num_rows in (5, 40):
         yield f"int8_product, {num_rows} rows", partial(_int8_product, dtype, num_rows)
-        yield f"int4_product, {num_rows} rows", partial(_int4_product, dtype, num_rows)
+        yield f"int4_product, {num_rows} rows", partial(_int4_product, dtype, num_rows, 300)
+    yield "int4_product, many outputs", partial(_int4_product, dtype, 5, 20000)
 
 
 def _attend(dtype: torch.dtype, device: torch.device, *, is_tree: bool, window: int) -> Tensor:
@@ -127,10 +128,10 @@ def _int8_product(dtype: torch.dtype, num_rows: int, device: torch.device) -> Te
     return operations.int8_product(_random(dtype, device)(num_rows, 512), weight.to(device), scales.to(device))
 
 
-def _int4_product(dtype: torch.dtype, num_rows: int, device: torch.device) -> Tensor:
+def _int4_product(dtype: torch.dtype, num_rows: int, num_outputs: int, device: torch.device) -> Tensor:
     random = _random(dtype, device)
-    weight = torch.arange(300 * 256).mul(7919).remainder(256).to(device, torch.uint8).view(300, 256)
-    return operations.int4_product(random(num_rows, 512), weight, random(4, 300, 2) / 16)
+    weight = torch.arange(num_outputs * 64).mul(2654435761).remainder(2**32).sub(2**31).to(device, torch.int32)
+    return operations.int4_product(random(num_rows, 512), weight.view(num_outputs, 64), random(4, num_outputs, 2) / 16)
 
 
 def _random(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:

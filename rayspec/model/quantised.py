@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from rayspec.choices import Weights
 from rayspec.model.cuda.operations import int4_product, int8_product
+from rayspec.model.cuda.reference import packed_levels
 from rayspec.model.matrices import LinearMap, joined_weight
 
 # Group sizes, and the share of a group's range that the int4 levels span. The first size that divides the number of
@@ -88,10 +89,9 @@ class Int4Matrix(_QuantisedMatrix):
         weight = pad(weight, (0, 0, 0, -self.num_rows % _ROW_MULTIPLE))
         packed, scales = [], []
         for chunk in _chunks(weight):
-            levels, scale, zero = _int4(weight[chunk], size)
-            if use_operators:  # two levels of a group in a byte: [N, K / 2]
-                low, high = levels.to(torch.uint8).view(len(levels), -1, 2, size // 2).unbind(2)
-                packed.append((low | high << 4).flatten(1))
+            levels, scale, zero = _int4(weight[chunk], size, zero_level=-16 if use_operators else 8)
+            if use_operators:
+                packed.append(packed_levels(levels, size))
             else:
                 packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1))
             scales.append(torch.stack([scale.T, zero.T], -1))
@@ -168,15 +168,16 @@ def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (numbers / scales[:, None]).round_().to(torch.int8), scales
 
 
-def _int4(weight: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _int4(weight: Tensor, size: int, *, zero_level: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise to levels 0 to 15 [N, K], and scales and zeros [N, K / size] of the weight's type.
 
-    (level - 8) * scale + zero is near the weight.
+    (level - zero_level) * scale + zero is near the weight.
     """
     numbers = weight.float().view(len(weight), -1, size)
     low, high = numbers.amin(-1, keepdim=True), numbers.amax(-1, keepdim=True)  # `aminmax` is six times as slow.
     scale = ((high - low) * (_SPANS[size] / 15)).to(weight.dtype)
-    zero = ((low + high + scale) / 2).to(weight.dtype)  # The middle of the range is between levels 7 and 8.
-    scale = torch.where(scale > 0, scale, 1)
-    levels = ((numbers - zero.float()) / scale.float() + 8).round_().clamp_(0, 15)
+    # The middle of the range is between levels 7 and 8.
+    zero = ((low + high) / 2 - (7.5 - zero_level) * scale.float()).to(weight.dtype)
+    divisor = torch.where(scale > 0, scale, 1).float()
+    levels = ((numbers - zero.float()) / divisor + zero_level).round_().clamp_(0, 15)
     return levels.flatten(1), scale.squeeze(-1), zero.squeeze(-1)

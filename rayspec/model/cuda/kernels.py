@@ -328,57 +328,151 @@ def gate_columns(packed, output, row_stride, SIZE: tl.constexpr, BLOCK: tl.const
 def int8_product_tiles(
     rows, weight, scales, output, num_rows, row_stride,
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr,
-    TILE_SIZE: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, BY_GROUP: tl.constexpr, UPCAST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply by an int8 matrix. One program: a tile of rows times a tile of matrix rows, which are output columns.
 
-    Grid: (ceil(OUTPUTS / TILE_OUTPUTS), ceil(N / TILE_ROWS)).
+    A step of the loop reads TILE_GROUPS groups of columns. BY_GROUP: each group has its own sums, so that warps share
+    the groups; the sums are added at the end. Grid: (ceil(OUTPUTS / TILE_OUTPUTS), ceil(N / TILE_ROWS)).
     """
     out = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     own, live = out < OUTPUTS, row < num_rows
-    rows += row.to(tl.int64)[:, None] * row_stride
-    weight += out.to(tl.int64)[None, :] * SIZE
-    total = tl.zeros([TILE_ROWS, TILE_OUTPUTS], tl.float32)
-    for start in tl.range(0, SIZE, TILE_SIZE, num_stages=STAGES):
-        column = start + tl.arange(0, TILE_SIZE)
-        inside = column < SIZE
-        numbers = tl.load(rows + column[None, :], mask=live[:, None] & inside[None, :], other=0.0)
-        levels = tl.load(weight + column[:, None], mask=inside[:, None] & own[None, :], other=0)
-        total = _dot(numbers, levels.to(numbers.dtype), total, UPCAST)
-    scale = tl.load(scales + out, mask=own, other=0.0)
-    where = row.to(tl.int64)[:, None] * OUTPUTS + out[None, :]
-    tl.store(output + where, _as(total * scale[None, :], output), mask=live[:, None] & own[None, :])
+    column = _columns(GROUP, TILE_GROUPS, BY_GROUP)
+    rows += row.to(tl.int64) * row_stride + tl.expand_dims(column, -1)
+    weight += out.to(tl.int64)[:, None] * SIZE + tl.expand_dims(column, -2)
+    total = _zeros(TILE_GROUPS, TILE_OUTPUTS, TILE_ROWS, BY_GROUP)
+    for start in tl.range(0, SIZE, TILE_GROUPS * GROUP, num_stages=STAGES):
+        inside = start + column < SIZE
+        levels = tl.load(weight + start, mask=own[:, None] & tl.expand_dims(inside, -2), other=0)
+        numbers = tl.load(rows + start, mask=live & tl.expand_dims(inside, -1), other=0.0)
+        total = _dot(levels.to(tl.float32 if UPCAST else numbers.dtype), numbers, total, UPCAST)
+    if BY_GROUP:
+        total = tl.sum(total, 0)
+    total *= tl.load(scales + out, mask=own, other=0.0)[:, None]
+    where = row.to(tl.int64)[None, :] * OUTPUTS + out[:, None]
+    tl.store(output + where, _as(total, output), mask=live[None, :] & own[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def int4_product_tiles(
     rows, weight, scales, output, num_rows, row_stride,
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr,
-    GROUP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, BY_GROUP: tl.constexpr, UPCAST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Do as `int8_product_tiles` for an int4 matrix, one group of columns per step. The product with the levels, which
-    are small integers, comes first; then it is scaled."""
+    """Do as `int8_product_tiles` for an int4 matrix. Its numbers are restored before the product."""
     out = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     own, live = out < OUTPUTS, row < num_rows
-    half = tl.arange(0, GROUP // 2)
-    rows += row.to(tl.int64)[:, None] * row_stride + half[None, :]
-    weight += out.to(tl.int64)[None, :] * (SIZE // 2) + half[:, None]
-    total = tl.zeros([TILE_ROWS, TILE_OUTPUTS], tl.float32)
-    for group in tl.range(0, SIZE // GROUP, num_stages=STAGES):
-        first = tl.load(rows + group * GROUP, mask=live[:, None], other=0.0)
-        second = tl.load(rows + group * GROUP + GROUP // 2, mask=live[:, None], other=0.0)
-        packed = tl.load(weight + group * (GROUP // 2), mask=own[None, :], other=0)
-        where = scales + (group * OUTPUTS + out) * 2
-        scale = tl.load(where, mask=own, other=0.0).to(tl.float32)
-        zero = tl.load(where + 1, mask=own, other=0.0).to(tl.float32)
-        product = _dot(first, ((packed & 15).to(tl.int8) - 8).to(first.dtype), None, UPCAST)
-        product = _dot(second, ((packed >> 4).to(tl.int8) - 8).to(first.dtype), product, UPCAST)
-        sums = tl.sum(first.to(tl.float32) + second.to(tl.float32), 1)
-        total += product * scale[None, :] + sums[:, None] * zero[None, :]
-    where = row.to(tl.int64)[:, None] * OUTPUTS + out[None, :]
-    tl.store(output + where, _as(total, output), mask=live[:, None] & own[None, :])
+    column = _columns(GROUP, TILE_GROUPS, BY_GROUP)
+    group = tl.arange(0, TILE_GROUPS)
+    if BY_GROUP:
+        group, out_of_word = group[:, None], out[None, :]
+    else:
+        group, out_of_word = group[None, :], out[:, None]
+    word = tl.arange(0, GROUP // 8)[None, None, :]
+    rows += row.to(tl.int64) * row_stride + tl.expand_dims(column, -1)
+    weight += out_of_word.to(tl.int64)[:, :, None] * (SIZE // 8) + group[:, :, None] * (GROUP // 8) + word
+    total = _zeros(TILE_GROUPS, TILE_OUTPUTS, TILE_ROWS, BY_GROUP)
+    for start in tl.range(0, SIZE, TILE_GROUPS * GROUP, num_stages=STAGES):
+        there = (out_of_word < OUTPUTS) & (start // GROUP + group < SIZE // GROUP)
+        words = tl.load(weight + start // 8, mask=there[:, :, None], other=0)
+        where = (start // GROUP + group) * OUTPUTS + out_of_word
+        numbers = tl.load(rows + start, mask=live & tl.expand_dims(start + column < SIZE, -1), other=0.0)
+        if numbers.dtype == tl.bfloat16 and not UPCAST:
+            pairs = tl.load(scales.to(tl.pointer_type(tl.int32)) + where, mask=there, other=0)
+            matrix = _bfloat16_of_words(words, pairs)
+        else:
+            scale = tl.load(scales + where * 2, mask=there, other=0.0).to(tl.float32)
+            offset = tl.load(scales + where * 2 + 1, mask=there, other=0.0).to(tl.float32)
+            levels = _levels_of_words(words).to(tl.float32)
+            matrix = _as((levels + 16) * scale[:, :, None] + offset[:, :, None], rows)
+        if not BY_GROUP:
+            matrix = tl.reshape(matrix, [TILE_OUTPUTS, TILE_GROUPS * GROUP])
+        total = _dot(matrix, numbers, total, UPCAST)
+    if BY_GROUP:
+        total = tl.sum(total, 0)
+    where = row.to(tl.int64)[None, :] * OUTPUTS + out[:, None]
+    tl.store(output + where, _as(total, output), mask=live[None, :] & own[:, None])
+
+
+@triton.jit
+def _columns(GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, BY_GROUP: tl.constexpr):
+    """Return the numbers of the first step's columns: [TILE_GROUPS, GROUP] if BY_GROUP, else one axis."""
+    column = tl.arange(0, TILE_GROUPS * GROUP)
+    if BY_GROUP:
+        column = tl.arange(0, TILE_GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    return column
+
+
+@triton.jit
+def _zeros(TILE_GROUPS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BY_GROUP: tl.constexpr):
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    if BY_GROUP:
+        total = tl.zeros([TILE_GROUPS, OUTPUTS, ROWS], tl.float32)
+    return total
+
+
+@triton.jit
+def _bfloat16_of_words(words, pairs):
+    """Return (level + 16) * scale + offset, rounded once: bfloat16 [groups, outputs, size].
+
+    words: int32 [groups, outputs, size / 8]. pairs: int32 [groups, outputs], the bits of scale and offset. Four bits
+    below the exponent of 16 make the bfloat16 number level + 16, so a pair of numbers takes a shift, a mask and an add.
+    """
+    scale, offset = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232;",
+        "=&r,=&r,r", [pairs], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    first, second, third, fourth = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 turned;
+        lop3.b32 $0, $4, $7, $8, 0xEA;
+        fma.rn.bf16x2 $0, $0, $5, $6;
+        shr.u32 turned, $4, 4;
+        lop3.b32 $1, turned, $7, $8, 0xEA;
+        fma.rn.bf16x2 $1, $1, $5, $6;
+        shr.u32 turned, $4, 8;
+        lop3.b32 $2, turned, $7, $8, 0xEA;
+        fma.rn.bf16x2 $2, $2, $5, $6;
+        shf.r.wrap.b32 turned, $4, $4, 12;
+        lop3.b32 $3, turned, $7, $8, 0xEA;
+        fma.rn.bf16x2 $3, $3, $5, $6;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [words, scale[:, :, None], offset[:, :, None], tl.full([1], 0x00780078, tl.int32),
+         tl.full([1], 0x41804180, tl.int32)],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return _in_order(_halves(first), _halves(second), _halves(third), _halves(fourth))
+
+
+@triton.jit
+def _halves(pair):
+    """Return the bfloat16 numbers in the low and high bits of int32: [..., 2]."""
+    low = (pair & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = ((pair >> 16) & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _levels_of_words(words):
+    """Return the levels: int32 [groups, outputs, size]."""
+    turned = ((words >> 3) & 0x1FFFFFFF) | (words << 29)
+    first = tl.join(turned & 15, (turned >> 16) & 15)
+    second = tl.join((turned >> 4) & 15, (turned >> 20) & 15)
+    third = tl.join((turned >> 8) & 15, (turned >> 24) & 15)
+    fourth = tl.join((turned >> 12) & 15, (turned >> 28) & 15)
+    return _in_order(first, second, third, fourth)
+
+
+@triton.jit
+def _in_order(first, second, third, fourth):
+    """Put quarters of groups side by side. Each: [groups, outputs, size / 8, 2]. Returns [groups, outputs, size]."""
+    joined = tl.permute(tl.join(tl.join(first, third), tl.join(second, fourth)), [0, 1, 4, 5, 2, 3])
+    return tl.reshape(joined, [first.shape[0], first.shape[1], 8 * first.shape[2]])
 
 
 @triton.jit

@@ -24,9 +24,12 @@ _MOST_SPLITS = 64
 _LEAST_SPLIT_LENGTH = 256
 # Programs of a launch that read keys: about four for each multiprocessor of a large GPU.
 _NUM_PROGRAMS = 512
-# Up to so many rows, the fewest that tensor cores take, only reading the matrix limits a product's speed.
+# Up to so many rows, only reading the matrix limits a product's speed.
 MAX_FEW_ROWS = 16
-_PROGRAMS_A_PRODUCT = 256
+# Columns of an int8 matrix are read in groups, too, though they share no scale.
+_INT8_GROUP = 128
+# From so many outputs on, large tiles of an int4 matrix suffice for all multiprocessors.
+_MANY_OUTPUTS = 128 * 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +84,14 @@ class Splits:
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """Tile of a program that multiplies by a quantised matrix. outputs: columns of the output. size: columns of an int8
-    matrix per step of the program's loop; a step with int4 is one group."""
+    """Tile of a program that multiplies by a quantised matrix. rows: rows of the output. outputs: its columns. groups:
+    groups of columns of the matrix per step of the program's loop. by_group: warps share the groups, not the
+    outputs."""
 
     rows: int
     outputs: int
-    size: int
+    groups: int
+    by_group: bool
     num_warps: int
     num_stages: int
 
@@ -240,33 +245,53 @@ def gated(packed: Tensor, activation: str) -> Call:
     return Call(output, (Launch(kernels.gate_columns, grid, arguments, options),))
 
 
-def choose_product_tile(*, num_rows: int, num_outputs: int, itemsize: int) -> ProductTile:
-    """Choose a tile for a product. With few rows, memory is the limit: small tiles let many programs read in parallel.
-    With more rows, large tiles share the data that they read. This has not run on a GPU yet."""
+def choose_int8_tile(*, num_rows: int, itemsize: int) -> ProductTile:
+    """Choose a tile for groups of `_INT8_GROUP` columns. With few rows, memory is the limit: small tiles let many
+    programs read in parallel. With more rows, large tiles share the data that they read."""
+    if itemsize > 2:  # Products of float32 do not use tensor cores.
+        return ProductTile(min(64, _few_rows(num_rows)), 32, 1, by_group=False, num_warps=4, num_stages=3)
     if num_rows <= MAX_FEW_ROWS:
-        outputs = 16 if num_outputs < 32 * _PROGRAMS_A_PRODUCT else 32
-        return ProductTile(MAX_FEW_ROWS, outputs, 256 if itemsize <= 2 else 128, num_warps=4, num_stages=4)
-    return ProductTile(64, 64, 128 if itemsize <= 2 else 32, num_warps=4, num_stages=3)
+        return ProductTile(_few_rows(num_rows), 16, 4, by_group=True, num_warps=4, num_stages=3)
+    return ProductTile(64, 64, 1, by_group=False, num_warps=8, num_stages=3)
+
+
+def choose_int4_tile(*, num_rows: int, num_outputs: int, group: int, itemsize: int) -> ProductTile:
+    """Do as `choose_int8_tile`. group: the columns of a group, at most 128."""
+    if itemsize > 2 or num_rows > MAX_FEW_ROWS:
+        return choose_int8_tile(num_rows=num_rows, itemsize=itemsize)
+    wide = 128 // group  # A step reads as many columns with any size of groups.
+    if num_outputs >= _MANY_OUTPUTS:
+        return ProductTile(_few_rows(num_rows), 128, 2 * wide, by_group=False, num_warps=8, num_stages=3)
+    return ProductTile(_few_rows(num_rows), 32, 4 * wide, by_group=True, num_warps=4, num_stages=4)
+
+
+def _few_rows(num_rows: int) -> int:
+    """Return the rows of a program's tile: of the size of tensor cores, or two."""
+    return 8 if num_rows <= 8 else MAX_FEW_ROWS
 
 
 def int8_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Call:
-    return _product(kernels.int8_product_tiles, rows, weight, scales)
+    tile = choose_int8_tile(num_rows=len(rows), itemsize=rows.element_size())
+    return _product(kernels.int8_product_tiles, rows, weight, scales, tile, len(weight), _INT8_GROUP)
 
 
 def int4_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Call:
-    return _product(kernels.int4_product_tiles, rows, weight, scales, GROUP=rows.shape[1] // len(scales))
+    num_groups, num_outputs, _ = scales.shape
+    group = rows.shape[1] // num_groups
+    tile = choose_int4_tile(num_rows=len(rows), num_outputs=num_outputs, group=group, itemsize=rows.element_size())
+    return _product(kernels.int4_product_tiles, rows, weight, scales, tile, num_outputs, group)
 
 
-def _product(kernel: Any, rows: Tensor, weight: Tensor, scales: Tensor, **constants: int) -> Call:
+def _product(
+    kernel: Any, rows: Tensor, weight: Tensor, scales: Tensor, tile: ProductTile, num_outputs: int, group: int
+) -> Call:
     num_rows, size = rows.shape
-    num_outputs = len(weight)
-    tile = choose_product_tile(num_rows=num_rows, num_outputs=num_outputs, itemsize=rows.element_size())
     output = rows.new_empty(num_rows, num_outputs)
     arguments = {
         "rows": rows, "weight": weight, "scales": scales, "output": output, "num_rows": num_rows,
         "row_stride": rows.stride(0), "SIZE": size, "OUTPUTS": num_outputs,
-        "TILE_ROWS": tile.rows, "TILE_OUTPUTS": tile.outputs, **(constants or {"TILE_SIZE": tile.size}),
-        "UPCAST": triton.knobs.runtime.interpret, "STAGES": tile.num_stages,
+        "TILE_ROWS": tile.rows, "TILE_OUTPUTS": tile.outputs, "GROUP": group, "TILE_GROUPS": tile.groups,
+        "BY_GROUP": tile.by_group, "UPCAST": triton.knobs.runtime.interpret, "STAGES": tile.num_stages,
     }  # fmt: skip
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     grid = (_ceil_div(num_outputs, tile.outputs), _ceil_div(num_rows, tile.rows))

@@ -17,6 +17,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda gate: gelu(gate, approximate="tanh"),
 }
 
+# Of the quarters of a group, and of the two columns of a quarter: [4, 1, 2].
+_LEVEL_BITS = torch.tensor([[4 * quarter, 4 * quarter + 16] for quarter in range(4)]).view(4, 1, 2)
+
 
 def attend(
     query: Tensor,
@@ -152,17 +155,35 @@ def int8_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def int4_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Do as `int8_product`, with a matrix whose numbers are (level - 8) * scale + zero.
+    """Do as `int8_product`, with a matrix whose numbers are (level + 16) * scale + offset, rounded to the type of rows.
 
-    weight: uint8 [M, C / 2], contiguous. In a row's group of `size` columns, byte i holds the level of column i in its
-    low four bits, and that of column i + size / 2 in its high four bits. scales: [groups of a row, M, 2], contiguous:
-    scale and zero. A group has at least 32 columns.
+    weight: int32 [M, C / 8], contiguous, of `packed_levels`. scales: [groups of a row, M, 2], contiguous: scale and
+    offset. A group has 32, 64 or 128 columns.
     """
-    grouped = weight.view(len(weight), len(scales), -1)
-    levels = torch.cat([grouped & 15, grouped >> 4], -1).float() - 8
-    scale, zero = scales.float().transpose(0, 1).unbind(-1)
-    matrix = levels * scale[..., None] + zero[..., None]
-    return (rows.float() @ matrix.flatten(1).T).to(rows.dtype)
+    size = rows.shape[1] // len(scales)
+    scale, offset = scales.float().transpose(0, 1).unbind(-1)
+    matrix = (unpacked_levels(weight, size) + 16) * scale[..., None] + offset[..., None]
+    return (rows.float() @ matrix.to(rows.dtype).flatten(1).T.float()).to(rows.dtype)
+
+
+def packed_levels(levels: Tensor, size: int) -> Tensor:
+    """Pack levels 0 to 15, [M, C], in groups of `size` columns: int32 [M, C / 8].
+
+    Word w of a group holds the columns 2 w and 2 w + 1 of each quarter of the group. The level of the first column of
+    quarter j is in the bits 4 j to 4 j + 3, that of the second 16 bits higher. Then the word is rotated left by 3 bits:
+    bits 3 to 6 are the highest of a bfloat16 number's fraction, so a level becomes a number by shifts and masks.
+    """
+    quarters = levels.to(torch.int64).view(len(levels), -1, 4, size // 8, 2)
+    words = (quarters << _LEVEL_BITS.to(levels.device)).sum((2, 4))
+    words = (words << 3 | words >> 29) & 0xFFFFFFFF
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32).flatten(1)
+
+
+def unpacked_levels(weight: Tensor, size: int) -> Tensor:
+    """Return float32 [M, groups of a row, size]."""
+    words = weight.to(torch.int64).view(len(weight), -1, 1, size // 8, 1) & 0xFFFFFFFF
+    words = words >> 3 | words << 29
+    return (words >> _LEVEL_BITS.to(weight.device) & 15).flatten(2).float()
 
 
 def gated(packed: Tensor, activation: str) -> Tensor:

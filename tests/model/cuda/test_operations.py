@@ -31,7 +31,7 @@ def _calls() -> dict[str, tuple[Any, ...]]:
         "int8_product": (torch.randn(5, 64), torch.randint(-127, 128, (24, 64), dtype=torch.int8), FACTORS),
         "int4_product": (
             torch.randn(5, 64),
-            torch.randint(0, 256, (24, 32), dtype=torch.uint8),
+            torch.randint(-(2**31), 2**31, (24, 8), dtype=torch.int32),
             torch.randn(2, 24, 2),
         ),
     }
