@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from rayspec.bench.options import BenchOptions, bench_options
-from rayspec.command.help import LongCommand
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console, say
 from rayspec.config import DType
@@ -22,7 +21,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="fewer models and sizes")]
 Json = Annotated[Path | None, typer.Option(help="file to write the numbers to")]
 
 
-@app.command(cls=LongCommand)
+@app.command()
 @with_settings(own=(BenchOptions, "Benchmark"))
 def bench(
     *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,6 +22,8 @@ from rayspec.planning.learning import AnswerLength
 from rayspec.types import EngineStats, Plan
 
 _MAX_PLAN_RECORDS = 1024
+# Between two rounds, a search in this process takes at most the time of so many steps of the last round.
+SEARCH_STEPS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,16 @@ class PlannedRound:
     started: float
 
 
+@dataclass(slots=True)
+class _Searching:
+    """A search under way over these tokens. counted_s: its seconds that are in the statistics."""
+
+    tokens: Sequence[TappedToken]
+    counted_s: float = 0.0
+
+
 class RoundPlanner:
-    """Connects the strategy to the engine. Keeps the last tapped tokens and the plan search under way over them."""
+    """Connects the strategy to the engine. Keeps the last tapped tokens and the plan searches under way over them."""
 
     def __init__(
         self,
@@ -60,7 +70,7 @@ class RoundPlanner:
         self._stats = stats
         self._clock = clock
         self._answer_length = AnswerLength()
-        self._searching: Future[Answer] | None = None
+        self._searching: dict[Future[Answer], _Searching] = {}  # the oldest first
         self._searched_s = 0.0  # seconds of searches that are not yet in the statistics
 
     @property
@@ -77,6 +87,7 @@ class RoundPlanner:
             context=sum(sequence.num_tokens for sequence in sequences) // len(sequences),
             batch=len(sequences),
             elapsed_s=self._stats.total_s,
+            searched_s=self._stats.optimise_s,
             num_outstanding_tokens=outstanding,
             sequence_ids=[sequence.sequence_id for sequence in sequences],
             proposals=cache(partial(self._proposals, sequences)),
@@ -115,6 +126,7 @@ class RoundPlanner:
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
         """Log the taps of a finished round, tell the strategy its result, and let the strategy search. The strategy
         learns nothing from a round with chunks, because the round's own time is then unknown."""
+        step_s = (self._clock() - planned.started - result.queued_s) / result.num_steps
         self._taps.extend(planned.work.taps)
         num_ends = sum(sequence.finish_reason == "stop" for sequence in planned.sequences)
         self._answer_length.observe(num_tokens=num_tokens, num_ends=num_ends)
@@ -126,9 +138,9 @@ class RoundPlanner:
                 self._drop_taps(sequence)
         committed_any = num_tokens or not all(committed.finite for committed in result.committed)
         if committed_any and not planned.work.chunks:
-            seconds = (self._clock() - planned.started - result.queued_s) / result.num_steps
             num_a_step = -(-num_tokens // result.num_steps)
-            self.strategy.observe(planned.state, planned.chosen, result, num_a_step, seconds)
+            self.strategy.observe(planned.state, planned.chosen, result, num_a_step, step_s)
+        self._continue_searches(step_s)
         started = self._clock()
         record = self.strategy.search(planned.state, self._search)
         if record is not None:
@@ -151,11 +163,33 @@ class RoundPlanner:
                 self.proposer.learn(sequence, entry, proposals[at], draft, committed.token_ids, likeliest)
 
     def forget(self, sequence: SequenceState | None = None) -> None:
-        """Drop the taps of the sequence, or of all, and cancel the search, because the sequence leaves its place in the
-        KV cache."""
+        """Drop the taps of the sequence, or of all, and cancel the searches over them, because the sequence leaves its
+        place in the KV cache."""
         self._drop_taps(sequence)
-        if self._searching is not None:
-            self._searching.cancel()
+        for search, asked in self._searching.items():
+            if sequence is None or any(token.sequence_id == sequence.sequence_id for token in asked.tokens):
+                search.cancel()
+
+    def _continue_searches(self, step_s: float) -> None:
+        """Let this process work on the oldest search for the time of a few steps, so that no sequence waits long.
+        Cancel searches over tokens whose keys the cache does not have any more."""
+        sequences = {sequence.sequence_id: sequence for sequence in self._scheduler.running}
+        for search, asked in list(self._searching.items()):
+            if not all(self._is_held(token, sequences) for token in asked.tokens):
+                search.cancel()
+            if search.done():
+                del self._searching[search]
+        for search, asked in list(self._searching.items())[:1]:
+            started = self._clock()
+            self._stages.continue_search(SEARCH_STEPS * step_s)
+            if not search.done():  # else its seconds are counted by now
+                took_s = self._clock() - started
+                asked.counted_s += took_s
+                self._stats.optimise_s += took_s
+
+    def _is_held(self, token: TappedToken, sequences: Mapping[str, SequenceState]) -> bool:
+        sequence = sequences.get(token.sequence_id)
+        return sequence is not None and self._scheduler.kv.holds_window(sequence, token.position)
 
     def _drop_taps(self, sequence: SequenceState | None) -> None:
         for at, token in enumerate(self._taps):
@@ -169,21 +203,21 @@ class RoundPlanner:
         tokens = [
             token
             for token in self.tapped
-            if sequence_id in (None, token.sequence_id)
-            and self._scheduler.kv.holds_window(sequences[token.sequence_id], token.position)
+            if sequence_id in (None, token.sequence_id) and self._is_held(token, sequences)
         ]
         if len(tokens) < question.num_tokens:
             return None
         chosen = tokens[-question.num_tokens :]
         rows = [sequences[token.sequence_id].rows(token.position, 1) for token in chosen]
-        self._searching = self._stages.search(chosen, rows, question)
+        searching, asked = self._stages.search(chosen, rows, question), _Searching(chosen)
+        self._searching[searching] = asked
 
         def count(search: Future[Answer]) -> None:
             if not search.cancelled() and search.exception() is None:
-                self._searched_s += search.result().seconds
+                self._searched_s += max(0.0, search.result().seconds - asked.counted_s)
 
-        self._searching.add_done_callback(count)
-        return self._searching
+        searching.add_done_callback(count)
+        return searching
 
     def _entry(self, sequence: SequenceState, proposal: Proposal, num_looked_up: int, plan: Plan) -> RoundEntry:
         num_free = sequence.table.capacity - sequence.num_tokens

@@ -6,9 +6,9 @@ runs in one process.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
+from torch.nn.functional import cosine_similarity, normalize
 
-from rayspec.choices import SKIP, Choice, Choices, keys_of, weights_of
+from rayspec.choices import FULL, SKIP, Choice, Choices, combined, keys_of, weights_of
 from rayspec.decode.runner import Runner
-from rayspec.model.attention import pack_branches
+from rayspec.model.attention import PackedRows, pack_branches
 from rayspec.model.rows import RowSpan
-from rayspec.planning.knapsack import Expansion, follow, solve
+from rayspec.model.threads import integers
+from rayspec.planning.knapsack import Expansion, Steps, follow, solve
 
 _SUBLAYERS = 2  # sublayers per layer
 
@@ -123,23 +124,25 @@ class TappedStates(Expansion, Protocol):
         """Return the mean of the target's states after the final norm, [hidden_size]."""
 
 
-def answer(question: Question, tapped: TappedStates, *, num_sublayers: int, started: float) -> Answer:
-    """Answer a question. tapped: the states of `question.num_tokens` tokens. started: by `time.perf_counter`. Raises
-    ValueError if the question does not match the model's sublayers."""
+def answer(question: Question, tapped: TappedStates, *, num_sublayers: int) -> Steps[Answer]:
+    """Answer a question, in steps. The caller sets the seconds of the answer. tapped: the states of
+    `question.num_tokens` tokens. Raises ValueError if the question does not match the model's sublayers."""
     num_each = 1  # sublayers of an item
-    also: Sequence[Choices] = ()
     match question:
         case Cosine():
-            return Values(tapped.cosines(), time.perf_counter() - started)
+            return Values(tapped.cosines(), 0.0)
         case Feature():
-            return Values(tapped.feature(), time.perf_counter() - started)
+            return Values(tapped.feature(), 0.0)
         case Trial():
             if any(len(pattern) != num_sublayers for pattern in question.patterns):
                 raise ValueError(f"each of the patterns on trial needs {num_sublayers} choices, one for each sublayer")
-            return Found(_followed(question.patterns, tapped), question.num_tokens, time.perf_counter() - started)
+            states = yield from follow(question.patterns, tapped)
+            similarity = tapped.similarity(num_sublayers - 1, states)
+            drafts = _judged(question.patterns, similarity.tolist(), tapped.agreement(states))
+            return Found(drafts, question.num_tokens, 0.0)
         case LayerKnapsack():
             num_each = _SUBLAYERS
-            solution = solve(
+            solution = yield from solve(
                 [{SKIP: 1}] * (num_sublayers // _SUBLAYERS),
                 _Layers(tapped),
                 max_saved=question.num_skipped,
@@ -149,25 +152,20 @@ def answer(question: Question, tapped: TappedStates, *, num_sublayers: int, star
                 drop_dominated=False,
             )
         case Knapsack():
-            also = question.also
-            solution = solve(
+            solution = yield from solve(
                 question.savings,
                 tapped,
                 max_saved=question.max_saved,
                 min_similarity=question.min_similarity,
                 max_states=question.max_states,
+                others=question.also,
             )
-    patterns = [tuple(choice for choice in one.choices for _ in range(num_each)) for one in solution.candidates]
-    drafts = _judged(patterns, [one.similarity for one in solution.candidates], tapped.agreement(solution.states))
-    if others := [choices for choices in also if choices not in patterns]:
-        drafts += _followed(others, tapped)
-    return Found(drafts, question.num_tokens, time.perf_counter() - started)
-
-
-def _followed(patterns: Sequence[Choices], tapped: TappedStates) -> list[FoundDraft]:
-    states = follow(patterns, tapped)
-    similarity = tapped.similarity(len(patterns[0]) - 1, states)
-    return _judged(patterns, similarity.tolist(), tapped.agreement(states))
+    found = [*solution.candidates, *solution.others]
+    patterns = [tuple(choice for choice in one.choices for _ in range(num_each)) for one in found]
+    drafts = _judged(patterns, [one.similarity for one in found], tapped.agreement(solution.states))
+    best, others = drafts[: len(solution.candidates)], drafts[len(solution.candidates) :]
+    known = {one.choices for one in best}
+    return Found([*best, *(one for one in others if one.choices not in known)], question.num_tokens, 0.0)
 
 
 def _judged(patterns: Sequence[Choices], similarity: Sequence[float], agreement: Agreement) -> list[FoundDraft]:
@@ -201,7 +199,7 @@ class _Layers:
             states = self._tapped.run(sublayer, choice, states)
         return states
 
-    def vary(self, layer: int, choice: Choice, states: Any) -> Any:
+    def vary(self, layer: int, choices: Sequence[Choice], states: Any) -> Any:
         raise NotImplementedError("whole layers run in full or not at all")
 
     def similarity(self, layer: int, states: Any) -> NDArray[np.float64]:
@@ -216,6 +214,8 @@ class _Layers:
 
 # The most rows whose logits are in memory at the same time.
 _HEAD_ROWS = 128
+# The most numbers of states whose packed rows are kept. Their masks take memory, and later sublayers use few numbers.
+_MAX_PACKED = 4
 
 
 class PlanSearch:
@@ -232,10 +232,10 @@ class PlanSearch:
     ) -> None:
         self._runner = runner
         self.tokens = list(tokens)
-        self._positions = torch.tensor([token.context for token in tokens], device=runner.device)
+        self._positions = integers([token.context for token in tokens], runner.device)
         self._targets = boundaries[:, :, None]
         self._next_tokens = next_tokens
-        self._changes: dict[tuple[int, Choice], Tensor] = {}  # [T, 1, hidden_size]
+        self._packed: dict[int, PackedRows] = {}  # by number of states, the newest last
 
     @property
     def num_tokens(self) -> int:
@@ -248,32 +248,68 @@ class PlanSearch:
     @torch.inference_mode()
     def run(self, sublayer: int, choice: Choice, states: Any) -> Tensor:
         num_tokens, num_states, size = states.shape
-        positions = self._positions.repeat_interleave(num_states)
-        rows = pack_branches(self._runner.cache, self.tokens, num_states, positions)
+        rows = self._rows(num_states, states)
         module = self._runner.parts.sublayers[sublayer - self._runner.first_sublayer]
-        if module.kind == "attention":
-            self._runner.parts.rotate(states, rows)
         states = states.reshape(1, num_tokens * num_states, size)
         hidden = module(states, rows.seeing(keys_of(choice)), weights_of(choice))
         return hidden.view(num_tokens, num_states, size)
 
     @torch.inference_mode()
-    def vary(self, sublayer: int, choice: Choice, states: Any) -> Tensor:
-        """Add the change that the choice makes on the target's own states; it is taken to be the same for `states`."""
-        if (sublayer, choice) not in self._changes:
-            at = sublayer - self._runner.first_sublayer
-            self._changes[sublayer, choice] = self.run(sublayer, choice, self._targets[at]) - self._targets[at + 1]
-        return states + self._changes[sublayer, choice]  # type: ignore[no-any-return]
+    def vary(self, sublayer: int, choices: Sequence[Choice], states: Any) -> Tensor:
+        """Add to each state the change that its choice makes on the target's own states."""
+        names = [FULL, *{choice: None for choice in choices if choice not in (FULL, SKIP)}]
+        known: dict[Choice, Tensor] = {FULL: self._no_change}
+        changes = torch.cat([self._change(sublayer, choice, known) for choice in names], 1)
+        index = integers([names.index(choice) if choice != SKIP else 0 for choice in choices], states.device)
+        return states + changes.index_select(1, index)  # type: ignore[no-any-return]
+
+    def _change(self, sublayer: int, choice: Choice, known: dict[Choice, Tensor]) -> Tensor:
+        """Return the change that a choice makes on the target's states, [T, 1, hidden_size]. Other weights and fewer
+        keys together make the sum of both changes. known: changes of this sublayer; those of this choice are added."""
+        if choice not in known:
+            parts = combined(weights_of(choice), "all"), combined("full", keys_of(choice))
+            if FULL in parts:
+                at = sublayer - self._runner.first_sublayer
+                known[choice] = self.run(sublayer, choice, self._targets[at]) - self._targets[at + 1]
+            else:
+                by_weights, by_keys = (self._change(sublayer, one, known) for one in parts)
+                known[choice] = by_weights + by_keys
+        return known[choice]
+
+    def _rows(self, num_states: int, like: Tensor) -> PackedRows:
+        """Return the packed rows of so many states, with their rotary embedding and attention calls: those of the last
+        few numbers are kept, because all sublayers share them."""
+        rows = self._packed.pop(num_states, None)
+        if rows is None:
+            positions = self._positions.repeat_interleave(num_states)
+            rows = pack_branches(self._runner.cache, self.tokens, num_states, positions)
+            self._runner.parts.rotate(like, rows)
+        self._packed[num_states] = rows
+        for oldest in list(self._packed)[:-_MAX_PACKED]:
+            del self._packed[oldest]
+        return rows
 
     @torch.inference_mode()
     def similarity(self, sublayer: int, states: Any) -> NDArray[np.float64]:
-        target = self._targets[sublayer - self._runner.first_sublayer + 1]
-        cosine = cosine_similarity(states.float(), target.float(), dim=-1)
-        return cosine.mean(0).double().cpu().numpy()
+        target = self._directions[sublayer - self._runner.first_sublayer + 1]
+        numbers = states.float()
+        cosine = (numbers @ target)[..., 0] / torch.linalg.vector_norm(numbers, dim=-1)
+        found: NDArray[np.float64] = cosine.mean(0).cpu().numpy().astype(np.float64)
+        return found
+
+    @cached_property
+    def _no_change(self) -> Tensor:
+        return torch.zeros_like(self._targets[0])
+
+    @cached_property
+    def _directions(self) -> Tensor:
+        """The target's states as vectors of length 1: [sublayers + 1, T, hidden_size, 1]."""
+        return normalize(self._targets.float(), dim=-1).transpose(-1, -2)
 
     @torch.inference_mode()
     def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> Tensor:
-        return torch.cat(list(batches), 1)[:, torch.from_numpy(np.asarray(index)).to(self._runner.device)]
+        joined = torch.cat(list(batches), 1) if len(batches) > 1 else batches[0]
+        return joined.index_select(1, integers(np.asarray(index).tolist(), joined.device))
 
     def keep(self, batches: Sequence[Any]) -> None:
         """Do nothing: a tensor is freed with its last reference."""

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from rayspec.decode.work import Move, Pass, Result, SamplerSpec, TappedToken, Ta
 from rayspec.model.load_check import lack_of_memory
 from rayspec.model.rows import RowSpan
 from rayspec.model.threads import integers, on_device
+from rayspec.planning.knapsack import Steps
 from rayspec.types import OutOfMemoryError, RayspecError
 
 _MAX_ROUNDS_SAVED = 256
@@ -184,6 +186,9 @@ class Stages(ABC):
         """Answer a question about tapped tokens. rows: of each token; the slots that they see must keep their content
         until then."""
 
+    def continue_search(self, seconds: float) -> None:  # noqa: B027 - other processes go on by themselves
+        """Work on the oldest search for about so many seconds, at least one step of about a sublayer."""
+
     def wait(self) -> None:  # noqa: B027 - an engine in one process needs none
         """Wait until another future is done, `wake` is called, or a short time has passed."""
 
@@ -221,8 +226,18 @@ def out_of_memory(error: RuntimeError) -> OutOfMemoryError:
     return OutOfMemoryError(f"{reason}: lower max_num_batched_tokens, max_num_seqs or kv_cache_tokens")
 
 
+@dataclass(slots=True)
+class _SearchUnderWay:
+    """A search in this process. spent_s: seconds so far."""
+
+    future: Future[Answer]
+    steps: Steps[Answer]
+    spent_s: float = 0.0
+
+
 class LocalStages(Stages):
-    """The whole model in this process, cut into sublayers."""
+    """The whole model in this process, cut into sublayers. A search makes one step when it is asked for, and the others
+    in `continue_search`, so that it need not hold up the rounds."""
 
     def __init__(
         self,
@@ -246,6 +261,8 @@ class LocalStages(Stages):
         )
         self.head.stopwatch = Stopwatch.of(runner.device, clock)
         self.num_steps = MAX_STEPS if runner.device.type == "cuda" else 1
+        self._clock = clock
+        self._searches: list[_SearchUnderWay] = []
 
     @property
     def num_sublayers(self) -> int:
@@ -266,11 +283,44 @@ class LocalStages(Stages):
             return done(lambda: self._run(work))
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
-        started, num_sublayers = time.perf_counter(), self.num_sublayers
+        future: Future[Answer] = Future()
+        try:
+            with on_device(self.runner.device):
+                tapped = self.plan_search(tokens, rows)
+        except TapsGoneError as error:
+            future.set_exception(error)
+            return future
+        steps = answer(question, tapped, num_sublayers=self.num_sublayers)
+        self._searches.append(_SearchUnderWay(future, steps))
+        self.continue_search(0.0)
+        return future
+
+    def continue_search(self, seconds: float) -> None:
+        started = self._clock()
+        self._searches = [one for one in self._searches if not one.future.cancelled()]
+        if not self._searches:
+            return
+        search = self._searches.pop(0)
         with self.progress.of("search"), on_device(self.runner.device):
-            return done(
-                lambda: answer(question, self.plan_search(tokens, rows), num_sublayers=num_sublayers, started=started)
-            )
+            ended = done(lambda: self._steps_of(search, started, seconds))
+        search.spent_s += self._clock() - started
+        if (error := ended.exception()) is not None:
+            search.future.set_exception(error)
+        elif (found := ended.result()) is not None:
+            search.future.set_result(msgspec.structs.replace(found, seconds=search.spent_s))
+        else:
+            self._searches.insert(0, search)
+
+    def _steps_of(self, search: _SearchUnderWay, started: float, seconds: float) -> Answer | None:
+        """Take steps for so many seconds, at least one. Return the answer if the search has ended."""
+        try:
+            next(search.steps)
+            while self._clock() - started < seconds:
+                next(search.steps)
+        except StopIteration as end:
+            found: Answer = end.value
+            return found
+        return None
 
     def plan_search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan]) -> PlanSearch:
         return self.span.search(tokens, rows, self.head.next_tokens(tokens))

@@ -19,14 +19,16 @@ from rayspec.types import Plan, PlanRecord
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchState:
     """The batch of a round. context: mean number of tokens that a sequence holds. batch: number of sequences.
-    elapsed_s: engine time so far. num_outstanding_tokens: expected number of tokens still to generate for running and
-    waiting requests. sequence_ids: the sequences of the batch; an id is constant. proposals: function that looks up
-    tokens for each sequence. by_class: function to the acceptance of looked-up tokens by their class."""
+    elapsed_s: engine time so far; searched_s: the part of it that searches took. num_outstanding_tokens: expected
+    number of tokens still to generate for running and waiting requests. sequence_ids: the sequences of the batch; an id
+    is constant. proposals: function that looks up tokens for each sequence. by_class: function to the acceptance of
+    looked-up tokens by their class."""
 
     context: int
     batch: int
     elapsed_s: float
     num_outstanding_tokens: float
+    searched_s: float = 0.0
     sequence_ids: Sequence[str] = ()
     proposals: Callable[[], Sequence[Proposal]] = tuple
     by_class: Callable[[], Sequence[float]] = tuple

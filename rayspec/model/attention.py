@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -61,11 +61,11 @@ class _Call:
 class _Calls:
     """The attention calls of a batch. whole: calls whose rows occur in no other call. pieces: calls whose results are
     merged. few: rows [R] that read few keys, their slots [L, R, n] and mask [L, R, n], as in `_Call`, in each of L
-    layers, where L is 1 if all layers read the same keys."""
+    layers, where L is 1 if all layers read the same keys. Rows that are alternatives have the slots of their token."""
 
     whole: list[_Call] = field(default_factory=list)
     pieces: list[_Call] = field(default_factory=list)
-    few: tuple[Tensor, Tensor, Tensor] | None = None
+    few: tuple[slice | Tensor, Tensor, Tensor] | None = None
 
 
 # `_Calls` depend on these: the keys that rows read, the sliding window, the softcap, and whether results can be merged.
@@ -278,10 +278,7 @@ class _Attention:
 
     def of_rows(self) -> Tensor:
         """Return the attention of rows that extend their sequences: [N, H, D_v]."""
-        shared = (self.rows.keys, self.kind.sliding_window, self.kind.softcap, self._merges)
-        if shared not in self.rows.calls:
-            self.rows.calls[shared] = self._find_calls()
-        calls = self.rows.calls[shared]
+        calls = self._calls(self._find_calls)
         output = self._merged(calls.pieces) if calls.pieces else self._zeros(self.query.dtype)
         for call in calls.whole:
             output[call.rows] = self._seen(call).transpose(0, 1)
@@ -292,26 +289,98 @@ class _Attention:
 
     def of_branches(self) -> Tensor:
         """Return the attention of rows that are alternatives (`PackedRows` without slots): [N, H, D_v]."""
-        output, end = self._zeros(self.query.dtype), 0
-        few = [span for span in self.rows.spans if not self._reads_all(span)]
-        gathered: Iterator[tuple[Tensor, Tensor]] = iter(())
-        if few:
-            pages = self._few_pages(self._index([span.context for span in few]), [span.runs for span in few])
-            gathered = zip(*(each[self._place_in(each)] for each in pages.slots(with_own=False)), strict=True)
-        for span in self.rows.spans:
-            rows, end = slice(end, end + span.num_rows), end + span.num_rows
-            if self._reads_all(span):  # the context as a row right after it sees it
-                first = max(0, span.context + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
-                slots = self._slots(runs_between(span.runs, first, span.context))
-                counts = torch.ones(span.context - first, dtype=torch.bool, device=self.query.device)
-            else:
-                slots, counts = next(gathered)
-            context = self._keys_and_values(_Call(rows, slots))
-            keys, values = (torch.cat([each, own[:, rows]], 1) for each, own in zip(context, self.own, strict=True))
-            own_only = torch.eye(span.num_rows, dtype=torch.bool, device=self.query.device)
-            mask = self._masked(torch.cat([counts.expand(span.num_rows, -1), own_only], 1))
-            output[rows] = self._mixed(self.query[:, rows], keys, values, mask).transpose(0, 1)
+        calls = self._calls(self._find_calls_of_branches)
+        found: list[tuple[slice | Tensor, Tensor]] = []
+        for call in calls.whole:
+            context = self._keys_and_values(call)
+            keys, values = (
+                torch.cat([each, own[:, call.rows]], 1) for each, own in zip(context, self.own, strict=True)
+            )
+            found.append((call.rows, self._mixed(self.query[:, call.rows], keys, values, call.mask).transpose(0, 1)))
+        if calls.few is not None:
+            found.append((calls.few[0], self._seen_by_branches_in_few(*calls.few)))
+        if len(found) == 1 and isinstance(found[0][0], slice):  # all rows in one call
+            return found[0][1]
+        output = self._zeros(self.query.dtype)
+        for rows, mixed in found:
+            output[rows] = mixed
         return output
+
+    def _calls(self, find: Callable[[], _Calls]) -> _Calls:
+        shared = (self.rows.keys, self.kind.sliding_window, self.kind.softcap, self._merges)
+        if shared not in self.rows.calls:
+            self.rows.calls[shared] = find()
+        return self.rows.calls[shared]
+
+    def _find_calls_of_branches(self) -> _Calls:
+        """Return a call for the tokens of each sequence that read all their keys, and one for all other tokens. The
+        last keys of a call are the rows' own, of which a row sees its own only."""
+        calls, num_branches = _Calls(), self.rows.spans[0].num_rows
+        few: list[tuple[int, RowSpan]] = []
+        groups: dict[Runs, list[list[tuple[int, RowSpan]]]] = {}
+        for at, span in sorted(enumerate(self.rows.spans), key=lambda each: each[1].context):
+            if not self._reads_all(span):
+                few.append((at, span))
+                continue
+            own = groups.setdefault(span.runs, [[]])
+            if own[-1] and self._first_seen(span) > own[-1][-1][1].context:  # what lies between means nothing
+                own.append([])
+            own[-1].append((at, span))
+        for runs, group in ((runs, group) for runs, own in groups.items() for group in own):
+            first, end = self._first_seen(group[0][1]), group[-1][1].context
+            places = torch.arange(first, end, device=self.query.device)
+            bounds = self._index([(self._first_seen(span), span.context) for _, span in group])[:, :, None]
+            seen = ((places >= bounds[:, 0]) & (places < bounds[:, 1])).repeat_interleave(num_branches, 0)
+            own_only = torch.eye(len(seen), dtype=torch.bool, device=seen.device)
+            slots = self._slots(runs_between(runs, first, end))
+            mask = self._masked(torch.cat([seen, own_only], 1))
+            calls.whole.append(_Call(self._rows_of_branches([at for at, _ in group]), slots, mask))
+        if few:
+            few.sort(key=lambda each: each[0])
+            pages = self._few_pages(self._index([span.context for _, span in few]), [span.runs for _, span in few])
+            slots, counts = pages.slots(with_own=False)
+            own_only = torch.eye(num_branches, dtype=torch.bool, device=counts.device)
+            shape = (*counts.shape[:2], num_branches)
+            seen = torch.cat([counts[:, :, None].expand(*shape, -1), own_only.expand(*shape, -1)], -1)
+            calls.few = self._rows_of_branches([at for at, _ in few]), slots, self._masked(seen)
+        return calls
+
+    def _first_seen(self, span: RowSpan) -> int:
+        """Return the first place that a row right after the context sees."""
+        return max(0, span.context + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
+
+    def _rows_of_branches(self, tokens: Sequence[int]) -> slice | Tensor:
+        """Return the rows of these tokens: a slice if they are adjacent."""
+        size = self.rows.spans[0].num_rows
+        if list(tokens) == list(range(tokens[0], tokens[0] + len(tokens))):
+            return slice(tokens[0] * size, (tokens[0] + len(tokens)) * size)
+        return self._index([row for token in tokens for row in range(token * size, (token + 1) * size)])
+
+    def _seen_by_branches_in_few(self, rows: slice | Tensor, slots: Tensor, mask: Tensor) -> Tensor:
+        """Return the attention of the branches of T tokens that read few keys, [T * branches, H, D_v], by one call. Key
+        heads take its batch axis, tokens its axis of heads. slots: [L, T, n]; mask: [L, T, branches, n + branches]."""
+        place = self._place_in(slots)
+        slots, mask = slots[place], mask[place]
+        num_tokens, num_branches = mask.shape[:2]
+        keys, values = (
+            torch.cat(
+                [
+                    cached.index_select(1, slots.flatten()).view(len(cached), *slots.shape, -1),
+                    own[:, rows].view(len(own), num_tokens, num_branches, -1),
+                ],
+                2,
+            )
+            for cached, own in zip(self.cached, self.own, strict=True)
+        )
+        query = self.query[:, rows].view(len(keys), -1, num_tokens, num_branches, self.query.shape[-1]).transpose(1, 2)
+        size = query.shape[2]  # query heads of a key head
+        query, mask = query.flatten(2, 3), mask.repeat(1, size, 1)
+        if self.kind.softcap:
+            mixed = _softcapped(query, keys, values, mask, self.kind.scaling, self.kind.softcap)
+        else:
+            mixed = scaled_dot_product_attention(query, keys, values, mask[None], scale=self.kind.scaling)
+        mixed = mixed.view(len(keys), num_tokens, size, num_branches, -1)
+        return mixed.permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
 
     def _find_calls(self) -> _Calls:
         calls, end = _Calls(), 0
@@ -449,7 +518,7 @@ class _Attention:
         own = path.own[max(0, lowest - path.shared) :]
         return self._index([*places[lowest : path.shared], *(places[place] for place in own)])
 
-    def _index(self, numbers: Sequence[int]) -> Tensor:
+    def _index(self, numbers: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
         return torch.tensor(numbers, device=self.query.device)
 
     def _mask(self, span: RowSpan, paths: Sequence[Path], columns: Tensor) -> Tensor:
@@ -500,7 +569,7 @@ class _Attention:
         """Return the layer's index in a tensor [L, ...], as in `_Calls`."""
         return self.rows.cache.place_of_layer[self.layer] if len(by_layer) > 1 else 0
 
-    def _seen_in_few(self, rows: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
+    def _seen_in_few(self, rows: slice | Tensor, slots: Tensor, mask: Tensor) -> Tensor:
         """Return the attention of rows that read few keys, [R, H, D_v], by one call. Key heads take its batch axis."""
         place = self._place_in(slots)
         slots, mask = slots[place], mask[place, :, None]
@@ -560,6 +629,11 @@ def _folded(query: Tensor, num_kv_heads: int) -> Tensor:
 def _sdpa(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, *, causal: bool = False
 ) -> Tensor:
+    if mask is not None and len(query) > len(keys):
+        # Key heads take the batch axis: torch's fused kernels for a GPU do not share key heads where there is a mask.
+        grouped = query.view(len(keys), -1, *query.shape[1:])
+        keys, values = (each[:, None].expand(-1, grouped.shape[1], -1, -1) for each in (keys, values))
+        return scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling).flatten(0, 1)
     return scaled_dot_product_attention(
         query[None], keys[None], values[None], mask, is_causal=causal, scale=scaling,
         enable_gqa=len(query) > len(keys),

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -35,9 +36,11 @@ from rayspec.pipeline.messages import (
     Seek,
     Ship,
     Sought,
+    Vary,
 )
 from rayspec.pipeline.recovery import Status
 from rayspec.pipeline.transport import Secret
+from rayspec.planning.knapsack import finished
 from rayspec.types import RayspecError
 
 _ANSWER_TIMEOUT_S = 30.0
@@ -103,7 +106,8 @@ class Coordinator:
         found, reason = None, ""
         try:
             search.begin()
-            found = answer(message.question, search, num_sublayers=self._spans[-1][1], started=started)
+            found = finished(answer(message.question, search, num_sublayers=self._spans[-1][1]))
+            found = msgspec.structs.replace(found, seconds=time.perf_counter() - started)
             self._num_answers += 1
         except SearchFailedError as error:
             reason = str(error)
@@ -162,15 +166,17 @@ class RemoteSearch:
         """Return a copy of the first state, because the search may start again."""
         return self.gather([RemoteBatch(0, 0, 1)], np.zeros(1, np.int64))
 
-    def run(self, sublayer: int, choice: Choice, states: Any, *, varied: bool = False) -> RemoteBatch:
+    def run(self, sublayer: int, choice: Choice, states: Any) -> RemoteBatch:
         stage = self._stage_of[sublayer]
         here = self._brought(states, stage)
         result = self._new(stage, here.num_states)
-        self._pending[stage].append(RunSublayer(sublayer, choice, here.number, result.number, varied))
+        self._pending[stage].append(RunSublayer(sublayer, choice, here.number, result.number))
         return result
 
-    def vary(self, sublayer: int, choice: Choice, states: Any) -> RemoteBatch:
-        return self.run(sublayer, choice, states, varied=True)
+    def vary(self, sublayer: int, choices: Sequence[Choice], states: Any) -> RemoteBatch:
+        result = self._new(states.stage, states.num_states)
+        self._pending[states.stage].append(Vary(sublayer, choices, states.number, result.number))
+        return result
 
     def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> RemoteBatch:
         stage = max(batch.stage for batch in batches)

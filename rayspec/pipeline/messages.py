@@ -146,14 +146,22 @@ class Seek(Message, frozen=True, kw_only=True):
 
 
 class RunSublayer(msgspec.Struct, frozen=True, tag="run"):
-    """Run a sublayer on the batch `source`; the result is the batch `into`. varied: the sublayer has run in full on
-    `source`, and another choice is approximated, see `Expansion.vary`."""
+    """Run a sublayer on the batch `source`; the result is the batch `into`."""
 
     sublayer: int
     choice: Choice
     source: int
     into: int
-    varied: bool = False
+
+
+class Vary(msgspec.Struct, frozen=True, tag="vary"):
+    """Approximate other choices of a sublayer that has run in full on the batch `source`, see `Expansion.vary`. The
+    result is the batch `into`."""
+
+    sublayer: int
+    choices: Sequence[Choice]
+    source: int
+    into: int
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather"):
@@ -186,7 +194,7 @@ class Ship(msgspec.Struct, frozen=True, tag="ship"):
     peer: str
 
 
-Operation: TypeAlias = RunSublayer | Gather | Score | Ship | Drop
+Operation: TypeAlias = RunSublayer | Vary | Gather | Score | Ship | Drop
 
 
 class Expand(Message, frozen=True, kw_only=True):

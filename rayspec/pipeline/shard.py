@@ -64,6 +64,7 @@ from rayspec.pipeline.messages import (
     Ship,
     Shipped,
     Sought,
+    Vary,
 )
 from rayspec.pipeline.ranks import LeadingSpan, follow
 from rayspec.pipeline.recovery import Status
@@ -392,9 +393,10 @@ class Shard:
             batches[message.batch] = tensors[0].to(self._device)
         for operation in message.operations if isinstance(message, Expand) else ():
             match operation:
-                case RunSublayer(sublayer, choice, source, into, varied):
-                    run = search.vary if varied else search.run
-                    batches[into] = run(sublayer, choice, batches[source])
+                case RunSublayer(sublayer, choice, source, into):
+                    batches[into] = search.run(sublayer, choice, batches[source])
+                case Vary(sublayer, choices, source, into):
+                    batches[into] = search.vary(sublayer, choices, batches[source])
                 case Gather(sources, index, into):
                     found = [batches[source] for source in sources]
                     batches[into] = search.gather(found, np.asarray(index, np.int64))

@@ -8,9 +8,9 @@ No choice is excluded a priori.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,10 @@ from rayspec.planning.learning import BAND, CHEAPER_COST
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Codes = NDArray[np.int8]
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[None, None, T]
+"""Work in steps, of about a sublayer each, and its result."""
 
 UNITS = 4096  # of saved time, in the time of all sublayers in full; `solve` bounds its states itself
 
@@ -35,8 +39,9 @@ class Expansion(Protocol):
         """Return the batch after each state has run `sublayer` by `choice`, which is not skip. Must not change
         `states`."""
 
-    def vary(self, sublayer: int, choice: Choice, states: Any) -> Any:
-        """Approximate cheaply what the states, which have run `sublayer` in full, would be after another choice."""
+    def vary(self, sublayer: int, choices: Sequence[Choice], states: Any) -> Any:
+        """Approximate cheaply what each state, which has run `sublayer` in full, would be after its own choice. For
+        `full` and `skip` a state stays as it is."""
 
     def similarity(self, sublayer: int, states: Any) -> Floats:
         """Return [num_states]: similarity of each state to the target's state after `sublayer`; higher is better."""
@@ -59,10 +64,11 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """candidates: patterns by rising saved time, of which the first saves nothing. states: the terminal batch, with a
-    row for each candidate."""
+    """candidates: patterns by rising saved time, of which the first saves nothing. others: the given patterns. states:
+    the terminal batch, with a row for each candidate, then for each of the others."""
 
     candidates: list[Pattern]
+    others: list[Pattern]
     states: Any
 
 
@@ -70,6 +76,16 @@ class Solution:
 class _Batch:
     states: Any
     size: int
+
+
+def finished(steps: Steps[T]) -> T:
+    """Take all steps, and return the result."""
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
 
 def solve(
@@ -81,7 +97,8 @@ def solve(
     max_states: int,
     band: float | None = BAND,
     drop_dominated: bool = True,
-) -> Solution:
+    others: Sequence[Sequence[Choice]] = (),
+) -> Steps[Solution]:
     """Return the most similar draft for each saved time up to `max_saved`.
 
     savings: for each sublayer, the units of time that each choice saves compared with `full`, which is always a choice;
@@ -89,55 +106,76 @@ def solve(
     states outside two diagonals to `max_saved`, by more than the share `band` of the most that could be saved. With
     `drop_dominated`, it drops states that save no more than another state and are no more similar. More than
     `max_states` states are thinned over saved time. band=None, drop_dominated=False, min_similarity=-inf and a large
-    `max_states` give the exact recurrence.
+    `max_states` give the exact recurrence. others: patterns whose states are computed beside, in the same runs.
     """
-    names = _names(savings)
+    names = _names([*savings, *map(dict.fromkeys, others)])
     menus = [[choice for choice in names if choice == FULL or choice in each] for each in savings]
     gains = [np.asarray([each.get(choice, 0) for choice in menu]) for each, menu in zip(savings, menus, strict=True)]
     low, high = _limits(gains, max_saved, band)
+    given: Codes = np.array([[names.index(choice) for choice in pattern] for pattern in others], np.int8)
+    given = given.reshape(len(others), len(menus))
     # A row of the dynamic program: the states after a sublayer, by rising saved time. State 0 has saved nothing and is
-    # never dropped.
-    batch, saved = _Batch(expansion.start(), 1), np.zeros(1, np.int64)
-    similarity = np.ones(1)
+    # never dropped. The states of the other patterns come last in a batch.
+    saved, similarity = np.zeros(1, np.int64), np.ones(1 + len(others))
+    batch = _take(_Batch(expansion.start(), 1), np.zeros(1 + len(others), np.int64), expansion)
     codes: Codes = np.zeros((1, len(menus)), np.int8)  # [num_states, num_sublayers]: the choices made
     for sublayer, (menu, gain) in enumerate(zip(menus, gains, strict=True)):
         grown = saved + gain[:, None]
         admitted = (grown >= low[sublayer]) & (grown <= high[sublayer])
         admitted[0, 0] = True
         option, source = np.nonzero(admitted)  # of each new state, choice by choice
-        parents = {choice: source[option == position] for position, choice in enumerate(menu)}
-        batch = _grow(sublayer, batch, parents, expansion, cheaply=True)
+        chosen = np.asarray([names.index(choice) for choice in menu], np.int8)[option]
+        ends = len(source) + np.arange(len(others))
+        batch = _grow(
+            sublayer,
+            batch,
+            np.append(source, len(saved) + np.arange(len(others))),
+            [names[code] for code in (*chosen, *given[:, sublayer])],
+            expansion,
+        )
         saved = grown[admitted]
         similarity = np.asarray(expansion.similarity(sublayer, batch.states), float)
-        kept = _kept(saved, similarity, min_similarity, max_states, drop_dominated)
+        kept = _kept(saved, similarity[: len(saved)], min_similarity, max_states, drop_dominated)
         codes = codes[source[kept]]
-        codes[:, sublayer] = np.asarray([names.index(choice) for choice in menu])[option[kept]]
-        batch, saved, similarity = _take([batch], kept, expansion), saved[kept], similarity[kept]
+        codes[:, sublayer] = chosen[kept]
+        kept_rows = np.append(kept, ends)
+        batch, saved, similarity = _take(batch, kept_rows, expansion), saved[kept], similarity[kept_rows]
         expansion.keep([batch.states])
-    found = zip(codes.tolist(), saved.tolist(), similarity.tolist(), strict=True)
-    candidates = [
-        Pattern(choices=tuple(names[code] for code in chosen), saved=units, similarity=similar)
-        for chosen, units, similar in found
+        yield
+    saved = np.append(saved, [sum(each.get(one, 0) for each, one in zip(savings, own, strict=True)) for own in others])
+    patterns = [
+        Pattern(choices=tuple(names[code] for code in chosen), saved=int(units), similarity=similar)
+        for chosen, units, similar in zip([*codes.tolist(), *given.tolist()], saved, similarity.tolist(), strict=True)
     ]
-    return Solution(candidates=candidates, states=batch.states)
+    return Solution(candidates=patterns[: len(codes)], others=patterns[len(codes) :], states=batch.states)
 
 
-def follow(choice_patterns: Sequence[Sequence[Choice]], expansion: Expansion) -> Any:
+def follow(choice_patterns: Sequence[Sequence[Choice]], expansion: Expansion) -> Steps[Any]:
     """Return the terminal states of given drafts, a row for each, in their order. Drafts that begin alike share a
     state, which runs once per sublayer and choice. There is at least one draft, and all have the same length."""
     names = _names([dict.fromkeys(pattern) for pattern in choice_patterns])
     batch = _Batch(expansion.start(), 1)
     row_of = np.zeros(len(choice_patterns), np.int64)  # by draft
     for sublayer, chosen in enumerate(np.asarray(choice_patterns).T):
-        parents, rows, num_rows = {}, row_of, 0
-        row_of = np.zeros_like(rows)
+        grown: list[_Batch] = []
+        rows, num_rows = row_of, 0
+        row_of, skipped = np.zeros_like(rows), np.zeros(0, np.int64)
         for choice in names:
             made = chosen == choice
-            parents[choice] = np.unique(rows[made])
-            row_of[made] = num_rows + np.searchsorted(parents[choice], rows[made])
-            num_rows += len(parents[choice])
-        batch = _grow(sublayer, batch, parents, expansion, cheaply=False)
-    return _take([batch], row_of, expansion).states
+            parents = np.unique(rows[made])
+            row_of[made] = num_rows + np.searchsorted(parents, rows[made])
+            num_rows += len(parents)
+            if choice == SKIP:
+                skipped = parents
+            elif len(parents):
+                states = expansion.run(sublayer, choice, _take(batch, parents, expansion).states)
+                grown.append(_Batch(states, len(parents)))
+                expansion.keep([one.states for one in (batch, *grown)])
+        num_grown = sum(each.size for each in grown)
+        batch = _gather([*grown, batch], np.append(np.arange(num_grown), num_grown + skipped), expansion)
+        expansion.keep([batch.states])
+        yield
+    return _take(batch, row_of, expansion).states
 
 
 def quantize(seconds: Sequence[Mapping[Choice, float]]) -> list[dict[Choice, int]]:
@@ -185,37 +223,25 @@ def _kept(saved: Ints, similarity: Floats, min_similarity: float, max_states: in
     return alive[_thin(saved[alive], similarity[alive], max_states)] if len(alive) > max_states else alive
 
 
-def _grow(
-    sublayer: int, batch: _Batch, parents: Mapping[Choice, Ints], expansion: Expansion, *, cheaply: bool
-) -> _Batch:
-    """Return the states after each choice: for each, its rows `parents` of the batch. `skip` comes last.
-
-    cheaply: run every state once, in full, and derive the other choices from that.
-    """
-    running, held = np.zeros(0, np.int64), [batch]
-    if cheaply:
-        running = np.unique(np.concatenate([rows for choice, rows in parents.items() if choice != SKIP]))
-        in_full = expansion.run(sublayer, FULL, _take([batch], running, expansion).states)
-        held.append(_Batch(in_full, len(running)))
-    grown: list[_Batch] = []
-    for choice, rows in parents.items():
-        if choice == SKIP or not len(rows):
-            continue
-        if cheaply:
-            states = _take(held[1:], np.searchsorted(running, rows), expansion).states
-            states = states if choice == FULL else expansion.vary(sublayer, choice, states)
-        else:
-            states = expansion.run(sublayer, choice, _take([batch], rows, expansion).states)
-        grown.append(_Batch(states, len(rows)))
-        expansion.keep([one.states for one in (*held, *grown)])
-    num_grown = sum(each.size for each in grown)
-    index = np.append(np.arange(num_grown), num_grown + parents.get(SKIP, np.zeros(0, np.int64)))
-    merged = _take([*grown, batch], index, expansion)
-    expansion.keep([merged.states])
-    return merged
+def _grow(sublayer: int, batch: _Batch, parents: Ints, choices: Sequence[Choice], expansion: Expansion) -> _Batch:
+    """Return a state for each of the rows `parents` of the batch and its choice. Each state runs once, in full; other
+    choices are derived from that."""
+    runs = np.asarray([choice != SKIP for choice in choices])
+    running = np.unique(parents[runs])
+    in_full = _Batch(expansion.run(sublayer, FULL, _take(batch, running, expansion).states), len(running))
+    index = np.where(runs, np.searchsorted(running, parents), len(running) + parents)
+    grown = _gather([in_full, batch], index, expansion)
+    if set(choices) - {FULL, SKIP}:
+        grown = _Batch(expansion.vary(sublayer, choices, grown.states), grown.size)
+    expansion.keep([grown.states])
+    return grown
 
 
-def _take(batches: Sequence[_Batch], index: Ints, expansion: Expansion) -> _Batch:
+def _take(batch: _Batch, index: Ints, expansion: Expansion) -> _Batch:
+    return _gather([batch], index, expansion)
+
+
+def _gather(batches: Sequence[_Batch], index: Ints, expansion: Expansion) -> _Batch:
     """Gather the rows `index`, or return the first batch itself if these are exactly its rows."""
     if len(index) == batches[0].size and np.array_equal(index, np.arange(len(index))):
         return batches[0]

@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.choices import FULL, SKIP, Choice, Choices, nearest, num_leading_full
+from rayspec.choices import (
+    FULL,
+    SKIP,
+    Choice,
+    Choices,
+    combined,
+    keys_of,
+    nearest,
+    num_leading_full,
+    weights_of,
+)
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, Knapsack
 from rayspec.decode.strategy import Ask, BatchState
@@ -42,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 # Limits of the search.
 _MAX_STATES = 16  # states kept a row; more is finer and slower
+_FEWER_STATES = 8  # of a first search that cannot afford more
 _MIN_COSINE = 0.5  # states less similar to the target are dropped
 _MAX_SKIPPED_SHARE = 0.75  # of the model's time
 _MAX_HALVINGS = 5  # of the budget, after searches in vain
@@ -96,12 +107,13 @@ class KnapSpec:
         self._calibration = Calibration()
         self._stops = StopRecord()
         # Searches.
-        self._spent_s = 0.0
         self._trigger = trigger or Trigger()
         self._rounds_to_price = 0
         self._num_in_vain = 0  # searches in a row that found no plan
         self._question: Knapsack | None = None  # of the search that waits for captured tokens or is under way
         self._reason = ""  # of this search
+        self._predicted_s = 0.0  # that this search takes, by the latency model
+        self._cost_ratio: float | None = None  # of the last search: measured over predicted seconds
         self._asked: Future[Answer] | None = None
 
     @property
@@ -200,7 +212,7 @@ class KnapSpec:
             for one, prior in zip(candidates, corrected, strict=True)
         ]
 
-    def question(self, state: BatchState) -> Knapsack:
+    def question(self, state: BatchState, max_states: int = _MAX_STATES) -> Knapsack:
         """Return the question of a search. A draft may save all weight transfers and a share of the compute."""
         latency = self._latency
         rows, context, batch = state.batch, state.context, state.batch
@@ -220,7 +232,7 @@ class KnapSpec:
             savings=savings,
             max_saved=int(self._largest_saving(sublayers_s) * sum(each.get(SKIP, 0) for each in savings)),
             min_similarity=_MIN_COSINE,
-            max_states=_MAX_STATES,
+            max_states=max_states,
             also=uniform_patterns(savings),
         )
 
@@ -228,7 +240,7 @@ class KnapSpec:
         """Set the question of a search that is due and that the budget allows; it stays for ROUNDS_TO_REVIEW rounds.
 
         After searches in vain, later ones get less and less of the time. The first search may take a share of the time
-        that the fastest draft it may find would save, so that it can come early.
+        that the fastest draft it may find would save, so that it can come early, and may be smaller.
         """
         self._rounds_to_price -= 1
         if self._rounds_to_price > 0:
@@ -244,10 +256,15 @@ class KnapSpec:
             * (share * state.elapsed_s + work_s)
             / 2 ** min(self._num_in_vain, _MAX_HALVINGS)
         )
-        if not self._spent_s and self._options.optimise_share > 0:
+        is_first = self._cost_ratio is None
+        if is_first and self._options.optimise_share > 0:
             budget_s = max(budget_s, FIRST_SEARCH_SHARE * work_s * (1 - 1 / self._gain_to_expect(state)))
-        if self._spent_s + self._search_cost_s(state) <= budget_s:
-            self._question = self.question(state)
+        for max_states in (_MAX_STATES, _FEWER_STATES) if is_first else (_MAX_STATES,):
+            question = self.question(state, max_states)
+            self._predicted_s = self._search_cost_s(state, question)
+            if state.searched_s + (self._cost_ratio or 1.0) * self._predicted_s <= budget_s:
+                self._question = question
+                return
 
     def _gain_to_expect(self, state: BatchState) -> float:
         """Return the gain over plain decoding of the fastest draft that a search may find, if it agrees with the target
@@ -268,16 +285,17 @@ class KnapSpec:
         """Return the share of the sublayers' time that drafts may save: all transfers, and a share of the compute."""
         return 1 - (1 - _MAX_SKIPPED_SHARE) * (1 - sum(self._latency.transfer_s) / sublayers_s)
 
-    def _search_cost_s(self, state: BatchState) -> float:
-        """Return the most seconds that a search takes: all states run in full, and the captured tokens by each choice
-        twice, once for all states and once for the draft that makes this choice everywhere."""
-        num_tokens, context = self._options.num_tap_tokens, state.context
-        num_cheaper = len({*self._latency.choices_of(0)} & {*self._options.draft_choices} - {FULL, SKIP})
+    def _search_cost_s(self, state: BatchState, question: Knapsack) -> float:
+        """Return the predicted seconds of a search: all states run in full, and the captured tokens by each choice.
+        Choices of both weights and keys are sums of two others."""
+        num_tokens, context = question.num_tokens, state.context
+        ways = {choice for each in question.savings for choice in each if choice != SKIP}
+        alone = {one for way in ways for one in (combined(weights_of(way), "all"), combined("full", keys_of(way)))}
         states_s, choice_s = (
             self._latency.verify_s(rows=rows * num_tokens, context=context, batch=num_tokens)
-            for rows in (_MAX_STATES, 1)
+            for rows in (question.max_states + len(question.also), 1)
         )
-        return states_s + 2 * num_cheaper * choice_s
+        return states_s + len(alone - {FULL}) * choice_s
 
     def _conclude(self, state: BatchState, asked: Future[Answer]) -> PlanRecord | None:
         """Replace the known candidates by those of a search, keep the one in use, and choose the best. A cancelled
@@ -301,7 +319,7 @@ class KnapSpec:
                     one.used = previous.used
             if all(one.choices != previous.choices for one in self._candidates):
                 self._candidates.append(previous)
-        self._spent_s += found.seconds
+        self._cost_ratio = found.seconds / self._predicted_s if self._predicted_s else 1.0
         record = self._decide(state, self._reason, found.seconds)
         self._num_in_vain = 0 if self.plan.drafts else self._num_in_vain + 1
         return record

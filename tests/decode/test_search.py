@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,32 +13,39 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity
 
+from benchmarks.device.host_reads import ReadCounter
+from benchmarks.device.launches import LaunchRecorder
 from rayspec.choices import FULL, SKIP, Choice, Choices, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
+from rayspec.decode.round_planner import SEARCH_STEPS
 from rayspec.decode.search import (
     Answer,
     Cosine,
     Feature,
     Found,
+    Knapsack,
     LayerKnapsack,
     PlanSearch,
     Question,
     Trial,
     Values,
 )
+from rayspec.decode.strategy import Ask, BatchState
 from rayspec.decode.work import TappedToken
 from rayspec.model.architecture import Decomposition
+from rayspec.model.fused import fuse
 from rayspec.model.rows import RowSpan, slots_between
-from rayspec.planning.knapsack import follow
+from rayspec.planning.knapsack import finished, follow
 from rayspec.strategies.fixed import FixedPlan
-from rayspec.types import Plan
+from rayspec.types import Plan, no_draft
 from tests.demo_model import demo_parts, demo_prompts
-from tests.engines import ALL_CHOICES, engine_with, random_plan, requests_for, varied, ways_of
-from tests.families import cases, checkpoint, parts_of, reference
+from tests.engines import ALL_CHOICES, RowClock, engine_with, random_plan, requests_for, tiny_budgets, varied, ways_of
+from tests.families import cases, checkpoint, modules_of, parts_of, reference
 
 NUM_TOKENS = 6
 NUM_SUBLAYERS = 8
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 
 @dataclass
@@ -63,7 +71,10 @@ class _Asked:
         return cls(engine, tokens, [sequences[token.sequence_id].rows(token.position, 1) for token in tokens])
 
     def ask(self, question: Question) -> Answer:
-        found = self.engine.stages.search(self.tokens, self.rows, question).result()
+        asked = self.engine.stages.search(self.tokens, self.rows, question)
+        while not asked.done():
+            self.engine.stages.continue_search(1.0)
+        found = asked.result()
         assert 0 < found.seconds < 10
         return found
 
@@ -82,7 +93,7 @@ class _Asked:
     def require_drafts(self, patterns: Sequence[Choices], tolerance: float) -> None:
         """The states under these plans are those of drafts of one token."""
         search, runner = self.search, self.engine.stages.runner  # type: ignore[attr-defined]
-        states, inputs = follow(patterns, search), search.start()[:, 0]
+        states, inputs = finished(follow(patterns, search)), search.start()[:, 0]
         for at, row in enumerate(search.tokens):
             slots = {
                 layer: slots_between(
@@ -145,7 +156,7 @@ def test_a_trial_says_what_each_draft_alone_would_have_done(asked: _Asked) -> No
     assert found.num_tokens == NUM_TOKENS
     search, stages = asked.search, asked.engine.stages
     assert search._next_tokens is not None
-    states = follow(patterns, search)
+    states = finished(follow(patterns, search))
     for number, draft in enumerate(found.drafts):
         state = states[:, number]
         best, tokens = stages.runner.head(state[None]).softmax(-1).max(-1)  # type: ignore[attr-defined]
@@ -171,6 +182,113 @@ def test_the_drafts_of_a_layer_knapsack_are_as_similar_as_a_trial_says(asked: _A
     for draft, again in zip(found.drafts, tried.drafts, strict=True):
         assert draft.similarity == pytest.approx(again.similarity, abs=1e-5)
         assert draft.num_agreed == again.num_agreed
+
+
+def _knapsack(num_sublayers: int) -> Knapsack:
+    of_attention: dict[Choice, int] = {SKIP: 6, "int4": 3, "int8": 1, "window": 2, "int4+window": 4}
+    of_mlp: dict[Choice, int] = {SKIP: 6, "int4": 3}
+    return Knapsack(
+        num_tokens=NUM_TOKENS,
+        savings=[of_attention, of_mlp] * (num_sublayers // 2),
+        max_saved=5 * num_sublayers,
+        min_similarity=-1.0,
+        max_states=8,
+        also=[one * (num_sublayers // 2) for one in (("int4", "int4"), ("window", FULL), (FULL, "int4"))],
+    )
+
+
+def test_drafts_of_a_knapsack_are_nearly_those_of_a_trial(choosing: _Asked) -> None:
+    """Other choices than full and skip are derived from the target's states."""
+    question = _knapsack(32)
+    found = choosing.ask(question)
+    assert isinstance(found, Found)
+    assert [one.choices for one in found.drafts[-3:]] == list(question.also)
+    assert any(len(set(one.choices)) > 2 for one in found.drafts[:-3])
+    tried = choosing.try_out([one.choices for one in found.drafts])
+    useful = [pair for pair in zip(found.drafts, tried.drafts, strict=True) if pair[1].similarity > 0.5]
+    assert len(useful) > 5
+    for draft, again in useful:
+        assert draft.similarity == pytest.approx(again.similarity, abs=0.1)
+        assert abs(draft.num_agreed - again.num_agreed) <= 1
+
+
+def test_a_search_launches_few_operations_and_reads_one_result_a_sublayer() -> None:
+    """On a GPU, launches and reads are the cost of a search. All its sublayers share the packed rows."""
+    path = checkpoint("llama")
+    parts = fuse(modules_of(path), use_operators=True, quantised=("int8", "int4"))
+    with tiny_budgets():
+        asked = _Asked.of(parts, cases(path, (150,), 16).prompts, 8, ALL_CHOICES)
+    launches, reads = LaunchRecorder(), ReadCounter(torch.device("cpu"))
+    with torch.no_grad(), launches, reads:
+        found = asked.ask(_knapsack(NUM_SUBLAYERS))
+    assert isinstance(found, Found)
+    assert {choice for one in found.drafts for choice in one.choices} >= {SKIP, "int4", "window"}
+    assert len(launches.launches) < 80 * NUM_SUBLAYERS
+    assert reads.counts["numpy"] == NUM_SUBLAYERS + 1, "similarities, and the agreement"
+
+
+class _SlowSearch:
+    """Each sublayer of a search takes seconds by the engine's clock, as each row of a pass takes one."""
+
+    def __init__(self, clock: RowClock, sublayer_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        run = PlanSearch.run
+
+        def slow(search: PlanSearch, sublayer: int, choice: Choice, states: Any) -> torch.Tensor:
+            clock.now_s += sublayer_s
+            return run(search, sublayer, choice, states)
+
+        monkeypatch.setattr(PlanSearch, "run", slow)
+
+
+class _Asking(FixedPlan):
+    """Asks once, and never drafts."""
+
+    def __init__(self, question: Question) -> None:
+        super().__init__(no_draft(NUM_SUBLAYERS, "asking"), capture=True)
+        self._question = question
+        self.asked: Future[Answer] | None = None
+
+    def search(self, state: BatchState, ask: Ask) -> None:
+        self.asked = self.asked or ask(self._question)
+
+
+@pytest.mark.parametrize("sublayer_s", [0.5, 10.0])
+def test_a_search_holds_up_no_round_for_long(sublayer_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round of two sequences takes two seconds, and the search four or eighty."""
+    clock = RowClock()
+    _SlowSearch(clock, sublayer_s, monkeypatch)
+    strategy = _Asking(Trial(num_tokens=NUM_TOKENS, patterns=[(FULL,) * NUM_SUBLAYERS]))
+    engine = engine_with(parts_of(checkpoint("llama")), strategy, wrap=clock.count, clock=clock, max_num_seqs=2)
+    for request in requests_for(cases(checkpoint("llama"), (5, 7), 16).prompts, LONG):
+        engine.add(request)
+    engine.step()
+    durations = []
+    while strategy.asked is None or not strategy.asked.done():
+        began = clock()
+        engine.step()
+        durations.append(clock() - began)
+    assert max(durations) <= (1 + SEARCH_STEPS) * 2.0 + 2 * sublayer_s
+    assert strategy.asked.result().seconds == sublayer_s * NUM_SUBLAYERS
+    assert engine.stats.optimise_s == pytest.approx(sublayer_s * NUM_SUBLAYERS)
+
+
+def test_a_search_ends_with_its_own_sequences_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of one sequence are asked about; the other ends first."""
+    clock = RowClock()
+    _SlowSearch(clock, 5.0, monkeypatch)
+    strategy = _Asking(Trial(num_tokens=1, patterns=[(FULL,) * NUM_SUBLAYERS]))
+    engine = engine_with(parts_of(checkpoint("llama")), strategy, wrap=clock.count, clock=clock, max_num_seqs=2)
+    for request in requests_for(cases(checkpoint("llama"), (5, 7), 16).prompts, LONG):
+        engine.add(request)
+    while strategy.asked is None:
+        engine.step()
+    _, own, _ = engine._planner.tapped[-1].sequence_id.split("/")
+    other = {"0": "1", "1": "0"}[own]
+    engine.abort(other)
+    engine.step()
+    assert not strategy.asked.cancelled()
+    engine.abort(own)
+    assert strategy.asked.cancelled()
 
 
 def test_cosines_are_of_the_states_around_each_sublayer(asked: _Asked) -> None:

@@ -73,7 +73,7 @@ def _scattered(rng: random.Random, shared: Runs, first: int, num_slots: int) -> 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_branches_see_the_context_and_themselves(kv_heads: int, options: dict[str, Any]) -> None:
     cache, num_branches = random_cache(LayerShape(kv_heads, DIM, VALUE_DIM), 96), 5
-    tokens = [RowSpan(one_run(start, 1000), context, 1) for start, context in ((0, 7), (40, 21), (70, 0))]
+    tokens = [RowSpan(one_run(start, 1000), context, 1) for start, context in ((0, 7), (40, 21), (0, 12), (70, 0))]
     positions = torch.tensor([token.context for token in tokens]).repeat_interleave(num_branches)
     before = (cache.keys[LAYER].clone(), cache.values[LAYER].clone())
     query, key, value, output = attend(pack_branches(cache, tokens, num_branches, positions), **options)

@@ -32,6 +32,7 @@ from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan
 from rayspec.pipeline.endpoint import COORDINATOR, stage_name
 from rayspec.pipeline.messages import RunSublayer, Searched, Seek, Ship
+from rayspec.planning.knapsack import finished
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import Plan, RayspecError
 from tests.engines import TINY_BUDGETS, complete, requests_for, tiny_budgets
@@ -126,7 +127,7 @@ def answer_here(
         rows,
         shards[-1].head.next_tokens(tokens),
     )
-    return answer(question, search, num_sublayers=2 * NUM_LAYERS, started=0.0)
+    return finished(answer(question, search, num_sublayers=2 * NUM_LAYERS))
 
 
 CHOOSING = Knapsack(

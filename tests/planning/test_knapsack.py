@@ -10,10 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.choices import FULL, SKIP, Choice
-from rayspec.planning.knapsack import Solution, follow, quantize, solve
+from rayspec.planning.knapsack import Solution, finished, follow, quantize
+from rayspec.planning.knapsack import solve as steps_of_solve
 
 EXACT: dict[str, Any] = {"min_similarity": -np.inf, "max_states": 10**6, "band": None, "drop_dominated": False}
 CHEAPER: tuple[Choice, ...] = (SKIP, "int4", "int8")
+
+
+def solve(*args: Any, **options: Any) -> Solution:
+    return finished(steps_of_solve(*args, **options))
+
 
 Savings = list[dict[Choice, int]]
 Damages = list[dict[Choice, float]]
@@ -26,7 +32,7 @@ class Additive:
         self.damages = damages
         self.by_skips = list(itertools.accumulate(each.get(SKIP, 0.0) for each in damages))
         self.num_rows_run: list[int] = []  # by sublayer
-        self.varied: list[tuple[int, Choice]] = []
+        self.varied: list[int] = []
         self.num_similarity_calls = 0
 
     def start(self) -> Any:
@@ -38,10 +44,10 @@ class Additive:
         self.num_rows_run.append(len(states))
         return states + self.damages[sublayer].get(SKIP, 0.0)
 
-    def vary(self, sublayer: int, choice: Choice, states: Any) -> Any:
-        assert choice not in (FULL, SKIP)
-        self.varied.append((sublayer, choice))
-        return states - self.damages[sublayer][choice]
+    def vary(self, sublayer: int, choices: Sequence[Choice], states: Any) -> Any:
+        self.varied.append(sublayer)
+        changes = {FULL: 0.0, SKIP: 0.0} | {one: self.damages[sublayer].get(one, 0.0) for one in CHEAPER[1:]}
+        return states - np.asarray([changes[choice] for choice in choices])
 
     def similarity(self, sublayer: int, states: Any) -> Any:
         self.num_similarity_calls += 1
@@ -140,7 +146,7 @@ def test_pruned_is_consistent_never_better_and_never_over_its_limits(
         assert candidate.similarity <= best[candidate.saved] + 1e-9
         assert candidate.saved == 0 or candidate.similarity >= floor
     assert max(expansion.num_rows_run) <= max_states
-    assert len(expansion.varied) == len(set(expansion.varied)), "one variation for each choice at most"
+    assert len(expansion.varied) == len(set(expansion.varied)), "one variation of all states at most"
     assert expansion.num_similarity_calls == len(savings)
 
 
@@ -192,7 +198,7 @@ class _Histories:
         self.runs.append((sublayer, choice, len(states)))
         return [(*state, (sublayer, choice)) for state in states]
 
-    def vary(self, sublayer: int, choice: Choice, states: Any) -> Any:
+    def vary(self, sublayer: int, choices: Sequence[Choice], states: Any) -> Any:
         raise AssertionError("drafts that are followed run exactly")
 
     def similarity(self, sublayer: int, states: Any) -> Any:
@@ -214,7 +220,7 @@ def test_followed_drafts_end_in_their_own_states_and_share_their_past(seed: int)
     drawn = rng.choice(4, (rng.integers(1, 9), 7), p=chances)
     patterns = [tuple(names[code] for code in row) for row in drawn.tolist()]
     histories = _Histories()
-    ended = follow(patterns, histories)
+    ended = finished(follow(patterns, histories))
     assert ended == [tuple((i, choice) for i, choice in enumerate(one) if choice != SKIP) for one in patterns]
     expected = {
         (index, choice): len({one[:index] for one in patterns if one[index] == choice})

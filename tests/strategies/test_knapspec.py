@@ -104,12 +104,42 @@ def test_the_first_search_costs_a_small_share_of_what_a_plan_may_save(
     assert asked == [(8, 16)] * searches
 
 
+def test_a_first_search_that_cannot_afford_all_states_has_fewer() -> None:
+    """By the latency model, 16 states of 8 tokens take 316 ms, and 8 states 173 ms."""
+    asker = Asker(lambda question: Found([FoundDraft((FULL,) * 31 + (SKIP,), 0.9, 3, 0.9, 0.5)], 8, 0.25))
+    sizes = []
+    for num_tokens in (256, 120, 30):
+        strategy = KnapSpec(SpeculationOptions(), _with_transfers(0.0))
+        state = replace(batch_state(), num_outstanding_tokens=num_tokens, elapsed_s=0.0)
+        asker.asked.clear()
+        for _ in range(3):
+            strategy.search(state, asker)
+        sizes.append([one.max_states for one in asker.asked if isinstance(one, Knapsack)])
+    assert sizes == [[16], [8], []]
+
+
+def test_the_next_search_waits_until_its_share_of_the_time_allows_what_the_last_one_took() -> None:
+    """The latency model predicts 0.3 seconds, but on this device a search takes 3. Ten tokens take 0.32 seconds."""
+    strategy = KnapSpec(SpeculationOptions(), _with_transfers(0.0))
+    asker = Asker(lambda question: Found([FoundDraft((SKIP,) * 32, 0.1, 0, None, 0.5)], 8, 3.0))
+    asked_at_s: list[float] = []
+    for index in range(4000):
+        elapsed_s, searched_s = 0.32 * index, 3.0 * len(asker.asked)
+        state = replace(batch_state(), num_outstanding_tokens=400, elapsed_s=elapsed_s, searched_s=searched_s)
+        strategy.observe(state, strategy.plan, result([0], [0]), 10, 0.32)
+        strategy.search(state, asker)
+        asked_at_s += [elapsed_s] * (len(asker.asked) - len(asked_at_s))
+    assert len(asked_at_s) > 1
+    assert all(3.0 * number <= 0.02 * (when_s + 13) for number, when_s in enumerate(asked_at_s[1:], start=2))
+
+
 def test_searches_that_find_no_plan_take_less_and_less_of_the_time() -> None:
     """A step takes 32 ms and a search a second; no draft ever agrees with the target."""
     strategy, spent_s, captured = KnapSpec(SpeculationOptions(), _with_transfers(0.0)), [0.0], 0
     asker = Asker(lambda question: Found([FoundDraft((SKIP,) * 32, 0.1, 0, None, 0.5)], 8, 1.0))
     for index in range(20_000):
-        state = replace(batch_state(), num_outstanding_tokens=200, elapsed_s=0.032 * index)
+        searched_s = float(len(asker.asked))
+        state = replace(batch_state(), num_outstanding_tokens=200, elapsed_s=0.032 * index, searched_s=searched_s)
         captured += strategy.wants_captures
         strategy.observe(state, strategy.plan, result([0], [0]), 1, 0.032)
         strategy.search(state, asker)
