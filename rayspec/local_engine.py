@@ -24,6 +24,7 @@ from rayspec.decode.profile import LoadLock, chosen_threads, load_or_measure
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.runner import ways_of
 from rayspec.decode.stages import LocalStages
+from rayspec.decode.whole_check import find_cuts, measured_passes
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.machine import num_cores, user_folder
 from rayspec.model.architecture import Decomposition, decompose
@@ -32,7 +33,7 @@ from rayspec.model.kv_cache import CacheSize, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.threads import Threads, asked_threads, in_thread_of_its_own, on_device
 from rayspec.model.weights import load_config, resolve_device
-from rayspec.strategies.by_name import make_strategy, needs_latency
+from rayspec.strategies.by_name import COPYING, make_strategy, needs_latency
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import ConfigError, UnsupportedModelError, no_draft
 
@@ -42,8 +43,9 @@ logger = logging.getLogger(__name__)
 def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     """Load model and tokenizer, split the model, measure it, and make its engine.
 
-    Raises ConfigError and CheckpointError. A family that does not split into sublayers gets an engine that decodes
-    plainly, and a warning that says why; UnsupportedModelError if even that would not generate the model's own text.
+    Raises ConfigError and CheckpointError. A family that does not split into sublayers gets an engine whose drafts are
+    copied, or that decodes plainly, and a warning that says why; UnsupportedModelError if even that would not generate
+    the model's own text.
     """
     torch.set_num_threads(asked_threads(config.num_threads) or num_cores())
 
@@ -61,7 +63,7 @@ def _load(config: EngineConfig, with_tokenizer: bool, lock: LoadLock) -> Engine:
     try:
         parts = decompose(model)
     except UnsupportedModelError as error:
-        return _plain_engine(config, model, str(error), info)
+        return _whole_engine(config, model, str(error), info)
     parts, offloaded, _ = prepare_span(config, model, parts)
     return _local_engine(config, parts, info, lock, offloaded)
 
@@ -124,14 +126,30 @@ def _local_engine(
     )
 
 
-def _plain_engine(config: EngineConfig, model: PreTrainedModel, reason: str, info: ModelInfo) -> Engine:
+def _whole_engine(config: EngineConfig, model: PreTrainedModel, reason: str, info: ModelInfo) -> Engine:
+    """Make the engine of a model that does not split. Its drafts, if any, are copied or recycled. reason: why it does
+    not split."""
     for name in ("deterministic", "offload"):
         if getattr(config, name):
             raise ConfigError(f"option {name!r} needs a model that splits into sublayers: {reason}")
-    logger.warning("speculation is off for this model, which decodes plainly: %s", reason)
     threads = Threads.of_all_passes(asked_threads(config.num_threads) or num_cores())
-    stages = WholeModelStages(model, vocab_size=info.vocab_size, threads=threads)
+    options = config.speculation
+    stages = WholeModelStages(model, vocab_size=info.vocab_size, threads=threads, verification=options.verification)
     num_slots = whole_pages(config.kv_cache_tokens or config.max_num_seqs * info.max_model_len)
     config = config.replace(enable_prefix_caching=False)  # each sequence has a cache of its own
-    strategy = FixedPlan(no_draft(stages.num_sublayers, reason))
-    return make_engine(config, stages, strategy, info, CacheSize(num_slots))
+    if options.strategy not in COPYING:
+        logger.warning("speculation is off for this model, which decodes plainly: %s", reason)
+    else:
+        try:
+            cuts = find_cuts(model)
+        except UnsupportedModelError as error:
+            logger.warning("speculation is off for this model, which decodes plainly: %s; %s", reason, error)
+        else:
+            stages.cuts = cuts
+            logger.warning("drafts of this model are only copied or recycled tokens: %s", reason)
+            # No plan can be searched, or have been saved.
+            config = config.replace(speculation=options.replace(optimise_share=0.0, warm_start=None))
+            latency = measured_passes(model, cuts)
+            strategy = make_strategy(config, stages.num_sublayers, latency)
+            return make_engine(config, stages, strategy, info, CacheSize(num_slots), latency=latency)
+    return make_engine(config, stages, FixedPlan(no_draft(stages.num_sublayers, reason)), info, CacheSize(num_slots))

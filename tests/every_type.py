@@ -26,7 +26,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.stages import LocalStages
+from rayspec.decode.whole_model import WholeModelStages
 from rayspec.local_engine import engine_like, load_engine
+from rayspec.strategies.fixed import FixedPlan, lookup_plan
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 from tests.engines import complete, tokens_of
 
@@ -107,7 +109,8 @@ def generated(folder: str) -> list[tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """way: "drafts", "plain" or "refused". reason: why there are no drafts, or why it is refused."""
+    """way: "drafts", "copies", "plain" or "refused". reason: why there are no drafts of its own, or none at all, or why
+    it is refused."""
 
     way: str
     reason: str = ""
@@ -128,7 +131,12 @@ def outcome(case: str, folder: Path) -> Outcome:
     for each in engines:
         assert each is not None, "the engine's weights cannot be shared"
         _require(each, expected, case)
-    return Outcome("drafts" if splits else "plain", "; ".join(warnings))
+    copies = isinstance(engine.stages, WholeModelStages) and engine.stages.cuts is not None
+    if copies:  # in every round, whatever it is expected to pay
+        engine.replace_strategy(FixedPlan(lookup_plan(engine.stages.num_sublayers, 5)))
+        _require(engine, expected, case)
+        assert engine.stats.num_draft_tokens > 0
+    return Outcome("drafts" if splits else "copies" if copies else "plain", "; ".join(warnings))
 
 
 def _refused(error: Exception, folder: Path, missing: str) -> Outcome:
@@ -189,7 +197,7 @@ def _warnings() -> Iterator[list[str]]:
 
 def documented() -> dict[str, str]:
     """The way of each case, by the page."""
-    return dict(re.findall(r"^\| (\S+) \| (drafts|plain|refused) \|", PAGE.read_text(), re.MULTILINE))
+    return dict(re.findall(r"^\| (\S+) \| (drafts|copies|plain|refused) \|", PAGE.read_text(), re.MULTILINE))
 
 
 def page(outcomes: Mapping[str, Outcome]) -> str:
@@ -200,6 +208,8 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
         "# Supported models\n\n"
         f"transformers {transformers.__version__} maps {len(TYPES)} model types to a causal LM:\n\n"
         f"- **drafts**: {ways.count('drafts')} types split into attention and MLP, and generate with drafts;\n"
+        f"- **copies**: {ways.count('copies')} types do not split. Their drafts are copied or recycled tokens, which "
+        "transformers' own\n  forward verifies;\n"
         f"- **plain**: {ways.count('plain')} types generate without drafts, through transformers' own forward;\n"
         f"- **refused**: {ways.count('refused')} types are refused at load. The column says why.\n\n"
         "`python -m tests.every_type` writes this page. It makes a tiny random model of each type, and requires the "
@@ -212,8 +222,9 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
 
 def _cell(reason: str) -> str:
     """The reason without what is the same in every row."""
-    for same in (r"speculation is off for this model, which decodes plainly: ", r": speculation is off for it",
-                 r"^[\w.-]+: ", r" \(largest difference [^)]*\)", r"of this model: "):  # fmt: skip
+    for same in (r"speculation is off for this model, which decodes plainly: ",
+                 r"drafts of this model are only copied or recycled tokens: ",
+                 r"^[\w.-]+: ", r" \((largest difference|by) [^)]*\)", r"of this model: "):  # fmt: skip
         reason = re.sub(same, "", reason)
     return reason.replace("|", "\\|")
 

@@ -92,10 +92,11 @@ HARD_FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
-# Families whose layers are not attention, then MLP, in a way that can be skipped: they decode plainly.
+# Families whose layers are not attention, then MLP, in a way that can be skipped: their drafts are copied.
 WHOLE_FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {"use_parallel_residual": True},
     "cohere": {},
+    "cohere2": {"sliding_window": WINDOW, "layer_types": _MIXED_LAYERS},
     "gpt2": {"n_positions": 2048},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
 }

@@ -63,7 +63,7 @@ class RoundPlanner:
         # The last tapped tokens. None stands for a token whose sequence has left its place in the KV cache, until new
         # tokens push it out, as they do with its states in the stages: so the states of all others are still there.
         self._taps: deque[TappedToken | None] = deque(maxlen=num_tap_tokens)
-        self.proposer = Proposer(options)
+        self.proposer = Proposer(options, takes_trees=stages.takes_trees)
         self._options = options
         self._stages = stages
         self._scheduler = scheduler

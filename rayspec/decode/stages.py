@@ -152,12 +152,13 @@ class Stages(ABC):
 
     progress: the tasks that the caller's thread runs in these calls. num_cohorts: how many batches of sequences should
     have work under way at once, so that no stage waits. num_steps: the most steps that a round without drafts should
-    have, at most `MAX_STEPS`. is_recovering: whether lost processes of the model are being replaced; any thread may
-    read it.
+    have, at most `MAX_STEPS`. takes_trees: whether drafts may branch. is_recovering: whether lost processes of the
+    model are being replaced; any thread may read it.
     """
 
     num_cohorts: int = 1
     num_steps: int = 1
+    takes_trees: bool = True
     is_recovering: bool = False
 
     def __init__(self) -> None:

@@ -442,7 +442,7 @@ def _require_equal(expected: Tensor, actual: Tensor, message: str) -> None:
     scale = expected.float().abs().max().clamp(min=_LEAST_SCALE)
     difference = float((expected.float() - actual.float()).abs().max() / scale)
     if not difference <= rounding_tolerance(expected.dtype):
-        raise UnsupportedModelError(f"{message} (largest difference {difference:.1e}): speculation is off for it")
+        raise UnsupportedModelError(f"{message} (largest difference {difference:.1e})")
 
 
 class _Doubling(nn.Module):

@@ -42,6 +42,9 @@ BY_NAME: Mapping[str, Callable[[SpeculationOptions, LatencyModel], Strategy]] = 
     "lookahead": lambda options, latency: FixedPlan(lookahead_plan(len(latency.sublayers))),
 }
 
+# Strategies whose drafts may all be copied or recycled: they need no sublayers and no trees.
+COPYING = ("auto", "lookup", "recycling")
+
 
 def needs_latency(config: EngineConfig) -> bool:
     """Whether the strategy uses a latency model."""

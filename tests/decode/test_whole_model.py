@@ -5,42 +5,184 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rayspec.config import EngineConfig, SamplingParams
+from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
+from rayspec.decode.whole_check import check_cuts, find_cuts
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.local_engine import load_engine
-from rayspec.types import CheckpointError, ConfigError
+from rayspec.strategies.fixed import FixedPlan, lookup_plan
+from rayspec.types import CheckpointError, ConfigError, Request, UnsupportedModelError
+from tests import every_type
 from tests.engines import complete, tokens_of
-from tests.families import WHOLE_FAMILIES, build, cases, checkpoint
+from tests.families import WHOLE_FAMILIES, build, cases, checkpoint, greedy, ragged_prompts
 
 LENGTHS = (1, 40, 7, 150)
 
 
-def _config(family: str, **options: object) -> EngineConfig:
+COPYING = ("lookup", "recycling")
+
+
+def _config(family: str, strategy: str = "auto", **options: object) -> EngineConfig:
+    return _config_of(checkpoint(family), strategy, **options)
+
+
+def _config_of(path: str, strategy: str = "auto", **options: object) -> EngineConfig:
     values: dict[str, object] = {"dtype": "float32", "device": "cpu", "max_model_len": 300, "max_num_seqs": 3}
-    return EngineConfig(model=checkpoint(family), **(values | options))
+    return EngineConfig(model=path, speculation=SpeculationOptions(strategy=strategy, gate=False), **(values | options))
+
+
+def _repetitive(num_prompts: int = 3) -> list[list[int]]:
+    return [prompt * 6 for prompt in ragged_prompts([7, 5, 11, 3][:num_prompts], seed=3)]
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record for record in caplog.records if record.levelno == logging.WARNING]
+    return [record.getMessage() for record in found if record.name.startswith("rayspec")]
 
 
 @pytest.mark.parametrize("family", WHOLE_FAMILIES)
-def test_a_family_that_does_not_split_decodes_plainly_and_says_so(
+def test_a_family_that_does_not_split_copies_its_drafts_and_says_so(
     family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = cases(checkpoint(family), LENGTHS, 20)
-    with caplog.at_level(logging.WARNING):
-        engine = load_engine(_config(family, kv_cache_tokens=200, max_num_batched_tokens=32), with_tokenizer=False)
+    prompts, expected = _repetitive(), greedy(checkpoint(family), _repetitive(), 40)
+    engine = load_engine(_config(family, kv_cache_tokens=200, max_num_batched_tokens=32), with_tokenizer=False)
     assert isinstance(engine.stages, WholeModelStages)
-    assert "speculation is off" in caplog.text
-    assert family in caplog.text
-    outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
-    assert tokens_of(outputs) == known.expected
-    assert engine.stats.num_draft_tokens == 0
+    [message] = _warnings(caplog)
+    assert message.startswith(f"drafts of this model are only copied or recycled tokens: {family}: ")
+    for plan in (None, lookup_plan(1, 5)):  # by what it expects to pay, and whatever it expects
+        if plan is not None:
+            engine.replace_strategy(FixedPlan(plan))
+        outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
+        assert tokens_of(outputs) == known.expected
+        outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=40))
+        assert tokens_of(outputs) == expected
+    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
     assert not engine.stages._states
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert"])  # tokens of a prompt to bert see later ones: no chunks
-def test_preempted_sequences_start_again(family: str) -> None:
+@pytest.mark.parametrize("strategy", COPYING)
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_copies_do_not_change_the_text(strategy: str, verification: str) -> None:
+    """Sampled, too, where the text is a function of the seed."""
+    options = SpeculationOptions(strategy=strategy, gate=False, verification=verification)
+    engine = load_engine(_config("gpt_neox").replace(speculation=options), with_tokenizer=False)
+    plain = load_engine(_config("gpt_neox", "ar"), with_tokenizer=False)
+    greedy_params = SamplingParams(temperature=0, max_tokens=40)
+    sampled = SamplingParams(temperature=0.4, top_p=0.9, seed=3, max_tokens=40, logprobs=2, repetition_penalty=1.1)
+    for params in (greedy_params, sampled) if verification == "coupled" else (greedy_params,):
+        drafted, expected = (complete(each, _repetitive(), params) for each in (engine, plain))
+        assert tokens_of(drafted) == tokens_of(expected)
+        for one, other in zip(drafted, expected, strict=True):
+            assert [sorted(row) for row in one.outputs[0].logprobs or ()] == [
+                sorted(row) for row in other.outputs[0].logprobs or ()
+            ]
+    assert engine.stats.num_accepted_tokens > 0
+    assert plain.stats.num_draft_tokens == 0
+
+
+@pytest.mark.parametrize("by", ["length", "token"])
+def test_an_end_inside_a_draft_is_the_end(by: str) -> None:
+    [prompt] = _repetitive(1)
+    [text] = greedy(checkpoint("opt"), [prompt], 40)
+    last = max(text.index(token) for token in set(text))  # where the text has its last new token
+    ends = {"max_tokens": last + 1} if by == "length" else {"max_tokens": 40, "stop_token_ids": [text[last]]}
+    engine = load_engine(_config("opt", "recycling"), with_tokenizer=False)
+    for _ in range(3):  # from the second time on, all that comes is known
+        request = Request(
+            request_id="one",
+            params=SamplingParams(**({"temperature": 0} | ends)),
+            prompt_token_ids=prompt,
+            stream=True,
+        )
+        engine.add(request)
+        new: list[int] = []
+        while engine.has_unfinished:
+            for output in engine.step():
+                new += output.outputs[0].token_ids if output.outputs else ()
+        assert tuple(new) == text[: last + 1]
+    assert engine.stats.num_accepted_tokens > 0
+
+
+def test_a_strategy_that_needs_sublayers_decodes_plainly_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    known = cases(checkpoint("gpt2"), LENGTHS, 20)
+    engine = load_engine(_config("gpt2", "swift"), with_tokenizer=False)
+    assert "speculation is off for this model, which decodes plainly: gpt2: no list of" in caplog.text
+    assert tokens_of(complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))) == known.expected
+    assert engine.stats.num_draft_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("bert", "rows of one pass differ from rows of several"),
+        ("mamba", "rows of one pass differ from rows of several"),
+    ],
+)
+def test_a_family_whose_rows_cannot_be_taken_back_decodes_plainly(
+    family: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = _repetitive()
+    engine = load_engine(_config(family), with_tokenizer=False)
+    [message] = _warnings(caplog)
+    assert message.startswith(f"speculation is off for this model, which decodes plainly: {family}: ")
+    assert f"; {why}" in message
+    outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=20))
+    assert tokens_of(outputs) == greedy(checkpoint(family), prompts, 20)
+    assert engine.stats.num_draft_tokens == 0
+
+
+def _one_row_too_many(layer: DynamicLayer, tokens_to_remove: int) -> None:
+    if tokens_to_remove:
+        layer.keys, layer.values = (
+            each[..., : each.shape[-2] + tokens_to_remove + 1, :] for each in (layer.keys, layer.values)
+        )
+
+
+def _without_what_was_pushed_out(layer: DynamicSlidingWindowLayer) -> None:
+    """The cache then cannot be cut back beyond its window."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "wrong", "why"),
+    [
+        (DynamicLayer, "crop", _one_row_too_many, "differ|cannot be taken back"),
+        (DynamicSlidingWindowLayer, "activate_past_recording", _without_what_was_pushed_out, "cannot be taken back"),
+    ],
+)
+@pytest.mark.parametrize("window", [12, 1000])  # the prompt of the check is longer, or is not
+def test_a_wrong_cut_is_found_and_copies_are_made_instead(
+    owner: type, method: str, wrong: object, why: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("cohere2", sliding_window=window)
+    assert find_cuts(model) == "crop"
+    monkeypatch.setattr(owner, method, wrong)
+    with pytest.raises(UnsupportedModelError, match=why):
+        check_cuts(model, "crop")
+    assert find_cuts(model) == "copy"
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba2", "lfm2"])
+def test_recurrent_state_is_taken_back(family: str, tmp_path: Path) -> None:
+    every_type.build(family).save_pretrained(tmp_path)
+    prompts = [*_repetitive(), *ragged_prompts((1, 30, 40), vocab_size=200)]
+    expected = greedy(str(tmp_path), prompts, 24)
+    config = _config_of(str(tmp_path), kv_cache_tokens=128, max_num_batched_tokens=40)
+    engine = load_engine(config, with_tokenizer=False)
+    engine.replace_strategy(FixedPlan(lookup_plan(1, 5)))
+    for _ in range(2):  # the second time, there are texts to copy from
+        assert tokens_of(complete(engine, prompts, SamplingParams(temperature=0, max_tokens=24))) == expected
+    assert engine.stats.num_preemptions > 0
+    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("strategy", ["ar", *COPYING])
+@pytest.mark.parametrize("family", ["gpt2", "cohere2", "bert"])  # tokens of a prompt to bert see later ones: no chunks
+def test_preempted_sequences_start_again(family: str, strategy: str) -> None:
     known = cases(checkpoint(family), (30, 30, 30), 20)
-    engine = load_engine(_config(family, kv_cache_tokens=150, max_num_batched_tokens=40), with_tokenizer=False)
+    config = _config(family, strategy, kv_cache_tokens=112, max_num_batched_tokens=40)
+    engine = load_engine(config, with_tokenizer=False)
     outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
     assert tokens_of(outputs) == known.expected
     assert engine.stats.num_preemptions > 0

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rayspec.config import EngineConfig
+from rayspec.decode.whole_model import WholeModelStages
 from rayspec.local_engine import load_engine
 from rayspec.model import attention, fused
 from rayspec.model.architecture import Decomposition, decompose
@@ -106,7 +107,7 @@ def test_what_only_later_rows_show_is_found(
         decompose(build(family))
 
 
-def test_a_model_that_fails_the_check_decodes_plainly(
+def test_a_model_that_fails_the_check_only_copies(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, prompts = checkpoint("diffllama"), ragged_prompts([40, 7])
@@ -116,9 +117,9 @@ def test_a_model_that_fails_the_check_decodes_plainly(
         EngineConfig(model=path, dtype="float32", device="cpu", max_model_len=128), with_tokenizer=False
     )
     assert tokens_of(complete(engine, prompts, GREEDY.replace(max_tokens=8))) == expected
-    assert engine.stats.num_draft_tokens == 0
+    assert isinstance(engine.stages, WholeModelStages)
     [message] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert message.startswith("speculation is off for this model, which decodes plainly: diffllama: layer 0 is not ")
+    assert message.startswith("drafts of this model are only copied or recycled tokens: diffllama: layer 0 is not ")
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -40,13 +40,15 @@ class _Memory:
 
 
 class Proposer:
-    """Grows a tree for each sequence: the copy, with recycled tokens beside and behind it.
+    """Grows a tree for each sequence: the copy, with recycled tokens beside and behind it. takes_trees: False for a
+    model that verifies chains only.
 
     One for all sequences of an engine: what it learns of one text serves the next.
     """
 
-    def __init__(self, options: SpeculationOptions) -> None:
+    def __init__(self, options: SpeculationOptions, *, takes_trees: bool = True) -> None:
         self._options = options
+        self._takes_trees = takes_trees
         self._strategy = options.strategy
         self._recycles = options.strategy in ("auto", "recycling")
         self.record = LookupRecord()
@@ -105,7 +107,8 @@ class Proposer:
         successors = self._memory(sequence.owner).successors
         if successors is None or (self._strategy == "auto" and batch > _MOST_GROWN):
             return copied.with_survival(survival(by_class, copied.match_classes))
-        grown = _grown(copied, successors, sequence.token_ids, num_tokens, by_class)
+        text, trees = sequence.token_ids, self._takes_trees
+        grown = _grown(copied, successors, text, num_tokens, by_class, takes_trees=trees)
         return grown if constraint is None else _pruned(grown, constraint)
 
     def remember(self, sequence: SequenceState) -> None:
@@ -162,9 +165,15 @@ class Proposer:
 
 
 def _grown(
-    copied: Proposal, successors: Successors, text: Sequence[int], num_tokens: int, by_class: Sequence[float]
+    copied: Proposal,
+    successors: Successors,
+    text: Sequence[int],
+    num_tokens: int,
+    by_class: Sequence[float],
+    *,
+    takes_trees: bool,
 ) -> Proposal:
-    """Grow a tree from its root, the newest token, by the token that is likeliest to be reached and right.
+    """Grow a tree from its root, the newest token, by the token that is likeliest to be reached and right; or a chain.
 
     A token stands for (probability that it is reached and right, its class, the row that it follows, the token of
     that row, its place in the copy). Recycled tokens count for the case that the copy is wrong.
@@ -189,6 +198,8 @@ def _grown(
         if not heap:
             break
         chance, _, its_class, parent, before, token, at = heapq.heappop(heap)
+        if not takes_trees:
+            heap.clear()
         reached = -chance
         if reached < _LEAST_SURVIVAL:
             break
