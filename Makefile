@@ -26,9 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: setup ## summarize the bundled reports and real documents: demo-out/report.md
-	@# Two of the real documents are longer than the model's context, to show what becomes of them: hence code 3.
-	$(BIN)/python jobs/summarize.py --model demo --output $(DEMO_OUT) --overwrite || test $$? -eq 3
+demo: setup ## twelve documents with plain decoding and with `auto`, compared: demo-out/report.html
+	$(BIN)/rayspec demo --output $(DEMO_OUT)
 
 test: setup ## run the test suite
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES)

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """`rayspec job summarize` as a script: Ray Data reads documents, engines summarize them; it writes rows and a report.
 
-    python jobs/summarize.py --model demo --output demo-out
+    python jobs/summarize.py --model demo --output out
     ray job submit --working-dir . -- python jobs/summarize.py --model MODEL --output OUT documents/*.parquet
 
-Without inputs it takes the bundled sample reports and some long texts of Python's own documentation. The job uses the
-cluster of RAY_ADDRESS if that is set, and otherwise starts Ray on this machine. After an interruption, the same command
-continues.
+Without inputs it takes twelve bundled documents. The job uses the cluster of RAY_ADDRESS if that is set, and otherwise
+starts Ray on this machine. After an interruption, the same command continues.
 """
 
 from __future__ import annotations

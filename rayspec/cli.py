@@ -15,6 +15,7 @@ import rayspec
 from rayspec import demo
 from rayspec.bench.commands import app as bench_app
 from rayspec.bench.options import TuneOptions
+from rayspec.command.help import LongCommand, format_groups
 from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import clean_exit, output_console, say
@@ -43,6 +44,10 @@ _REPLACED_OF_COMMANDS = {
 
 # Commands whose modules bring packages that `rayspec --help` need not wait for: module, and help in the list.
 LAZY = {
+    "demo": (
+        "rayspec.batch.demonstration",
+        "Try it: a job on twelve documents, with plain decoding and with `auto`, and a report that compares them.",
+    ),
     "summarize": ("rayspec.batch.commands", "Summarize documents, one row each. A .txt file is one document."),
     "generate": (
         "rayspec.batch.commands",
@@ -68,8 +73,19 @@ LAZY = {
 }
 
 
+_GROUPS = {
+    "Try it": ("demo", "chat", "doctor"),
+    "Run": ("summarize", "generate", "job", "serve", "fetch"),
+    "Plan a cluster": ("placement", "plan", "k8s"),
+    "Measure and check": ("bench", "tune", "profile", "selfcheck", "version"),
+}
+
+
 class _Commands(TyperGroup):
     """The commands. Commands and flags that are gone give an error that says what replaced them."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        format_groups(self, ctx, formatter, _GROUPS)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in _MOVED:
@@ -93,7 +109,8 @@ def lazy_command(name: str) -> Any:
 app = typer.Typer(
     name="rayspec",
     cls=_Commands,
-    help="Lossless, training-free speed-up of Hugging Face causal LMs: the model drafts for itself.",
+    help="Speeds up text generation with Hugging Face causal LMs. The output is identical, and no training is needed.",
+    epilog="Begin with: rayspec demo. All options of a command: rayspec COMMAND --help-all.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
@@ -120,7 +137,7 @@ for _name, (_, _help) in LAZY.items():
     app.command(_name, help=_help)(lambda: None)  # stands in the list of commands
 
 
-@app.command()
+@app.command(cls=LongCommand)
 @with_settings()
 def profile(
     *,
@@ -152,7 +169,7 @@ def profile(
                 console.print(stage_table(llm.client.info.latency))
 
 
-@app.command()
+@app.command(cls=LongCommand)
 @with_settings(own=(TuneOptions, "Tuning"))
 def tune(
     *,
@@ -172,7 +189,7 @@ def tune(
         say(f"saved in {output}")
 
 
-@app.command()
+@app.command(cls=LongCommand)
 @with_settings(takes_vllm=True)
 def serve(
     *,
@@ -233,7 +250,7 @@ def serve(
         run_endpoint(options, Address(host=host, port=port), lambda url: print(url, flush=True))  # noqa: T201
 
 
-@app.command()
+@app.command(cls=LongCommand)
 @with_settings(sampling=SamplingParams(max_tokens=None))
 def chat(
     *,

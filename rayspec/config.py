@@ -171,28 +171,32 @@ class SamplingParams(Options):
     """
 
     n: int = Field(1, ge=1, le=1024)
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float | None = Field(None, gt=0.0, description=f"{_UNSET}1")
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="subtracted for tokens that the output has")
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="subtracted as often as the output has a token")
+    repetition_penalty: float | None = Field(None, gt=0.0, description=f"divides the logits of known tokens; {_UNSET}1")
     temperature: float | None = Field(None, ge=0.0, description=f"0: greedy; {_UNSET}1")
-    top_p: float | None = Field(None, gt=0.0, le=1.0, description=f"{_UNSET}1")
-    top_k: int | None = Field(None, ge=-1, description=f"{_UNSET}0, which is all tokens")
-    min_p: float | None = Field(None, ge=0.0, le=1.0, description=f"{_UNSET}0")
-    seed: int | None = None
+    top_p: float | None = Field(
+        None, gt=0.0, le=1.0, description=f"sample from the likeliest tokens of this total; {_UNSET}1"
+    )
+    top_k: int | None = Field(None, ge=-1, description=f"sample from so many tokens; {_UNSET}0, which is all")
+    min_p: float | None = Field(
+        None, ge=0.0, le=1.0, description=f"least probability as a share of the largest; {_UNSET}0"
+    )
+    seed: int | None = Field(None, description="of sampling; unset: another in each run")
     stop: tuple[str, ...] | None = Field(None, description=f"texts that end the output; {_UNSET}none")
-    stop_token_ids: Annotated[tuple[int, ...], Commas] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Commas] = Field((), description="tokens that end the output")
     bad_words: tuple[str, ...] = Field((), description="words whose tokens the output never has, nor after a space")
     allowed_token_ids: Annotated[tuple[int, ...] | None, Commas] = Field(
         None, description="the only tokens that the output may contain"
     )
-    ignore_eos: bool = False
+    ignore_eos: bool = Field(False, description="go on after the token that ends a text")
     max_tokens: int | None = Field(16, ge=1, description="most tokens of the output")
-    min_tokens: int | None = Field(None, ge=0, description=f"{_UNSET}0")
-    logprobs: int | None = Field(None, ge=0, le=20)
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    min_tokens: int | None = Field(None, ge=0, description=f"fewest tokens of the output; {_UNSET}0")
+    logprobs: int | None = Field(None, ge=0, le=20, description="log probabilities of so many tokens at each place")
+    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="the same for the prompt")
     logit_bias: dict[int, float] = Field(default_factory=dict)
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
+    spaces_between_special_tokens: bool = Field(True, description="where special tokens are kept")
     include_stop_str_in_output: bool = Field(False, description="keep the text of the stop string or token")
     detokenize: bool = Field(True, description="return texts, not only token ids")
     truncate_prompt_tokens: int | None = Field(
@@ -281,9 +285,9 @@ class SpeculationOptions(Options):
     verification: "coupled" (text depends on the seed only) or "rejection" (higher acceptance when sampling).
     """
 
-    strategy: Strategy | str = "auto"
-    verification: Verification = "coupled"
-    max_draft_tokens: int = Field(16, ge=1, le=127)
+    strategy: Strategy | str = Field("auto", description="how drafts are made; ar: none")
+    verification: Verification = Field("coupled", description="of drafts; only sampled text differs")
+    max_draft_tokens: int = Field(16, ge=1, le=127, description="the most tokens of a draft")
     corpus_tokens: int = Field(
         1 << 20,
         ge=0,
@@ -294,18 +298,18 @@ class SpeculationOptions(Options):
         ge=0.0,
         le=1.0,
         description="clasp, asd, swift, self-sd, knn-ssd, tuning: top-1 probability below which a draft ends, at "
-        "first where it follows the acceptance; None: the strategy's published value",
+        "first where it follows the acceptance; unset: the strategy's published value",
     )
     num_search_tokens: int | None = Field(
-        None, ge=1, le=256, description="recently committed tokens that a search looks at; None: 8, swift 32"
+        None, ge=1, le=256, description="recently committed tokens that a search looks at; unset: 8, swift 32"
     )
     search_interval: int | None = Field(
         None,
         ge=1,
-        description="clasp, del, asd: tokens of one sequence between two searches; None: 128, 1 (every round), 64",
+        description="clasp, del, asd: tokens of one sequence between two searches; unset: 128, 1 (every round), 64",
     )
     exit_layer: int | None = Field(
-        None, ge=1, description="layerskip only: layers that the draft runs; None: a quarter of them"
+        None, ge=1, description="layerskip only: layers that the draft runs; unset: a quarter of them"
     )
     choices: Annotated[tuple[Cheaper, ...], Commas] = Field(
         ("skip", "int4", "window", "pages"),
@@ -313,7 +317,7 @@ class SpeculationOptions(Options):
         "with 8 or 4 bits each, or with attention to few keys (first and newest pages; also the pages looked at most)",
     )
     extra_weight_bytes: int | None = Field(
-        None, ge=0, description="the most that copies of weights for drafts may take in each process; None: no bound"
+        None, ge=0, description="the most that copies of weights for drafts may take in each process; unset: no bound"
     )
     skip: Annotated[tuple[int, ...], Commas] = Field((), description="static only: sublayers the draft leaves out")
     static_choice: Choice = Field("full", description="static only: how the draft runs the others")
@@ -397,14 +401,14 @@ class ParallelOptions(Options):
     tensor: int = Field(1, ge=1, description="tensor-parallel ranks of each stage")
     replicas: int = Field(1, ge=1, description="copies of the whole model")
     layers: Annotated[tuple[int, ...] | None, Commas] = Field(
-        None, description="decoder layers of each stage; None: by time and memory"
+        None, description="decoder layers of each stage; unset: by time and memory"
     )
-    cohorts: int | None = Field(None, ge=1, description="batches under way at once; None: 2 a stage, 1 for one stage")
-    placement: Placement | None = Field(None, description="how Ray places a replica's shards on nodes; None: PACK")
+    cohorts: int | None = Field(None, ge=1, description="batches under way at once; unset: 2 a stage, 1 for one stage")
+    placement: Placement | None = Field(None, description="how Ray places a replica's shards on nodes; unset: PACK")
     labels: dict[str, str] = Field(default_factory=dict)
     topology: dict[str, Placement] | None = None
     cpus_per_shard: float = Field(1.0, ge=0.0, description="Ray CPUs reserved for a shard, and its torch threads")
-    gpus_per_shard: float | None = Field(None, ge=0.0, description="None: one on CUDA; less than 1 shares a GPU")
+    gpus_per_shard: float | None = Field(None, ge=0.0, description="unset: one on CUDA; less than 1 shares a GPU")
     data_plane: DataPlane = Field(
         "auto", description="hidden states in encrypted frames, or by NCCL (gloo on CPU); auto: NCCL between GPUs"
     )
@@ -435,7 +439,7 @@ class OffloadOptions(Options):
     to: Literal["cpu", "disk"] = "disk"
     share: float = Field(0.5, gt=0.0, lt=1.0, description="of the sublayers' bytes, where `sublayers` are not named")
     sublayers: tuple[int, ...] | None = None
-    folder: str | None = Field(None, description="for the file on disk; None: the system's for temporary files")
+    folder: str | None = Field(None, description="for the file on disk; unset: the system's for temporary files")
 
 
 # On a CPU, on a GPU.
@@ -452,20 +456,20 @@ class EngineConfig(Options):
     """Options of one engine: its model, device, capacity and speculation. Names of vLLM's are taken too, see
     `vllm_names`."""
 
-    model: str
-    tokenizer: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    dtype: Annotated[DType, BeforeValidator(_spelled)] = "auto"
+    model: str = Field(description="folder, GGUF file, name on the hub such as org/name, smollm2 or demo")
+    tokenizer: str | None = Field(None, description="folder or name on the hub; unset: the model's own")
+    revision: str | None = Field(None, description="branch, tag or commit on the hub; unset: the default branch")
+    trust_remote_code: bool = Field(False, description="run the Python code that comes with the checkpoint")
+    dtype: Annotated[DType, BeforeValidator(_spelled)] = Field("auto", description="data type of the weights")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads; None: OMP_NUM_THREADS, or as measured at load"
+        None, ge=1, description="CPU threads; unset: OMP_NUM_THREADS, or as measured at load"
     )
     quantization_config: dict[str, Any] | None = None
     generation_config: OfCheckpoint = Field(
         "auto", description="sampling defaults and rules of the checkpoint's generation_config.json; none: ignore them"
     )
-    max_model_len: int | None = Field(None, ge=2, description="prompt and output tokens; None: the model's own")
+    max_model_len: int | None = Field(None, ge=2, description="prompt and output tokens; unset: the model's own")
     max_num_seqs: int = Field(
         default_factory=lambda given: _MAX_NUM_SEQS[_is_on_gpu(given)],
         ge=1,
@@ -476,12 +480,12 @@ class EngineConfig(Options):
         ge=16,
         description="prompt tokens run between two decode rounds; by default 1024 on a CPU, 4096 on a GPU",
     )
-    kv_cache_tokens: int | None = Field(None, ge=16, description="tokens the KV cache holds; None: from free memory")
+    kv_cache_tokens: int | None = Field(None, ge=16, description="tokens the KV cache holds; unset: from free memory")
     kv_cache_share: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="of the free memory, for a KV cache of no named size; None: 0.8 of a GPU's, else 0.25",
+        description="of the free memory, for a KV cache of no named size; unset: 0.8 of a GPU's, else 0.25",
     )
     enable_prefix_caching: bool = Field(True, description="sequences that begin alike share keys and values")
     deterministic: bool = Field(False, description="fixed kernel shapes: same tokens in bf16 whatever the batch")
@@ -491,10 +495,10 @@ class EngineConfig(Options):
         description="on a GPU, launches captured once and replayed: a graph for each pass; auto: where possible",
     )
     speculation: SpeculationOptions = SpeculationOptions()
-    offload: OffloadOptions | None = Field(None, description="None: all weights on the device")
-    parallel: ParallelOptions | None = Field(None, description="None: the whole model in the engine's own process")
+    offload: OffloadOptions | None = Field(None, description="unset: all weights on the device")
+    parallel: ParallelOptions | None = Field(None, description="unset: the whole model in the engine's own process")
     remeasure: bool = Field(False, description="measure the latency profile anew, even if a saved one fits")
-    profile_cache: str | None = Field(None, description="folder of saved latency profiles; None: the user's cache")
+    profile_cache: str | None = Field(None, description="folder of saved latency profiles; unset: the user's cache")
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**from_vllm(values, ENGINE, type(self).model_fields))

@@ -77,6 +77,12 @@ class GrammarError(RequestError):
     kind = "grammar"
 
 
+class UnfinishedFormError(RequestError):
+    """The output reached `max_tokens` before it had the form that was asked for."""
+
+    kind = "unfinished_form"
+
+
 class NonFiniteLogitsError(RequestError):
     """The model produced NaN or infinite logits for this sequence."""
 

@@ -122,7 +122,8 @@ class EngineStats:
     There `draft_s` and `verify_s` are times at the stage with the head, summed over rounds that may overlap.
 
     accepted_by_source: accepted draft tokens that the model drafted ("model"), or that were copied from the sequence
-    ("own text") or from finished outputs ("corpus"), or that the target found likely before ("recycled").
+    ("own text") or from finished outputs ("corpus"), or that the target found likely before ("recycled"), or that the
+    form of the output forced ("form").
     """
 
     num_prompt_tokens: int = 0

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/guides").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(file for folder in ("docs", "docs/guides") for file in sorted((ROOT / folder).glob("*.md"))),
+]
 
 
 def test_the_quick_start_prints_what_the_readme_says(tmp_path: Path) -> None:

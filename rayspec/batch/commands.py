@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -20,10 +22,13 @@ from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import DOCUMENT_HEADINGS
 from rayspec.batch.run_folder import MANIFEST, output_places
 from rayspec.batch.scan import Source
+from rayspec.command.help import LongCommand
 from rayspec.command.options import Asked, with_settings
+from rayspec.command.settings import Settings
 from rayspec.command.terminal import clean_exit, error_console, output_console
 from rayspec.config import SamplingParams
-from rayspec.demo import BUNDLED, SampleDocument, python_documents, sample_documents
+from rayspec.demo import BUNDLED, example_documents
+from rayspec.structured import StructuredOutputsParams
 from rayspec.types import ConfigError
 
 _EPILOG = """Exit codes: 0 every row succeeded, 1 none did or the engine failed, 2 usage, 3 some rows failed,
@@ -31,9 +36,6 @@ _EPILOG = """Exit codes: 0 every row succeeded, 1 none did or the engine failed,
 also where rows failed for good. The rows so far are in the output; the same command goes on with the others."""
 TEXT_SAMPLING = SamplingParams(max_tokens=256)
 _ON_RAY = "job"
-_REPORT_SENTENCES = (12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 64, 80, 96, 112, 128, 144)
-_NUM_PYTHON_DOCUMENTS = 24
-_PYTHON_STEP = 6  # every sixth of the longest: from far too long for the context to short enough
 
 Inputs = Annotated[
     list[str] | None,
@@ -57,10 +59,23 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
     """Options of a job over documents or prompts."""
 
     id_column: str | None = Field(
-        None, description="column of the row's id; None: 'id', else file and row number; none: always the latter"
+        None, description="column of the row's id; unset: 'id', else file and row number; none: always the latter"
     )
     limit: int | None = Field(None, ge=1, description="only the first so many rows")
     sample: float | None = Field(None, ge=0, le=1, description="only this share of the rows, always the same ones")
+    json_schema: str | None = Field(None, description="file with a JSON schema that every output must have")
+
+    def in_force(self, settings: Settings) -> Settings:
+        """Return the settings with the schema, if there is one. Raises ConfigError for a file that cannot be read, or
+        has no schema."""
+        if self.json_schema is None:
+            return settings
+        try:
+            form = StructuredOutputsParams(json=Path(self.json_schema).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            problem = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"option 'json_schema' is {self.json_schema!r}: {problem}") from None
+        return replace(settings, sampling=settings.sampling.replace(structured_outputs=form))
 
 
 def summarize(
@@ -76,14 +91,15 @@ def summarize(
 ) -> None:
     """Summarize documents, one row each. A .txt file is one document. Without inputs, these are bundled documents."""
     with clean_exit():
-        settings, options = asked.settings(), asked.own_options(DocumentOptions)
+        options = asked.own_options(DocumentOptions)
+        settings = options.in_force(asked.settings())
         task = DocumentTask(
             settings=settings,
             template=prompt or summary_prompt(settings.engine.model),
             long=options,
             instruct=settings.engine.model not in BUNDLED,
         )
-        samples = [] if inputs else bundled_documents()
+        samples = [] if inputs else example_documents(pages=settings.engine.model not in BUNDLED)
         source = Source(
             inputs=_found(inputs or (), output, options),
             columns=Columns(text=text_column, id=options.id_column),
@@ -108,7 +124,8 @@ def generate(
     with clean_exit():
         if not inputs:
             raise ConfigError("no inputs: name files, folders or patterns")
-        settings, options = asked.settings(), asked.own_options(DocumentOptions)
+        options = asked.own_options(DocumentOptions)
+        settings = options.in_force(asked.settings())
         task = DocumentTask(settings=settings, template="{text}", chat=chat, long=options)
         source = Source(
             inputs=_found(inputs, output, options),
@@ -161,9 +178,10 @@ def add_commands(app: typer.Typer) -> None:
     summaries = with_settings(sampling=SUMMARY_SAMPLING, own=(DocumentOptions, "Job"))(summarize)
     texts = with_settings(sampling=TEXT_SAMPLING, own=(DocumentOptions, "Job"))(generate)
     for group in (app, on_ray):
-        group.command("summarize", epilog=_EPILOG)(summaries)
-        group.command("generate", epilog=_EPILOG)(texts)
-    on_ray.command("openai-batch", epilog=_EPILOG)(with_settings(own=(JobOptions, "Job"))(openai_batch))
+        group.command("summarize", cls=LongCommand, epilog=_EPILOG)(summaries)
+        group.command("generate", cls=LongCommand, epilog=_EPILOG)(texts)
+    lines = with_settings(own=(JobOptions, "Job"))(openai_batch)
+    on_ray.command("openai-batch", cls=LongCommand, epilog=_EPILOG)(lines)
 
 
 def _run_documents(
@@ -220,16 +238,6 @@ def _found(inputs: Sequence[str], output: str, options: JobOptions) -> InputFile
     if file is not None and any(os.path.realpath(each.path) == os.path.realpath(file.path) for each in found.files):
         raise ConfigError(f"option 'output' is {file.name!r}, which is an input too: choose another name")
     return found
-
-
-def bundled_documents() -> list[SampleDocument]:
-    """Return reports of 12 to 144 sentences, whose right summaries are known, and real texts. The longest text does not
-    fit the bundled model's context."""
-    reports = [
-        sample_documents(1, num_sentences=num_sentences, seed=index)[0]
-        for index, num_sentences in enumerate(_REPORT_SENTENCES)
-    ]
-    return [*reports, *python_documents(_NUM_PYTHON_DOCUMENTS)[::_PYTHON_STEP]]
 
 
 app = typer.Typer()

@@ -13,7 +13,7 @@ from rayspec.command.settings import Settings
 from rayspec.config import SamplingParams
 from rayspec.demo import BUNDLED
 from rayspec.prompts import text_tokens
-from rayspec.types import ConfigError, InvalidMessagesError, Request, RequestError
+from rayspec.types import ConfigError, InvalidMessagesError, Request, RequestError, UnfinishedFormError
 
 if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
     from rayspec.llm import AsyncEngine
@@ -152,7 +152,12 @@ class DocumentTask:
             except RequestError as error:
                 return row.failed(error)
             if long_documents is None or row.document is None or len(tokens) <= fitting:
-                return row.completed(await engine.run(tokens, params))
-            return await long_documents.complete(row)
+                done = row.completed(await engine.run(tokens, params))
+            else:
+                done = await long_documents.complete(row)
+            if params.structured_outputs is not None and done.finish_reason == "length":
+                remedy = "raise max_tokens, or bound the texts and lists of the schema"
+                return done.failed(UnfinishedFormError(f"the output ended before it had its form: {remedy}"))
+            return done
 
         return complete

@@ -94,7 +94,7 @@ class JobOptions(Options):
     max_engine_restarts: int = Field(
         3, ge=0, description="on Ray: engines started again in a row, without a row completed in between"
     )
-    format: FileFormat | None = Field(None, description="of an output folder: parquet or jsonl; None: parquet")
+    format: FileFormat | None = Field(None, description="of an output folder: parquet or jsonl; unset: parquet")
     drain_s: float = Field(2.0, ge=0, description="seconds for rows under way, after SIGTERM")
     order: Order = Field(
         "input", description="of the rows: longest (first), or prefix (rows that begin alike are neighbours)"
@@ -238,10 +238,10 @@ class Job:
         ):
             exit_on_sigterm()  # like Ray's own handler, but with our exit code
             with drain.watching():
-                left, stats = self._catch_up(source, folder, report), EngineStats()
+                left = self._catch_up(source, folder, report)
                 if len(left):
-                    stats = self._complete(source, left, folder, report, drain)
-                self._conclude(folder, report, stats)
+                    report.stats = self._complete(source, left, folder, report, drain)
+                self._conclude(folder, report)
         return report
 
     def _catch_up(self, source: Source, folder: RunFolder, report: RunReport) -> pa.Table:
@@ -278,6 +278,7 @@ class Job:
         rows = self.backend.rows(source, left, self.options.order)
         try:
             with completing(pool.submit, rows, num_wanted=num_wanted) as completed:
+                say(f"loading model {engine.model!r}")
                 config = pool.begin()
                 folder.location.join(CONFIG_NAME).write(yaml.safe_dump(config, sort_keys=False).encode())
                 folder.note({"config": config})
@@ -305,11 +306,11 @@ class Job:
         finally:
             pool.kill()  # at once, so that the next job of this process can use their CPUs and GPUs
 
-    def _conclude(self, folder: RunFolder, report: RunReport, stats: EngineStats) -> None:
+    def _conclude(self, folder: RunFolder, report: RunReport) -> None:
         """Merge the rows and write the report, unless an earlier run has done so and no row has changed since."""
         folder.commit()
-        if stats.num_lost_replicas:
-            say(f"{stats.num_lost_replicas} replicas were lost for good, and the others did their rows; see the log")
+        if num_lost := report.stats.num_lost_replicas:
+            say(f"{num_lost} replicas were lost for good, and the others did their rows; see the log")
         if folder.is_merged:
             folder.finish(folder.manifest.counts)
             return
@@ -324,6 +325,6 @@ class Job:
             self.export(folder.rows, folder.location)
         config = folder.manifest.extra.get("config", {})
         with tempfile.TemporaryDirectory() as scratch:
-            report.write(Path(scratch), stats=stats, config=config, title=self.name.capitalize())
+            report.write(Path(scratch), config=config, title=self.name.capitalize())
             for path in Path(scratch).iterdir():
                 folder.location.join(path.name).write(path.read_bytes())

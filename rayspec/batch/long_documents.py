@@ -62,7 +62,7 @@ class LongDocumentOptions(Options):
     """
 
     long: Mode = Field("fail", description="what becomes of documents beyond the context")
-    chunk_tokens: int | None = Field(None, ge=1, description="tokens of a part of a long document; None: what fits")
+    chunk_tokens: int | None = Field(None, ge=1, description="tokens of a part of a long document; unset: what fits")
     overlap_tokens: int = Field(0, ge=0, description="tokens that a part shares with the one before")
     level_tokens: tuple[int, ...] = Field(
         (), description="output tokens about parts, about groups of these, ...; repeatable"
@@ -329,7 +329,9 @@ class LongDocuments:
         budget = self._max_tokens if part.is_final else self._budgets[min(part.level, len(self._budgets)) - 1]
         seed = None if whole.seed is None else part_seed(whole.seed, part.level, part.number - 1)
         min_tokens = None if whole.min_tokens is None else min(whole.min_tokens, budget)
-        output = await self._engine.run(tokens, whole.replace(max_tokens=budget, min_tokens=min_tokens, seed=seed))
+        form = whole.structured_outputs if part.is_final else None
+        params = whole.replace(max_tokens=budget, min_tokens=min_tokens, seed=seed, structured_outputs=form)
+        output = await self._engine.run(tokens, params)
         document.totals.add(output)
         if output.error is not None:
             raise _PartFailedError(part.name, output.error)

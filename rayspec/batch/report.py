@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from rayspec.batch.rows import Row
 from rayspec.choices import described
@@ -24,9 +24,12 @@ from rayspec.types import EngineStats, PlanRecord
 PLOT_NAME = "skip-map.png"
 _MAX_LISTED = 50
 _MAX_KINDS = 4
+_MAX_TEXTS = 3
 _PASSING_KINDS = frozenset({"unreadable_file"})
 _PLAIN_INTERVAL_S = 5.0
 _MINUTE_S = 60.0
+_ABOUT_S = 10.0  # the time left is given in steps of so many seconds below two minutes
+_NOTHING = frozenset({"-", "0 %"})
 _MARKUP = re.compile(r"[\\`*\[\]<>|~]|(?<![^\W_])_|_(?![^\W_])")
 
 
@@ -36,8 +39,9 @@ class RunReport:
 
     clock: returns seconds. num_left: the rows that this run has to do; None while that is not known. num_under_way:
     rows that must be done before the time left is estimated, because the first rows to finish are short. num_cut: rows
-    whose text ended at `max_tokens`. listed: table
-    rows for the first rows, under DOCUMENT_HEADINGS. examples: one error message for every kind.
+    whose text ended at `max_tokens`. listed: table rows for the first rows, under DOCUMENT_HEADINGS. examples: one
+    error message for every kind. texts: ids and texts of the first rows of this run. stats: of the engines, once the
+    run is done.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -54,6 +58,8 @@ class RunReport:
     errors: Counter[str] = field(default_factory=Counter)
     listed: list[tuple[str, ...]] = field(default_factory=list)
     examples: dict[str, str] = field(default_factory=dict)
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    stats: EngineStats = field(default_factory=EngineStats)
     started_s: float = 0.0
     begun_s: float = 0.0
 
@@ -63,6 +69,8 @@ class RunReport:
     def add(self, row: Row) -> None:
         """Add a row of this run."""
         self._list(row)
+        if row.text and len(self.texts) < _MAX_TEXTS:
+            self.texts.append((row.id, row.text))
         self.num_rows += 1
         self.num_output_tokens += row.num_output_tokens
         self.num_draft_tokens += row.num_draft_tokens
@@ -153,14 +161,18 @@ class RunReport:
         """The line of a run under way."""
         if self.num_left is None:
             return str(self)
+        num_to_do = max(0, self.num_left - self.num_done)
         time_left = "time left not known yet"
         if (seconds := self.seconds_left) is not None:
-            hours, minutes = divmod(max(1, round(seconds / _MINUTE_S)), 60)
+            hours, minutes = divmod(round(seconds / _MINUTE_S), 60)
             time_left = f"about {hours} h {minutes} min left" if hours else f"about {minutes} min left"
-        return f"{self}, {max(0, self.num_left - self.num_done)} rows to do, {time_left}"
+            if seconds < 2 * _MINUTE_S:
+                time_left = f"about {max(1, round(seconds / _ABOUT_S)) * _ABOUT_S:.0f} s left"
+        return f"{self}, {num_to_do} rows to do, {time_left}" if num_to_do else f"{self}, all rows are done"
 
-    def write(self, folder: Path, *, stats: EngineStats, config: Mapping[str, Any], title: str) -> Path:
+    def write(self, folder: Path, *, config: Mapping[str, Any], title: str) -> Path:
         """Write the report into `folder`, which must exist. Return the path of `report.md`."""
+        stats = self.stats
         try:
             from rayspec.batch.plots import plot_plans  # noqa: PLC0415 - brings matplotlib
 
@@ -168,10 +180,12 @@ class RunReport:
             picture = f"![the drafts' plans]({PLOT_NAME})"
         except ModuleNotFoundError:
             picture = "The picture of the drafts' plans needs matplotlib: `pip install 'rayspec[plots]'`."
-        parts = [f"# {_inert(title)}", *self._summary(stats, config), picture]
+        parts = [f"# {_inert(title)}", *self._summary(config), picture]
         if self.errors:
             kinds = [(kind, str(count), self.examples.get(kind, "")) for kind, count in self.errors.most_common()]
             parts += ["## Failed rows", _table(("kind", "rows", "for example"), kinds)]
+        if self.texts:
+            parts += ["## Texts", _table(("id", "text"), self.texts)]
         parts += ["## Documents", _table(DOCUMENT_HEADINGS, self.listed)]
         if more := self.num_rows - len(self.listed):
             parts.append(f"{more} more rows are in the output file.")
@@ -182,7 +196,9 @@ class RunReport:
         path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
         return path
 
-    def _summary(self, stats: EngineStats, config: Mapping[str, Any]) -> list[str]:
+    def _summary(self, config: Mapping[str, Any]) -> list[str]:
+        """Return the options and the totals. Totals that are zero or unknown are left out."""
+        stats = self.stats
         seconds = (
             ("prefill", stats.prefill_s),
             ("draft", stats.draft_s),
@@ -217,17 +233,17 @@ class RunReport:
                 ("verification", speculation.get("verification")),
             )
         )
-        return [f"With {setting}.", _table(("what", "value"), lines)]
+        return [f"With {setting}.", _table(("what", "value"), (line for line in lines if line[1] not in _NOTHING))]
 
 
 @contextmanager
 def showing_progress(report: RunReport, console: Console) -> Iterator[Callable[[], None]]:
     """Give the block a function to call after every row that the report has got."""
     if console.is_terminal:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (SpinnerColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(report.progress, total=None)
-            yield lambda: progress.update(task, description=report.progress)
+            task = progress.add_task(report.progress, total=report.num_left)
+            yield lambda: progress.update(task, description=report.progress, completed=report.num_done)
     else:
         shown_s = time.monotonic()
 

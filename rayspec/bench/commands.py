@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rayspec.bench.options import BenchOptions, bench_options
+from rayspec.command.help import LongCommand
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console, say
 from rayspec.config import DType
@@ -21,7 +22,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="fewer models and sizes")]
 Json = Annotated[Path | None, typer.Option(help="file to write the numbers to")]
 
 
-@app.command()
+@app.command(cls=LongCommand)
 @with_settings(own=(BenchOptions, "Benchmark"))
 def bench(
     *,

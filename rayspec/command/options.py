@@ -15,6 +15,7 @@ import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from rayspec.command.help import show_all
 from rayspec.command.settings import OF_ONE_ROW, Settings, make_settings
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, SpeculationOptions
 from rayspec.vllm_names import ENGINE
@@ -62,7 +63,8 @@ def with_settings(
     own: tuple[type[Options], str] | None = None,
     takes_vllm: bool = False,
 ) -> Callable[[_Command], _Command]:
-    """Give a typer command the flags of the engine; its parameter `asked` is an Asked with their values.
+    """Give a typer command the flags of the engine; its parameter `asked` is an Asked with their values. The class of
+    the command should be `help.LongCommand`.
 
     sampling: defaults of the sampling flags; None gives no such flags. own: a group of options that the command has in
     addition to the engine's, and the title of its flags. takes_vllm: also vLLM's flags, which help does not list.
@@ -85,7 +87,7 @@ def with_settings(
         if takes_vllm:
             known = {*inspect.signature(command).parameters, *(flag.name for flag in generated)}
             generated.extend(_vllm_flags(known))
-        return _with(command, [*owned, *_FILE_FLAGS, *generated], asked)
+        return _with(command, [*owned, *_FILE_FLAGS, *generated, _HELP_FLAG], asked)
 
     return decorate
 
@@ -137,6 +139,7 @@ _FILE_FLAGS = (
         rich_help_panel="Engine",
     ),
 )
+_HELP_FLAG = _parameter("help_all", bool, "--help-all", is_eager=True, callback=show_all, help="list all options")
 
 
 _SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}

@@ -20,6 +20,8 @@ from rayspec.errors import ConfigError
 # sublayers; "demo-plain" was trained without.
 BUNDLED: Mapping[str, str] = {"demo": "model", "demo-plain": "model_plain"}
 _MAX_DOCUMENTS = 100_000  # with one seed
+_NUM_EXAMPLES = 12
+_EXAMPLE_PAGES = ("with", "class", "exceptions", "async", "raise", "import")  # topics of Python's `help()`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +77,16 @@ def sample_tasks(domain: str, n: int, *, size: int = 40, seed: int = 0) -> list[
     return [generate_task(domain, seed * _MAX_DOCUMENTS + index, size=size) for index in range(n)]
 
 
-def python_documents(n: int) -> list[SampleDocument]:
-    """Return the `n` longest texts of Python's own language reference, longest first, without summaries.
-
-    The list is shorter if this Python has fewer texts. Raises `ValueError` if n < 0.
-    """
-    if n < 0:
-        raise ValueError(f"n={n} documents: n must be at least 0")
-    longest = sorted(topics.items(), key=lambda topic: (-len(topic[1]), topic[0]))[:n]
-    return [SampleDocument(id=f"python-{name}", text=text, summary=None) for name, text in longest]
+def example_documents(*, pages: bool) -> list[SampleDocument]:
+    """Return twelve documents of 200 to 2000 words: audit reports, and with `pages` in place of the last six of them
+    pages of Python's own documentation, as far as this Python has them."""
+    found = [name for name in _EXAMPLE_PAGES if pages and name in topics]
+    reports = [
+        SampleDocument(id=f"report-{number:02}", text=report.text, summary=report.summary)
+        for number in range(1, _NUM_EXAMPLES - len(found) + 1)
+        for report in sample_documents(1, num_sentences=8 + 4 * number, seed=number - 1)
+    ]
+    return [*reports, *(SampleDocument(id=f"python-{name}", text=topics[name], summary=None) for name in found)]
 
 
 def exact_lines(summary: str, reference: str) -> tuple[int, int]:

@@ -63,14 +63,16 @@ def stats_of(records: list[PlanRecord]) -> EngineStats:
 def test_the_report_and_its_picture_say_what_happened(tmp_path: Path, num_records: int, drafts: bool) -> None:
     rng = random.Random(0)
     records = [record(rng, drafts=drafts, num_tokens=rng.choice([0, 200])) for _ in range(num_records)]
-    run = RunReport()
-    for row in (GOOD, bad(), Row(id="other"), *repeat(GOOD, 60)):
+    run = RunReport(stats=stats_of(records))
+    for row in (GOOD, bad(), Row(id="other", text="A text | of\ntwo lines."), *repeat(GOOD, 60)):
         run.add(row)
-    text = run.write(tmp_path, stats=stats_of(records), config=CONFIG, title="Run").read_text(encoding="utf-8")
+    text = run.write(tmp_path, config=CONFIG, title="Run").read_text(encoding="utf-8")
     assert text.startswith("# Run\n")
     assert "| rows | 63, 1 failed |" in text
     assert "| time in verify | 50 % |" in text
+    assert "| time in prefill |" not in text, "there was none"
     assert "| prompt_too_long | 1 | too long |" in text
+    assert "| other | A text \\| of two lines. |" in text
     assert "| good | 100 | 21 | 10.0 | - |  |" in text
     assert "| bad\\|id | - | - | - | - | prompt_too_long |" in text
     assert "13 more rows are in the output file." in text
@@ -97,7 +99,7 @@ def test_texts_of_others_are_no_markup(tmp_path: Path) -> None:
     run = RunReport()
     for text in MARKUP:
         run.add(Row(id=text, finish_reason="error", error_kind="k", error=text))
-    path = run.write(tmp_path, stats=EngineStats(), config=CONFIG | {"model": MARKUP[0]}, title=MARKUP[1])
+    path = run.write(tmp_path, config=CONFIG | {"model": MARKUP[0]}, title=MARKUP[1])
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(path.read_text(encoding="utf-8"))
     assert re.findall(r"<(?:a|img|code|em|script)\b[^>]{0,20}", body) == [f'<img src="{PLOT_NAME}" ']
     for text in MARKUP:
@@ -126,8 +128,9 @@ def test_elsewhere_a_plain_line_comes_now_and_then(monkeypatch: pytest.MonkeyPat
     ("num_left", "num_done", "said"),
     [
         (100, 3, "97 rows to do, time left not known yet"),
-        (100, 40, "60 rows to do, about 2 min left"),  # not much longer than the two minutes that it takes
-        (100, 100, "0 rows to do, about 1 min left"),
+        (100, 40, "60 rows to do, about 2 min left"),
+        (100, 80, "20 rows to do, about 40 s left"),
+        (100, 100, "all rows are done"),
         (10_000, 100, "9900 rows to do, about 5 h 40 min left"),
     ],
 )

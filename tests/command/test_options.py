@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from rayspec.command.help import LongCommand
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig, OffloadOptions, ParallelOptions, SamplingParams, SpeculationOptions
@@ -13,7 +16,7 @@ app = typer.Typer(rich_markup_mode=None)
 seen: list[Settings] = []
 
 
-@app.command()
+@app.command(cls=LongCommand)
 @with_settings(sampling=SamplingParams(max_tokens=77))
 def command(*, asked: Asked, name: str = "nobody") -> None:
     """A command with options of its own."""
@@ -55,8 +58,19 @@ def test_choices_are_given_one_by_one() -> None:
         settings_of("--model", "m", "--choices", "skip", "--choices", "widow")
 
 
+def test_the_short_help_has_the_most_used_options_and_names_the_other() -> None:
+    short, whole = (CliRunner().invoke(app, [flag], env={"COLUMNS": "200"}).output for flag in ("--help", "--help-all"))
+    assert "--max-num-seqs" in short
+    assert "--heartbeat-timeout-s" not in short
+    assert re.search(r"^\d\d more options: .* --help-all$", short, re.MULTILINE)
+    sections = re.findall(r"^(\w+):$", whole, re.MULTILINE)
+    assert sections == ["Options", "Engine", "Speculation", "Shards", "Sampling"]
+    assert "None: " not in whole
+    assert not re.findall(r"^  --\S+( <\w+>)?$\n  --", whole, re.MULTILINE), "options without a help"
+
+
 def test_help_shows_the_defaults_of_the_option_groups() -> None:
-    text = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output.split())
+    text = " ".join(CliRunner().invoke(app, ["--help-all"], env={"COLUMNS": "200"}).output.split())
     assert "sequences decoded at once; by default 8 on a CPU, 64 on a GPU --" in text
     assert "--max-tokens <int> most tokens of the output [default: 77]" in text
     assert ", static, ar, " in text

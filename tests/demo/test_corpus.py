@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayspec.demo import python_documents, sample_documents
+from rayspec.demo import example_documents, sample_documents
 from rayspec.demo.corpus import WORDS, generate_report
 
 sizes = st.integers(1, 60).flatmap(lambda sentences: st.tuples(st.just(sentences), st.integers(1, sentences)))
@@ -47,12 +47,11 @@ def test_sample_documents_are_distinct_and_repeatable() -> None:
         sample_documents(-1)
 
 
-def test_python_documents_come_longest_first() -> None:
-    documents = python_documents(4)
-    lengths = [len(document.text) for document in documents]
-    assert len(documents) == 4
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] > 20_000
-    assert all(document.summary is None for document in documents)
-    with pytest.raises(ValueError, match="n=-1"):
-        python_documents(-1)
+@pytest.mark.parametrize("pages", [True, False])
+def test_the_examples_are_twelve_documents_of_different_lengths(pages: bool) -> None:
+    documents = example_documents(pages=pages)
+    lengths = [len(document.text.split()) for document in documents]
+    assert len({document.id for document in documents}) == 12
+    assert min(lengths) > 100
+    assert max(lengths) < 2500
+    assert sum(document.summary is None for document in documents) == (6 if pages else 0)

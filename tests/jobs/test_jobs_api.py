@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -63,7 +64,7 @@ def write_prompts(folder: Path) -> None:
     """200 rows, ten of them broken, in ten ways."""
     reports = demo.sample_documents(150, num_sentences=4)
     texts = [{"id": sample.id, "prompt": sample.text} for sample in reports]
-    texts += [{"id": sample.id, "prompt": sample.text[:400]} for sample in demo.python_documents(40)]
+    texts += [{"id": name, "prompt": text[:400]} for name, text in sorted(topics.items())[:40]]
     lines = [*(json.dumps(row).encode() for row in texts), *BROKEN.values()]
     (folder / "prompts.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     (folder / "empty.txt").write_bytes(BROKEN_FILES["empty_file"])

@@ -123,3 +123,22 @@ def test_a_limited_run_is_taken_further_and_a_share_is_the_same_every_time(folde
     run("a.jsonl", "--sample", "0.4")
     assert set(texts()) == {f"r{n}" for n in range(9)} | share
     assert len(committed(folder / "out")) == len(rows())
+
+
+def test_every_output_has_the_schema_or_an_error_of_its_own_kind(folder: Path) -> None:
+    """The schema decides the text: the same command is finished, another schema is another run."""
+    too_long = {"type": "string", "minLength": 200}
+    for name, schema in (("short", {"enum": [1, 22, "é"]}), ("long", too_long), ("wrong", {"type": "objekt"})):
+        (folder / f"{name}.json").write_text(json.dumps(schema), encoding="utf-8")
+    write_lines(folder / "in.jsonl", documents(3))
+    run("in.jsonl", "--json-schema", "short.json")
+    assert all(json.loads(text) in (1, 22, "é") for text in texts().values())
+    assert "(3 of an earlier run)" in run("in.jsonl", "--json-schema", "short.json")
+    assert "structured_outputs" in run("in.jsonl", "--json-schema", "long.json", code=2)
+    run("in.jsonl", "--json-schema", "long.json", "--overwrite", code=1)
+    assert {row["error_kind"] for row in rows()} == {"unfinished_form"}
+    run("in.jsonl", "--json-schema", "wrong.json", "--overwrite", code=1)
+    assert {(row["error_kind"], row["error"]) for row in rows()} == {
+        ("grammar", "structured_outputs.json: Invalid type: objekt")
+    }
+    assert "option 'json_schema' is 'none.json': No such file" in run("in.jsonl", "--json-schema", "none.json", code=2)
