@@ -249,7 +249,7 @@ def choose_int8_tile(*, num_rows: int, itemsize: int) -> ProductTile:
     """Choose a tile for groups of `_INT8_GROUP` columns. With few rows, memory is the limit: small tiles let many
     programs read in parallel. With more rows, large tiles share the data that they read."""
     if itemsize > 2:  # Products of float32 do not use tensor cores.
-        return ProductTile(min(64, _few_rows(num_rows)), 32, 1, by_group=False, num_warps=4, num_stages=3)
+        return ProductTile(_few_rows(num_rows), 32, 1, by_group=False, num_warps=4, num_stages=3)
     if num_rows <= MAX_FEW_ROWS:
         return ProductTile(_few_rows(num_rows), 16, 4, by_group=True, num_warps=4, num_stages=3)
     return ProductTile(64, 64, 1, by_group=False, num_warps=8, num_stages=3)
@@ -266,7 +266,7 @@ def choose_int4_tile(*, num_rows: int, num_outputs: int, group: int, itemsize: i
 
 
 def _few_rows(num_rows: int) -> int:
-    """Return the rows of a program's tile: of the size of tensor cores, or two."""
+    """Return the rows of a small tile. Tensor cores take 8 rows at a time, if they are in the second axis."""
     return 8 if num_rows <= 8 else MAX_FEW_ROWS
 
 
