@@ -57,7 +57,8 @@ class Options(pydantic.BaseModel):
         try:
             super().__init__(**values)
         except pydantic.ValidationError as error:
-            raise ConfigError("; ".join(_explain(type(self), dict(item)) for item in error.errors())) from None
+            own = [dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"]
+            raise ConfigError("; ".join(_explain(type(self), item) for item in own)) from None
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with `changes` applied. All options are validated again."""
@@ -103,7 +104,8 @@ def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
         if (replaced := REPLACED.get(options.__name__, {}).get(name)) is not None:
             return f"option {name!r} {replaced}"
         valid = sorted(options.model_fields)
-        near = difflib.get_close_matches(name, valid, n=1)
+        of_vllm = {"EngineConfig": ENGINE, "SamplingParams": SAMPLING}.get(options.__name__, {})
+        near = difflib.get_close_matches(name, [*valid, *of_vllm], n=1)
         return f"unknown option {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid)}")
     if error["type"] == "missing":
         remedy = (
@@ -487,6 +489,12 @@ class EngineConfig(Options):
         le=1,
         description="of the free memory, for a KV cache of no named size; unset: 0.8 of a GPU's, else 0.25",
     )
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="of a GPU's whole memory, for model and KV cache; kv_cache_share and kv_cache_tokens win over it",
+    )
     enable_prefix_caching: bool = Field(True, description="sequences that begin alike share keys and values")
     deterministic: bool = Field(False, description="fixed kernel shapes: same tokens in bf16 whatever the batch")
     cuda_kernels: CudaKernels = Field("auto", description="Triton kernels on a GPU where they work; off: plain PyTorch")
@@ -563,6 +571,7 @@ class EngineKeywords(TypedDict, total=False):
     max_num_batched_tokens: int
     kv_cache_tokens: int | None
     kv_cache_share: float | None
+    gpu_memory_utilization: float | None
     enable_prefix_caching: bool
     deterministic: bool
     cuda_kernels: CudaKernels

@@ -51,7 +51,6 @@ class LLMKeywords(EngineKeywords, total=False):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
-    gpu_memory_utilization: float
     enforce_eager: bool
     speculative_config: Mapping[str, Any] | None
 
@@ -284,8 +283,10 @@ class LLM:
         name = f"request-{next(self._request_numbers)}"
         if self._seeds is not None and params.seed is None:
             params = params.model_copy(update={"seed": self._seeds.getrandbits(63)})
-        if isinstance(prompt, Mapping) and set(prompt) <= {"prompt", "prompt_token_ids"}:
-            return Request(request_id=name, params=params, **prompt)
+        if isinstance(prompt, Mapping):
+            given = {key: value for key, value in prompt.items() if value is not None}
+            if given and given.keys() <= {"prompt", "prompt_token_ids"}:
+                return Request(request_id=name, params=params, **given)
         if _is_token_ids(prompt):
             return Request(request_id=name, params=params, prompt_token_ids=prompt)
         return Request(request_id=name, params=params, prompt=prompt)

@@ -53,7 +53,7 @@ def _nothing(does: str, *, is_flag: bool = False) -> Argument:
 
 
 _ONE_KERNEL = "the kernels and their launches are chosen at load"
-_NO_POOLING = "rayspec generates text only: leave it out, and use another library for embeddings and scores"
+_NO_POOLING = "rayspec generates text only: use another library for embeddings and scores"
 _NO_LORA = "adapters are not supported: merge the adapter into the model, with merge_and_unload() of peft"
 _NO_IMAGES = "models see text only: leave it out"
 _LOGS = "there is no such log; statistics are in `LLM.stats` and at /metrics"
@@ -66,9 +66,6 @@ ENGINE: Mapping[str, Argument] = {
         does="copies of the model; of an endpoint: `deployment_config.num_replicas`",
         option="parallel.replicas",
         neutral=(None, 1),
-    ),
-    "gpu_memory_utilization": Argument(
-        does="share of the memory that is free once the model is loaded, for the KV cache", option="kv_cache_share"
     ),
     "enforce_eager": Argument(
         does="no CUDA graphs", option="cuda_graphs", neutral=(None, False), values={True: "off"}, is_flag=True

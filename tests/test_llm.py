@@ -122,10 +122,11 @@ def test_chat_answers_as_generate_of_transformers_does(llm: LLM) -> None:
 def test_prompts_are_texts_or_tokens(llm: LLM) -> None:
     text = "The fee was paid in May. The report says"
     tokens = demo_tokenizer()(text)["input_ids"]
-    prompts = [text, TextPrompt(prompt=text), TokensPrompt(prompt_token_ids=tokens), tokens]
+    prompts: list[Any] = [text, TextPrompt(prompt=text), TokensPrompt(prompt_token_ids=tokens), tokens]
     one, two, three, four = llm.generate(prompts, GREEDY)
     assert _tokens([one, one, one]) == _tokens([two, three, four])
     assert _tokens(llm.generate(tokens, GREEDY)) == _tokens([one])
+    assert _tokens(llm.generate({"prompt": text, "multi_modal_data": None}, GREEDY)) == _tokens([one])
     assert (one.prompt, three.prompt) == (text, None)
     assert llm.generate(text, GREEDY)[0].outputs[0].text == one.outputs[0].text
     assert llm.generate({"prompt_token_ids": tokens}, GREEDY)[0].outputs[0].text == one.outputs[0].text

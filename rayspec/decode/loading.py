@@ -301,12 +301,14 @@ def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
 
 
 def affordable_slots(config: EngineConfig, parts: Decomposition, device: torch.device, *, num_sharing: int = 1) -> int:
-    """Return how many tokens' keys and values fit into a share of the memory that is free now. num_sharing: processes
-    that share this memory. Raises CheckpointError for fewer than 16."""
+    """Return how many tokens' keys and values fit into the part of the free memory that the options allow. num_sharing:
+    processes that share this memory. Raises CheckpointError for fewer than 16."""
     free = free_bytes(device) // num_sharing
+    budget = free * (config.kv_cache_share or KV_CACHE_SHARE[device.type])
+    if device.type == "cuda" and config.kv_cache_share is None and config.gpu_memory_utilization is not None:
+        budget = free - (1 - config.gpu_memory_utilization) * total_bytes(device) / num_sharing
     windowed = bytes_per_slot([parts.shapes[layer] for layer in parts.windows], parts.dtype)
     others = bytes_per_slot(list(parts.shapes.values()), parts.dtype) - windowed
-    budget = free * (config.kv_cache_share or KV_CACHE_SHARE[device.type])
     affordable = int(budget / (windowed + others))
     if windowed:
         num_windowed_slots = _num_windowed_slots(config, max(parts.windows.values()))
@@ -314,9 +316,15 @@ def affordable_slots(config: EngineConfig, parts: Decomposition, device: torch.d
             affordable = int((budget - num_windowed_slots * windowed) / max(others, 1))
     if affordable < 16:
         raise CheckpointError(
-            f"only {free / 2**30:.1f} GiB are free for each process on {device}, too little for a KV cache"
+            f"the KV cache may have {max(budget, 0) / 2**30:.1f} GiB of the {free / 2**30:.1f} that are free for each "
+            f"process on {device}, which is too little: raise kv_cache_share or gpu_memory_utilization, or free memory"
         )
     return affordable
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the whole memory of a GPU."""
+    return torch.cuda.mem_get_info(device)[1]
 
 
 def free_bytes(device: torch.device) -> int:

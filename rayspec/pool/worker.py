@@ -357,7 +357,7 @@ def start_worker(factory: EngineFactory) -> Any:
     num_sharing = engines_of_a_place(factory.engine)
     if num_sharing > 1:
         on_gpu = gpus_per_shard(factory.engine, factory.engine.parallel or ParallelOptions()) > 0
-        usual = KV_CACHE_SHARE["cuda" if on_gpu else "cpu"]
+        usual = (on_gpu and config.gpu_memory_utilization) or KV_CACHE_SHARE["cuda" if on_gpu else "cpu"]
         config = config.replace(kv_cache_share=(config.kv_cache_share or usual) / num_sharing)
     options = _resources(factory.engine, config) | {
         "max_concurrency": _MAX_CONCURRENT_CALLS,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from rayspec.config import EngineConfig
 from rayspec.decode.loading import affordable_slots, cache_size
 from rayspec.model import attention
-from rayspec.model.kv_cache import PAGE_SIZE
+from rayspec.model.kv_cache import PAGE_SIZE, bytes_per_slot
+from rayspec.types import CheckpointError
 from tests.engines import GREEDY, NUM_BEHIND, RandomPlans, complete, engine_with, tokens_of
 from tests.exhaustive import few_of
 from tests.families import WINDOW, cases, checkpoint, parts_of
@@ -61,3 +63,18 @@ def test_free_memory_holds_more_tokens_where_layers_have_windows(monkeypatch: py
     half = config.replace(kv_cache_share=0.125)
     assert affordable_slots(half, parts, parts.device) == 2**15 // 1024
     assert affordable_slots(config, parts, parts.device, num_sharing=2) == 2**15 // 1024
+
+
+def test_the_share_of_a_gpu_counts_what_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 MiB the model has 4. On a CPU the option has no effect."""
+    parts = parts_of(checkpoint("llama"))
+    num_bytes = bytes_per_slot(list(parts.shapes.values()), parts.dtype)
+    monkeypatch.setattr("rayspec.decode.loading.free_bytes", lambda device: 4 * 2**20)
+    monkeypatch.setattr("rayspec.decode.loading.total_bytes", lambda device: 8 * 2**20)
+    config, gpu = EngineConfig(model="test", gpu_memory_utilization=0.75), torch.device("cuda")
+    assert affordable_slots(config, parts, gpu) == 2 * 2**20 // num_bytes
+    assert affordable_slots(config, parts, gpu, num_sharing=2) == 2**20 // num_bytes
+    assert affordable_slots(config.replace(kv_cache_share=0.25), parts, gpu) == 2**20 // num_bytes
+    assert affordable_slots(config, parts, torch.device("cpu")) == 2**20 // num_bytes
+    with pytest.raises(CheckpointError, match=r"may have 0\.0 GiB of .* raise kv_cache_share or gpu_mem"):
+        affordable_slots(config.replace(gpu_memory_utilization=0.4), parts, gpu)
