@@ -11,26 +11,24 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import GenerationConfig, PreTrainedModel, cache_utils
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 Cuts: TypeAlias = Literal["crop", "copy"]
 
-_BY_REFERENCE = (DynamicLayer, DynamicSlidingWindowLayer)  # their updates bind new tensors and change none
-_FILLED = (
-    *_BY_REFERENCE,
-    DummyLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
+_BY_REFERENCE = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)  # updates bind new tensors
+# Versions of transformers differ in these layers.
+_FILLED = tuple(
+    getattr(cache_utils, name)
+    for name in (
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "DummyLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+    )
+    if hasattr(cache_utils, name)
 )
 _MOST_PENDING = 16
 
