@@ -259,7 +259,7 @@ def choose_int4_tile(*, num_rows: int, num_outputs: int, group: int, itemsize: i
     """Do as `choose_int8_tile`. group: the columns of a group, at most 128."""
     if itemsize > 2 or num_rows > MAX_FEW_ROWS:
         return choose_int8_tile(num_rows=num_rows, itemsize=itemsize)
-    wide = 128 // group  # A step reads as many columns with any size of groups.
+    wide = 1 if group == 128 else 2  # More of the smallest groups would need more shared memory than small GPUs have.
     if num_outputs >= _MANY_OUTPUTS:
         return ProductTile(_few_rows(num_rows), 128, 2 * wide, by_group=False, num_warps=8, num_stages=3)
     return ProductTile(_few_rows(num_rows), 32, 4 * wide, by_group=True, num_warps=4, num_stages=4)

@@ -148,8 +148,8 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def int8_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """Return rows times the transposed matrix weight * scales[:, None]: [N, M], of the type of rows.
 
-    rows: [N, C]. weight: int8 [M, C], contiguous. scales: float32 [M]. On a GPU there are two orders of summation: one
-    for N up to 16, one for larger N.
+    rows: [N, C]. weight: int8 [M, C], contiguous. scales: float32 [M]. On a GPU there are three orders of summation:
+    for N up to 8, for N up to 16, and for larger N.
     """
     return (rows.float() @ weight.T.float() * scales).to(rows.dtype)
 
