@@ -18,6 +18,7 @@ STRATEGIES: dict[str, Any] = {
     "static": {"strategy": "static", "skip": [13, 14, 18], "max_draft_tokens": 4},
     "lookup": {"strategy": "lookup"},
     "auto": {"strategy": "auto"},
+    "lookahead": {"strategy": "lookahead"},
     "ar": {"strategy": "ar"},
 }
 TEXT = " ".join(document.text for document in demo.sample_documents(1, num_sentences=6, seed=3))

@@ -123,6 +123,23 @@ class StreamOptions(StrictBody):
         return self
 
 
+# Fields of vLLM's that take no effect here, with the values that its clients send for "nothing".
+_OF_VLLM: Refusals = {
+    "cache_salt": (),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1.0,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "priority": (0,),
+    "return_tokens_as_token_ids": (False,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+
+
 class GenerationRequest(StrictBody):
     """The parameters of both endpoints. A parameter that is None has its default, which is the checkpoint's if it has
     one; see SamplingParams for limits."""
@@ -301,6 +318,8 @@ class ChatRequest(GenerationRequest):
     If both are given, `max_completion_tokens`, OpenAI's newer name, takes precedence over `max_tokens`, as in vLLM."""
 
     refused: ClassVar[Refusals] = {
+        **_OF_VLLM,
+        "add_special_tokens": (False,),
         "audio": (),
         "function_call": ("none", "auto"),
         "functions": ([],),
@@ -363,6 +382,8 @@ class CompletionRequest(GenerationRequest):
     """The body of /v1/completions: one prompt or several, each as text or as token ids."""
 
     refused: ClassVar[Refusals] = {
+        **_OF_VLLM,
+        "add_special_tokens": (True,),
         "best_of": (1,),
         "return_spec_decode_metrics": (False,),
         "service_tier": ONLY_TIER,

@@ -164,6 +164,8 @@ def test_the_output_must_fit_the_context() -> None:
         (CHAT, {"model": None}, "model", "missing_required_parameter", "required"),
         (CHAT, {"messages": [{"role": "u", "content": ""}]}, "messages.0.role", "invalid_value", "assistant"),
         (TEXT, {"suffix": "x"}, "suffix", "unsupported_parameter", "not supported"),
+        (CHAT, {"priority": 5}, "priority", "unsupported_parameter", "not supported"),
+        (TEXT, {"use_beam_search": True}, "use_beam_search", "unsupported_parameter", "not supported"),
         (TEXT, {"echo": True, "logprobs": 1, "stream": True}, "echo", "invalid_value", "give stream: false"),
         (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value", "give stream: false"),
         (CHAT, {"continue_final_message": True}, "continue_final_message", "invalid_value", "add_generation_prompt"),
