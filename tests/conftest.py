@@ -146,7 +146,7 @@ def latency_profiles() -> Iterator[None]:
         return kept[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profile, "_NUM_REPEATS", 2)
+        patch.setattr(profile, "_NUM_REPEATS", {"cpu": 2, "cuda": 1})
         patch.setattr(profile, "_CACHE_BYTES", 2**20)
         patch.setattr(profile, "measure", measure_once)
         yield

@@ -42,7 +42,8 @@ from rayspec.planning.latency import (
 
 logger = logging.getLogger(__name__)
 
-_Work: TypeAlias = tuple[Measurement, Callable[[], object]]
+_Work: TypeAlias = tuple[Measurement, Callable[[], object], Callable[[], object]]
+"""What is measured, what comes before each of its runs and is not timed, and the run."""
 
 ROW_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 CONTEXTS = (32, 1024, 4096)
@@ -50,11 +51,13 @@ BATCHES = (8, 4, 2)  # numbers of sequences: the first number that the cache can
 _WIDE_ROWS = (1, 8, 32)
 _ROWS_EACH = (1, 4)  # rows per sequence in a batch of several sequences
 _COARSE_ROWS = (1, 2, 8, 128)  # rows that are measured even if the time is over
-_NUM_REPEATS = 6
+# A GPU is disturbed by nobody, so few repeats are enough.
+_NUM_REPEATS = {"cpu": 6, "cuda": 3}
 # Seconds of measuring when an engine starts for the first time, and while other processes load next to it.
-BUDGET_S, _DISTURBED_BUDGET_S = 5.0, 1.0
+BUDGET_S = {"cpu": 5.0, "cuda": 2.0}
+_DISTURBED_BUDGET_S = 1.0
 # Of a run of one row with a time limit: only so many sublayers of a kind run. They fill the caches all the same.
-_SAMPLE_S = 0.02
+_SAMPLE_S = {"cpu": 0.02, "cuda": 0.004}
 # More bytes than the last-level cache of one core complex holds; and a pause like that between two passes of a stage.
 _CACHE_BYTES, _PAUSE_S = 64 * 2**20, 0.005
 _LOCK_POLL_S, _SILENT_S = 0.05, 5.0  # of waiting for other processes: between two looks, until a line says so
@@ -136,9 +139,10 @@ def load_or_measure(
     if not is_alone:
         logger.warning("other processes still load or measure a model: the latency profile is coarse and not saved")
         return measure(runner, offloaded, _DISTURBED_BUDGET_S)
-    limit = "" if remeasure else f" for about {BUDGET_S:.0f} s"
+    budget_s = BUDGET_S[runner.device.type]
+    limit = "" if remeasure else f" for about {budget_s:.0f} s"
     logger.warning("measuring how fast this machine runs the model%s; the profile is kept in %s", limit, path)
-    model = measure(runner, offloaded, None if remeasure else BUDGET_S)
+    model = measure(runner, offloaded, None if remeasure else budget_s)
     try:
         model.save(path, key)
     except OSError as error:
@@ -290,12 +294,15 @@ def measurements(
 def _times(works: Sequence[_Work], device: torch.device, until: float) -> dict[int, list[float]]:
     """Return the seconds of each work item by its place, from its second run on. Items of the coarse grid run first,
     and twice at least; no other run begins after `until`."""
-    coarse = [at for at, (one, _) in enumerate(works) if _is_coarse(one)]
+    coarse = [at for at, (one, _, _) in enumerate(works) if _is_coarse(one)]
     others = [at for at in range(len(works)) if at not in set(coarse)]
     times: dict[int, list[float]] = defaultdict(list)
-    for repeat, at in [(repeat, at) for repeat in range(1 + _NUM_REPEATS) for at in (*coarse, *others)]:
-        if time.perf_counter() <= until or (repeat < 2 and _is_coarse(works[at][0])):
-            times[at].append(_timed(works[at][1], device))
+    num_repeats = _NUM_REPEATS[device.type]
+    for repeat, at in [(repeat, at) for repeat in range(1 + num_repeats) for at in (*coarse, *others)]:
+        one, prepare, work = works[at]
+        if time.perf_counter() <= until or (repeat < 2 and _is_coarse(one)):
+            prepare()
+            times[at].append(_timed(work, device))
     return {at: seconds[1:] for at, seconds in sorted(times.items()) if len(seconds) > 1}
 
 
@@ -310,7 +317,7 @@ def _sample(runner: Runner) -> dict[str, int]:
     for name, num_sublayers in Counter(runner.parts.curve_names).items():
         run = partial(runner.run, batch, hidden, choices=_only(runner, name, 1))
         seconds = min([_timed(run, runner.device) for _ in range(3)][1:])  # the first run warms up
-        found[name] = min(num_sublayers, max(1, math.ceil(_SAMPLE_S / max(seconds, 1e-9))))
+        found[name] = min(num_sublayers, max(1, math.ceil(_SAMPLE_S[runner.device.type] / max(seconds, 1e-9))))
     return found
 
 
@@ -330,8 +337,9 @@ def _fill(cache: KVCache) -> None:
 
 
 def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_Work]:
-    """Yield each measurement and the function to time for it. `seconds` holds how many sublayers one run of it
-    times."""
+    """Yield each measurement and what to run for it. `seconds` holds how many sublayers one run of it times. A pass
+    with static shapes is in the buffers before it is timed, because it is written there once for all sublayers. This is
+    part of the fixed cost of a forward."""
     cells = _grid(runner.cache.num_slots)
     known: set[tuple[object, ...]] = set()
     for rows, context, batch_size in cells:
@@ -348,13 +356,18 @@ def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_
                 Measurement(
                     kind=kind, rows=rows, context=context, batch=batch_size, seconds=sample[name], device=device
                 ),
+                partial(runner.hold, batch),
                 partial(runner.run, batch, hidden, choices=_only(runner, name, sample[name], choice)),
             )
         if runner.parts.lm_head is not None and context == cells[0][1] and batch_size == 1:
             head = Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=1, device=device)
-            yield head, partial(runner.head, hidden)
+            yield head, _nothing, partial(runner.head, hidden)
     fixed = Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=1, device=device)
-    yield fixed, partial(runner.batch, [span_at(runner.cache, 0, 0, 1)])
+    yield fixed, _nothing, lambda: runner.hold(runner.batch([span_at(runner.cache, 0, 0, 1)]))
+
+
+def _nothing() -> None:
+    pass
 
 
 def span_at(cache: KVCache, at: int, context: int, num_rows: int) -> RowSpan:
@@ -383,7 +396,7 @@ def _wake_seconds(runner: Runner) -> float:
     others, fastest_s = bytearray(_CACHE_BYTES), []
     for is_cold in (False, True):
         times = []
-        for _ in range(1 + _NUM_REPEATS):
+        for _ in range(1 + _NUM_REPEATS["cpu"]):
             if is_cold:
                 others[:] = bytes(len(others))
                 time.sleep(_PAUSE_S)

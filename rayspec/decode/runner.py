@@ -121,6 +121,13 @@ class Runner:
             self.parts.rotate(self._like_hidden, rows)
         return Batch(tuple((sum(span.num_rows for span in rows.spans), rows) for rows in packs), token_ids)
 
+    def hold(self, batch: Batch) -> None:
+        """Write a pass with static shapes to the buffers, as `embed` and `run` do if it is not there yet."""
+        _, rows = batch.buckets[0]
+        if isinstance(rows, BatchMetadata):
+            assert self._step is not None
+            self._step.hold(rows)
+
     def embed(self, batch: Batch) -> Tensor:
         """Return the embeddings of the batch's tokens, [1, N, hidden_size]."""
         _, rows = batch.buckets[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -27,12 +28,15 @@ from rayspec.decode.profile import LoadLock, chosen_threads, fastest_number, mea
 from rayspec.decode.runner import Runner
 from rayspec.local_engine import load_engine
 from rayspec.model.architecture import Decomposition
+from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_cache import KVCache
+from rayspec.model.static_step import StaticStep
 from rayspec.model.threads import Threads
 from rayspec.planning.latency import HEAD, LatencyModel
 from rayspec.types import Request
-from tests.engines import ALL_CHOICES, ways_of
-from tests.families import checkpoint, parts_of
+from tests.engines import ALL_CHOICES, step_buffers, ways_of
+from tests.families import checkpoint, operator_parts_of, parts_of
+from tests.graph_driver import RecordingDriver
 
 CPU = torch.device("cpu")
 SOON_S = 0.1
@@ -162,6 +166,44 @@ def test_without_time_left_a_coarse_grid_is_measured() -> None:
     rows = [{one.rows for one in found if one.kind == HEAD} for found in (coarse, whole)]
     assert rows == [{1, 2, 8, 128}, set(profile.ROW_COUNTS)]
     assert LatencyModel.fit(coarse, parts.curve_names).covers(profile._grid(5000))
+
+
+def test_passes_are_timed_as_they_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its second run on, a pass is in the buffers and captured before it is timed."""
+    parts = operator_parts_of(checkpoint("llama"))
+    cache = KVCache(parts.shapes, 300, dtype=parts.dtype, device=CPU, num_spare=1)
+    buffers, driver = step_buffers(parts, cache, max_places=300), RecordingDriver()
+    graphs = StepGraphs(StaticStep(parts, buffers), driver)
+    runner = Runner(parts, cache, device=CPU, row_counts=None, buffers=buffers, graphs=graphs)
+    timed, hold = profile._timed, buffers.hold
+    runs: list[dict[str, int]] = []
+    is_timing = False
+
+    def noted(work: Any, device: torch.device) -> float:
+        nonlocal is_timing
+        runs.append({"captured": -driver.num_captures, "written": 0})
+        is_timing = True
+        seconds = timed(work, device)
+        is_timing = False
+        runs[-1]["captured"] += driver.num_captures
+        return seconds
+
+    def held(metadata: Any) -> Any:
+        rows, is_new = hold(metadata)
+        if is_timing:
+            runs[-1]["written"] += is_new
+        return rows, is_new
+
+    monkeypatch.setattr(buffers, "hold", held)
+    monkeypatch.setattr(profile, "_timed", noted)
+    monkeypatch.setattr(profile, "_NUM_REPEATS", {"cpu": 1})
+    with torch.inference_mode(), graphs.trial():
+        works = list(profile._works(runner, "", dict.fromkeys(parts.curve_names, 1)))
+        assert len(profile._times(works, CPU, math.inf)) == len(works)
+    second = runs[len(works) :]
+    assert sum(run["captured"] for run in runs) > 0
+    assert sum(run["captured"] for run in second) == 0
+    assert sum(run["written"] for run in second) == 1, "the fixed cost of a forward"
 
 
 class _Impatient(LoadLock):

@@ -21,6 +21,7 @@ from tests.strategy_cases import Asker, latency_model, result
 from tests.strategy_cases import state as batch_state
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+OWN = SpeculationOptions(strategy="knapspec")  # nothing is copied
 
 
 @pytest.fixture
@@ -64,7 +65,9 @@ def test_on_the_demo_model_it_finds_plans_that_draft_and_changes_no_token(
 def test_a_plan_that_only_looked_good_is_dropped(demo_latency: LatencyModel) -> None:
     """Predictions say that sublayers take all the time; in truth rows do, so no draft pays."""
     clock = RowClock()
-    engine = engine_with(demo_parts(), _knapspec(demo_latency), max_draft_tokens=16, wrap=clock.count, clock=clock)
+    engine = engine_with(
+        demo_parts(), _knapspec(demo_latency), max_draft_tokens=16, wrap=clock.count, clock=clock, speculation=OWN
+    )
     output = complete(engine, demo_prompts(1, 10), SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))[0]
     stats = engine.stats
     assert output.error is None
@@ -74,7 +77,8 @@ def test_a_plan_that_only_looked_good_is_dropped(demo_latency: LatencyModel) -> 
 
 
 def test_no_budget_means_no_search(demo_latency: LatencyModel) -> None:
-    engine = engine_with(demo_parts(), _knapspec(demo_latency, optimise_share=0.0), max_draft_tokens=16)
+    strategy = _knapspec(demo_latency, optimise_share=0.0)
+    engine = engine_with(demo_parts(), strategy, max_draft_tokens=16, speculation=OWN)
     complete(engine, demo_prompts(1, 8), SamplingParams(temperature=0, max_tokens=40))
     assert engine.stats.plans == []
     assert engine.stats.num_draft_tokens == 0
