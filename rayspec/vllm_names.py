@@ -21,8 +21,8 @@ class Argument:
     """An argument of vLLM.
 
     does: what it does here, or why it is refused and what to do instead. option: the option that it sets, as
-    "group.name"; "" if it sets none. neutral: values that ask for nothing. values: what other values become; a mapping
-    sets several options. is_refused: other values are refused. is_flag: on a command line it has no value.
+    "group.name"; "" if it sets none. neutral: values that ask for nothing. values: what other values become.
+    is_refused: other values are refused. is_flag: on a command line it has no value.
     """
 
     does: str

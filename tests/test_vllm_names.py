@@ -199,6 +199,7 @@ def test_a_conversation_is_rendered_as_asked(llm: LLM) -> None:
     ("arguments", "message"),
     [
         (["demo", "--quantization", "awq"], "option 'quantization' is 'awq': the quantisation of a checkpoint"),
+        (["demo", "--seed", "5"], "option 'seed' is 5: only `LLM(seed=...)` takes it"),
         (["demo", "--enable-lora"], "option 'enable_lora' is True: adapters are not supported"),
         (["demo", "-tp", "0"], "in 'parallel': option 'tensor' is 0"),
         (["demo", "--hf-overrides", '{"a": 1}'], "option 'hf_overrides' is {'a': 1}: edit config.json"),
@@ -213,7 +214,7 @@ def test_flags_of_vllm_serve(arguments: list[str], message: str) -> None:
 
 
 def test_flags_of_vllm_serve_become_options() -> None:
-    flags = {"tensor_parallel_size": "2", "swap_space": "4", "load_format": "auto", "enforce_eager": True}
+    flags = {"tensor_parallel_size": "2", "swap_space": "4", "load_format": "auto", "enforce_eager": True, "seed": "0"}
     assert make_settings(flags={"model": "demo", **flags}).engine == _config(parallel={"tensor": 2}, cuda_graphs="off")
 
 

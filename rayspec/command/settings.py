@@ -75,7 +75,7 @@ def make_settings(
     parameters.
     """
     options = _read(file) if file is not None else {}
-    given = [*map(_of_override, overrides), *_of_flags(flags or {})]
+    given = [*map(_of_override, overrides), *_of_flags(flags or {}, has_sampling=sampling is not None)]
     for number, (path, value, source) in enumerate(given):
         for other, _, earlier in given[:number]:
             least = min(len(path), len(other))
@@ -109,13 +109,13 @@ def _of_override(override: str) -> tuple[tuple[str, ...], Any, str]:
         raise ConfigError(f"option 'set' is {reprlib.repr(override)}, whose value is {error}") from error
 
 
-def _of_flags(flags: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any, str]]:
+def _of_flags(flags: Mapping[str, Any], *, has_sampling: bool) -> Iterator[tuple[tuple[str, ...], Any, str]]:
     for name, value in flags.items():
         if value is not None:
             home = next((path for path, options in _GROUPS.items() if name in options.model_fields), None)
             flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
             given = flag if isinstance(value, bool) else f"{flag} {value}"
-            if home is None and name in ENGINE and name not in SamplingParams.model_fields:
+            if home is None and name in ENGINE and not (has_sampling and name in SamplingParams.model_fields):
                 value = _plain(value, given)  # noqa: PLW2901
                 home = ()
             yield (*((_SAMPLING,) if home is None else home), name), value, given
