@@ -84,6 +84,7 @@ def wide(
     ] = "static,int4,knapspec,auto",
     context: Annotated[int, typer.Option(min=64, help="prompt tokens")] = 1800,
     num_prompts: Annotated[int, typer.Option(min=1, help="prompts of each domain")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=8, help="output tokens of a prompt, at most")] = 192,
     offload: Annotated[float, typer.Option(min=0.0, max=0.99, help="share of the sublayers' bytes in CPU memory")] = 0,
     device: Device = "auto",
     dtype: ComparedType = "bfloat16",
@@ -92,7 +93,10 @@ def wide(
 ) -> None:
     """Compare strategies on the bundled model, made so many times as wide: 32 gives 3.2 billion parameters."""
     names = [name.strip() for name in strategies.split(",")]
-    timed = partial(time_wide, widen=widen, strategies=names, context=context, num_prompts=num_prompts, offload=offload)
+    timed = partial(
+        time_wide, widen=widen, strategies=names, context=context, num_prompts=num_prompts, max_tokens=max_tokens,
+        offload=offload,
+    )  # fmt: skip
     _measure(DeviceOptions(device=device, dtype=dtype, num_threads=num_threads), {"strategies": timed}, json)
 
 

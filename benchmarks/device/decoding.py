@@ -155,7 +155,14 @@ def time_choices(options: DeviceOptions, shape: ModelShape, *, num_layers: int, 
 
 
 def time_wide(
-    options: DeviceOptions, widen: int, strategies: Sequence[str], *, context: int, num_prompts: int, offload: float
+    options: DeviceOptions,
+    widen: int,
+    strategies: Sequence[str],
+    *,
+    context: int,
+    num_prompts: int,
+    max_tokens: int,
+    offload: float,
 ) -> Measured:
     """Compare strategies on the bundled model, made `widen` times as wide, one sequence at a time. The texts of each
     are compared with those of plain decoding. offload: share of the sublayers' bytes in CPU memory; 0: none."""
@@ -185,16 +192,16 @@ def time_wide(
             engine = local_engine.load_engine(
                 EngineConfig(
                     model=demo.model_path(), device=str(device), dtype=options.dtype, num_threads=options.num_threads,
-                    max_num_seqs=2, max_model_len=context + 256, kv_cache_tokens=2 * (context + 256),
+                    max_num_seqs=2, max_model_len=context + max_tokens, kv_cache_tokens=2 * (context + max_tokens) + 64,
                     speculation=SpeculationOptions(**({"strategy": name} | chosen.get(name, {}))),
                     offload=OffloadOptions(share=offload) if offload else None,
                 ),
                 with_tokenizer=False,
             )  # fmt: skip
-        _complete(engine, prompts["summary"][:1])
+        _complete(engine, prompts["summary"][:1], max_tokens)
         rates[name], texts[name] = {}, {}
         for domain, some in prompts.items():
-            texts[name][domain], rates[name][domain] = _complete(engine, some)
+            texts[name][domain], rates[name][domain] = _complete(engine, some, max_tokens)
         share = engine.stats.acceptance_rate
         accepted[name] = "-" if share is None else f"{share:.0%}"
         engine.shutdown()
@@ -293,13 +300,13 @@ def _step_ms(engine: Engine, prompts: Sequence[list[int]], num_steps: int) -> li
     return times
 
 
-def _complete(engine: Engine, prompts: Sequence[list[int]]) -> tuple[list[Sequence[int]], float]:
+def _complete(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> tuple[list[Sequence[int]], float]:
     """Return the texts and the output tokens a second without prefill."""
     texts: list[Sequence[int]] = []
     engine.forget_texts()
     started, prefill_s = time.perf_counter(), engine.stats.prefill_s
     for at, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=0.0, max_tokens=192)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         engine.add(Request(request_id=str(at), params=params, prompt_token_ids=prompt))
         while engine.has_unfinished:
             for output in engine.step():

@@ -15,6 +15,7 @@ from rayspec.choices import (
     SKIP,
     Choice,
     Choices,
+    Weights,
     combined,
     keys_of,
     nearest,
@@ -57,6 +58,9 @@ _MIN_COSINE = 0.5  # states less similar to the target are dropped
 _MAX_SKIPPED_SHARE = 0.75  # of the model's time
 _MAX_HALVINGS = 5  # of the budget, after searches in vain
 
+# Acceptance of drafts that run all sublayers by a copy of these weights, until anything is known of the model.
+_COPIES: Mapping[Weights, float] = {"int4": 0.95, "int8": 0.99}
+
 _CONTEXT_GRID = 64  # tokens; predicted rates are cached in steps of this many, since they change little between
 
 
@@ -81,7 +85,8 @@ class KnapSpec:
     """Finds plans by the knapsack. `Auto` decides whether rounds use them.
 
     Between searches, the known candidates are compared again at an interval, by what was observed. While a search is
-    under way, the last plan stays. known: candidates of an earlier run, compared after the first round.
+    under way, the last plan stays. known: candidates of an earlier run, compared after the first round; without any,
+    drafts by quantised copies of all sublayers, which need no search.
     """
 
     def __init__(
@@ -94,12 +99,13 @@ class KnapSpec:
     ) -> None:
         self._options = options
         self._latency = latency
-        self._candidates = list(known)
+        self._candidates = list(known) or copies_alone(options, latency)
+        self._has_searched = bool(known)  # or an earlier run has
         self._in_use: Candidate | None = None
         self._no_draft = no_draft(len(latency.sublayers), "knapspec: no draft")
         self.plan = self._no_draft
         self._record: PlanRecord | None = None  # of the plan
-        self._rounds_to_review = 0 if known else ROUNDS_TO_REVIEW
+        self._rounds_to_review = 0
         # By plan, context and batch: tokens per second by draft length, predicted since the last review.
         self._rates: dict[tuple[Choices, int, int], NDArray[np.float64]] = {}
         # Learned from rounds.
@@ -200,7 +206,8 @@ class KnapSpec:
             self._rates.clear()
             best = self._best_known(state).candidate
             if (None if best is None else self._candidates[best]) is not self._in_use:
-                return self._decide(state, "what was observed favours another candidate", 0.0)
+                why = "what was observed favours another candidate"
+                return self._decide(state, why if self._has_searched else "before a search: quantised copies", 0.0)
         return None
 
     def acceptance_of(self, candidates: Sequence[Candidate]) -> list[float]:
@@ -320,6 +327,7 @@ class KnapSpec:
             if all(one.choices != previous.choices for one in self._candidates):
                 self._candidates.append(previous)
         self._cost_ratio = found.seconds / self._predicted_s if self._predicted_s else 1.0
+        self._has_searched = True
         record = self._decide(state, self._reason, found.seconds)
         self._num_in_vain = 0 if self.plan.drafts else self._num_in_vain + 1
         return record
@@ -350,7 +358,8 @@ class KnapSpec:
         else:
             length = self._options.max_draft_tokens
             self.plan = Plan(choices=candidate.choices, num_draft_tokens=length, source="knapspec")
-        self._tell_trigger(state, changed=(self.plan.choices if self.plan.drafts else None) != before)
+        if self._has_searched:  # else a first search stays due
+            self._tell_trigger(state, changed=(self.plan.choices if self.plan.drafts else None) != before)
         self._rounds_to_review = ROUNDS_TO_REVIEW
         self._record = PlanRecord(
             elapsed_s=state.elapsed_s,
@@ -368,6 +377,17 @@ class KnapSpec:
     def _tell_trigger(self, state: BatchState, *, changed: bool) -> None:
         expected = self.acceptance_of([self._in_use])[0] if self._in_use else None
         self._trigger.planned(changed=changed, context=state.context, batch=state.batch, expected_acceptance=expected)
+
+
+def copies_alone(options: SpeculationOptions, latency: LatencyModel) -> list[Candidate]:
+    """Return the drafts that run all sublayers by a quantised copy of their weights, where there is one."""
+    found = []
+    for weights in options.draft_weights:
+        here = [latency.choices_of(index) for index in range(len(latency.sublayers))]
+        choices = tuple(weights if weights in each else FULL for each in here)
+        if weights in choices:
+            found.append(Candidate(choices, _COPIES[weights], num_agreed=0, num_captured=0))
+    return found
 
 
 def uniform_patterns(savings: Sequence[Mapping[Choice, int]]) -> list[Choices]:

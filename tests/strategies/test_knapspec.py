@@ -9,7 +9,7 @@ from rayspec import demo
 from rayspec.choices import FULL, SKIP
 from rayspec.config import SamplingParams, SpeculationOptions
 from rayspec.decode.search import Found, FoundDraft, Knapsack
-from rayspec.planning.latency import LatencyModel
+from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.learning import ROUNDS_TO_REVIEW
 from rayspec.strategies.auto import Auto
 from rayspec.strategies.knapspec import KnapSpec
@@ -74,6 +74,23 @@ def test_a_plan_that_only_looked_good_is_dropped(demo_latency: LatencyModel) -> 
     assert any(record.plan.drafts for record in stats.plans)
     assert stats.num_draft_tokens > 0
     assert stats.num_plain_rounds > 0.6 * stats.num_rounds
+
+
+def test_quantised_copies_are_tried_before_a_search(demo_latency: LatencyModel) -> None:
+    """Where they are measured to be cheap, and where the sublayer has one. A first search stays due."""
+    copies = {f"{kind} int4": Curve(rows=(1, 4096), base_s=(2e-4, 2e-4)) for kind in ("attention", "mlp")}
+    strategy = KnapSpec(SpeculationOptions(), replace(demo_latency, curves={**demo_latency.curves, **copies}))
+    asker = Asker(lambda question: Found([FoundDraft((FULL,) * 31 + (SKIP,), 0.9, 3, 0.9, 0.5)], 8, 0.25))
+    state = replace(batch_state(), num_outstanding_tokens=10, elapsed_s=0.0)
+    record = strategy.search(state, asker)
+    assert record is not None
+    assert record.reason == "before a search: quantised copies"
+    assert set(strategy.plan.choices) == {"int4"}
+    later = replace(state, num_outstanding_tokens=100_000)
+    for _ in range(40):
+        strategy.observe(later, strategy.plan, result([8], [8]), 9, 1.0)
+        strategy.search(later, asker)
+    assert asker.asked
 
 
 def test_no_budget_means_no_search(demo_latency: LatencyModel) -> None:

@@ -66,7 +66,7 @@ def test_choices_are_measured_and_their_gain_is_predicted() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("offload", [0.0, 0.5])
 def test_strategies_are_compared_on_the_widened_model(offload: float) -> None:
-    found = time_wide(ON_CPU, 2, ["int4"], context=80, num_prompts=1, offload=offload)
+    found = time_wide(ON_CPU, 2, ["int4"], context=80, num_prompts=1, max_tokens=48, offload=offload)
     assert found.numbers["same_texts"] == {"ar": 4, "int4": 4}
 
 
