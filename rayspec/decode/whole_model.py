@@ -141,9 +141,13 @@ class WholeModelStages(Stages):
 
     def _logits(self, work: Round, verify: Pass) -> Tensor:
         """Return the logits [1, N, V] after each row: each entry's newest token and draft."""
-        tokens = iter(verify.token_ids)
-        rows = [
-            self._states[entry.sequence_id].try_rows(list(itertools.islice(tokens, span.num_rows)))
-            for entry, span in zip(work.entries, verify.rows, strict=True)
-        ]
+        states = [self._states[entry.sequence_id] for entry in work.entries]
+        if len(verify.token_ids) == len(states):  # no row is rejected
+            rows = [state.run([token]) for state, token in zip(states, verify.token_ids, strict=True)]
+        else:
+            tokens = iter(verify.token_ids)
+            rows = [
+                state.try_rows(list(itertools.islice(tokens, span.num_rows)))
+                for state, span in zip(states, verify.rows, strict=True)
+            ]
         return torch.cat(rows).unsqueeze(0)
