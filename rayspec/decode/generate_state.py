@@ -90,10 +90,11 @@ class GenerateState:
         if self._tried is None:
             return
         (tried, output), self._tried = self._tried, None
+        copy, self._copy = self._copy, []
         num_kept = self._pending.shape[1] + num_rows
         num_cut = tried.shape[1] - num_kept
         if self._cuts == "copy" and num_cut:
-            for now, then in self._copy:
+            for now, then in copy:
                 now.update(then)
             self._pending = tried[:, :num_kept]
             if num_kept > _MOST_PENDING:

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from rayspec.config import Verification
 from rayspec.decode.generate_state import Cuts, GenerateState
+from rayspec.decode.processing import TokenSampler
 from rayspec.decode.rounds import Head, commit, script
 from rayspec.decode.runner import seconds
 from rayspec.decode.sampling import Rows, top_logprobs
@@ -99,8 +100,7 @@ class WholeModelStages(Stages):
             name, first = chunk.sequence_id, chunk.rows.context
             sampler = self._head.sampler(name)
             if first == 0:
-                prompt = sampler.token_ids[: sampler.num_prompt_tokens]
-                self._states[name] = GenerateState(self.model, prompt, cuts=self.cuts)
+                self._states[name] = self._begun(sampler)
             state, logits = self._states[name], None
             num_prompt_tokens = len(state.prompt)
             of_prompts.append([])
@@ -121,7 +121,11 @@ class WholeModelStages(Stages):
         return chosen, of_prompts
 
     def _round(self, work: Round) -> RoundResult:
-        """Run the round's script, whose only passes are verifies, and keep what was accepted; then run the chunks."""
+        """Run the chunks and the round's script, whose only passes are verifies, and keep what was accepted. If a pass
+        fails, the sequences are as before."""
+        started = self._head.stopwatch.mark()
+        prefilled, of_prompts = self._prefilled(work.chunks)
+        prefill_s = seconds(started, self._head.stopwatch.mark())
         entries = work.entries
         if self.cuts is None:  # drafts that the form of an output forces come with any plan
             entries = [msgspec.structs.replace(entry, looked_up=(), parents=()) for entry in entries]
@@ -132,16 +136,31 @@ class WholeModelStages(Stages):
                 verify = passes.send(self._logits(work, verify))
         except StopIteration as end:
             result: RoundResult = end.value
-        for entry, num_accepted in zip(work.entries, result.num_accepted, strict=True):
+        except RuntimeError:
+            for entry in entries:
+                self._states.pop(entry.sequence_id, None)  # a part of its layers may have run
+            raise
+        for entry, num_accepted in zip(entries, result.num_accepted, strict=True):
             self._states[entry.sequence_id].keep(1 + num_accepted)
-        verified = self._head.stopwatch.mark()
-        prefilled, of_prompts = self._prefilled(work.chunks)
-        prefill_s = seconds(verified, self._head.stopwatch.mark())
         return msgspec.structs.replace(result, prefilled=prefilled, prompt_logprobs=of_prompts, prefill_s=prefill_s)
+
+    def _begun(self, sampler: TokenSampler) -> GenerateState:
+        return GenerateState(self.model, sampler.token_ids[: sampler.num_prompt_tokens], cuts=self.cuts)
+
+    def _state(self, sequence_id: str) -> GenerateState:
+        """Return the state before the sequence's newest token; made anew if a pass has failed."""
+        if sequence_id not in self._states:
+            sampler = self._head.sampler(sequence_id)
+            state = self._begun(sampler)
+            state.run(state.prompt)
+            for token in sampler.token_ids[len(state.prompt) : -1]:
+                state.run([token])
+            self._states[sequence_id] = state
+        return self._states[sequence_id]
 
     def _logits(self, work: Round, verify: Pass) -> Tensor:
         """Return the logits [1, N, V] after each row: each entry's newest token and draft."""
-        states = [self._states[entry.sequence_id] for entry in work.entries]
+        states = [self._state(entry.sequence_id) for entry in work.entries]
         if len(verify.token_ids) == len(states):  # no row is rejected
             rows = [state.run([token]) for state, token in zip(states, verify.token_ids, strict=True)]
         else:

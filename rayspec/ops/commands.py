@@ -125,6 +125,7 @@ def latency_table(latency: LatencyModel, *, max_context: int) -> Table:
     """Return a table of the milliseconds of one sequence's forward pass: attention, MLP, head and total."""
     one, two = (latency.verify_s(rows=2, context=0, batch=batch) for batch in (1, 2))
     title = f"milliseconds of a forward of one sequence; each further sequence takes {1000 * (two - one):.3f} ms more"
+    splits = len(latency.sublayers) > 1  # an undivided model counts as one
     table = Table(title=title, title_justify="left")
     for heading in ("rows", "context", "attention", "MLP", "head", "forward", "attention share"):
         table.add_column(heading, justify="right")
@@ -133,11 +134,13 @@ def latency_table(latency: LatencyModel, *, max_context: int) -> Table:
             seconds = latency.sublayers_s(rows=rows, context=context, batch=1)
             attention_s, mlp_s = float(seconds[::2].sum()), float(seconds[1::2].sum())
             forward_s = latency.verify_s(rows=rows, context=context, batch=1)
+            parts = [f"{1000 * part:.2f}" for part in (attention_s, mlp_s, latency.head_s(rows))]
             table.add_row(
                 str(rows),
                 str(context),
-                *(f"{1000 * part:.2f}" for part in (attention_s, mlp_s, latency.head_s(rows), forward_s)),
-                f"{100 * attention_s / (attention_s + mlp_s):.0f} %",
+                *(parts if splits else ["-"] * len(parts)),
+                f"{1000 * forward_s:.2f}",
+                f"{100 * attention_s / (attention_s + mlp_s):.0f} %" if splits else "-",
                 end_section=rows == _ROWS[-1],
             )
     return table

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from rayspec.decode.whole_check import check_cuts, find_cuts
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.local_engine import load_engine
 from rayspec.strategies.fixed import FixedPlan, lookup_plan
-from rayspec.types import CheckpointError, ConfigError, Request, UnsupportedModelError
+from rayspec.types import CheckpointError, ConfigError, OutOfMemoryError, Request, UnsupportedModelError
 from tests import every_type
 from tests.engines import complete, tokens_of
 from tests.families import WHOLE_FAMILIES, build, cases, checkpoint, greedy, ragged_prompts
@@ -175,6 +177,26 @@ def test_recurrent_state_is_taken_back(family: str, tmp_path: Path) -> None:
         assert tokens_of(complete(engine, prompts, SamplingParams(temperature=0, max_tokens=24))) == expected
     assert engine.stats.num_preemptions > 0
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("strategy", ["ar", "recycling"])
+@pytest.mark.parametrize("failing", [20, 21, 22])  # the passes of a round, of which the last sequence is given up
+def test_a_lack_of_memory_in_a_pass_spoils_no_other_sequence(
+    strategy: str, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = cases(checkpoint("gpt2"), (30, 30, 30), 20)
+    engine = load_engine(_config("gpt2", strategy), with_tokenizer=False)
+    forward, count = engine.stages.model.transformer.h[2].forward, itertools.count(1)
+
+    def fails_once(*given: Any, **named: Any) -> Any:
+        if next(count) == failing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*given, **named)
+
+    monkeypatch.setattr(engine.stages.model.transformer.h[2], "forward", fails_once)
+    outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
+    assert [isinstance(output.error, OutOfMemoryError) for output in outputs] == [False, False, True]
+    assert tokens_of(outputs[:2]) == known.expected[:2]
 
 
 @pytest.mark.parametrize("strategy", ["ar", *COPYING])
