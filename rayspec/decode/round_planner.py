@@ -22,8 +22,9 @@ from rayspec.planning.learning import AnswerLength
 from rayspec.types import EngineStats, Plan
 
 _MAX_PLAN_RECORDS = 1024
-# Between two rounds, a search in this process takes at most the time of so many steps of the last round.
-SEARCH_STEPS = 3.0
+# Between two rounds, a search in this process takes at most the time of so many steps of the last round. After a search
+# that was cancelled, which sequences too short for it cause, the next one may take twice the time, and so on.
+SEARCH_STEPS, _MAX_DOUBLINGS = 3.0, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class RoundPlanner:
         self._clock = clock
         self._answer_length = AnswerLength()
         self._searching: dict[Future[Answer], _Searching] = {}  # the oldest first
+        self._num_cancelled = 0  # searches in a row
         self._searched_s = 0.0  # seconds of searches that are not yet in the statistics
 
     @property
@@ -181,7 +183,7 @@ class RoundPlanner:
                 del self._searching[search]
         for search, asked in list(self._searching.items())[:1]:
             started = self._clock()
-            self._stages.continue_search(SEARCH_STEPS * step_s)
+            self._stages.continue_search(SEARCH_STEPS * 2 ** min(self._num_cancelled, _MAX_DOUBLINGS) * step_s)
             if not search.done():  # else its seconds are counted by now
                 took_s = self._clock() - started
                 asked.counted_s += took_s
@@ -213,6 +215,7 @@ class RoundPlanner:
         self._searching[searching] = asked
 
         def count(search: Future[Answer]) -> None:
+            self._num_cancelled = self._num_cancelled + 1 if search.cancelled() else 0
             if not search.cancelled() and search.exception() is None:
                 self._searched_s += max(0.0, search.result().seconds - asked.counted_s)
 

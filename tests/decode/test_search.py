@@ -40,7 +40,17 @@ from rayspec.planning.knapsack import finished, follow
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import Plan, no_draft
 from tests.demo_model import demo_parts, demo_prompts
-from tests.engines import ALL_CHOICES, RowClock, engine_with, random_plan, requests_for, tiny_budgets, varied, ways_of
+from tests.engines import (
+    ALL_CHOICES,
+    RowClock,
+    complete,
+    engine_with,
+    random_plan,
+    requests_for,
+    tiny_budgets,
+    varied,
+    ways_of,
+)
 from tests.families import cases, checkpoint, modules_of, parts_of, reference
 
 NUM_TOKENS = 6
@@ -227,17 +237,15 @@ def test_a_search_launches_few_operations_and_reads_one_result_a_sublayer() -> N
     assert reads.counts["numpy"] == NUM_SUBLAYERS + 1, "similarities, and the agreement"
 
 
-class _SlowSearch:
+def _slow_search(clock: RowClock, sublayer_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sublayer of a search takes seconds by the engine's clock, as each row of a pass takes one."""
+    run = PlanSearch.run
 
-    def __init__(self, clock: RowClock, sublayer_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-        run = PlanSearch.run
+    def slow(search: PlanSearch, sublayer: int, choice: Choice, states: Any) -> torch.Tensor:
+        clock.now_s += sublayer_s
+        return run(search, sublayer, choice, states)
 
-        def slow(search: PlanSearch, sublayer: int, choice: Choice, states: Any) -> torch.Tensor:
-            clock.now_s += sublayer_s
-            return run(search, sublayer, choice, states)
-
-        monkeypatch.setattr(PlanSearch, "run", slow)
+    monkeypatch.setattr(PlanSearch, "run", slow)
 
 
 class _Asking(FixedPlan):
@@ -256,7 +264,7 @@ class _Asking(FixedPlan):
 def test_a_search_holds_up_no_round_for_long(sublayer_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round of two sequences takes two seconds, and the search four or eighty."""
     clock = RowClock()
-    _SlowSearch(clock, sublayer_s, monkeypatch)
+    _slow_search(clock, sublayer_s, monkeypatch)
     strategy = _Asking(Trial(num_tokens=NUM_TOKENS, patterns=[(FULL,) * NUM_SUBLAYERS]))
     engine = engine_with(parts_of(checkpoint("llama")), strategy, wrap=clock.count, clock=clock, max_num_seqs=2)
     for request in requests_for(cases(checkpoint("llama"), (5, 7), 16).prompts, LONG):
@@ -275,7 +283,7 @@ def test_a_search_holds_up_no_round_for_long(sublayer_s: float, monkeypatch: pyt
 def test_a_search_ends_with_its_own_sequences_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of one sequence are asked about; the other ends first."""
     clock = RowClock()
-    _SlowSearch(clock, 5.0, monkeypatch)
+    _slow_search(clock, 5.0, monkeypatch)
     strategy = _Asking(Trial(num_tokens=1, patterns=[(FULL,) * NUM_SUBLAYERS]))
     engine = engine_with(parts_of(checkpoint("llama")), strategy, wrap=clock.count, clock=clock, max_num_seqs=2)
     for request in requests_for(cases(checkpoint("llama"), (5, 7), 16).prompts, LONG):
@@ -289,6 +297,29 @@ def test_a_search_ends_with_its_own_sequences_only(monkeypatch: pytest.MonkeyPat
     assert not strategy.asked.cancelled()
     engine.abort(own)
     assert strategy.asked.cancelled()
+
+
+def test_where_all_sequences_are_short_a_search_takes_more_time_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight rounds of one second for each sequence, and a search of 80 seconds."""
+    clock = RowClock()
+    _slow_search(clock, 10.0, monkeypatch)
+    num_asked = 0
+
+    class Insisting(_Asking):
+        def search(self, state: BatchState, ask: Ask) -> None:
+            nonlocal num_asked
+            if self.asked is None or self.asked.cancelled():
+                self.asked = ask(self._question)
+                num_asked += self.asked is not None
+
+    strategy = Insisting(Trial(num_tokens=2, patterns=[(FULL,) * NUM_SUBLAYERS]))
+    engine = engine_with(parts_of(checkpoint("llama")), strategy, wrap=clock.count, clock=clock, max_num_seqs=1)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    complete(engine, [cases(checkpoint("llama"), (5, 7), 16).prompts[0]] * 8, params)
+    assert strategy.asked is not None
+    assert strategy.asked.done()
+    assert not strategy.asked.cancelled()
+    assert 1 < num_asked < 8
 
 
 def test_cosines_are_of_the_states_around_each_sublayer(asked: _Asked) -> None:
