@@ -243,11 +243,12 @@ class EngineLoop:
             self.engine.abort(request_id)
             self._has_work = self.engine.has_unfinished
 
-    def _admit_later(self, arrival: _Arrival, _: object) -> None:
-        self._put(partial(self._admit, [arrival]))
+    def _admit_later(self, arrival: _Arrival, compiled: Future[Any]) -> None:
+        self._put(partial(self._admit, [arrival], compiled))
 
-    def _admit(self, arrivals: Sequence[_Arrival]) -> None:
-        """Give the requests to the engine. A request that it refuses has an output with the error."""
+    def _admit(self, arrivals: Sequence[_Arrival], _compiled: Future[Any] | None = None) -> None:
+        """Give the requests to the engine. A request that it refuses has an output with the error. _compiled: the form
+        of the request, which is kept until the engine has it."""
         refused = []
         for arrival in arrivals:
             if arrival.request.request_id not in self._waiting:  # cancelled while its form was compiled

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rayspec.errors import ConfigError, GrammarError, RayspecError, naming_the_extra
+from rayspec.errors import ConfigError, GrammarError, naming_the_extra
 from rayspec.structured import FORMS, StructuredOutputsParams
 
 if TYPE_CHECKING:  # an extra
@@ -27,6 +28,8 @@ if TYPE_CHECKING:  # an extra
 
 _MAX_KEPT = 64  # compiled forms
 _NUM_THREADS = 2
+_MAX_ITEMS = 10_000  # of llguidance's parser at a place of the text; a property that may be left out needs four
+_MAX_CHARACTERS = 600  # of an error, which may quote the form
 _MAX_SCHEMAS = 200  # that are compiled to find the place of an error
 _WHITESPACE = r"\x20|\r?\n[\x20\t]{0,32}"  # as people write JSON; without a limit, some models write nothing else
 _ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -60,19 +63,22 @@ class Grammars:
     ) -> None:
         self._load, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
         self._kept: OrderedDict[StructuredOutputsParams, Future[CompiledForm]] = OrderedDict()  # the latest used last
+        self._in_use: WeakValueDictionary[StructuredOutputsParams, Future[CompiledForm]] = WeakValueDictionary()
         self._tokenizer: LLTokenizer | None = None
         self._lock, self._tokenizer_lock = threading.Lock(), threading.Lock()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="rayspec-grammar")
 
     def compiled(self, form: StructuredOutputsParams) -> Future[CompiledForm]:
-        """Return the compiled form, at once. The future fails with GrammarError."""
+        """Return the compiled form, at once. The future fails with GrammarError. Nothing is compiled again while a
+        caller has its future."""
         with self._lock:
-            future = self._kept.get(form)
+            future = self._in_use.get(form)
             if future is None:
-                future = self._kept[form] = self._threads.submit(self._compile, form)
-                if len(self._kept) > _MAX_KEPT:
-                    self._kept.popitem(last=False)
+                future = self._in_use[form] = self._threads.submit(self._compile, form)
+            self._kept[form] = future
             self._kept.move_to_end(form)
+            if len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
         return future
 
     def constraint(self, form: StructuredOutputsParams, num_prompt_tokens: int) -> Constraint:
@@ -83,11 +89,14 @@ class Grammars:
         name = next(name for name in FORMS if getattr(form, name) is not None)
         try:
             with naming_the_extra():
-                from llguidance import LLMatcher  # noqa: PLC0415
+                from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415
 
             tokenizer = self._own_tokenizer()
-            matcher = LLMatcher(tokenizer, grammar_of(form), log_level=0)
-        except (RayspecError, ValueError) as error:  # not installed, no usable tokenizer, a grammar in no known syntax
+            limits = LLParserLimits(max_items_in_row=_MAX_ITEMS)
+            matcher = LLMatcher(tokenizer, grammar_of(form), log_level=0, limits=limits)
+        except (
+            BaseException
+        ) as error:  # not installed, no usable tokenizer, no known syntax; also a panic of llguidance
             raise GrammarError(f"structured_outputs.{name}: {error}") from error
         if matcher.is_error():
             problem = _without_state(matcher.get_error())
@@ -137,7 +146,8 @@ class Constraint:
         num_consumed = state.try_consume_tokens(new)
         self._consumed += new[:num_consumed]
         if num_consumed < len(new) and (state.is_error() or not state.is_stopped()):
-            self.error = self.error or f"token {new[num_consumed]} cannot follow {len(self._consumed)} tokens of output"
+            usual = f"token {new[num_consumed]} cannot follow {len(self._consumed)} tokens of output"
+            self.error = self.error or _without_state(state.get_error()) or usual
 
     def masks(self, befores: Sequence[Sequence[int]]) -> Tensor | None:
         """Return which tokens may follow the committed tokens and each of `befores`: int32 [n, W] on the CPU, where bit
@@ -171,7 +181,7 @@ class Constraint:
         tokens = state.compute_ff_tokens()
         if 0 < len(tokens) < num_tokens:
             num_consumed = state.try_consume_tokens(tokens)
-            if state.is_stopped():
+            if state.is_stopped() and not state.is_error():
                 tokens += self._eos_token_ids[:1]
             state.rollback(num_consumed)
         return tokens[:num_tokens]
@@ -216,7 +226,8 @@ def grammar_of(form: StructuredOutputsParams) -> str:
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.choice is not None:
-        return grammar_from("choice", json.dumps(form.choice))
+        # One terminal, not one rule for each: there may be thousands.
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, form.choice)))
     if form.grammar is not None:
         return grammar_from("grammar", form.grammar)
     schema = json.loads(form.json) if isinstance(form.json, str) else {"type": "object"}
@@ -268,4 +279,4 @@ def _close(schema: Any) -> None:
 
 def _without_state(problem: str) -> str:
     """Return a problem as llguidance says it, without its dump of the state."""
-    return problem.partition("\n<state>")[0].strip()
+    return problem.partition("\n<state>")[0].strip()[:_MAX_CHARACTERS]

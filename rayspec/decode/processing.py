@@ -292,18 +292,18 @@ def _leave_allowed(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 def _keep_form(scores: Tensor, rows: Sequence[LogitRow]) -> None:
     """Forbid tokens that would break the form of the output."""
     by_constraint: dict[int, tuple[Constraint, list[int]]] = {}
+    words: Tensor | None = None
     for at, row in enumerate(rows):
         if (constraint := row.sampler.constraint) is not None:
             by_constraint.setdefault(id(constraint), (constraint, []))[1].append(at)
     for constraint, of_sequence in by_constraint.values():
         masks = constraint.masks([rows[at].before for at in of_sequence])
-        if masks is None:
-            continue
-        words = masks.to(scores.device).unsqueeze(2)
-        bits = words >> torch.arange(32, dtype=torch.int32, device=scores.device) & 1
-        forbidden = bits.flatten(1)[:, : scores.shape[1]] == 0
-        index = integers(of_sequence, scores.device)
-        scores.index_copy_(0, index, scores[index].masked_fill_(forbidden, -math.inf))
+        if masks is not None:
+            words = torch.full((len(rows), masks.shape[1]), -1, dtype=torch.int32) if words is None else words
+            words[of_sequence] = masks
+    if words is not None:
+        bits = words.to(scores.device).unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=scores.device) & 1
+        scores.masked_fill_(bits.flatten(1)[:, : scores.shape[1]] == 0, -math.inf)
 
 
 def _add_biases(scores: Tensor, rows: Sequence[LogitRow]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from rayspec.types import Request, RequestOutput
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import RandomPlans, engine_with
 from tests.schemas import NESTED, PERSON, random_schema
+from tests.waiting import wait_until
 
 SCHEMAS = [PERSON, NESTED, *(random_schema(random.Random(seed)) for seed in range(38))]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "kv_cache_tokens": 8192}
@@ -224,8 +226,52 @@ def test_a_token_that_breaks_the_form_is_an_error_of_the_state_and_raises_nothin
 def test_few_compiled_forms_are_kept() -> None:
     grammars = _grammars()
     first = grammars.compiled(StructuredOutputsParams(regex="first"))
-    assert grammars.compiled(StructuredOutputsParams(regex="first")) is first
     for number in range(_MAX_KEPT):
-        grammars.compiled(StructuredOutputsParams(regex=f"a{number}"))
-    assert grammars.compiled(StructuredOutputsParams(regex="first")) is not first
-    assert len(grammars._kept) == _MAX_KEPT
+        grammars.compiled(StructuredOutputsParams(regex=f"a{number}")).result()
+    assert grammars.compiled(StructuredOutputsParams(regex="first")) is first, "somebody has it still"
+    gone = weakref.ref(first)
+    del first
+    for number in range(_MAX_KEPT):
+        grammars.compiled(StructuredOutputsParams(regex=f"a{number}")).result()
+    wait_until(lambda: gone() is None, 10)
+
+
+def test_many_choices_and_properties() -> None:
+    many = [f"choice {number}" for number in range(5000)]
+    grammars, tokenizer = _grammars(), demo_tokenizer()
+    properties = {f"p{number}": {"type": "string"} for number in range(1000)}
+    for form, text in (
+        ({"choice": many}, "choice 4321"),
+        ({"json": {"enum": many}}, '"choice 4321"'),
+        ({"json": {"type": "object", "properties": properties}}, '{"p3": "a", "p999": "b"}'),
+    ):
+        constraint = grammars.constraint(StructuredOutputsParams(**form), 0)
+        constraint.extend_to(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert constraint.error == ""
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"grammar": "root ::= " + 10_000 * "(" + '"a"' + 10_000 * ")"},
+        {"json": {"$ref": "file:///etc/passwd"}},
+        {"regex": "\ud800"},
+        {"regex": "(" * 100_000},
+    ],
+)
+def test_whatever_cannot_be_compiled_is_a_short_error(form: dict[str, Any]) -> None:
+    with pytest.raises(GrammarError) as failed:
+        _grammars().compiled(StructuredOutputsParams(**form)).result()
+    assert len(str(failed.value)) < 1000
+
+
+def test_a_grammar_that_becomes_too_hard_fails_its_request_alone(llm: LLM) -> None:
+    hard = "start: " + " | ".join(f'"a{number}"' for number in range(20_000))
+    params = [
+        SamplingParams(temperature=0, max_tokens=9, structured_outputs=one)
+        for one in ({"grammar": hard}, {"choice": ["ab"]})
+    ]
+    failed, other = llm.generate(["x", "x"], params, use_tqdm=False)
+    assert isinstance(failed.error, GrammarError)
+    assert "max is" in str(failed.error)
+    assert other.outputs[0].text == "ab"
