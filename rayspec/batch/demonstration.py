@@ -68,8 +68,9 @@ def run_demo(
         for shown in comparison.shown():
             console.print(shown, highlight=False)
         console.print(f"Report: {report}. Rows: {output / 'auto' / 'summaries.parquet'}.", soft_wrap=True)
+        for_own = "MODEL" if name in BUNDLED else name
         console.print(
-            f"Your own documents: rayspec summarize FILES... -o summaries.parquet --model {name}",
+            f"Your own documents: rayspec summarize FILES... -o summaries.parquet --model {for_own}",
             soft_wrap=True,
             markup=False,
             highlight=False,
@@ -144,7 +145,7 @@ def _available_model() -> str:
             reason = str(error)
         else:
             return _REAL
-    say(f"{_REAL} is not used ({reason}); the bundled model is, which only knows audit reports")
+    say(f"the bundled model is used, which only knows audit reports: {reason}")
     return _BUNDLED
 
 

@@ -83,6 +83,7 @@ def fetch(name: str, say: Callable[[str], object] = lambda text: None) -> Path:
 
 def _pip_download(name: str, requirement: str, folder: str) -> None:
     options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check", "--dest", folder]
+    options += ["--timeout", "15", "--retries", "1"]  # without a network, the answer comes within a minute
     command = [sys.executable, "-m", "pip", "download", *options, requirement]
     if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False).returncode:
         if (pip := shutil.which("pip") or shutil.which("pip3")) is None:
