@@ -13,11 +13,16 @@ SAID = {
     "offline.py": ["Prompt: 'The agency reported that', generated text: '", "Prompt: 'The committee met in May and'"],
     "chat.py": ["Answer: '", "Continued: '"],
     "scores.py": ["tokens: 'The report was published in May.'", "tokens: 'The report were publish on in May.'"],
+    "stream.py": ["Review of the zoning program of the Parks Council in Linton, 2001\nFinding 1: "],
+    "compare.py": ["ar: ", "auto: ", " tokens/s, prompts not counted", "same texts: True"],
+    "ray_data.py": ["report-0-0: Review of the ", "report-0-1: Review of the ", "report-0-2: Review of the "],
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.ray] if name == "ray_data.py" else []) for name in SAID]
+)
 def test_an_example_runs(name: str) -> None:
     done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -67,14 +67,12 @@ def run_demo(
         console = output_console()
         for shown in comparison.shown():
             console.print(shown, highlight=False)
-        console.print(f"Report: {report}. Rows: {output / 'auto' / 'summaries.parquet'}.", soft_wrap=True)
         for_own = "MODEL" if name in BUNDLED else name
-        console.print(
+        for line in (
+            f"Report: {report}. Rows: {output / 'auto' / 'summaries.parquet'}.",
             f"Your own documents: rayspec summarize FILES... -o summaries.parquet --model {for_own}",
-            soft_wrap=True,
-            markup=False,
-            highlight=False,
-        )
+        ):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(EXIT_OK if comparison.num_same == len(comparison.pairs) else EXIT_FAILED)
 
 

@@ -34,7 +34,7 @@ def error_console() -> Console:
 
 def say(line: str) -> None:
     """Print a line of progress."""
-    error_console().print(line, highlight=False, soft_wrap=True)
+    error_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

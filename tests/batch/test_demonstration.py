@@ -60,6 +60,14 @@ def test_without_a_registry_the_bundled_model_shows_its_gain_and_the_same_texts(
     assert "Review of the " in result.stdout
 
 
+def test_without_the_package_for_gguf_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demonstration, "find_spec", lambda name: None)
+    assert demonstration._available_model() == "demo"
+    assert "pip install 'rayspec[gguf]'" in capsys.readouterr().err
+
+
 def test_files_of_others_are_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mine = tmp_path / "demo-out" / "documents" / "mine.txt"
