@@ -22,6 +22,7 @@ from benchmarks.shared import DeviceOptions, Measured, Table, measured
 from rayspec import demo, local_engine
 from rayspec.bench.workloads import fitting_tasks
 from rayspec.choices import FULL, SKIP, Choice, weights_of
+from rayspec.command.terminal import say
 from rayspec.config import EngineConfig, OffloadOptions, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.model.weights import load_tokenizer
@@ -48,6 +49,7 @@ def time_shape(
         if generate:
             for cell in cells:
                 found[cell]["generate_ms"] = _generate_ms(model, shape, *cell, num_steps=num_steps)
+                say(f"batch {cell[0]}, context {cell[1]}: {found[cell]['generate_ms']:.2f} ms a step by generate")
         num_bytes = sum(weight.nbytes for weight in model.parameters())
         num_bytes -= 0 if shape.tied else shape.head_parameters * dtype.itemsize
         bytes_per_s = read_bytes_per_s(device)
@@ -70,6 +72,9 @@ def time_shape(
                 "step_ms": median(times), "fastest_ms": min(times), "slowest_ms": max(times),
                 "floor_ms": read / bytes_per_s * 1e3,
             }  # fmt: skip
+            say(
+                f"batch {batch}, context {context}: {median(times):.2f} ms a step, floor {read / bytes_per_s * 1e3:.2f}"
+            )
     shares = [cell["floor_ms"] / cell["step_ms"] for cell in found.values()]
     return measured(
         f"plain decoding reaches {min(shares):.0%} to {max(shares):.0%} of the memory's bandwidth",
@@ -202,6 +207,7 @@ def time_wide(
         rates[name], texts[name] = {}, {}
         for domain, some in prompts.items():
             texts[name][domain], rates[name][domain] = _complete(engine, some, max_tokens)
+            say(f"{name}, {domain}: {rates[name][domain]:.1f} tokens/s")
         share = engine.stats.acceptance_rate
         accepted[name] = "-" if share is None else f"{share:.0%}"
         engine.shutdown()
