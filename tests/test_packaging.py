@@ -64,6 +64,7 @@ import sys
 from importlib.machinery import PathFinder
 
 WITHOUT = {"ray", "zmq", "aiohttp", "fastapi", "starlette", "uvicorn", "matplotlib", "deepspeed", "pyarrow"}
+WITHOUT.add("llguidance")
 
 class Found(PathFinder):
     @classmethod
@@ -83,6 +84,8 @@ from rayspec import LLM, SamplingParams
 with LLM("demo", dtype="float32", num_threads=1, max_model_len=256, kv_cache_tokens=512) as llm:
     (output,) = llm.generate("one two three", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     print(len(output.outputs[0].token_ids))
+    form = SamplingParams(structured_outputs={"regex": "a"})
+    print(llm.generate("one", form, use_tqdm=False)[0].error)
 try:
     LLM("demo", parallel={"stages": 2})
 except Exception as error:
@@ -90,8 +93,11 @@ except Exception as error:
 """
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    first, second = done.stdout.splitlines()
+    first, form, second = done.stdout.splitlines()
     assert first == "4"
+    assert form.startswith(
+        "structured_outputs.regex: package 'llguidance' is not installed here: run `pip install 'rays"
+    )
     assert second.startswith("ConfigError package ")
     assert second.endswith("run `pip install 'rayspec[ray]'`")
 

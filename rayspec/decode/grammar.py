@@ -94,9 +94,8 @@ class Grammars:
             tokenizer = self._own_tokenizer()
             limits = LLParserLimits(max_items_in_row=_MAX_ITEMS)
             matcher = LLMatcher(tokenizer, grammar_of(form), log_level=0, limits=limits)
-        except (
-            BaseException
-        ) as error:  # not installed, no usable tokenizer, no known syntax; also a panic of llguidance
+        # Not installed, a tokenizer that is no use, a grammar in no known syntax, a panic of llguidance.
+        except BaseException as error:
             raise GrammarError(f"structured_outputs.{name}: {error}") from error
         if matcher.is_error():
             problem = _without_state(matcher.get_error())
