@@ -29,6 +29,8 @@ _MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupErro
 _KEPT, _NUM_TRIED, _NUM_BEFORE = (1, 2, 3, 2, 1), 3, 4
 # A prompt of the check is no longer. Behind it, a cache is filled without passes.
 _LONGEST_CHECK_PROMPT = 256
+# Borders of the config beyond so many tokens are not checked, except windows: filling a cache takes memory.
+_FARTHEST = 8192
 # Largest difference between two computations of the same logits, as a share of their spread.
 _TOLERANCE, _TOLERANCE_OF_CUTS, _TOLERANCE_IN_HALF = 1e-3, 1e-4, 5e-2
 # Rows of a measured pass, repeats, and seconds of measuring; and a number of sequences.
@@ -86,13 +88,17 @@ def find_cuts(model: PreTrainedModel) -> Cuts:
 @torch.inference_mode()
 def check_cuts(model: PreTrainedModel, cuts: Cuts) -> None:
     """Require that rows that run in one pass, and of which only the first are kept, compute what rows one by one
-    compute. Random tokens begin after a prompt, and shortly before each length that the config names. Raises
-    UnsupportedModelError."""
+    compute. Random tokens begin after a prompt, and shortly before each border: sliding windows, and other lengths that
+    the config names, if they are not far. Raises UnsupportedModelError."""
     end, num_tested = max_positions(model.config), sum(_KEPT) + _NUM_TRIED
-    borders = boundaries(model.config.get_text_config(decoder=True), end)[:-1]
-    starts = [_NUM_CHECK_TOKENS, *(max(1, each - _NUM_BEFORE) for each in borders)]
+    named = boundaries(model.config.get_text_config(decoder=True), end)[:-1]
+    near = [each for each in named if each <= _FARTHEST]
     tokens = _random_tokens(model, num_tested, seed=2)
     try:
+        layers = getattr(_prefilled(model, 1, None).cache, "layers", ())
+        windows = {each.sliding_window for each in layers if getattr(each, "is_sliding", False)}
+        borders = sorted({each for each in windows if each < (end or math.inf)}.union(near))
+        starts = [_NUM_CHECK_TOKENS, *(max(1, each - _NUM_BEFORE) for each in borders)]
         for start in dict.fromkeys(int(max(1, min(each, (end or math.inf) - num_tested))) for each in starts):
             plain, cut = _prefilled(model, start, None), _prefilled(model, start, cuts)
             try:
