@@ -19,7 +19,7 @@ from rayspec.types import Request, RequestOutput
 from tests.decode.test_losslessness import LookingUp
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import RandomPlans, engine_with
-from tests.schemas import NESTED, PERSON, random_schema
+from tests.schemas import KEYWORDS, NESTED, PERSON, random_schema
 from tests.waiting import wait_until
 
 SCHEMAS = [PERSON, NESTED, *(random_schema(random.Random(seed)) for seed in range(34))]
@@ -141,6 +141,19 @@ def test_forms(llm: LLM, form: dict[str, Any], pattern: str) -> None:
     finished = [one.text for one in output.outputs if one.finish_reason == "stop"]
     assert finished
     assert all(re.fullmatch(pattern, text) for text in finished)
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_keywords_of_json_schema(llm: LLM, keyword: str) -> None:
+    schema = KEYWORDS[keyword]
+    params = _params(schema, temperature=1.0, disable_any_whitespace=True).replace(n=4)
+    (output,) = llm.generate("The answer:", params, use_tqdm=False)
+    assert output.error is None
+    finished = [one.text for one in output.outputs if one.finish_reason == "stop"]
+    assert finished
+    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    for text in finished:
+        checker.validate(json.loads(text))
 
 
 def test_the_output_ends_with_its_form(llm: LLM) -> None:
