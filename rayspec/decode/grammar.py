@@ -145,7 +145,10 @@ class Constraint:
         num_consumed = state.try_consume_tokens(new)
         self._consumed += new[:num_consumed]
         if num_consumed < len(new) and (state.is_error() or not state.is_stopped()):
-            usual = f"token {new[num_consumed]} cannot follow {len(self._consumed)} tokens of output"
+            usual = (
+                f"token {new[num_consumed]} breaks the form of the output after {len(self._consumed)} tokens: other "
+                "parameters, such as allowed_token_ids, leave none that the form allows"
+            )
             self.error = self.error or _without_state(state.get_error()) or usual
 
     def masks(self, befores: Sequence[Sequence[int]]) -> Tensor | None:

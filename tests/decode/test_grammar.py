@@ -164,6 +164,13 @@ def test_the_output_ends_with_its_form(llm: LLM) -> None:
     assert (output.outputs[0].text in ("yes", "no"), output.outputs[0].finish_reason) == (True, "stop")
 
 
+def test_parameters_that_leave_no_token_of_the_form_fail_the_request(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.9, allowed_token_ids=[5], structured_outputs={"regex": "[a-z]+"})
+    (output,) = llm.generate("x", params, use_tqdm=False)
+    assert isinstance(output.error, GrammarError)
+    assert "allowed_token_ids" in str(output.error)
+
+
 def test_max_tokens_may_end_a_form_early(llm: LLM) -> None:
     (output,) = llm.generate("A person:", _params(PERSON, temperature=0).replace(max_tokens=5), use_tqdm=False)
     assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("length", 5)
@@ -239,7 +246,7 @@ def test_a_state_made_of_the_committed_tokens_is_the_state_that_grew_with_them()
 def test_a_token_that_breaks_the_form_is_an_error_of_the_state_and_raises_nothing() -> None:
     constraint = _grammars().constraint(StructuredOutputsParams(choice=["yes"]), 0)
     constraint.extend_to(demo_tokenizer()("no", add_special_tokens=False)["input_ids"])
-    assert "cannot follow" in constraint.error
+    assert "breaks the form" in constraint.error
 
 
 def test_few_compiled_forms_are_kept() -> None:
