@@ -24,8 +24,8 @@ _SHOWN_CHARS = 700
 _LEAST_SHARE = 0.005
 _PAGE = Path(__file__).with_name("comparison.html")
 _SOURCES = {
-    "own text": "copied from the document or from the summary itself",
-    "corpus": "copied from earlier summaries",
+    "own text": "copied from the document or from the text so far",
+    "corpus": "copied from earlier texts",
     "recycled": "recycled: the tokens that were likely after the same token before",
     "model": "drafted by the model with sublayers left out",
 }
@@ -34,7 +34,7 @@ _BY_MODEL = "written by the full model, token by token"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A document with its summary by plain decoding and by the fast strategy. document: its text."""
+    """A document with its text by plain decoding and by the fast strategy. document: its text."""
 
     name: str
     document: str
@@ -98,7 +98,7 @@ class Comparison:
 
     @property
     def examples(self) -> list[Pair]:
-        """The first document of each kind, by the beginnings of their names, that has a summary."""
+        """The first document of each kind, by the beginnings of their names, that has a text."""
         kinds = {pair.name.partition("-")[0]: pair for pair in reversed(self.pairs) if pair.fast.text}
         firsts = sorted(kinds.values(), key=self.pairs.index)
         more = [pair for pair in self.pairs if pair.fast.text and pair not in firsts]
@@ -108,7 +108,7 @@ class Comparison:
         """Yield what the terminal shows."""
         examples = Table(show_lines=True, expand=True, padding=(0, 1))
         examples.add_column("document", ratio=1)
-        examples.add_column("summary with auto", ratio=1)
+        examples.add_column("text with auto", ratio=1)
         for pair in self.examples:
             text = Text(_beginning(pair.document))
             examples.add_row(Text.assemble((pair.name, "bold"), "\n", text), Text((pair.fast.text or "").strip()))
@@ -152,7 +152,7 @@ class Comparison:
             ),
             examples="".join(
                 f"<div class=pair><div><h3>{escape(pair.name)}</h3><pre tabindex=0>{escape(pair.document)}</pre></div>"
-                f"<div><h3>Summary</h3><p class=text>{escape((pair.fast.text or '').strip())}</p></div></div>"
+                f"<div><h3>Text with auto</h3><p class=text>{escape((pair.fast.text or '').strip())}</p></div></div>"
                 for pair in self.examples
             ),
             rows="".join(_html_row(pair, widest) for pair in self.pairs),

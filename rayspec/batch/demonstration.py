@@ -33,6 +33,7 @@ _REAL = "smollm2"
 _BUNDLED = "demo"
 _MAX_MODEL_LEN = 2048  # so that the longest document needs more than one prompt
 _MAX_TOKENS = 96
+_PROMPT = "Extract the key facts of the following document as a list.\n\n{text}"
 _FOLDERS: Final[dict[Strategy, str]] = {"ar": "plain", "auto": "auto"}
 
 app = typer.Typer()
@@ -77,7 +78,8 @@ def run_demo(
 
 
 def compare(model: str, documents: dict[str, SampleDocument], output: Path, *, backend: LocalBackend) -> Comparison:
-    """Summarize documents with plain decoding, then with `auto`, one document at a time, in float32.
+    """Summarize documents with plain decoding, then with `auto`, one document at a time, in float32. Models other than
+    the bundled ones are asked for key facts.
 
     documents: by their names in `output / "documents"`. Raises the errors of `Job.run`.
     """
@@ -85,7 +87,7 @@ def compare(model: str, documents: dict[str, SampleDocument], output: Path, *, b
     reports: dict[Strategy, RunReport] = {}
     with backend.session():  # one Ray for both jobs
         for number, (strategy, folder) in enumerate(_FOLDERS.items(), start=3):
-            say(f"[{number}/4] {len(documents)} summaries with {'plain decoding' if strategy == 'ar' else strategy}")
+            say(f"[{number}/4] {len(documents)} documents with {'plain decoding' if strategy == 'ar' else strategy}")
             settings = _settings(model, strategy)
             found = rows.setdefault(strategy, {})
 
@@ -96,7 +98,7 @@ def compare(model: str, documents: dict[str, SampleDocument], output: Path, *, b
                 backend=backend,
                 task=DocumentTask(
                     settings=settings,
-                    template=summary_prompt(model),
+                    template=summary_prompt(model) if model in BUNDLED else _PROMPT,
                     long=LongDocumentOptions(long="map-reduce"),
                     instruct=model not in BUNDLED,
                 ),
