@@ -13,6 +13,7 @@ from ray.scripts.scripts import cli as ray_cli
 from ray.serve.scripts import cli as serve_cli
 
 import benchmarks.__main__
+import benchmarks.device.__main__
 from rayspec.cli import LAZY, lazy_command
 from rayspec.cli import app as rayspec_app
 from rayspec.command.settings import make_settings
@@ -28,6 +29,7 @@ JOBS: dict[str, Any] = {
     "tune": RAYSPEC.commands["tune"],
 }
 BENCHMARKS: Any = typer.main.get_command(benchmarks.__main__.app)
+BENCHMARKS_OF_DEVICES: Any = typer.main.get_command(benchmarks.device.__main__.app)
 PROGRAMS = ("ray", "rayspec", "serve", "python")
 _BLOCK = re.compile(r"^```([a-z]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
@@ -53,7 +55,9 @@ def inline_commands(document: str) -> list[list[str]]:
 
 def options() -> set[str]:
     """All that rayspec, its jobs and Ray know."""
-    return {name for group in (RAYSPEC, RAY, BENCHMARKS, *JOBS.values()) for name in _options(group)}
+    return {
+        name for group in (RAYSPEC, RAY, BENCHMARKS, BENCHMARKS_OF_DEVICES, *JOBS.values()) for name in _options(group)
+    }
 
 
 def _options(command: Any) -> Iterator[str]:
@@ -89,8 +93,9 @@ def parse_program(program: str, arguments: Sequence[str]) -> None:
     if program != "python":
         parse({"ray": RAY, "rayspec": RAYSPEC, "serve": serve_cli}[program], arguments)
         return
-    if list(arguments[:2]) == ["-m", "benchmarks"]:
-        parse(BENCHMARKS, arguments[2:])
+    modules = {"benchmarks": BENCHMARKS, "benchmarks.device": BENCHMARKS_OF_DEVICES}
+    if arguments[0] == "-m" and arguments[1] in modules:
+        parse(modules[arguments[1]], arguments[2:])
         return
     script = re.fullmatch(r"(?:jobs/)?(\w+)\.py", arguments[0])
     if script is None or script[1] not in JOBS:

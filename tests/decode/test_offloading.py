@@ -92,7 +92,9 @@ def test_drafts_do_without_all_that_is_slow_to_fetch(tmp_path: Path) -> None:
     each_s = 100 * forward_s / len(OFFLOADED)
     slow = replace(measured, transfer_s=tuple(each_s if seconds else 0.0 for seconds in measured.transfer_s))
     options = SpeculationOptions(**KNAPSPEC, choices=("skip",))  # whose knapsack is between skipping and fetching
-    engine = engine_with(demo_parts(), Auto(options, slow, looks_up=False), max_draft_tokens=16, eos=(EOS,))
+    engine = engine_with(
+        demo_parts(), Auto(options, slow, looks_up=False), max_draft_tokens=16, eos=(EOS,), speculation=KNAPSPEC
+    )
     assert tokens_of(complete(engine, prompts(), PARAMS)) == resident()
     drafts = [record.plan.choices for record in engine.stats.plans if record.plan.drafts]
     assert drafts
