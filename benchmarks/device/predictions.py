@@ -18,8 +18,9 @@ _MEMORY_BYTES = {"H100": 80e9, "H200": 141e9}
 _HEAD = """\
 # Predicted step times on H100 and H200
 
-**Nothing here is measured.** The numbers follow from a count and from assumptions. [One H100](benchmarks/gpu-h100-2026-11.md) was
-measured: an 8B step at batch 1 took 7.2 ms where this page says 6.0. `python -m benchmarks.device checks` measures on a GPU.
+**Nothing here is measured.** The numbers follow from a count and from assumptions.
+[One H100](benchmarks/gpu-h100-2026-11.md) was measured: an 8B step at batch 1 took 7.2 ms where this page says 6.0.
+`python -m benchmarks.device checks` measures on a GPU.
 
 `python -m benchmarks.device.predictions` prints this page.
 
