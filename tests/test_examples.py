@@ -21,7 +21,11 @@ SAID = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.ray] if name == "ray_data.py" else []) for name in SAID]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.ray, pytest.mark.exhaustive] if name == "ray_data.py" else [])
+        for name in SAID
+    ],
 )
 def test_an_example_runs(name: str) -> None:
     done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=300, check=False)
