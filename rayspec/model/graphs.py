@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
@@ -104,7 +104,7 @@ class StepGraphs:
         self._is_full = False
         self._is_trial = False
         self._running: Part | int = ROTARY  # what is being captured
-        self._stretches = lru_cache(maxsize=256)(self._divided)
+        self._divisions: dict[tuple[int, int, tuple[Choice, ...] | None], list[Stretch]] = {}  # see `_stretches`
         self._all = (step.parts.sublayers[0].index, step.parts.sublayers[-1].index, None)
 
     @property
@@ -175,14 +175,19 @@ class StepGraphs:
             self._is_trial = False
             self._driver.release([self._graphs.pop(key) for key in set(self._graphs) - before])
 
-    def _divided(self, first: int, last: int, choices: tuple[Choice, ...] | None) -> list[Stretch]:
+    def _stretches(self, first: int, last: int, choices: tuple[Choice, ...] | None) -> list[Stretch]:
         """Return the sublayers `first` to `last` that run, in stretches. One that cannot be captured stands alone."""
+        if (known := self._divisions.get((first, last, choices))) is not None:
+            return known
         chosen = [(index, FULL if choices is None else choices[index]) for index in range(first, last + 1)]
         running = [one for one in chosen if one[1] != SKIP]
         stretches: list[Stretch] = []
         for is_eager, some in itertools.groupby(running, key=lambda one: one[0] in self._eager):
             stretch = tuple(some)
             stretches += [(one,) for one in stretch] if is_eager else [stretch]
+        if len(self._divisions) > _MAX_COUNTED:
+            self._divisions.clear()
+        self._divisions[first, last, choices] = stretches
         return stretches
 
     def _launch(self, part: Part, rows: StaticRows) -> None:
@@ -208,8 +213,9 @@ class StepGraphs:
             return False
         if self._is_trial:
             return True
-        if len(self._num_passes) > _MAX_COUNTED:
-            self._num_passes.clear()
+        for counts in (self._num_passes, self._num_releases):
+            if len(counts) > _MAX_COUNTED:  # plans come and go for days
+                counts.clear()
         self._num_passes[key] += 1
         is_draft = not isinstance(part, str) and part not in self._stretches(*self._all)
         return self._num_passes[key] > (_NUM_EAGER_DRAFTS if is_draft else 1) << self._num_releases[key]
@@ -239,7 +245,7 @@ class StepGraphs:
         except Exception as error:  # noqa: BLE001 - Triton, CUDA and libraries raise errors of many types
             failed = self._running
             self._eager.add(failed)
-            self._stretches.cache_clear()
+            self._divisions.clear()
             logger.warning(
                 "no CUDA graph of %s: %s; it is launched eagerly from now on (cuda_kernels='off' avoids GPU kernels "
                 "and graphs)",
