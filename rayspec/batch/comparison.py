@@ -53,7 +53,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class SideBySide:
     """The same documents by two jobs that ran one after the other. plain, fast: the statistics of their engines."""
 
     model: str

@@ -12,7 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from rayspec import demo
-from rayspec.batch.comparison import Comparison, Pair
+from rayspec.batch.comparison import Pair, SideBySide
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
 from rayspec.batch.documents import Columns
 from rayspec.batch.in_process import LocalBackend
@@ -77,7 +77,7 @@ def run_demo(
     raise typer.Exit(EXIT_OK if comparison.num_same == len(comparison.pairs) else EXIT_FAILED)
 
 
-def compare(model: str, documents: dict[str, SampleDocument], output: Path, *, backend: LocalBackend) -> Comparison:
+def compare(model: str, documents: dict[str, SampleDocument], output: Path, *, backend: LocalBackend) -> SideBySide:
     """Summarize documents with plain decoding, then with `auto`, one document at a time, in float32. Models other than
     the bundled ones are asked for key facts.
 
@@ -114,7 +114,7 @@ def compare(model: str, documents: dict[str, SampleDocument], output: Path, *, b
         Pair(name=name, document=document.text, plain=rows["ar"][name], fast=rows["auto"][name])
         for name, document in documents.items()
     ]
-    return Comparison(model=model, pairs=pairs, plain=reports["ar"].stats, fast=reports["auto"].stats)
+    return SideBySide(model=model, pairs=pairs, plain=reports["ar"].stats, fast=reports["auto"].stats)
 
 
 def example_files(folder: Path, *, pages: bool) -> dict[str, SampleDocument]:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rayspec import demo
 from rayspec.batch import demonstration
-from rayspec.batch.comparison import Comparison, Pair
+from rayspec.batch.comparison import Pair, SideBySide
 from rayspec.batch.rows import Row
 from rayspec.cli import app
 from rayspec.types import CheckpointError, EngineStats
@@ -84,7 +84,7 @@ def test_a_text_that_differs_is_said_and_ends_with_an_error(tmp_path: Path, monk
         for name, text in (("a", "a"), ("b", "<i>"))
     ]
     stats = EngineStats(num_generated_tokens=10, total_s=2.0)
-    comparison = Comparison(model="demo", pairs=pairs, plain=stats, fast=stats)
+    comparison = SideBySide(model="demo", pairs=pairs, plain=stats, fast=stats)
     assert comparison.headline == "1.0x as fast as plain decoding, but only 1 of 2 texts are the same"
     assert "&lt;b&gt;" in comparison.html()
     assert "<i>" not in comparison.html()
