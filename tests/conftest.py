@@ -166,7 +166,6 @@ def ray_environment(ray_folder: Path) -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_TMPDIR", str(ray_folder))
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    patch.setenv("RAY_worker_niceness", "0")  # or workers hardly run while the other processes of the tests do
     patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # 5 are too few where the machine does other things
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         patch.delenv(name, raising=False)

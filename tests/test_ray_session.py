@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
 from ray._private import utils, worker
 
 from rayspec.ray_session import _signals_wait
@@ -113,6 +114,11 @@ def test_a_signal_while_ray_starts_ends_with_its_code_and_leaves_no_processes(
     output, _ = process.communicate(timeout=60)
     assert (process.returncode, output) == (128 + number, "begin\n")
     require_none_below(folder)
+
+
+@pytest.mark.ray
+def test_workers_have_the_priority_of_the_process_that_starts_ray(ray_cluster: None) -> None:
+    assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)
 
 
 def test_ray_sets_its_handler_by_the_name_that_we_replace() -> None:
