@@ -48,6 +48,9 @@ MAX_TREE_TOKENS = 64  # of a draft that has branches, over all of them
 Placement = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
 
+_ENGINE_KWARGS = "engine_kwargs"  # a mapping, whose names are those of EngineConfig
+
+
 class Options(pydantic.BaseModel):
     """Base of all option groups. Raises ConfigError naming the option, the value and the nearest valid name."""
 
@@ -104,6 +107,8 @@ def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
         if (replaced := REPLACED.get(options.__name__, {}).get(name)) is not None:
             return f"option {name!r} {replaced}"
         valid = sorted(options.model_fields)
+        if (home := _home(options, name, error["input"])) is not None:
+            return f"unknown option {name!r} here: {home}"
         of_vllm = {"EngineConfig": ENGINE, "SamplingParams": SAMPLING}.get(options.__name__, {})
         near = difflib.get_close_matches(name, [*valid, *of_vllm], n=1)
         return f"unknown option {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid)}")
@@ -119,6 +124,23 @@ def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
         near = difflib.get_close_matches(value, re.findall(r"'(.+?)'", error["ctx"]["expected"]), n=1)
         message += f"; did you mean {near[0]!r}?" if near else ""
     return f"option {name!r} is {value!r}: {message}" if name else message
+
+
+def _home(options: type[Options], name: str, value: Any) -> str | None:
+    """Return where an option belongs that stands in a place too high, or among options of another kind."""
+    homes = [
+        f"{group}={{{name!r}: {value!r}}}"
+        for group, info in options.model_fields.items()
+        for kind in (*get_args(info.annotation), info.annotation, *([EngineConfig] if group == _ENGINE_KWARGS else []))
+        if isinstance(kind, type) and issubclass(kind, Options) and name in kind.model_fields
+    ]
+    if homes:
+        return f"give {' or '.join(homes)}"
+    if options is EngineConfig and name in SamplingParams.model_fields:
+        return f"give SamplingParams({name}={value!r}) to `generate` or `chat`; in a file, put it under 'sampling'"
+    if options is SamplingParams and name in EngineConfig.model_fields:
+        return "it is an option of the engine, as LLM(...) takes it"
+    return None
 
 
 def _split_at_commas(value: Any) -> Any:

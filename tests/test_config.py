@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rayspec import config as config_module
+from rayspec.batch.processor import ProcessorConfig
 from rayspec.choices import FULL, SKIP
 from rayspec.config import (
     REPLACED,
@@ -50,12 +51,22 @@ def test_an_option_that_is_gone_says_what_replaced_it(group: str, old: str) -> N
         ({"dtype": "float8"}, "option 'dtype' is 'float8'"),
         ({"speculation": {"optimise_share": float("nan")}}, "optimise_share"),
         ({"speculation": {"strategi": "ar"}}, "'speculation'.*unknown option 'strategi'; did you mean 'strategy'"),
+        ({"strategy": "ar"}, "unknown option 'strategy' here: give speculation={'strategy': 'ar'}"),
+        ({"stages": 2}, "give parallel={'stages': 2}"),
+        ({"temperature": 0}, r"give SamplingParams\(temperature=0\) to `generate` or `chat`; in a file, .*'sampling'"),
         ({"speculation": {"zzz": 1}}, "unknown option 'zzz'; valid: .*choices, .*gate, "),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**options)
+
+
+def test_an_option_of_the_engine_belongs_to_the_engine() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'max_model_len' here: .* engine, as LLM\(...\) takes it"):
+        SamplingParams(max_model_len=5)
+    with pytest.raises(ConfigError, match=r"give engine_kwargs=\{'dtype': 'float32'\}"):
+        ProcessorConfig(model_source="demo", dtype="float32")
 
 
 def test_a_static_choice_belongs_to_the_static_strategy() -> None:

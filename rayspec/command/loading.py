@@ -14,8 +14,6 @@ def load_llm(config: EngineConfig) -> rayspec.LLM:
 
 def hide_progress_bars() -> None:
     """Hide the progress bars of transformers, which share the terminal with our own progress and errors."""
-    from transformers import modeling_gguf_pytorch_utils as of_gguf  # noqa: PLC0415 - `--help` does not wait for it
-    from transformers.utils import logging  # noqa: PLC0415
+    from transformers.utils import logging  # noqa: PLC0415 - `--help` does not wait for it
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    setattr(of_gguf, "tqdm", logging.tqdm)  # noqa: B010 - its own bar cannot be hidden

@@ -18,6 +18,9 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import PretrainedConfig
+from transformers import modeling_gguf_pytorch_utils as of_gguf
+from transformers.quantizers import quantizer_gguf
+from transformers.utils import logging as transformers_logging
 
 from rayspec.machine import bytes_available
 from rayspec.model.sources import GGUF_SUFFIX, check_source, gguf_of_hub
@@ -92,13 +95,31 @@ def located(
             return own(path, *arguments)
         return SimpleNamespace(fields=parsed.fields, tensors=[each for each in parsed.tensors if wanted(each.name)])
 
-    with _LOCK:
+    with _LOCK, _quiet():
         parsed, own = _parsed(file, file.stat().st_mtime_ns), library.GGUFReader
         library.GGUFReader = read
         try:
             yield str(file.parent), {"gguf_file": file.name}
         finally:
             library.GGUFReader = own
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide transformers' progress bars, and its advice about blocks that stay packed, which they do not here."""
+    setattr(of_gguf, "tqdm", transformers_logging.tqdm)  # noqa: B010 - its own bar cannot be hidden
+    advice, hook = logging.getLogger(quantizer_gguf.__name__), transformers_logging.set_tqdm_hook(_hidden)
+    level = advice.level
+    advice.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        advice.setLevel(level)
+        transformers_logging.set_tqdm_hook(hook)
+
+
+def _hidden(make: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    return make(*arguments, **keywords | {"disable": True})
 
 
 @lru_cache(maxsize=1)  # modified_ns: a file that was replaced is read again
@@ -150,7 +171,7 @@ def check_memory(model: str, file: Path, wanted: Callable[[str], bool], dtype: t
             f"model {model!r} takes {needed / _GIB:.1f} GiB in {name}, and {free / _GIB:.1f} GiB of memory are free: "
             "choose a smaller data type with option 'dtype', or more stages with option 'parallel'"
         )
-    logger.info("%s: %.2f GiB of blocks become %.2f GiB in %s", file.name, read / _GIB, needed / _GIB, name)
+    logger.warning("loading %s: %.2f GiB become %.2f GiB in %s", file.name, read / _GIB, needed / _GIB, name)
 
 
 def as_dense(model: Any) -> None:

@@ -83,6 +83,14 @@ def test_drafts_do_not_change_what_generate_writes(folder: Path) -> None:
         assert list(output.outputs[0].token_ids) == written[0, 20:].tolist()
 
 
+def test_loading_says_one_line_of_ours(
+    folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    load_model(_config(folder / "llama.gguf", dtype="bfloat16"))
+    assert caplog.messages == ["loading llama.gguf: 0.00 GiB become 0.00 GiB in bfloat16"]
+    assert "".join(capfd.readouterr()) == "", "neither a bar of transformers nor its advice"
+
+
 def test_tokenizer_and_chat_template_come_from_the_file(folder: Path) -> None:
     own, tokenizer = AutoTokenizer.from_pretrained(demo.model_path()), load_tokenizer(_config(folder / "llama.gguf"))
     text = "The audit of 2024 found <|document|> nothing."
