@@ -59,11 +59,12 @@ def plan(*, model: Model, asked: Asked, json_: Json = None) -> None:
     """
     # These imports load torch, which other commands need not wait for.
     from rayspec.model.configs import read_config  # noqa: PLC0415
-    from rayspec.ops.plan.report import make_plan, plan_json, plan_table  # noqa: PLC0415
+    from rayspec.ops.plan.forecast import rank_layouts  # noqa: PLC0415
+    from rayspec.ops.plan.report import plan_json, plan_table  # noqa: PLC0415
 
     with clean_exit():
         options = asked.own_options(PlanOptions)
-        report = make_plan(read_config(demo.local_path(model)), options)
+        report = rank_layouts(read_config(demo.local_path(model)), options)
         # Not cropped: flags to paste may be longer than a line.
         output_console().print(plan_table(report), highlight=False, markup=False, crop=False)
         _save(plan_json(report), json_)
@@ -104,7 +105,7 @@ def examine(*, model: str | None = None, address: str | None = None, quick: bool
     address: address of a cluster, in the form of ray.init; None: RAY_ADDRESS. quick: check only this machine, measure
     nothing, and take less than three seconds if it has no GPU.
     """
-    findings = machine.check_machine()
+    findings, _ = machine.check_machine()
     # The imports below load torch, ray or the hub's client, which the checks above need not wait for.
     if model is not None:
         from rayspec.ops.doctor.model_files import check_model  # noqa: PLC0415

@@ -21,23 +21,9 @@ from numpy.typing import NDArray
 
 from rayspec.choices import Choice
 from rayspec.decode.search import Agreement, answer
+from rayspec.pipeline import messages as wire
 from rayspec.pipeline.collective import node_address
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, stage_name
-from rayspec.pipeline.messages import (
-    Broken,
-    Drop,
-    Expand,
-    Gather,
-    Operation,
-    RunSublayer,
-    Score,
-    Search,
-    Searched,
-    Seek,
-    Ship,
-    Sought,
-    Vary,
-)
 from rayspec.pipeline.recovery import Status
 from rayspec.pipeline.transport import Secret
 from rayspec.planning.knapsack import finished
@@ -62,7 +48,7 @@ class Coordinator:
         self._spans, self._secret = spans, secret
         self._address: Future[str] = Future()
         self._num_answers = 0
-        self._waiting: deque[Search] = deque()  # came during a search
+        self._waiting: deque[wire.Search] = deque()  # came during a search
 
     def process_id(self) -> int:
         return os.getpid()
@@ -81,7 +67,7 @@ class Coordinator:
                 self.serve_one(endpoint)
         except Exception as error:
             if endpoint.epoch:
-                endpoint.send(ENGINE, Broken(epoch=endpoint.epoch, reason=f"{type(error).__name__}: {error}"))
+                endpoint.send(ENGINE, wire.Broken(epoch=endpoint.epoch, reason=f"{type(error).__name__}: {error}"))
             raise
         finally:
             endpoint.close()
@@ -93,14 +79,14 @@ class Coordinator:
         """Wait for a question and answer it, and those that come meanwhile. A new epoch ends the work on them."""
         try:
             received = endpoint.receive()
-            if received is not None and isinstance(received.message, Search):
+            if received is not None and isinstance(received.message, wire.Search):
                 self._waiting.append(received.message)
             while self._waiting:
                 self._search(endpoint, self._waiting.popleft())
         except NewEpoch:
             self._waiting.clear()
 
-    def _search(self, endpoint: Endpoint, message: Search) -> None:
+    def _search(self, endpoint: Endpoint, message: wire.Search) -> None:
         started = time.perf_counter()
         search = RemoteSearch(endpoint, message, self._spans, self._waiting)
         found, reason = None, ""
@@ -113,7 +99,7 @@ class Coordinator:
             reason = str(error)
         finally:
             search.end()
-        searched = Searched(
+        searched = wire.Searched(
             epoch=endpoint.epoch,
             search_id=message.search_id,
             version=self._num_answers,
@@ -138,12 +124,12 @@ class RemoteSearch:
     few per stage. waiting: takes the questions that come meanwhile."""
 
     def __init__(
-        self, endpoint: Endpoint, message: Search, spans: Sequence[tuple[int, int]], waiting: deque[Search]
+        self, endpoint: Endpoint, message: wire.Search, spans: Sequence[tuple[int, int]], waiting: deque[wire.Search]
     ) -> None:
         self._endpoint, self._waiting = endpoint, waiting
         self._message = message
         self._spans = spans
-        self._pending: list[list[Operation]] = [[] for _ in spans]  # operations that a stage has not been sent yet
+        self._pending: list[list[wire.Operation]] = [[] for _ in spans]  # operations that a stage has not been sent yet
         self._num_batches = 1
         self._kept: dict[int, RemoteBatch] = {}
         self._stage_of = [stage for stage, (first, last) in enumerate(spans) for _ in range(first, last)]
@@ -151,7 +137,9 @@ class RemoteSearch:
     def begin(self) -> None:
         """Let the shards prepare the tapped states. Raises SearchFailedError if a shard has dropped some of them."""
         message = self._message
-        seek = Seek(epoch=self._endpoint.epoch, search_id=message.search_id, tokens=message.tokens, rows=message.rows)
+        seek = wire.Seek(
+            epoch=self._endpoint.epoch, search_id=message.search_id, tokens=message.tokens, rows=message.rows
+        )
         for stage in range(len(self._spans)):
             self._endpoint.send(stage_name(stage), seek)
         for _ in self._spans:
@@ -170,26 +158,26 @@ class RemoteSearch:
         stage = self._stage_of[sublayer]
         here = self._brought(states, stage)
         result = self._new(stage, here.num_states)
-        self._pending[stage].append(RunSublayer(sublayer, choice, here.number, result.number))
+        self._pending[stage].append(wire.RunSublayer(sublayer, choice, here.number, result.number))
         return result
 
     def vary(self, sublayer: int, choices: Sequence[Choice], states: Any) -> RemoteBatch:
         result = self._new(states.stage, states.num_states)
-        self._pending[states.stage].append(Vary(sublayer, choices, states.number, result.number))
+        self._pending[states.stage].append(wire.Vary(sublayer, choices, states.number, result.number))
         return result
 
     def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> RemoteBatch:
         stage = max(batch.stage for batch in batches)
         here = [self._brought(batch, stage) for batch in batches]
         result = self._new(stage, len(index))
-        operation = Gather([batch.number for batch in here], np.asarray(index).tolist(), result.number)
+        operation = wire.Gather([batch.number for batch in here], np.asarray(index).tolist(), result.number)
         self._pending[stage].append(operation)
         return result
 
     def keep(self, batches: Sequence[Any]) -> None:
         for number in self._kept.keys() - {batch.number for batch in batches}:
             batch = self._kept.pop(number)
-            self._pending[batch.stage].append(Drop(number))
+            self._pending[batch.stage].append(wire.Drop(number))
 
     def similarity(self, sublayer: int, states: Any) -> NDArray[np.float64]:
         here = self._brought(states, self._stage_of[sublayer])
@@ -214,33 +202,33 @@ class RemoteSearch:
         source: int = 0,
         sublayer: int = 0,
     ) -> Sequence[float]:
-        self._pending[stage].append(Score(kind, source, sublayer))
+        self._pending[stage].append(wire.Score(kind, source, sublayer))
         return self._flush(stage)
 
     def _brought(self, batch: RemoteBatch, stage: int) -> RemoteBatch:
         """Move a batch to a stage, directly from shard to shard, unless it is there already. Return the batch."""
         if batch.stage == stage:
             return batch
-        self._pending[batch.stage].append(Ship(batch.number, stage_name(stage)))
+        self._pending[batch.stage].append(wire.Ship(batch.number, stage_name(stage)))
         self._flush(batch.stage)
         batch.stage = stage
         return batch
 
     def _flush(self, stage: int) -> Sequence[float]:
         operations, self._pending[stage] = self._pending[stage], []
-        expand = Expand(epoch=self._endpoint.epoch, search_id=self._message.search_id, operations=operations)
+        expand = wire.Expand(epoch=self._endpoint.epoch, search_id=self._message.search_id, operations=operations)
         self._endpoint.send(stage_name(stage), expand)
         return self._answer().values
 
-    def _answer(self) -> Sought:
+    def _answer(self) -> wire.Sought:
         """Return the next answer to this search. Messages that answer earlier questions are dropped."""
         deadline = time.monotonic() + _ANSWER_TIMEOUT_S
         while (left_s := deadline - time.monotonic()) > 0:
             received = self._endpoint.receive(left_s)
             message = received.message if received is not None else None
-            if isinstance(message, Search):
+            if isinstance(message, wire.Search):
                 self._waiting.append(message)
-            elif isinstance(message, Sought) and message.search_id == self._message.search_id:
+            elif isinstance(message, wire.Sought) and message.search_id == self._message.search_id:
                 if message.error:
                     raise SearchFailedError(message.error)
                 return message
@@ -252,6 +240,6 @@ class RemoteSearch:
         return batch
 
 
-def forgotten(epoch: int) -> Seek:
+def forgotten(epoch: int) -> wire.Seek:
     """Return the message by which a shard forgets the search under way, if there is one."""
-    return Seek(epoch=epoch, search_id=0, tokens=(), rows=())
+    return wire.Seek(epoch=epoch, search_id=0, tokens=(), rows=())

@@ -21,25 +21,10 @@ from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError, S
 from rayspec.decode.work import Move, Prefill, Result, SamplerSpec, TappedToken, Work
 from rayspec.errors import TransportError
 from rayspec.model.rows import RowSpan
+from rayspec.pipeline import messages as wire
 from rayspec.pipeline.collective import Rendezvous, node_address
 from rayspec.pipeline.coordinator import forgotten
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, stage_name
-from rayspec.pipeline.messages import (
-    Begin,
-    Broken,
-    Connect,
-    Connected,
-    Done,
-    Failed,
-    Lap,
-    Measure,
-    Measured,
-    Message,
-    Moved,
-    Moves,
-    Search,
-    Searched,
-)
 from rayspec.pipeline.placement import Process
 from rayspec.pipeline.recovery import Pulse, Restarts, Status
 from rayspec.pipeline.replica import Replica
@@ -127,7 +112,7 @@ class RayStages(Stages):
         closed, self._closed = self._closed, []
         future: Future[Result] = Future()
         self._work[work.id] = future
-        self._send(stage_name(0), Begin(epoch=self._epoch, work=work, opened=opened, closed=closed))
+        self._send(stage_name(0), wire.Begin(epoch=self._epoch, work=work, opened=opened, closed=closed))
         return future
 
     def wait(self) -> None:
@@ -146,7 +131,7 @@ class RayStages(Stages):
 
     def move(self, moves: Sequence[Move]) -> None:
         """Let every stage move keys and values in its KV cache, and wait until all have done it."""
-        self._ask(Moves(epoch=self._epoch, moves=moves), Moved, _MOVE_TIMEOUT_S)
+        self._ask(wire.Moves(epoch=self._epoch, moves=moves), wire.Moved, _MOVE_TIMEOUT_S)
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         future: Future[Answer] = Future()
@@ -155,7 +140,7 @@ class RayStages(Stages):
             return future
         search_id = next(self._search_ids)
         self._searches[search_id] = future
-        search = Search(epoch=self._epoch, search_id=search_id, tokens=tokens, rows=rows, question=question)
+        search = wire.Search(epoch=self._epoch, search_id=search_id, tokens=tokens, rows=rows, question=question)
         self._send(COORDINATOR, search)
         return future
 
@@ -166,9 +151,11 @@ class RayStages(Stages):
         waiting: dict[str, list[str]] = defaultdict(list)
         for name in self._stage_names:
             waiting[self.replica.shards[name].address.rpartition(":")[0]].append(name)
-        measured: dict[str, Measured] = {}
+        measured: dict[str, wire.Measured] = {}
         for names in itertools.zip_longest(*waiting.values()):
-            measured |= self._ask(Measure(epoch=self._epoch), Measured, _MEASURE_TIMEOUT_S, list(filter(None, names)))
+            measured |= self._ask(
+                wire.Measure(epoch=self._epoch), wire.Measured, _MEASURE_TIMEOUT_S, list(filter(None, names))
+            )
         hops_s = self.hops_s(torch.zeros(self.replica.blueprint.hidden_size).nbytes)
         self.link_s = tuple(float(np.median(link)) for link in hops_s) or (0.0,)
         by_stage = [measured[name] for name in self._stage_names]
@@ -192,8 +179,8 @@ class RayStages(Stages):
         state = torch.zeros(num_bytes, dtype=torch.uint8)
         for here, there in zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ():
             route = [*[there, here] * _NUM_HOPS, ENGINE]
-            self._send(here, Lap(epoch=self._epoch, route=route), [state])
-            stamps = self._expect(Lap, [here], _MEASURE_TIMEOUT_S)[here].stamps[::2]
+            self._send(here, wire.Lap(epoch=self._epoch, route=route), [state])
+            stamps = self._expect(wire.Lap, [here], _MEASURE_TIMEOUT_S)[here].stamps[::2]
             links.append([(after - before) / 2 for before, after in itertools.pairwise(stamps)])
         return links
 
@@ -229,7 +216,7 @@ class RayStages(Stages):
 
     # --- messages ---
 
-    def _send(self, peer: str, message: Message, tensors: Sequence[Tensor] = ()) -> None:
+    def _send(self, peer: str, message: wire.Message, tensors: Sequence[Tensor] = ()) -> None:
         self._transport.send(peer, message, tensors)
 
     def _receive(self, timeout_s: float) -> Received | None:
@@ -246,11 +233,11 @@ class RayStages(Stages):
     def _handle(self, received: Received) -> None:
         sender, message = received.sender, received.message
         match message:
-            case Done():
+            case wire.Done():
                 self._work.pop(message.work_id).set_result(message.result)
-            case Failed():
+            case wire.Failed():
                 self._work.pop(message.work_id).set_exception(OutOfMemoryError(message.reason))
-            case Searched(search_id=search_id, answer=answer, reason=reason):
+            case wire.Searched(search_id=search_id, answer=answer, reason=reason):
                 future = self._searches.pop(search_id, None)
                 if future is None or not future.set_running_or_notify_cancel():
                     return
@@ -258,13 +245,13 @@ class RayStages(Stages):
                     future.set_exception(RayspecError(reason))
                 else:
                     future.set_result(answer)
-            case Broken() if message.ended:
+            case wire.Broken() if message.ended:
                 self._handle_end(sender, f"{sender} has failed: {message.reason}")
-            case Broken():
+            case wire.Broken():
                 self._recover((), f"{sender} has lost touch: {message.reason}")
 
     def _ask(
-        self, message: Message, answer: type[Message], timeout_s: float, names: Sequence[str] = ()
+        self, message: wire.Message, answer: type[wire.Message], timeout_s: float, names: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Send a message to these stages, or to all, and return the answers by name, see `_expect`."""
         self._require_alive()
@@ -272,7 +259,7 @@ class RayStages(Stages):
             self._send(name, message)
         return self._expect(answer, names or self._stage_names, timeout_s)
 
-    def _expect(self, kind: type[Message], senders: Collection[str], timeout_s: float) -> dict[str, Any]:
+    def _expect(self, kind: type[wire.Message], senders: Collection[str], timeout_s: float) -> dict[str, Any]:
         """Return a message of a kind from each of these stages, by name. Other messages are handled meanwhile. Raises
         as `_recover` if a shard ends or an answer does not come in time."""
         found: dict[str, Any] = {}
@@ -332,7 +319,7 @@ class RayStages(Stages):
         peers[ENGINE] = self._transport.address
         self._transport.connect(peers)
         for name in self.replica.processes:
-            self._send(name, Connect(epoch=self._epoch, peers=peers, link=link))
+            self._send(name, wire.Connect(epoch=self._epoch, peers=peers, link=link))
         self._introduced = self.replica.processes.get(COORDINATOR)
 
     def _recover(self, names: Collection[str], reason: str) -> NoReturn:
@@ -379,7 +366,7 @@ class RayStages(Stages):
         while names and time.monotonic() < deadline:
             received = self._transport.receive(_POLL_S)
             message = received.message if received is not None else None
-            if received is not None and isinstance(message, Connected) and message.epoch == self._epoch:
+            if received is not None and isinstance(message, wire.Connected) and message.epoch == self._epoch:
                 names.discard(received.sender)
                 link_error = link_error or message.link_error
         if link_error and not names:

@@ -40,32 +40,9 @@ from rayspec.model.generation_config import eos_token_ids
 from rayspec.model.kv_cache import CacheSize
 from rayspec.model.threads import in_thread_of_its_own
 from rayspec.model.weights import load_tokenizer, resolve_device
+from rayspec.pipeline import messages as wire
 from rayspec.pipeline.collective import node_address
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, stage_name
-from rayspec.pipeline.messages import (
-    Begin,
-    Broken,
-    Done,
-    Drop,
-    Expand,
-    Failed,
-    Follow,
-    Forward,
-    Gather,
-    Lap,
-    Measure,
-    Measured,
-    Message,
-    Moved,
-    Moves,
-    RunSublayer,
-    Score,
-    Seek,
-    Ship,
-    Shipped,
-    Sought,
-    Vary,
-)
 from rayspec.pipeline.ranks import LeadingSpan, follow
 from rayspec.pipeline.recovery import Status
 from rayspec.pipeline.tensor_parallel import RankGroup, split_tensor_parallel
@@ -222,7 +199,7 @@ class Shard:
             if not self._address.done():
                 self._address.set_exception(error)
             if endpoint.epoch:
-                endpoint.send(ENGINE, Broken(epoch=endpoint.epoch, reason=f"{type(error).__name__}: {error}"))
+                endpoint.send(ENGINE, wire.Broken(epoch=endpoint.epoch, reason=f"{type(error).__name__}: {error}"))
                 time.sleep(0.2)  # for the message to leave
             raise
         finally:
@@ -241,7 +218,7 @@ class Shard:
         if self._options.tensor > 1 and self.rank == 0:
             followers = [rank_name(self.stage, rank) for rank in range(1, self._options.tensor)]
 
-            def announce(message: Follow) -> None:
+            def announce(message: wire.Follow) -> None:
                 for name in followers:
                     endpoint.send(name, message)
 
@@ -272,7 +249,7 @@ class Shard:
                 self.forget()
         except TransportError as error:
             self._inbox.clear()
-            self._endpoint.send(ENGINE, Broken(epoch=self._endpoint.epoch, reason=str(error), ended=False))
+            self._endpoint.send(ENGINE, wire.Broken(epoch=self._endpoint.epoch, reason=str(error), ended=False))
 
     def forget(self) -> None:
         """Drop all work under way, because a new epoch has begun."""
@@ -294,34 +271,34 @@ class Shard:
         message, endpoint = received.message, self._endpoint
         with endpoint.progress.of(type(message).__name__, _size(message)):
             self._do(message, received.tensors)
-        if isinstance(message, Begin | Forward | Follow):
+        if isinstance(message, wire.Begin | wire.Forward | wire.Follow):
             endpoint.num_passes += 1
 
     @torch.inference_mode()
-    def _do(self, message: Message, tensors: Sequence[Tensor]) -> None:
+    def _do(self, message: wire.Message, tensors: Sequence[Tensor]) -> None:
         match message:
-            case Follow():
+            case wire.Follow():
                 follow(self.span, message, self._measurements)
-            case Begin():
+            case wire.Begin():
                 self._pass(first_pass(message.work), None, message)
-            case Forward():
+            case wire.Forward():
                 self._pass(message.work, tensors[0].to(self._device) if tensors else None, message.begin)
-            case Failed():
+            case wire.Failed():
                 self._give_up(message)
-            case Seek():
+            case wire.Seek():
                 self._seek(message)
-            case Shipped() | Expand():
+            case wire.Shipped() | wire.Expand():
                 if self._seeking is not None and self._seeking.search_id == message.search_id:
                     self._expand(message, tensors, self._seeking)
-            case Moves():
+            case wire.Moves():
                 self.span.move(message.moves)
-                self._send(ENGINE, Moved(epoch=message.epoch))
-            case Measure():
+                self._send(ENGINE, wire.Moved(epoch=message.epoch))
+            case wire.Measure():
                 self._measure()
-            case Lap():
+            case wire.Lap():
                 peer, *rest = message.route
                 stamps = [*message.stamps, time.monotonic()]
-                self._send(peer, Lap(epoch=message.epoch, route=rest, stamps=stamps), tensors)
+                self._send(peer, wire.Lap(epoch=message.epoch, route=rest, stamps=stamps), tensors)
             case _:
                 raise AssertionError(f"a stage does not take {type(message).__name__}")
 
@@ -329,13 +306,13 @@ class Shard:
         due = time.monotonic() + _patience_s(received.message)
         heapq.heappush(self._inbox, _Due(due, next(self._order), received))
 
-    def _send(self, peer: str, message: Message, tensors: Sequence[Tensor] = ()) -> None:
+    def _send(self, peer: str, message: wire.Message, tensors: Sequence[Tensor] = ()) -> None:
         if peer == self.name:  # the only stage: its next pass is queued like any message
             self._queue(Received(peer, message, list(tensors)))  # type: ignore[arg-type]
         else:
             self._endpoint.send(peer, message, tensors)
 
-    def _pass(self, work: Pass, hidden: Tensor | None, begin: Begin | None) -> None:
+    def _pass(self, work: Pass, hidden: Tensor | None, begin: wire.Begin | None) -> None:
         epoch = self._endpoint.epoch
         if self._is_last and begin is not None:
             self._enter(begin)
@@ -343,28 +320,28 @@ class Shard:
             hidden = self.span.run(work, hidden)
             if self._is_last:
                 # Continue the script with the states before the head: send its next pass, or its result.
-                self._send(stage_name(0), Forward(epoch=epoch, work=self._scripts[work.round_id].send(hidden)))
+                self._send(stage_name(0), wire.Forward(epoch=epoch, work=self._scripts[work.round_id].send(hidden)))
             else:
                 onward = stage_name(next_stage(self.stage, self._spans, work))
-                self._send(onward, Forward(epoch=epoch, work=work, begin=begin), [hidden])
+                self._send(onward, wire.Forward(epoch=epoch, work=work, begin=begin), [hidden])
         except StopIteration as end:
             del self._scripts[work.round_id]
-            self._send(ENGINE, Done(epoch=epoch, work_id=work.round_id, result=end.value))
+            self._send(ENGINE, wire.Done(epoch=epoch, work_id=work.round_id, result=end.value))
         except RuntimeError as error:
-            failed = Failed(epoch=epoch, work_id=work.round_id, reason=str(out_of_memory(error)))
+            failed = wire.Failed(epoch=epoch, work_id=work.round_id, reason=str(out_of_memory(error)))
             if self._is_last:
                 self._give_up(failed)
             else:
                 self._send(stage_name(len(self._spans) - 1), msgspec.structs.replace(failed, begin=begin))
 
-    def _give_up(self, failed: Failed) -> None:
+    def _give_up(self, failed: wire.Failed) -> None:
         """Drop some work and report it; only on the stage with the head, which first opens the work's sequences."""
         if failed.begin is not None:
             self._enter(failed.begin)
         del self._scripts[failed.work_id]
         self._send(ENGINE, msgspec.structs.replace(failed, begin=None))
 
-    def _enter(self, begin: Begin) -> None:
+    def _enter(self, begin: wire.Begin) -> None:
         assert self.head is not None
         for sequence_id in begin.closed:
             self.head.close(sequence_id)
@@ -374,7 +351,7 @@ class Shard:
         next(passes)  # the first stage has run that one already
         self._scripts[begin.work.id] = passes
 
-    def _seek(self, message: Seek) -> None:
+    def _seek(self, message: wire.Seek) -> None:
         self._seeking, error = None, ""
         if not message.tokens:
             return
@@ -384,44 +361,44 @@ class Shard:
             self._seeking = _Seeking(message.search_id, search, {0: search.start()} if self.stage == 0 else {})
         except TapsGoneError:
             error = f"{self.name} has no states of some tapped tokens any more"
-        self._send(COORDINATOR, Sought(epoch=message.epoch, search_id=message.search_id, error=error))
+        self._send(COORDINATOR, wire.Sought(epoch=message.epoch, search_id=message.search_id, error=error))
 
-    def _expand(self, message: Shipped | Expand, tensors: Sequence[Tensor], seeking: _Seeking) -> None:
+    def _expand(self, message: wire.Shipped | wire.Expand, tensors: Sequence[Tensor], seeking: _Seeking) -> None:
         search, batches = seeking.search, seeking.batches
         values: Sequence[float] = ()
-        if isinstance(message, Shipped):
+        if isinstance(message, wire.Shipped):
             batches[message.batch] = tensors[0].to(self._device)
-        for operation in message.operations if isinstance(message, Expand) else ():
+        for operation in message.operations if isinstance(message, wire.Expand) else ():
             match operation:
-                case RunSublayer(sublayer, choice, source, into):
+                case wire.RunSublayer(sublayer, choice, source, into):
                     batches[into] = search.run(sublayer, choice, batches[source])
-                case Vary(sublayer, choices, source, into):
+                case wire.Vary(sublayer, choices, source, into):
                     batches[into] = search.vary(sublayer, choices, batches[source])
-                case Gather(sources, index, into):
+                case wire.Gather(sources, index, into):
                     found = [batches[source] for source in sources]
                     batches[into] = search.gather(found, np.asarray(index, np.int64))
-                case Score("similarity", source, sublayer):
+                case wire.Score("similarity", source, sublayer):
                     values = search.similarity(sublayer, batches[source]).tolist()
-                case Score("agreement", source):
+                case wire.Score("agreement", source):
                     agreed = search.agreement(batches[source])
                     arrays = (agreed.num_agreed, agreed.confidence, agreed.missed_confidence)
                     values = [value for array in arrays for value in array.tolist()]
-                case Score("cosines"):
+                case wire.Score("cosines"):
                     values = search.cosines()
-                case Score("feature"):
+                case wire.Score("feature"):
                     values = search.feature()
-                case Drop(source):
+                case wire.Drop(source):
                     del batches[source]
-                case Ship(source, peer):  # the last operation, which the other shard answers
-                    onward = Shipped(epoch=message.epoch, search_id=message.search_id, batch=source)
+                case wire.Ship(source, peer):  # the last operation, which the other shard answers
+                    onward = wire.Shipped(epoch=message.epoch, search_id=message.search_id, batch=source)
                     self._send(peer, onward, [batches.pop(source)])
                     return
-        self._send(COORDINATOR, Sought(epoch=message.epoch, search_id=message.search_id, values=values))
+        self._send(COORDINATOR, wire.Sought(epoch=message.epoch, search_id=message.search_id, values=values))
 
     def _measure(self) -> None:
         if isinstance(self.span, LeadingSpan):
-            self.span.announce(Follow(epoch=self._endpoint.epoch, measure=True))
-        measured = Measured(
+            self.span.announce(wire.Follow(epoch=self._endpoint.epoch, measure=True))
+        measured = wire.Measured(
             epoch=self._endpoint.epoch,
             names=self._parts.curve_names,
             measurements=self._measurements(),
@@ -436,18 +413,18 @@ class Shard:
         return measurements(self.span.runner, self._offloaded, device=self.name, budget_s=budget_s)
 
 
-def _patience_s(message: Message) -> float:
-    if isinstance(message, Seek | Expand):
+def _patience_s(message: wire.Message) -> float:
+    if isinstance(message, wire.Seek | wire.Expand):
         return _SEARCH_PATIENCE_S
-    is_prefill = isinstance(message, Begin) and isinstance(message.work, Prefill)
-    if is_prefill or (isinstance(message, Forward) and not message.work.fixed_shape):
+    is_prefill = isinstance(message, wire.Begin) and isinstance(message.work, Prefill)
+    if is_prefill or (isinstance(message, wire.Forward) and not message.work.fixed_shape):
         return _PREFILL_PATIENCE_S
     return 0.0
 
 
-def _size(message: Message) -> int | None:
+def _size(message: wire.Message) -> int | None:
     """Return the rows of a pass. Return None for other tasks: how long they take does not follow from earlier ones."""
-    if isinstance(message, Begin):
+    if isinstance(message, wire.Begin):
         return message.work.num_rows
-    work = message.work if isinstance(message, Forward | Follow) else None
+    work = message.work if isinstance(message, wire.Forward | wire.Follow) else None
     return sum(span.num_rows for span in work.rows) if work is not None else None

@@ -23,14 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayspec.config import EngineConfig
 from rayspec.machine import installed_version
 from rayspec.ops.doctor.findings import Finding, ok, problem, skipped, warning
-from rayspec.ops.doctor.machine import (
-    check_gpus,
-    check_memory,
-    check_open_files,
-    check_packages,
-    check_ray_folder,
-    check_shared_memory,
-)
+from rayspec.ops.doctor.machine import check_machine
 from rayspec.ops.doctor.model_files import check_model
 
 _NODE_TIMEOUT_S = 120.0
@@ -63,8 +56,7 @@ class NodeFacts:
 
 def describe_node(model: str | None) -> NodeFacts:
     """Collect the facts of the node that runs this function."""
-    gpus, num_usable = check_gpus(hidden_too=True)
-    findings = [check_packages(), check_memory(), check_shared_memory(), check_ray_folder(), check_open_files(), gpus]
+    findings, num_usable = check_machine(hidden_too=True)
     fingerprint = ""
     if model is not None:
         finding, place = check_model(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from rich import box
@@ -16,30 +17,17 @@ Status = Literal["ok", "warning", "problem", "skipped"]
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "problem": "bold red", "skipped": "dim"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """Result of a check. found: the observed state. remedy: advice to the user; empty where none is needed."""
 
-    name: str
     status: Status
+    name: str
     found: str
     remedy: str = ""
 
 
-def ok(name: str, found: str) -> Finding:
-    return Finding(name=name, status="ok", found=found)
-
-
-def skipped(name: str, why: str) -> Finding:
-    return Finding(name=name, status="skipped", found=why)
-
-
-def warning(name: str, found: str, remedy: str) -> Finding:
-    return Finding(name=name, status="warning", found=found, remedy=remedy)
-
-
-def problem(name: str, found: str, remedy: str) -> Finding:
-    return Finding(name=name, status="problem", found=found, remedy=remedy)
+ok, warning, problem, skipped = (partial(Finding, status) for status in _STYLES)
 
 
 def has_problems(findings: Sequence[Finding]) -> bool:

@@ -168,10 +168,11 @@ def _reason(error: Exception) -> str:
     return next((line for line in reversed(str(said).splitlines()) if line.strip()), type(error).__name__)
 
 
-def check_machine() -> list[Finding]:
-    """Run the checks that need neither torch nor ray."""
+def check_machine(*, hidden_too: bool = False) -> tuple[list[Finding], int]:
+    """Run the checks that need neither torch nor ray. Return also how many GPUs torch can use, see `check_gpus`."""
     checks = (check_packages, check_cpu, check_memory, check_shared_memory, check_ray_folder, check_open_files)
-    return [*(check() for check in checks), check_gpus()[0]]
+    gpus, num_usable = check_gpus(hidden_too=hidden_too)
+    return [*(check() for check in checks), gpus], num_usable
 
 
 def check_dtype() -> Finding:

@@ -46,11 +46,21 @@ def laid_out(
     """Return the config with the best layout. nodes: the GPUs of each node with GPUs. keep_max_num_seqs: whether the
     user has chosen `max_num_seqs`; if not, it follows from the default concurrency of `rayspec plan`, halved until the
     model fits. Raises ConfigError where the model does not fit."""
-    most = config.max_num_seqs if keep_max_num_seqs else PlanOptions.model_fields["concurrency"].default
-    fewest = most if keep_max_num_seqs else 1
-    for concurrency in (most >> power for power in range((most // fewest).bit_length())):
-        options = plan_options(config, model, nodes, concurrency)
-        best = rank_layouts(model, options).best
+    usual = PlanOptions.model_fields
+    context = usual_context(model) if config.max_model_len is None else resolve_max_model_len(config, model)
+    most = config.max_num_seqs if keep_max_num_seqs else usual["concurrency"].default
+    options = PlanOptions(  # of the equivalent `rayspec plan`
+        gpus=gpus_spec([gpu for node in nodes for gpu in node]),
+        gpus_per_node=min(map(len, nodes)),
+        context=context,
+        output_tokens=min(usual["output_tokens"].default, context - 1),
+        quantization=quantisation_of(model, config.quantization_config),
+        draft_weights=config.speculation.draft_weights,
+        dtype=config.dtype,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    for concurrency in [most] if keep_max_num_seqs else [most >> power for power in range(most.bit_length())]:
+        best = rank_layouts(model, options.replace(concurrency=concurrency)).best
         if best.fits:
             logger.info("on %s: %s", options.gpus, best.title)
             sequences = config.max_num_seqs if keep_max_num_seqs else best.concurrency
@@ -59,25 +69,6 @@ def laid_out(
     raise ConfigError(
         f"option 'parallel' is 'auto': {best.missing_bytes / 2**30:.1f} GiB are missing on {options.gpus}, even with "
         f"{best.title}; use more GPUs, a shorter max_model_len, fewer max_num_seqs or quantized weights"
-    )
-
-
-def plan_options(
-    config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequence[Gpu]], concurrency: int
-) -> PlanOptions:
-    """Return the options of the equivalent `rayspec plan`."""
-    usual = PlanOptions.model_fields
-    context = usual_context(model) if config.max_model_len is None else resolve_max_model_len(config, model)
-    return PlanOptions(
-        gpus=gpus_spec([gpu for node in nodes for gpu in node]),
-        gpus_per_node=min(map(len, nodes)),
-        context=context,
-        output_tokens=min(usual["output_tokens"].default, context - 1),
-        concurrency=concurrency,
-        quantization=quantisation_of(model, config.quantization_config),
-        draft_weights=config.speculation.draft_weights,
-        dtype=config.dtype,
-        max_num_batched_tokens=config.max_num_batched_tokens,
     )
 
 
@@ -90,20 +81,16 @@ def found_gpus() -> tuple[tuple[Gpu, ...], ...]:
         seen = [[(gpu.name, gpu.total_memory) for gpu in here]]
     else:
         with ray_session():
-            seen = _gpus_of_cluster()
+            nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+            counts = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]}
+            look = ray.remote(_gpus_of_node).options(num_cpus=0)
+            asked = [
+                (look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(), count)
+                for node, count in counts.items()
+                if count
+            ]
+            seen = [ray.get(answer)[:count] for answer, count in asked]
     return tuple(tuple(gpu_called(name, num_bytes) for name, num_bytes in node) for node in seen if node)
-
-
-def _gpus_of_cluster() -> list[Seen]:
-    look = ray.remote(_gpus_of_node).options(num_cpus=0)
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    num_gpus = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]}
-    looked = {
-        node: look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
-        for node, count in num_gpus.items()
-        if count
-    }
-    return [ray.get(seen)[: num_gpus[node]] for node, seen in looked.items()]
 
 
 def _gpus_of_node() -> Seen:

@@ -1,22 +1,32 @@
-"""Simulated performance of layouts, with and without drafts, and the best of them."""
+"""Simulated performance of layouts, with and without drafts, and the best of them. Passes cost what rooflines say, or a
+profile of the whole model on one device."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from rayspec.choices import choices_of
 from rayspec.config import SpeculationOptions
-from rayspec.ops.plan.latency import predicted
-from rayspec.ops.plan.layouts import Layout, layouts
+from rayspec.model.sizes import BYTES_PER_LINEAR_WEIGHT
+from rayspec.ops.plan.gpus import REACHED, Gpu, parse_gpus
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
-from rayspec.ops.plan.placement import Placement, for_model, place
+from rayspec.ops.plan.placement import Layout, Placement, for_model, layouts, place
 from rayspec.planning.acceptance import best_choice
-from rayspec.planning.latency import LatencyModel
+from rayspec.planning.latency import HEAD, Curve, LatencyModel, StaleProfileError
 from rayspec.planning.simulate import Drafting, Simulated, SimulatedLoad, simulate
+from rayspec.types import ConfigError
+
+_GB = 10**9
+# Share of the bandwidth that good engines reach: 0.63 to 0.80.
+EFFICIENCY = 0.72
 
 # Simulated tokens of a sequence: enough for stable rates. More stages make more events, so they get fewer tokens.
 _MIN_TOKENS, _TOKENS_TIMES_STAGES = 32, 2048
@@ -91,16 +101,11 @@ class Ranking:
         return self.candidates[0].layout if self.candidates else self.others[0]
 
 
-def rank_layouts(
-    config: PretrainedConfig,
-    options: PlanOptions,
-    *,
-    profile: LatencyModel | None = None,
-    max_replicas: int | None = None,
-) -> Ranking:
-    """Rank layouts by `options.goal`, and then by their number of GPUs. profile: of the model on one GPU; None:
-    rooflines. Raises as `layouts` and `for_model`."""
+def rank_layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int | None = None) -> Ranking:
+    """Rank layouts by `options.goal`, and then by their number of GPUs. Raises as `layouts` and `for_model`, and
+    ConfigError for a profile that cannot be read or is of another model."""
     options = for_model(options, config)
+    profile, key = load_profile(options.profile) if options.profile else (None, {})
     found = list(layouts(config, options, max_replicas=max_replicas))
 
     def cost(candidate: Forecast) -> tuple[float, int]:
@@ -116,6 +121,7 @@ def rank_layouts(
             sorted((forecast(config, options, layout, profile) for layout in found if layout.fits), key=cost)
         ),
         others=tuple(sorted((one for one in found if not one.fits), key=lambda layout: layout.missing_bytes)),
+        measured_on=str(key.get("device", "an unknown device")) if profile else None,
     )
 
 
@@ -218,3 +224,103 @@ def evenly_kept(num_layers: int, skip: float) -> tuple[bool, ...]:
     num_kept = min(max(1, round(num_layers * (1 - skip))), max(1, num_layers - 1))
     kept = {math.floor(index * num_layers / num_kept) for index in range(num_kept)}
     return tuple(layer in kept for layer in range(num_layers) for _ in range(2))
+
+
+def predicted(
+    config: PretrainedConfig,
+    options: PlanOptions,
+    layout: Layout,
+    group: Placement,
+    profile: LatencyModel | None = None,
+) -> tuple[LatencyModel, LatencyModel]:
+    """Return the costs of decoding, and those of prompts, for a replica of the group. profile: of the whole model on
+    one device, which is split into stages; None: rooflines.
+
+    Windowed attention is assumed to read the same share of every context as of `options.context`. Of a stage's GPUs,
+    the weakest decides. Ranks share sublayers evenly, and all-reduce the states of a pass once per sublayer. Raises
+    ConfigError when the profile is of another model.
+    """
+    text = config.get_text_config(decoder=True)
+    gpus, num_ranks = parse_gpus(group.options.gpus), layout.tensor
+    weakest = [
+        min(gpus[first : first + num_ranks], key=lambda gpu: gpu.bandwidth_gb_s)
+        for first in range(0, len(group.stages) * num_ranks, num_ranks)
+    ]
+    itemsize = getattr(torch, group.dtype).itemsize
+    # A rank sends and receives all states nearly twice.
+    row_bytes = 2 * (num_ranks - 1) / num_ranks * int(text.hidden_size) * itemsize
+
+    def exchanging(curve: Curve, gpu: Gpu) -> Curve:
+        """Add the all-reduce between the ranks of a stage to a curve."""
+        if num_ranks == 1:
+            return curve
+        sent_s = [options.all_reduce_us / 1e6 + rows * row_bytes / (gpu.link_gb_s * _GB) for rows in curve.rows]
+        return replace(curve, base_s=tuple(a + b for a, b in zip(curve.base_s, sent_s, strict=True)))
+
+    sublayers = [
+        (stage, layer, index, num_bytes)
+        for stage, placed in enumerate(group.stages)
+        for layer in (layout.sizes.layers[number] for number in placed.layers)
+        for index, num_bytes in enumerate(layer.sublayer_bytes)
+    ]
+    stages, hop_s = tuple(stage for stage, *_ in sublayers), options.hop_us / 1e6
+    if profile is not None:
+        curves = {
+            name: curve if name == profile.head else exchanging(_shared(curve, num_ranks), weakest[0])
+            for name, curve in profile.curves.items()
+        }
+        if len(profile.sublayers) != len(sublayers):
+            raise ConfigError(
+                f"option 'profile' is of a model with {len(profile.sublayers)} sublayers, and this one has "
+                f"{len(sublayers)}: profile the same model"
+            )
+        model = replace(profile, curves=curves, stages=stages, hop_s=hop_s, link_s=())
+        return model, model
+    num_heads = int(text.num_attention_heads)
+    # Per prompt row and attended token, in one layer: for the scores and the weighted sum.
+    score_flops = 4 * num_heads * int(getattr(text, "head_dim", None) or text.hidden_size // num_heads)
+    bytes_per_weight = BYTES_PER_LINEAR_WEIGHT[options.quantization] if options.quantization else itemsize
+    decode: dict[str, Curve] = {}
+    prefill: dict[str, Curve] = {}
+    names = []
+    for stage, layer, index, num_bytes in sublayers:
+        gpu, context = weakest[stage], options.num_tokens
+        # The share of the context that the layer's attention reads.
+        seen = layer.kv_bytes_read(context) / (layer.kv_bytes_per_token * context) if index == 0 else 0
+        name = f"{num_bytes} bytes, {seen:g} of context, {gpu.label}"
+        base = exchanging(_weights(num_bytes, bytes_per_weight, gpu), gpu)
+        decode[name] = replace(base, kv_s=seen * layer.kv_bytes_per_token / (gpu.bandwidth_gb_s * _GB * EFFICIENCY))
+        prefill[name] = replace(base, score_s=seen * score_flops / num_ranks / (gpu.flops * REACHED))
+        names.append(name)
+    head = {HEAD: _weights(layout.sizes.head_bytes, itemsize, weakest[-1])}  # every rank reads all of it
+    unused = (0.0,) * len(names)
+    about: dict[str, Any] = {"head": HEAD, "hop_s": hop_s, "stages": stages, "transfer_s": unused}
+    model = LatencyModel(sublayers=tuple(names), curves=decode | head, **about)
+    return model, replace(model, curves=prefill | head)
+
+
+def load_profile(path: Path) -> tuple[LatencyModel, dict[str, Any]]:
+    """Return a profile that `rayspec profile` has saved, and its key: the measured setup. Raises ConfigError."""
+    try:
+        key = json.loads(path.read_text(encoding="utf-8"))["key"]
+        return LatencyModel.load(path, key), key
+    except OSError as error:
+        raise ConfigError(f"option 'profile' is {str(path)!r}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, StaleProfileError) as error:
+        raise ConfigError(
+            f"option 'profile' is {str(path)!r}, which is no profile that can be read ({error}): run rayspec profile"
+        ) from error
+
+
+def _shared(curve: Curve, num_ranks: int) -> Curve:
+    """Return a rank's share of a curve."""
+    base_s = tuple(base_s / num_ranks for base_s in curve.base_s)
+    return replace(curve, base_s=base_s, kv_s=curve.kv_s / num_ranks, score_s=curve.score_s / num_ranks)
+
+
+def _weights(num_bytes: int, bytes_per_weight: float, gpu: Gpu) -> Curve:
+    """Return a roofline: reading at `EFFICIENCY` of the bandwidth, flat until multiplying at `REACHED` of the peak
+    takes longer, then proportional to the rows. A mixture is assumed to run all its experts."""
+    bytes_per_s = gpu.bandwidth_gb_s * _GB * EFFICIENCY
+    knee, seconds = round(bytes_per_weight * gpu.flops * REACHED / (2 * bytes_per_s)), num_bytes / bytes_per_s
+    return Curve(rows=(1, knee, 2 * knee), base_s=(seconds, seconds, 2 * seconds))

@@ -1,9 +1,12 @@
-"""Placement of a model's layers on GPUs, with the free memory and the possible speed of a decode step: a roofline of
-bytes read over memory bandwidth, of which good engines reach two thirds to four fifths."""
+"""Placement of a model's layers on GPUs, and all ways to lay a model out: pipeline stages x tensor-parallel ranks x
+replicas. The speed of a decode step is a roofline of bytes read over memory bandwidth, of which good engines reach two
+thirds to four fifths."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -16,17 +19,9 @@ from rayspec.config import DType, EngineConfig, ParallelOptions
 from rayspec.decode.loading import cache_size
 from rayspec.model.architecture import max_positions, why_context_ends
 from rayspec.model.sizes import ModelSizes, model_sizes
-from rayspec.ops.plan.gpus import RESERVED_BYTES, RESERVED_SHARE, Gpu, parse_gpus
-from rayspec.ops.plan.options import DEFAULT_CONTEXT, LoadOptions, PlacementOptions
-from rayspec.planning.partition import (
-    Device,
-    LayerCost,
-    ModelCosts,
-    StageCost,
-    bytes_missing,
-    partition,
-    stage_costs,
-)
+from rayspec.ops.plan.gpus import RESERVED_BYTES, RESERVED_SHARE, Gpu, are_ranks_alike, gpus_spec, parse_gpus
+from rayspec.ops.plan.options import DEFAULT_CONTEXT, LoadOptions, PlacementOptions, PlanOptions
+from rayspec.planning.partition import Device, LayerCost, ModelCosts, StageCost, bytes_missing, partition, stage_costs
 from rayspec.types import ConfigError, UnsupportedModelError
 
 _GB, _GIB = 10**9, 2**30
@@ -69,6 +64,57 @@ class Placement:
         return sum(stage.seconds for stage in self.stages)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Stages, ranks and replicas on given GPUs. groups: placements of replicas on equal GPUs, which are `num_copies`
+    each. sizes: of a tensor-parallel rank."""
+
+    stages: int
+    tensor: int
+    replicas: int
+    groups: tuple[Placement, ...]
+    sizes: ModelSizes
+
+    @property
+    def name(self) -> str:
+        return f"{self.stages} x {self.tensor} x {self.replicas}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.stages} stages x {self.tensor} tensor-parallel ranks x {self.replicas} replicas"
+
+    @property
+    def num_gpus(self) -> int:
+        return self.stages * self.tensor * self.replicas
+
+    @property
+    def concurrency(self) -> int:
+        """Sequences of each replica."""
+        return self.groups[0].options.concurrency
+
+    @property
+    def parallel(self) -> dict[str, int]:
+        """Options of `ParallelOptions`; empty where one process holds the only copy."""
+        if self.num_gpus == 1:
+            return {}
+        replicas = {"replicas": self.replicas} if self.replicas > 1 else {}
+        return {"stages": self.stages, "tensor": self.tensor} | replicas
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes == 0
+
+    @property
+    def missing_bytes(self) -> int:
+        """Shortage over all GPUs, for weights and KV cache or else during loading; 0 where everything fits."""
+        return sum(group.shortage * self.tensor * group.num_copies for group in self.groups)
+
+    @property
+    def bytes_left(self) -> int:
+        """Free bytes on the fullest GPU."""
+        return min(stage.bytes_left for group in self.groups for stage in group.stages)
+
+
 def for_model(options: AnyLoad, config: PretrainedConfig) -> AnyLoad:
     """Return the options with a context that the model has. Raises ConfigError for a longer one, and
     UnsupportedModelError for a model whose layers differ in their numbers of heads."""
@@ -97,15 +143,13 @@ def place(config: PretrainedConfig, options: PlacementOptions) -> Placement:
     Raises ConfigError for GPUs that are unknown or too few, and the errors of `for_model`, `model_sizes` and
     `partition`."""
     options = for_model(options, config)
-    dtype = placed_dtype(options.dtype, config)
-    sizes = model_sizes(
-        config,
-        dtype=dtype,
-        quantization=options.quantization,
-        tensor=options.num_ranks,
-        draft_weights=options.draft_weights,
-    )
-    return place_sizes(sizes, dtype, options)
+    return place_sizes(_sizes(config, options, options.num_ranks), placed_dtype(options.dtype, config), options)
+
+
+def _sizes(config: PretrainedConfig, options: LoadOptions, num_ranks: int) -> ModelSizes:
+    dtype, quantization = placed_dtype(options.dtype, config), options.quantization
+    copies = options.draft_weights
+    return model_sizes(config, dtype=dtype, quantization=quantization, tensor=num_ranks, draft_weights=copies)
 
 
 def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions) -> Placement:
@@ -132,6 +176,61 @@ def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions
         loading_bytes_missing=max(_loading_shortfall(sizes, stage, options.num_ranks) for stage in stages),
         choice=choice,
     )
+
+
+def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int | None = None) -> Iterator[Layout]:
+    """Yield for each tensor-parallel degree one replica with as many stages as the GPUs allow, two with half as many,
+    and so on, whether they fit or not; and one with the fewest stages that fit. A model that does not split has one
+    stage and one rank. max_replicas: may leave GPUs unused. Raises ConfigError, and the errors of `model_sizes`.
+    """
+    gpus = parse_gpus(options.gpus)
+    dtype = placed_dtype(options.dtype, config)
+    for tensor in _tensor_degrees(config, gpus, options):
+        sizes = _sizes(config, options, tensor)
+        if sizes.splits or tensor == 1:
+            yield from _with_ranks(tensor, gpus, sizes, dtype, options, max_replicas)
+
+
+def _with_ranks(
+    tensor: int,
+    gpus: Sequence[Gpu],
+    sizes: ModelSizes,
+    dtype: torch.dtype,
+    options: PlanOptions,
+    max_replicas: int | None,
+) -> Iterator[Layout]:
+    def placed(gpus: Sequence[Gpu], stages: int | None, concurrency: int) -> Placement:
+        own = {"gpus": gpus_spec(gpus), "stages": stages, "tensor": tensor, "concurrency": concurrency}
+        return place_sizes(sizes, dtype, PlacementOptions(**options.load | own))
+
+    num_groups = len(gpus) // tensor
+    stages = {min(num_groups // replicas, len(sizes.layers)) for replicas in range(1, num_groups + 1)}
+    most = min(options.concurrency, max_replicas or num_groups)
+    replicas_of = {count: min(num_groups // count, most) for count in (sorted(stages) if sizes.splits else [1])}
+    fewest = placed(gpus, None, options.concurrency)
+    if fewest.fits:
+        replicas_of.setdefault(len(fewest.stages), 1)
+    for count, replicas in replicas_of.items():
+        # Replica after replica takes GPUs in their order; sequences are divided evenly.
+        size, concurrency = count * tensor, math.ceil(options.concurrency / replicas)
+        alike = Counter(tuple(gpus[first * size : (first + 1) * size]) for first in range(replicas))
+        groups = [replace(placed(own, count, concurrency), num_copies=copies) for own, copies in alike.items()]
+        yield Layout(stages=count, tensor=tensor, replicas=replicas, groups=tuple(groups), sizes=sizes)
+
+
+def _tensor_degrees(config: PretrainedConfig, gpus: Sequence[Gpu], options: PlanOptions) -> list[int]:
+    """Return powers of two that divide the attention heads and keep each stage on one node and one kind of GPU."""
+    if options.quantization:  # ranks cannot split quantized weights
+        return [1]
+    num_heads = int(getattr(config.get_text_config(decoder=True), "num_attention_heads", 1))
+    most = min(len(gpus), options.max_ranks)
+    return [
+        degree
+        for degree in (2**power for power in range(most.bit_length()))
+        if num_heads % degree == 0
+        and (options.max_ranks % degree == 0 or len(gpus) <= options.max_ranks)
+        and are_ranks_alike(gpus, degree)
+    ]
 
 
 def placements_table(placements: Sequence[Placement]) -> Group:

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-from transformers import PretrainedConfig
 
 from rayspec.config import EngineConfig
-from rayspec.ops.plan.forecast import Forecast, Performance, Ranking, rank_layouts
+from rayspec.ops.plan.forecast import EFFICIENCY, Forecast, Performance, Ranking
 from rayspec.ops.plan.gpus import DEFAULT_GPUS_PER_NODE
-from rayspec.ops.plan.latency import EFFICIENCY, load_profile
-from rayspec.ops.plan.layouts import Layout
 from rayspec.ops.plan.options import PUBLISHED_ACCEPTANCE, PlanOptions
+from rayspec.ops.plan.placement import Layout
 
 _GIB = 2**30
 _NUM_SHOWN = 8
-
-
-def make_plan(config: PretrainedConfig, options: PlanOptions) -> Ranking:
-    """Rank all layouts, and keep those to show. Raises ConfigError, UnsupportedModelError."""
-    profile, key = load_profile(options.profile) if options.profile else (None, {})
-    ranking = rank_layouts(config, options, profile=profile)
-    return replace(
-        ranking,
-        candidates=ranking.candidates[:_NUM_SHOWN],
-        measured_on=str(key.get("device", "an unknown device")) if profile else None,
-    )
 
 
 def flags_of(layout: Layout, options: PlanOptions) -> dict[str, str | None]:
@@ -75,7 +62,7 @@ def plan_table(plan: Ranking) -> Group:
     table = Table(box=box.SIMPLE_HEAD)
     for heading in headings + (["$ a million\ntokens"] if options.price else []):
         table.add_column(heading, justify="right", no_wrap=True)
-    for candidate in plan.candidates:
+    for candidate in plan.candidates[:_NUM_SHOWN]:
         table.add_row(*_cells(candidate, options.price))
     flags = flags_of(best, options)
     pasted = {
@@ -103,7 +90,7 @@ def plan_json(plan: Ranking) -> dict[str, Any]:
         return asdict(found) | {"dollars_per_million_tokens": found.dollars(layout.num_gpus, price) if price else None}
 
     candidates = []
-    for one in plan.candidates:
+    for one in plan.candidates[:_NUM_SHOWN]:
         layout, stages = one.layout, one.layout.groups[0].stages
         candidates.append(
             {

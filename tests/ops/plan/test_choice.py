@@ -19,9 +19,8 @@ from rayspec.errors import ConfigError
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.k8s.sizing import ClusterPlan, plan_cluster
 from rayspec.ops.plan.forecast import place_best, rank_layouts
-from rayspec.ops.plan.layouts import Layout
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
-from rayspec.ops.plan.placement import Placement, place
+from rayspec.ops.plan.placement import Layout, Placement, place
 from rayspec.ops.plan.report import flags_of
 from tests.cluster.commands import engine_of_job
 from tests.ops.plan.models import LLAMA_8B, llama

@@ -19,12 +19,10 @@ from rayspec.cli import app
 from rayspec.command.loading import load_llm
 from rayspec.config import EngineConfig
 from rayspec.model.sizes import ModelSizes, model_sizes
-from rayspec.ops.plan.forecast import Ranking
-from rayspec.ops.plan.latency import EFFICIENCY, load_profile, predicted
-from rayspec.ops.plan.layouts import Layout, layouts
+from rayspec.ops.plan.forecast import EFFICIENCY, Ranking, load_profile, predicted, rank_layouts
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
-from rayspec.ops.plan.placement import place_sizes, placed_dtype
-from rayspec.ops.plan.report import make_plan, plan_table
+from rayspec.ops.plan.placement import Layout, layouts, place_sizes, placed_dtype
+from rayspec.ops.plan.report import plan_table
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.simulate import SimulatedLoad, simulate
 from rayspec.types import ConfigError
@@ -138,15 +136,15 @@ def test_the_fewest_stages_that_fit_are_a_layout_of_their_own() -> None:
 
 @pytest.fixture(scope="module")
 def plan_8b() -> Ranking:
-    return make_plan(LLAMA["8B"], options(gpus="2xH100-80G", context=2048, concurrency=4, price=2.0))
+    return rank_layouts(LLAMA["8B"], options(gpus="2xH100-80G", context=2048, concurrency=4, price=2.0))
 
 
 def test_what_is_best_depends_on_the_goal(plan_8b: Ranking) -> None:
     rates = [candidate.best.tokens_per_s for candidate in plan_8b.candidates]
     assert rates == sorted(rates, reverse=True)
-    fast = make_plan(LLAMA["8B"], plan_8b.options.replace(goal="latency"))
+    fast = rank_layouts(LLAMA["8B"], plan_8b.options.replace(goal="latency"))
     assert fast.candidates[0].layout.tensor == 2, "all memory reads for one request"
-    cheap = make_plan(LLAMA["8B"], plan_8b.options.replace(goal="cost"))
+    cheap = rank_layouts(LLAMA["8B"], plan_8b.options.replace(goal="cost"))
     dollars = [one.best.dollars(one.layout.num_gpus, 2.0) for one in cheap.candidates]
     assert dollars == sorted(dollars)
     first = cheap.candidates[0]
@@ -166,7 +164,7 @@ def profile_of(num_layers: int) -> LatencyModel:
 def test_a_profile_takes_the_place_of_rooflines(tmp_path: Path) -> None:
     profile = profile_of(6)
     profile.save(tmp_path / "p.json", {"device": "some GPU"})
-    report = make_plan(SMALL, options(gpus="2xH100", profile=tmp_path / "p.json", hop_us=0.0))
+    report = rank_layouts(SMALL, options(gpus="2xH100", profile=tmp_path / "p.json", hop_us=0.0))
     assert report.measured_on == "some GPU"
     alone = {one.layout.name: one.plain.alone_token_s for one in report.candidates}
     assert alone["1 x 1 x 2"] == pytest.approx(profile.decode_step_s(context=500, batch=1), rel=0.01)
@@ -179,7 +177,7 @@ def test_a_profile_takes_the_place_of_rooflines(tmp_path: Path) -> None:
 def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
     profile_of(5).save(tmp_path / "p.json", {})
     with pytest.raises(ConfigError, match="'profile' is of a model with 10 sublayers, and this one has 12"):
-        make_plan(SMALL, options(gpus="2xH100", profile=tmp_path / "p.json"))
+        rank_layouts(SMALL, options(gpus="2xH100", profile=tmp_path / "p.json"))
     (tmp_path / "q.json").write_text("{}")
     for name, message in (("q.json", "no profile that can be read"), ("none.json", "No such file")):
         with pytest.raises(ConfigError, match=message):
