@@ -24,10 +24,9 @@ from rayspec.batch.ray_backend import RayBackend, quieten, reading
 from rayspec.batch.rows import Row, RowEngineFactory
 from rayspec.batch.scan import Source
 from rayspec.bench.options import BenchOptions, WorkloadOptions
-from rayspec.bench.result import markdown_table
+from rayspec.bench.result import describe_environment, markdown_table
 from rayspec.bench.run import engine_config, model_folder
 from rayspec.bench.workloads import file_documents, fitting_tasks
-from rayspec.command.environment import describe_environment
 from rayspec.command.loading import hide_progress_bars, load_llm
 from rayspec.command.settings import Settings
 from rayspec.command.terminal import exit_on_sigterm

@@ -24,8 +24,7 @@ from rayspec.batch.job import CONFIG_NAME, Job
 from rayspec.batch.ray_backend import RayBackend
 from rayspec.batch.rows import Row
 from rayspec.batch.scan import Source
-from rayspec.bench.result import markdown_table
-from rayspec.command.environment import describe_environment
+from rayspec.bench.result import describe_environment, markdown_table
 from rayspec.command.settings import Settings
 from rayspec.config import DType, EngineConfig, ParallelOptions, SamplingParams
 from rayspec.decode.progress import Progress

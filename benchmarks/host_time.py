@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.roofline import Accelerator, ModelShape, ideal_latency
 from benchmarks.shared import Json, numbers
-from rayspec.bench.result import markdown_table, save_json
-from rayspec.command.terminal import clean_exit, output_console, say
+from rayspec.bench.result import markdown_table
+from rayspec.command.terminal import clean_exit, output_console, save_json, say
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import make_engine

@@ -26,11 +26,10 @@ import rayspec
 from benchmarks.pipeline_result import Case, HopTimes, PipelineRun, TimedPart, pipeline_rows
 from rayspec.batch.document_task import summary_prompt
 from rayspec.bench.options import BenchOptions
-from rayspec.bench.result import BASELINE
+from rayspec.bench.result import BASELINE, describe_environment
 from rayspec.bench.run import engine_config, model_folder
 from rayspec.bench.workloads import make_workloads
 from rayspec.choices import FULL
-from rayspec.command.environment import describe_environment
 from rayspec.command.loading import hide_progress_bars, load_llm
 from rayspec.command.terminal import exit_on_sigterm
 from rayspec.config import EngineConfig, ParallelOptions, SamplingParams

@@ -17,7 +17,7 @@ from rich.table import Table
 import rayspec
 from benchmarks.serve_client import Answer, Ask, Choice, send
 from benchmarks.serve_mix import Mix
-from rayspec.command.environment import describe_environment
+from rayspec.bench.result import describe_environment
 from rayspec.llm import Prompt
 from rayspec.openai.requests import ENDPOINTS, is_token_ids
 from rayspec.types import RayspecError, RequestOutput

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 import typer
 
-from rayspec.bench.result import save_json
-from rayspec.command.terminal import EXIT_FAILED, output_console
+from rayspec.command.terminal import EXIT_FAILED, output_console, save_json
 from rayspec.config import DType
 from rayspec.model.weights import resolve_device
 from rayspec.types import ConfigError

@@ -19,9 +19,9 @@ from benchmarks.device.parity import check_captured_against_eager, check_parity
 from benchmarks.device.static_launches import check_static_launches
 from benchmarks.device.step_times import check_step_times
 from benchmarks.shared import DeviceOptions, Measured, Outcome
-from rayspec.bench.result import markdown_table, save_json
-from rayspec.command.environment import describe_environment
+from rayspec.bench.result import describe_environment, markdown_table
 from rayspec.command.loading import hide_progress_bars
+from rayspec.command.terminal import save_json
 
 Check = Callable[[DeviceOptions], Outcome]
 

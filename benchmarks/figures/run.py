@@ -17,10 +17,10 @@ from benchmarks.figures.skips import run_skips
 from benchmarks.figures.sweeps import run_intervals, run_thresholds
 from benchmarks.figures.tpt import Estimates, estimate_plans, run_tpt
 from rayspec import demo
+from rayspec.bench.result import describe_environment
 from rayspec.bench.run import model_folder
 from rayspec.bench.workloads import demo_prompts
 from rayspec.choices import FULL
-from rayspec.command.environment import describe_environment
 from rayspec.command.loading import hide_progress_bars, load_llm
 from rayspec.config import EngineConfig
 from rayspec.types import ConfigError

@@ -12,7 +12,7 @@ import rayspec
 from benchmarks.figures.runs import Prompt, TimedStrategy, latency_of, take_turns
 from rayspec.choices import SKIP, Choices
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.trigger import Trigger
+from rayspec.planning.learning import Trigger
 from rayspec.strategies.auto import Auto
 
 

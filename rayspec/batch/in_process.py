@@ -13,7 +13,7 @@ import pyarrow as pa
 from rayspec.batch.documents import read_piece
 from rayspec.batch.rows import Row
 from rayspec.batch.scan import Order, Scan, Source, numbers_by_piece, scan_of, scan_pieces, sort_key
-from rayspec.pool.loop_thread import LoopThread
+from rayspec.decode.engine_loop import LoopThread
 from rayspec.types import EngineStats
 
 if TYPE_CHECKING:

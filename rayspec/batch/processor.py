@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 import ray.data
 from pydantic import Field, model_validator
@@ -18,7 +19,6 @@ from typing_extensions import Self
 
 from rayspec.batch.ray_backend import patient
 from rayspec.batch.rows import Handler, RowEngineFactory, RowTask
-from rayspec.command.plain_values import plain_values
 from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
@@ -279,3 +279,16 @@ def _text_of(error: Exception | None) -> str:
         return ""
     kind = error.kind if isinstance(error, RayspecError) else type(error).__name__
     return f"{kind}: {error}"
+
+
+def plain_values(value: Any) -> Any:
+    """Convert NumPy arrays and numbers in a nested value to Python's lists and numbers."""
+    if isinstance(value, np.ndarray):
+        return [plain_values(item) for item in value.tolist()]
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {name: plain_values(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_values(item) for item in value]
+    return value

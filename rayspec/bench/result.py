@@ -1,18 +1,27 @@
-"""What a benchmark found: one row of numbers for each strategy, as JSON and as a Markdown page."""
+"""What a benchmark found: one row of numbers for each strategy, as JSON and as a Markdown page, and how it was
+measured."""
 
 from __future__ import annotations
 
-import json
+import datetime as dt
+import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
+from rayspec.machine import cpu_name, installed_version
 from rayspec.types import EngineStats, PlanRecord
 
 BASELINE, HF = "ar", "hf"
 
+_PACKAGES = ("rayspec", "torch", "transformers", "ray", "numpy")
 _LEAST_S = 1e-9  # lower bound of divisors
 _HEADINGS = (
     *("strategy", "tokens/s", "min to max", "vs ar", "vs hf", "all/s", "vs ar", "vs hf"),
@@ -115,11 +124,6 @@ def _plan(record: PlanRecord) -> dict[str, Any]:
     return {"choices": list(plan.choices)} | lengths | {name: getattr(record, name) for name in names}
 
 
-def save_json(result: Mapping[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int | None = None) -> str:
     """Return a table. num_left: number of first columns aligned left; the others are aligned right. None: all left."""
     num_right = 0 if num_left is None else len(headings) - num_left
@@ -189,3 +193,30 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
+
+
+def describe_environment() -> dict[str, object]:
+    """Return the command, versions (None: not installed), hardware, threads, commit of a source checkout, and date."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": {"python": platform.python_version()} | {name: installed_version(name) for name in _PACKAGES},
+        "hardware": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if on_gpu else cpu_name(),
+        "threads": torch.get_num_threads(),
+        "commit": _commit(),
+        "date": dt.datetime.now(tz=dt.timezone.utc).date().isoformat(),
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout of this file, with a "+" if files differ from it; None without a checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]  # git of PATH; the arguments are ours
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

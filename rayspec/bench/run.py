@@ -13,10 +13,9 @@ from rayspec import demo
 from rayspec.batch.document_task import summary_prompt
 from rayspec.bench.contenders import Contender, HfGenerate, Ours
 from rayspec.bench.options import BenchOptions
-from rayspec.bench.result import BASELINE, HF, Sample, bench_row
+from rayspec.bench.result import BASELINE, HF, Sample, bench_row, describe_environment
 from rayspec.bench.workloads import Workload, make_workloads
 from rayspec.choices import FULL
-from rayspec.command.environment import describe_environment
 from rayspec.command.loading import hide_progress_bars, load_llm
 from rayspec.command.terminal import exit_on_sigterm
 from rayspec.config import EngineConfig, Strategy

@@ -11,9 +11,8 @@ from typing import Any
 
 from rayspec import demo
 from rayspec.bench.options import BenchOptions
-from rayspec.bench.result import BASELINE, HF
+from rayspec.bench.result import BASELINE, HF, describe_environment
 from rayspec.bench.run import run_bench
-from rayspec.command.environment import describe_environment
 from rayspec.config import DType, EngineConfig, SpeculationOptions
 from rayspec.model.weights import resolve_device
 

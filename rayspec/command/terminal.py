@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -35,6 +37,13 @@ def error_console() -> Console:
 def say(line: str) -> None:
     """Print a line of progress."""
     error_console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def save_json(content: Mapping[str, Any], path: Path | None) -> None:
+    """Write the numbers of a command to a file, if one is named."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

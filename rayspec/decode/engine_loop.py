@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rayspec.decode.output import NewOutput
 from rayspec.structured import StructuredOutputsParams
@@ -21,6 +23,8 @@ if TYPE_CHECKING:  # the endpoint's ingress imports this module, but none of the
     from rayspec.decode.engine import Engine, EngineInfo
     from rayspec.decode.progress import Progress
     from rayspec.decode.stages import StageUse
+
+T = TypeVar("T")
 
 
 class EngineDeadError(RayspecError):
@@ -323,3 +327,44 @@ def _settle(future: Future[Any], outcome: RequestOutput | None, error: BaseExcep
         future.set_exception(error)
     else:
         future.set_result(outcome)
+
+
+class LoopThread:
+    """An event loop in a thread of its own: runs coroutines for all other threads."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Return a future of the result. Cancelling it cancels the work. Raises EngineDeadError after `close`."""
+        if self._loop.is_closed():
+            work.close()
+            raise EngineDeadError("the engine was shut down")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Let the loop call this function, unless it is closed. A signal handler may call this."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float) -> None:
+        """Run one last coroutine, cancel all others, and end the thread. Later calls do nothing."""
+        if self._loop.is_closed() or threading.current_thread() is self._thread:
+            return
+        with suppress(Exception):
+            asyncio.run_coroutine_threadsafe(last(), self._loop).result(timeout_s)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        finally:
+            self._loop.close()

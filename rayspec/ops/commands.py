@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from rayspec import demo
 from rayspec.command.options import Asked, with_options
-from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console
+from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console, save_json
 from rayspec.ops.doctor import machine
 from rayspec.ops.doctor.findings import Finding, findings_table, has_problems, skipped
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
@@ -46,7 +45,7 @@ def placement(*, model: Model, asked: Asked, json_: Json = None) -> None:
         options = asked.own_options(PlacementOptions)
         found = place_best(read_config(demo.local_path(model)), options)
         output_console().print(placements_table(found), highlight=False)
-        _save(placements_json(found), json_)
+        save_json(placements_json(found), json_)
     raise typer.Exit(0 if all(placement.fits for placement in found) else EXIT_FAILED)
 
 
@@ -67,14 +66,8 @@ def plan(*, model: Model, asked: Asked, json_: Json = None) -> None:
         report = rank_layouts(read_config(demo.local_path(model)), options)
         # Not cropped: flags to paste may be longer than a line.
         output_console().print(plan_table(report), highlight=False, markup=False, crop=False)
-        _save(plan_json(report), json_)
+        save_json(plan_json(report), json_)
     raise typer.Exit(0 if report.fits else EXIT_FAILED)
-
-
-def _save(content: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @app.command()
@@ -95,7 +88,7 @@ def doctor(
         findings = examine(model=model, address=address, quick=quick)
         output_console().print(findings_table(findings))
         content = {"ok": not has_problems(findings), "findings": [asdict(finding) for finding in findings]}
-        _save(content, json_)
+        save_json(content, json_)
     raise typer.Exit(EXIT_FAILED if has_problems(findings) else 0)
 
 

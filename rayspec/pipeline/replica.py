@@ -22,7 +22,7 @@ class Replica:
 
     def __init__(self, blueprint: Blueprint) -> None:
         self.blueprint = blueprint
-        self.secret = Secret.generate()
+        self.secret = Secret()
         self.shards: dict[str, Process] = {}
         self.coordinator: Process | None = None
         self.loaded: dict[str, Loaded] = {}

@@ -30,43 +30,18 @@ MAX_WAITING_MESSAGES = 1 << 16
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"rayspec"
 _KEEPALIVE_IDLE_S = 60  # firewalls forget silent connections after some minutes
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
+_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Secret:
-    """Keys that only the processes of one replica share: CURVE key pairs of both ends, in Z85."""
+    """Keys that only the processes of one replica share: a CURVE key pair (public, secret) of each end, in Z85."""
 
-    server_public: bytes = field(repr=False)
-    server_secret: bytes = field(repr=False)
-    client_public: bytes = field(repr=False)
-    client_secret: bytes = field(repr=False)
-
-    @classmethod
-    def generate(cls) -> Secret:
-        server_public, server_secret = zmq.curve_keypair()
-        client_public, client_secret = zmq.curve_keypair()
-        return cls(
-            server_public=server_public,
-            server_secret=server_secret,
-            client_public=client_public,
-            client_secret=client_secret,
-        )
+    server: tuple[bytes, bytes] = field(repr=False, default_factory=zmq.curve_keypair)
+    client: tuple[bytes, bytes] = field(repr=False, default_factory=zmq.curve_keypair)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +87,7 @@ class Transport:
         self._gate = _Gate(self._context, secret)
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.curve_server = True
-        self._inbox.curve_secretkey = secret.server_secret
+        self._inbox.curve_secretkey = secret.server[1]
         self._inbox.zap_domain = _ZAP_DOMAIN
         self._inbox.zap_enforce_domain = True  # without an answer from the gate, a connection is refused
         # Larger frames are refused before memory is allocated for them. CURVE adds some bytes to each frame.
@@ -135,9 +110,8 @@ class Transport:
             self._connections.pop(name).socket.close(linger=0)
         for name in [name for name in peers if name not in self._connections]:
             socket = self._context.socket(zmq.PUSH)
-            socket.curve_serverkey = self._secret.server_public
-            socket.curve_publickey = self._secret.client_public
-            socket.curve_secretkey = self._secret.client_secret
+            socket.curve_serverkey = self._secret.server[0]
+            socket.curve_publickey, socket.curve_secretkey = self._secret.client
             socket.sndhwm = MAX_WAITING_MESSAGES
             _set_tcp_options(socket, ipv6="[" in peers[name])
             socket.connect(peers[name])
@@ -250,7 +224,7 @@ class _Gate:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secret: Secret) -> None:
-        self._key = z85.decode(secret.client_public)
+        self._key = z85.decode(secret.client[0])
         self.socket = context.socket(zmq.REP)
         self.socket.bind(_ZAP_ENDPOINT)
 
@@ -268,8 +242,8 @@ def _set_tcp_options(socket: zmq.Socket[bytes], *, ipv6: bool) -> None:
 
 
 def _form(tensor: Tensor) -> TensorForm:
-    name = _DTYPE_NAMES.get(tensor.dtype)
-    if name is None:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _DTYPES:
         raise TransportError(f"a tensor of {tensor.dtype} cannot be sent; use one of {', '.join(_DTYPES)}")
     if tensor.nbytes > MAX_TENSOR_BYTES:
         raise TransportError(f"a tensor of {tensor.nbytes} bytes cannot be sent; cut it to {MAX_TENSOR_BYTES} or less")

@@ -11,10 +11,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rayspec.decode.engine import EngineInfo
-from rayspec.decode.engine_loop import EngineDeadError, Listener
+from rayspec.decode.engine_loop import EngineDeadError, Listener, LoopThread
 from rayspec.decode.progress import Progress
 from rayspec.decode.stages import StageUse
-from rayspec.pool.loop_thread import LoopThread
 from rayspec.pool.supervisor import EngineSupervisor, supervision
 from rayspec.pool.worker import Callback, EngineFactory
 from rayspec.types import (

@@ -45,8 +45,8 @@ from rayspec.planning.learning import (
     Correction,
     Discounted,
     StopRecord,
+    Trigger,
 )
-from rayspec.planning.trigger import Trigger
 from rayspec.types import Plan, PlanRecord, no_draft
 
 logger = logging.getLogger(__name__)

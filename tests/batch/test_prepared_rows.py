@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayspec import LLM, SamplingParams
-from rayspec.batch.processor import ERROR_COLUMN, PreparedRowTask
-from rayspec.command.plain_values import plain_values
+from rayspec.batch.processor import ERROR_COLUMN, PreparedRowTask, plain_values
 from rayspec.command.settings import Settings
 from rayspec.llm import AsyncEngine
 

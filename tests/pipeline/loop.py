@@ -52,7 +52,7 @@ from rayspec.types import no_draft
 from tests.engines import RandomPlans, windowed_pages
 from tests.families import VOCAB_SIZE
 
-SECRET = Secret.generate()
+SECRET = Secret()
 NUM_LAYERS = 4
 HIDDEN_SIZE = 64
 NOTHING = LayerCost(weight_bytes=0, seconds=())

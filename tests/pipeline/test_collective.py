@@ -119,7 +119,7 @@ def test_it_listens_at_its_host_only_and_leaves_nothing(joined: Joined) -> None:
 
 @pytest.fixture
 def transports(joined: Joined) -> Iterator[tuple[Transport, Transport]]:
-    secret, links = Secret.generate(), joined(2, SHORT_S)
+    secret, links = Secret(), joined(2, SHORT_S)
     with (
         closing(Transport("first", secret, host=LOOPBACK, link=links[0])) as first,
         closing(Transport("second", secret, host=LOOPBACK, link=links[1])) as second,

@@ -15,7 +15,7 @@ from rayspec.pipeline.endpoint import ENGINE, Endpoint, NewEpoch
 from rayspec.pipeline.messages import Connect, Follow, Moves
 from rayspec.pipeline.transport import Secret, Transport
 
-SECRET = Secret.generate()
+SECRET = Secret()
 PATIENCE_S = 10.0
 
 

@@ -46,7 +46,7 @@ def shard(rank: int = 0, tensor: int = 1, **options: Any) -> Shard:
         num_gpus=0.0,
         shard_type=Shard,
     )
-    return Shard(blueprint, Secret.generate(), 0, rank)
+    return Shard(blueprint, Secret(), 0, rank)
 
 
 class _Endpoint:

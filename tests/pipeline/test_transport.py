@@ -24,7 +24,7 @@ from rayspec.pipeline.messages import Connect, Envelope, Measure, Message, encod
 from rayspec.pipeline.transport import Received, Secret, Transport
 
 PATIENCE_S = 20.0
-SECRET = Secret.generate()
+SECRET = Secret()
 NewTransport = Callable[..., Transport]
 
 
@@ -164,8 +164,8 @@ def stranger(address: str, secret: Secret | None) -> Iterator[zmq.Socket[bytes]]
     with zmq.Context() as context, context.socket(zmq.PUSH) as outbox:
         outbox.linger = 0
         if secret is not None:
-            outbox.curve_serverkey = secret.server_public
-            outbox.curve_publickey, outbox.curve_secretkey = secret.client_public, secret.client_secret
+            outbox.curve_serverkey = secret.server[0]
+            outbox.curve_publickey, outbox.curve_secretkey = secret.client
         outbox.connect(address)
         yield outbox
 
@@ -174,11 +174,11 @@ def envelope(value: int, *, stream: int = 7, at: int = 0) -> bytes:
     return encode(Envelope("peer", stream, at, None, (), number(value)))
 
 
-OTHER = Secret.generate()
+OTHER = Secret()
 STRANGERS = {
     "of another replica": OTHER,
-    "with an unknown key": replace(SECRET, client_public=OTHER.client_public, client_secret=OTHER.client_secret),
-    "with half a key": replace(SECRET, client_secret=OTHER.client_secret),
+    "with an unknown key": replace(SECRET, client=OTHER.client),
+    "with half a key": replace(SECRET, client=(SECRET.client[0], OTHER.client[1])),
     "without any key": None,
 }
 
@@ -252,7 +252,7 @@ def test_nobody_can_read_along(make_transport: NewTransport) -> None:
         friend.close()
         relaying.join(PATIENCE_S)
     assert b"CURVE" in seen
-    for secret in (b"confidential", b"A" * 8, z85.decode(SECRET.server_public), z85.decode(SECRET.client_public)):
+    for secret in (b"confidential", b"A" * 8, z85.decode(SECRET.server[0]), z85.decode(SECRET.client[0])):
         assert secret not in seen
 
 

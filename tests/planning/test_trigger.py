@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayspec.planning.trigger import Trigger
+from rayspec.planning.learning import Trigger
 
 
 def made(**changes: object) -> Trigger:
