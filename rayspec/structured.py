@@ -65,7 +65,7 @@ class StructuredOutputsParams:
         for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool | None):
                 raise _wrong(name, getattr(self, name), "true or false")
-        num_characters = len(repr((self.json, self.regex, self.choice, self.grammar)))
+        num_characters = len(repr((self.json, self.regex, self.choice, self.grammar, self.whitespace_pattern)))
         if num_characters > _MAX_CHARACTERS:
             raise ConfigError(f"structured_outputs: {given[0]} has more than {_MAX_CHARACTERS} characters: shorten it")
 

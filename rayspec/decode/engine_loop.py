@@ -102,6 +102,9 @@ class _Arrival:
     def form(self) -> StructuredOutputsParams | None:
         return self.request.params.structured_outputs
 
+    def is_wanted(self) -> bool:
+        return not self.future.cancelled()
+
 
 class EngineLoop:
     """Steps an engine while it has work, and sleeps otherwise. Two threads start with the first request or ping: one
@@ -169,7 +172,7 @@ class EngineLoop:
                 self._put(partial(self._admit, [one for one in arrivals.values() if one.form is None]))
         for arrival in arrivals.values():
             if arrival.form is not None:
-                compiled = self.engine.model.grammars.compiled(arrival.form)
+                compiled = self.engine.model.grammars.compiled(arrival.form, arrival.is_wanted)
                 compiled.add_done_callback(partial(self._admit_later, arrival))
         return [arrival.future for arrival in arrivals.values()]
 
@@ -255,7 +258,9 @@ class EngineLoop:
         of the request, which is kept until the engine has it."""
         refused = []
         for arrival in arrivals:
-            if arrival.request.request_id not in self._waiting:  # cancelled while its form was compiled
+            if (
+                arrival.request.request_id not in self._waiting or not arrival.is_wanted()
+            ):  # cancelled while its form was compiled
                 continue
             try:
                 self.engine.add(arrival.request)

@@ -6,20 +6,21 @@ outside its form never reaches a state, because a state of llguidance that has f
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rayspec.decode.form_checker import FormChecker, parser_limits, problem_of
 from rayspec.errors import ConfigError, GrammarError, naming_the_extra
 from rayspec.structured import FORMS, StructuredOutputsParams
 
@@ -28,23 +29,17 @@ if TYPE_CHECKING:  # an extra
 
 _MAX_KEPT = 64  # compiled forms
 _NUM_THREADS = 2
-_MAX_ITEMS = 10_000  # of llguidance's parser at a place of the text; a property that may be left out needs four
-_MAX_CHARACTERS = 600  # of an error, which may quote the form
-_MAX_SCHEMAS = 200  # that are compiled to find the place of an error
-_WHITESPACE = r"\x20|\r?\n[\x20\t]{0,32}"  # as people write JSON; without a limit, some models write nothing else
-_ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Keywords of JSON schema whose value has a schema in each field, and those whose value is a schema or a list of some.
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_PARTS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
+_MAX_KEPT_BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledForm:
     """A form for the tokens of one model. initial: its state before the output, which must be copied for use.
-    num_words: of 32 bits, in a mask of all tokens."""
+    num_words: of 32 bits, in a mask of all tokens. num_bytes: about how much memory it takes."""
 
     initial: LLMatcher
     num_words: int
+    num_bytes: int
 
 
 class Grammars:
@@ -64,17 +59,24 @@ class Grammars:
         self._load, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
         self._kept: OrderedDict[StructuredOutputsParams, Future[CompiledForm]] = OrderedDict()  # the latest used last
         self._in_use: WeakValueDictionary[StructuredOutputsParams, Future[CompiledForm]] = WeakValueDictionary()
+        self._wishes: dict[StructuredOutputsParams, list[Callable[[], bool]]] = {}  # of forms that wait
+        self._checker = FormChecker()
         self._tokenizer: LLTokenizer | None = None
         self._lock, self._tokenizer_lock = threading.Lock(), threading.Lock()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="rayspec-grammar")
 
-    def compiled(self, form: StructuredOutputsParams) -> Future[CompiledForm]:
-        """Return the compiled form, at once. The future fails with GrammarError. Nothing is compiled again while a
-        caller has its future."""
+    def compiled(
+        self, form: StructuredOutputsParams, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Future[CompiledForm]:
+        """Return the compiled form, at once. The future fails with GrammarError; and with CancelledError if nobody
+        wants the form when its turn comes. Nothing is compiled again while a caller has its future."""
         with self._lock:
             future = self._in_use.get(form)
             if future is None:
+                self._wishes[form] = []
                 future = self._in_use[form] = self._threads.submit(self._compile, form)
+            if form in self._wishes:
+                self._wishes[form].append(is_wanted)
             self._kept[form] = future
             self._kept.move_to_end(form)
             if len(self._kept) > _MAX_KEPT:
@@ -86,22 +88,36 @@ class Grammars:
         return Constraint(self.compiled(form), self._eos_token_ids, num_prompt_tokens)
 
     def _compile(self, form: StructuredOutputsParams) -> CompiledForm:
+        with self._lock:
+            if not any(is_wanted() for is_wanted in self._wishes.pop(form)):
+                del self._in_use[form]
+                self._kept.pop(form, None)
+                raise CancelledError
         name = next(name for name in FORMS if getattr(form, name) is not None)
         try:
             with naming_the_extra():
-                from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415
+                from llguidance import LLMatcher  # noqa: PLC0415
 
             tokenizer = self._own_tokenizer()
-            limits = LLParserLimits(max_items_in_row=_MAX_ITEMS)
-            matcher = LLMatcher(tokenizer, grammar_of(form), log_level=0, limits=limits)
-        # Not installed, a tokenizer that is no use, a grammar in no known syntax, a panic of llguidance.
+            grammar, num_bytes = self._checker.grammar(dataclasses.asdict(form))
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+        # Not installed, a tokenizer that is no use, a form that cannot be compiled, a panic of llguidance.
         except BaseException as error:
-            raise GrammarError(f"structured_outputs.{name}: {error}") from error
+            message = str(error) if isinstance(error, ValueError) else f": {error}"
+            raise GrammarError(f"structured_outputs.{name}{message}") from error
         if matcher.is_error():
-            problem = _without_state(matcher.get_error())
-            place = place_of(json.loads(form.json), problem, tokenizer) if isinstance(form.json, str) else ""
-            raise GrammarError(f"structured_outputs.{name}{place}: {problem}")
-        return CompiledForm(matcher, -(-tokenizer.vocab_size // 32))
+            raise GrammarError(f"structured_outputs.{name}: {problem_of(matcher)}")
+        self._drop_large(num_bytes)
+        return CompiledForm(matcher, -(-tokenizer.vocab_size // 32), num_bytes)
+
+    def _drop_large(self, num_bytes: int) -> None:
+        """Keep no more compiled forms than have room, beside a new one of that size."""
+        with self._lock:
+            for form, future in reversed(list(self._kept.items())):
+                if future.done() and future.exception() is None:
+                    num_bytes += future.result().num_bytes
+                    if num_bytes > _MAX_KEPT_BYTES:
+                        del self._kept[form]
 
     def _own_tokenizer(self) -> LLTokenizer:
         from llguidance.hf import from_tokenizer  # noqa: PLC0415
@@ -149,7 +165,7 @@ class Constraint:
                 f"token {new[num_consumed]} breaks the form of the output after {len(self._consumed)} tokens: other "
                 "parameters, such as allowed_token_ids, leave none that the form allows"
             )
-            self.error = self.error or _without_state(state.get_error()) or usual
+            self.error = self.error or problem_of(state) or usual
 
     def masks(self, befores: Sequence[Sequence[int]]) -> Tensor | None:
         """Return which tokens may follow the committed tokens and each of `befores`: int32 [n, W] on the CPU, where bit
@@ -161,7 +177,7 @@ class Constraint:
         for at, state in self._visit(befores):
             state.unsafe_compute_mask_ptr(masks[at].data_ptr(), masks[at].nbytes)
             if state.is_error():
-                self._failures[tuple(befores[at])] = _without_state(state.get_error())
+                self._failures[tuple(befores[at])] = problem_of(state)
                 masks[at] = -1
         return masks
 
@@ -197,7 +213,7 @@ class Constraint:
                 self.error = str(error)
                 return None
             if self._current.try_consume_tokens(self._consumed) < len(self._consumed):
-                self.error = _without_state(self._current.get_error()) or "the committed tokens are not of this form"
+                self.error = problem_of(self._current) or "the committed tokens are not of this form"
                 return None
         return self._current
 
@@ -219,66 +235,3 @@ class Constraint:
                 path = ()
         if path and (state := self._state()) is not None:
             state.rollback(len(path))
-
-
-def grammar_of(form: StructuredOutputsParams) -> str:
-    """Return the form as llguidance reads it. Raises ValueError for a grammar in no known syntax."""
-    from llguidance import LLMatcher, grammar_from  # noqa: PLC0415
-
-    if form.regex is not None:
-        return LLMatcher.grammar_from_regex(form.regex)
-    if form.choice is not None:
-        # One terminal, not one rule for each: there may be thousands.
-        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, form.choice)))
-    if form.grammar is not None:
-        return grammar_from("grammar", form.grammar)
-    schema = json.loads(form.json) if isinstance(form.json, str) else {"type": "object"}
-    if form.disable_additional_properties:
-        _close(schema)
-    space: Any = {"whitespace_pattern": form.whitespace_pattern or _WHITESPACE}
-    return LLMatcher.grammar_from_json_schema(schema, overrides=_ONE_LINE if form.disable_any_whitespace else space)
-
-
-def place_of(schema: Mapping[str, Any], problem: str, tokenizer: LLTokenizer) -> str:
-    """Return the place of a problem in a schema, as ".properties.age": of the smallest part that alone has it."""
-    from llguidance import LLMatcher  # noqa: PLC0415
-
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    place, num_left = "", _MAX_SCHEMAS
-    parts = list(_parts_of(schema))
-    while parts and num_left > 0:
-        name, part = parts.pop(0)
-        num_left -= 1
-        has_it, problems = LLMatcher.validate_grammar_with_warnings(
-            LLMatcher.grammar_from_json_schema({**shared, **part}), tokenizer
-        )
-        if has_it and _without_state(problems[0]) == problem:
-            place, parts = place + name, list(_parts_of(part))
-    return place
-
-
-def _parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the schemas in a schema, each with its place."""
-    for keyword in _MAPS:
-        if isinstance(several := schema.get(keyword), Mapping):
-            yield from ((f".{keyword}.{name}", part) for name, part in several.items() if isinstance(part, Mapping))
-    for keyword in _PARTS:
-        value = schema.get(keyword)
-        if isinstance(value, Mapping):
-            yield f".{keyword}", value
-        elif isinstance(value, list):
-            yield from ((f".{keyword}.{at}", part) for at, part in enumerate(value) if isinstance(part, Mapping))
-
-
-def _close(schema: Any) -> None:
-    """Forbid properties that an object's schema does not name."""
-    if isinstance(schema, dict):
-        if ("properties" in schema or "patternProperties" in schema) and "additionalProperties" not in schema:
-            schema["additionalProperties"] = False
-        for _, part in _parts_of(schema):
-            _close(part)
-
-
-def _without_state(problem: str) -> str:
-    """Return a problem as llguidance says it, without its dump of the state."""
-    return problem.partition("\n<state>")[0].strip()[:_MAX_CHARACTERS]

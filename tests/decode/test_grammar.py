@@ -7,6 +7,7 @@ import random
 import re
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from typing import Any
 
 import jsonschema
@@ -22,6 +23,7 @@ from tests.engines import RandomPlans, engine_with
 from tests.schemas import KEYWORDS, NESTED, PERSON, random_schema
 from tests.waiting import wait_until
 
+DOUBLING = {str(at): {"allOf": 2 * [{"$ref": f"#/$defs/{at + 1}"}]} for at in range(24)} | {"24": {"pattern": "^a+$"}}
 SCHEMAS = [PERSON, NESTED, *(random_schema(random.Random(seed)) for seed in range(34))]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "kv_cache_tokens": 8192}
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -249,6 +251,24 @@ def test_a_token_that_breaks_the_form_is_an_error_of_the_state_and_raises_nothin
     assert "breaks the form" in constraint.error
 
 
+def test_a_form_that_nobody_waits_for_is_not_compiled() -> None:
+    grammars, form = _grammars(), StructuredOutputsParams(regex="a")
+    with pytest.raises(CancelledError):
+        grammars.compiled(form, lambda: False).result()
+    assert grammars.compiled(form).result().num_words > 0
+
+
+def test_large_compiled_forms_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayspec.decode.grammar._MAX_KEPT_BYTES", 1 << 20)
+    grammars = _grammars()
+    gone = [
+        weakref.ref(grammars.compiled(StructuredOutputsParams(choice=[f"{at}{number}" for number in range(10_000)])))
+        for at in range(3)
+    ]
+    grammars.compiled(StructuredOutputsParams(regex="a")).result()
+    wait_until(lambda: sum(one() is not None for one in gone) <= 1, 20)
+
+
 def test_few_compiled_forms_are_kept() -> None:
     grammars = _grammars()
     first = grammars.compiled(StructuredOutputsParams(regex="first"))
@@ -283,6 +303,8 @@ def test_many_choices_and_properties() -> None:
         {"json": {"$ref": "file:///etc/passwd"}},
         {"regex": "\ud800"},
         {"regex": "(" * 100_000},
+        {"grammar": "start: r0\n" + "".join(f"r{at}: r{at + 1}\n" for at in range(8000)) + 'r8000: "a"'},
+        {"json": {"$ref": "#/$defs/0", "$defs": DOUBLING}},
     ],
 )
 def test_whatever_cannot_be_compiled_is_a_short_error(form: dict[str, Any]) -> None:

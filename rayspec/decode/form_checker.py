@@ -1,0 +1,209 @@
+"""Compiles forms as a process of its own, before the engine's process does: a form of some lines may take all memory,
+or end the process that compiles it. The process runs this file, and so it imports nothing of rayspec.
+
+Each line of its input is a form, as JSON; each form is compiled by a copy of the process, with limits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # an extra
+    from llguidance import LLMatcher, LLParserLimits
+
+_MOST_SECONDS = 5  # of a core
+_MOST_BYTES = 64 * 2**20
+_STACK_BYTES = 2**20  # half of what threads have at least, so that the engine's process has enough
+_MAX_ITEMS = 10_000  # of llguidance's parser at a place of the text; a property that may be left out needs four
+_MAX_CHARACTERS = 600  # of an error, which may quote the form
+_MAX_SCHEMAS = 200  # that are compiled to find the place of an error
+_WHITESPACE = r"\x20|\r?\n[\x20\t]{0,32}"  # as people write JSON; without a limit, some models write nothing else
+_ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Keywords of JSON schema whose value has a schema in each field, and those whose value is a schema or a list of some.
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_PARTS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
+_TOO_HARD = (
+    f"it takes more than {_MOST_SECONDS} s or {_MOST_BYTES >> 20} MiB to compile, or is nested too deeply: simplify it"
+)
+
+
+class FormChecker:
+    """The process that compiles forms. It starts with the first form, and ends with this object."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def grammar(self, form: Mapping[str, Any]) -> tuple[str, int]:
+        """Return a form as llguidance reads it, and about how many bytes it takes when it is compiled. form: the fields
+        of StructuredOutputsParams. Raises ValueError for a form that cannot be compiled, within limits of time, memory
+        and depth; its message begins with the place of the problem in a JSON schema, as ".properties.age: "."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                program = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+                command = [sys.executable, "-c", program, __file__]
+                pipe = subprocess.PIPE
+                environment = os.environ | {"MALLOC_ARENA_MAX": "1"}  # others would count as memory of the form
+                self._process = subprocess.Popen(  # noqa: S603 - this file
+                    command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, cwd="/", env=environment
+                )
+                weakref.finalize(self, _end, self._process)
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            self._process.stdin.write(json.dumps(form).encode() + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        if not line:
+            raise OSError("the process that compiles forms has ended: try again")
+        found = json.loads(line)
+        if found["problem"]:
+            raise ValueError(f"{found['place']}: {found['problem']}")
+        return found["grammar"], found["num_bytes"]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def parser_limits() -> LLParserLimits:
+    from llguidance import LLParserLimits  # noqa: PLC0415
+
+    return LLParserLimits(max_items_in_row=_MAX_ITEMS)
+
+
+def problem_of(matcher: LLMatcher) -> str:
+    """Return what llguidance says, without its dump of the state."""
+    return without_state(matcher.get_error())
+
+
+def without_state(problem: str) -> str:
+    return problem.partition("\n<state>")[0].strip()[:_MAX_CHARACTERS]
+
+
+def main() -> None:
+    import llguidance  # noqa: F401, PLC0415 - loaded once, for all copies
+
+    for line in sys.stdin.buffer:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            try:
+                _check(json.loads(line), writing)
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as results:
+            found = results.read().splitlines()  # first without the place of a problem, which may not be found in time
+        os.waitpid(pid, 0)
+        problem = json.dumps({"problem": _TOO_HARD, "place": ""}).encode()
+        sys.stdout.buffer.write((found[-1] if found else problem) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _check(form: dict[str, Any], results: int) -> None:
+    limits = {resource.RLIMIT_CPU: _MOST_SECONDS, resource.RLIMIT_CORE: 0}
+    if os.path.exists("/proc/self/statm"):
+        with open("/proc/self/statm", encoding="ascii") as file:
+            num_bytes = int(file.read().split()[0]) * resource.getpagesize()
+        limits[resource.RLIMIT_AS] = num_bytes + _STACK_BYTES + _MOST_BYTES
+    for name, most in limits.items():
+        resource.setrlimit(name, (most, most))
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=_compile, args=(form, results))
+    thread.start()
+    thread.join()
+
+
+def _compile(form: dict[str, Any], results: int) -> None:
+    from llguidance import LLMatcher, LLTokenizer  # noqa: PLC0415
+
+    def tell(**found: Any) -> None:
+        with os.fdopen(os.dup(results), "wb") as file:
+            file.write(json.dumps(found).encode() + b"\n")
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        grammar = _grammar_of(form)
+        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=parser_limits())
+        problem = problem_of(matcher)
+    except MemoryError:
+        return
+    except BaseException as error:  # noqa: BLE001 - a grammar in no known syntax, or a panic of llguidance
+        problem = without_state(str(error))
+    if problem:
+        tell(problem=problem, place="")
+        if form["json"] is not None:
+            tell(problem=problem, place=_place_of(json.loads(form["json"]), problem))
+    else:
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        tell(problem="", grammar=grammar, num_bytes=1024 * max(0, grown))
+
+
+def _grammar_of(form: dict[str, Any]) -> str:
+    """Return the form as llguidance reads it. Raises ValueError for a grammar in no known syntax."""
+    from llguidance import LLMatcher, grammar_from  # noqa: PLC0415
+
+    if form["regex"] is not None:
+        return LLMatcher.grammar_from_regex(form["regex"])
+    if form["choice"] is not None:
+        # One terminal, not one rule for each: there may be thousands.
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, form["choice"])))
+    if form["grammar"] is not None:
+        return grammar_from("grammar", form["grammar"])
+    schema = {"type": "object"} if form["json"] is None else json.loads(form["json"])
+    if form["disable_additional_properties"]:
+        _close(schema)
+    space: Any = {"whitespace_pattern": form["whitespace_pattern"] or _WHITESPACE}
+    return LLMatcher.grammar_from_json_schema(schema, overrides=_ONE_LINE if form["disable_any_whitespace"] else space)
+
+
+def _place_of(schema: Mapping[str, Any], problem: str) -> str:
+    """Return the place of a problem in a schema, as ".properties.age": of the smallest part that alone has it."""
+    from llguidance import LLMatcher  # noqa: PLC0415
+
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    place, num_left = "", _MAX_SCHEMAS
+    parts = list(_parts_of(schema))
+    while parts and num_left > 0:
+        name, part = parts.pop(0)
+        num_left -= 1
+        grammar = LLMatcher.grammar_from_json_schema({**shared, **part})
+        if without_state(LLMatcher.validate_grammar(grammar, limits=parser_limits())) == problem:
+            place, parts = place + name, list(_parts_of(part))
+    return place
+
+
+def _parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the schemas in a schema, each with its place."""
+    for keyword in _MAPS:
+        if isinstance(several := schema.get(keyword), Mapping):
+            yield from ((f".{keyword}.{name}", part) for name, part in several.items() if isinstance(part, Mapping))
+    for keyword in _PARTS:
+        value = schema.get(keyword)
+        if isinstance(value, Mapping):
+            yield f".{keyword}", value
+        elif isinstance(value, list):
+            yield from ((f".{keyword}.{at}", part) for at, part in enumerate(value) if isinstance(part, Mapping))
+
+
+def _close(schema: Any) -> None:
+    """Forbid properties that an object's schema does not name."""
+    if isinstance(schema, dict):
+        if ("properties" in schema or "patternProperties" in schema) and "additionalProperties" not in schema:
+            schema["additionalProperties"] = False
+        for _, part in _parts_of(schema):
+            _close(part)
+
+
+if __name__ == "__main__":
+    main()
