@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayspec.config import SamplingParams
 from rayspec.structured import StructuredOutputsParams
-from rayspec.types import CompletionOutput, RequestOutput, TextPrompt, TokensPrompt
+from rayspec.types import CompletionOutput, LoRARequest, RequestOutput, TextPrompt, TokensPrompt
 
 if TYPE_CHECKING:
     from rayspec.llm import LLM
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",

@@ -490,6 +490,10 @@ class EngineConfig(Options):
         None, ge=1, description="CPU threads; unset: OMP_NUM_THREADS, or as measured at load"
     )
     quantization_config: dict[str, Any] | None = None
+    lora_modules: Annotated[dict[str, str], Pairs] = Field(
+        default_factory=dict, description="NAME=FOLDER of a LoRA adapter of peft, for requests that name it; repeatable"
+    )
+    adapter: str | None = Field(None, description="name in lora_modules, for requests that name no adapter")
     generation_config: OfCheckpoint = Field(
         "auto", description="sampling defaults and rules of the checkpoint's generation_config.json; none: ignore them"
     )
@@ -554,6 +558,14 @@ class EngineConfig(Options):
                 f"option 'offload' does not work with option 'tensor' {self.parallel.tensor}: shares of weights are "
                 "not fetched; use more stages instead of ranks"
             )
+        if self.adapter is not None and self.adapter not in self.lora_modules:
+            known = ", ".join(map(repr, self.lora_modules)) or "none"
+            raise ValueError(f"option 'adapter' is {self.adapter!r}: name one of 'lora_modules' ({known})")
+        if self.lora_modules and (self.offload is not None or (self.parallel is not None and self.parallel.tensor > 1)):
+            raise ValueError(
+                f"option 'lora_modules' does not work with option {'tensor' if self.offload is None else 'offload'!r}: "
+                "leave one out, or merge the adapter into the model with merge_and_unload() of peft"
+            )
         if self.cuda_graphs in ("auto", "off"):
             return self
         obstacle = "'deterministic'" if self.deterministic else None
@@ -587,6 +599,8 @@ class EngineKeywords(TypedDict, total=False):
     device: str
     num_threads: int | None
     quantization_config: dict[str, Any] | None
+    lora_modules: Mapping[str, str]
+    adapter: str | None
     generation_config: OfCheckpoint
     max_model_len: int | None
     max_num_seqs: int

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,11 @@ from rayspec.decode.engine_loop import Client, EngineDeadError, EngineLoop
 from rayspec.decode.output import PieceQueue
 from rayspec.decode.stages import StageLostError
 from rayspec.errors import naming_the_extra
-from rayspec.local_engine import load_engine
+from rayspec.local_engine import load_adapter, load_engine
+from rayspec.model.adapters import base_model
 from rayspec.model.weights import load_tokenizer
 from rayspec.prompts import Rendering, chat_template, conversation_tokens, text_tokens
-from rayspec.types import ConfigError, EngineStats, Request, RequestError, RequestOutput
+from rayspec.types import ConfigError, EngineStats, LoRARequest, Request, RequestError, RequestOutput
 from rayspec.vllm_names import CALLS, ENGINE, METHODS, from_vllm
 
 if TYPE_CHECKING:
@@ -70,14 +72,15 @@ class LLM:
     """
 
     def __init__(self, model: str, *, seed: int | None = None, **options: Unpack[LLMKeywords]) -> None:
-        path = demo.local_path(model)
         self._seeds = None if seed is None else random.Random(seed)
-        config = _config_of(path, options)
+        config = _with_base(_config_of(demo.local_path(model), options))
         self._resources = ExitStack()
         self.client: Client = EngineLoop(load_engine(config)) if config.parallel is None else self._with_ray(config)
         # A copy of a fast tokenizer, which keeps the settings of a call, such as truncation: the engine has its own.
         own = self.client.tokenizer
         self._tokenizer = copy.deepcopy(own) if own is not None and own.is_fast else own
+        self._adapters = dict(config.lora_modules)  # loaded
+        self._adapters_lock = threading.Lock()
         self._request_numbers = itertools.count(1)
         self._shutdown_lock = threading.RLock()
         self._is_shut_down = False
@@ -121,6 +124,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | ProgressBar = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **unsupported: Any,
     ) -> list[RequestOutput]:
         """Complete prompts: texts, {"prompt_token_ids": [...]}, or lists of token ids. Outputs come in the order of the
@@ -128,6 +132,7 @@ class LLM:
 
         sampling_params: one for all prompts or one for each; None: the checkpoint's, see `default_sampling_params`.
         use_tqdm: show a progress bar if standard error is a terminal; or a callable that makes the bar, as tqdm does.
+        lora_request: the adapter of all prompts, or one or None for each. An engine in this process loads a new one.
         unsupported: other arguments of vLLM, which are refused unless they ask for nothing.
 
         A prompt that cannot be completed yields an output with `error` set; the others are not affected. Raises
@@ -141,7 +146,8 @@ class LLM:
             )
         many = list(given)
         each = self._params_of(sampling_params, len(many))
-        asked = [self._request(prompt, one) for prompt, one in zip(many, each, strict=True)]
+        adapters = self._adapters_of(lora_request, len(many))
+        asked = [self._request(prompt, one, adapter) for prompt, one, adapter in zip(many, each, adapters, strict=True)]
         return self._complete(asked, use_tqdm)
 
     def chat(
@@ -149,6 +155,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | ProgressBar = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -180,10 +187,11 @@ class LLM:
         many = list(given)
         many = [many] if many and isinstance(many[0], Mapping) else many
         asked: list[Request | RequestOutput] = []
-        for conversation, params in zip(many, self._params_of(sampling_params, len(many)), strict=True):
+        each, adapters = self._params_of(sampling_params, len(many)), self._adapters_of(lora_request, len(many))
+        for conversation, params, adapter in zip(many, each, adapters, strict=True):
             try:
                 token_ids = self.chat_tokens(conversation, rendering)
-                asked.append(self._request({"prompt_token_ids": token_ids}, params))
+                asked.append(self._request({"prompt_token_ids": token_ids}, params, adapter))
             except RequestError as error:  # noqa: PERF203 - one bad conversation is one bad output
                 asked.append(RequestOutput.refused(self._request(None, params), error))
         return self._complete(asked, use_tqdm)
@@ -278,7 +286,24 @@ class LLM:
             raise ConfigError(f"{len(each)} sampling params for {count} prompts: give one, or one for each")
         return each
 
-    def _request(self, prompt: Any, params: SamplingParams) -> Request:
+    def _adapters_of(self, given: Any, count: int) -> list[str | None]:
+        """Return the name of the adapter of each prompt, loaded."""
+        each = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
+        if len(each) != count or not all(one is None or isinstance(one, LoRARequest) for one in each):
+            raise ConfigError(f"lora_request is {reprlib.repr(given)}: give one LoRARequest, or one or None a prompt")
+        for one in {one for one in each if one is not None}:
+            with self._adapters_lock:
+                known = self._adapters.get(one.lora_name)
+                if known is None and one.lora_path:
+                    load_adapter(self.engine, one.lora_name, one.lora_path)
+                    self._adapters[one.lora_name] = one.lora_path
+                elif known is not None and one.lora_path and Path(known).resolve() != Path(one.lora_path).resolve():
+                    raise ConfigError(
+                        f"adapter {one.lora_name!r} is {known!r}, not {one.lora_path!r}: name it otherwise"
+                    )
+        return [None if one is None else one.lora_name for one in each]
+
+    def _request(self, prompt: Any, params: SamplingParams, adapter: str | None = None) -> Request:
         """Make a request from any value. The engine refuses a value that is no prompt."""
         name = f"request-{next(self._request_numbers)}"
         if self._seeds is not None and params.seed is None:
@@ -286,10 +311,10 @@ class LLM:
         if isinstance(prompt, Mapping):
             given = {key: value for key, value in prompt.items() if value is not None}
             if given and given.keys() <= {"prompt", "prompt_token_ids"}:
-                return Request(request_id=name, params=params, **given)
+                return Request(request_id=name, params=params, adapter=adapter, **given)
         if _is_token_ids(prompt):
-            return Request(request_id=name, params=params, prompt_token_ids=prompt)
-        return Request(request_id=name, params=params, prompt=prompt)
+            return Request(request_id=name, params=params, adapter=adapter, prompt_token_ids=prompt)
+        return Request(request_id=name, params=params, adapter=adapter, prompt=prompt)
 
     def _complete(self, asked: Sequence[Request | RequestOutput], use_tqdm: bool | ProgressBar) -> list[RequestOutput]:
         """Run the requests and return all outputs in the order of `asked`."""
@@ -446,6 +471,16 @@ def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
 
     config = EngineConfig(model=model, **{**options, "parallel": None})
     return with_layout(config, keep_max_num_seqs="max_num_seqs" in options)
+
+
+def _with_base(config: EngineConfig) -> EngineConfig:
+    """Return the options for the base model and the adapter, if the model is the folder of an adapter."""
+    base = base_model(config.model)
+    if base is None:
+        return config
+    name = Path(config.model).resolve().name
+    adapters = {**config.lora_modules, name: config.model}
+    return config.replace(model=demo.local_path(base), lora_modules=adapters, adapter=config.adapter or name)
 
 
 def _checked(requests: Iterable[Any]) -> Iterator[Request]:

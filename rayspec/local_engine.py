@@ -27,6 +27,7 @@ from rayspec.decode.stages import LocalStages
 from rayspec.decode.whole_check import find_cuts, measured_passes
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.machine import num_cores, user_folder
+from rayspec.model.adapters import install_adapters
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.fast_dtype import in_fast_dtype
 from rayspec.model.kv_cache import CacheSize, whole_pages
@@ -66,6 +67,16 @@ def _load(config: EngineConfig, with_tokenizer: bool, lock: LoadLock) -> Engine:
         return _whole_engine(config, model, str(error), info)
     parts, offloaded, _ = prepare_span(config, model, parts)
     return _local_engine(config, parts, info, lock, offloaded)
+
+
+def load_adapter(engine: Engine, name: str, folder: str) -> None:
+    """Load another adapter into an engine of this process, while it runs. Raises ConfigError where the model is not in
+    this process or does not split, and CheckpointError."""
+    stages = engine.stages
+    if not isinstance(stages, LocalStages):
+        raise ConfigError(f"adapter {name!r} is not loaded, and this engine takes no more: name it in 'lora_modules'")
+    install_adapters(stages.runner.parts, {name: folder}, first=len(engine.model.adapters) + 1)
+    engine.model.adapters.append(name)
 
 
 def engine_like(engine: Engine, config: EngineConfig) -> Engine | None:
@@ -129,7 +140,7 @@ def _local_engine(
 def _whole_engine(config: EngineConfig, model: PreTrainedModel, reason: str, info: ModelInfo) -> Engine:
     """Make the engine of a model that does not split. Its drafts, if any, are copied or recycled. reason: why it does
     not split."""
-    for name in ("deterministic", "offload"):
+    for name in ("deterministic", "offload", "lora_modules"):
         if getattr(config, name):
             raise ConfigError(f"option {name!r} needs a model that splits into sublayers: {reason}")
     threads = Threads.of_all_passes(asked_threads(config.num_threads) or num_cores())

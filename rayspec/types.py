@@ -211,7 +211,7 @@ class TokensPrompt(TypedDict):
 class Request:
     """One prompt to complete: text, or token ids, which take precedence. stream: the output comes as it is generated,
     see RequestOutput. background: other requests go first, see `Scheduler`. owner: only requests of the same owner copy
-    from this one's output."""
+    from this one's output. adapter: name of the LoRA adapter to use, of those in option `lora_modules`."""
 
     request_id: str
     params: SamplingParams
@@ -220,6 +220,17 @@ class Request:
     stream: bool = False
     background: bool = False
     owner: str = ""
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """vLLM's name of an adapter in a call: one of option `lora_modules`, or the folder of another. lora_int_id has no
+    effect."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

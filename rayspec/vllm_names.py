@@ -53,8 +53,8 @@ def _nothing(does: str, *, is_flag: bool = False) -> Argument:
 
 
 _ONE_KERNEL = "the kernels and their launches are chosen at load"
+_ADAPTERS = "adapters of any rank are loaded with the model, or at the first request that names one"
 _NO_POOLING = "rayspec generates text only: use another library for embeddings and scores"
-_NO_LORA = "adapters are not supported: merge the adapter into the model, with merge_and_unload() of peft"
 _NO_IMAGES = "models see text only: leave it out"
 _LOGS = "there is no such log; statistics are in `LLM.stats` and at /metrics"
 
@@ -130,11 +130,10 @@ ENGINE: Mapping[str, Argument] = {
     "convert": _refused(_NO_POOLING, "auto", "none"),
     "pooler_config": _refused(_NO_POOLING),
     "override_pooler_config": _refused(_NO_POOLING),
-    "enable_lora": _off(_NO_LORA),
-    "max_loras": _refused(_NO_LORA, 1),
-    "max_lora_rank": _refused(_NO_LORA, 16),
-    "max_cpu_loras": _refused(_NO_LORA),
-    "lora_modules": _refused(_NO_LORA),
+    "enable_lora": _nothing(_ADAPTERS, is_flag=True),
+    "max_loras": _nothing(_ADAPTERS),
+    "max_lora_rank": _nothing(_ADAPTERS),
+    "max_cpu_loras": _nothing(_ADAPTERS),
     "tokenizer_mode": _refused("the tokenizer is that of transformers: leave it out", "auto", "hf"),
     "skip_tokenizer_init": _off(
         "the tokenizer is always loaded: leave it out; SamplingParams(detokenize=False) returns token ids only"
@@ -198,7 +197,6 @@ SAME_NAME: Mapping[str, Mapping[Any, Any]] = {
 _NONE_IS_DEFAULT = ("dtype", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "trust_remote_code")
 
 CALLS: Mapping[str, Argument] = {
-    "lora_request": _refused(_NO_LORA),
     "priority": _refused("requests run in the order of their arrival: leave it out"),
     "tokenization_kwargs": _refused("tokenize the prompt yourself, and give {'prompt_token_ids': [...]}", {}),
     "chat_template_content_format": _refused("content is text: leave it out", "auto", "string"),

@@ -29,6 +29,8 @@ _DECIDING = (
     "generation_config",
     "dtype",
     "quantization_config",
+    "lora_modules",
+    "adapter",
     "max_model_len",
     "deterministic",
 )

@@ -19,6 +19,7 @@ from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.stages import MAX_STEPS, Stages
 from rayspec.decode.strategy import Strategy
 from rayspec.machine import bytes_available
+from rayspec.model.adapters import install_adapters
 from rayspec.model.architecture import Decomposition, max_positions, why_context_ends
 from rayspec.model.buckets import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.cuda.graphs import CudaDriver
@@ -53,6 +54,8 @@ def model_info(config: EngineConfig, model: PretrainedConfig, *, with_tokenizer:
         max_model_len=resolve_max_model_len(config, model),
         tokenizer=load_tokenizer(config) if with_tokenizer else None,
         defaults=generation_defaults(config),
+        adapters=list(config.lora_modules),
+        adapter=config.adapter,
     )
 
 
@@ -90,6 +93,7 @@ def prepare_span(
         use_operators=has_kernels(config, parts.device),
         quantised=copies_for_drafts(config, parts),
     )
+    install_adapters(parts, config.lora_modules)
     return parts, offloaded, weight_bytes
 
 

@@ -45,7 +45,7 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15
 @dataclass(slots=True, kw_only=True, eq=False)
 class SequenceState:
     """A sequence of a request and its progress. num_computed: leading tokens whose keys and values are in the KV cache.
-    windowed_table: pages in the windowed store, if the cache has one."""
+    windowed_table: pages in the windowed store, if the cache has one. adapter: see `RowSpan`."""
 
     sequence_id: str
     index: int
@@ -59,6 +59,7 @@ class SequenceState:
     owner: str = ""
     streams: bool = False
     background: bool = False
+    adapter: int = 0
     num_computed: int = 0
     cohort: int = 0
     table: PageTable = field(default_factory=PageTable)
@@ -98,7 +99,7 @@ class SequenceState:
         return self.max_total_tokens - self.num_tokens
 
     def rows(self, first: int, num_rows: int) -> RowSpan:
-        return RowSpan(self.table.runs, first, num_rows, windowed=self.windowed_table.runs)
+        return RowSpan(self.table.runs, first, num_rows, (), self.windowed_table.runs, self.adapter)
 
     def commit(self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]] = ()) -> int:
         """Append tokens up to the first that ends the sequence. Return how many were appended."""
@@ -182,13 +183,16 @@ class SequenceState:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What the engine knows of the model. max_model_len: the most prompt and output tokens of a request together.
-    defaults: the checkpoint's, of sampling parameters."""
+    defaults: the checkpoint's, of sampling parameters. adapters: names of the loaded adapters, to which others may be
+    added. adapter: the one of requests that name none."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     tokenizer: PreTrainedTokenizerBase | None = None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    adapters: list[str] = field(default_factory=list)
+    adapter: str | None = None
     grammars: Grammars = field(init=False)
 
     def __post_init__(self) -> None:
@@ -202,6 +206,9 @@ def admitted_tokens(request: Request, model: ModelInfo) -> list[int]:
     refuse."""
     check_tokens("logit_bias", request.params.logit_bias, model.vocab_size)
     check_tokens("allowed_token_ids", request.params.allowed_token_ids or (), model.vocab_size)
+    if request.adapter is not None and request.adapter not in model.adapters:
+        known = ", ".join(map(repr, model.adapters)) or "none"
+        raise RequestError(f"adapter {request.adapter!r} is not loaded: name it in option 'lora_modules' ({known} now)")
     prompt: Any = request.prompt
     if request.prompt_token_ids is None:
         if isinstance(prompt, str) and model.tokenizer is None:
@@ -352,7 +359,7 @@ class Requests(dict[str, LiveRequest]):
         seed = secrets.randbits(63) if params.seed is None else params.seed
         if index > 0 and params.prompt_logprobs is not None:  # the first sequence computes them
             params = params.model_copy(update={"prompt_logprobs": None})
-        form = params.structured_outputs
+        form, adapter = params.structured_outputs, request.adapter or self._model.adapter
         return SequenceState(
             sequence_id=f"{next(self._sequence_ids)}/{request.request_id}/{index}",
             index=index,
@@ -370,6 +377,7 @@ class Requests(dict[str, LiveRequest]):
             owner=request.owner,
             streams=request.stream,
             background=request.background,
+            adapter=0 if adapter is None else 1 + self._model.adapters.index(adapter),
             constraint=None if form is None else self._model.grammars.constraint(form, len(token_ids)),
             metrics=RequestMetrics(arrival_s=self._clock()),
         )

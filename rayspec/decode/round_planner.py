@@ -244,4 +244,5 @@ class RoundPlanner:
             num_probes=num_probes,
             max_tree_tokens=max_tree_tokens,
             windowed=sequence.windowed_table.runs,
+            adapter=sequence.adapter,
         )

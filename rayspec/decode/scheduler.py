@@ -131,13 +131,14 @@ class KVManager:
     def _hashes(self, sequence: SequenceState, num_pages: int) -> list[PageHash]:
         """Return the hashes of the first `num_pages` pages of the sequence, which must be full; [] if none are shared.
         With a grid, the bits of the prompt's last chunk and of generated tokens depend on the prompt length, which
-        salts them."""
+        salts them. So does an adapter, on which all keys and values depend."""
         if not self._shares_pages:
             return []
         num_prompt, grid = sequence.num_prompt_tokens, self._chunk_grid
 
         def salt(end: int) -> bytes:
-            return b"" if grid is None or end <= num_prompt // grid * grid else str(num_prompt).encode()
+            adapter = f"{sequence.adapter}:".encode() if sequence.adapter else b""
+            return adapter + (b"" if grid is None or end <= num_prompt // grid * grid else str(num_prompt).encode())
 
         extend_hashes(sequence.page_hashes, sequence.token_ids, num_pages, salt)
         return sequence.page_hashes[:num_pages]

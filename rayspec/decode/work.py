@@ -135,9 +135,10 @@ class RoundEntry(msgspec.Struct, frozen=True):
     num_probes: int = 0
     max_tree_tokens: int = 0
     windowed: Runs = ()
+    adapter: int = 0
 
     def rows(self, first: int, num_rows: int, parents: tuple[int, ...] = ()) -> RowSpan:
-        return RowSpan(self.runs, first, num_rows, parents, self.windowed)
+        return RowSpan(self.runs, first, num_rows, parents, self.windowed, self.adapter)
 
     def draft(self) -> Draft:
         """Return the initial draft: the looked-up tokens without probes."""

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -110,11 +111,16 @@ class Heads:
 
 class Rows(ABC):
     """A packed batch of N rows, as sublayers see it. positions: [N]. rope: by layer type, the output of the family's
-    rotary embedding. in_place: the residual is a buffer that sublayers add to."""
+    rotary embedding. in_place: the residual is a buffer that sublayers add to. adapters: the rows that run with an
+    adapter, by its number."""
 
     positions: Tensor
     rope: dict[str, Any]
     in_place: ClassVar[bool] = False
+
+    @property
+    def adapters(self) -> Sequence[tuple[int, slice]]:
+        return ()
 
     def seeing(self, keys: Keys) -> Rows:
         """Return the same rows, but reading only these keys. They write the same keys and values as before."""
@@ -171,6 +177,18 @@ class PackedRows(Rows):
     scores_pages: bool = False
     newest: dict[int | None, NewestRows | None] = field(default_factory=dict)  # by sliding window
     windowed: PackedRows | None = None
+    with_adapters: Sequence[tuple[int, slice]] | None = None  # as `adapters`, once somebody has asked
+
+    @property
+    def adapters(self) -> Sequence[tuple[int, slice]]:
+        if self.with_adapters is None:
+            found, at = [], 0
+            for number, some in groupby(self.spans, key=lambda span: span.adapter):
+                end = at + sum(span.num_rows for span in some)
+                found.append((number, slice(at, end)))
+                at = end
+            self.with_adapters = [one for one in found if one[0]]
+        return self.with_adapters
 
     @property
     def windows_seen(self) -> set[int | None]:

@@ -11,12 +11,13 @@ import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from rayspec.choices import Weights
 from rayspec.model.architecture import Decomposition, check_rows, rounding_tolerance, rows_of
@@ -52,23 +53,46 @@ _LARGEST_ERROR: dict[Weights, float] = {"int8": 0.05, "int4": 0.35}
 _MISFITS = (Exception,)
 
 
+class LowRank(NamedTuple):
+    """A product of two matrices: down [rank, inputs], up [outputs, rank]."""
+
+    down: Tensor
+    up: Tensor
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return linear(linear(rows, self.down), self.up)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedLayer:
     """A sublayer as two matrices. between: what is computed from the rows of the first for the rows of the last,
-    [N, first.num_rows] -> [N, columns of the last]: attention with a rotate-half rotary embedding, or an MLP's gate."""
+    [N, first.num_rows] -> [N, columns of the last]: attention with a rotate-half rotary embedding, or an MLP's gate.
+    adapters: what each adapter adds to the first and to the last matrix. Copies for drafts share it."""
 
     sublayer: Sublayer
     pre_norm: Norm
     first: LinearMap
     between: Callable[[Tensor, Rows], Tensor]
     last: nn.Module
+    adapters: dict[int, tuple[LowRank | None, LowRank | None]] = field(default_factory=dict)
 
     def __call__(self, hidden: Tensor, rows: Rows) -> Tensor:
         """Return the residual with the sublayer's output added; hidden: [1, N, hidden_size] in and out."""
-        mixed = self.between(self.first(self.pre_norm(hidden))[0], rows)[None]
+        entering = self.pre_norm(hidden)
+        mixed = self.between(self._adapted(0, self.first(entering), entering, rows)[0], rows)[None]
         if not (self.sublayer.adds_plainly and isinstance(self.last, LinearMap)):
-            return self.sublayer.add(hidden, self.last(mixed), in_place=rows.in_place)
-        return self.last.add_to(hidden, mixed) if rows.in_place else self.last.plus(hidden, mixed)
+            branch = self._adapted(1, self.last(mixed), mixed, rows)
+            return self.sublayer.add(hidden, branch, in_place=rows.in_place)
+        left = self.last.add_to(hidden, mixed) if rows.in_place else self.last.plus(hidden, mixed)
+        return self._adapted(1, left, mixed, rows)
+
+    def _adapted(self, matrix: int, output: Tensor, entering: Tensor, rows: Rows) -> Tensor:
+        """Add to the output of the first matrix, 0, or of the last, 1, what the adapters of the rows add, in place."""
+        for number, some in rows.adapters:
+            product = self.adapters.get(number, (None, None))[matrix]
+            if product is not None:
+                output[:, some] += product(entering[:, some])
+        return output
 
 
 @torch.inference_mode()
@@ -101,11 +125,17 @@ def matrices_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[li
 
     Raises AttributeError for a block of a layout that has no body.
     """
+    first, last = names_of(block, kind)
+    return [getattr(block, name) for name in first], getattr(block, last)
+
+
+def names_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[Sequence[str], str]:
+    """Return the names of the layers of `matrices_of`. Raises AttributeError as it does."""
     names = next((each for each in _FIRST[kind] if all(hasattr(block, name) for name in each)), None)
     if names is None:
         known = " or ".join(" + ".join(each) for each in _FIRST[kind])
         raise AttributeError(f"no {known}")
-    return [getattr(block, name) for name in names], getattr(block, _LAST[kind])
+    return names, _LAST[kind]
 
 
 def bytes_of_copies(parts: Decomposition) -> dict[Weights, int]:

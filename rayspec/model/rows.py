@@ -98,6 +98,8 @@ class RowSpan(msgspec.Struct, frozen=True):
 
     windowed: the slots of the same places in the windowed store of the cache, see `KVCache`. Slots of places that the
     rows' sliding windows hide mean nothing. Empty if the cache has no such store.
+
+    adapter: number of the adapter with which the rows run; 0 for none.
     """
 
     runs: Runs
@@ -105,6 +107,7 @@ class RowSpan(msgspec.Struct, frozen=True):
     num_rows: int
     parents: tuple[int, ...] = ()
     windowed: Runs = ()
+    adapter: int = 0
 
     @property
     def end(self) -> int:
@@ -114,11 +117,13 @@ class RowSpan(msgspec.Struct, frozen=True):
     def rest(self, num_done: int) -> RowSpan:
         """Return the rows after the first `num_done`, which then count as filled."""
         parents = tuple(parent - num_done for parent in self.parents[num_done:])
-        return RowSpan(self.runs, self.context + num_done, self.num_rows - num_done, parents, self.windowed)
+        return RowSpan(
+            self.runs, self.context + num_done, self.num_rows - num_done, parents, self.windowed, self.adapter
+        )
 
     def chain(self, first: int, num_rows: int) -> RowSpan:
         """Return `num_rows` of the rows, from row `first` on, as a chain."""
-        return RowSpan(self.runs, self.context + first, num_rows, (), self.windowed)
+        return RowSpan(self.runs, self.context + first, num_rows, (), self.windowed, self.adapter)
 
     def in_windowed_store(self) -> RowSpan:
         """Return the same rows with the slots of the windowed store."""

@@ -173,13 +173,13 @@ class StepBuffers:
         self._ropes: dict[str, tuple[Tensor, ...]] = {}  # by layer type, [1, max_rows, rotary] each
 
     def can_hold(self, metadata: BatchMetadata) -> bool:
-        """Return whether the pass fits and every sequence is in whole pages."""
+        """Return whether the pass fits, every sequence is in whole pages, and none has an adapter."""
         bucket, spans = metadata.bucket, metadata.spans
         return (
             bucket.num_rows <= self._max_rows
             and bucket.num_sequences <= self._max_sequences
             and not (bucket.is_tree and bucket.max_rows > MAX_TREE_ROWS)
-            and all(span.end <= self._num_places for span in spans)
+            and all(span.end <= self._num_places and not span.adapter for span in spans)
             and all(run.start % PAGE_SIZE == 0 for span in spans for run in span.runs)
             and all(run.length % PAGE_SIZE == 0 for span in spans for run in span.runs[:-1])
         )

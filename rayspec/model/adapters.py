@@ -1,0 +1,152 @@
+"""LoRA adapters in PEFT's folders: products of low rank that are added to the matrices of some rows of a pass."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from rayspec.model.architecture import Decomposition
+from rayspec.model.fused import FusedLayer, LowRank, names_of
+from rayspec.model.sublayers import Sublayer
+from rayspec.types import CheckpointError
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_KEY = re.compile(r"(?P<path>.*\blayers\.(?P<layer>\d+)\..*?(?P<module>\w+))\.lora_[AB]\.weight")
+_MERGE = "merge it into the model with merge_and_unload() of peft, and load the result"
+# What an adapter may hold or change beside its products, and the values with which it does not.
+_MORE: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the model's own weights
+    **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora"), (False,)),
+    **dict.fromkeys(("modules_to_save", "layer_replication", "target_parameters", "trainable_token_indices"), ([], {})),
+    **dict.fromkeys(("alora_invocation_tokens", "use_bdlora", "velora_config", "monteclora_config"), ()),
+}
+
+
+def base_model(folder: str) -> str | None:
+    """Return the base model that an adapter's folder names; None for other folders and names. Raises CheckpointError
+    if it names none."""
+    place = Path(folder)
+    if not (place / _CONFIG).is_file() or (place / "config.json").exists():
+        return None
+    base = _config_of(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(
+            f"the adapter {folder!r} names no base model: give the base as 'model', and the folder in 'lora_modules'"
+        )
+    return base
+
+
+@torch.inference_mode()
+def install_adapters(parts: Decomposition, folders: Mapping[str, str], *, first: int = 1) -> None:
+    """Read the adapters in `folders`, by name, and give them to the fused sublayers of a model or span. They have the
+    numbers `first`, ... in `RowSpan`. Passes without them may run meanwhile.
+
+    Raises CheckpointError for an adapter that cannot be read, does not fit, or changes something else than the matrices
+    of attention and MLP.
+    """
+    for number, (name, folder) in enumerate(folders.items(), first):
+        products = _products_of(folder)
+        try:
+            for sublayer in parts.sublayers:
+                _install(number, sublayer, products, parts)
+            if left := [one for one in products if parts.sublayers[0].layer <= one[0] <= parts.sublayers[-1].layer]:
+                layer, module = min(left)
+                raise ValueError(f"{module} of layer {layer} is no matrix of attention or MLP: {_MERGE}")  # noqa: TRY301
+        except ValueError as error:
+            raise CheckpointError(f"adapter {name!r} ({folder}) does not fit the model: {error}") from error
+
+
+def _install(
+    number: int, sublayer: Sublayer, products: dict[tuple[int, str], tuple[Tensor, Tensor]], parts: Decomposition
+) -> None:
+    """Take the sublayer's products out of `products`, and give them to its body. Raises ValueError for a misfit."""
+    block, body = sublayer.block, sublayer.body
+    if not isinstance(body, FusedLayer):
+        if any((sublayer.layer, name) in products for name, _ in block.named_children()):
+            raise ValueError(
+                f"sublayer {sublayer.index} is run by transformers' modules, not by two matrices: {_MERGE}"
+            )
+        return
+    first, last = names_of(block, sublayer.kind)
+    both: list[LowRank | None] = []
+    for names in (first, [last]):
+        own = [products.pop((sublayer.layer, name), None) for name in names]
+        linears: list[Any] = [getattr(block, name) for name in names]
+        for name, linear, product in zip(names, linears, own, strict=True):
+            if product is not None:
+                given, wanted = (product[1].shape[0], product[0].shape[1]), (linear.out_features, linear.in_features)
+                if given != wanted:
+                    raise ValueError(f"{name} of layer {sublayer.layer} is for {given}, and the model has {wanted}")
+        both.append(_side_by_side(linears, own, parts))
+    if any(one is not None for one in both):
+        body.adapters[number] = (both[0], both[1])
+
+
+def _side_by_side(
+    linears: Sequence[nn.Linear], products: Sequence[tuple[Tensor, Tensor] | None], parts: Decomposition
+) -> LowRank | None:
+    """Return the products of linear layers whose outputs stand side by side as one; None if there are none."""
+    if all(product is None for product in products):
+        return None
+    down = [product[0] for product in products if product is not None]
+    up = [
+        torch.zeros(linear.out_features, 0) if product is None else product[1]
+        for linear, product in zip(linears, products, strict=True)
+    ]
+    both = torch.cat(down), torch.block_diag(*up)  # type: ignore[no-untyped-call]
+    return LowRank(*(each.to(parts.device, parts.dtype) for each in both))
+
+
+def _products_of(folder: str) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
+    """Return the products of an adapter, by number of the layer and name of the module: float32 [rank, inputs] and
+    [outputs, rank], scaled. Raises CheckpointError."""
+    config = _config_of(folder)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"the adapter {folder!r} has peft_type {config.get('peft_type')!r}, not LORA: {_MERGE}")
+    for name, neutral in _MORE.items():
+        if (value := config.get(name)) is not None and value not in neutral:
+            raise CheckpointError(f"the adapter {folder!r} has {name} {value!r}, which is not supported: {_MERGE}")
+    try:
+        tensors = load_file(Path(folder) / _WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the adapter {folder!r} has no readable {_WEIGHTS} ({error}): save it with save_pretrained() of peft"
+        ) from error
+    found = {}
+    for key, down in tensors.items():
+        match = _KEY.fullmatch(key)
+        up = tensors.get(key.replace(".lora_A.", ".lora_B."))
+        if match is None or up is None or down.dim() != 2 or up.dim() != 2:
+            raise CheckpointError(f"the adapter {folder!r} has {key}, which is not supported: {_MERGE}")
+        if ".lora_A." in key:
+            scale = _scale(config, match["path"], len(down))
+            found[int(match["layer"]), match["module"]] = (down.float(), up.float() * scale)
+    return found
+
+
+def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
+    """Return the factor of the product of a module, as in `peft.tuners.lora.LoraModel`."""
+    patterns = config.get("alpha_pattern") or {}
+    own = next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path)), None)
+    alpha = float(config.get("lora_alpha", 8) if own is None else patterns[own])
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _config_of(folder: str) -> dict[str, Any]:
+    try:
+        content = json.loads((Path(folder) / _CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the adapter {folder!r} has no readable {_CONFIG}: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"the adapter {folder!r} has a {_CONFIG} that is no JSON object")
+    return content
