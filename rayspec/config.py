@@ -599,7 +599,7 @@ class EngineKeywords(TypedDict, total=False):
     device: str
     num_threads: int | None
     quantization_config: dict[str, Any] | None
-    lora_modules: Mapping[str, str]
+    lora_modules: dict[str, str]
     adapter: str | None
     generation_config: OfCheckpoint
     max_model_len: int | None

@@ -11,7 +11,7 @@ import random
 import reprlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -376,6 +376,7 @@ class AsyncEngine:
         self.client = llm.client
         self._numbers = itertools.count()
         self._owner = ""
+        self._adapter: str | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -401,10 +402,21 @@ class AsyncEngine:
         ConfigError without a template."""
         return self.llm.chat_tokens(messages, rendering)
 
+    @property
+    def adapters(self) -> Collection[str]:
+        """Names of the adapters that were loaded with the model."""
+        return self.client.info.config.lora_modules
+
     def owned_by(self, owner: str) -> Self:
         """Return the same engine for an owner's requests, see `Request.owner`."""
         other = copy.copy(self)
         other._owner = owner
+        return other
+
+    def with_adapter(self, adapter: str) -> Self:
+        """Return the same engine for requests with this adapter."""
+        other = copy.copy(self)
+        other._adapter = adapter
         return other
 
     async def run(
@@ -449,6 +461,7 @@ class AsyncEngine:
             stream=stream,
             background=background,
             owner=self._owner,
+            adapter=self._adapter,
         )
 
     def stop(self) -> None:

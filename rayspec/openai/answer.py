@@ -60,11 +60,13 @@ async def respond(
     """Run a request's prompts together and return the response. Raises RequestError, any other error of an output, and
     EngineDeadError. The first prompt that fails ends the others, and so does cancelling.
 
-    served: names of the model that a body may use; responses show the first. name: the end of the response's id.
+    served: names of the model that a body may use, beside its adapters; responses show the first. name: the end of the
+    response's id.
     background: the request runs behind other requests, within this limit.
     """
-    prompts = await _prompts(request, engine, served)
-    answer = Answer(request, TokenTexts(engine.tokenizer), name=name, created=created, model=served[0])
+    engine, model = _addressed(request.model, engine, served)
+    prompts = await _prompts(request, engine)
+    answer = Answer(request, TokenTexts(engine.tokenizer), name=name, created=created, model=model)
     tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
     try:
         return answer.whole(await asyncio.gather(*tasks))
@@ -87,8 +89,9 @@ async def stream(
     """Run a request like `respond`, and yield the response as server-sent events, at least once. An error before the
     first events is raised, because the HTTP status can still change; a later one is the last event, by `failure`.
     interval_s: shortest time between two outputs of a prompt, see `PieceQueue`."""
-    prompts = await _prompts(request, engine, served)
-    answer = Answer(request, TokenTexts(engine.tokenizer), name=name, created=created, model=served[0])
+    engine, model = _addressed(request.model, engine, served)
+    prompts = await _prompts(request, engine)
+    answer = Answer(request, TokenTexts(engine.tokenizer), name=name, created=created, model=model)
     num_running, has_begun = len(prompts), False
     async with aclosing(_stream_together(engine, prompts, interval_s)) as pieces:
         try:
@@ -105,9 +108,15 @@ async def stream(
             yield event(failure(error)) + END_OF_EVENTS
 
 
-async def _prompts(request: Request, engine: AsyncEngine, served: Sequence[str]) -> list[Prompt]:
+def _addressed(model: str, engine: AsyncEngine, served: Sequence[str]) -> tuple[AsyncEngine, str]:
+    """Return the engine for requests that name this model, which may be an adapter, and the name that responses show.
+    Raises InvalidRequestError."""
+    check_served(model, (*served, *engine.adapters))
+    return (engine.with_adapter(model), model) if model in engine.adapters else (engine, served[0])
+
+
+async def _prompts(request: Request, engine: AsyncEngine) -> list[Prompt]:
     """Check and tokenize a request. Raises RequestError for all errors that are known before the engine runs."""
-    check_served(request.model, served)
     num_characters, prompts = request.num_characters, list[Prompt]()
     params: dict[int, SamplingParams] = {}
     # One after the other, so that prompts of other requests come in between.

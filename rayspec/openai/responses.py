@@ -24,11 +24,13 @@ _LEAST_LOGPROB = -9999.0  # what OpenAI writes for "very unlikely"; JSON has no 
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """created: Unix seconds. max_model_len: vLLM's extra field, the most prompt and output tokens of a request."""
+    """created: Unix seconds. Fields of vLLM's: max_model_len, the most prompt and output tokens of a request; parent,
+    the model of an adapter."""
 
     id: str
     created: int
     max_model_len: int
+    parent: str | None = None
     owned_by: str = "rayspec"
     object: Literal["model"] = "model"
 

@@ -189,7 +189,7 @@ class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 def tokenize(request: TokenizeRequest, engine: AsyncEngine, served: Sequence[str]) -> TokenizeResponse:
     """Answer a request. served: names of the model that a body may use. Raises RequestError."""
-    check_served(request.model or served[0], served)
+    check_served(request.model or served[0], (*served, *engine.adapters))
     token_ids = request.tokens(engine)
     strings: Any = engine.tokenizer.convert_ids_to_tokens(token_ids) if request.return_token_strs else None
     return TokenizeResponse(
@@ -199,7 +199,7 @@ def tokenize(request: TokenizeRequest, engine: AsyncEngine, served: Sequence[str
 
 def detokenize(request: DetokenizeRequest, engine: AsyncEngine, served: Sequence[str]) -> DetokenizeResponse:
     """Answer a request. served: names of the model that a body may use. Raises RequestError."""
-    check_served(request.model or served[0], served)
+    check_served(request.model or served[0], (*served, *engine.adapters))
     if len(request.tokens) > engine.max_model_len:
         raise PromptTooLongError(f"tokens: {len(request.tokens)}; at most {engine.max_model_len} of this model at once")
     check_tokens(request.tokens, engine.tokenizer)

@@ -46,6 +46,7 @@ class BatchRunner:
     def __init__(self, options: ServeOptions, models: Mapping[str, Any]) -> None:
         assert options.batches is not None
         self._max_lines, self._models = options.max_batch_lines, dict(models)
+        self._model_of = options.model_of
         self._store = BatchStore.at(options.batches)
         self._places = {
             one.model_id: asyncio.Semaphore(one.num_places * one.num_replicas) for one in options.llm_configs
@@ -116,7 +117,7 @@ class BatchRunner:
 
     async def _answer(self, line: BatchLine) -> BatchResult | ApiError:
         """Return the result of a line, or an ApiError if it was lost with a replica. Wait while the model is busy."""
-        model = line.model if line.model in self._models else next(iter(self._models))
+        model = self._model_of.get(line.model or "") or next(iter(self._models))
         async with self._places[model]:
             while (found := await self._ask(model, line)) is BUSY:
                 await asyncio.sleep(_BUSY_WAIT_S)

@@ -14,6 +14,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -63,6 +64,7 @@ class Ingress:
         num_ingresses: int = 1,
     ) -> None:
         self.options, self.models, self.runner = options, dict(models), runner
+        self.model_of = options.model_of
         self._cards: dict[str, ModelCard] = {}
         self._admissions = {
             one.model_id: Admission(one.max_admitted and -(-one.max_admitted // num_ingresses), refusal=BUSY)
@@ -89,9 +91,10 @@ class Ingress:
         with ExitStack() as held:
             asked, body = await self.bodies.read(request, kind, held)
             model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.options.request_timeout_s
-            held.enter_context(self._admissions[asked.model].admit(asked.num_sequences))
+            own = self.model_of[asked.model]
+            held.enter_context(self._admissions[own].admit(asked.num_sequences))
             owner = self.entry.keys.owner(request.headers.get("authorization"))
-            turns, is_streamed = self._turns[asked.model], asked.stream
+            turns, is_streamed = self._turns[own], asked.stream
             del asked  # its values take several times as much memory as the body
             if len(body) > SMALL:
                 await while_connected(request, turns.acquire())
@@ -113,18 +116,21 @@ class Ingress:
             return json_response(await while_connected(request, work))
 
     async def card(self, model: str) -> ModelCard:
-        """Return the card of a model. Raises RequestError for a model that is not served, and Refused."""
+        """Return the card of a model or adapter. Raises RequestError for one that is not served, and Refused."""
         if model not in self._cards:
             asked = self._ready_model(model).card.remote()
-            self._cards[model] = await fetch(asked, self.options.request_timeout_s)
+            card, own = await fetch(asked, self.options.request_timeout_s), self.model_of[model]
+            self._cards[model] = card if own == model else replace(card, id=model, parent=own)
         return self._cards[model]
 
     def _ready_model(self, name: str) -> Any:
-        """Return the handle of a model. Raises RequestError, and Refused while no replica can serve."""
-        check_served(name, tuple(self.models))
-        if not (name in self._may_be_absent or self.watch.can_serve(name)):
+        """Return the handle of a model, or of an adapter's. Raises RequestError, and Refused while no replica can
+        serve."""
+        check_served(name, tuple(self.model_of))
+        own = self.model_of[name]
+        if not (own in self._may_be_absent or self.watch.can_serve(own)):
             raise Refused(STARTING)
-        return self.models[name]
+        return self.models[own]
 
 
 class _EventStream(StreamingResponse):
@@ -194,7 +200,7 @@ def _add_model_routes(app: FastAPI, ingress: Ingress, described: Description) ->
 
     @app.get("/v1/models", responses=described.answers(ModelList))
     async def models() -> Response:
-        return json_response(ModelList(data=await asyncio.gather(*[ingress.card(model) for model in ingress.models])))
+        return json_response(ModelList(data=await asyncio.gather(*[ingress.card(model) for model in ingress.model_of])))
 
     @app.get("/v1/models/{model:path}", responses=described.answers(ModelCard))
     async def model_card(model: str) -> Response:

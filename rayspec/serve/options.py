@@ -174,9 +174,12 @@ class ServeOptions(Options):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        name, count = Counter(config.model_id for config in self.llm_configs).most_common(1)[0]
+        names = [name for config in self.llm_configs for name in (config.model_id, *config.engine.lora_modules)]
+        name, count = Counter(names).most_common(1)[0]
         if count > 1:
-            raise ValueError(f"option 'model_id' is {name!r} in {count} of llm_configs: give each model its own")
+            raise ValueError(
+                f"option 'model_id' is {name!r} in {count} of llm_configs and their adapters: give each model its own"
+            )
         # Keys are secret: a message must not show them.
         for number, key in enumerate(self.api_keys, start=1):
             if not (key.isascii() and key.isprintable() and key) or " " in key:
@@ -185,6 +188,15 @@ class ServeOptions(Options):
             if not _is_origin(origin):
                 raise ValueError(f"option 'cors' has {origin!r}: write an origin, as 'https://app.example', or '*'")
         return self
+
+    @property
+    def model_of(self) -> dict[str, str]:
+        """The model of each name that requests may use: its own, and those of its adapters."""
+        return {
+            name: config.model_id
+            for config in self.llm_configs
+            for name in (config.model_id, *config.engine.lora_modules)
+        }
 
     @property
     def max_ongoing_requests(self) -> int:

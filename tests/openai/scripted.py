@@ -22,6 +22,7 @@ class ScriptedEngine:
     max_model_len = 512
     max_new_tokens = None
     kv_cache_tokens = 512
+    adapters = ()
 
     def __init__(self, outcomes: Mapping[int, RayspecError | str] | None = None) -> None:
         self.outcomes = outcomes or {}

@@ -203,17 +203,17 @@ def test_what_is_wrong_with_a_request_is_told_before_anything_runs(
 def test_copies_of_long_prompts_are_limited(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_module, "_MOST_PROMPT_TOKENS", 3000)
     request = parsed(TEXT, prompt=[[5] * 300] * 2, max_tokens=1, temperature=1)
-    assert len(run(answer_module._prompts(request.model_copy(update={"n": 5}), engine, SERVED))) == 2
+    assert len(run(answer_module._prompts(request.model_copy(update={"n": 5}), engine))) == 2
     with pytest.raises(RequestError, match="3600 tokens, n times; at most 3000"):
-        run(answer_module._prompts(request.model_copy(update={"n": 6}), engine, SERVED))
+        run(answer_module._prompts(request.model_copy(update={"n": 6}), engine))
 
 
 def test_more_logprobs_than_memory_is_good_for_are_refused(engine: AsyncEngine) -> None:
     many = parsed(TEXT, prompt=["a"] * 1024, max_tokens=400, logprobs=20)
     with pytest.raises(RequestError, match="lower max_tokens"):
-        run(answer_module._prompts(many, engine, SERVED))
+        run(answer_module._prompts(many, engine))
     for fewer in ({"max_tokens": 100}, {"logprobs": 5}, {"logprobs": None}):
-        assert len(run(answer_module._prompts(many.model_copy(update=fewer), engine, SERVED))) == 1024
+        assert len(run(answer_module._prompts(many.model_copy(update=fewer), engine))) == 1024
 
 
 @pytest.mark.parametrize(("shape", "as_chat"), [("ab ", True), ("😀", False)])
@@ -242,8 +242,7 @@ def test_what_waits_to_be_tokenized_is_dropped_when_its_client_goes() -> None:
     async def work() -> None:
         texts = [letter + "b" * 3000 for letter in "xyz"]
         tasks = [
-            asyncio.create_task(answer_module._prompts(parsed(TEXT, prompt=texts * 3), Slow({}), SERVED))
-            for _ in range(5)
+            asyncio.create_task(answer_module._prompts(parsed(TEXT, prompt=texts * 3), Slow({}))) for _ in range(5)
         ]
         assert await asyncio.to_thread(begun.wait, 30)
         await asyncio.sleep(0.1)

@@ -41,6 +41,7 @@ class DemoTokens:
     max_model_len = 77
     max_new_tokens = None
     kv_cache_tokens = 77
+    adapters = ()
     tokenizer = demo_tokenizer()
 
     def tokens(self, prompt: str) -> list[int]:

@@ -1,0 +1,207 @@
+"""LoRA adapters, saved by peft: each text is that of the model into which peft has merged its adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rayspec import LLM, LoRARequest, SamplingParams
+from rayspec.llm import AsyncEngine
+from rayspec.openai.answer import respond
+from rayspec.openai.requests import CompletionRequest, InvalidRequestError
+from rayspec.types import CheckpointError, ConfigError
+from tests.demo_model import demo_tokenizer
+from tests.families import checkpoint, greedy
+
+SIZES = (5, 33, 40, 70, 40)
+USES = ("a", "b", None, "a", "b")
+PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 256}
+COPIES = {"strategy": "static", "static_choice": "int4", "max_draft_tokens": 3}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "a": {"r": 8, "lora_alpha": 16},
+    "b": {
+        "r": 4,
+        "lora_alpha": 3,
+        "use_rslora": True,
+        "alpha_pattern": {"o_proj": 5},
+        "rank_pattern": {"down_proj": 2},
+    },
+}
+MATRICES = {"phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@cache
+def adapters(family: str, folder: Path) -> dict[str | None, str]:
+    """Folders of the base model, under None, and of its adapters."""
+    found: dict[str | None, str] = {None: checkpoint(family)}
+    for name, options in ADAPTERS.items():
+        torch.manual_seed(ord(name))
+        targets = MATRICES.get(family, ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
+        config = LoraConfig(target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+        place = folder / f"{family}-{name}"
+        get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint(family)), config).save_pretrained(place)
+        found[name] = str(place)
+    return found
+
+
+@cache
+def merged(family: str, name: str, folder: Path) -> str:
+    place = folder / f"{family}-{name}-merged"
+    base = AutoModelForCausalLM.from_pretrained(checkpoint(family))
+    PeftModel.from_pretrained(base, adapters(family, folder)[name]).merge_and_unload().save_pretrained(place)
+    return str(place)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randint(3, 100, (size,), generator=generator).tolist() for size in SIZES]
+    return [*made[:-1], made[2]]  # the last is alike to the third, and has another adapter
+
+
+def expected(family: str, folder: Path, uses: Sequence[str | None]) -> list[tuple[int, ...]]:
+    models = [checkpoint(family) if name is None else merged(family, name, folder) for name in uses]
+    return [greedy(model, [prompt], PARAMS.max_tokens or 0)[0] for model, prompt in zip(models, prompts(), strict=True)]
+
+
+def loaded(model: str, **options: Any) -> LLM:
+    return LLM(model, tokenizer=demo_tokenizer().name_or_path, **OPTIONS | options)
+
+
+def texts(llm: LLM, uses: Sequence[LoRARequest | None] | None) -> list[tuple[int, ...]]:
+    given = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    outputs = llm.generate(given, PARAMS, lora_request=uses, use_tqdm=False)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def requests(found: dict[str | None, str]) -> list[LoRARequest | None]:
+    return [None if name is None else LoRARequest(name, 1, found[name]) for name in USES]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "gemma2",
+        *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("qwen3", "mistral", "granite")),
+    ],
+)
+@pytest.mark.parametrize("speculation", [{"strategy": "ar"}, COPIES], ids=["ar", "copies"])
+def test_adapters_beside_one_another_equal_merged_models(family: str, speculation: Any, folder: Path) -> None:
+    found, known = adapters(family, folder), expected(family, folder, USES)
+    assert known != expected(family, folder, [None] * len(USES))
+    with loaded(checkpoint(family), lora_modules={"a": found["a"]}, speculation=speculation) as llm:
+        assert texts(llm, requests(found)) == known  # b is loaded now
+        assert texts(llm, requests(found)) == known  # from cached pages
+        assert (llm.stats.num_accepted_tokens > 0) == (speculation is COPIES)
+        assert llm.stats.num_cached_tokens > 0
+        with pytest.raises(ConfigError, match="name it otherwise"):
+            texts(llm, [LoRARequest("a", 1, found["b"] or "")] * len(USES))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ray
+def test_stages_have_the_adapters_too(folder: Path, ray_cluster: None) -> None:
+    found, parallel = adapters("llama", folder), {"stages": 2, "cpus_per_shard": 0.25}
+    modules = {name: found[name] for name in ADAPTERS}
+    with loaded(checkpoint("llama"), lora_modules=modules, speculation=COPIES, parallel=parallel) as llm:
+        assert texts(llm, requests(found)) == expected("llama", folder, USES)
+
+
+def test_the_folder_of_an_adapter_is_its_base_model_with_it(folder: Path) -> None:
+    with loaded(adapters("llama", folder)["a"], speculation={"strategy": "ar"}) as llm:
+        assert texts(llm, None) == expected("llama", folder, ["a"] * len(USES))
+
+
+def test_requests_of_the_endpoint_name_an_adapter_as_their_model(folder: Path) -> None:
+    found = adapters("llama", folder)
+    llm = loaded(checkpoint("llama"), lora_modules={"a": found["a"]}, speculation={"strategy": "ar"})
+    engine, known = AsyncEngine(llm), expected("llama", folder, ["a", "b", "a", "a", "a"])
+
+    def asked(model: str) -> Any:
+        body = {"model": model, "prompt": prompts()[0], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        request = CompletionRequest.parse(body | {"return_token_ids": True})
+        return asyncio.run(respond(request, engine, ("base",), name="1", created=1))
+
+    try:
+        answer = asked("a")
+        assert (answer.model, tuple(answer.choices[0].token_ids)) == ("a", known[0])
+        assert tuple(asked("base").choices[0].token_ids) != known[0]
+        with pytest.raises(InvalidRequestError, match="'b' does not exist; served here: 'base', 'a'"):
+            asked("b")
+    finally:
+        engine.stop()
+
+
+def changed(source: str | None, place: Path, *, tensors: Any = None, **config: Any) -> str:
+    """A copy of an adapter with another config, or with these tensors."""
+    place.mkdir()
+    before = json.loads(Path(str(source), "adapter_config.json").read_text())
+    (place / "adapter_config.json").write_text(json.dumps(before | config))
+    held = load_file(Path(str(source), "adapter_model.safetensors")) if tensors is None else tensors
+    save_file(held, place / "adapter_model.safetensors")
+    return str(place)
+
+
+LAYER = "base_model.model.model.layers.1"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora True, which is not supported: merge it into the model"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\]"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3', not LORA"),
+        ({"tensors": {"base_model.model.lm_head.lora_A.weight": torch.ones(1, 1)}}, "lm_head.lora_A.weight"),
+        (
+            {"tensors": {f"{LAYER}.self_attn.q_proj.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}},
+            r"q_proj of layer 1 is for \(2, 2\), and the model has",
+        ),
+        (
+            {"tensors": {f"{LAYER}.mlp.router.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}},
+            "router of layer 1 is no matrix of attention or MLP",
+        ),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(
+    change: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
+    place = changed(adapters("llama", folder)["a"], tmp_path / "changed", **change)
+    with pytest.raises(CheckpointError, match=message):
+        loaded(checkpoint("llama"), lora_modules={"odd": place})
+
+
+def test_an_adapter_for_sublayers_without_two_matrices_is_refused(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="sublayer 0 is run by transformers' modules"):
+        loaded(checkpoint("phi3"), lora_modules={"a": adapters("phi3", folder)["a"]})
+
+
+def test_a_missing_adapter_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for options, message in (
+        ({"lora_modules": {"a": str(tmp_path / "empty")}}, "no readable adapter_config.json"),
+        ({"adapter": "a"}, "option 'adapter' is 'a': name one of 'lora_modules' (none)"),
+        ({"lora_modules": {"a": "x"}, "offload": {}}, "'lora_modules' does not work with option 'offload'"),
+    ):
+        with pytest.raises((CheckpointError, ConfigError), match=re.escape(message)):
+            loaded(checkpoint("llama"), **options)
+    with loaded(checkpoint("llama"), speculation={"strategy": "ar"}) as llm:
+        (output,) = llm.generate({"prompt_token_ids": [3]}, PARAMS, lora_request=LoRARequest("b"), use_tqdm=False)
+        assert "adapter 'b' is not loaded: name it in option 'lora_modules' (none now)" in str(output.error)
