@@ -288,7 +288,8 @@ class LLM:
 
     def _adapters_of(self, given: Any, count: int) -> list[str | None]:
         """Return the name of the adapter of each prompt, loaded."""
-        each = [given] * count if given is None or isinstance(given, LoRARequest) else list(given)
+        several = isinstance(given, list | tuple)
+        each = list(given) if several else [given] * count
         if len(each) != count or not all(one is None or isinstance(one, LoRARequest) for one in each):
             raise ConfigError(f"lora_request is {reprlib.repr(given)}: give one LoRARequest, or one or None a prompt")
         for one in {one for one in each if one is not None}:
