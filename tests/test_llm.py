@@ -330,7 +330,7 @@ def test_a_bad_conversation_is_an_output_with_an_error(llm: LLM, conversation: A
         (lambda llm: llm.generate(5), "prompts is 5: give a text"),
         (lambda llm: llm.generate("a", {"max_tokens": 5}), r"params has {'max_tokens': 5}: give SamplingParams\("),
         (lambda llm: llm.generate("a", params=SHORT), "argument 'params' is called 'sampling_params', as in vLLM"),
-        (lambda llm: llm.generate("a", lora_request=1), "lora_request is 1: give one LoRARequest, or one or None a prompt"),
+        (lambda llm: llm.generate("a", lora_request=1), "lora_request is 1: give one LoRARequest, or one"),
         (
             lambda llm: llm.chat(_messages(1)[0], continue_final_message=True),
             "argument 'continue_final_message' is True: give add_generation_prompt=False",
