@@ -71,6 +71,20 @@ def test_summaries_of_good_and_bad_rows(run: Run, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.parquet", "out.parquet.run"]
 
 
+def test_without_an_output_the_texts_are_printed_or_the_rows_and_nothing_is_kept(run: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", *report_rows(2))
+    arguments = ("summarize", "in.jsonl", *PLAIN, "--max-tokens", "5")
+    rows = [json.loads(line) for line in run(*arguments, "-o", "-").stdout.splitlines()]
+    assert [row["num_output_tokens"] for row in rows] == [5, 5]
+    printed = run(*arguments)
+    assert printed.stdout == "".join(f"{row['id']}\n{row['summary']}\n\n" for row in rows)
+    assert "2 rows, 10 tokens" in printed.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert (
+        "option 'format' is 'parquet', of a file: name one as 'output'" in run(*arguments, "--format", "parquet").stderr
+    )
+
+
 def test_the_saved_config_repeats_the_run(run: Run, tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", *report_rows(2))
     assert run("summarize", "in.jsonl", "-o", "a.jsonl", *PLAIN, "--max-tokens", "20").exit_code == 0

@@ -3,10 +3,12 @@ process. The output of one way can be continued in the other."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, NoReturn
 
 import typer
@@ -45,14 +47,16 @@ Inputs = Annotated[
     ),
 ]
 Output = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--output",
         "-o",
         help="a .parquet or .jsonl file, or a folder for rows, manifest and report; path or URI. A file has a folder "
-        "with .run after its name for the rest",
+        "with .run after its name for the rest. Without it the texts are printed, with - the rows as JSON lines, and "
+        "nothing is kept",
     ),
 ]
+_STDOUT = "-"
 
 
 class DocumentOptions(JobOptions, LongDocumentOptions):
@@ -83,7 +87,7 @@ def summarize(
     context: typer.Context,
     asked: Asked,
     inputs: Inputs = None,
-    output: Output,
+    output: Output = None,
     text_column: Annotated[str, typer.Option(help="column of the document's text")] = "text",
     prompt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="what to ask; {text} stands for the document")
@@ -115,7 +119,7 @@ def generate(
     context: typer.Context,
     asked: Asked,
     inputs: Inputs = None,
-    output: Output,
+    output: Output = None,
     prompt_column: Annotated[str, typer.Option(help="column of the prompt")] = "prompt",
     messages_column: Annotated[str, typer.Option(help="column of chat messages, used where present")] = "messages",
     chat: Annotated[bool, typer.Option(help="put prompts through the chat template as a user's message")] = False,
@@ -188,22 +192,26 @@ def _run_documents(
     context: typer.Context,
     task: DocumentTask,
     source: Source,
-    output: str,
+    output: str | None,
     options: DocumentOptions,
     *,
     name: str,
     text_column: str,
 ) -> NoReturn:
-    """Run the job, print the first rows, the totals of all rows, and where they are, and exit."""
-    job = Job(
-        backend=_backend(context),
-        task=task,
-        output=output,
-        options=options,
-        name=name,
-        text_column=text_column,
-    )
-    report = job.run(source)
+    """Run the job, print the first rows, the totals of all rows, and where they are, and exit. Without an output, print
+    the texts or all rows instead."""
+    with TemporaryDirectory(prefix="rayspec-rows-") as kept:
+        is_printed = output in (None, _STDOUT)
+        place = f"{kept}/rows.jsonl" if is_printed else str(output)
+        job = Job(
+            backend=_backend(context), task=task, output=place, options=options, name=name, text_column=text_column
+        )
+        report = job.run(source)
+        code = report.exit_code(accepts_failed=options.accept_failed_rows)
+        if is_printed:
+            _print_rows(Path(place), None if output == _STDOUT else text_column)
+            error_console().print(str(report), markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(code)
     table = Table(title=str(report), title_justify="left")
     for heading in DOCUMENT_HEADINGS:
         text = heading in {"id", "error"}
@@ -212,10 +220,19 @@ def _run_documents(
         table.add_row(*cells)
     console = output_console()
     console.print(table)
-    folder, file, _ = output_places(output, None)
+    folder, file, _ = output_places(place, None)
     where = f"rows are in {file}, report and picture" if file is not None else "rows, report and picture"
     console.print(f"{where} are in {folder}", soft_wrap=True)
-    raise typer.Exit(report.exit_code(accepts_failed=options.accept_failed_rows))
+    raise typer.Exit(code)
+
+
+def _print_rows(file: Path, text_column: str | None) -> None:
+    """Print the rows of a file: their texts, under their ids if there are several, or the lines as they are."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    rows = [json.loads(line) for line in lines]
+    for line, row in zip(lines, rows, strict=True):
+        title = f"{row['id']}\n" if len(rows) > 1 else ""
+        typer.echo(line if text_column is None else f"{title}{row[text_column] or row['error']}\n")
 
 
 def _backend(context: typer.Context) -> LocalBackend:
@@ -226,12 +243,16 @@ def _backend(context: typer.Context) -> LocalBackend:
     return RayBackend()
 
 
-def _found(inputs: Sequence[str], output: str, options: JobOptions) -> InputFiles:
+def _found(inputs: Sequence[str], output: str | None, options: JobOptions) -> InputFiles:
     """Find the inputs. An output of an earlier run is none. Raises ConfigError for an output that is another input."""
-    folder, file, _ = output_places(output, options.format)
-    leave_out = [folder.name]
-    if file is not None and folder.join(MANIFEST).exists:
-        leave_out.append(file.name)
+    leave_out, file = list[str](), None
+    if output is not None and output != _STDOUT:
+        folder, file, _ = output_places(output, options.format)
+        leave_out = [folder.name]
+        if file is not None and folder.join(MANIFEST).exists:
+            leave_out.append(file.name)
+    elif options.format is not None:
+        raise ConfigError(f"option 'format' is {options.format!r}, of a file: name one as 'output'")
     found = find_files(inputs, outputs=leave_out)
     if found.warning is not None:
         error_console().print(found.warning, markup=False, highlight=False, soft_wrap=True)
