@@ -317,6 +317,11 @@ class SpeculationOptions(Options):
         ge=0,
         description="auto: tokens of finished outputs that are kept, from which later texts copy; 0: none",
     )
+    corpus: str | None = Field(
+        None,
+        description="auto: text, JSON-lines or Parquet file of texts like those expected, copied from the start; at "
+        "most corpus_tokens are read",
+    )
     draft_threshold: float | None = Field(
         None,
         ge=0.0,
@@ -396,6 +401,11 @@ class SpeculationOptions(Options):
             raise ValueError(f"strategy {self.strategy!r} needs option 'warm_start': name a file of saved plans")
         if self.warm_start is not None and self.strategy not in useful:
             raise ValueError(f"option 'warm_start' does not work with strategy {self.strategy!r}: remove one")
+        if self.corpus is not None and (self.strategy != "auto" or not self.corpus_tokens):
+            raise ValueError(
+                f"option 'corpus' is {self.corpus!r}, which works with strategy 'auto' and corpus_tokens above 0 only: "
+                "remove it, or change these"
+            )
         for name, is_given in (("skip", bool(self.skip)), ("static_choice", self.static_choice != FULL)):
             if is_given and self.strategy != "static":
                 raise ValueError(

@@ -236,8 +236,8 @@ class LoRARequest:
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
     """Counts and times of one request. A *round* is one verify; rounds without a draft count too, and
-    are called *plain*. num_cached_tokens: prompt tokens that were found in the KV cache. If the request has several
-    sequences, this is the number for the sequence that computed the prompt."""
+    are called *plain*. accepted_by_source: see `EngineStats`. num_cached_tokens: prompt tokens that were found in the
+    KV cache. If the request has several sequences, this is the number for the sequence that computed the prompt."""
 
     num_rounds: int = 0
     num_plain_rounds: int = 0
@@ -246,6 +246,7 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_replays: int = 0
     num_cached_tokens: int = 0
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
     arrival_s: float = 0.0
     first_token_s: float | None = None
     finished_s: float | None = None

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from rayspec.config import EngineConfig
+from rayspec.decode.drafting.corpus import OwnedText, tokenised
 from rayspec.decode.output import NewOutput
 from rayspec.decode.progress import Progress
 from rayspec.decode.requests import ModelInfo, Requests, SequenceState
@@ -111,6 +112,7 @@ class Engine:
             scheduler=scheduler,
             stats=self.stats,
             clock=clock,
+            given_texts=model.given_texts,
         )
         self._under_way: list[_WorkUnderWay] = []
         self._work_ids = itertools.count(1)
@@ -126,6 +128,21 @@ class Engine:
     def forget_texts(self) -> None:
         """Forget the outputs that later texts could copy, and what the target found likely in them."""
         self._planner.proposer.forget_texts()
+
+    def finished_texts(self, most: int) -> list[OwnedText]:
+        """Return finished texts that were not returned before, for other engines with this model. Any thread may call
+        this."""
+        finished = self._planner.proposer.finished
+        return [finished.popleft() for _ in range(min(most, len(finished)))]
+
+    def remember(self, texts: Iterable[OwnedText]) -> None:
+        """Let later texts of the same owners copy these. Tokens must be the model's. Any thread may call this."""
+        self._planner.proposer.received.extend(texts)
+
+    def remember_texts(self, texts: Iterable[str]) -> None:
+        """Let later texts without an owner copy these, up to `corpus_tokens`. Any thread may call this."""
+        tokens = tokenised(texts, self.tokenizer, vocab_size=self.model.vocab_size)
+        self.remember(("", one) for one in tokens)
 
     @property
     def has_unfinished(self) -> bool:

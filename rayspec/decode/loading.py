@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rayspec.choices import Choice, Weights, keys_of
 from rayspec.config import KV_CACHE_SHARE, EngineConfig
+from rayspec.decode.drafting.corpus import tokenised
+from rayspec.decode.drafting.corpus_file import read_texts
 from rayspec.decode.engine import Engine
 from rayspec.decode.pages import WindowedPages
 from rayspec.decode.requests import ModelInfo
@@ -48,14 +51,23 @@ _NUM_BEHIND = 128
 
 def model_info(config: EngineConfig, model: PretrainedConfig, *, with_tokenizer: bool) -> ModelInfo:
     """Return what an engine has to know of the model. Raises ConfigError and CheckpointError."""
+    tokenizer, given = load_tokenizer(config) if with_tokenizer else None, array("i")
+    if (name := config.speculation.corpus) is not None:
+        if tokenizer is None:
+            raise ConfigError(f"option 'corpus' is {name!r}, which needs a tokenizer: leave it out")
+        for part in tokenised(read_texts(name), tokenizer, vocab_size=vocab_size(model)):
+            given.extend(part[: config.speculation.corpus_tokens - len(given)])
+            if len(given) == config.speculation.corpus_tokens:
+                break
     return ModelInfo(
         vocab_size=vocab_size(model),
         eos_token_ids=eos_token_ids(config),
         max_model_len=resolve_max_model_len(config, model),
-        tokenizer=load_tokenizer(config) if with_tokenizer else None,
+        tokenizer=tokenizer,
         defaults=generation_defaults(config),
         adapters=list(config.lora_modules),
         adapter=config.adapter,
+        given_texts=given,
     )
 
 

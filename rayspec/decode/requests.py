@@ -9,6 +9,7 @@ import itertools
 import operator
 import reprlib
 import secrets
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,7 +185,7 @@ class SequenceState:
 class ModelInfo:
     """What the engine knows of the model. max_model_len: the most prompt and output tokens of a request together.
     defaults: the checkpoint's, of sampling parameters. adapters: names of the loaded adapters, to which others may be
-    added. adapter: the one of requests that name none."""
+    added. adapter: the one of requests that name none. given_texts: tokens of texts that drafts are copied from."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -193,6 +194,7 @@ class ModelInfo:
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     adapters: list[str] = field(default_factory=list)
     adapter: str | None = None
+    given_texts: Sequence[int] = ()
     grammars: Grammars = field(init=False)
 
     def __post_init__(self) -> None:
@@ -385,8 +387,12 @@ class Requests(dict[str, LiveRequest]):
 
 def _summed(metrics: Sequence[RequestMetrics]) -> RequestMetrics:
     counts = ("rounds", "plain_rounds", "draft_tokens", "accepted_tokens", "preemptions", "replays")
+    by_source = Counter[str]()
+    for one in metrics:
+        by_source.update(one.accepted_by_source)
     return RequestMetrics(
         **{f"num_{name}": sum(getattr(one, f"num_{name}") for one in metrics) for name in counts},
+        accepted_by_source=dict(by_source),
         num_cached_tokens=min(one.num_cached_tokens for one in metrics),
         arrival_s=min(one.arrival_s for one in metrics),
         first_token_s=min((one.first_token_s for one in metrics if one.first_token_s is not None), default=None),

@@ -59,12 +59,13 @@ class RoundPlanner:
         scheduler: Scheduler,
         stats: EngineStats,
         clock: Callable[[], float],
+        given_texts: Sequence[int] = (),
     ) -> None:
         self.strategy = strategy
         # The last tapped tokens. None stands for a token whose sequence has left its place in the KV cache, until new
         # tokens push it out, as they do with its states in the stages: so the states of all others are still there.
         self._taps: deque[TappedToken | None] = deque(maxlen=num_tap_tokens)
-        self.proposer = Proposer(options, takes_trees=stages.takes_trees)
+        self.proposer = Proposer(options, takes_trees=stages.takes_trees, given_texts=given_texts)
         self._options = options
         self._stages = stages
         self._scheduler = scheduler
@@ -159,7 +160,8 @@ class RoundPlanner:
             committed, draft = result.committed[at], result.drafts[at]
             rows = (result.paths[at] if result.paths else ()) or range(1, result.num_accepted[at] + 1)
             for source in sources_of(draft, proposals[at], rows):
-                by_source[source] = by_source.get(source, 0) + 1
+                for counts in (by_source, sequence.metrics.accepted_by_source):
+                    counts[source] = counts.get(source, 0) + 1
             if committed.finite and not committed.problem and sequence.finish_reason != "abort":
                 likeliest = result.likeliest[at] if result.likeliest else ()
                 self.proposer.learn(sequence, entry, proposals[at], draft, committed.token_ids, likeliest)

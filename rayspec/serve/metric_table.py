@@ -90,6 +90,12 @@ METRICS = (
         "Draft tokens accepted, by their position in the draft; 0 is the first.",
         label="position",
     ),
+    _counter(
+        "rayspec_spec_decode_num_accepted_tokens_by_source",
+        "tokens",
+        "Draft tokens accepted, by where they come from: own text, corpus, recycled, form or model.",
+        label="source",
+    ),
     _counter("rayspec_num_plain_rounds", "rounds", "Rounds of a sequence without a draft."),
     # Requests, recorded when they end.
     _counter(

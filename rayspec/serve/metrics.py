@@ -198,6 +198,8 @@ def _totals(stats: EngineStats) -> Iterator[tuple[str, float, str]]:
     for position in range(max(lengths, default=0)):
         accepted = sum(count for length, count in lengths.items() if length > position)
         yield "spec_decode_num_accepted_tokens_per_pos", accepted, str(position)
+    for source, count in dict(stats.accepted_by_source).items():
+        yield "spec_decode_num_accepted_tokens_by_source", count, source
     for phase in ("prefill", "draft", "verify", "optimise", "total"):
         yield "engine_time_seconds", getattr(stats, f"{phase}_s"), phase
 

@@ -257,6 +257,7 @@ def test_what_is_exported_is_what_the_engine_did_as_the_table_says(ray_cluster: 
     assert values["spec_decode_num_draft_tokens_total"] == [stats.num_draft_tokens]
     assert values["spec_decode_num_drafts_total"] == [stats.num_rounds - stats.num_plain_rounds]
     assert sum(values["spec_decode_num_accepted_tokens_per_pos_total"]) == stats.num_accepted_tokens > 0
+    assert values["spec_decode_num_accepted_tokens_by_source_total"] == [stats.accepted_by_source["model"]]
     assert values["request_errors_total"] == [1]
     specs = {spec.exported_name.removesuffix("_total"): spec for spec in METRICS}
     for name, family in families.items():

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import OrderedDict
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
 
 from rayspec.config import SpeculationOptions
-from rayspec.decode.drafting.corpus import Corpus
+from rayspec.decode.drafting.corpus import Corpus, OwnedText, index_of
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal, newest_of
 from rayspec.decode.drafting.recycle import NUM_SUCCESSORS, Likeliest, Successors
 from rayspec.decode.grammar import Constraint
@@ -29,6 +30,8 @@ _LEAST_SURVIVAL = 0.02  # of a token in a tree
 _IDLE_ROUNDS, _IDLE_INTERVAL = 32, 8
 _FORCING = ("auto", "knapspec", "lookup", "recycling", "static")  # strategies that take forced tokens as drafts
 _MAX_OWNERS = 8  # whose texts are remembered: those with the newest requests
+_NUM_PROMPT_TOKENS = 3  # of the prompt's end, which are remembered with an output, so that its beginning is found
+_MAX_PASSED, _MAX_PASSED_TOKENS = 256, 8192  # texts that wait to be passed on or taken in, and tokens of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +44,24 @@ class _Memory:
 
 class Proposer:
     """Grows a tree for each sequence: the copy, with recycled tokens beside and behind it. takes_trees: False for a
-    model that verifies chains only.
+    model that verifies chains only. given_texts: tokens of texts that all owners may copy, END_OF_TEXT between them.
 
-    One for all sequences of an engine: what it learns of one text serves the next.
+    One for all sequences of an engine: what it learns of one text serves the next. finished: the newest finished
+    texts, for other engines. received: texts of other engines or runs, taken in when a sequence begins.
     """
 
-    def __init__(self, options: SpeculationOptions, *, takes_trees: bool = True) -> None:
+    def __init__(
+        self, options: SpeculationOptions, *, takes_trees: bool = True, given_texts: Sequence[int] = ()
+    ) -> None:
         self._options = options
         self._takes_trees = takes_trees
         self._strategy = options.strategy
         self._recycles = options.strategy in ("auto", "recycling")
         self.record = LookupRecord()
+        self._given = index_of(given_texts)
+        # Any thread may take from the first, and add to the second.
+        self.finished: deque[OwnedText] = deque(maxlen=_MAX_PASSED)
+        self.received: deque[OwnedText] = deque(maxlen=_MAX_PASSED)
         self.forget_texts()
 
     def forget_texts(self) -> None:
@@ -63,7 +73,7 @@ class Proposer:
         if owner not in self._memories:
             tokens = self._options.corpus_tokens if self._strategy == "auto" else 0
             self._memories[owner] = _Memory(
-                Corpus(tokens) if tokens else None, Successors() if self._recycles else None
+                Corpus(tokens, self._given) if tokens else None, Successors() if self._recycles else None
             )
             if len(self._memories) > _MAX_OWNERS:
                 self._memories.popitem(last=False)
@@ -84,6 +94,10 @@ class Proposer:
             sequence.lookup = LookupIndex(_NGRAM, _SHORTEST_MATCH if self._strategy == "auto" else None)
         memory = self._memory(sequence.owner)
         self._memories.move_to_end(sequence.owner)
+        while self.received:
+            owner, text = self.received.popleft()
+            if owner in self._memories or len(self._memories) < _MAX_OWNERS:  # no owner is forgotten for it
+                self._add(owner, text)
         if memory.successors is not None:
             memory.successors.note_text(sequence.token_ids)
 
@@ -113,9 +127,15 @@ class Proposer:
 
     def remember(self, sequence: SequenceState) -> None:
         """Keep the output of a finished sequence for others to copy."""
-        corpus = self._memory(sequence.owner).corpus
-        if corpus is not None and sequence.output_token_ids:
-            corpus.add(sequence.token_ids[: sequence.num_prompt_tokens], sequence.output_token_ids)
+        text = sequence.token_ids[max(0, sequence.num_prompt_tokens - _NUM_PROMPT_TOKENS) :]
+        if sequence.output_token_ids and self._add(sequence.owner, text):
+            self.finished.append((sequence.owner, array("i", text[:_MAX_PASSED_TOKENS])))
+
+    def _add(self, owner: str, text: Sequence[int]) -> bool:
+        """Return whether there is a corpus."""
+        if (corpus := self._memory(owner).corpus) is not None:
+            corpus.add(text)
+        return corpus is not None
 
     def _copied(self, sequence: SequenceState, num_tokens: int, by_class: Sequence[float]) -> Proposal:
         """Return the copy with the most tokens that are expected to be right. Own text wins ties."""
