@@ -11,7 +11,7 @@ TEST_PROCESSES ?= 2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench figures k8s clean
+.PHONY: help setup demo test test-all lint docs bench figures k8s clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -40,6 +40,9 @@ lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 
+docs: setup ## the documentation as a site: site/index.html
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --quiet --strict
+
 bench: setup ## decoding speed on the widened demo model, against transformers generate: bench-out/results.md
 	$(BIN)/rayspec bench --model demo --widen 8 --dtype bfloat16 --num-threads 2 --input demo --context 1024 \
 	  --strategies knapspec,auto --max-tokens 128 --num-prompts 4 --batch 1 --repeats 3 --output $(BENCH_OUT)
@@ -52,4 +55,4 @@ k8s: setup ## render the manifests of k8s/overlays
 	$(BIN)/rayspec k8s overlays k8s/overlays
 
 clean: ## remove what the targets made, except .venv
-	rm -rf $(DEMO_OUT) $(BENCH_OUT) $(FIGURES_OUT) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(DEMO_OUT) $(BENCH_OUT) $(FIGURES_OUT) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

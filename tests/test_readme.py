@@ -1,33 +1,118 @@
-"""What README.md shows runs as it stands, and prints what stands beneath it; links of documents lead somewhere."""
+"""What README.md and docs/ show runs as it stands, and prints what stands beneath it; links lead somewhere."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
+
+from rayspec import demo
+from rayspec.cli import LAZY, app, lazy_command
+from tests.real_models import smollm2
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "k8s/README.md", "cluster/README.md")),
     *(file for folder in ("docs", "docs/guides") for file in sorted((ROOT / folder).glob("*.md"))),
 ]
+# A block of code, the comment above it, and what it prints.
+SNIPPET = re.compile(
+    r"(?:^<!-- (?P<note>[^\n]+) -->\n)?^```(?P<language>python|sh|console)\n(?P<code>.*?)^```$"
+    r"(?:\n\n^```text\n(?P<printed>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+# Runs the snippets of a page one after the other, as a reader does. Those in Python share their names.
+RUN = """
+import contextlib, io, json, subprocess, sys
+names, printed = {"__name__": "__main__"}, []
+for language, code in json.load(sys.stdin):
+    out = io.StringIO()
+    if language == "python":
+        with contextlib.redirect_stdout(out):
+            exec(code, names)
+    else:
+        done = subprocess.run(["bash", "-euc", code], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{code}exit code {done.returncode}\\n{done.stdout}{done.stderr}")
+        out.write(done.stdout)
+    printed.append(out.getvalue())
+json.dump(printed, sys.stdout)
+"""
 
 
-def test_the_quick_start_prints_what_the_readme_says(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(shown) == text.count("```python") >= 1, "every snippet stands with its output"
-    for code, printed in shown:
-        run = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True, timeout=240
-        )
-        assert run.stdout == printed
+def _snippets(page: Path) -> list[re.Match[str]]:
+    return list(SNIPPET.finditer(page.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_to_files(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))
-    assert [link for link in links if not (document.parent / link).exists()] == []
+def _runs(snippet: re.Match[str]) -> bool:
+    return not (snippet["note"] or "").startswith("not run here: ")
+
+
+def _params() -> list[Any]:
+    """README in every run; the guides with the tests that take minutes."""
+    pages = [page for page in PAGES if any(map(_runs, _snippets(page)))]
+    return [
+        pytest.param(page, id=page.stem, marks=[] if page.name == "README.md" else pytest.mark.exhaustive)
+        for page in pages
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", _params())
+def test_snippets_run_and_print_what_the_page_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snippets = [snippet for snippet in _snippets(page) if _runs(snippet)]
+    if any((snippet["note"] or "") == "needs smollm2" for snippet in snippets):
+        file = smollm2()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        demo.cached_path("smollm2").parent.mkdir(parents=True)
+        demo.cached_path("smollm2").symlink_to(file)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    (work := tmp_path / "work").mkdir()
+    asked = json.dumps([(snippet["language"], snippet["code"]) for snippet in snippets])
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], cwd=work, input=asked, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for snippet, printed in zip(snippets, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        if snippet["printed"] is not None:
+            assert printed == snippet["printed"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_in_the_text_exist_with_their_options(page: Path) -> None:
+    for code in re.findall(
+        r"^```(?:sh|console|)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    ):
+        for line in code.replace("\\\n", " ").splitlines():
+            found = re.match(r"\s*(?:\$ |.* -- )?rayspec (.*)", line)
+            if found is not None:
+                assert _unknown(shlex.split(found[1], comments=True)) == [], line
+
+
+def _unknown(words: list[str]) -> list[str]:
+    """Return the words of a command line that are neither commands nor options of rayspec."""
+    command: Any = get_command(app)
+    while words and not words[0].startswith("-") and getattr(command, "commands", None):
+        name, *words = words
+        if name not in command.commands:
+            return [name]
+        command = lazy_command(name) if name in LAZY else command.commands[name]
+    known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+    return [word for word in words if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in {*known, "--help"}]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
