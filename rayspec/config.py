@@ -42,6 +42,7 @@ DataPlane = Literal["auto", "frames", "collective"]
 OfCheckpoint = Literal["auto", "none"]
 CudaGraphs = Literal["auto", "on", "off"]
 CudaKernels = Literal["auto", "off"]
+ToolCallParser = Literal["hermes", "llama3_json", "mistral", "qwen3_coder"]
 # Share of the memory that is free once the model is loaded. Smaller on a CPU, whose memory others use too.
 KV_CACHE_SHARE = {"cpu": 0.25, "cuda": 0.8}
 MAX_TREE_TOKENS = 64  # of a draft that has branches, over all of them
@@ -506,6 +507,9 @@ class EngineConfig(Options):
     adapter: str | None = Field(None, description="name in lora_modules, for requests that name no adapter")
     generation_config: OfCheckpoint = Field(
         "auto", description="sampling defaults and rules of the checkpoint's generation_config.json; none: ignore them"
+    )
+    tool_call_parser: ToolCallParser | None = Field(
+        None, description="format of tool calls in chat; unset: the one that the chat template asks for"
     )
     max_model_len: int | None = Field(None, ge=2, description="prompt and output tokens; unset: the model's own")
     max_num_seqs: int = Field(

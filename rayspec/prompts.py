@@ -87,7 +87,7 @@ def check_rendered(conversation: Sequence[Mapping[str, Any]], template: str) -> 
                 )
 
 
-_SCHEMAS = frozenset({"schema", "json", "guided_json"})  # fields whose value is a JSON schema
+_SCHEMAS = frozenset({"schema", "json", "guided_json", "parameters"})  # fields whose value is a JSON schema
 
 
 def without_nulls(value: Any) -> Any:

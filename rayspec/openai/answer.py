@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from rayspec.config import SamplingParams
 from rayspec.decode.output import TokenTexts
 from rayspec.openai.errors import ApiError, InvalidRequestError
-from rayspec.openai.requests import Input, Request, check_served, is_token_ids
+from rayspec.openai.requests import ChatRequest, Input, Request, check_served, is_token_ids
 from rayspec.openai.responses import END_OF_EVENTS, Answer, Response, event
 from rayspec.openai.tokenizing import check_tokens, in_thread_if_large, prompt_tokens
+from rayspec.openai.tools import ToolUse
 from rayspec.prompts import Rendering
 from rayspec.types import EmptyPromptError, GrammarError, RequestOutput
 
@@ -65,8 +66,10 @@ async def respond(
     background: the request runs behind other requests, within this limit.
     """
     engine, model = _addressed(request.model, engine, served)
-    prompts = await _prompts(request, engine)
-    answer = Answer(request, TokenTexts(engine.tokenizer), name=name, created=created, model=model)
+    tool_use = _tool_use(request, engine)
+    prompts = await _prompts(request, engine, tool_use)
+    texts = TokenTexts(engine.tokenizer)
+    answer = Answer(request, texts, name=name, created=created, model=model, tool_use=tool_use)
     tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
     try:
         return answer.whole(await asyncio.gather(*tasks))
@@ -90,8 +93,10 @@ async def stream(
     first events is raised, because the HTTP status can still change; a later one is the last event, by `failure`.
     interval_s: shortest time between two outputs of a prompt, see `PieceQueue`."""
     engine, model = _addressed(request.model, engine, served)
-    prompts = await _prompts(request, engine)
-    answer = Answer(request, TokenTexts(engine.tokenizer), name=name, created=created, model=model)
+    tool_use = _tool_use(request, engine)
+    prompts = await _prompts(request, engine, tool_use)
+    texts = TokenTexts(engine.tokenizer)
+    answer = Answer(request, texts, name=name, created=created, model=model, tool_use=tool_use)
     num_running, has_begun = len(prompts), False
     async with aclosing(_stream_together(engine, prompts, interval_s)) as pieces:
         try:
@@ -115,14 +120,21 @@ def _addressed(model: str, engine: AsyncEngine, served: Sequence[str]) -> tuple[
     return (engine.with_adapter(model), model) if model in engine.adapters else (engine, served[0])
 
 
-async def _prompts(request: Request, engine: AsyncEngine) -> list[Prompt]:
+def _tool_use(request: Request, engine: AsyncEngine) -> ToolUse | None:
+    has_tools = isinstance(request, ChatRequest) and request.tools
+    return request.tool_use(engine.tokenizer, engine.llm.config.tool_call_parser) if has_tools else None
+
+
+async def _prompts(request: Request, engine: AsyncEngine, tool_use: ToolUse | None = None) -> list[Prompt]:
     """Check and tokenize a request. Raises RequestError for all errors that are known before the engine runs."""
+    rendering = request.rendering if tool_use is None else tool_use.rendering(request.rendering)
     num_characters, prompts = request.num_characters, list[Prompt]()
     params: dict[int, SamplingParams] = {}
     # One after the other, so that prompts of other requests come in between.
     for prompt in await in_thread_if_large(lambda: request.prompts, num_characters):
         is_cut = request.truncate_prompt_tokens is not None
-        work = partial(_tokens, prompt, engine, request.rendering, is_cut=is_cut)
+        messages: Any = prompt if tool_use is None else tool_use.messages(prompt)
+        work = partial(_tokens, messages, engine, rendering, is_cut=is_cut)
         token_ids = await in_thread_if_large(work, num_characters)
         token_ids = request.cut(token_ids, engine.max_model_len)
         room = max(1, engine.kv_cache_tokens - len(token_ids))
@@ -131,7 +143,7 @@ async def _prompts(request: Request, engine: AsyncEngine) -> list[Prompt]:
         )
         check_tokens(token_ids, engine.tokenizer)
         if length not in params:
-            params[length] = request.sampling_params(length)
+            params[length] = request.sampling_params(length, tool_use)
         prompts.append((token_ids, params[length]))
     num_prompt_tokens = sum(one.n * len(token_ids) for token_ids, one in prompts)  # each sequence has its own
     if num_prompt_tokens > _MOST_PROMPT_TOKENS:

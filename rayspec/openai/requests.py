@@ -16,6 +16,7 @@ from rayspec.config import SamplingParams
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.forms import asked_form, refusal
 from rayspec.openai.strict_body import Refusals, StrictBody
+from rayspec.openai.tools import MOST_TOOLS, Tool, ToolUse, check_tools, read_choice
 from rayspec.prompts import InvalidMessageError, Rendering, read_message, truncated
 from rayspec.types import ConfigError, GrammarError, PromptTooLongError, RequestError, Role
 
@@ -300,12 +301,17 @@ class GenerationRequest(StrictBody):
             "prompt_logprobs": self.num_prompt_logprobs,
         }
 
-    def sampling_params(self, num_output_tokens: int) -> SamplingParams:
+    def tool_use(self, tokenizer: Any, parser: str | None) -> ToolUse | None:
+        """Return how the model calls tools; None: it calls none. parser: see `ToolUse.of`. Raises RequestError."""
+        return None
+
+    def sampling_params(self, num_output_tokens: int, tool_use: ToolUse | None = None) -> SamplingParams:
         """Return the parameters for at most so many output tokens. Raises InvalidRequestError for a value that
         SamplingParams refuses."""
         asked = {name: value for name, value in self._given.items() if name in SamplingParams.model_fields}
         form = asked_form(self._given)
         own = self._lengths_and_logprobs(num_output_tokens) | {"structured_outputs": form and form[1]}
+        own |= tool_use.sampling if tool_use is not None else {}
         try:
             return SamplingParams(**asked | own)
         except ConfigError as error:
@@ -329,13 +335,9 @@ class ChatRequest(GenerationRequest):
         "reasoning_effort": ("none",),
         "return_spec_decode_metrics": (False,),
         "service_tier": ONLY_TIER,
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
-    ignored = GenerationRequest.ignored | {"parallel_tool_calls"}
-
     messages: Conversation
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
@@ -343,6 +345,9 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Annotated[Any, pydantic.BeforeValidator(read_choice)] = None
+    parallel_tool_calls: bool = True
 
     @property
     def rendering(self) -> Rendering:
@@ -354,12 +359,40 @@ class ChatRequest(GenerationRequest):
         self.rendering  # noqa: B018 - raises
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("invalid_value", "only with logprobs: true", {"field": "top_logprobs"})
+        check_tools(self.tools or ())
+        names = [tool.function.name for tool in self.tools or ()]
+        if isinstance(self.tool_choice, Mapping) and (name := self.tool_choice["function"]["name"]) not in names:
+            message = f"tools have no function {name!r}"
+            raise PydanticCustomError("invalid_value", "{message}", {"message": message, "field": "tool_choice"})
+        if self.tool_choice == "required" and not names:
+            raise PydanticCustomError("invalid_value", "only with tools", {"field": "tool_choice"})
+        if names and self.tool_choice != "none" and (form := asked_form(self._given)) is not None:
+            message = "tools are given, too: leave them out, or give tool_choice 'none'"
+            raise PydanticCustomError("invalid_value", "{message}", {"message": message, "field": form[0]})
         return self
+
+    def tool_use(self, tokenizer: Any, parser: str | None) -> ToolUse | None:
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return ToolUse.of(
+            tokenizer,
+            self.tools,
+            self.tool_choice or "auto",
+            is_parallel=self.parallel_tool_calls,
+            rendering=self.rendering,
+            parser=parser,
+        )
+
+    def refusal(self, error: GrammarError) -> RequestError:
+        if asked_form(self._given) is None and self.tools:
+            problem = str(error).removeprefix("structured_outputs.grammar: ")
+            return InvalidRequestError(f"tools: {problem}", param="tools", code="invalid_value")
+        return super().refusal(error)
 
     @property
     def num_characters(self) -> int:
         """Number of characters that must be tokenized, here and in CompletionRequest."""
-        return num_characters(self.messages)
+        return num_characters(self.messages) + sum(len(repr(tool)) for tool in self.tools or ())
 
     @property
     def num_logprobs(self) -> int | None:

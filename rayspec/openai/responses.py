@@ -5,6 +5,8 @@ A field that is UNSET does not appear in JSON.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,9 +18,11 @@ from typing_extensions import Self
 from rayspec.decode.output import TextOffsets, TokenTexts
 from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
+from rayspec.openai.tool_formats import CallParser
+from rayspec.openai.tools import ToolUse
 from rayspec.types import CompletionOutput, Logprob, RequestOutput
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 END_OF_EVENTS = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # what OpenAI writes for "very unlikely"; JSON has no minus infinity
 
@@ -131,10 +135,27 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class ChatText(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole message, or what a chunk adds to it. A stream begins with the role."""
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """arguments: text of a JSON object."""
 
-    content: str
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call, or what a chunk adds to it. A call begins with its id and its name; only in chunks it has an index."""
+
+    function: FunctionCall
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class ChatText(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole message, or what a chunk adds to it. A stream begins with the role. content: null with calls only."""
+
+    content: str | UnsetType | None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
     role: Literal["assistant"] | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
 
@@ -201,8 +222,19 @@ class Answer:
     """Makes the response to one request, either as a whole or in chunks with one choice each. name: the end of its id.
     model: the served name."""
 
-    def __init__(self, request: Request, texts: TokenTexts, *, name: str, created: int, model: str) -> None:
-        self._request, self._texts = request, texts
+    def __init__(
+        self,
+        request: Request,
+        texts: TokenTexts,
+        *,
+        name: str,
+        created: int,
+        model: str,
+        tool_use: ToolUse | None = None,
+    ) -> None:
+        self._request, self._texts, self._name = request, texts, name
+        self._tool_use = tool_use
+        self._parsers: dict[int, CallParser] = {}
         self._is_chat = isinstance(request, ChatRequest)
         self._id = f"chatcmpl-{name}" if self._is_chat else f"cmpl-{name}"
         self._created, self._model = created, model
@@ -215,7 +247,10 @@ class Answer:
         """Make the response from the outputs of all prompts, finished and without an error. Their completions become
         choices in this order."""
         completions = [(at, one) for at, output in enumerate(outputs) for one in output.outputs]
-        choices = [self._choice(index, at, outputs[at], one, "message") for index, (at, one) in enumerate(completions)]
+        choices = []
+        for index, (at, one) in enumerate(completions):
+            one, calls = self._divided(index, one)  # noqa: PLW2901
+            choices.append(self._choice(index, at, outputs[at], one, "message", calls))
         fields = self._of_prompt(outputs[0]) if self._is_chat else {}
         return self._body(choices, usage=Usage.of(outputs, 0 if self._only_echoes else None), **fields)
 
@@ -229,10 +264,11 @@ class Answer:
                 fields = {} if self._begun else self._of_prompt(piece)
                 self._begun.add(index)
                 yield self._chunk([ChatChoice(index=index, delta=ChatText(role="assistant", content=""))], **fields)
+            one, calls = self._divided(index, one)  # noqa: PLW2901
             has_tokens = self._request.return_token_ids and len(one.token_ids) > 0
-            # Nothing is shown while half of a character is held back.
-            if one.text or one.logprobs or one.finished or has_tokens:
-                yield self._chunk([self._choice(index, prompt_index, piece, one, "delta")])
+            # Nothing is shown while half of a character, or what may begin a call, is held back.
+            if one.text or calls or one.logprobs or one.finished or has_tokens:
+                yield self._chunk([self._choice(index, prompt_index, piece, one, "delta", calls)])
 
     def end(self) -> Iterator[Response]:
         """Yield the chunk without choices that ends the stream, if the request asks for it."""
@@ -250,10 +286,13 @@ class Answer:
         output: RequestOutput,
         one: CompletionOutput,
         place: Literal["message", "delta"],
+        calls: list[ToolCall],
     ) -> ChatChoice | CompletionChoice:
         """Return the choice of a completion of the output of a prompt."""
         reason = one.finish_reason
         assert reason in {None, "stop", "length"}, f"a completion without an error has the finish reason {reason!r}"
+        if reason == "stop" and index in self._parsers and self._parsers[index].num_calls:
+            reason = "tool_calls"
         common: Any = {"index": index, "finish_reason": reason, "stop_reason": one.stop_reason}
         if self._only_echoes:
             one = replace(one, text="", token_ids=(), logprobs=None)
@@ -263,7 +302,12 @@ class Answer:
         if isinstance(self._request, ChatRequest):
             whole: Any = {"role": "assistant", "refusal": None} if place == "message" else {}
             logprobs = ChatLogprobs.of(one, self._request.num_logprobs, self._texts)
-            common[place] = ChatText(content=one.text, **whole)
+            content: Any = one.text
+            if calls:
+                content = content or (None if place == "message" else UNSET)
+                calls = [msgspec.structs.replace(call, index=UNSET) for call in calls] if whole else calls
+                whole["tool_calls"] = calls
+            common[place] = ChatText(content=content, **whole)
             return ChatChoice(**common, logprobs=logprobs)
         is_first = index not in self._begun
         self._begun.add(index)
@@ -278,6 +322,27 @@ class Answer:
         if self._request.logprobs is not None:
             shown = CompletionLogprobs.of(token_ids, rows, self._texts, self._offsets[index])
         return CompletionChoice(**common, text=text, logprobs=shown, **(self._of_prompt(output) if is_first else {}))
+
+    def _divided(self, index: int, one: CompletionOutput) -> tuple[CompletionOutput, list[ToolCall]]:
+        """Return new output of a choice with its content as text, and what it adds to calls."""
+        if self._tool_use is None:
+            return one, []
+        parser = self._parsers.setdefault(index, self._tool_use.parser())
+        pieces = parser.feed(one.text, finished=one.finished)
+        calls = []
+        for number, of_call in itertools.groupby(
+            (piece for piece in pieces if not isinstance(piece, str)), key=lambda piece: piece.index
+        ):
+            parts = list(of_call)
+            function = {"arguments": "".join(part.arguments for part in parts)}
+            begun: Any = {}
+            if parts[0].name is not None:
+                digest = hashlib.sha256(f"{self._name} {index} {number}".encode()).hexdigest()
+                is_short = self._tool_use.form.has_short_ids
+                begun = {"id": digest[:9] if is_short else f"call_{digest[:24]}", "type": "function"}
+                function["name"] = parts[0].name
+            calls.append(ToolCall(index=number, function=FunctionCall(**function), **begun))
+        return replace(one, text="".join(piece for piece in pieces if isinstance(piece, str))), calls
 
     @property
     def _skips_special(self) -> bool:

@@ -145,7 +145,7 @@ def test_the_output_must_fit_the_context() -> None:
     ("base", "changes", "param", "code", "message"),
     [
         (CHAT, {"temperatur": 1}, "temperatur", "unknown_parameter", "did you mean 'temperature'"),
-        (CHAT, {"tools": [{"type": "function"}]}, "tools", "unsupported_parameter", "not supported"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools.0.function", "missing_required_parameter", "required"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "invalid_value", "'json_schema'"),
         (CHAT, {"response_format": JSON_FORM | {"schema": {}}}, "response_format.schema", "invalid_value", "unknown"),
         (TEXT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_value", "schema"),

@@ -1,0 +1,299 @@
+"""The formats in which models write tool calls, and the parser that finds the calls in a text as it arrives."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_MOST_HEAD = 4096  # characters before the arguments of a call
+_MOST_ODD = 16_384  # of a call that does not begin with its name, or has no arguments
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How a model writes calls. name: vLLM's name of its parser. signs: texts of the chat templates that ask for it.
+
+    begin: what calls begin with. opens, closes: around each call; many_opens, many_closes: around all of them. between:
+    two calls. head: before the arguments; the name replaces "NAME". tail: after the arguments. may_be_bare: the output
+    may also begin with the call itself. has_short_ids: its chat templates take ids of 9 characters only.
+    """
+
+    name: str
+    signs: tuple[str, ...]
+    begin: str
+    opens: str = ""
+    closes: str = ""
+    many_opens: str = ""
+    many_closes: str = ""
+    between: str = ""
+    head: str = '{"name": "NAME", "arguments": '
+    tail: str = "}"
+    may_be_bare: bool = False
+    has_short_ids: bool = False
+
+    @property
+    def has_tags(self) -> bool:
+        """Whether each argument has a tag of its own; else the arguments are JSON."""
+        return self.head.startswith("<function=")
+
+    @property
+    def is_named(self) -> bool:
+        """Whether a call begins with the name of its function."""
+        return self.head.startswith("NAME")
+
+
+_TAGS = {"begin": "<tool_call>", "opens": "<tool_call>\n", "closes": "\n</tool_call>", "between": "\n"}
+# The first whose signs are all in the chat template.
+FORMATS: Sequence[ToolFormat] = (
+    ToolFormat(
+        name="mistral",
+        signs=("[TOOL_CALLS]", "[ARGS]"),
+        begin="[TOOL_CALLS]",
+        opens="[TOOL_CALLS]",
+        head="NAME[ARGS]",
+        tail="",
+        has_short_ids=True,
+    ),
+    ToolFormat(
+        name="mistral",
+        signs=("[TOOL_CALLS]",),
+        begin="[TOOL_CALLS]",
+        many_opens="[TOOL_CALLS][",
+        many_closes="]",
+        between=", ",
+        has_short_ids=True,
+    ),
+    ToolFormat(
+        name="qwen3_coder",
+        signs=("<tool_call>", "<function=", "<parameter="),
+        **_TAGS,
+        head="<function=NAME>\n",
+        tail="</function>",
+    ),
+    ToolFormat(name="hermes", signs=("<tool_call>",), **_TAGS),
+    ToolFormat(
+        name="llama3_json",
+        signs=("<|python_tag|>",),
+        begin="<|python_tag|>",
+        between="; ",
+        head='{"name": "NAME", "parameters": ',
+        may_be_bare=True,
+    ),
+)
+HERMES = FORMATS[3]
+
+
+def format_of(template: str, name: str | None) -> ToolFormat | None:
+    """Return the format that a chat template asks for, if it is a known one. name: of the format, in its place."""
+    named = [one for one in FORMATS if name in (None, one.name)]
+    found = [one for one in named if all(sign in template for sign in one.signs)]
+    return found[0] if found else named[-1] if name is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """New output of a call. index: of the call. name: in its first piece. arguments: text of JSON, to be joined."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+Steps = Generator[None, None, bool]
+"""A part of a parse: it yields where it needs more text, and returns whether it found what it looks for."""
+
+_JSON_HEAD = re.compile(
+    r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
+)
+_NAME_HEAD = re.compile(r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+_PART_OF_NAME_HEAD = re.compile(r"[\w.-]+(?:\[[A-Z_]*(?:\]\w*)?){0,2}\s*")
+_TAG_HEAD = re.compile(r"<function=(?P<name>[^>\s]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^>\s]+)>(?P<value>.*?)</parameter>", re.DOTALL)
+_JSON = json.JSONDecoder(strict=False)
+
+
+class CallParser:
+    """Divides an output into content and calls. The pieces join to the same result however the text is cut.
+
+    Spaces around calls are no content. A text that begins like a call and is no call is content. schemas: the JSON
+    schema of each function's arguments, by its name. is_parallel: if not, calls after the first are dropped.
+    """
+
+    def __init__(self, form: ToolFormat, schemas: Mapping[str, Mapping[str, Any]], *, is_parallel: bool) -> None:
+        self.num_calls = 0
+        self._form, self._schemas, self._is_parallel = form, schemas, is_parallel
+        self._rest, self._is_last = "", False  # the text that belongs to no piece yet, and whether no more follows
+        self._pieces: list[str | CallPiece] = []
+        self._has_content = False
+        self._steps = self._output()
+
+    def feed(self, text: str, *, finished: bool) -> list[str | CallPiece]:
+        """Add new text. Return the new content, as texts, and the new pieces of calls."""
+        for added, is_last in ((text, False), ("", True))[: 1 + finished]:
+            self._rest, self._is_last = self._rest + added, is_last
+            next(self._steps, None)
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _output(self) -> Steps:
+        while (yield from self._begin()):
+            while (yield from self._call()) and (yield from self._another()):
+                pass
+        return False
+
+    def _begin(self) -> Steps:
+        """Show the content before a call. The rest then begins with the call, or with spaces before it."""
+        begin = self._form.begin
+        while True:
+            text = self._rest.lstrip(_SPACE)
+            is_bare = self._form.may_be_bare and not self._has_content and not self.num_calls
+            if is_bare and text.startswith("{"):
+                return True
+            if (at := self._rest.find(begin)) >= 0:
+                self._show(len(self._rest[:at].rstrip(_SPACE)))
+                return True
+            if self._is_last:
+                self._show(len(self._rest) if text or not self.num_calls else 0)
+                return False
+            num_begun = max(num for num in range(len(begin)) if self._rest.endswith(begin[:num]))
+            self._show(len(self._rest[: len(self._rest) - num_begun].rstrip(_SPACE)))
+            yield
+
+    def _call(self) -> Steps:
+        """Read a call, with what it begins with. False if it is none; then the text is content."""
+        space = len(self._rest) - len(self._rest.lstrip(_SPACE))
+        mark = space + self._rest.startswith(self._form.begin, space) * len(self._form.begin)
+        while True:
+            body = self._rest[mark:].lstrip(_SPACE + "[")
+            pattern = _JSON_HEAD if body.startswith("{") else _NAME_HEAD if self._form.is_named else _TAG_HEAD
+            if (match := pattern.match(body, 0, _MOST_HEAD)) is not None:
+                name = json.loads(match["name"], strict=False) if pattern is _JSON_HEAD else match["name"]
+                if self._may_be_called(name):
+                    self._add(name, "")
+                    self._rest = body[match.end() :]
+                    if pattern is _TAG_HEAD:
+                        return (yield from self._tagged(self._schemas.get(name, {})))
+                    yield from self._arguments(is_enclosed=pattern is _JSON_HEAD)
+                    return True
+            elif pattern is _JSON_HEAD and self._is_odd_call(body):
+                return True
+            most = _MOST_ODD if pattern is _JSON_HEAD else _MOST_HEAD
+            if match is not None or self._is_last or len(body) > most or not self._may_begin(body):
+                self._show(max(space + 1, mark))
+                return False
+            yield
+
+    def _is_odd_call(self, body: str) -> bool:
+        """Read a whole call in JSON whose fields have another order."""
+        try:
+            call, end = _JSON.raw_decode(body[:_MOST_ODD])
+        except (ValueError, RecursionError):
+            return False
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+        if not isinstance(name, str) or not self._may_be_called(name):
+            return False
+        self._add(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+        self._rest = body[end:]
+        return True
+
+    def _may_begin(self, body: str) -> bool:
+        """Return whether the text may be the beginning of a call."""
+        if self._form.is_named and _PART_OF_NAME_HEAD.fullmatch(body):
+            return True
+        return not body or body.startswith("{") or (not self._form.is_named and _begins("<function=", body))
+
+    def _may_be_called(self, name: str) -> bool:
+        return name in self._schemas or not self._form.may_be_bare
+
+    def _arguments(self, *, is_enclosed: bool) -> Steps:
+        """Show the object that comes next. is_enclosed: it is a field of an object, whose rest is dropped."""
+        depth, is_text, is_escaped, is_shown = 0, False, False, True
+        while True:
+            start = at = 0
+            for at, sign in enumerate(self._rest, start=1):
+                if is_text:
+                    is_text = is_escaped or sign != '"'
+                    is_escaped = sign == "\\" and not is_escaped
+                elif sign == '"':
+                    is_text = True
+                elif sign in "{[":
+                    depth += 1
+                elif sign in "}]":
+                    depth -= 1
+                    if depth == 0 and is_shown:
+                        self._add(None, self._rest[start:at])
+                        start, is_shown = at, False
+                    if depth < 0 or (depth == 0 and not is_enclosed):
+                        self._rest = self._rest[at:]
+                        return True
+            if is_shown and at > start:
+                self._add(None, self._rest[start:at])
+            self._rest = ""
+            if self._is_last:
+                return False
+            yield
+
+    def _tagged(self, schema: Mapping[str, Any]) -> Steps:
+        """Show the arguments that come next, each in a tag of its own."""
+        num_shown = 0
+        while True:
+            while (match := _PARAMETER.match(self._rest)) is not None:
+                name, value = match["name"], match["value"].removeprefix("\n").removesuffix("\n")
+                text = f"{json.dumps(name, ensure_ascii=False)}: {_as_json(value, schema, name)}"
+                self._add(None, f"{', ' if num_shown else '{'}{text}")
+                self._rest, num_shown = self._rest[match.end() :], num_shown + 1
+            text = self._rest.lstrip(_SPACE)
+            if text == "</function>" or not (_begins("<parameter=", text) or "</function>".startswith(text)):
+                self._add(None, "}" if num_shown else "{}")
+                self._rest = text.removeprefix("</function>")
+                return True
+            if self._is_last:
+                self._rest = ""
+                return False
+            yield
+
+    def _another(self) -> Steps:
+        """Drop what follows a call, and return whether another call comes at once."""
+        end, drops = self._form.closes.strip(), _SPACE + self._form.many_closes + self._form.between
+        while True:
+            self._rest = self._rest.lstrip(drops)
+            if end and self._rest.startswith(end):
+                self._rest = self._rest[len(end) :]
+                return False
+            if self._rest and not end.startswith(self._rest):
+                return self._rest.startswith("{")
+            if self._is_last:
+                self._rest = ""
+                return False
+            yield
+
+    def _show(self, num_characters: int) -> None:
+        """Show the beginning of the rest as content."""
+        if num_characters:
+            self._pieces.append(self._rest[:num_characters])
+            self._rest, self._has_content = self._rest[num_characters:], True
+
+    def _add(self, name: str | None, arguments: str) -> None:
+        self.num_calls += name is not None
+        if self._is_parallel or self.num_calls == 1:
+            self._pieces.append(CallPiece(self.num_calls - 1, name, arguments))
+
+
+def _begins(sign: str, text: str) -> bool:
+    return text.startswith(sign) or sign.startswith(text)
+
+
+def _as_json(value: str, schema: Mapping[str, Any], name: str) -> str:
+    """Return the JSON of an argument that stands in a tag. Text whose schema is no text is JSON, if it is valid."""
+    properties = schema.get("properties")
+    own = properties.get(name) if isinstance(properties, Mapping) else None
+    if not isinstance(own, Mapping) or own.get("type") != "string":
+        try:
+            return json.dumps(json.loads(value), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            pass
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,221 @@
+"""Tools of a chat request: their definitions, how the prompt and the form of the output make the model call them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic_core import PydanticCustomError
+
+from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.strict_body import StrictBody
+from rayspec.openai.tool_formats import HERMES, CallParser, ToolFormat, format_of
+from rayspec.prompts import Rendering, chat_template
+from rayspec.structured import StructuredOutputsParams
+from rayspec.types import ConfigError
+
+MOST_TOOLS = 128  # as OpenAI's
+_MOST_CHARACTERS = 1 << 17
+_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+# As most chat templates have it, and templates of transformers write JSON.
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_PARAMETER_END = "\n</parameter>\n"
+
+
+class Function(StrictBody):
+    """strict: in automatic calls, too, the arguments are sure to have their schema."""
+
+    name: str = Field(pattern=_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """The JSON schema of the arguments: an object without other properties than the named ones, unless it says so
+        itself."""
+        given = self.parameters or {}
+        is_plain = not given or "properties" in given
+        return {"type": "object"} | ({"additionalProperties": False} if is_plain else {}) | given
+
+
+class Tool(StrictBody):
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raise PydanticCustomError for two functions of one name, and for more text than a grammar takes."""
+    names = [tool.function.name for tool in tools]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise _invalid("tools", f"two functions are called {min(twice)!r}: give each its own name")
+    num_characters = len(json.dumps([tool.for_template for tool in tools]))
+    if num_characters > _MOST_CHARACTERS:
+        raise _invalid("tools", f"{num_characters} characters of JSON; at most {_MOST_CHARACTERS} here, shorten them")
+
+
+def read_choice(choice: Any) -> Any:
+    """Return "none", "auto", "required", or the object that names a function. Raises PydanticCustomError."""
+    if choice in ("none", "auto", "required"):
+        return choice
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    if not isinstance(function, Mapping) or list(function) != ["name"] or len(choice) != 2:
+        known = '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+        raise PydanticCustomError("invalid_value", "it must be {known}", {"known": known})
+    return choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """How the model is made to call the tools of a request. special: ids of special tokens. is_known: the chat template
+    describes tools; else a system message does."""
+
+    tools: Sequence[Tool]
+    form: ToolFormat
+    is_forced: bool
+    is_parallel: bool
+    is_known: bool
+    special: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Any,
+        tools: Sequence[Tool],
+        choice: Any,
+        *,
+        is_parallel: bool,
+        rendering: Rendering,
+        parser: str | None,
+    ) -> ToolUse:
+        """Raises InvalidRequestError where the model would not know what to write. parser: name of the format."""
+        is_named = isinstance(choice, Mapping)
+        try:
+            template = rendering.template or chat_template(tokenizer, [tool.for_template for tool in tools])
+        except ConfigError:
+            template = ""
+        is_known = "tools" in template
+        form = format_of(template, parser)
+        if choice == "auto" and (not is_known or form is None):
+            obstacle = "does not describe tools" if not is_known else "asks for calls in a format that is not known"
+            remedy = "" if not is_known else ", or start the server with --tool-call-parser"
+            raise InvalidRequestError(
+                f"tools: the model's chat template {obstacle}: give tool_choice 'required' or a function{remedy}",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        if is_named:
+            tools = [tool for tool in tools if tool.function.name == choice["function"]["name"]]
+        special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        return cls(
+            tools=tools,
+            form=form or HERMES,
+            is_forced=choice != "auto",
+            is_parallel=is_parallel and not is_named,
+            is_known=is_known,
+            special=special,
+        )
+
+    def parser(self) -> CallParser:
+        """Return a parser for one output."""
+        schemas = {tool.function.name: tool.function.schema_of_arguments for tool in self.tools}
+        return CallParser(self.form, schemas, is_parallel=self.is_parallel)
+
+    def rendering(self, rendering: Rendering) -> Rendering:
+        return replace(rendering, tools=[tool.for_template for tool in self.tools]) if self.is_known else rendering
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return the messages, with the tools in the system message if the chat template does not describe them."""
+        if self.is_known:
+            return list(messages)
+        functions = "\n".join(json.dumps(tool.for_template, ensure_ascii=False) for tool in self.tools)
+        call = f"{self.form.many_opens}{self.form.opens}{self.form.head}ARGUMENTS{self.form.tail}"
+        call += f"{self.form.closes}{self.form.many_closes}"
+        text = f"Answer with a call of these functions:\n{functions}\nWrite a call in this form:\n{call}"
+        first = messages[0]
+        if first["role"] != "system":
+            return [{"role": "system", "content": text}, *messages]
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Sampling parameters that calls need. Raises InvalidRequestError for too many schemas."""
+        marks = f"{self.form.begin}{self.form.many_opens}{self.form.head}{self.form.closes}"
+        needed: dict[str, Any] = {}
+        if any(token in marks for token in self.special) and not self.form.may_be_bare:
+            needed["skip_special_tokens"] = False  # they divide the text
+        if self.is_forced or any(tool.function.strict for tool in self.tools):
+            try:
+                needed["structured_outputs"] = StructuredOutputsParams(grammar=self._grammar())
+            except ConfigError as error:
+                message = f"tools: {str(error).removeprefix('structured_outputs: ')}"
+                raise InvalidRequestError(message, param="tools", code="invalid_value") from None
+        return needed
+
+    def _grammar(self) -> str:
+        """Return the grammar of outputs in Lark's syntax: calls, or any text with calls in it."""
+        form, rules = self.form, ["%llguidance {}", r"TEXT: /(.|\n)*/"]
+        for at, tool in enumerate(self.tools):
+            head = form.head.replace("NAME", tool.function.name)
+            rules.append(f"call_{at}: {self._literal(head)} arguments_{at} {self._literal(form.tail)}")
+            rules += self._rules_of_arguments(at, tool.function.schema_of_arguments)
+        one = " | ".join(f"call_{at}" for at in range(len(self.tools)))
+        rules.append(f"call: {self._literal(form.opens)} ({one}) {self._literal(form.closes)}")
+        more = f"({self._literal(form.between)} call)*" if self.is_parallel else ""
+        rules.append(f"calls: {self._literal(form.many_opens)} call {more} {self._literal(form.many_closes)}")
+        if self.is_forced:
+            rules.append("start: calls")
+        elif form.may_be_bare:
+            rules += ["start: calls | OTHER", r"OTHER: /\s*([^\s{](.|\n)*)?/"]
+        else:
+            after = self._literal((form.many_opens + form.opens).removeprefix(form.begin))
+            many = more if form.many_opens else ""
+            begin = f"TEXT {self._literal(form.begin)}"
+            rules += ["begun: " + begin] if form.begin in self.special else ["begun[lazy]: " + begin]
+            closes = f"{self._literal(form.closes)} {many} {self._literal(form.many_closes)}"
+            rules += [f"found: begun {after} ({one}) {closes}", f"start: found{'*' if self.is_parallel else '?'} TEXT"]
+        return "\n".join(rules)
+
+    def _rules_of_arguments(self, at: int, schema: Mapping[str, Any]) -> Iterator[str]:
+        name = f"arguments_{at}"
+        if not self.form.has_tags:
+            yield f"{name}: {_json_rule(schema)}"
+            return
+        parts = []
+        for number, (key, value) in enumerate(dict(schema.get("properties", {})).items()):
+            part, end = f"{name}_{number}", json.dumps(_PARAMETER_END)
+            parts.append(part if key in schema.get("required", ()) else f"{part}?")
+            yield f"{part}: {json.dumps(f'<parameter={key}>{chr(10)}')} {part}_value"
+            own = value if isinstance(value, Mapping) else {}
+            choices = own.get("enum")
+            if own.get("type") != "string":
+                shared = {part: schema[part] for part in ("$defs", "definitions") if part in schema}
+                yield f"{part}_value: {part}_json {end}\n{part}_json: {_json_rule({**shared, **own})}"
+            elif isinstance(choices, list) and all(isinstance(one, str) for one in choices):
+                yield f"{part}_value: ({' | '.join(map(json.dumps, choices))}) {end}"
+            else:
+                yield f"{part}_value[lazy]: TEXT {end}"
+        yield f"{name}: {' '.join(parts)}"
+
+    def _literal(self, text: str) -> str:
+        """Return a text in Lark's syntax, with its special tokens as such."""
+        parts = re.split("|".join(f"({re.escape(token)})" for token in self.special) or "(?!)", text)
+        return " ".join(
+            f"<[{self.special[part]}]>" if part in self.special else json.dumps(part) for part in parts if part
+        )
+
+
+def _json_rule(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _ONE_LINE})}"
+
+
+def _invalid(field: str, problem: str) -> PydanticCustomError:
+    return PydanticCustomError("invalid_value", "{problem}", {"problem": problem, "field": field})

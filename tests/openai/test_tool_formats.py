@@ -1,0 +1,132 @@
+"""Calls are found in the texts of each format, wherever the text is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rayspec.openai.tool_formats import FORMATS, CallParser, ToolFormat, format_of
+
+SCHEMAS: dict[str, Any] = {
+    "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "now": {},
+}
+NAMED, LISTED, TAGGED, HERMES, LLAMA = FORMATS
+PARIS = '{"city": "Paris \\"é\\" }]", "days": [1, {"a": "\\\\"}]}'
+NOW = '<tool_call>{"name":"now","arguments":{}}</tool_call>'
+VALUES = "<parameter=city>\n12\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+
+Result = tuple[str, list[tuple[str, str]]]
+
+
+def _joined(form: ToolFormat, parts: Sequence[str], *, is_parallel: bool = True) -> Result:
+    parser = CallParser(form, SCHEMAS, is_parallel=is_parallel)
+    content, calls = "", list[tuple[str, str]]()
+    for at, part in enumerate(parts):
+        for piece in parser.feed(part, finished=at == len(parts) - 1):
+            if isinstance(piece, str):
+                content += piece
+                continue
+            if piece.name is not None:
+                assert piece.index == len(calls), "the name comes first, and once"
+                calls.append((piece.name, ""))
+            calls[piece.index] = (calls[piece.index][0], calls[piece.index][1] + piece.arguments)
+    return content, calls
+
+
+CASES: list[tuple[ToolFormat, str, Result]] = [
+    (form, text, result)
+    for form in (HERMES, TAGGED)
+    for text, result in [
+        ("Just text, <tool_ and <b>.\n ", ("Just text, <tool_ and <b>.\n ", [])),
+        (f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>', ("", [("weather", PARIS)])),
+        (
+            f'Let me see.\n\n<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>\n{NOW} \n',
+            ("Let me see.", [("weather", PARIS), ("now", "{}")]),
+        ),
+        ('<tool_call>{"arguments": {"a": "é"}, "name": "now"}</tool_call>', ("", [("now", '{"a": "é"}')])),
+        ('<tool_call>{"name": "now"}</tool_call>', ("", [("now", "{}")])),
+        ('<tool_call>{"name": "weather", "arguments": {"city": "Pa', ("", [("weather", '{"city": "Pa')])),
+        ("<tool_call> is a tag.", ("<tool_call> is a tag.", [])),
+        ('<tool_call>{"x": 1}</tool_call>', ('<tool_call>{"x": 1}</tool_call>', [])),
+        ('<tool_call>{"name": "now", "arguments": {}, "id": "}"}</tool_', ("", [("now", "{}")])),
+        ("a <tool_call", ("a <tool_call", [])),
+    ]
+] + [
+    (
+        TAGGED,
+        f"Well.\n<tool_call>\n<function=weather>\n{VALUES}</function>\n</tool_call>\n<tool_call><function=now></function>",
+        ("Well.", [("weather", '{"city": "12", "days": 3}'), ("now", "{}")]),
+    ),
+    (
+        TAGGED,
+        "<tool_call>\n<function=other>\n<parameter=a>\nx\ny < 2\n</parameter>\n<parameter=b>\n{}\n</parameter>\n<para",
+        ("", [("other", '{"a": "x\\ny < 2", "b": {}')]),
+    ),
+    (
+        LISTED,
+        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}, {{"name": "now", "arguments": {{}}}}]',
+        ("", [("weather", PARIS), ("now", "{}")]),
+    ),
+    (LISTED, "Text [TOOL and [a]", ("Text [TOOL and [a]", [])),
+    (
+        NAMED,
+        f"So: [TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]now[CALL_ID]a1[ARGS]{{}}",
+        ("So:", [("weather", PARIS), ("now", "{}")]),
+    ),
+    (NAMED, "[TOOL_CALLS]no call", ("[TOOL_CALLS]no call", [])),
+    (
+        LLAMA,
+        f' {{"name": "weather", "parameters": {PARIS}}}; {{"name": "now", "parameters": {{}}}}',
+        ("", [("weather", PARIS), ("now", "{}")]),
+    ),
+    (LLAMA, f'<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}', ("", [("weather", PARIS)])),
+    (LLAMA, '{"name": "Bob", "parameters": {"a": 1}}', ('{"name": "Bob", "parameters": {"a": 1}}', [])),
+    (LLAMA, 'So {"name": "now", "parameters": {}}', ('So {"name": "now", "parameters": {}}', [])),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "result"), CASES)
+def test_calls_and_content(form: ToolFormat, text: str, result: Result) -> None:
+    assert _joined(form, [text]) == result
+    for at in range(len(text) + 1):
+        assert _joined(form, [text[:at], text[at:]]) == result, f"cut at {at}"
+    assert _joined(form, list(text)) == result
+    assert _joined(form, [text], is_parallel=False) == (result[0], result[1][:1])
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.opens or form.begin)
+def test_any_text_has_one_reading(form: ToolFormat) -> None:
+    words = [form.begin, form.opens, form.closes, form.many_opens, form.many_closes, form.between, form.tail]
+    words += [form.head.replace("NAME", name) for name in ("weather", "now", "x y")]
+    words += ['{"a": "', "\\", '"', "}", "{", "]", "[", " ", "\n", "word", "<parameter=city>", "</parameter>", "{}"]
+    words += [word[: len(word) // 2] for word in words]
+    words = [word for word in words if word]
+    for seed in range(1500):
+        chance = random.Random(seed)
+        text = "".join(chance.choices(words, k=chance.randrange(1, 14)))
+        whole = _joined(form, [text])
+        assert _joined(form, list(text)) == whole, repr(text)
+        cut = chance.randrange(len(text) + 1)
+        assert _joined(form, [text[:cut], text[cut:]]) == whole, repr(text)
+        if not whole[1]:
+            assert whole[0] == text, "nothing but calls is left out"
+
+
+def test_the_arguments_come_as_they_are_written() -> None:
+    parser = CallParser(HERMES, SCHEMAS, is_parallel=True)
+    text = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
+    pieces = [piece for sign in text for piece in parser.feed(sign, finished=False)]
+    assert len(pieces) == 1 + len(PARIS)
+
+
+def test_a_format_is_found_by_the_template_or_by_its_name() -> None:
+    assert [format_of("".join(form.signs), None) for form in FORMATS] == list(FORMATS)
+    assert format_of("{{ tools }}", None) is None
+    assert format_of("<tool_call>", "llama3_json") is LLAMA
+    assert [format_of(template, "mistral") for template in ("[TOOL_CALLS][ARGS]", "")] == [NAMED, LISTED]
+    assert json.loads(PARIS)

@@ -1,0 +1,238 @@
+"""Requests with tools on the bundled model: what is called, in each format, as a whole and as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai.types.chat as official
+import pytest
+
+from rayspec import LLM
+from rayspec.decode.grammar import Grammars
+from rayspec.errors import RequestError
+from rayspec.llm import AsyncEngine
+from rayspec.openai.answer import respond, stream
+from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.openai.requests import ChatRequest
+from rayspec.openai.responses import plain_body
+from rayspec.openai.tool_formats import FORMATS, ToolFormat
+from rayspec.openai.tools import ToolUse
+from tests.openai.scripted import ScriptedEngine
+from tests.tool_templates import HERMES, tokenizer_with
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 512}
+WEATHER: dict[str, Any] = {
+    "name": "weather",
+    "description": "the weather of a city",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "enum": ["Oslo", "Rome"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "unit": {"enum": ["C", None]},
+        },
+        "required": ["city", "days"],
+    },
+}
+TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "now"}}]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+CHAT: dict[str, Any] = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "Is it cold in Rome?"}],
+    "temperature": 0,
+    "max_tokens": 120,
+}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo", "days": 2}'}}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
+    """With a chat template that describes tools."""
+    engine = AsyncEngine(LLM("demo", tokenizer=tokenizer_with(HERMES, tmp_path_factory.mktemp("hermes")), **OPTIONS))
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[AsyncEngine]:
+    """With a chat template that does not."""
+    engine = AsyncEngine(LLM("demo", **OPTIONS))
+    yield engine
+    engine.stop()
+
+
+def answer(engine: Any, **changes: Any) -> dict[str, Any]:
+    work = respond(ChatRequest.parse(CHAT | changes), engine, ("m",), name="7", created=9)
+    return plain_body(asyncio.run(asyncio.wait_for(work, 60)))
+
+
+def chunks(engine: Any, **changes: Any) -> list[dict[str, Any]]:
+    async def read() -> bytes:
+        request = ChatRequest.parse(CHAT | {"stream": True} | changes)
+        events = stream(request, engine, ("m",), name="7", created=9, failure=ApiError.of)  # type: ignore[arg-type]
+        return b"".join([event async for event in events])
+
+    content = asyncio.run(asyncio.wait_for(read(), 60))
+    return [json.loads(one.removeprefix(b"data: ")) for one in content.split(b"\n\n")[:-2]]
+
+
+def check_weather(call: dict[str, Any]) -> None:
+    assert call["function"]["name"] == "weather"
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments["city"] in ("Oslo", "Rome")
+    assert 1 <= arguments["days"] <= 9
+    assert set(arguments) <= {"city", "days", "unit"}
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required"])
+@pytest.mark.parametrize("parser", [None, "mistral", "qwen3_coder", "llama3_json"])
+def test_a_forced_call_has_the_schema_and_the_form(engine: AsyncEngine, parser: Any, choice: Any) -> None:
+    engine = copy.copy(engine)
+    config = engine.llm.config.replace(tool_call_parser=parser)
+    engine.llm = SimpleNamespace(config=config, chat_tokens=engine.llm.chat_tokens)  # type: ignore[assignment]
+    body = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "n": 2}
+    whole, streamed = answer(engine, **body), chunks(engine, **body)
+    official.ChatCompletion.model_validate(whole, strict=True)
+    for choice_of in whole["choices"]:
+        (call,) = choice_of["message"]["tool_calls"]
+        assert choice_of["message"]["content"] is None
+        assert choice_of["finish_reason"] == "tool_calls"
+        if call["function"]["name"] == "weather":
+            check_weather(call)
+        else:
+            assert (choice, call["function"]) == ("required", {"name": "now", "arguments": "{}"})
+        deltas = [one["choices"][0] for one in streamed if one["choices"][0]["index"] == choice_of["index"]]
+        pieces = [piece for one in deltas for piece in one["delta"].get("tool_calls", ())]
+        assert deltas[-1]["finish_reason"] == "tool_calls"
+        assert [piece.get("id") for piece in pieces] == [call["id"]] + [None] * (len(pieces) - 1)
+        assert {piece["index"] for piece in pieces} == {0}
+        assert pieces[0]["type"] == "function"
+        assert pieces[0]["function"]["name"] == call["function"]["name"]
+        assert "".join(piece["function"]["arguments"] for piece in pieces) == call["function"]["arguments"]
+        assert not any(one["delta"].get("content") for one in deltas)
+    for chunk in streamed:
+        official.ChatCompletionChunk.model_validate(chunk, strict=True)
+
+
+def test_a_call_and_its_result_are_in_the_history(engine: AsyncEngine) -> None:
+    messages = [
+        *CHAT["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "3 degrees"},
+    ]
+    body = {"messages": messages, "tools": TOOLS, "max_tokens": 8, "return_token_ids": True}
+    whole = answer(engine, **body)
+    text = engine.tokenizer.decode(whole["prompt_token_ids"])
+    assert text.index('"description": "the weather of a city"') < text.index('{"city": "Oslo", "days": 2}')
+    assert text.index('{"city": "Oslo", "days": 2}') < text.index("3 degrees")
+    assert "null" in text, "of the schema"
+    assert whole["choices"][0]["message"].get("tool_calls") is None
+    assert whole["usage"]["completion_tokens"] == 8
+    without = answer(engine, **body, tool_choice="none")
+    assert "the weather of a city" not in engine.tokenizer.decode(without["prompt_token_ids"])
+
+
+def test_an_output_that_ends_in_a_call_says_so(engine: AsyncEngine) -> None:
+    whole = answer(engine, tools=TOOLS, tool_choice=NAMED, max_tokens=25)["choices"][0]
+    assert whole["finish_reason"] == "length"
+    assert all(call["function"]["name"] == "weather" for call in whole["message"].get("tool_calls", ()))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.opens or form.begin)
+def test_strict_functions_are_called_with_their_schema_only(engine: AsyncEngine, form: ToolFormat) -> None:
+    strict = ChatRequest.parse(CHAT | {"tools": [{"type": "function", "function": WEATHER | {"strict": True}}]}).tools
+    assert strict is not None
+    use = ToolUse(tools=strict, form=form, is_forced=False, is_parallel=True, is_known=True, special={})
+    parts = form.head.replace("NAME", "weather"), form.tail + form.closes + form.many_closes
+    for days, is_taken in (("3", True), ("30", False)):
+        arguments = f'{{"city": "Rome", "days": {days}}}'
+        if form.has_tags:
+            arguments = f"<parameter=city>\nRome\n</parameter>\n<parameter=days>\n{days}\n</parameter>\n"
+        text = f"{'' if form.may_be_bare else 'So: '}{form.many_opens}{form.opens}{arguments.join(parts)}"
+        (found,) = [piece for piece in use.parser().feed(text, finished=True) if getattr(piece, "name", None)]
+        assert (found.index, found.name) == (0, "weather")
+        compiled = Grammars(lambda: engine.tokenizer, vocab_size=2048, eos_token_ids=(1,)).compiled(
+            use.sampling["structured_outputs"]
+        )
+        tokens = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert (compiled.result().initial.deep_copy().validate_tokens(tokens) == len(tokens)) == is_taken
+        others = engine.tokenizer("So, there is <no> call [in it].", add_special_tokens=False)["input_ids"]
+        assert compiled.result().initial.deep_copy().validate_tokens(others) == len(others)
+
+
+class Echo(ScriptedEngine):
+    """Answers with the prompt."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        super().__init__()
+        self.llm, self.tokenizer = engine.llm, engine.tokenizer
+
+
+def test_calls_are_found_in_free_text(engine: AsyncEngine) -> None:
+    text = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n' * 2
+    body = {"tools": TOOLS, "messages": [{"role": "user", "content": text}]}
+    (choice,) = answer(Echo(engine), **body)["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    calls = choice["message"]["tool_calls"]
+    assert [call["function"]["arguments"] for call in calls] == ['{"city": "Rome"}'] * 2
+    assert len({call["id"] for call in calls}) == 2
+    assert choice["message"]["content"] == "Let me see.\nLet me see."
+    (choice,) = answer(Echo(engine), **body, parallel_tool_calls=False)["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+    (choice,) = answer(Echo(engine), **body, tool_choice="none")["choices"]
+    assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("stop", False)
+
+
+def test_a_template_without_tools_takes_forced_calls_only(plain: AsyncEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="chat template does not describe tools: give tool_choice 'required'"):
+        answer(plain, tools=TOOLS)
+    check_weather(answer(plain, tools=TOOLS, tool_choice=NAMED)["choices"][0]["message"]["tool_calls"][0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "message"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "Field required"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.custom", "unknown field"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
+        ({"tools": TOOLS * 2}, "tools", "two functions are called 'now'"),
+        ({"tools": [TOOLS[1]] * 129}, "tools", "at most 128"),
+        ({"tools": [{"type": "function", "function": WEATHER | {"description": "a" * 2**17}}]}, "tools", "at most"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", '"required"'),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "no func"),
+        ({"tool_choice": "required"}, "tool_choice", "only with tools"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "tools are given, too"),
+    ],
+)
+def test_a_bad_request_says_where(changes: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        ChatRequest.parse(CHAT | changes)
+    assert caught.value.param == param
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused(engine: AsyncEngine) -> None:
+    bad = {"name": "bad", "parameters": {"properties": {"a": {"type": "thing"}}}}
+    with pytest.raises(RequestError, match="tools: ") as caught:
+        answer(engine, tools=[{"type": "function", "function": bad}], tool_choice="required")
+    assert ApiError.of(caught.value).param == "tools"
+
+
+def test_marks_that_are_special_tokens(tmp_path: Path) -> None:
+    template = "[TOOL_CALLS]" + HERMES
+    tokenizer = tokenizer_with(template.replace("<|user|>", "<|document|>"), tmp_path, special="[TOOL_CALLS]")
+    engine = AsyncEngine(LLM("demo", tokenizer=tokenizer, **OPTIONS))
+    try:
+        mark = engine.tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
+        (choice,) = answer(engine, tools=TOOLS, tool_choice=NAMED, return_token_ids=True)["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        check_weather(call)
+        assert choice["token_ids"][0] == mark
+        assert len(call["id"]) == 9, "Mistral's templates take no other"
+    finally:
+        engine.stop()
