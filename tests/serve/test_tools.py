@@ -21,7 +21,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 PARAMETERS = {
     "type": "object",
-    "properties": {"agency": {"enum": ["Parks Council", "Water Board"]}, "year": {"type": "integer"}},
+    "properties": {
+        "agency": {"enum": ["Parks Council", "Water Board"]},
+        "year": {"type": "integer", "minimum": 2000, "maximum": 2030},
+    },
     "required": ["agency", "year"],
 }
 ASKED: Any = {
