@@ -133,8 +133,8 @@ async def _prompts(request: Request, engine: AsyncEngine, tool_use: ToolUse | No
     # One after the other, so that prompts of other requests come in between.
     for prompt in await in_thread_if_large(lambda: request.prompts, num_characters):
         is_cut = request.truncate_prompt_tokens is not None
-        messages: Any = prompt if tool_use is None else tool_use.messages(prompt)
-        work = partial(_tokens, messages, engine, rendering, is_cut=is_cut)
+        given: Any = prompt if tool_use is None else tool_use.messages(prompt)
+        work = partial(_tokens, given, engine, rendering, is_cut=is_cut)
         token_ids = await in_thread_if_large(work, num_characters)
         token_ids = request.cut(token_ids, engine.max_model_len)
         room = max(1, engine.kv_cache_tokens - len(token_ids))

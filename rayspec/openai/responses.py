@@ -289,7 +289,7 @@ class Answer:
         calls: list[ToolCall],
     ) -> ChatChoice | CompletionChoice:
         """Return the choice of a completion of the output of a prompt."""
-        reason = one.finish_reason
+        reason: str | None = one.finish_reason
         assert reason in {None, "stop", "length"}, f"a completion without an error has the finish reason {reason!r}"
         if reason == "stop" and index in self._parsers and self._parsers[index].num_calls:
             reason = "tool_calls"

@@ -46,7 +46,7 @@ class ToolFormat:
         return self.head.startswith("NAME")
 
 
-_TAGS = {"begin": "<tool_call>", "opens": "<tool_call>\n", "closes": "\n</tool_call>", "between": "\n"}
+_TAGS: dict[str, Any] = {"begin": "<tool_call>", "opens": "<tool_call>\n", "closes": "\n</tool_call>", "between": "\n"}
 # The first whose signs are all in the chat template.
 FORMATS: Sequence[ToolFormat] = (
     ToolFormat(

@@ -132,7 +132,7 @@ class ToolUse:
     def rendering(self, rendering: Rendering) -> Rendering:
         return replace(rendering, tools=[tool.for_template for tool in self.tools]) if self.is_known else rendering
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def messages(self, messages: Any) -> list[Mapping[str, Any]]:
         """Return the messages, with the tools in the system message if the chat template does not describe them."""
         if self.is_known:
             return list(messages)
