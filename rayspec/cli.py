@@ -27,7 +27,7 @@ _MOVED = {f"bench-{name}": f"python -m benchmarks {name}" for name in ("data", "
 _MOVED["figures"] = "python -m benchmarks figures"
 _ROWS = {
     "truncate": "is now '--long truncate'",
-    "report": "is gone: the report is always there, in the output folder or in OUTPUT.run beside an output file",
+    "report": "is gone: the report is always there, in the output folder or in OUTPUT.run next to an output file",
 }
 _REPLACED_OF_COMMANDS = {
     "summarize": _ROWS,
@@ -48,10 +48,10 @@ LAZY = {
         "rayspec.batch.demonstration",
         "Try it: a job on twelve documents, with plain decoding and with `auto`, and a report that compares them.",
     ),
-    "summarize": ("rayspec.batch.commands", "Summarize documents, one row each. A .txt file is one document."),
+    "summarize": ("rayspec.batch.commands", "Summarize documents, one row per document. A .txt file is one document."),
     "generate": (
         "rayspec.batch.commands",
-        "Complete prompts and answer chats, one row each. A .txt file is one prompt.",
+        "Complete prompts and answer chats, one row per prompt. A .txt file is one prompt.",
     ),
     "job": ("rayspec.batch.commands", "Jobs on Ray: the cluster at RAY_ADDRESS, or one on this machine."),
     "placement": (

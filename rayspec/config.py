@@ -343,7 +343,7 @@ class SpeculationOptions(Options):
     )
     choices: Annotated[tuple[Cheaper, ...], Commas] = Field(
         ("skip", "int4", "window", "pages"),
-        description="cheaper ways that drafts may run a sublayer, beside in full: not at all, by a copy of its weights "
+        description="cheaper ways that drafts may run a sublayer: not at all, by a copy of its weights "
         "with 8 or 4 bits each, or with attention to few keys (first and newest pages; also the pages looked at most)",
     )
     extra_weight_bytes: int | None = Field(
@@ -456,7 +456,7 @@ class ParallelOptions(Options):
         if self.layers is not None and (len(self.layers) != self.stages or min(self.layers) < 1):
             raise ValueError(f"option 'layers' is {self.layers}: name {self.stages} numbers of layers, each 1 or more")
         if self.topology and self.placement is not None:
-            raise ValueError(f"option 'placement' is {self.placement!r} beside 'topology': give one of them")
+            raise ValueError(f"option 'placement' is {self.placement!r} together with 'topology': give one of them")
         return self
 
     @property
@@ -601,7 +601,7 @@ class EngineConfig(Options):
 
 
 class EngineKeywords(TypedDict, total=False):
-    """The keywords of `LLM(model, ...)`: the options of `EngineConfig` beside `model`. Groups may be mappings.
+    """The keywords of `LLM(model, ...)`: the options of `EngineConfig` except `model`. Groups may be mappings.
 
     parallel: "auto" takes the layout that `rayspec plan` recommends.
     """

@@ -25,7 +25,7 @@ _HEAD = """\
 `python -m benchmarks.device.predictions` prints this page.
 
 Counted: the kernels and the bytes of a plain decoding step, one token for each sequence, from token ids to logits. The
-count runs the fused bodies with rayspec's operators in static buffers, in bfloat16, on tensors without storage.
+count runs the fused layers with rayspec's operators in static buffers, in bfloat16, on tensors without storage.
 Attention counts as two kernels. Bytes are what each kernel reads and writes, and the keys and values of all earlier
 tokens.
 

@@ -70,8 +70,8 @@ def choices_markdown(predictions: Sequence[ChoicePrediction]) -> str:
         "What a draft gains that runs all sublayers by one choice, at acceptances that others have published for such "
         f"drafts ({assumed}), and which one the plan search would take. Bytes over bandwidth of all GPUs together, "
         "without communication and launches: a bound. Mixed plans, which the knapsack looks for, are not in it, for "
-        "nobody has published their acceptance. Contexts and batches whose keys and values do not fit beside the "
-        "weights and an int4 copy of them are left out."
+        "nobody has published their acceptance. Contexts and batches whose keys and values do not fit in addition "
+        "to the weights and an int4 copy of them are left out."
     )
     table = markdown_table(("model", "context", "batch", "draft taken", "gain", "gain of skipping alone"), rows)
     return f"## Choices on large models\n\n{intro}\n\n{table}"

@@ -38,7 +38,7 @@ from benchmarks.papers.sentences import (
 )
 from rayspec.bench.result import markdown_table
 
-_INTRO = f"""# Published speed-ups beside our own prediction
+_INTRO = f"""# Published speed-ups and our own predictions
 
 Made by `python -m benchmarks papers`; `--json FILE` writes the numbers. Nothing was run for it, and no GPU was used:
 the papers' figures are those in [published.csv](../../benchmarks/papers/published.csv), and the predictions are

@@ -93,7 +93,9 @@ def summarize(
         str | None, typer.Option(metavar="TEXT", help="what to ask; {text} stands for the document")
     ] = None,
 ) -> None:
-    """Summarize documents, one row each. A .txt file is one document. Without inputs, these are bundled documents."""
+    """Summarize documents, one row per document. A .txt file is one document.
+
+    Without inputs, these are bundled documents."""
     with clean_exit():
         options = asked.own_options(DocumentOptions)
         settings = options.in_force(asked.settings())
@@ -124,7 +126,7 @@ def generate(
     messages_column: Annotated[str, typer.Option(help="column of chat messages, used where present")] = "messages",
     chat: Annotated[bool, typer.Option(help="put prompts through the chat template as a user's message")] = False,
 ) -> None:
-    """Complete prompts and answer chats, one row each. A .txt file is one prompt."""
+    """Complete prompts and answer chats, one row per prompt. A .txt file is one prompt."""
     with clean_exit():
         if not inputs:
             raise ConfigError("no inputs: name files, folders or patterns")

@@ -196,8 +196,8 @@ Export = Callable[[Callable[[], Iterable[Row]], Location], None]
 class Job:
     """A job over rows.
 
-    output: a folder; or a .parquet or .jsonl file, beside which a folder with ".run" after its name is made. name: stem
-    of the file of all rows in a folder. text_column: of the output. export: writes more files at the end, with the
+    output: a folder; or a .parquet or .jsonl file, next to which a folder with ".run" after its name is made. name:
+    stem of the file of all rows in a folder. text_column: of the output. export: writes more files at the end, with the
     names `export_names`.
     """
 

@@ -410,7 +410,7 @@ class LongDocuments:
 
     def _does_not_fit(self, num_tokens: int) -> DoesNotShrinkError:
         return DoesNotShrinkError(
-            f"its prompt has {num_tokens} tokens, and {self._max_prompt_tokens} fit beside the output: lower "
+            f"its prompt has {num_tokens} tokens, and {self._max_prompt_tokens} fit with the output: lower "
             "chunk_tokens, overlap_tokens or level_tokens, or raise max_model_len"
         )
 
@@ -423,7 +423,7 @@ class LongDocuments:
             )
         if not 1 <= chunk <= chunk_room:
             raise ConfigError(
-                f"option 'chunk_tokens' is {options.chunk_tokens}: {max(0, chunk_room)} tokens of a chunk fit beside "
+                f"option 'chunk_tokens' is {options.chunk_tokens}: {max(0, chunk_room)} tokens of a chunk fit with "
                 "the instruction and the output; lower it, level_tokens or max_tokens, or raise max_model_len"
             )
         if 2 * options.overlap_tokens > chunk:

@@ -1,4 +1,4 @@
-"""Terminal output and the end of commands and jobs: an error gives one line and an exit code that tells its kind."""
+"""Terminal output and the end of commands and jobs: an error gives one line and an exit code for its kind."""
 
 from __future__ import annotations
 

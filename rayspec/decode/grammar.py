@@ -111,7 +111,7 @@ class Grammars:
         return CompiledForm(matcher, -(-tokenizer.vocab_size // 32), num_bytes)
 
     def _drop_large(self, num_bytes: int) -> None:
-        """Keep no more compiled forms than have room, beside a new one of that size."""
+        """Keep no more compiled forms than have room, together with a new one of that size."""
         with self._lock:
             for form, future in reversed(list(self._kept.items())):
                 if future.done() and future.exception() is None:

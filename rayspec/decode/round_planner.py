@@ -127,7 +127,7 @@ class RoundPlanner:
         return [self.proposer.propose(one, longest, batch=batch) for one in sequences]
 
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
-        """Log the taps of a finished round, tell the strategy its result, and let the strategy search. The strategy
+        """Log the taps of a finished round, give the strategy its result, and let the strategy search. The strategy
         learns nothing from a round with chunks, because the round's own time is then unknown."""
         step_s = (self._clock() - planned.started - result.queued_s) / result.num_steps
         self._taps.extend(planned.work.taps)

@@ -135,12 +135,12 @@ class Head:
     def next_tokens(self, tokens: Sequence[TappedToken]) -> Tensor:
         """Return the target's most likely token after each tapped token, [T]. Raises TapsGoneError."""
         if any(token not in self._next_tokens for token in tokens):
-            raise TapsGoneError("what followed some tapped tokens is not kept any more")
+            raise TapsGoneError("what followed some captured tokens is not kept any more")
         return torch.stack([self._next_tokens[token] for token in tokens])
 
 
 def commit(logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict]) -> list[Committed]:
-    """Commit the verdicts' tokens to the samplers and return them with the log-probabilities that their parameters ask
+    """Commit the accepted tokens to the samplers and return them with the log-probabilities that their parameters ask
     for. Everything is computed before any sampler changes. One host synchronisation per distinct number of
     log-probabilities."""
     pairs = list(zip(rows, verdicts, strict=True))

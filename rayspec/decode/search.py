@@ -135,7 +135,7 @@ def answer(question: Question, tapped: TappedStates, *, num_sublayers: int) -> S
             return Values(tapped.feature(), 0.0)
         case Trial():
             if any(len(pattern) != num_sublayers for pattern in question.patterns):
-                raise ValueError(f"each of the patterns on trial needs {num_sublayers} choices, one for each sublayer")
+                raise ValueError(f"each of the tested patterns needs {num_sublayers} choices, one for each sublayer")
             states = yield from follow(question.patterns, tapped)
             similarity = tapped.similarity(num_sublayers - 1, states)
             drafts = _judged(question.patterns, similarity.tolist(), tapped.agreement(states))

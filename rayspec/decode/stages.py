@@ -77,7 +77,7 @@ class SpanRunner:
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], next_tokens: Tensor | None) -> PlanSearch:
         """Return the plan search over this span's taps. rows: the row of each token. Raises TapsGoneError."""
         if any(token not in self._taps for token in tokens):
-            raise TapsGoneError("the states of some tapped tokens are not kept any more")
+            raise TapsGoneError("the captured hidden states of some tokens are not kept any more")
         states = torch.stack([self._taps[token] for token in tokens], 1)
         return PlanSearch(self.runner, states, rows, next_tokens)
 

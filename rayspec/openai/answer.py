@@ -61,8 +61,8 @@ async def respond(
     """Run a request's prompts together and return the response. Raises RequestError, any other error of an output, and
     EngineDeadError. The first prompt that fails ends the others, and so does cancelling.
 
-    served: names of the model that a body may use, beside its adapters; responses show the first. name: the end of the
-    response's id.
+    served: names of the model that a body may use, and its adapters; responses show the first. name: the end of
+    the response's id.
     background: the request runs behind other requests, within this limit.
     """
     engine, model = _addressed(request.model, engine, served)

@@ -39,7 +39,7 @@ class LeadingSpan(SpanRunner):
         self.announce = announce
 
     def run(self, work: Pass, hidden: Tensor | None = None, *, drawn: Tensor | None = None) -> Tensor:
-        assert drawn is None, "the other ranks are told tokens, not where they lie on this one's device"
+        assert drawn is None, "the other ranks get tokens, not where they lie on this one's device"
         self.announce(Follow(epoch=self._epoch(), work=work, shape=() if hidden is None else tuple(hidden.shape)))
         try:
             return super().run(work, None if hidden is None else _shared(hidden))

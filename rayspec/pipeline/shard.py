@@ -360,7 +360,7 @@ class Shard:
             search = self.span.search(message.tokens, message.rows, next_tokens)
             self._seeking = _Seeking(message.search_id, search, {0: search.start()} if self.stage == 0 else {})
         except TapsGoneError:
-            error = f"{self.name} has no states of some tapped tokens any more"
+            error = f"{self.name} has no captured states of some tokens any more"
         self._send(COORDINATOR, wire.Sought(epoch=message.epoch, search_id=message.search_id, error=error))
 
     def _expand(self, message: wire.Shipped | wire.Expand, tensors: Sequence[Tensor], seeking: _Seeking) -> None:

@@ -56,7 +56,7 @@ class Received:
 
 @dataclass(slots=True)
 class _Connection:
-    """To one peer. stream: tells this connection from earlier ones."""
+    """To one peer. stream: distinguishes this connection from earlier ones."""
 
     socket: zmq.Socket[bytes]
     address: str
@@ -218,7 +218,7 @@ class Transport:
 
 
 class _Gate:
-    """Tells libzmq which peers may connect: those that have proved to own the client key. The protocol is ZAP (RFC 27).
+    """Decides for libzmq which peers may connect: those that have proved to own the client key, by ZAP (RFC 27).
 
     The transport's own thread answers between messages. zmq.auth would need another thread, or asyncio, for the same.
     """

@@ -106,7 +106,7 @@ def solve(
     states outside two diagonals to `max_saved`, by more than the share `band` of the most that could be saved. With
     `drop_dominated`, it drops states that save no more than another state and are no more similar. More than
     `max_states` states are thinned over saved time. band=None, drop_dominated=False, min_similarity=-inf and a large
-    `max_states` give the exact recurrence. others: patterns whose states are computed beside, in the same runs.
+    `max_states` give the exact recurrence. others: patterns whose states are computed in the same runs.
     """
     names = _names([*savings, *map(dict.fromkeys, others)])
     menus = [[choice for choice in names if choice == FULL or choice in each] for each in savings]

@@ -46,7 +46,7 @@ class BodyReader:
     async def read(self, request: Request, kind: type[Body], held: ExitStack) -> tuple[Body, bytes]:
         """Return the body of a request, parsed and as it came. Raises RequestError for a body that is no `kind`.
 
-        Raises Refused for a body that is too large, too slow, compressed, or large beside many others; and for one
+        Raises Refused for a body that is too large, too slow, compressed, or one of too many large ones; and for one
         without a JSON content type: web pages of any origin may send other types without a CORS preflight. held: a
         large body counts until the end of this, as its values stay in memory as long as the request.
         """

@@ -114,7 +114,7 @@ METRICS = (
     _histogram(
         "rayspec_inter_token_latency_seconds",
         "seconds",
-        "Between two pieces of a streamed text, as they were sent; several rounds may be in a piece.",
+        "Between two chunks of a streamed text, as they were sent; a chunk may hold several rounds.",
         boundaries=_TOKEN_S,
     ),
     _histogram(

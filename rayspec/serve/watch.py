@@ -102,7 +102,7 @@ class Watch:
         return model not in self.replicas or any(one.health in waits for one in self.replicas[model].values())
 
     def problem(self, model: str) -> str | None:
-        """Return a model's problems; None without any. A starting replica is no problem beside one that is ready."""
+        """Return a model's problems; None without any. A starting replica is no problem while another is ready."""
         healths = {one.health for one in self.replicas.get(model, {}).values()}
         ill = sorted(healths - {"unknown", "starting", "ready"})
         return ", ".join(ill) or (None if "ready" in healths else "starting")

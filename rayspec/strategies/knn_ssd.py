@@ -104,7 +104,7 @@ class KnnSSD:
         self._anchors = {plan.domain: plan.anchors for plan in saved.plans if plan.anchors}
         if not self._anchors:
             raise ConfigError(
-                "strategy 'knn-ssd' tells domains by anchors, and none of the plans in option 'warm_start' has any: "
+                "strategy 'knn-ssd' distinguishes domains by anchors, which no plan in option 'warm_start' has: "
                 "tune the model by domains"
             )
         self._no_domain: Strategy = FixedPlan(no_draft(len(latency.sublayers), "knn-ssd: of no domain"))

@@ -247,13 +247,13 @@ def test_a_search_over_tokens_that_nobody_remembers_fails_leaves_nothing_and_the
         cancelled = run.engine.stages.search(tokens, rows, knapsack())
         cancelled.cancel()
         wait_for(run, lost, again)
-        with pytest.raises(RayspecError, match="has no states of some tapped tokens"):
+        with pytest.raises(RayspecError, match="has no captured states of some tokens"):
             lost.result()
         assert drafts_of(again)
         run.replica.parts["stage-1"].span._taps.clear()
         lost = run.engine.stages.search(tokens, rows, knapsack())
         wait_for(run, lost)
-        with pytest.raises(RayspecError, match="stage-1 has no states of some tapped tokens"):
+        with pytest.raises(RayspecError, match="stage-1 has no captured states of some tokens"):
             lost.result()
         run.engine.stages.wait()
         assert seeking(run) == [False] * 3

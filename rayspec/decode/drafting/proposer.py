@@ -43,7 +43,7 @@ class _Memory:
 
 
 class Proposer:
-    """Grows a tree for each sequence: the copy, with recycled tokens beside and behind it. takes_trees: False for a
+    """Grows a tree for each sequence: the copy, with recycled tokens next to and behind it. takes_trees: False for a
     model that verifies chains only. given_texts: tokens of texts that all owners may copy, END_OF_TEXT between them.
 
     One for all sequences of an engine: what it learns of one text serves the next. finished: the newest finished

@@ -52,7 +52,7 @@ def overlays(
     folder: Annotated[Path, typer.Argument(help="with an options.yaml in each overlay")] = Path("k8s/overlays"),
     check: Annotated[bool, typer.Option(help="write nothing; exit code 1 if a manifest is not up to date")] = False,
 ) -> None:
-    """Render the manifest.yaml beside each options.yaml below a folder."""
+    """Render the manifest.yaml next to each options.yaml below a folder."""
     from rayspec.ops.k8s.render import stale_overlays  # noqa: PLC0415 - brings torch, which others wait for
 
     with clean_exit():

@@ -126,7 +126,7 @@ def plan_cluster(options: RenderOptions) -> ClusterPlan:
         )
     if options.gpus is not None and placement.loading_bytes_missing:
         raise ConfigError(
-            f"option 'tensor' is {ranks}: while it loads, each GPU holds a whole layer beside its share, and "
+            f"option 'tensor' is {ranks}: while it loads, each GPU holds a whole layer in addition to its share, and "
             f"{placement.loading_bytes_missing / GIB:.1f} GiB are missing on one GPU; use more stages"
         )
     num_copies = options.replicas or placement.num_copies
@@ -158,7 +158,7 @@ def _gpu_pods(
     config: PretrainedConfig, placement: Placement, options: RenderOptions, max_copies: int
 ) -> tuple[PodShape, ...]:
     """Return one shape for each kind of GPU, which spreads its stages evenly over as few pods as the size of a node
-    allows. max_copies: of the model. Raises ConfigError for GPUs that Ray could not tell apart."""
+    allows. max_copies: of the model. Raises ConfigError for GPUs that Ray could not distinguish."""
     tensor = placement.options.num_ranks
     if tensor > options.gpus_of_a_pod:
         raise ConfigError(

@@ -260,7 +260,7 @@ def placements_table(placements: Sequence[Placement]) -> Group:
         elif placement.loading_bytes_missing:
             verdict = (
                 f"it does not load: {placement.loading_bytes_missing / _GIB:.1f} GiB are missing on a GPU, which holds "
-                "a whole layer beside its share meanwhile; use more stages"
+                "a whole layer in addition to its share meanwhile; use more stages"
             )
         form = f"{options.quantization} with embedding and head in " if options.quantization else ""
         copies = f" on each of {placement.num_copies} copies" if placement.num_copies > 1 else ""

@@ -23,7 +23,7 @@ _NUM_SHOWN = 8
 def flags_of(layout: Layout, options: PlanOptions) -> dict[str, str | None]:
     """Return flags that make this layout: of commands that make an engine, of `rayspec.LLM` after the model, of
     `rayspec placement`, which shows the first copy, and of `rayspec k8s render`. The last are None for copies on
-    different kinds of GPUs, which Ray could not tell apart. options: with a context."""
+    different kinds of GPUs, which Ray could not distinguish. options: with a context."""
     dtype = {} if options.dtype == "auto" else {"dtype": options.dtype}
     engine: dict[str, Any] = {"max_model_len": options.num_tokens, "max_num_seqs": layout.concurrency}
     if options.max_num_batched_tokens != EngineConfig(model="any", device="cuda").max_num_batched_tokens:

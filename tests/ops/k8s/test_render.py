@@ -189,7 +189,7 @@ def test_other_renders_are_valid_too(options: RenderOptions) -> None:
         (LLAMA_405B | {"gpus": "8xH100-80G"}, "option 'gpus' is '8xH100-80G'.*GiB are missing.*larger"),
         (
             LLAMA_405B | {"gpus": "160xNEW-12G@1000", "tensor": 8, "stages": 20, "concurrency": 1, "context": 256},
-            "option 'tensor' is 8.*a whole layer beside its share",
+            "option 'tensor' is 8.*a whole layer in addition to its share",
         ),
         (
             LLAMA_70B | {"gpus": "8xH200-141G", "tensor": 4, "gpus_per_node": 2, "stages": 2},
