@@ -247,7 +247,12 @@ def serve(
             batches=batches,
             environment=os.environ,
         )
-        run_endpoint(options, Address(host=host, port=port), lambda url: print(url, flush=True))  # noqa: T201
+
+        def show(url: str) -> None:
+            print(url, flush=True)  # noqa: T201 - a command's output
+            say(f"ready: open {url} in a browser, or run: curl {url}/v1/models")
+
+        run_endpoint(options, Address(host=host, port=port), show)
 
 
 @app.command(cls=LongCommand)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+import rayspec
 from rayspec import demo
 from rayspec.cli import LAZY, app, lazy_command
 from tests.real_models import smollm2
@@ -116,3 +117,8 @@ def test_links_lead_to_files(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    assert [name for name in rayspec.__all__ if not re.search(rf"\b{name}\b", text)] == ["__version__"]

@@ -16,7 +16,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from rayspec.command.terminal import exit_on_sigterm
+from rayspec.command.terminal import exit_on_sigterm, say
 from rayspec.demo import BUNDLED
 from rayspec.ray_session import ray_session
 from rayspec.serve.access import ANY, ApiKeys, is_loopback
@@ -102,6 +102,9 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
 
 def _serve(options: ServeOptions, address: Address, listener: socket.socket, announce: Callable[[str], None]) -> None:
     """Start the models and serve until a signal. Raises ConfigError and DeploymentError."""
+    say(
+        f"loading {', '.join(config.model_id for config in options.llm_configs)}; the first start measures this machine"
+    )
     names = [_APP if index == 0 else f"{_APP}-{index + 1}" for index in range(len(options.llm_configs))]
     handles = _start_models(options, names)
     runner, batches = None, bind_runner(options, handles)

@@ -81,7 +81,8 @@ class Layout:
 
     @property
     def title(self) -> str:
-        return f"{self.stages} stages x {self.tensor} tensor-parallel ranks x {self.replicas} replicas"
+        parts = ((self.stages, "stage"), (self.tensor, "tensor-parallel rank"), (self.replicas, "replica"))
+        return " x ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in parts)
 
     @property
     def num_gpus(self) -> int:
