@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
+from rayspec.decode.generate_state import find_cuts, measured_passes
 from rayspec.decode.loading import (
     affordable_slots,
     cache_size,
@@ -24,16 +25,14 @@ from rayspec.decode.profile import LoadLock, chosen_threads, load_or_measure
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.runner import ways_of
 from rayspec.decode.stages import LocalStages
-from rayspec.decode.whole_check import find_cuts, measured_passes
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.machine import num_cores, user_folder
 from rayspec.model.adapters import install_adapters
 from rayspec.model.architecture import Decomposition, decompose
-from rayspec.model.fast_dtype import in_fast_dtype
 from rayspec.model.kv_cache import CacheSize, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.threads import Threads, asked_threads, in_thread_of_its_own, on_device
-from rayspec.model.weights import load_config, resolve_device
+from rayspec.model.weights import in_fast_dtype, load_config, resolve_device
 from rayspec.strategies.by_name import COPYING, make_strategy, needs_latency
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import ConfigError, UnsupportedModelError, no_draft

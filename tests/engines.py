@@ -31,11 +31,10 @@ from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
 from rayspec.decode.work import KeepDrafting, Pass, Result, Round, RoundEntry, RoundResult, Work
 from rayspec.generation import GenerationDefaults
 from rayspec.model.architecture import Decomposition
-from rayspec.model.graphs import StepGraphs
+from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache
 from rayspec.model.row_counts import FIXED
 from rayspec.model.static_rows import StepBuffers
-from rayspec.model.static_step import StaticStep
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import Plan, PlanRecord, Request, RequestOutput, no_draft
 

@@ -20,8 +20,7 @@ from rayspec.model.attention import AttentionKind, Heads
 from rayspec.model.cuda.operations import gated
 from rayspec.model.fused import FusedLayer
 from rayspec.model.kv_cache import PAGE_SIZE, LayerShape
-from rayspec.model.matrices import Matrix
-from rayspec.model.norms import RmsNorm
+from rayspec.model.matrices import Matrix, RmsNorm
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Sublayer
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.device.parity import Difference
 from benchmarks.shared import DeviceOptions, Outcome, Table, judged, not_here
 from rayspec.model.cuda import operations
-from rayspec.model.cuda.trial import has_operators
+from rayspec.model.cuda.operations import has_operators
 
 # Relative to the largest number of the result: rounding errors of one operation.
 _ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}

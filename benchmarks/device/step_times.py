@@ -13,11 +13,10 @@ from benchmarks.device.models import Prepared, bundled_model, prepare
 from benchmarks.shared import DeviceOptions, Outcome, Table, fastest_seconds, measured
 from rayspec.choices import Choice, choices_of
 from rayspec.model.architecture import Decomposition, decompose
-from rayspec.model.buckets import padded_rows
-from rayspec.model.cuda.trial import has_operators
+from rayspec.model.cuda.operations import has_operators
 from rayspec.model.fused import fuse
 from rayspec.model.kv_cache import bytes_per_slot, whole_pages
-from rayspec.model.rows import RowSpan, one_run
+from rayspec.model.rows import RowSpan, one_run, padded_rows
 
 _WIDER, _WIDER_QUICK = 8, 4
 _CONTEXT = 512

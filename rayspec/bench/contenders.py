@@ -14,8 +14,7 @@ import torch
 from rayspec.bench.result import Sample
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.model.fast_dtype import in_fast_dtype
-from rayspec.model.weights import load_model, resolve_device
+from rayspec.model.weights import in_fast_dtype, load_model, resolve_device
 from rayspec.strategies.by_name import make_strategy
 from rayspec.types import EngineStats, PlanRecord, Request, RequestOutput
 

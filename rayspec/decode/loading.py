@@ -24,18 +24,17 @@ from rayspec.decode.strategy import Strategy
 from rayspec.machine import bytes_available
 from rayspec.model.adapters import install_adapters
 from rayspec.model.architecture import Decomposition, max_positions, why_context_ends
-from rayspec.model.buckets import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.cuda.graphs import CudaDriver
-from rayspec.model.cuda.trial import has_operators
+from rayspec.model.cuda.operations import has_operators
 from rayspec.model.fused import fuse
 from rayspec.model.generation_config import eos_token_ids, generation_defaults
-from rayspec.model.graphs import StepGraphs
+from rayspec.model.graphs import StaticStep, StepGraphs, require_same_attention
 from rayspec.model.kv_cache import CacheSize, KVCache, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import FIXED, SINGLE_ROWS, has_experts, independent_row_counts
+from rayspec.model.rows import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.sizes import quantised_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
-from rayspec.model.static_step import StaticStep, require_same_attention
 from rayspec.model.weights import load_model, load_tokenizer, num_layers, resolve_device, vocab_size
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError

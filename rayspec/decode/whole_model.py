@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from rayspec.config import Verification
-from rayspec.decode.generate_state import Cuts, GenerateState
+from rayspec.decode.generate_state import Cuts, GenerateState, check_generation
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.rounds import Head, commit, script
 from rayspec.decode.runner import seconds
@@ -23,7 +23,6 @@ from rayspec.decode.sampling import Rows, top_logprobs
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.stages import Stages, done
 from rayspec.decode.verify import verify_coupled
-from rayspec.decode.whole_check import check_generation
 from rayspec.decode.work import (
     Chunk,
     Committed,

@@ -20,10 +20,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rayspec.choices import Keys
-from rayspec.model.few_keys import FewPages, block_tables, few_pages, reads_all
+from rayspec.model.few_keys import FewPages, NewestRows, block_tables, few_pages, newest_rows, note_pages, reads_all
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache
-from rayspec.model.norms import Norm
-from rayspec.model.page_scores import NewestRows, newest_rows, note_pages
+from rayspec.model.matrices import Norm
 from rayspec.model.rows import Path, RowSpan, Run, Runs, joined, runs_between, slots_between
 
 IMPLEMENTATION = "rayspec"

@@ -22,13 +22,20 @@ from torch.nn.functional import linear
 from rayspec.choices import Weights
 from rayspec.model.architecture import Decomposition, check_rows, rounding_tolerance, rows_of
 from rayspec.model.attention import AttentionKind, Heads, Rows
-from rayspec.model.cuda.operations import gated
-from rayspec.model.cuda.trial import has_operators
+from rayspec.model.cuda.operations import gated, has_operators
 from rayspec.model.load_check import CheckRows, CheckSequence, RecordingRows, lack_of_memory, likeness
-from rayspec.model.matrices import LinearMap, Matrix, empty_linears, has_blocked_layout, is_plain, is_plain_or_share
-from rayspec.model.norms import Norm, as_operator
+from rayspec.model.matrices import (
+    QUANTISED,
+    LinearMap,
+    Matrix,
+    Norm,
+    as_operator,
+    empty_linears,
+    has_blocked_layout,
+    is_plain,
+    is_plain_or_share,
+)
 from rayspec.model.offload import Fetch
-from rayspec.model.quantised import QUANTISED
 from rayspec.model.sublayers import Body, Sublayer
 
 logger = logging.getLogger(__name__)

@@ -81,7 +81,7 @@ class KVCache:
     own, in which a sequence keeps only the pages in its window.
 
     looked_at: int32 [layers, pages, budgets.pages.looked_at], None unless `notes_pages`. By page that a sequence is
-    about to write to, the pages that got most attention of its newest row, see `page_scores`. They are numbered in the
+    about to write to, the pages that got most attention of its newest row, see `few_keys`. They are numbered in the
     sequence, not in the cache; a negative number is empty.
     """
 

@@ -1,15 +1,24 @@
-"""Weights of linear layers in the memory layout that is fastest on the device: on a CPU oneDNN's (docs/tried.md)."""
+"""What fused layers multiply by: weights of linear layers in the memory layout that is fastest on the device (on a CPU
+oneDNN's), copies with 8 or 4 bits per weight by which drafts read less memory, and RMS norms as a single operator.
+
+docs/tried.md has measurements: int8 products are fastest with int8 rows; with more than about six rows the full
+bfloat16 matrix is faster than int4.
+"""
 
 from __future__ import annotations
 
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TypeGuard, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
+
+from rayspec.choices import Weights
+from rayspec.model.cuda.operations import int4_product, int8_product, rms_norm
+from rayspec.model.cuda.reference import packed_levels
 
 
 class LinearMap(nn.Module, ABC):
@@ -116,3 +125,202 @@ def empty_linears(linears: Sequence[nn.Linear]) -> None:
     """Free the weights of layers after another object has taken them."""
     for each in linears:
         each.weight = nn.Parameter(each.weight.data.new_empty(0), requires_grad=False)
+
+
+# Group sizes, and the share of a group's range that the int4 levels span. The first size that divides the number of
+# columns is used. The share has the smallest squared error, both on random numbers and on a trained model.
+_SPANS = {128: 0.93, 64: 0.96, 32: 0.98}
+# The int4 kernel's layout has blocks of 64 rows; the last block has a multiple of 16 rows.
+_BLOCK_ROWS = 64
+_ROW_MULTIPLE = 16
+# Weights that are quantised at a time: enough for several threads, but no more than fits their caches.
+_CHUNK_WEIGHTS = 2**20
+# Rows are scaled to 126, not 127: in bfloat16, rounding may make the largest number half a percent larger.
+_LARGEST_INPUT = 126
+_SMALLEST_SCALE = 1e-30
+
+
+class _QuantisedMatrix(LinearMap):
+    """Quantised weights and their scales, in the layout of the kernel that multiplies by them.
+
+    It does not change the linear layers that it copies. use_operators: multiply with the operators `rayspec::*`.
+    """
+
+    _weight: Tensor
+    _scales: Tensor
+    _multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """Returns the product of rows [N, num_columns] with weight and scales, as a new tensor [N, num_rows + padding]."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.nbytes + self._scales.nbytes
+
+    def forward(self, rows: Tensor) -> Tensor:
+        product = self._multiply(rows.reshape(-1, self.num_columns).contiguous(), self._weight, self._scales)
+        product = product[:, : self.num_rows].view(*rows.shape[:-1], self.num_rows)
+        return product if self._bias is None else product.add_(self._bias)
+
+
+class Int8Matrix(_QuantisedMatrix):
+    """Symmetric int8 weights with one scale per row of the matrix.
+
+    With oneDNN, the input rows are quantised to int8 too. Each has its own scale, so no row depends on the others.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear], *, use_operators: bool = False) -> None:
+        super().__init__(linears)
+        weight = joined_weight(linears)
+        quantised = torch.empty_like(weight, dtype=torch.int8)
+        scales = weight.new_empty(len(weight), dtype=torch.float32)
+        for chunk in _chunks(weight):
+            quantised[chunk], scales[chunk] = _int8(weight[chunk])
+        self._weight, self._scales = quantised, scales
+        if use_operators:
+            self._multiply = int8_product
+        elif has_int8_products(weight.device):
+            self._multiply = _product_of_int8_rows
+            self._weight = torch.ops.onednn.qlinear_prepack(quantised, None)
+        else:
+            self._multiply = _product_of_full_rows
+
+
+class Int4Matrix(_QuantisedMatrix):
+    """int4 weights with a scale and a zero for each group of columns of a row. Input rows have full precision.
+
+    Raises ValueError for a number of columns that no group size divides.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear], *, use_operators: bool = False) -> None:
+        super().__init__(linears)
+        weight = joined_weight(linears)
+        size = group_size(self.num_columns)
+        weight = pad(weight, (0, 0, 0, -self.num_rows % _ROW_MULTIPLE))
+        packed, scales = [], []
+        for chunk in _chunks(weight):
+            levels, scale, zero = _int4(weight[chunk], size, zero_level=-16 if use_operators else 8)
+            if use_operators:
+                packed.append(packed_levels(levels, size))
+            else:
+                packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1))
+            scales.append(torch.stack([scale.T, zero.T], -1))
+        self._weight = torch.cat(packed)
+        self._scales = torch.cat(scales, 1)  # [groups of a row, rows, 2]
+        on_cpu = torch.ops.aten._weight_int4pack_mm_for_cpu
+        self._multiply = (
+            int4_product if use_operators else lambda rows, *matrix: on_cpu(rows, matrix[0], size, matrix[1])
+        )
+
+
+QUANTISED: Mapping[Weights, type[Int8Matrix | Int4Matrix]] = {"int8": Int8Matrix, "int4": Int4Matrix}
+
+
+def has_int8_products(device: torch.device) -> bool:
+    """Return whether oneDNN multiplies int8 by int8 exactly on this device: older processors saturate."""
+    return (
+        device.type == "cpu"
+        and platform.machine() in ("x86_64", "AMD64")
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and torch.cpu._is_vnni_supported()
+    )
+
+
+def group_size(num_columns: int) -> int:
+    """Return how many columns of an int4 matrix share a scale. Raises ValueError if no size divides `num_columns`."""
+    size = next((size for size in _SPANS if num_columns % size == 0), None)
+    if size is None:
+        raise ValueError(
+            f"{num_columns} columns cannot be quantised to int4 in groups of {', '.join(map(str, _SPANS))}"
+        )
+    return size
+
+
+def num_bytes(weights: Weights, num_rows: int, num_columns: int, *, dtype: torch.dtype) -> int:
+    """Return the bytes of a quantised copy of a matrix of `dtype`.
+
+    Raises ValueError for int4 if no group size divides `num_columns`.
+    """
+    if weights == "int8":
+        return num_rows * (num_columns + torch.float32.itemsize)
+    num_groups = num_columns // group_size(num_columns)
+    padded_rows = num_rows + -num_rows % _ROW_MULTIPLE
+    return padded_rows * (num_columns // 2 + num_groups * 2 * dtype.itemsize)
+
+
+def _product_of_int8_rows(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Quantise the rows to int8 and multiply. weight: in oneDNN's layout. scales: float32 [num_rows]."""
+    # float16 cannot hold the product before it is scaled.
+    numbers = rows.float() if rows.dtype == torch.float16 else rows
+    row_scales = (numbers.abs().amax(-1, keepdim=True) / _LARGEST_INPUT).clamp_(min=_SMALLEST_SCALE)
+    quantised = (numbers / row_scales).round_().to(torch.int8)
+    product = torch.ops.onednn.qlinear_pointwise(
+        quantised, 1.0, 0, weight, scales, None, None, 1.0, 0, numbers.dtype, "none", [], ""
+    )
+    return cast(Tensor, product.mul_(row_scales).to(rows.dtype))
+
+
+def _product_of_full_rows(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Multiply rows in full precision. weight: int8 [num_rows, num_columns]."""
+    return torch._weight_int8pack_mm(rows, weight, scales.to(rows.dtype))
+
+
+def _chunks(weight: Tensor) -> Iterator[slice]:
+    """Yield slices of rows: whole blocks of `_BLOCK_ROWS` rows, except the last slice."""
+    step = max(1, _CHUNK_WEIGHTS // (weight.shape[1] * _BLOCK_ROWS)) * _BLOCK_ROWS
+    return (slice(start, start + step) for start in range(0, len(weight), step))
+
+
+def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise to int8 [N, K] and float32 scales [N], whose product is near the weight."""
+    numbers = weight.float()
+    scales = (numbers.abs().amax(1) / 127).clamp_(min=_SMALLEST_SCALE)
+    return (numbers / scales[:, None]).round_().to(torch.int8), scales
+
+
+def _int4(weight: Tensor, size: int, *, zero_level: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise to levels 0 to 15 [N, K], and scales and zeros [N, K / size] of the weight's type.
+
+    (level - zero_level) * scale + zero is near the weight.
+    """
+    numbers = weight.float().view(len(weight), -1, size)
+    low, high = numbers.amin(-1, keepdim=True), numbers.amax(-1, keepdim=True)  # `aminmax` is six times as slow.
+    scale = ((high - low) * (_SPANS[size] / 15)).to(weight.dtype)
+    # The middle of the range is between levels 7 and 8.
+    zero = ((low + high) / 2 - (7.5 - zero_level) * scale.float()).to(weight.dtype)
+    divisor = torch.where(scale > 0, scale, 1).float()
+    levels = ((numbers - zero.float()) / divisor + zero_level).round_().clamp_(0, 15)
+    return levels.flatten(1), scale.squeeze(-1), zero.squeeze(-1)
+
+
+Norm: TypeAlias = Callable[[Tensor], Tensor]
+
+_CHECK_ROWS = 4
+
+
+class RmsNorm(nn.Module):
+    """The operator `rayspec::rms_norm` over the last dimension. weight: [C]."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, weight_offset: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+        self.weight_offset = weight_offset
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise over the last dimension: [..., C] in and out."""
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return rms_norm(rows, self.weight, self.eps, self.weight_offset).view_as(hidden)
+
+
+def as_operator(norm: nn.Module) -> nn.Module:
+    """Return an operator that equals the module on random input, or the module itself if no operator does."""
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
+        return norm
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(_CHECK_ROWS, len(weight), generator=generator).to(weight.device, weight.dtype)
+    expected = norm(rows)
+    for weight_offset in (0.0, 1.0):
+        operator = RmsNorm(weight, eps, weight_offset)
+        if torch.allclose(operator(rows), expected, rtol=2 * torch.finfo(weight.dtype).eps, atol=0):
+            return operator
+    return norm

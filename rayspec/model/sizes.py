@@ -13,11 +13,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Pret
 
 from rayspec.choices import Weights
 from rayspec.model.architecture import Decomposition, attention_calls, outline, window_of
-from rayspec.model.configs import in_one_line
 from rayspec.model.fused import matrices_of
 from rayspec.model.kv_cache import LayerShape, bytes_per_slot
-from rayspec.model.quantised import num_bytes
+from rayspec.model.matrices import num_bytes
 from rayspec.model.sublayers import Sublayer
+from rayspec.model.weights import in_one_line
 from rayspec.types import ConfigError, UnsupportedModelError
 
 Quantization = Literal["fp8", "int8", "int4"]

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from rayspec.choices import Keys
 from rayspec.model.attention import AttentionKind, Heads, Rows
-from rayspec.model.buckets import MAX_TREE_ROWS, Bucket
 from rayspec.model.cuda.operations import attend, rotate_and_write
 from rayspec.model.few_keys import few_pages
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
-from rayspec.model.norms import RmsNorm
-from rayspec.model.rows import Path, RowSpan, Runs
+from rayspec.model.matrices import RmsNorm
+from rayspec.model.rows import MAX_TREE_ROWS, Bucket, Path, RowSpan, Runs
 
 # The keys that rows in these buffers can read.
 STATIC_KEYS: Final[tuple[Keys, ...]] = ("all", "window")

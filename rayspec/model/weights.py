@@ -1,10 +1,19 @@
-"""Loads a checkpoint, or a span of its layers. A tensor that is not in the files is an error, not random numbers."""
+"""Loads a checkpoint: its config, its weights or a span of its layers, its tokenizer, and a fingerprint.
+
+A model that cannot run is refused before any weight is loaded. A tensor that is not in the files is an error, not
+random numbers.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
+import logging
 import re
 import struct
+import time
+from functools import cache, lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
@@ -15,7 +24,10 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
+from torch.nn.functional import linear
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
@@ -24,11 +36,75 @@ from transformers import (
 )
 
 from rayspec.config import EngineConfig
+from rayspec.machine import bytes_available, cpu_class
 from rayspec.model import gguf
 from rayspec.model.architecture import trunk_and_layers
-from rayspec.model.configs import in_one_line, invalid_config, read_config
+from rayspec.model.gguf import find_gguf, located
 from rayspec.model.sources import check_source
-from rayspec.types import CheckpointError, ConfigError
+from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
+
+
+def read_config(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Read the config of a folder, a path to a config.json, or a hub id, without weights.
+
+    Raises CheckpointError for a config that cannot be read, UnsupportedModelError for a model that is no decoder-only
+    causal LM, and the errors of `check_source`.
+    """
+    if not Path(source).is_file():
+        check_source(source, revision=revision)
+    file = find_gguf(source, revision)
+    try:
+        if file is None:
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                source, revision=revision, trust_remote_code=trust_remote_code
+            )
+        else:
+            config = copy.deepcopy(_of_gguf(file, file.stat().st_mtime_ns))
+    except StrictDataclassError as error:
+        raise invalid_config(source, error) from error
+    # The last two for JSON with unexpected types.
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"config of model {source!r} could not be read: {in_one_line(error)}") from error
+    # A config may name a kernel of the hub, which transformers would fetch and run. The setter sets parts, too.
+    config._attn_implementation = "eager"
+    _require_causal_lm(source, config)
+    return config
+
+
+@lru_cache(maxsize=2)  # reading takes seconds, and a load asks several times; a file that was replaced is read again
+def _of_gguf(file: Path, modified_ns: int) -> PretrainedConfig:
+    with located(str(file)) as (place, keywords):
+        config: PretrainedConfig = AutoConfig.from_pretrained(place, **keywords)
+    return config
+
+
+def invalid_config(source: str, error: StrictDataclassError) -> CheckpointError:
+    """Return the error for a config.json in which a field has a wrong type or value."""
+    return CheckpointError(
+        f"config.json of {source!r} is not valid: {in_one_line(error)}: correct that field, or fetch the file again"
+    )
+
+
+def in_one_line(error: Exception) -> str:
+    """Return the error's text without line breaks, cut after 200 characters: some texts of transformers list all its
+    model types."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _require_causal_lm(source: str, config: PretrainedConfig) -> None:
+    named = f"model {source!r} of type {config.model_type!r}"
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{named} is an encoder-decoder model, which is not supported: name a decoder-only model"
+        )
+    has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_own_code:
+        raise UnsupportedModelError(
+            f"{named} is not a causal LM in transformers (AutoModelForCausalLM): name a text model, or the checkpoint "
+            "of this model's language part"
+        )
+
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -113,7 +189,7 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
     source = config.model if config.tokenizer is None else config.tokenizer
     check_source(source, option=option, revision=config.revision)
     try:
-        with gguf.located(source, config.revision) as (place, keywords):
+        with located(source, config.revision) as (place, keywords):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 place, revision=config.revision, trust_remote_code=config.trust_remote_code, **keywords
             )
@@ -131,7 +207,7 @@ def _load(config: EngineConfig, described: PretrainedConfig, layers: range | Non
 
     transformers itself loads them, so its key conversions and quantizers apply.
     """
-    file = gguf.find_gguf(config.model, config.revision)
+    file = find_gguf(config.model, config.revision)
 
     def is_wanted(name: str) -> bool:  # of the tensors of a GGUF file
         tied = bool(getattr(described, "tie_word_embeddings", False))
@@ -143,7 +219,7 @@ def _load(config: EngineConfig, described: PretrainedConfig, layers: range | Non
         gguf.check_positions(config.model, file, described)
         gguf.check_memory(config.model, file, is_wanted, options["dtype"])
     own_code = {"trust_remote_code": config.trust_remote_code}
-    with gguf.located(config.model, config.revision, is_wanted) as (place, keywords):
+    with located(config.model, config.revision, is_wanted) as (place, keywords):
         if layers is None:
             options |= {"revision": config.revision, **own_code, **keywords}
             loaded: Any = AutoModelForCausalLM.from_pretrained(place, config=described, **options)
@@ -249,3 +325,97 @@ def _checkpoint_file(config: EngineConfig, name: str) -> Path | None:
         return Path(hf_hub_download(config.model, name, revision=config.revision)).resolve()
     except EntryNotFoundError:
         return None
+
+
+_NUM_BLOCKS = 32  # of each file
+_BLOCK_BYTES = 4096
+_KINDS = ("*.safetensors", "*.bin")
+
+
+def weights_fingerprint(config: EngineConfig) -> str:
+    """Return 16 hexadecimal digits that identify the weights.
+
+    For a hub id they are the start of its commit. For a folder they are a hash over the size and evenly spaced blocks
+    of each weight file. Training changes nearly every number, so no two checkpoints share all blocks. The hash does not
+    protect against a manipulated file.
+
+    Raises CheckpointError if there are no weight files, they cannot be read, or the hub's commit is unknown.
+    """
+    folder, single = Path(config.model), find_gguf(config.model, config.revision)
+    if single is None and not folder.is_dir():
+        commit = getattr(load_config(config), "_commit_hash", None)
+        if not commit:
+            raise CheckpointError(f"model {config.model!r} is neither a folder nor of a known commit of the hub")
+        return str(commit)[:16]
+    files = [single] if single else next((found for kind in _KINDS if (found := sorted(folder.glob(kind)))), [])
+    if not files:
+        raise CheckpointError(f"model {config.model!r} has no weight files ({' or '.join(_KINDS)}): fetch it again")
+    digest = hashlib.sha256()
+    try:
+        for file in files:
+            size = file.stat().st_size
+            digest.update(size.to_bytes(8, "little"))
+            last = max(0, size - _BLOCK_BYTES)
+            with file.open("rb") as content:
+                for index in range(_NUM_BLOCKS):
+                    content.seek(last * index // (_NUM_BLOCKS - 1))
+                    digest.update(content.read(_BLOCK_BYTES))
+    except OSError as error:
+        raise CheckpointError(f"model {config.model!r}: its weights cannot be read: {error}") from error
+    return digest.hexdigest()[:16]
+
+
+logger = logging.getLogger(__name__)
+
+# Rows of a chunk of a prompt, and columns of a matrix that fits the caches.
+_ROWS, _COLUMNS = 128, 512
+_NUM_REPEATS = 4
+# Times as fast must float32 be. Processors with AVX2 only are above 3, those with AVX-512 below 1.3.
+CLEARLY_FASTER = 1.5
+
+
+def in_fast_dtype(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
+    """Convert a model in half precision to float32, in place, if that makes it clearly faster on this CPU: if matrix
+    products are, with `dtype: auto` and enough memory. Say so. Values do not change.
+
+    Shards do not call this: all stages of a model need the same data type, wherever they run.
+    """
+    dtype = model.dtype
+    is_quantised = getattr(model, "hf_quantizer", None) is not None
+    if config.dtype != "auto" or model.device.type != "cpu" or config.offload is not None or is_quantised:
+        return model
+    if dtype not in (torch.bfloat16, torch.float16) or (gain := gain_of_float32(dtype)) < CLEARLY_FASTER:
+        return model
+    name = str(dtype).removeprefix("torch.")
+    found = f"this CPU ({cpu_class()}) multiplies matrices {gain:.1f} times as fast in float32 as in {name}"
+    more_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.dtype == dtype)
+    if 2 * more_bytes > bytes_available():
+        logger.warning("%s, but the memory is too small for that: the model runs in %s", found, name)
+        return model
+    logger.warning("%s: the model runs in float32; dtype %s keeps the checkpoint's data type", found, name)
+    model.config.dtype = torch.float32
+    return model.float()  # type: ignore[no-any-return, no-untyped-call]
+
+
+@cache
+def gain_of_float32(dtype: torch.dtype) -> float:
+    """Return how many times as fast this CPU multiplies matrices in float32 as in `dtype`, by a product of a prompt's
+    shape. The thread's own CPU time counts, so other programs have little effect."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _product_s(dtype) / _product_s(torch.float32)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@torch.inference_mode()
+def _product_s(dtype: torch.dtype) -> float:
+    rows = torch.ones(_ROWS, _COLUMNS, dtype=dtype)
+    weight = torch.ones(4 * _COLUMNS, _COLUMNS, dtype=dtype)
+    times = []
+    for _ in range(1 + _NUM_REPEATS):
+        started = time.thread_time()
+        linear(rows, weight)
+        times.append(time.thread_time() - started)
+    return min(times[1:])

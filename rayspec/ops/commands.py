@@ -37,7 +37,7 @@ def placement(*, model: Model, asked: Asked, json_: Json = None) -> None:
     Exit code 1 if it does not fit.
     """
     # These imports load torch, which other commands need not wait for.
-    from rayspec.model.configs import read_config  # noqa: PLC0415
+    from rayspec.model.weights import read_config  # noqa: PLC0415
     from rayspec.ops.plan.forecast import place_best  # noqa: PLC0415
     from rayspec.ops.plan.placement import placements_json, placements_table  # noqa: PLC0415
 
@@ -57,7 +57,7 @@ def plan(*, model: Model, asked: Asked, json_: Json = None) -> None:
     Exit code 1 if nothing fits.
     """
     # These imports load torch, which other commands need not wait for.
-    from rayspec.model.configs import read_config  # noqa: PLC0415
+    from rayspec.model.weights import read_config  # noqa: PLC0415
     from rayspec.ops.plan.forecast import rank_layouts  # noqa: PLC0415
     from rayspec.ops.plan.report import plan_json, plan_table  # noqa: PLC0415
 

@@ -14,8 +14,7 @@ from typing_extensions import Self
 
 from rayspec.choices import Choice, Choices, nearest
 from rayspec.config import EngineConfig
-from rayspec.model.fingerprint import weights_fingerprint
-from rayspec.model.weights import load_config
+from rayspec.model.weights import load_config, weights_fingerprint
 from rayspec.strategies.knapspec import Candidate
 from rayspec.types import ConfigError, Plan
 

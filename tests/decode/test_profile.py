@@ -28,9 +28,8 @@ from rayspec.decode.profile import LoadLock, chosen_threads, fastest_number, mea
 from rayspec.decode.runner import Runner
 from rayspec.local_engine import load_engine
 from rayspec.model.architecture import Decomposition
-from rayspec.model.graphs import StepGraphs
+from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import KVCache
-from rayspec.model.static_step import StaticStep
 from rayspec.model.threads import Threads
 from rayspec.planning.latency import HEAD, LatencyModel
 from rayspec.types import Request

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
-from rayspec.decode.whole_check import check_cuts, find_cuts
+from rayspec.decode.generate_state import check_cuts, find_cuts
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.local_engine import load_engine
 from rayspec.strategies.fixed import FixedPlan, lookup_plan

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import itertools
 
-from rayspec.model.buckets import MAX_TREE_ROWS, bucket_of, padded_rows
-from rayspec.model.rows import RowSpan, one_run
+from rayspec.model.rows import MAX_TREE_ROWS, RowSpan, bucket_of, one_run, padded_rows
 
 
 def spans_of(*num_rows: int) -> list[RowSpan]:

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.local_engine import load_engine
-from rayspec.model.configs import read_config
+from rayspec.model.weights import read_config
 from rayspec.pipeline.loading import load_pipeline
 from rayspec.types import CheckpointError, UnsupportedModelError
 from tests.every_type import build

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rayspec.config import EngineConfig
 from rayspec.machine import cpu_class
-from rayspec.model import fast_dtype
-from rayspec.model.fast_dtype import gain_of_float32, in_fast_dtype
+from rayspec.model import weights
+from rayspec.model.weights import gain_of_float32, in_fast_dtype
 from tests.families import checkpoint
 
 
@@ -27,7 +27,7 @@ def _config(**options: Any) -> EngineConfig:
 
 
 def _gain(gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_dtype, "gain_of_float32", lambda dtype: gain)
+    monkeypatch.setattr(weights, "gain_of_float32", lambda dtype: gain)
 
 
 def test_processors_without_instructions_for_bfloat16_are_faster_in_float32() -> None:
@@ -35,7 +35,7 @@ def test_processors_without_instructions_for_bfloat16_are_faster_in_float32() ->
     before = torch.get_num_threads()
     gain = gain_of_float32(torch.bfloat16)
     assert torch.get_num_threads() == before
-    assert gain > (fast_dtype.CLEARLY_FASTER if cpu_class() == "AVX2" else 0)
+    assert gain > (weights.CLEARLY_FASTER if cpu_class() == "AVX2" else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -50,7 +50,7 @@ def test_a_slow_type_becomes_float32_with_the_same_values_if_it_fits(
     assert {parameter.dtype for parameter in converted.parameters()} == {torch.float32}
     assert converted.config.dtype == torch.float32
     assert all(torch.equal(value, values[name].float()) for name, value in converted.state_dict().items())
-    monkeypatch.setattr(fast_dtype, "bytes_available", lambda: 1000)
+    monkeypatch.setattr(weights, "bytes_available", lambda: 1000)
     assert in_fast_dtype(_model(dtype), _config()).dtype == dtype
     assert "3.3 times as fast in float32" in caplog.messages[0]
     assert "memory is too small" in caplog.messages[1]

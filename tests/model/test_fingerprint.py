@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rayspec.config import EngineConfig
-from rayspec.model.fingerprint import weights_fingerprint
+from rayspec.model.weights import weights_fingerprint
 from rayspec.types import CheckpointError
 from tests.families import build, checkpoint
 

@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import rayspec.model.gguf
 from rayspec import LLM, SamplingParams, demo
 from rayspec.config import EngineConfig
-from rayspec.model.fingerprint import weights_fingerprint
 from rayspec.model.gguf import located
 from rayspec.model.sizes import quantisation_of
-from rayspec.model.weights import load_config, load_model, load_tokenizer
+from rayspec.model.weights import load_config, load_model, load_tokenizer, weights_fingerprint
 from rayspec.types import CheckpointError, ConfigError
 from tests.families import build
 from tests.gguf_files import write_gguf

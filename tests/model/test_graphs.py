@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rayspec.choices import Choices, choices_of
-from rayspec.model.buckets import Bucket, bucket_of, decode_and_verify_buckets
-from rayspec.model.graphs import GraphLimits, StepGraphs, is_capturable
+from rayspec.model.graphs import GraphLimits, StaticStep, StepGraphs, is_capturable
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache
-from rayspec.model.rows import RowSpan, one_run
+from rayspec.model.rows import Bucket, RowSpan, bucket_of, decode_and_verify_buckets, one_run
 from rayspec.model.static_rows import BatchMetadata
-from rayspec.model.static_step import StaticStep
 from tests.engines import step_buffers
 from tests.families import checkpoint, modules_of, operator_parts_of
 from tests.graph_driver import RecordingDriver

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rayspec.model.norms import RmsNorm, as_operator
+from rayspec.model.matrices import RmsNorm, as_operator
 from tests.families import checkpoint, modules_of
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rayspec.model.attention import Division, pack
+from rayspec.model.few_keys import newest_rows, page_masses
 from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache, LayerShape
-from rayspec.model.page_scores import newest_rows, page_masses
 from rayspec.model.rows import Path, RowSpan, Runs, runs_of_pages, slots_between
 from tests.model.by_definition import CPU, LAYER, attend, random_cache, weights_of
 

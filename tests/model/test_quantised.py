@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from rayspec.choices import Weights
-from rayspec.model import quantised
-from rayspec.model.matrices import LinearMap
-from rayspec.model.quantised import QUANTISED, group_size, num_bytes
+from rayspec.model import matrices
+from rayspec.model.matrices import QUANTISED, LinearMap, group_size, num_bytes
 
 COLUMNS = 192
 ROW_COUNTS = [*range(1, 10), 33]
@@ -30,9 +29,9 @@ Make = Callable[[Weights, Sequence[nn.Linear]], LinearMap]
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
     """With oneDNN, as on other processors, and as on a GPU."""
     has_int8_rows = request.param == "int8-rows"
-    if has_int8_rows and not quantised.has_int8_products(torch.device("cpu")):
+    if has_int8_rows and not matrices.has_int8_products(torch.device("cpu")):
         pytest.skip("this processor has no products of int8")
-    monkeypatch.setattr(quantised, "has_int8_products", lambda device: has_int8_rows)
+    monkeypatch.setattr(matrices, "has_int8_products", lambda device: has_int8_rows)
     return lambda kind, linears: QUANTISED[kind](linears, use_operators=request.param == "operators")
 
 
@@ -117,6 +116,6 @@ def test_all_is_finite(make: Make, kind: Weights, dtype: torch.dtype) -> None:
 def test_a_matrix_is_quantised_in_chunks_as_in_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(3, COLUMNS)
     whole = [make(kind, linears(170, 50))(rows) for kind in KINDS]
-    monkeypatch.setattr(quantised, "_CHUNK_WEIGHTS", 1)
+    monkeypatch.setattr(matrices, "_CHUNK_WEIGHTS", 1)
     in_chunks = [make(kind, linears(170, 50))(rows) for kind in KINDS]
     assert all(map(torch.equal, whole, in_chunks))

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoConfig, Gemma3Config, LlamaConfig
 
-from rayspec.model.configs import read_config
 from rayspec.model.fused import bytes_of_copies, fuse
 from rayspec.model.kv_cache import bytes_per_slot
 from rayspec.model.sizes import model_sizes, quantised_bytes
+from rayspec.model.weights import read_config
 from rayspec.types import ConfigError
 from tests.families import FAMILIES, HARD_FAMILIES, WHOLE_FAMILIES, WINDOW, checkpoint, modules_of, reference
 

@@ -10,9 +10,8 @@ import torch
 
 from rayspec.choices import Keys
 from rayspec.model.attention import AttentionKind, pack
-from rayspec.model.buckets import bucket_of
 from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache, LayerShape
-from rayspec.model.rows import RowSpan, Runs, one_run, runs_of_pages, slots_between
+from rayspec.model.rows import RowSpan, Runs, bucket_of, one_run, runs_of_pages, slots_between
 from rayspec.model.static_rows import BatchMetadata, Staging, StepBuffers
 
 NUM_SLOTS = 256

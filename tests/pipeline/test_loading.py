@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rayspec.config import EngineConfig, ParallelOptions
-from rayspec.model.configs import read_config
 from rayspec.model.sizes import model_sizes, quantised_bytes
+from rayspec.model.weights import read_config
 from rayspec.pipeline.loading import _costs, _sizes, balanced_cut
 from rayspec.pipeline.replica import spans_of
 from rayspec.planning.latency import LatencyModel, Measurement

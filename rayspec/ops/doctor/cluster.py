@@ -62,7 +62,7 @@ def describe_node(model: str | None) -> NodeFacts:
         finding, place = check_model(model)
         findings.append(finding)
         if place is not None:
-            from rayspec.model.fingerprint import weights_fingerprint  # noqa: PLC0415
+            from rayspec.model.weights import weights_fingerprint  # noqa: PLC0415
 
             fingerprint = weights_fingerprint(EngineConfig(model=place))
     return NodeFacts(

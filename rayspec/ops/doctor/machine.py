@@ -179,7 +179,7 @@ def check_dtype() -> Finding:
     """Say which data type `dtype: auto` takes on this CPU, by the measurement that decides it."""
     import torch  # noqa: PLC0415 - other checks need not wait for torch and transformers
 
-    from rayspec.model.fast_dtype import CLEARLY_FASTER, gain_of_float32  # noqa: PLC0415
+    from rayspec.model.weights import CLEARLY_FASTER, gain_of_float32  # noqa: PLC0415
 
     gain = gain_of_float32(torch.bfloat16)
     taken = "float32, if the memory allows" if gain >= CLEARLY_FASTER else "the checkpoint's data type"

@@ -11,8 +11,8 @@ from transformers import PretrainedConfig
 
 from rayspec import demo
 from rayspec.config import SpeculationOptions
-from rayspec.model.configs import read_config
 from rayspec.model.sizes import model_sizes
+from rayspec.model.weights import read_config
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.plan.forecast import place_best
 from rayspec.ops.plan.gpus import Gpu, are_ranks_alike, parse_gpus

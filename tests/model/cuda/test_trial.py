@@ -14,8 +14,8 @@ from triton.runtime.errors import OutOfResources
 from rayspec.config import EngineConfig
 from rayspec.decode.loading import has_kernels
 from rayspec.errors import ConfigError
-from rayspec.model.cuda import reference, trial
-from rayspec.model.cuda.trial import has_operators
+from rayspec.model.cuda import operations, reference
+from rayspec.model.cuda.operations import has_operators
 
 GPU = torch.device("cuda:1")
 
@@ -23,17 +23,17 @@ GPU = torch.device("cuda:1")
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU of compute capability 9.0, whose tensors are on the CPU and whose kernels are the reference."""
-    trial._works.cache_clear()
+    operations._works.cache_clear()
     to = torch.Tensor.to
     monkeypatch.setattr(torch.Tensor, "to", lambda self, where, *rest: self if where == GPU else to(self, where, *rest))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     _kernel_that(monkeypatch, reference.rms_norm)
     yield
-    trial._works.cache_clear()
+    operations._works.cache_clear()
 
 
 def _kernel_that(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
-    monkeypatch.setattr(trial, "rms_norm", kernel)
+    monkeypatch.setattr(operations, "rms_norm", kernel)
 
 
 def _raising(error: Exception) -> Any:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rayspec.config import EngineConfig
-from rayspec.model import fast_dtype
+from rayspec.model import weights
 from rayspec.ops.commands import examine
 from rayspec.ops.doctor.findings import Finding
 from rayspec.ops.doctor.machine import (
@@ -73,9 +73,9 @@ def test_a_folder_that_is_not_there_yet_is_on_the_disk_of_the_one_above(tmp_path
 @pytest.mark.parametrize(("gain", "dtype"), [(0.7, torch.bfloat16), (3.3, torch.float32)])
 def test_the_dtype_is_the_one_that_auto_takes(gain: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the measurement that decides, whatever instructions the processor has."""
-    monkeypatch.setattr(fast_dtype, "gain_of_float32", lambda _: gain)
+    monkeypatch.setattr(weights, "gain_of_float32", lambda _: gain)
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.bfloat16)
-    assert fast_dtype.in_fast_dtype(model, EngineConfig(model="m", device="cpu")).dtype == dtype
+    assert weights.in_fast_dtype(model, EngineConfig(model="m", device="cpu")).dtype == dtype
     (found,) = [finding.found for finding in examine() if finding.name == "dtype on the CPU"]
     assert f"float32 is {gain} times as fast" in found
     assert ("takes float32" in found) == (dtype == torch.float32)
