@@ -29,6 +29,7 @@ from rayspec.pipeline.transport import Secret
 from rayspec.planning.knapsack import finished
 from rayspec.types import RayspecError
 
+FORGET = wire.Seek(search_id=0, tokens=(), rows=())  # the search under way, if there is one
 _ANSWER_TIMEOUT_S = 30.0
 
 
@@ -67,7 +68,7 @@ class Coordinator:
                 self.serve_one(endpoint)
         except Exception as error:
             if endpoint.epoch:
-                endpoint.send(ENGINE, wire.Broken(epoch=endpoint.epoch, reason=f"{type(error).__name__}: {error}"))
+                endpoint.send(ENGINE, wire.Broken(reason=f"{type(error).__name__}: {error}"))
             raise
         finally:
             endpoint.close()
@@ -100,7 +101,6 @@ class Coordinator:
         finally:
             search.end()
         searched = wire.Searched(
-            epoch=endpoint.epoch,
             search_id=message.search_id,
             version=self._num_answers,
             answer=found,
@@ -137,9 +137,7 @@ class RemoteSearch:
     def begin(self) -> None:
         """Let the shards prepare the tapped states. Raises SearchFailedError if a shard has dropped some of them."""
         message = self._message
-        seek = wire.Seek(
-            epoch=self._endpoint.epoch, search_id=message.search_id, tokens=message.tokens, rows=message.rows
-        )
+        seek = wire.Seek(search_id=message.search_id, tokens=message.tokens, rows=message.rows)
         for stage in range(len(self._spans)):
             self._endpoint.send(stage_name(stage), seek)
         for _ in self._spans:
@@ -148,7 +146,7 @@ class RemoteSearch:
     def end(self) -> None:
         """Let the shards forget the search and its states."""
         for stage in range(len(self._spans)):
-            self._endpoint.send(stage_name(stage), forgotten(self._endpoint.epoch))
+            self._endpoint.send(stage_name(stage), FORGET)
 
     def start(self) -> RemoteBatch:
         """Return a copy of the first state, because the search may start again."""
@@ -216,7 +214,7 @@ class RemoteSearch:
 
     def _flush(self, stage: int) -> Sequence[float]:
         operations, self._pending[stage] = self._pending[stage], []
-        expand = wire.Expand(epoch=self._endpoint.epoch, search_id=self._message.search_id, operations=operations)
+        expand = wire.Expand(search_id=self._message.search_id, operations=operations)
         self._endpoint.send(stage_name(stage), expand)
         return self._answer().values
 
@@ -238,8 +236,3 @@ class RemoteSearch:
         self._num_batches += 1
         batch = self._kept[self._num_batches] = RemoteBatch(stage, self._num_batches, num_states)
         return batch
-
-
-def forgotten(epoch: int) -> wire.Seek:
-    """Return the message by which a shard forgets the search under way, if there is one."""
-    return wire.Seek(epoch=epoch, search_id=0, tokens=(), rows=())

@@ -37,13 +37,16 @@ class Endpoint:
     def __init__(self, name: str, secret: Secret, *, host: str, rank: tuple[int, int] | None = None) -> None:
         """rank: of a stage that sends tensors to later stages by torch.distributed, if Connect names a link: its number
         and the number of stages."""
-        self.epoch = 0
         self.progress = Progress()
         self.num_passes = 0
         self._host = host
         self._rank = rank
         self._ranks_ahead = {stage_name(stage): stage for stage in range(rank[0] + 1, rank[1])} if rank else {}
         self._transport = Transport(name, secret, host=host)
+
+    @property
+    def epoch(self) -> int:
+        return self._transport.epoch
 
     @property
     def address(self) -> str:
@@ -63,14 +66,15 @@ class Endpoint:
             received = self._transport.receive(left_s)
             if received is None:
                 return None
-            message = received.message
-            if isinstance(message, Connect) and message.epoch >= self.epoch:
+            message, epoch = received.message, received.epoch
+            if isinstance(message, Connect) and epoch >= self.epoch:
                 self._transport.connect(message.peers)
-                if message.epoch > self.epoch:
+                if epoch > self.epoch:
+                    self._transport.epoch = epoch
                     self._enter(message)
                     raise NewEpoch
             # A Follow is handled in any epoch, because the leader already waits in the operation that it announces.
-            elif isinstance(message, Follow) or message.epoch == self.epoch:
+            elif isinstance(message, Follow) or epoch == self.epoch:
                 return received
 
     def status(self) -> Status:
@@ -80,7 +84,6 @@ class Endpoint:
         self._transport.close()
 
     def _enter(self, message: Connect) -> None:
-        self.epoch = message.epoch
         link_error = ""
         if self._transport.link is not None:
             self._transport.link.leave()
@@ -93,4 +96,4 @@ class Endpoint:
                 )
             except TransportError as error:
                 link_error = str(error)
-        self.send(ENGINE, Connected(epoch=message.epoch, link_error=link_error))
+        self.send(ENGINE, Connected(link_error=link_error))

@@ -1,7 +1,7 @@
 """Messages between engine, shards and coordinator, encoded as msgpack.
 
-Every message names its epoch. A new epoch begins when a shard is replaced or a message is lost; messages of older
-epochs are dropped on arrival.
+Every envelope names the sender's epoch. A new epoch begins when a shard is replaced or a message is lost; messages of
+older epochs are dropped on arrival.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ from rayspec.planning.lookup import DraftUntilFound
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages. On the wire, the class name identifies the type of a message."""
 
-    epoch: int
-
 
 class Connect(Message, frozen=True, kw_only=True):
-    """Engine to all processes: begin a new epoch with these peers (name -> address), forget all work, answer Connected.
-    In the present epoch it only replaces the peers. link: address where the stages meet to send tensors by
+    """Engine to all processes: begin this message's epoch with these peers (name -> address), forget all work, answer
+    Connected. In the present epoch it only replaces the peers. link: address where the stages meet to send tensors by
     torch.distributed; "" if tensors travel in frames."""
 
     peers: dict[str, str]
@@ -282,6 +280,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     rank: int | None
     tensors: tuple[TensorForm, ...]
     message: AnyMessage
+    epoch: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)

@@ -33,25 +33,24 @@ class RanksOutOfStepError(RayspecError):
 class LeadingSpan(SpanRunner):
     """The leader's runner of a span whose sublayers are split over ranks: announces each operation, then does it."""
 
-    def __init__(self, runner: Runner, *, num_taps: int, epoch: Callable[[], int], announce: Announce) -> None:
+    def __init__(self, runner: Runner, *, num_taps: int, announce: Announce) -> None:
         super().__init__(runner, num_taps=num_taps)
-        self._epoch = epoch
         self.announce = announce
 
     def run(self, work: Pass, hidden: Tensor | None = None, *, drawn: Tensor | None = None) -> Tensor:
         assert drawn is None, "the other ranks get tokens, not where they lie on this one's device"
-        self.announce(Follow(epoch=self._epoch(), work=work, shape=() if hidden is None else tuple(hidden.shape)))
+        self.announce(Follow(work=work, shape=() if hidden is None else tuple(hidden.shape)))
         try:
             return super().run(work, None if hidden is None else _shared(hidden))
         except RuntimeError as error:
             raise RanksOutOfStepError(str(error)) from error
 
     def move(self, moves: Sequence[Move]) -> None:
-        self.announce(Follow(epoch=self._epoch(), moves=moves))
+        self.announce(Follow(moves=moves))
         super().move(moves)
 
     def forget(self) -> None:
-        self.announce(Follow(epoch=self._epoch(), forget=True))
+        self.announce(Follow(forget=True))
         super().forget()
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], next_tokens: Tensor | None) -> PlanSearch:
@@ -60,7 +59,7 @@ class LeadingSpan(SpanRunner):
 
         def announced(sublayer: int, choice: Choice, states: Any) -> Tensor:
             shape = tuple(states.shape)
-            self.announce(Follow(epoch=self._epoch(), sublayer=sublayer, choice=choice, rows=rows, shape=shape))
+            self.announce(Follow(sublayer=sublayer, choice=choice, rows=rows, shape=shape))
             return run(sublayer, choice, _shared(states))
 
         found.run = announced  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from rayspec.errors import TransportError
 from rayspec.model.rows import RowSpan
 from rayspec.pipeline import messages as wire
 from rayspec.pipeline.collective import Rendezvous, node_address
-from rayspec.pipeline.coordinator import forgotten
+from rayspec.pipeline.coordinator import FORGET
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, stage_name
 from rayspec.pipeline.placement import Process
 from rayspec.pipeline.recovery import Pulse, Restarts, Status
@@ -58,7 +58,6 @@ class RayStages(Stages):
         self.num_cohorts = options.num_cohorts
         self.replica = replica
         self._transport = Transport(ENGINE, replica.secret, host=node_address())
-        self._epoch = 0
         self._work: dict[int, Future[Result]] = {}
         self._searches: dict[int, Future[Answer]] = {}
         self._search_ids = itertools.count(1)
@@ -112,7 +111,7 @@ class RayStages(Stages):
         closed, self._closed = self._closed, []
         future: Future[Result] = Future()
         self._work[work.id] = future
-        self._send(stage_name(0), wire.Begin(epoch=self._epoch, work=work, opened=opened, closed=closed))
+        self._send(stage_name(0), wire.Begin(work=work, opened=opened, closed=closed))
         return future
 
     def wait(self) -> None:
@@ -131,7 +130,7 @@ class RayStages(Stages):
 
     def move(self, moves: Sequence[Move]) -> None:
         """Let every stage move keys and values in its KV cache, and wait until all have done it."""
-        self._ask(wire.Moves(epoch=self._epoch, moves=moves), wire.Moved, _MOVE_TIMEOUT_S)
+        self._ask(wire.Moves(moves=moves), wire.Moved, _MOVE_TIMEOUT_S)
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         future: Future[Answer] = Future()
@@ -140,7 +139,7 @@ class RayStages(Stages):
             return future
         search_id = next(self._search_ids)
         self._searches[search_id] = future
-        search = wire.Search(epoch=self._epoch, search_id=search_id, tokens=tokens, rows=rows, question=question)
+        search = wire.Search(search_id=search_id, tokens=tokens, rows=rows, question=question)
         self._send(COORDINATOR, search)
         return future
 
@@ -153,9 +152,7 @@ class RayStages(Stages):
             waiting[self.replica.shards[name].address.rpartition(":")[0]].append(name)
         measured: dict[str, wire.Measured] = {}
         for names in itertools.zip_longest(*waiting.values()):
-            measured |= self._ask(
-                wire.Measure(epoch=self._epoch), wire.Measured, _MEASURE_TIMEOUT_S, list(filter(None, names))
-            )
+            measured |= self._ask(wire.Measure(), wire.Measured, _MEASURE_TIMEOUT_S, list(filter(None, names)))
         hops_s = self.hops_s(torch.zeros(self.replica.blueprint.hidden_size).nbytes)
         self.link_s = tuple(float(np.median(link)) for link in hops_s) or (0.0,)
         by_stage = [measured[name] for name in self._stage_names]
@@ -179,7 +176,7 @@ class RayStages(Stages):
         state = torch.zeros(num_bytes, dtype=torch.uint8)
         for here, there in zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ():
             route = [*[there, here] * _NUM_HOPS, ENGINE]
-            self._send(here, wire.Lap(epoch=self._epoch, route=route), [state])
+            self._send(here, wire.Lap(route=route), [state])
             stamps = self._expect(wire.Lap, [here], _MEASURE_TIMEOUT_S)[here].stamps[::2]
             links.append([(after - before) / 2 for before, after in itertools.pairwise(stamps)])
         return links
@@ -227,7 +224,7 @@ class RayStages(Stages):
                 received = self._transport.receive(max(0.0, deadline - time.monotonic()))
             except TransportError as error:
                 self._recover((), str(error))
-            if received is None or received.message.epoch == self._epoch:
+            if received is None or received.epoch == self._transport.epoch:
                 return received
 
     def _handle(self, received: Received) -> None:
@@ -305,7 +302,7 @@ class RayStages(Stages):
         logger.warning("%s; it is replaced, and plans stay as they are until then", reason)
         self._fail_searches(reason)
         for shard in self.replica.shards:
-            self._send(shard, forgotten(self._epoch))
+            self._send(shard, FORGET)
         if self._coordinator_restarts.next_delay_s() is None:
             logger.warning("it has been replaced too often: plans stay as they are for good")
             self.replica.end_coordinator()
@@ -319,7 +316,7 @@ class RayStages(Stages):
         peers[ENGINE] = self._transport.address
         self._transport.connect(peers)
         for name in self.replica.processes:
-            self._send(name, wire.Connect(epoch=self._epoch, peers=peers, link=link))
+            self._send(name, wire.Connect(peers=peers, link=link))
         self._introduced = self.replica.processes.get(COORDINATOR)
 
     def _recover(self, names: Collection[str], reason: str) -> NoReturn:
@@ -356,7 +353,7 @@ class RayStages(Stages):
         """Begin a new epoch in which all processes know each other's address. Return the names of shards that do not
         answer. The coordinator is not waited for: it is checked later, while work goes on. If a link cannot be joined,
         begin another epoch without a link, and stay without."""
-        self._epoch += 1
+        self._transport.epoch += 1
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._rendezvous = Rendezvous(node_address()) if self._links else None
@@ -366,7 +363,7 @@ class RayStages(Stages):
         while names and time.monotonic() < deadline:
             received = self._transport.receive(_POLL_S)
             message = received.message if received is not None else None
-            if received is not None and isinstance(message, wire.Connected) and message.epoch == self._epoch:
+            if received is not None and isinstance(message, wire.Connected) and received.epoch == self._transport.epoch:
                 names.discard(received.sender)
                 link_error = link_error or message.link_error
         if link_error and not names:

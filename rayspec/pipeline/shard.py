@@ -199,7 +199,7 @@ class Shard:
             if not self._address.done():
                 self._address.set_exception(error)
             if endpoint.epoch:
-                endpoint.send(ENGINE, wire.Broken(epoch=endpoint.epoch, reason=f"{type(error).__name__}: {error}"))
+                endpoint.send(ENGINE, wire.Broken(reason=f"{type(error).__name__}: {error}"))
                 time.sleep(0.2)  # for the message to leave
             raise
         finally:
@@ -222,7 +222,7 @@ class Shard:
                 for name in followers:
                     endpoint.send(name, message)
 
-            self.span = LeadingSpan(runner, num_taps=num_taps, epoch=lambda: endpoint.epoch, announce=announce)
+            self.span = LeadingSpan(runner, num_taps=num_taps, announce=announce)
         self.head = None
         if self._is_last and self.rank == 0:
             self.head = Head(
@@ -249,7 +249,7 @@ class Shard:
                 self.forget()
         except TransportError as error:
             self._inbox.clear()
-            self._endpoint.send(ENGINE, wire.Broken(epoch=self._endpoint.epoch, reason=str(error), ended=False))
+            self._endpoint.send(ENGINE, wire.Broken(reason=str(error), ended=False))
 
     def forget(self) -> None:
         """Drop all work under way, because a new epoch has begun."""
@@ -292,13 +292,13 @@ class Shard:
                     self._expand(message, tensors, self._seeking)
             case wire.Moves():
                 self.span.move(message.moves)
-                self._send(ENGINE, wire.Moved(epoch=message.epoch))
+                self._send(ENGINE, wire.Moved())
             case wire.Measure():
                 self._measure()
             case wire.Lap():
                 peer, *rest = message.route
                 stamps = [*message.stamps, time.monotonic()]
-                self._send(peer, wire.Lap(epoch=message.epoch, route=rest, stamps=stamps), tensors)
+                self._send(peer, wire.Lap(route=rest, stamps=stamps), tensors)
             case _:
                 raise AssertionError(f"a stage does not take {type(message).__name__}")
 
@@ -313,22 +313,21 @@ class Shard:
             self._endpoint.send(peer, message, tensors)
 
     def _pass(self, work: Pass, hidden: Tensor | None, begin: wire.Begin | None) -> None:
-        epoch = self._endpoint.epoch
         if self._is_last and begin is not None:
             self._enter(begin)
         try:
             hidden = self.span.run(work, hidden)
             if self._is_last:
                 # Continue the script with the states before the head: send its next pass, or its result.
-                self._send(stage_name(0), wire.Forward(epoch=epoch, work=self._scripts[work.round_id].send(hidden)))
+                self._send(stage_name(0), wire.Forward(work=self._scripts[work.round_id].send(hidden)))
             else:
                 onward = stage_name(next_stage(self.stage, self._spans, work))
-                self._send(onward, wire.Forward(epoch=epoch, work=work, begin=begin), [hidden])
+                self._send(onward, wire.Forward(work=work, begin=begin), [hidden])
         except StopIteration as end:
             del self._scripts[work.round_id]
-            self._send(ENGINE, wire.Done(epoch=epoch, work_id=work.round_id, result=end.value))
+            self._send(ENGINE, wire.Done(work_id=work.round_id, result=end.value))
         except RuntimeError as error:
-            failed = wire.Failed(epoch=epoch, work_id=work.round_id, reason=str(out_of_memory(error)))
+            failed = wire.Failed(work_id=work.round_id, reason=str(out_of_memory(error)))
             if self._is_last:
                 self._give_up(failed)
             else:
@@ -361,7 +360,7 @@ class Shard:
             self._seeking = _Seeking(message.search_id, search, {0: search.start()} if self.stage == 0 else {})
         except TapsGoneError:
             error = f"{self.name} has no captured states of some tokens any more"
-        self._send(COORDINATOR, wire.Sought(epoch=message.epoch, search_id=message.search_id, error=error))
+        self._send(COORDINATOR, wire.Sought(search_id=message.search_id, error=error))
 
     def _expand(self, message: wire.Shipped | wire.Expand, tensors: Sequence[Tensor], seeking: _Seeking) -> None:
         search, batches = seeking.search, seeking.batches
@@ -390,16 +389,15 @@ class Shard:
                 case wire.Drop(source):
                     del batches[source]
                 case wire.Ship(source, peer):  # the last operation, which the other shard answers
-                    onward = wire.Shipped(epoch=message.epoch, search_id=message.search_id, batch=source)
+                    onward = wire.Shipped(search_id=message.search_id, batch=source)
                     self._send(peer, onward, [batches.pop(source)])
                     return
-        self._send(COORDINATOR, wire.Sought(epoch=message.epoch, search_id=message.search_id, values=values))
+        self._send(COORDINATOR, wire.Sought(search_id=message.search_id, values=values))
 
     def _measure(self) -> None:
         if isinstance(self.span, LeadingSpan):
-            self.span.announce(wire.Follow(epoch=self._endpoint.epoch, measure=True))
+            self.span.announce(wire.Follow(measure=True))
         measured = wire.Measured(
-            epoch=self._endpoint.epoch,
             names=self._parts.curve_names,
             measurements=self._measurements(),
             transfer_s=self._offloaded.transfer_seconds() if self._offloaded else [0.0] * len(self._parts.sublayers),

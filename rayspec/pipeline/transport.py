@@ -52,6 +52,7 @@ class Received:
     sender: str
     message: AnyMessage
     tensors: list[Tensor]
+    epoch: int = 0
 
 
 @dataclass(slots=True)
@@ -72,11 +73,12 @@ class Transport:
     use a transport, but any thread may `wake` it.
 
     host: IP address of this node to listen on, at a port that the system chooses; see `node_address`. link: carries
-    tensors sent with `to_rank`; it may be replaced at any time.
+    tensors sent with `to_rank`; it may be replaced at any time. epoch: of all messages that are sent from now on.
     """
 
     def __init__(self, name: str, secret: Secret, *, host: str, link: TensorLink | None = None) -> None:
         self.name = name
+        self.epoch = 0
         self.link = link
         self._secret = secret
         self._connections: dict[str, _Connection] = {}
@@ -129,7 +131,7 @@ class Transport:
         if connection is None:
             raise TransportError(f"{self.name} knows no peer {peer!r}; it knows {sorted(self._connections)}")
         rank = None if link is None else link.rank
-        envelope = Envelope(self.name, connection.stream, connection.num_sent, rank, forms, message)  # type: ignore[arg-type]
+        envelope = Envelope(self.name, connection.stream, connection.num_sent, rank, forms, message, self.epoch)  # type: ignore[arg-type]
         try:
             connection.socket.send_multipart([encode(envelope), *raw], zmq.NOBLOCK)
         except zmq.Again as error:
@@ -205,7 +207,7 @@ class Transport:
         else:
             link = self._require_link()
             tensors = [link.receive(*form, envelope.rank) for form in forms]
-        return Received(envelope.sender, envelope.message, tensors)
+        return Received(envelope.sender, envelope.message, tensors, envelope.epoch)
 
     def _require_link(self) -> TensorLink:
         if self.link is None:

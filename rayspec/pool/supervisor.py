@@ -94,7 +94,7 @@ class EngineSupervisor:
                 except EngineDeadError as error:
                     self._handle_end(slot, engine, error)
             slot.renew_restarts()
-        while not self._running:
+        while not self._engines:
             self._require_alive()
             self._changed.clear()
             self._start_missing()
@@ -152,10 +152,9 @@ class EngineSupervisor:
     async def ping(self) -> None:
         """Wait until all engines that run have answered. Raises the error of an engine, or of having none."""
         self._require_alive()
-        engines = [slot.engine for slot in self._running if slot.engine is not None]
-        if not engines:
+        if not self._engines:
             raise EngineDeadError("no engine is up: they are being started")
-        await asyncio.gather(*(engine.check() for engine in engines))
+        await asyncio.gather(*(engine.check() for engine in self._engines))
 
     @property
     def is_whole(self) -> bool:
@@ -165,7 +164,7 @@ class EngineSupervisor:
     @property
     def num_up(self) -> int:
         """Number of engines that take items."""
-        return len(self._running)
+        return len(self._engines)
 
     async def stop(self) -> None:
         """End the engines. Unfinished items and all later items fail with EngineDeadError."""
@@ -173,7 +172,7 @@ class EngineSupervisor:
         self._fail(EngineDeadError("the engine was shut down"))
         for task in (task for slot in self._slots for task in (slot.starting, slot.watch) if task is not None):
             task.cancel()
-        engines = [slot.engine for slot in self._running if slot.engine is not None]
+        engines = self._engines
         for slot in self._slots:
             slot.engine = None
         await asyncio.gather(*map(self._end, engines))
@@ -195,8 +194,9 @@ class EngineSupervisor:
             engine.end()
 
     @property
-    def _running(self) -> list[Slot]:
-        return [slot for slot in self._slots if slot.engine is not None]
+    def _engines(self) -> list[RemoteEngine]:
+        """The engines that run."""
+        return [slot.engine for slot in self._slots if slot.engine is not None]
 
     @property
     def _num_lost(self) -> int:
@@ -204,8 +204,7 @@ class EngineSupervisor:
 
     async def _answers(self, question: Callable[[RemoteEngine], Awaitable[Any]]) -> list[Any]:
         """Ask all engines that run. Return the answers that come within `_ANSWER_TIMEOUT_S`."""
-        engines = [slot.engine for slot in self._slots if slot.engine is not None]
-        asked = [asyncio.wait_for(question(engine), _ANSWER_TIMEOUT_S) for engine in engines]
+        asked = [asyncio.wait_for(question(engine), _ANSWER_TIMEOUT_S) for engine in self._engines]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
@@ -219,13 +218,9 @@ class EngineSupervisor:
         num_alone = 0 if isinstance(error, NodeLostError) else self._dispatch.died(slot, error)
         num_items = len(slot.under_way)
         slot.under_way.clear()
-        match num_alone:
-            case 0:
-                delay_s = slot.restarts.next_delay_s()
-            case 1:
-                delay_s = slot.restarts_alone.next_delay_s()
-            case _:
-                delay_s = 0.0  # the item is the culprit
+        delay_s: float | None = 0.0  # at a second death alone: the item is the culprit
+        if num_alone < 2:
+            delay_s = (slot.restarts_alone if num_alone else slot.restarts).next_delay_s()
         if delay_s is None:
             self._lose(slot, self._spent(error))
             return
@@ -234,13 +229,9 @@ class EngineSupervisor:
 
     def _start_missing(self) -> None:
         for slot in self._slots:
-            if slot.engine is None and slot.failure is None:
-                self._ensure_starting(slot)
-
-    def _ensure_starting(self, slot: Slot) -> None:
-        if slot.starting is None:
-            delay_s, slot.delay_s = slot.delay_s, 0.0
-            slot.starting = asyncio.create_task(self._start_until_loaded(slot, delay_s))
+            if slot.engine is None and slot.failure is None and slot.starting is None:
+                delay_s, slot.delay_s = slot.delay_s, 0.0
+                slot.starting = asyncio.create_task(self._start_until_loaded(slot, delay_s))
 
     async def _start_until_loaded(self, slot: Slot, delay_s: float) -> None:
         next_delay_s: float | None = delay_s
@@ -275,12 +266,12 @@ class EngineSupervisor:
                 self._handle_end(slot, engine, silence)
             except EngineDeadError as error:
                 self._handle_end(slot, engine, error)
-        if self._failure is None and slot.engine is None and slot.failure is None:
-            self._ensure_starting(slot)
+        if self._failure is None:
+            self._start_missing()
 
     def _delay_after(self, slot: Slot, error: Exception) -> float | None:
         """Return how long to wait before the next attempt to load an engine; None: the slot is lost."""
-        if isinstance(error, PlacementError) and self._running:  # a node may be added
+        if isinstance(error, PlacementError) and self._engines:  # a node may be added
             slot.has_place = False
             self._deal()  # isolated items go elsewhere
             logger.warning("an engine finds no place, and is tried again in %.0f s: %s", _PLACE_AGAIN_S, error)

@@ -106,14 +106,14 @@ class Loop:
     links: dict[tuple[str, str], deque[Received]] = field(default_factory=dict)
     readers: dict[str, Callable[[], None]] = field(default_factory=dict)
     boxes: dict[str, LoopTransport] = field(default_factory=dict)
-    delivered: list[tuple[str, AnyMessage]] = field(default_factory=list)
+    delivered: list[tuple[str, AnyMessage, int]] = field(default_factory=list)
     waiting: set[str] = field(default_factory=set)
     chaos: Callable[[], None] | None = None
     patience: float = math.inf
 
-    def put(self, sender: str, peer: str, message: Message, tensors: Sequence[Tensor]) -> None:
-        arrived = decode(encode(Envelope(sender, 0, 0, None, (), message))).message
-        received = Received(sender, arrived, [tensor.clone() for tensor in tensors])
+    def put(self, sender: str, peer: str, message: Message, tensors: Sequence[Tensor], *, epoch: int) -> None:
+        arrived = decode(encode(Envelope(sender, 0, 0, None, (), message, epoch)))
+        received = Received(sender, arrived.message, [tensor.clone() for tensor in tensors], arrived.epoch)
         self.links.setdefault((sender, peer), deque()).append(received)
 
     def advance(self, reader: str) -> bool:
@@ -127,7 +127,7 @@ class Loop:
             return False
         link = self.rng.choice(possible)
         received = self.links[link].popleft()
-        self.delivered.append((link[1], received.message))
+        self.delivered.append((link[1], received.message, received.epoch))
         self.boxes[link[1]].inbox.append(received)
         if link[1] != reader:
             self.waiting.add(link[1])
@@ -150,7 +150,7 @@ class LoopTransport:
 
     def __init__(self, loop: Loop, name: str) -> None:
         self.address = f"loop://{name}"
-        self.link = None
+        self.link, self.epoch = None, 0
         self.inbox: deque[Received] = deque()
         self._loop, self._name = loop, name
         self._peers: set[str] = set()
@@ -163,7 +163,7 @@ class LoopTransport:
         assert to_rank is None
         assert peer in self._peers, f"{self._name} knows no {peer}"
         if peer == ENGINE or peer in self._loop.readers:
-            self._loop.put(self._name, peer, message, tensors)
+            self._loop.put(self._name, peer, message, tensors, epoch=self.epoch)
 
     def receive(self, timeout_s: float | None = None) -> Received | None:
         may_wait = self._name in {ENGINE, COORDINATOR}

@@ -229,7 +229,7 @@ def test_states_travel_once_a_stage_and_are_dropped_when_nobody_needs_them() -> 
 
         shard._expand = watched  # type: ignore[method-assign]
         wait_for(run, run.engine.stages.search(*places(run, 6), knapsack()))
-        operations = [(name, op) for name, m in run.loop.delivered for op in getattr(m, "operations", ())]
+        operations = [(name, op) for name, m, _ in run.loop.delivered for op in getattr(m, "operations", ())]
         assert [op.peer for _, op in operations if isinstance(op, Ship)] == ["stage-1", "stage-2"]
         asked = {(name, op.sublayer) for name, op in operations if isinstance(op, RunSublayer)}
         assert asked <= {(stage_name(stage), sub) for stage, (a, b) in enumerate(cut(3)) for sub in range(a, b)}
@@ -272,7 +272,7 @@ def test_a_search_that_comes_while_another_is_under_way_has_its_turn() -> None:
         assert isinstance(cosines, Values)
         assert isinstance(feature, Values)
         assert (len(cosines.values), len(feature.values)) == (2 * NUM_LAYERS, HIDDEN_SIZE)
-        versions = [message.version for _, message in run.loop.delivered if isinstance(message, Searched)]
+        versions = [message.version for _, message, _ in run.loop.delivered if isinstance(message, Searched)]
         assert versions == [1, 2, 3]
 
 
@@ -281,9 +281,9 @@ def test_a_search_fails_at_once_when_the_coordinator_dies_and_works_with_the_nex
     with loop_engine(path, 2, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
         generate(run, path)
         tokens, rows = places(run, 6)
-        seek = Seek(epoch=run.engine.stages._epoch, search_id=7, tokens=tokens, rows=rows)
+        seek = Seek(search_id=7, tokens=tokens, rows=rows)
         for shard in run.replica.shards:
-            run.loop.put(COORDINATOR, shard, seek, [])
+            run.loop.put(COORDINATOR, shard, seek, [], epoch=1)
         run.engine.stages.wait()
         assert seeking(run) == [True] * 2
         run.replica.kill(COORDINATOR)

@@ -29,11 +29,13 @@ def test_what_a_leader_announced_is_followed_in_any_epoch(endpoint: Endpoint) ->
     """The leader waits in the middle of it, and will only then look what is new."""
     with closing(Transport(ENGINE, SECRET, host=LOOPBACK)) as engine:
         engine.connect({"a": endpoint.address})
-        engine.send("a", Connect(epoch=2, peers={ENGINE: engine.address}))
+        engine.epoch = 2
+        engine.send("a", Connect(peers={ENGINE: engine.address}))
         with pytest.raises(NewEpoch):
             endpoint.receive(PATIENCE_S)
-        engine.send("a", Moves(epoch=1, moves=[]))
-        engine.send("a", Follow(epoch=1, shape=(1, 2, 3)))
+        engine.epoch = 1
+        engine.send("a", Moves(moves=[]))
+        engine.send("a", Follow(shape=(1, 2, 3)))
         received = endpoint.receive(PATIENCE_S)
         assert received is not None
         assert isinstance(received.message, Follow)

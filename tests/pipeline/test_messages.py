@@ -39,7 +39,7 @@ def enveloped(message: Message) -> bytes:
 
 
 def begin(work: Work) -> Begin:
-    return Begin(epoch=1, work=work)
+    return Begin(work=work)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ def raw(message: object) -> bytes:
 MALFORMED = {
     "nothing": b"",
     "no message": raw([1, 2]),
-    "unknown": raw({"type": "Shutdown", "epoch": 1}),
-    "one field more": raw({"type": "Measure", "epoch": 1, "now": True}),
+    "unknown": raw({"type": "Shutdown"}),
+    "one field more": raw({"type": "Measure", "now": True}),
     "a plan that cannot be": enveloped(begin(ROUND)).replace(
         msgspec.msgpack.encode("num_draft_tokens") + b"\x04", msgspec.msgpack.encode("num_draft_tokens") + b"\xff"
     ),
     "cut": enveloped(begin(ROUND))[:-1],
-    "not UTF-8": enveloped(Broken(epoch=1, reason="x")).replace(b"\xa1x", b"\xa1\xff"),
+    "not UTF-8": enveloped(Broken(reason="x")).replace(b"\xa1x", b"\xa1\xff"),
 }
 
 

@@ -25,8 +25,8 @@ from rayspec.planning.partition import LayerCost, ModelCosts
 from rayspec.types import no_draft
 from tests.families import VOCAB_SIZE, checkpoint, parts_of
 
-PREFILL = Begin(epoch=1, work=Prefill(id=1, chunks=[Chunk("a", RowSpan(one_run(0, 1000), 0, 1), [1], sample=True)]))
-ROUND = Begin(epoch=1, work=Round(id=2, entries=[], plan=no_draft(8, "test")))
+PREFILL = Begin(work=Prefill(id=1, chunks=[Chunk("a", RowSpan(one_run(0, 1000), 0, 1), [1], sample=True)]))
+ROUND = Begin(work=Round(id=2, entries=[], plan=no_draft(8, "test")))
 
 
 def a_pass(*, fixed_shape: bool, round_id: int = 1) -> Pass:
@@ -74,9 +74,9 @@ def test_rounds_overtake_prefills_and_those_searches_for_a_while(
 ) -> None:
     clock = _Clock()
     monkeypatch.setattr(shard_module, "time", clock)
-    later = Begin(epoch=1, work=Round(id=3, entries=[], plan=no_draft(8, "test")))
-    last = Begin(epoch=1, work=Round(id=4, entries=[], plan=no_draft(8, "test")))
-    seek = Seek(epoch=1, search_id=1, tokens=[], rows=[])
+    later = Begin(work=Round(id=3, entries=[], plan=no_draft(8, "test")))
+    last = Begin(work=Round(id=4, entries=[], plan=no_draft(8, "test")))
+    seek = Seek(search_id=1, tokens=[], rows=[])
     messages = [(0.0, seek), (0.0, PREFILL), (0.0, ROUND), (0.0, later), (0.05, last), (0.2, ROUND)]
     one = shard()
     one._endpoint = _Endpoint(clock, messages)  # type: ignore[assignment]
@@ -96,7 +96,7 @@ def test_in_a_new_epoch_the_leader_forgets_and_the_other_ranks_wait_for_its_word
     one.span, one.head = SpanRunner(_runner(), num_taps=4), None
     one.span.run(Pass(round_id=5, token_ids=[3, 4], rows=[RowSpan(one_run(0, 1000), 0, 2)], save_at=2))
     monkeypatch.setattr(one, "collect", new_epoch)
-    one._inbox = [shard_module._Due(0.0, 0, Received("stage-0", Follow(epoch=1), []))]
+    one._inbox = [shard_module._Due(0.0, 0, Received("stage-0", Follow(), []))]
     one.serve_epoch()
     assert len(one.span._saved) == 1 - num_forgotten
     assert len(one._inbox) == 1 - num_forgotten
@@ -117,7 +117,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[LeadingSpan, SpanRunner]:
     """A leader whose announcements are collected, and a follower. Nothing is broadcast."""
     announced: list[Follow] = []
     monkeypatch.setattr(ranks, "_shared", lambda states: states)
-    leader = LeadingSpan(_runner(), num_taps=4, epoch=lambda: 7, announce=announced.append)
+    leader = LeadingSpan(_runner(), num_taps=4, announce=announced.append)
     leader.announced = announced  # type: ignore[attr-defined]
     return leader, SpanRunner(_runner(), num_taps=4)
 
@@ -138,7 +138,6 @@ def test_what_the_leader_runs_moves_and_forgets_the_others_do_too(pair: Any) -> 
     assert list(follower._saved) == [5]
     follow(follower, leader.announced[-1], lambda: None)
     assert list(follower._saved) == []
-    assert {message.epoch for message in leader.announced} == {7}
 
 
 def test_running_out_of_memory_puts_ranks_out_of_step(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_moves_happen_in_every_stage() -> None:
     with loop_engine(checkpoint("llama"), 3, TravellingPlans(1, 2 * NUM_LAYERS), num_beside=20) as run:
         plant_trees(run.engine, names, 1, max_tokens=20)
         assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
-        moved = [name for name, message in run.loop.delivered if type(message).__name__ == "Moves"]
+        moved = [name for name, message, _ in run.loop.delivered if type(message).__name__ == "Moves"]
         assert {stage_name(stage) for stage in range(3)} == set(moved)
 
 
@@ -245,7 +245,7 @@ def test_whoever_dies_at_whatever_moment_nothing_is_lost_or_doubled(seed: int, p
 def test_the_engine_drops_what_is_left_of_an_older_epoch() -> None:
     known = known_cases()
     with loop_engine(checkpoint("llama"), 2) as run:
-        run.loop.put(stage_name(1), ENGINE, Failed(epoch=0, work_id=0, reason="of before"), [])
+        run.loop.put(stage_name(1), ENGINE, Failed(work_id=0, reason="of before"), [], epoch=0)
         assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
 
 
@@ -291,9 +291,7 @@ def require_no_link(caplog: pytest.LogCaptureFixture, reason: str) -> set[tuple[
         assert len(warnings) == 1
         assert reason in warnings[0]
         assert not [record for record in caplog.records if "could not be brought back" in record.getMessage()]
-        return {
-            (message.epoch, bool(message.link)) for _, message in run.loop.delivered if isinstance(message, Connect)
-        }
+        return {(epoch, bool(message.link)) for _, message, epoch in run.loop.delivered if isinstance(message, Connect)}
 
 
 def test_a_link_that_cannot_be_joined_is_given_up(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from zmq.utils import z85
 from rayspec.errors import TransportError
 from rayspec.pipeline import transport
 from rayspec.pipeline.collective import LOOPBACK
-from rayspec.pipeline.messages import Connect, Envelope, Measure, Message, encode
+from rayspec.pipeline.messages import Connect, Envelope, Message, Sought, encode
 from rayspec.pipeline.transport import Received, Secret, Transport
 
 PATIENCE_S = 20.0
@@ -47,11 +47,13 @@ def take(box: Transport) -> Received:
 
 def receive(box: Transport) -> int:
     """The number of the next message."""
-    return take(box).message.epoch
+    message = take(box).message
+    assert isinstance(message, Sought)
+    return message.search_id
 
 
 def number(value: int) -> Message:
-    return Measure(epoch=value)
+    return Sought(search_id=value)
 
 
 def host_and_port(box: Transport) -> tuple[str, int]:
@@ -247,7 +249,7 @@ def test_nobody_can_read_along(make_transport: NewTransport) -> None:
         relaying = threading.Thread(target=relay, args=(server, onward, seen))
         relaying.start()
         friend.connect({"here": f"tcp://{LOOPBACK}:{server.getsockname()[1]}"})
-        friend.send("here", Connect(epoch=1, peers={"confidential": "x"}), [torch.full((64,), 65, dtype=torch.uint8)])
+        friend.send("here", Connect(peers={"confidential": "x"}), [torch.full((64,), 65, dtype=torch.uint8)])
         assert receive(here) == 1
         friend.close()
         relaying.join(PATIENCE_S)
