@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +19,8 @@ from benchmarks.figures.sweeps import run_intervals, run_thresholds
 from benchmarks.figures.tpt import Estimates, estimate_plans, run_tpt
 from rayspec import demo
 from rayspec.bench.result import describe_environment
-from rayspec.bench.run import model_folder
+from rayspec.bench.run import measured_engine, model_folder
 from rayspec.bench.workloads import demo_prompts
-from rayspec.choices import FULL
 from rayspec.command.loading import hide_progress_bars, load_llm
 from rayspec.config import EngineConfig
 from rayspec.types import ConfigError
@@ -97,23 +97,16 @@ def run_figures(options: FigureOptions, say: Say) -> Path:
     if experiments:
         hide_progress_bars()
         say("loading")
-        with model_folder(options.engine, options.widen) as folder, load_llm(_engine_config(options, folder)) as llm:
+        longest = max(options.context, *options.contexts) + options.max_tokens
+        with ExitStack() as stack:
+            folder = stack.enter_context(model_folder(options.engine, options.widen))
+            config = measured_engine(options.engine, folder, batch=1, longest=longest, strategy="knapspec")
+            llm = stack.enter_context(load_llm(config))
             work = _Workshop(llm, options, album)
             for name in experiments:
                 say(name)
                 _EXPERIMENTS[name](work)
     return album.write()
-
-
-def _engine_config(options: FigureOptions, folder: str) -> EngineConfig:
-    base = options.engine
-    return base.replace(
-        model=folder,
-        max_num_seqs=1,
-        enable_prefix_caching=False,  # each repeat of a prompt must be prefilled again
-        max_model_len=base.max_model_len or max(options.context, *options.contexts) + options.max_tokens,
-        speculation=base.speculation.replace(strategy="knapspec", skip=(), static_choice=FULL, warm_start=None),
-    )
 
 
 class _Album:

@@ -185,17 +185,21 @@ def model_folder(config: EngineConfig, factor: int) -> Iterator[str]:
 def engine_config(options: BenchOptions, folder: str, strategy: str) -> EngineConfig:
     """Return the options of one strategy; skipped sublayers and saved plans are kept only if it uses them. Raises
     ConfigError for an unknown strategy, or one that lacks a required option."""
-    base, is_static = options.engine, strategy == "static"
-    speculation = base.speculation.replace(
-        strategy=strategy,
-        skip=base.speculation.skip if is_static else (),
-        static_choice=base.speculation.static_choice if is_static else FULL,
-        warm_start=options.plans.get(strategy),
-    )
+    asked, is_static = options.engine.speculation, strategy == "static"
+    drafts: dict[str, Any] = {"skip": asked.skip, "static_choice": asked.static_choice} if is_static else {}
+    longest = max(options.context) + options.max_tokens
+    drafts |= {"strategy": strategy, "warm_start": options.plans.get(strategy)}
+    return measured_engine(options.engine, folder, batch=options.batch, longest=longest, **drafts)
+
+
+def measured_engine(base: EngineConfig, folder: str, *, batch: int, longest: int, **speculation: Any) -> EngineConfig:
+    """Return the options of an engine that completes the same prompts again and again. longest: tokens of a prompt with
+    its output. speculation: options in place of those in `base`, whose drafts and saved plans are not kept."""
+    drafts = {"skip": (), "static_choice": FULL, "warm_start": None} | speculation
     return base.replace(
         model=folder,
-        max_num_seqs=options.batch,
+        max_num_seqs=batch,
         enable_prefix_caching=False,  # each repeat of a prompt must be prefilled again
-        max_model_len=base.max_model_len or max(options.context) + options.max_tokens,
-        speculation=speculation,
+        max_model_len=base.max_model_len or longest,
+        speculation=base.speculation.replace(**drafts),
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.table import Table
@@ -12,11 +14,10 @@ from rich.table import Table
 import rayspec
 from rayspec.batch.document_task import summary_prompt
 from rayspec.bench.options import TuneOptions, WorkloadOptions
-from rayspec.bench.run import model_folder
+from rayspec.bench.run import measured_engine, model_folder
 from rayspec.bench.workloads import make_workloads
-from rayspec.choices import FULL, SKIP
+from rayspec.choices import SKIP
 from rayspec.command.loading import load_llm
-from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.strategies.tuning import tune_domains, tune_plan
@@ -40,7 +41,12 @@ def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
         ) from error
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"option 'output' is {str(options.output)!r}: {str(folder)!r} cannot be written to")
-    with model_folder(options.engine, options.widen) as model, load_llm(_engine_config(options, model)) as llm:
+    with ExitStack() as stack:
+        model = stack.enter_context(model_folder(options.engine, options.widen))
+        longest = options.context + options.max_tokens
+        static: dict[str, Any] = {"strategy": "static", "skip": _UNUSED_SKIP}  # in which each trial sets its own plan
+        config = measured_engine(options.engine, model, batch=options.batch, longest=longest, **static)
+        llm = stack.enter_context(load_llm(config))
         engine = llm.engine
         if not isinstance(engine, Engine):
             raise ConfigError("option 'replicas' is more than 1: plans are tuned on one replica, which serves them all")
@@ -99,23 +105,6 @@ def plans_table(saved: SavedPlans) -> Table:
             f"{plan.radius:.3f}" if plan.anchors else "-",
         )
     return table
-
-
-def _engine_config(options: TuneOptions, folder: str) -> EngineConfig:
-    """Return options for tuning: strategy "static", in which each trial sets its own plan."""
-    base = options.engine
-    return base.replace(
-        model=folder,
-        max_num_seqs=options.batch,
-        enable_prefix_caching=False,  # each repeat of a prompt must be prefilled again
-        max_model_len=base.max_model_len or options.context + options.max_tokens,
-        speculation=base.speculation.replace(
-            strategy="static",
-            skip=_UNUSED_SKIP,
-            static_choice=FULL,
-            warm_start=None,
-        ),
-    )
 
 
 def _domain_and_source(name: str) -> tuple[str | None, str]:

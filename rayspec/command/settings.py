@@ -76,7 +76,7 @@ def make_settings(
     SpeculationOptions, ParallelOptions or SamplingParams; None is unset. sampling: the defaults of the sampling
     parameters.
     """
-    options = _read(file) if file is not None else {}
+    options = read_options_file(file, "option 'config': the file") if file is not None else {}
     given = [*map(_of_override, overrides), *_of_flags(flags or {}, has_sampling=sampling is not None)]
     for number, (path, value, source) in enumerate(given):
         for other, _, earlier in given[:number]:
@@ -140,17 +140,18 @@ def _group(options: dict[str, Any], name: str) -> dict[str, Any]:
     return group
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_options_file(path: Path, what: str = "the file") -> dict[str, Any]:
+    """Read a YAML file of options; an empty file has none. what: how an error names it. Raises ConfigError."""
+    named = f"{what} {str(path)!r}"
     try:
-        content = parse_yaml(file.read_text(encoding="utf-8"))
+        content = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"option 'config' is {str(file)!r}: {error.strerror}") from error
+        raise ConfigError(f"{named} cannot be read: {error.strerror}; check the path") from error
     except (NotYamlError, UnicodeDecodeError) as error:
-        raise ConfigError(f"option 'config' is {str(file)!r}, which cannot be read: {error}") from error
-    if content is None:
-        return {}
+        raise ConfigError(f"{named} cannot be read: {error}") from error
+    content = {} if content is None else content
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"option 'config' is {str(file)!r}: it must hold options, as 'name: value' lines")
+        raise ConfigError(f"{named} must hold options, as 'name: value' lines")
     return content
 
 

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from rayspec.command.locations import Location
 from rayspec.command.options import Asked
-from rayspec.command.settings import NotYamlError, parse_yaml
+from rayspec.command.settings import read_options_file
 from rayspec.config import EngineConfig, Options, SamplingParams
 from rayspec.types import ConfigError
 
@@ -223,19 +223,6 @@ def serve_options(args: Mapping[str, Any], *, environment: Mapping[str, str]) ->
     options = ServeOptions(**args)
     folder = None if options.batches is None else Location.parse(options.batches).absolute().name
     return options.replace(api_keys=options.api_keys + more, batches=folder)
-
-
-def read_options_file(path: Path) -> dict[str, Any]:
-    """Read a YAML file of options. Raises ConfigError."""
-    try:
-        content = parse_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the file {str(path)!r} cannot be read: {error.strerror}; check the path") from error
-    except (NotYamlError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the file {str(path)!r} cannot be read: {error}") from error
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"the file {str(path)!r} must hold options, as 'name: value' lines")
-    return content
 
 
 def asked_options(

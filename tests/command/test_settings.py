@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from rayspec.command.settings import NotYamlError, make_settings, parse_yaml
+from rayspec.command.settings import NotYamlError, make_settings, parse_yaml, read_options_file
 from rayspec.config import SamplingParams
-from rayspec.serve.options import read_options_file
 from rayspec.types import ConfigError
 
 
@@ -110,7 +109,7 @@ def test_whatever_is_no_yaml_is_one_kind_of_error(text: str) -> None:
 
 def test_so_are_option_files(tmp_path: Path) -> None:
     path = write(tmp_path / "options.yaml", "model: m\nmodel: n")
-    with pytest.raises(ConfigError, match="which cannot be read: not valid YAML"):
+    with pytest.raises(ConfigError, match=r"option 'config': the file .* cannot be read: not valid YAML"):
         make_settings(file=path)
     with pytest.raises(ConfigError, match=r"options\.yaml' cannot be read: not valid YAML"):
         read_options_file(path)

@@ -15,7 +15,7 @@ import torch
 
 from rayspec.errors import TransportError
 from rayspec.pipeline.collective import LOOPBACK, MAX_PENDING_TENSORS, Rendezvous, TensorLink
-from rayspec.pipeline.messages import Sought
+from rayspec.pipeline.messages import Failed
 from rayspec.pipeline.transport import Secret, Transport
 from tests.listening import listening_hosts
 
@@ -140,14 +140,17 @@ def test_headers_go_by_frames_and_tensors_by_the_link(
     for index in range(1, 50):
         to_rank = 1 if index % 3 else None
         first.send(
-            "second", Sought(search_id=index), [torch.full((index, 2), index), torch.tensor(True)], to_rank=to_rank
+            "second",
+            Failed(work_id=index, reason=""),
+            [torch.full((index, 2), index), torch.tensor(True)],
+            to_rank=to_rank,
         )
         if index % 7 == 0:
             for late in range(index - 6, index + 1):
                 received = second.receive(TIMEOUT_S)
                 assert received is not None
                 numbers, flag = received.tensors
-                assert (received.sender, received.message) == ("first", Sought(search_id=late))
+                assert (received.sender, received.message) == ("first", Failed(work_id=late, reason=""))
                 assert torch.equal(numbers, torch.full((late, 2), late))
                 assert (flag.dtype, flag.item()) == (torch.bool, True)
     assert by_link == [size for index in range(1, 50) if index % 3 for size in (2 * index, 1)]
@@ -157,20 +160,20 @@ def test_tensors_that_do_not_follow_their_header(transports: tuple[Transport, Tr
     first, second = transports
     assert first.link is not None
     first.link.send = lambda tensor, to_rank: None
-    first.send("second", Sought(search_id=1), [torch.zeros(1)], to_rank=1)
+    first.send("second", Failed(work_id=1, reason=""), [torch.zeros(1)], to_rank=1)
     with pytest.raises(TransportError, match="rank 1 received nothing from rank 0"):
         second.receive(TIMEOUT_S)
-    first.send("second", Sought(search_id=2))
+    first.send("second", Failed(work_id=2, reason=""))
     received = second.receive(TIMEOUT_S)
     assert received is not None
-    assert received.message == Sought(search_id=2)
+    assert received.message == Failed(work_id=2, reason="")
 
 
 def test_a_lost_header_closes_the_link(transports: tuple[Transport, Transport]) -> None:
     """Its tensors would otherwise be taken for those of the next message."""
     first, second = transports
     first._connections["second"].num_sent = 1
-    first.send("second", Sought(search_id=1), [torch.zeros(1)], to_rank=1)
+    first.send("second", Failed(work_id=1, reason=""), [torch.zeros(1)], to_rank=1)
     with pytest.raises(TransportError, match="messages are lost"):
         second.receive(TIMEOUT_S)
     assert second.link is not None

@@ -20,7 +20,7 @@ from zmq.utils import z85
 from rayspec.errors import TransportError
 from rayspec.pipeline import transport
 from rayspec.pipeline.collective import LOOPBACK
-from rayspec.pipeline.messages import Connect, Envelope, Message, Sought, encode
+from rayspec.pipeline.messages import Connect, Envelope, Failed, Message, encode
 from rayspec.pipeline.transport import Received, Secret, Transport
 
 PATIENCE_S = 20.0
@@ -48,12 +48,12 @@ def take(box: Transport) -> Received:
 def receive(box: Transport) -> int:
     """The number of the next message."""
     message = take(box).message
-    assert isinstance(message, Sought)
-    return message.search_id
+    assert isinstance(message, Failed)
+    return message.work_id
 
 
 def number(value: int) -> Message:
-    return Sought(search_id=value)
+    return Failed(work_id=value, reason="")
 
 
 def host_and_port(box: Transport) -> tuple[str, int]:

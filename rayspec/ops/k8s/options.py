@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
+from rayspec.command.settings import read_options_file
 from rayspec.config import DType, Options, Pairs
 from rayspec.demo import BUNDLED
 from rayspec.ops.plan.gpus import gpus_of_a_node
 from rayspec.ops.plan.options import CONTEXT_HELP, Quantization
-from rayspec.serve.options import read_options_file
 from rayspec.types import ConfigError
 
 Kind = Literal["job", "service", "cluster"]

@@ -103,16 +103,9 @@ def plan_cluster(options: RenderOptions) -> ClusterPlan:
     if gpus is None:
         stages, tensor = stages or 1, tensor or 1
         gpus = f"{stages * tensor}x{_ANY_CPU}"
-    asked = PlacementOptions(
-        gpus=gpus,
-        stages=stages,
-        tensor=tensor,
-        context=options.context,
-        concurrency=options.concurrency,
-        quantization=options.quantization,
-        draft_weights=SpeculationOptions().draft_weights if options.gpus is None else (),
-        dtype=options.dtype,
-    )
+    same = {name: getattr(options, name) for name in ("context", "concurrency", "quantization", "dtype")}
+    copies = SpeculationOptions().draft_weights if options.gpus is None else ()
+    asked = PlacementOptions(gpus=gpus, stages=stages, tensor=tensor, draft_weights=copies, **same)
     max_replicas = 1 if options.names_copies else None
     placement, *unlike = place_best(config, asked, gpus_per_node=options.gpus_per_node, max_replicas=max_replicas)
     if unlike:
