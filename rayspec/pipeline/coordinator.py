@@ -6,11 +6,9 @@ own weights, send them to the next shard at the end of their span, and report sc
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,8 +21,7 @@ from rayspec.choices import Choice
 from rayspec.decode.search import Agreement, answer
 from rayspec.pipeline import messages as wire
 from rayspec.pipeline.collective import node_address
-from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, stage_name
-from rayspec.pipeline.recovery import Status
+from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, Server, stage_name
 from rayspec.pipeline.transport import Secret
 from rayspec.planning.knapsack import finished
 from rayspec.types import RayspecError
@@ -39,42 +36,24 @@ class SearchFailedError(RayspecError):
     kind = "search_failed"
 
 
-class Coordinator:
+class Coordinator(Server):
     """Answers the engine's questions one at a time, with versions. It is stateless: a replacement needs no data from
     it. spans: sublayers [first, last) of every stage."""
 
-    _endpoint: Endpoint
-
     def __init__(self, spans: Sequence[tuple[int, int]], secret: Secret) -> None:
+        super().__init__()
         self._spans, self._secret = spans, secret
-        self._address: Future[str] = Future()
         self._num_answers = 0
         self._waiting: deque[wire.Search] = deque()  # came during a search
-
-    def process_id(self) -> int:
-        return os.getpid()
-
-    def address(self) -> str:
-        """Wait until `serve` listens, and return its address."""
-        return self._address.result()
 
     def serve(self) -> None:
         """Serve until the process is killed. Report any error to the engine, then raise it."""
         torch.set_num_threads(1)
-        endpoint = self._endpoint = Endpoint(COORDINATOR, self._secret, host=node_address())
-        self._address.set_result(endpoint.address)
-        try:
+        endpoint = Endpoint(COORDINATOR, self._secret, host=node_address())
+        with self.serving(endpoint):
+            self._address.set_result(endpoint.address)
             while True:
                 self.serve_one(endpoint)
-        except Exception as error:
-            if endpoint.epoch:
-                endpoint.send(ENGINE, wire.Broken(reason=f"{type(error).__name__}: {error}"))
-            raise
-        finally:
-            endpoint.close()
-
-    def status(self) -> Status:
-        return self._endpoint.status()
 
     def serve_one(self, endpoint: Endpoint) -> None:
         """Wait for a question and answer it, and those that come meanwhile. A new epoch ends the work on them."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from rayspec.decode.progress import Progress
 from rayspec.errors import TransportError
 from rayspec.pipeline.collective import TensorLink
-from rayspec.pipeline.messages import Connect, Connected, Follow, Message
+from rayspec.pipeline.messages import Broken, Connect, Connected, Follow, Message
 from rayspec.pipeline.recovery import Status
 from rayspec.pipeline.transport import Received, Secret, Transport
 
@@ -97,3 +100,38 @@ class Endpoint:
             except TransportError as error:
                 link_error = str(error)
         self.send(ENGINE, Connected(link_error=link_error))
+
+
+class Server:
+    """The actor of a shard or the coordinator, which serves messages until it fails or is killed."""
+
+    _endpoint: Endpoint
+
+    def __init__(self) -> None:
+        self._address: Future[str] = Future()
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def address(self) -> str:
+        """Wait until `serve` listens, and return its address."""
+        return self._address.result()
+
+    def status(self) -> Status:
+        return self._endpoint.status()
+
+    @contextmanager
+    def serving(self, endpoint: Endpoint) -> Iterator[None]:
+        """Report any error of a block to the engine, then raise it. Close the endpoint at the end."""
+        self._endpoint = endpoint
+        try:
+            yield
+        except Exception as error:
+            if not self._address.done():
+                self._address.set_exception(error)
+            if endpoint.epoch:
+                endpoint.send(ENGINE, Broken(reason=f"{type(error).__name__}: {error}"))
+                time.sleep(0.2)  # for the message to leave
+            raise
+        finally:
+            endpoint.close()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import os
 import time
 from collections.abc import Generator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -42,9 +40,8 @@ from rayspec.model.threads import in_thread_of_its_own
 from rayspec.model.weights import load_tokenizer, resolve_device
 from rayspec.pipeline import messages as wire
 from rayspec.pipeline.collective import node_address
-from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, stage_name
+from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, Server, stage_name
 from rayspec.pipeline.ranks import LeadingSpan, follow
-from rayspec.pipeline.recovery import Status
 from rayspec.pipeline.tensor_parallel import RankGroup, split_tensor_parallel
 from rayspec.pipeline.transport import Received, Secret
 from rayspec.planning.latency import Measurement
@@ -118,28 +115,24 @@ class _Seeking:
     batches: dict[int, Tensor] = field(default_factory=dict)
 
 
-class Shard:
+class Shard(Server):
     """Loads its span, then serves messages until it fails or is killed. The stage with the head keeps the script of
     each work under way: it sends the script's passes to the first stage, and finally the result to the engine.
     """
 
     span: SpanRunner
     head: Head | None
-    _endpoint: Endpoint
 
     def __init__(self, blueprint: Blueprint, secret: Secret, stage: int, rank: int) -> None:
+        super().__init__()
         self._blueprint, self._secret = blueprint, secret
         self._config, self._options = blueprint.config, blueprint.options
         self.stage, self.rank, self.name = stage, rank, rank_name(stage, rank)
         self._is_last = stage == self._options.stages - 1
-        self._address: Future[str] = Future()
         self._order = itertools.count()
         self._inbox: list[_Due] = []
         self._scripts: dict[int, Generator[Pass, Tensor, Result]] = {}
         self._seeking: _Seeking | None = None
-
-    def process_id(self) -> int:
-        return os.getpid()
 
     def room(self) -> tuple[str, int]:
         """Return where the shard runs and the free memory there, before anything is loaded. Shards of the same place,
@@ -182,31 +175,15 @@ class Shard:
         share. Raises CheckpointError for fewer than 16."""
         return affordable_slots(self._config, self._parts, self._device, num_sharing=num_sharing)
 
-    def address(self) -> str:
-        """Wait until `serve` listens, and return its address."""
-        return self._address.result()
-
     def serve(self, size: CacheSize) -> None:
         """Serve until the process is killed. Report any error to the engine, then raise it."""
         rank = (self.stage, self._options.stages) if self.rank == 0 and self._options.stages > 1 else None
         endpoint = Endpoint(self.name, self._secret, host=node_address(), rank=rank)
-        try:
+        with self.serving(endpoint):
             self.prepare(endpoint, size)
             self._address.set_result(endpoint.address)
             while True:
                 self.serve_epoch()
-        except Exception as error:
-            if not self._address.done():
-                self._address.set_exception(error)
-            if endpoint.epoch:
-                endpoint.send(ENGINE, wire.Broken(reason=f"{type(error).__name__}: {error}"))
-                time.sleep(0.2)  # for the message to leave
-            raise
-        finally:
-            endpoint.close()
-
-    def status(self) -> Status:
-        return self._endpoint.status()
 
     def prepare(self, endpoint: Endpoint, size: CacheSize) -> None:
         """Make the KV cache and all else that serving needs, after the weights are loaded."""
