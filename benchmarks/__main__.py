@@ -37,9 +37,8 @@ from benchmarks.shared import (
 from benchmarks.streams import run_streams
 from rayspec.bench.options import bench_options
 from rayspec.bench.result import bench_markdown
-from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings
-from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console, save_json, say
+from rayspec.command.terminal import EXIT_FAILED, clean_exit, load_llm, output_console, save_json, say
 from rayspec.config import EngineConfig
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

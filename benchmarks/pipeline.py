@@ -30,8 +30,7 @@ from rayspec.bench.result import BASELINE, describe_environment
 from rayspec.bench.run import engine_config, model_folder
 from rayspec.bench.workloads import make_workloads
 from rayspec.choices import FULL
-from rayspec.command.loading import hide_progress_bars, load_llm
-from rayspec.command.terminal import exit_on_sigterm
+from rayspec.command.terminal import exit_on_sigterm, hide_progress_bars, load_llm
 from rayspec.config import EngineConfig, ParallelOptions, SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.pipeline.ray_stages import RayStages

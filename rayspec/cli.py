@@ -16,9 +16,8 @@ from rayspec import demo
 from rayspec.bench.commands import app as bench_app
 from rayspec.bench.options import TuneOptions
 from rayspec.command.help import LongCommand, format_groups
-from rayspec.command.loading import load_llm
 from rayspec.command.options import Asked, with_settings
-from rayspec.command.terminal import clean_exit, output_console, say
+from rayspec.command.terminal import clean_exit, load_llm, output_console, say
 from rayspec.config import REPLACED, ParallelOptions, SamplingParams
 from rayspec.types import ConfigError
 
@@ -67,7 +66,7 @@ LAZY = {
         "Check this machine, and every node of a cluster: versions, GPUs, network, disks, model files; say what to do.",
     ),
     "k8s": (
-        "rayspec.ops.k8s.command",
+        "rayspec.ops.commands",
         "Manifests for Kubernetes with KubeRay, computed from where a model's layers go.",
     ),
 }
@@ -102,7 +101,7 @@ class _Commands(TyperGroup):
 def lazy_command(name: str) -> Any:
     """Import the module of a command, and return the command."""
     holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    holder.add_typer(importlib.import_module(LAZY[name][0]).app, name=name if name == "k8s" else None)
+    holder.add_typer(importlib.import_module(LAZY[name][0]).app)
     return typer.main.get_group(holder).commands[name]
 
 

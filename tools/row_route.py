@@ -26,8 +26,8 @@ from rayspec.batch.in_process import LocalBackend
 from rayspec.batch.input_files import find_files
 from rayspec.batch.job import Job
 from rayspec.batch.scan import Source
-from rayspec.command.loading import load_llm
 from rayspec.command.settings import Settings
+from rayspec.command.terminal import load_llm
 from rayspec.config import EngineConfig, SamplingParams
 
 _PACKAGE = f"{Path(rayspec.__file__).parent}/"

@@ -20,8 +20,7 @@ from benchmarks.device.static_launches import check_static_launches
 from benchmarks.device.step_times import check_step_times
 from benchmarks.shared import DeviceOptions, Measured, Outcome
 from rayspec.bench.result import describe_environment, markdown_table
-from rayspec.command.loading import hide_progress_bars
-from rayspec.command.terminal import save_json
+from rayspec.command.terminal import hide_progress_bars, save_json
 
 Check = Callable[[DeviceOptions], Outcome]
 

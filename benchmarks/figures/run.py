@@ -21,7 +21,7 @@ from rayspec import demo
 from rayspec.bench.result import describe_environment
 from rayspec.bench.run import measured_engine, model_folder
 from rayspec.bench.workloads import demo_prompts
-from rayspec.command.loading import hide_progress_bars, load_llm
+from rayspec.command.terminal import hide_progress_bars, load_llm
 from rayspec.config import EngineConfig
 from rayspec.types import ConfigError
 

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from rayspec.command.loading import load_llm
 from rayspec.command.settings import Settings
+from rayspec.command.terminal import load_llm
 from rayspec.config import DType, EngineConfig
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import RayspecError, RequestOutput

@@ -16,8 +16,7 @@ from rayspec.bench.options import BenchOptions
 from rayspec.bench.result import BASELINE, HF, Sample, bench_row, describe_environment
 from rayspec.bench.workloads import Workload, make_workloads
 from rayspec.choices import FULL
-from rayspec.command.loading import hide_progress_bars, load_llm
-from rayspec.command.terminal import exit_on_sigterm
+from rayspec.command.terminal import exit_on_sigterm, hide_progress_bars, load_llm
 from rayspec.config import EngineConfig, Strategy
 from rayspec.decode.engine import Engine
 from rayspec.demo.widen import widen

@@ -17,7 +17,7 @@ from rayspec.bench.options import TuneOptions, WorkloadOptions
 from rayspec.bench.run import measured_engine, model_folder
 from rayspec.bench.workloads import make_workloads
 from rayspec.choices import SKIP
-from rayspec.command.loading import load_llm
+from rayspec.command.terminal import load_llm
 from rayspec.decode.engine import Engine
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.strategies.tuning import tune_domains, tune_plan

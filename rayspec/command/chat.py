@@ -6,9 +6,8 @@ import asyncio
 import sys
 from collections.abc import Iterator
 
-from rayspec.command.loading import load_llm
 from rayspec.command.settings import Settings
-from rayspec.command.terminal import say
+from rayspec.command.terminal import load_llm, say
 from rayspec.config import SamplingParams
 from rayspec.llm import AsyncEngine
 from rayspec.types import RayspecError

@@ -1,4 +1,4 @@
-"""Terminal output and the end of commands and jobs: an error gives one line and an exit code for its kind."""
+"""Terminal output, loading, and the end of commands and jobs: an error gives one line and an exit code for its kind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+import rayspec
+from rayspec.config import EngineConfig
 from rayspec.errors import naming_the_extra
 from rayspec.types import ConfigError, RayspecError
 
@@ -44,6 +46,19 @@ def save_json(content: Mapping[str, Any], path: Path | None) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def load_llm(config: EngineConfig) -> rayspec.LLM:
+    """Load a model. Raises ConfigError and CheckpointError. Slow: torch and transformers are imported here."""
+    hide_progress_bars()
+    return rayspec.LLM(**config.model_dump())
+
+
+def hide_progress_bars() -> None:
+    """Hide the progress bars of transformers, which share the terminal with our own progress and errors."""
+    from transformers.utils import logging  # noqa: PLC0415 - `--help` does not wait for it
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from rayspec.command.loading import load_llm
+from rayspec.command.terminal import load_llm
 from rayspec.llm import AsyncEngine
 from rayspec.model.weights import load_config, num_layers
 from rayspec.openai.answer import BackgroundLimit, respond, stream

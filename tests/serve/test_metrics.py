@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rayspec import SamplingParams
 from rayspec.choices import FULL, SKIP, Choices, choices_of
-from rayspec.command.loading import load_llm
 from rayspec.command.settings import make_settings
+from rayspec.command.terminal import load_llm
 from rayspec.decode.stages import StageUse
 from rayspec.serve.metric_table import METRICS, UNREACHABLE_NODES
 from rayspec.serve.metrics import EngineMetrics, MeteredEngine, ray_recorder

@@ -1,5 +1,5 @@
-"""Checks of this machine, without torch and ray but for `check_dtype`. Arguments of a check replace the values that it
-would measure. GPUs are looked at in processes of their own."""
+"""Findings, and checks of this machine, without torch and ray but for `check_dtype`. Arguments of a check replace the
+values that it would measure. GPUs are looked at in processes of their own."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import resource
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from rayspec.machine import bytes_available, bytes_in_total, cpu_class, cpu_name, installed_version, num_cores
-from rayspec.ops.doctor.findings import Finding, ok, problem, skipped, warning
 from rayspec.ops.plan.gpus import ask_torch
 
 _GIB = 2**30
@@ -35,6 +40,40 @@ _FEW_FILES, _ENOUGH_FILES = 1024, 65536
 _LOOK_TIMEOUT_S = 60.0
 _CUDA_BUILD = "install torch's build for CUDA"
 _QUERY = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
+
+
+Status = Literal["ok", "warning", "problem", "skipped"]
+_STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "problem": "bold red", "skipped": "dim"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of a check. found: the observed state. remedy: advice to the user; empty where none is needed."""
+
+    status: Status
+    name: str
+    found: str
+    remedy: str = ""
+
+
+ok, warning, problem, skipped = (partial(Finding, status) for status in _STYLES)
+
+
+def has_problems(findings: Sequence[Finding]) -> bool:
+    return any(finding.status == "problem" for finding in findings)
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """Return a table of the findings, with the number of each status below."""
+    counts = Counter(finding.status for finding in findings)
+    summary = ", ".join(f"{counts[status]} {status}" for status in _STYLES if counts[status])
+    table = Table(box=box.SIMPLE_HEAD, caption=summary, caption_justify="left")
+    for heading in ("check", "status", "found", "what to do"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        status = Text(finding.status, style=_STYLES[finding.status])
+        table.add_row(finding.name, status, Text(finding.found), Text(finding.remedy))
+    return table
 
 
 def check_packages(requirements: Iterable[str] | None = None) -> Finding:

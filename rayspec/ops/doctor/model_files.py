@@ -12,7 +12,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from rayspec import demo
-from rayspec.ops.doctor.findings import Finding, ok, problem, warning
+from rayspec.ops.doctor.machine import Finding, ok, problem, warning
 
 _GIB = 2**30
 _NAME, _FETCH = "model files", "fetch the model again"

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from rayspec.config import EngineConfig
 from rayspec.model import weights
 from rayspec.ops.commands import examine
-from rayspec.ops.doctor.findings import Finding
 from rayspec.ops.doctor.machine import (
+    Finding,
     check_memory,
     check_open_files,
     check_packages,

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from rayspec import demo
-from rayspec.ops.doctor.findings import Finding
+from rayspec.ops.doctor.machine import Finding
 from rayspec.ops.doctor.model_files import check_model
 from tests.families import checkpoint
 

@@ -16,7 +16,7 @@ from benchmarks.pipeline import parse_cases, run_pipeline_bench
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.run import model_folder
 from rayspec.cli import app
-from rayspec.command.loading import load_llm
+from rayspec.command.terminal import load_llm
 from rayspec.config import EngineConfig
 from rayspec.model.sizes import ModelSizes, model_sizes
 from rayspec.ops.plan.forecast import EFFICIENCY, Ranking, load_profile, predicted, rank_layouts
