@@ -32,7 +32,7 @@ from rayspec.command.terminal import exit_on_sigterm, hide_progress_bars, load_l
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.demo import Task
 from rayspec.machine import num_cores
-from rayspec.pool.pool import EnginePool
+from rayspec.pool.supervisor import EnginePool
 from rayspec.ray_session import ray_session
 from rayspec.types import ConfigError
 

@@ -243,7 +243,7 @@ class LLM:
         # Imported here, so that a model in one process never needs Ray.
         with naming_the_extra():
             from rayspec.pipeline.loading import load_pipeline  # noqa: PLC0415
-            from rayspec.pool.pool import Replicas  # noqa: PLC0415
+            from rayspec.pool.replicas import Replicas  # noqa: PLC0415
             from rayspec.ray_session import ray_session  # noqa: PLC0415
             from rayspec.request_engine import RequestEngineFactory  # noqa: PLC0415
 

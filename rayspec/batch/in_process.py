@@ -17,7 +17,7 @@ from rayspec.decode.engine_loop import LoopThread
 from rayspec.types import EngineStats
 
 if TYPE_CHECKING:
-    from rayspec.pool.pool import EnginePool
+    from rayspec.pool.supervisor import EnginePool
     from rayspec.pool.worker import EngineFactory, LoadedEngine
 
 _JOIN_S = 10.0

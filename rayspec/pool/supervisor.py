@@ -7,13 +7,14 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
-from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.decode.engine_loop import EngineDeadError, LoopThread
 from rayspec.pipeline.placement import PlacementError
 from rayspec.pipeline.recovery import Restarts
 from rayspec.pool.dispatch import Dispatch, Slot, part_hashes
@@ -32,11 +33,14 @@ _MAX_CONCURRENT_ROWS = 4096
 _SURPLUS = 1.25
 _SILENCE_S = 60.0  # a busy machine may keep a process waiting for seconds
 _STOP_TIMEOUT_S = 10.0
+_POOL_STOP_TIMEOUT_S = 20.0
 _ANSWER_TIMEOUT_S = 5.0
 _PLACE_AGAIN_S = 30.0
 _ASK_EVERY_S = 2.0
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class DrainingError(RayspecError):
@@ -306,6 +310,41 @@ class EngineSupervisor:
     def _require_alive(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+class EnginePool:
+    """A supervisor for all threads except the pool's own."""
+
+    def __init__(self, factory: EngineFactory, *, max_restarts: int) -> None:
+        self.supervisor = EngineSupervisor(**supervision(factory, max_restarts))
+        self._thread = LoopThread("rayspec-pool")
+
+    def begin(self) -> Any:
+        """Do `EngineSupervisor.begin`."""
+        return self.ask(self.supervisor.begin()).result()
+
+    def submit(self, item: Any, listen: Callable[[], Callback] | None = None) -> Future[Any]:
+        """Return a future of the result, see `EngineSupervisor.handle`. Cancelling it ends the work on the item."""
+        return self.ask(self.supervisor.handle(item, listen))
+
+    def drain(self) -> None:
+        """Start `EngineSupervisor.drain` and return at once. A signal handler may call this."""
+        self._thread.call_soon(lambda: asyncio.ensure_future(self.supervisor.drain()))
+
+    def stats(self) -> EngineStats:
+        return self.ask(self.supervisor.stats()).result()
+
+    def ask(self, question: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine of the supervisor."""
+        return self._thread.start(question)
+
+    def stop(self) -> None:
+        """End the engines and the thread. Later calls do nothing."""
+        self._thread.close(self.supervisor.stop, _POOL_STOP_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """Kill the engines at once, then end the thread. Later calls do nothing."""
+        self._thread.close(self.supervisor.kill, _POOL_STOP_TIMEOUT_S)
 
 
 def supervision(factory: EngineFactory, max_restarts: int) -> dict[str, Any]:

@@ -1,71 +1,24 @@
-"""Pools for callers in this process: `EnginePool` takes items, `Replicas` takes requests like one engine."""
+"""Several engines that take requests like one engine."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from rayspec.decode.engine import EngineInfo
-from rayspec.decode.engine_loop import EngineDeadError, Listener, LoopThread
+from rayspec.decode.engine_loop import EngineDeadError, Listener
 from rayspec.decode.progress import Progress
 from rayspec.decode.stages import StageUse
-from rayspec.pool.supervisor import EngineSupervisor, supervision
-from rayspec.pool.worker import Callback, EngineFactory
-from rayspec.types import (
-    CompletionOutput,
-    EngineLoad,
-    EngineStats,
-    Request,
-    RequestError,
-    RequestOutput,
-)
+from rayspec.pool.supervisor import EnginePool
+from rayspec.pool.worker import EngineFactory
+from rayspec.types import CompletionOutput, EngineLoad, EngineStats, Request, RequestError, RequestOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_STOP_TIMEOUT_S = 20.0
-
-T = TypeVar("T")
-
-
-class EnginePool:
-    """A supervisor for all threads except the pool's own."""
-
-    def __init__(self, factory: EngineFactory, *, max_restarts: int) -> None:
-        self.supervisor = EngineSupervisor(**supervision(factory, max_restarts))
-        self._thread = LoopThread("rayspec-pool")
-
-    def begin(self) -> Any:
-        """Do `EngineSupervisor.begin`."""
-        return self.ask(self.supervisor.begin()).result()
-
-    def submit(self, item: Any, listen: Callable[[], Callback] | None = None) -> Future[Any]:
-        """Return a future of the result, see `EngineSupervisor.handle`. Cancelling it ends the work on the item."""
-        return self.ask(self.supervisor.handle(item, listen))
-
-    def drain(self) -> None:
-        """Start `EngineSupervisor.drain` and return at once. A signal handler may call this."""
-        self._thread.call_soon(lambda: asyncio.ensure_future(self.supervisor.drain()))
-
-    def stats(self) -> EngineStats:
-        return self.ask(self.supervisor.stats()).result()
-
-    def ask(self, question: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine of the supervisor."""
-        return self._thread.start(question)
-
-    def stop(self) -> None:
-        """End the engines and the thread. Later calls do nothing."""
-        self._thread.close(self.supervisor.stop, _STOP_TIMEOUT_S)
-
-    def kill(self) -> None:
-        """Kill the engines at once, then end the thread. Later calls do nothing."""
-        self._thread.close(self.supervisor.kill, _STOP_TIMEOUT_S)
 
 
 class Replicas:

@@ -18,7 +18,7 @@ import ray
 
 from rayspec import LLM, SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pool.pool import Replicas, ResumedStream
+from rayspec.pool.replicas import Replicas, ResumedStream
 from rayspec.types import CheckpointError, CompletionOutput, ConfigError, EmptyPromptError, Request, RequestOutput
 from tests.demo_model import demo_prompts
 from tests.engines import GREEDY, Pieces, tokens_of
