@@ -41,35 +41,27 @@ _REPLACED_OF_COMMANDS = {
 }
 
 
-# Commands whose modules bring packages that `rayspec --help` need not wait for: module, and help in the list.
+# Commands whose modules bring packages that `rayspec --help` need not wait for: by module, each with its help in the
+# list.
 LAZY = {
-    "demo": (
-        "rayspec.batch.demonstration",
-        "Try it: a job on twelve documents, with plain decoding and with `auto`, and a report that compares them.",
-    ),
-    "summarize": ("rayspec.batch.commands", "Summarize documents, one row per document. A .txt file is one document."),
-    "generate": (
-        "rayspec.batch.commands",
-        "Complete prompts and answer chats, one row per prompt. A .txt file is one prompt.",
-    ),
-    "job": ("rayspec.batch.commands", "Jobs on Ray: the cluster at RAY_ADDRESS, or one on this machine."),
-    "placement": (
-        "rayspec.ops.commands",
-        "Say which layers go on which GPUs, what fits, and how fast a decode step could be.",
-    ),
-    "plan": (
-        "rayspec.ops.commands",
-        "Recommend stages x tensor x replicas: simulate what fits, with drafts and without.",
-    ),
-    "doctor": (
-        "rayspec.ops.commands",
-        "Check this machine, and every node of a cluster: versions, GPUs, network, disks, model files; say what to do.",
-    ),
-    "k8s": (
-        "rayspec.ops.commands",
-        "Manifests for Kubernetes with KubeRay, computed from where a model's layers go.",
-    ),
+    "rayspec.batch.demonstration": {
+        "demo": "Try it: a job on twelve documents, with plain decoding and with `auto`, and a report that compares "
+        "them.",
+    },
+    "rayspec.batch.commands": {
+        "summarize": "Summarize documents, one row per document. A .txt file is one document.",
+        "generate": "Complete prompts and answer chats, one row per prompt. A .txt file is one prompt.",
+        "job": "Jobs on Ray: the cluster at RAY_ADDRESS, or one on this machine.",
+    },
+    "rayspec.ops.commands": {
+        "placement": "Say which layers go on which GPUs, what fits, and how fast a decode step could be.",
+        "plan": "Recommend stages x tensor x replicas: simulate what fits, with drafts and without.",
+        "doctor": "Check this machine, and every node of a cluster: versions, GPUs, network, disks, model files; say "
+        "what to do.",
+        "k8s": "Manifests for Kubernetes with KubeRay, computed from where a model's layers go.",
+    },
 }
+LAZY_HELP = {name: text for commands in LAZY.values() for name, text in commands.items()}
 
 
 _GROUPS = {
@@ -93,7 +85,7 @@ class _Commands(TyperGroup):
         for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
             if (remedy := replaced.get(flag.removeprefix("--").replace("-", "_"))) is not None:
                 ctx.fail(f"option {flag!r} {remedy}")
-        if args and args[0] in LAZY:
+        if args and args[0] in LAZY_HELP:
             return args[0], lazy_command(args[0]), args[1:]
         return super().resolve_command(ctx, args)
 
@@ -101,7 +93,7 @@ class _Commands(TyperGroup):
 def lazy_command(name: str) -> Any:
     """Import the module of a command, and return the command."""
     holder = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    holder.add_typer(importlib.import_module(LAZY[name][0]).app)
+    holder.add_typer(importlib.import_module(next(module for module in LAZY if name in LAZY[module])).app)
     return typer.main.get_group(holder).commands[name]
 
 
@@ -132,7 +124,7 @@ def _options_of_all(
 ) -> None: ...
 
 
-for _name, (_, _help) in LAZY.items():
+for _name, _help in LAZY_HELP.items():
     app.command(_name, help=_help)(lambda: None)  # stands in the list of commands
 
 

@@ -47,7 +47,7 @@ _OTHER_PROCESSES = tuple(
         "pipeline/test_placement",
         "pipeline/test_quantized",
         "pipeline/test_ray_stages",
-        "pool/test_pool",
+        "pool/test_replicas",
         "pool/test_calls",
         "pool/test_worker",
         "serve/test_model_server",

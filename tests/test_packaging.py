@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import rayspec
-from rayspec.cli import LAZY, lazy_command
+from rayspec.cli import LAZY_HELP, lazy_command
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,11 +41,11 @@ def test_importing_rayspec_and_its_help_bring_no_large_package(arguments: list[s
     assert not imported & large
 
 
-@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("name", LAZY_HELP)
 def test_the_list_of_commands_has_the_help_of_each(name: str) -> None:
     command = lazy_command(name)
     first, _, _ = command.help.partition("\n\n")
-    assert " ".join(first.split()).startswith(LAZY[name][1].rstrip(".")), "of a command that is loaded when it runs"
+    assert " ".join(first.split()).startswith(LAZY_HELP[name].rstrip(".")), "of a command that is loaded when it runs"
     assert command.name == name
 
 

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rayspec.choices import Choice
 from rayspec.decode.search import Answer, Question
@@ -111,7 +110,7 @@ class RayStages(Stages):
         closed, self._closed = self._closed, []
         future: Future[Result] = Future()
         self._work[work.id] = future
-        self._send(stage_name(0), wire.Begin(work=work, opened=opened, closed=closed))
+        self._transport.send(stage_name(0), wire.Begin(work=work, opened=opened, closed=closed))
         return future
 
     def wait(self) -> None:
@@ -140,7 +139,7 @@ class RayStages(Stages):
         search_id = next(self._search_ids)
         self._searches[search_id] = future
         search = wire.Search(search_id=search_id, tokens=tokens, rows=rows, question=question)
-        self._send(COORDINATOR, search)
+        self._transport.send(COORDINATOR, search)
         return future
 
     def measure(self) -> LatencyModel:
@@ -176,7 +175,7 @@ class RayStages(Stages):
         state = torch.zeros(num_bytes, dtype=torch.uint8)
         for here, there in zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ():
             route = [*[there, here] * _NUM_HOPS, ENGINE]
-            self._send(here, wire.Lap(route=route), [state])
+            self._transport.send(here, wire.Lap(route=route), [state])
             stamps = self._expect(wire.Lap, [here], _MEASURE_TIMEOUT_S)[here].stamps[::2]
             links.append([(after - before) / 2 for before, after in itertools.pairwise(stamps)])
         return links
@@ -212,9 +211,6 @@ class RayStages(Stages):
             self._rendezvous.close()
 
     # --- messages ---
-
-    def _send(self, peer: str, message: wire.Message, tensors: Sequence[Tensor] = ()) -> None:
-        self._transport.send(peer, message, tensors)
 
     def _receive(self, timeout_s: float) -> Received | None:
         """Return the next message of this epoch; None if none comes in time. Raises as `_recover` if one was lost."""
@@ -253,7 +249,7 @@ class RayStages(Stages):
         """Send a message to these stages, or to all, and return the answers by name, see `_expect`."""
         self._require_alive()
         for name in names or self._stage_names:
-            self._send(name, message)
+            self._transport.send(name, message)
         return self._expect(answer, names or self._stage_names, timeout_s)
 
     def _expect(self, kind: type[wire.Message], senders: Collection[str], timeout_s: float) -> dict[str, Any]:
@@ -302,7 +298,7 @@ class RayStages(Stages):
         logger.warning("%s; it is replaced, and plans stay as they are until then", reason)
         self._fail_searches(reason)
         for shard in self.replica.shards:
-            self._send(shard, FORGET)
+            self._transport.send(shard, FORGET)
         if self._coordinator_restarts.next_delay_s() is None:
             logger.warning("it has been replaced too often: plans stay as they are for good")
             self.replica.end_coordinator()
@@ -316,7 +312,7 @@ class RayStages(Stages):
         peers[ENGINE] = self._transport.address
         self._transport.connect(peers)
         for name in self.replica.processes:
-            self._send(name, wire.Connect(peers=peers, link=link))
+            self._transport.send(name, wire.Connect(peers=peers, link=link))
         self._introduced = self.replica.processes.get(COORDINATOR)
 
     def _recover(self, names: Collection[str], reason: str) -> NoReturn:

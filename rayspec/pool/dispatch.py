@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rayspec.pipeline.recovery import Restarts
-from rayspec.pool.worker import Beginning, RemoteEngine
+from rayspec.pool.worker import Beginning, NodeLostError, RemoteEngine
 from rayspec.types import RequestError
 
 # An engine can be chosen if it has at most twice as many items as the least busy engine, and this many more.
@@ -145,7 +145,11 @@ class Dispatch:
 
     def died(self, slot: Slot, error: Exception) -> int:
         """Record that the engine of a slot died with the items that it has. Return at how many deaths its only item was
-        alone; 0 if there were several items or none. At the second such death the item is the culprit."""
+        alone; 0 if there were several items or none, or if the node was lost. At the second such death the item is the
+        culprit."""
+        self._router.forget(slot.number)
+        if isinstance(error, NodeLostError):
+            return 0
         if slot.under_way and self._isolating is None:
             self._isolating = slot
         for number in slot.under_way:
@@ -159,9 +163,6 @@ class Dispatch:
                 self._culprits[number] = EngineKilledError(message)
             return isolated.num_deaths_alone
         return 0
-
-    def replaced(self, slot: Slot) -> None:
-        self._router.forget(slot.number)
 
     def judgement(self, number: int) -> EngineKilledError | None:
         return self._culprits.get(number)

@@ -23,8 +23,8 @@ from rayspec.pool.worker import (
     Callback,
     CommonDType,
     EngineFactory,
-    NodeLostError,
     RemoteEngine,
+    WorkerMethod,
     num_engines,
 )
 from rayspec.types import EngineLoad, EngineStats, RayspecError
@@ -94,7 +94,7 @@ class EngineSupervisor:
             slot.failure = None
             if (engine := slot.engine) is not None:
                 try:
-                    await engine.check()
+                    await engine.ask("ping")
                 except EngineDeadError as error:
                     self._handle_end(slot, engine, error)
             slot.renew_restarts()
@@ -145,20 +145,20 @@ class EngineSupervisor:
             self._fail(DrainingError("the engine takes no new rows"))
 
     async def stats(self) -> EngineStats:
-        stats = merged_stats(await self._answers(lambda engine: engine.stats()))
+        stats = merged_stats(await self._answers("stats"))
         stats.num_lost_replicas = self._num_lost
         return stats
 
     async def load(self) -> EngineLoad:
         nothing = EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=0)
-        return sum(await self._answers(lambda engine: engine.load_now()), start=nothing)
+        return sum(await self._answers("load_now"), start=nothing)
 
     async def ping(self) -> None:
         """Wait until all engines that run have answered. Raises the error of an engine, or of having none."""
         self._require_alive()
         if not self._engines:
             raise EngineDeadError("no engine is up: they are being started")
-        await asyncio.gather(*(engine.check() for engine in self._engines))
+        await asyncio.gather(*(engine.ask("ping") for engine in self._engines))
 
     @property
     def is_whole(self) -> bool:
@@ -191,7 +191,7 @@ class EngineSupervisor:
 
     async def _end(self, engine: RemoteEngine) -> None:
         try:
-            await asyncio.wait_for(engine.stop(), _STOP_TIMEOUT_S)
+            await asyncio.wait_for(engine.ask("stop"), _STOP_TIMEOUT_S)
         except Exception as error:  # noqa: BLE001 - the engine is ended in any case
             logger.info("the engine did not stop by itself: %s", error)
         finally:
@@ -206,9 +206,9 @@ class EngineSupervisor:
     def _num_lost(self) -> int:
         return sum(slot.failure is not None for slot in self._slots)
 
-    async def _answers(self, question: Callable[[RemoteEngine], Awaitable[Any]]) -> list[Any]:
+    async def _answers(self, method: WorkerMethod) -> list[Any]:
         """Ask all engines that run. Return the answers that come within `_ANSWER_TIMEOUT_S`."""
-        asked = [asyncio.wait_for(question(engine), _ANSWER_TIMEOUT_S) for engine in self._engines]
+        asked = [asyncio.wait_for(engine.ask(method), _ANSWER_TIMEOUT_S) for engine in self._engines]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
@@ -218,8 +218,7 @@ class EngineSupervisor:
             return
         slot.engine = None
         engine.end()
-        self._dispatch.replaced(slot)
-        num_alone = 0 if isinstance(error, NodeLostError) else self._dispatch.died(slot, error)
+        num_alone = self._dispatch.died(slot, error)
         num_items = len(slot.under_way)
         slot.under_way.clear()
         delay_s: float | None = 0.0  # at a second death alone: the item is the culprit

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import ray
 from ray import cloudpickle
@@ -32,6 +32,8 @@ Callback = Callable[[Any], None]
 """Takes a new part of an item's result before the item is done. Any thread may call it."""
 Beginning = str | Sequence[int] | None
 """An item's prompt, or the beginning of it, as text or tokens. None: there is nothing to choose an engine by."""
+
+WorkerMethod = Literal["ping", "answer", "stats", "load_now", "stop"]
 
 
 class NodeLostError(EngineDeadError):
@@ -309,25 +311,15 @@ class RemoteEngine:
         for number in self._under_way:
             self._settle(number, self._end, is_error=True)
 
-    async def check(self) -> None:
-        await self._answer(self._actor.ping.remote())
+    async def ask(self, method: WorkerMethod) -> Any:
+        """Call a method of the worker."""
+        return await self._answer(getattr(self._actor, method).remote())
 
     async def answer(self) -> None:
         try:
-            await answer_of(self._place, self._answer(self._actor.answer.remote()))
+            await answer_of(self._place, self.ask("answer"))
         except ProcessStoppedError as error:
             raise EngineDeadError(f"the engine cannot go on: {error}") from None
-
-    async def stats(self) -> EngineStats:
-        stats: EngineStats = await self._answer(self._actor.stats.remote())
-        return stats
-
-    async def load_now(self) -> EngineLoad:
-        load: EngineLoad = await self._answer(self._actor.load_now.remote())
-        return load
-
-    async def stop(self) -> None:
-        await self._answer(self._actor.stop.remote())
 
     def end(self) -> None:
         """Kill the actor. Unfinished and later items fail with EngineDeadError. May be called again."""

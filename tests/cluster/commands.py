@@ -14,14 +14,14 @@ from ray.serve.scripts import cli as serve_cli
 
 import benchmarks.__main__
 import benchmarks.device.__main__
-from rayspec.cli import LAZY, lazy_command
+from rayspec.cli import LAZY_HELP, lazy_command
 from rayspec.cli import app as rayspec_app
 from rayspec.command.settings import make_settings
 from rayspec.config import EngineConfig, ParallelOptions
 
 RAY = ray_cli
 RAYSPEC: Any = typer.main.get_command(rayspec_app)
-RAYSPEC.commands |= {name: lazy_command(name) for name in LAZY}
+RAYSPEC.commands |= {name: lazy_command(name) for name in LAZY_HELP}
 JOBS: dict[str, Any] = {
     **{name.replace("-", "_"): command for name, command in RAYSPEC.commands["job"].commands.items()},
     "bench": RAYSPEC.commands["bench"],

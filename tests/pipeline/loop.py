@@ -331,7 +331,7 @@ class LoopEngine:
     def passes_seen(self, stage: int) -> list[Pass]:
         return [
             message.work
-            for name, message in self.loop.delivered
+            for name, message, _ in self.loop.delivered
             if name == stage_name(stage) and isinstance(message, Forward)
         ]
 

@@ -32,7 +32,7 @@ class Engine:
     async def load(self) -> dict[str, Any]:
         number = self._lab.engines.index(self) + 1
         await self._lab.loading(number)
-        await self.check()
+        await self.ask("ping")
         return {"engine": number}
 
     async def handle(self, row: str, callback: object = None) -> str:
@@ -50,28 +50,22 @@ class Engine:
             await asyncio.sleep(0)
             if turn == 1 and not self.has_ended and self._lab.kills(row):
                 self.has_ended = True
-            await self.check()
+            await self.ask("ping")
         if row == "bug":
             raise TypeError("a bug of the handler's")
         return f"done {row}"
 
-    async def check(self) -> None:
+    async def ask(self, question: str) -> Any:
         if self.has_ended:
             raise EngineDeadError("the engine's process has ended")
+        self.has_ended = question == "stop"
+        load = EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=0)
+        return {"stats": EngineStats(), "load_now": load}.get(question)
 
     async def answer(self) -> None:
         if self in self._lab.frozen:
             await asyncio.Event().wait()
-        await self.check()
-
-    async def stats(self) -> EngineStats:
-        return EngineStats()
-
-    async def load_now(self) -> EngineLoad:
-        return EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=0)
-
-    async def stop(self) -> None:
-        self.has_ended = True
+        await self.ask("ping")
 
     def end(self) -> None:
         self.has_ended = True
