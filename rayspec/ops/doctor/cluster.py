@@ -40,6 +40,11 @@ class Node:
     name: str
     num_gpus: int
 
+    @property
+    def only(self) -> dict[str, Any]:
+        """Options of a task or an actor that runs on this node."""
+        return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node_id, soft=False)}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
@@ -171,10 +176,7 @@ def check_reach(nodes: Sequence[Node], backend: Literal["gloo", "nccl"]) -> Find
     having = [node for node in nodes if node.num_gpus > 0 or not by_nccl]
     if len(having) < 2:
         return skipped(name, "fewer than two nodes with GPUs" if by_nccl else "one node")
-    resources = {"num_cpus": 0, "num_gpus": 1 if by_nccl else 0}
-    peers: list[Any] = [
-        ray.remote(Peer).options(**resources, scheduling_strategy=_affinity(node)).remote() for node in having
-    ]
+    peers: list[Any] = [ray.remote(Peer).options(**node.only, num_gpus=int(by_nccl)).remote() for node in having]
     try:
         place = _answers([peers[0].open.remote()])[0]
         if isinstance(place, Exception):
@@ -197,8 +199,8 @@ def check_reach(nodes: Sequence[Node], backend: Literal["gloo", "nccl"]) -> Find
 
 
 def _findings(nodes: Sequence[Node], model: str | None) -> list[Finding]:
-    describe = ray.remote(describe_node).options(num_cpus=0, max_retries=0)
-    answers = _answers([describe.options(scheduling_strategy=_affinity(node)).remote(model) for node in nodes])
+    describe = ray.remote(describe_node)
+    answers = _answers([describe.options(**node.only, max_retries=0).remote(model) for node in nodes])
     findings = [ok("cluster", f"{len(nodes)} nodes, {sum(node.num_gpus for node in nodes)} GPUs")]
     facts: dict[str, NodeFacts] = {}
     for node, answer in zip(nodes, answers, strict=True):
@@ -236,10 +238,6 @@ def _attached(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _affinity(node: Node) -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(node.node_id, soft=False)
 
 
 def _answers(references: Sequence[Any]) -> list[Any]:

@@ -40,7 +40,7 @@ def check_model(model: str) -> tuple[Finding, str | None]:
             remedy = f"nothing, if the hub can be reached when it is first loaded; otherwise: hf download {model}"
             return warning(_NAME, found, remedy), None
     weights = [place] if is_gguf else next(filter(None, (sorted(place.glob(kind)) for kind in _WEIGHTS)), [])
-    errors = [] if is_gguf else [*_config_errors(place), *_index_errors(place)]
+    errors = [] if is_gguf else _json_errors(place)
     errors += [error for error in map(_damage, weights) if error is not None]
     errors += [] if weights else [f"no weights ({' or '.join(_WEIGHTS)})"]
     if errors:
@@ -51,24 +51,16 @@ def check_model(model: str) -> tuple[Finding, str | None]:
     return ok(_NAME, found), str(place)
 
 
-def _config_errors(folder: Path) -> list[str]:
-    try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return ["no config.json"]
-    except (OSError, ValueError) as error:
-        return [f"config.json cannot be read: {error}"]
-    return []
-
-
-def _index_errors(folder: Path) -> list[str]:
-    """Return errors for missing files that an index of the weights names, and for unreadable indexes."""
-    errors = []
-    for index in sorted(folder.glob(_INDEX)):
+def _json_errors(folder: Path) -> list[str]:
+    """Return errors for an absent or unreadable config, unreadable indexes of the weights, and missing files that an
+    index names."""
+    errors = [] if (folder / "config.json").exists() else ["no config.json"]
+    for file in sorted([*folder.glob("config.json"), *folder.glob(_INDEX)]):
         try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            content = json.loads(file.read_text(encoding="utf-8"))
+            names = set() if file.name == "config.json" else set(content["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError) as error:
-            errors.append(f"{index.name} cannot be read: {error!r}")
+            errors.append(f"{file.name} cannot be read: {error!r}")
             continue
         errors += [f"{name} is missing" for name in sorted(names) if not (folder / name).exists()]
     return errors

@@ -25,8 +25,6 @@ from rayspec.types import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Seen = Sequence[tuple[str, int]]  # name and memory bytes of each GPU, from the driver
-
 
 def with_layout(config: EngineConfig, *, keep_max_num_seqs: bool) -> EngineConfig:
     """Return the config with `parallel` set for the GPUs of the Ray cluster or, without a cluster, of this machine.
@@ -75,7 +73,7 @@ def laid_out(
 def found_gpus() -> tuple[tuple[Gpu, ...], ...]:
     """Return the GPUs of each node with GPUs. There is a cluster if RAY_ADDRESS is set or this process is connected.
     Raises ConfigError for an unknown GPU."""
-    seen: Sequence[Seen]
+    seen: Sequence[Sequence[tuple[str, int]]]
     if "RAY_ADDRESS" not in os.environ and not ray.is_initialized():
         here = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         seen = [[(gpu.name, gpu.total_memory) for gpu in here]]
@@ -93,7 +91,7 @@ def found_gpus() -> tuple[tuple[Gpu, ...], ...]:
     return tuple(tuple(gpu_called(name, num_bytes) for name, num_bytes in node) for node in seen if node)
 
 
-def _gpus_of_node() -> Seen:
+def _gpus_of_node() -> Sequence[tuple[str, int]]:
     """Return all GPUs, also those in use: Ray hides GPUs from tasks that reserve none."""
     seen = ask_torch(hidden_too=True)
     return list(zip(seen["names"], seen["num_bytes"], strict=True))

@@ -115,11 +115,14 @@ def rank_layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas
         best = candidate.best
         return best.dollars(num_gpus, 1.0) if options.goal == "cost" else -best.tokens_per_s, num_gpus
 
+    def forecast(layout: Layout) -> Forecast:
+        plain = _performance(config, options, layout, profile, drafts=False)
+        drafted = _performance(config, options, layout, profile, drafts=True) if layout.sizes.splits else None
+        return Forecast(layout=layout, plain=plain, drafted=drafted)
+
     return Ranking(
         options=options,
-        candidates=tuple(
-            sorted((forecast(config, options, layout, profile) for layout in found if layout.fits), key=cost)
-        ),
+        candidates=tuple(sorted((forecast(layout) for layout in found if layout.fits), key=cost)),
         others=tuple(sorted((one for one in found if not one.fits), key=lambda layout: layout.missing_bytes)),
         measured_on=str(key.get("device", "an unknown device")) if profile else None,
     )
@@ -147,15 +150,6 @@ def place_best(
     layout = rank_layouts(config, PlanOptions(**options.load | own), max_replicas=max_replicas).best
     choice = "as `rayspec plan` recommends" if layout.fits else "which lack least of all layouts"
     return tuple(replace(group, choice=f"{layout.title}, {choice}") for group in layout.groups)
-
-
-def forecast(
-    config: PretrainedConfig, options: PlanOptions, layout: Layout, profile: LatencyModel | None = None
-) -> Forecast:
-    """Simulate a layout of a model under a load. options: with a context. profile: of the model on one GPU; None:
-    rooflines."""
-    drafted = _performance(config, options, layout, profile, drafts=True) if layout.sizes.splits else None
-    return Forecast(layout=layout, plain=_performance(config, options, layout, profile, drafts=False), drafted=drafted)
 
 
 def _performance(
@@ -204,8 +198,12 @@ def _performance(
 
 
 def _drafting(options: PlanOptions, latency: LatencyModel, batch: int) -> Drafting:
-    """Return drafts that skip evenly spread layers, with the best draft length for a cohort by itself."""
-    choices = choices_of(evenly_kept(len(latency.sublayers) // 2, options.skip))
+    """Return drafts with the best draft length for a cohort by itself. They leave out evenly spread layers, with both
+    sublayers each. The first layer is kept; of two or more layers, at least one is left out."""
+    num_layers = len(latency.sublayers) // 2
+    num_kept = min(max(1, round(num_layers * (1 - options.skip))), max(1, num_layers - 1))
+    kept = {math.floor(index * num_layers / num_kept) for index in range(num_kept)}
+    choices = choices_of([layer in kept for layer in range(num_layers) for _ in range(2)])
     best = best_choice(
         [choices],
         [options.acceptance],
@@ -216,14 +214,6 @@ def _drafting(options: PlanOptions, latency: LatencyModel, batch: int) -> Drafti
         min_gain=-1.0,
     )
     return Drafting(choices=choices, num_draft_tokens=max(1, best.num_draft_tokens), acceptance=options.acceptance)
-
-
-def evenly_kept(num_layers: int, skip: float) -> tuple[bool, ...]:
-    """Return for each sublayer whether drafts keep it. A share `skip` of the layers is left out, spread evenly, with
-    both sublayers each. The first layer is kept; of two or more layers, at least one is left out."""
-    num_kept = min(max(1, round(num_layers * (1 - skip))), max(1, num_layers - 1))
-    kept = {math.floor(index * num_layers / num_kept) for index in range(num_kept)}
-    return tuple(layer in kept for layer in range(num_layers) for _ in range(2))
 
 
 def predicted(

@@ -22,14 +22,12 @@ RESERVED_SHARE, RESERVED_BYTES = 0.05, 2 * _GIB
 DEFAULT_GPUS_PER_NODE = 8
 MAX_GPUS = 4096
 REACHED = 0.65  # share of peak arithmetic that large matrix products reach
-
-
 # Operations per byte of memory bandwidth, for GPUs that are not listed. The listed GPUs have 150 to 420.
 _OPERATIONS_PER_BYTE = 200.0
 _PCIE_GB_S = 32.0  # PCIe 4.0 x16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU. memory_gb: at least so many gigabytes (10**9 bytes). bandwidth_gb_s: of its memory. tflops: peak of
     dense 16-bit arithmetic; None: guessed from the bandwidth. link_gb_s: to other GPUs of its node, per direction."""
@@ -57,21 +55,18 @@ class Gpu:
 
 # As in the vendors' data sheets: NVIDIA A100 (SXM), H100 (SXM; PCIe), H200, HGX B200, L40S, L4, GH200 (HBM3; HBM3e),
 # AMD Instinct MI300X.
-KNOWN_GPUS = tuple(
-    Gpu(name=name, memory_gb=memory_gb, bandwidth_gb_s=bandwidth_gb_s, tflops=tflops, link_gb_s=link_gb_s)
-    for name, memory_gb, bandwidth_gb_s, tflops, link_gb_s in (
-        ("A100", 40, 1555, 312, 300),
-        ("A100", 80, 2039, 312, 300),
-        ("H100", 80, 3350, 989, 450),
-        ("H100-PCIe", 80, 2000, 756, _PCIE_GB_S),
-        ("H200", 141, 4800, 989, 450),
-        ("B200", 180, 8000, 2250, 900),
-        ("L40S", 48, 864, 362, _PCIE_GB_S),
-        ("L4", 24, 300, 121, _PCIE_GB_S),
-        ("GH200", 96, 4000, 989, 450),
-        ("GH200", 144, 4900, 989, 450),
-        ("MI300X", 192, 5300, 1307, 448),
-    )
+KNOWN_GPUS = (
+    Gpu("A100", 40, 1555, 312, 300),
+    Gpu("A100", 80, 2039, 312, 300),
+    Gpu("H100", 80, 3350, 989, 450),
+    Gpu("H100-PCIe", 80, 2000, 756),
+    Gpu("H200", 141, 4800, 989, 450),
+    Gpu("B200", 180, 8000, 2250, 900),
+    Gpu("L40S", 48, 864, 362),
+    Gpu("L4", 24, 300, 121),
+    Gpu("GH200", 96, 4000, 989, 450),
+    Gpu("GH200", 144, 4900, 989, 450),
+    Gpu("MI300X", 192, 5300, 1307, 448),
 )
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _ASK_TIMEOUT_S = 120.0

@@ -167,6 +167,11 @@ def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions
     if bytes_missing(costs, devices):
         spread = [replace(device, bytes_free=costs.total_bytes) for device in devices]
     stages = stage_costs(costs, devices, partition(costs, spread, options.layers))
+    ranks, short = options.num_ranks, [0]
+    # While it loads, a tensor-parallel rank holds a whole layer beside its share, but no KV cache yet.
+    for stage in stages if ranks > 1 else ():
+        whole_layer = ranks * max(sizes.layers[layer].weight_bytes for layer in stage.layers)
+        short.append(stage.weight_bytes + whole_layer - stage.device.bytes_free)
     return Placement(
         options=options,
         dtype=str(dtype).removeprefix("torch."),
@@ -174,7 +179,7 @@ def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions
         splits=sizes.splits,
         stages=stages,
         missing_bytes=sum(max(0, -stage.bytes_left) for stage in stages),
-        loading_bytes_missing=max(_loading_shortfall(sizes, stage, options.num_ranks) for stage in stages),
+        loading_bytes_missing=max(short),
         choice=choice,
     )
 
@@ -320,15 +325,6 @@ def placed_dtype(asked: DType, config: PretrainedConfig) -> torch.dtype:
     own = getattr(config, "dtype", None) or torch.bfloat16
     dtype: torch.dtype = own if asked == "auto" else getattr(torch, asked)
     return dtype
-
-
-def _loading_shortfall(sizes: ModelSizes, stage: StageCost, num_ranks: int) -> int:
-    """Return the bytes that a GPU lacks during loading. A tensor-parallel rank holds a whole layer in addition to its
-    share until that layer is split. There is no KV cache yet."""
-    if num_ranks == 1:
-        return 0
-    whole_layer = num_ranks * max(sizes.layers[layer].weight_bytes for layer in stage.layers)
-    return max(0, stage.weight_bytes + whole_layer - stage.device.bytes_free)
 
 
 def _num_stages(

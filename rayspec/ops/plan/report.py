@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayspec.config import EngineConfig
-from rayspec.ops.plan.forecast import EFFICIENCY, Forecast, Performance, Ranking
+from rayspec.ops.plan.forecast import EFFICIENCY, Performance, Ranking
 from rayspec.ops.plan.gpus import DEFAULT_GPUS_PER_NODE
 from rayspec.ops.plan.options import PUBLISHED_ACCEPTANCE, PlanOptions
 from rayspec.ops.plan.placement import Layout
@@ -63,7 +63,20 @@ def plan_table(plan: Ranking) -> Group:
     for heading in headings + (["$ a million\ntokens"] if options.price else []):
         table.add_column(heading, justify="right", no_wrap=True)
     for candidate in plan.candidates[:_NUM_SHOWN]:
-        table.add_row(*_cells(candidate, options.price))
+        layout, plain, drafted, fastest = candidate.layout, candidate.plain, candidate.drafted, candidate.best
+        table.add_row(
+            layout.name,
+            str(layout.num_gpus),
+            f"{layout.bytes_left / _GIB:.1f}",
+            f"{plain.tokens_per_s:.0f}",
+            f"{drafted.tokens_per_s:.0f}" if drafted else "-",
+            f"{drafted.tokens_per_s / plain.tokens_per_s:.2f}x" if drafted else "-",
+            f"{fastest.first_token_s:.2f}" if fastest.first_token_s is not None else "-",
+            f"{fastest.alone_first_token_s:.2f}",
+            f"{1000 * candidate.alone_token_s:.1f}",
+            f"{fastest.idle_share:.0%}",
+            *([f"{fastest.dollars(layout.num_gpus, options.price):.2f}"] if options.price else []),
+        )
     flags = flags_of(best, options)
     pasted = {
         "jobs, rayspec serve": flags["engine"],
@@ -110,23 +123,6 @@ def plan_json(plan: Ranking) -> dict[str, Any]:
         "flags": flags_of(plan.best, plan.options) if plan.fits else None,
         "candidates": candidates,
     }
-
-
-def _cells(candidate: Forecast, price: float | None) -> list[str]:
-    layout, plain, drafted, best = candidate.layout, candidate.plain, candidate.drafted, candidate.best
-    return [
-        layout.name,
-        str(layout.num_gpus),
-        f"{layout.bytes_left / _GIB:.1f}",
-        f"{plain.tokens_per_s:.0f}",
-        f"{drafted.tokens_per_s:.0f}" if drafted else "-",
-        f"{drafted.tokens_per_s / plain.tokens_per_s:.2f}x" if drafted else "-",
-        f"{best.first_token_s:.2f}" if best.first_token_s is not None else "-",
-        f"{best.alone_first_token_s:.2f}",
-        f"{1000 * candidate.alone_token_s:.1f}",
-        f"{best.idle_share:.0%}",
-        *([f"{best.dollars(layout.num_gpus, price):.2f}"] if price else []),
-    ]
 
 
 def _notes(plan: Ranking) -> list[str]:
