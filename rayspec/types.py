@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 from rayspec.choices import FULL, SKIP, Choices, keys_of, num_leading_full
@@ -175,12 +175,7 @@ class EngineLoad:
     kv_total_tokens: int
 
     def __add__(self, other: EngineLoad) -> EngineLoad:
-        return EngineLoad(
-            num_running=self.num_running + other.num_running,
-            num_waiting=self.num_waiting + other.num_waiting,
-            kv_used_tokens=self.kv_used_tokens + other.kv_used_tokens,
-            kv_total_tokens=self.kv_total_tokens + other.kv_total_tokens,
-        )
+        return EngineLoad(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

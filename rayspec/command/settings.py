@@ -118,17 +118,12 @@ def _of_flags(flags: Mapping[str, Any], *, has_sampling: bool) -> Iterator[tuple
             flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
             given = flag if isinstance(value, bool) else f"{flag} {value}"
             if home is None and name in ENGINE and not (has_sampling and name in SamplingParams.model_fields):
-                value = _plain(value, given)  # noqa: PLW2901
                 home = ()
+                try:  # of vLLM's: as YAML reads it, which reads JSON too
+                    value = parse_yaml(value) if isinstance(value, str) else value  # noqa: PLW2901
+                except NotYamlError as error:
+                    raise ConfigError(f"{reprlib.repr(given)} cannot be read: {error}") from error
             yield (*((_SAMPLING,) if home is None else home), name), value, given
-
-
-def _plain(value: Any, given: str) -> Any:
-    """Return the value of a flag of vLLM's, as YAML reads it, which reads JSON too."""
-    try:
-        return parse_yaml(value) if isinstance(value, str) else value
-    except NotYamlError as error:
-        raise ConfigError(f"{reprlib.repr(given)} cannot be read: {error}") from error
 
 
 def _group(options: dict[str, Any], name: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
@@ -71,7 +71,7 @@ class Process:
         error = self._served.exception()
         if error is None:
             return f"{self.name} has ended"
-        return f"{self.name} has ended: {_first_line(error.cause if isinstance(error, RayTaskError) else error)}"
+        return f"{self.name} has ended: {first_line(error.cause if isinstance(error, RayTaskError) else error)}"
 
     def discard(self) -> None:
         """Kill the actor at once, even if it is frozen."""
@@ -119,14 +119,8 @@ class Bundles:
     def start(self, kind: type, *arguments: object, name: str, stage: int) -> Process:
         """Start the actor `kind(*arguments)` in the bundle of a stage. Ray does not restart it."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=stage)
-        options = {
-            "num_cpus": self._cpus,
-            "num_gpus": self._gpus,
-            "scheduling_strategy": strategy,
-            "max_concurrency": _MAX_CONCURRENCY,
-            "max_restarts": 0,
-        }
-        return Process(name, ray.remote(kind).options(**options).remote(*arguments))
+        place = {"num_cpus": self._cpus, "num_gpus": self._gpus, "scheduling_strategy": strategy}
+        return _started(kind, arguments, name, place)
 
     def close(self) -> None:
         """Remove the placement group, which ends all its actors."""
@@ -158,7 +152,11 @@ def _lives(name: str) -> bool:
 
 def start_beside(kind: type, *arguments: object, name: str) -> Process:
     """Start the actor `kind(*arguments)` outside the bundles; it may compute next to nothing."""
-    options = {"num_cpus": 0, "max_concurrency": _MAX_CONCURRENCY, "max_restarts": 0}
+    return _started(kind, arguments, name, {"num_cpus": 0})
+
+
+def _started(kind: type, arguments: Sequence[object], name: str, place: Mapping[str, Any]) -> Process:
+    options = {**place, "max_concurrency": _MAX_CONCURRENCY, "max_restarts": 0}
     return Process(name, ray.remote(kind).options(**options).remote(*arguments))
 
 
@@ -172,15 +170,16 @@ def wait_for(calls: Sequence[Future[T]], timeout_s: float) -> list[T]:
     except RayTaskError as error:
         if isinstance(error.cause, RayspecError):
             raise error.cause from None
-        raise PlacementError(f"a shard failed while it was started: {_first_line(error.cause)}") from error
+        raise PlacementError(f"a shard failed while it was started: {first_line(error.cause)}") from error
     except RayError as error:
-        raise PlacementError(f"a shard ended while it was started: {_first_line(error)}") from error
+        raise PlacementError(f"a shard ended while it was started: {first_line(error)}") from error
     if left:
         raise PlacementError(f"the shards were not ready within {timeout_s:.0f} s: raise start_timeout_s")
     return [call.result() for call in calls]
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message that is not blank, or the error's kind."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

@@ -24,6 +24,7 @@ from rayspec.config import EngineConfig
 from rayspec.machine import installed_version
 from rayspec.ops.doctor.machine import Finding, check_machine, ok, problem, skipped, warning
 from rayspec.ops.doctor.model_files import check_model
+from rayspec.pipeline.placement import first_line
 
 _NODE_TIMEOUT_S = 120.0
 _EXCHANGE_TIMEOUT_S = 60.0
@@ -106,7 +107,7 @@ def cluster_findings(address: str, model: str | None) -> list[Finding]:
             return _findings(alive_nodes(), model)
     except (RayError, ConnectionError, RuntimeError, ValueError) as error:
         return [
-            problem("cluster", f"{address}: {_first_line(error)}", "is it running, and the same Ray and Python here?")
+            problem("cluster", f"{address}: {first_line(error)}", "is it running, and the same Ray and Python here?")
         ]
 
 
@@ -180,13 +181,13 @@ def check_reach(nodes: Sequence[Node], backend: Literal["gloo", "nccl"]) -> Find
     try:
         place = _answers([peers[0].open.remote()])[0]
         if isinstance(place, Exception):
-            return problem(name, f"{having[0].name}: {_first_line(place)}", "is rayspec installed there?")
+            return problem(name, f"{having[0].name}: {first_line(place)}", "is rayspec installed there?")
         answers = _answers([peer.join.remote(rank, len(peers), place, backend) for rank, peer in enumerate(peers)])
     finally:
         for peer in peers:
             ray.kill(peer)
     failed = [
-        f"{node.name}: {_first_line(answer)}"
+        f"{node.name}: {first_line(answer)}"
         for node, answer in zip(having, answers, strict=True)
         if isinstance(answer, Exception)
     ]
@@ -206,7 +207,7 @@ def _findings(nodes: Sequence[Node], model: str | None) -> list[Finding]:
     for node, answer in zip(nodes, answers, strict=True):
         if isinstance(answer, Exception):
             remedy = "is rayspec installed there, in the environment that Ray was started in?"
-            findings.append(problem(node.name, _first_line(answer), remedy))
+            findings.append(problem(node.name, first_line(answer), remedy))
         else:
             facts[node.name] = answer
             findings += [replace(finding, name=f"{node.name}: {finding.name}") for finding in answer.findings]
@@ -250,7 +251,3 @@ def _answers(references: Sequence[Any]) -> list[Any]:
         except RayError as error:  # noqa: PERF203 - one node may fail
             found.append(getattr(error, "cause", None) or error)
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
