@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import io
 import os
@@ -236,7 +237,8 @@ class Location:
             return
         self.folder.make_folder()
         try:
-            with open(partial._address, "xb", opener=_opened_privately if self.is_private else None) as file:
+            opener = functools.partial(os.open, mode=0o600) if self.is_private else None
+            with open(partial._address, "xb", opener=opener) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -305,7 +307,10 @@ class Location:
         """The kind of object at this place; None if there is none. Each use is a request to the store."""
         with self._asking():
             if self.local_path is not None:
-                return _local_type(self._address)
+                try:
+                    return "folder" if stat.S_ISDIR(os.stat(self._address).st_mode) else "file"
+                except (FileNotFoundError, NotADirectoryError):
+                    return None
             kind = self.store.filesystem.get_file_info(self._address).type
         if kind == fs.FileType.NotFound:
             return None
@@ -329,10 +334,6 @@ class Location:
             yield
         except FILE_ERRORS as error:
             raise UnreadableFileError(f"{self.name}: could not be read ({error_detail(error)})") from error
-
-
-def _opened_privately(path: str, flags: int) -> int:
-    return os.open(path, flags, mode=0o600)
 
 
 def error_detail(error: BaseException) -> str:
@@ -375,14 +376,6 @@ def _escaped(path: str) -> str:
     """Escape a path for a URI: "%", "?" and bytes that are not UTF-8 become "%xx"."""
     escaped = path.replace("%", "%25").replace("?", "%3F")
     return "".join(f"%{ord(char) - 0xDC00:02X}" if "\udc80" <= char <= "\udcff" else char for char in escaped)
-
-
-def _local_type(path: str) -> Kind | None:
-    try:
-        mode = os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return "folder" if stat.S_ISDIR(mode) else "file"
 
 
 def _walk(root: str) -> Iterator[tuple[str, Kind | None]]:
@@ -431,11 +424,9 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     if pattern[0] == "**":
         here = _matches(parts, pattern[1:]) if len(pattern) > 1 else not parts
         return here or (bool(parts) and not parts[0].startswith(".") and _matches(parts[1:], pattern))
-    return bool(parts) and _matches_part(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
-
-
-def _matches_part(part: str, pattern: str) -> bool:
-    return fnmatchcase(part, pattern) and (pattern.startswith(".") or not part.startswith("."))
+    if not parts or (parts[0].startswith(".") and not pattern[0].startswith(".")):
+        return False
+    return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
 
 
 def _sync_folder(folder: Path) -> None:
