@@ -43,9 +43,9 @@ COMMAND = LLM | {"rayspec.command"}
 OPENAI = COMMAND | {"rayspec.openai"}
 BATCH = OPENAI | {"rayspec.batch"}
 SERVE = OPENAI | {"rayspec.serve"}
-OPS = SERVE | {"rayspec.ops"}
+OPS = COMMAND | {"rayspec.ops"}
 BENCH = BATCH | {"rayspec.bench"}
-CLI = BENCH | OPS | {"rayspec.cli"}
+CLI = BENCH | SERVE | OPS | {"rayspec.cli"}
 NO_RAY = frozenset({"ray"})
 
 FLOORS = (
