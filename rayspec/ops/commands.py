@@ -14,7 +14,7 @@ from rayspec import demo
 from rayspec.command.options import Asked, with_options
 from rayspec.command.terminal import EXIT_FAILED, clean_exit, error_console, output_console, save_json
 from rayspec.ops.doctor import machine
-from rayspec.ops.doctor.machine import Finding, findings_table, has_problems, skipped
+from rayspec.ops.doctor.machine import Finding, findings_table, skipped
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.planning.latency import LatencyModel
@@ -95,9 +95,9 @@ def doctor(
     with clean_exit():
         findings = examine(model=model, address=address, quick=quick)
         output_console().print(findings_table(findings))
-        content = {"ok": not has_problems(findings), "findings": [asdict(finding) for finding in findings]}
-        save_json(content, json_)
-    raise typer.Exit(EXIT_FAILED if has_problems(findings) else 0)
+        is_ok = all(finding.status != "problem" for finding in findings)
+        save_json({"ok": is_ok, "findings": [asdict(finding) for finding in findings]}, json_)
+    raise typer.Exit(0 if is_ok else EXIT_FAILED)
 
 
 def examine(*, model: str | None = None, address: str | None = None, quick: bool = False) -> list[Finding]:

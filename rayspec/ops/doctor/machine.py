@@ -59,10 +59,6 @@ class Finding:
 ok, warning, problem, skipped = (partial(Finding, status) for status in _STYLES)
 
 
-def has_problems(findings: Sequence[Finding]) -> bool:
-    return any(finding.status == "problem" for finding in findings)
-
-
 def findings_table(findings: Sequence[Finding]) -> Table:
     """Return a table of the findings, with the number of each status below."""
     counts = Counter(finding.status for finding in findings)
