@@ -192,36 +192,30 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
     gpus = parse_gpus(options.gpus)
     dtype = placed_dtype(options.dtype, config)
     for tensor in _tensor_degrees(config, gpus, options):
-        sizes = _sizes(config, options, tensor)
-        if sizes.splits or tensor == 1:
-            yield from _with_ranks(tensor, gpus, sizes, dtype, options, max_replicas)
+        sizes, num_groups = _sizes(config, options, tensor), len(gpus) // tensor
+        if not sizes.splits and tensor > 1:
+            continue
+        stages = {min(num_groups // replicas, len(sizes.layers)) for replicas in range(1, num_groups + 1)}
+        most = min(options.concurrency, max_replicas or num_groups)
+        replicas_of = {count: min(num_groups // count, most) for count in (sorted(stages) if sizes.splits else [1])}
+        fewest = _placed(sizes, dtype, options, gpus, tensor=tensor)
+        if fewest.fits:
+            replicas_of.setdefault(len(fewest.stages), 1)
+        for count, replicas in replicas_of.items():
+            # Replica after replica takes GPUs in their order; sequences are divided evenly.
+            size, concurrency = count * tensor, math.ceil(options.concurrency / replicas)
+            alike = Counter(tuple(gpus[first * size : (first + 1) * size]) for first in range(replicas))
+            layout = {"stages": count, "tensor": tensor, "concurrency": concurrency}
+            placed = [(_placed(sizes, dtype, options, own, **layout), copies) for own, copies in alike.items()]
+            groups = tuple(replace(group, num_copies=copies) for group, copies in placed)
+            yield Layout(stages=count, tensor=tensor, replicas=replicas, groups=groups, sizes=sizes)
 
 
-def _with_ranks(
-    tensor: int,
-    gpus: Sequence[Gpu],
-    sizes: ModelSizes,
-    dtype: torch.dtype,
-    options: PlanOptions,
-    max_replicas: int | None,
-) -> Iterator[Layout]:
-    def placed(gpus: Sequence[Gpu], stages: int | None, concurrency: int) -> Placement:
-        own = {"gpus": gpus_spec(gpus), "stages": stages, "tensor": tensor, "concurrency": concurrency}
-        return place_sizes(sizes, dtype, PlacementOptions(**options.load | own))
-
-    num_groups = len(gpus) // tensor
-    stages = {min(num_groups // replicas, len(sizes.layers)) for replicas in range(1, num_groups + 1)}
-    most = min(options.concurrency, max_replicas or num_groups)
-    replicas_of = {count: min(num_groups // count, most) for count in (sorted(stages) if sizes.splits else [1])}
-    fewest = placed(gpus, None, options.concurrency)
-    if fewest.fits:
-        replicas_of.setdefault(len(fewest.stages), 1)
-    for count, replicas in replicas_of.items():
-        # Replica after replica takes GPUs in their order; sequences are divided evenly.
-        size, concurrency = count * tensor, math.ceil(options.concurrency / replicas)
-        alike = Counter(tuple(gpus[first * size : (first + 1) * size]) for first in range(replicas))
-        groups = [replace(placed(own, count, concurrency), num_copies=copies) for own, copies in alike.items()]
-        yield Layout(stages=count, tensor=tensor, replicas=replicas, groups=tuple(groups), sizes=sizes)
+def _placed(
+    sizes: ModelSizes, dtype: torch.dtype, options: LoadOptions, gpus: Sequence[Gpu], **layout: int
+) -> Placement:
+    """Place a replica on some of the GPUs. layout: options in place of those of the load."""
+    return place_sizes(sizes, dtype, PlacementOptions(**options.load | {"gpus": gpus_spec(gpus)} | layout))
 
 
 def _tensor_degrees(config: PretrainedConfig, gpus: Sequence[Gpu], options: PlanOptions) -> list[int]:
