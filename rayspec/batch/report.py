@@ -146,7 +146,7 @@ class RunReport:
         speed = f"{self.num_output_tokens} tokens, {self.tokens_per_s:.1f} tokens/s"
         earlier = f" ({self.num_earlier} of an earlier run)" if self.num_earlier else ""
         cut = f", {self.num_cut} ended at max_tokens" if self.num_cut else ""
-        return f"{self.num_rows} rows{earlier}{failed}, {speed}{acceptance}{cut}"
+        return f"{self.num_rows} row{'s' * (self.num_rows != 1)}{earlier}{failed}, {speed}{acceptance}{cut}"
 
     @property
     def seconds_left(self) -> float | None:
