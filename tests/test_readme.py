@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.main import get_command
 
 import rayspec
 from rayspec import demo
-from rayspec.cli import LAZY, app, lazy_command
+from rayspec.cli import app
 from tests.real_models import smollm2
 
 ROOT = Path(__file__).parents[1]
@@ -104,7 +105,7 @@ def _unknown(words: list[str]) -> list[str]:
         name, *words = words
         if name not in command.commands:
             return [name]
-        command = lazy_command(name) if name in LAZY else command.commands[name]
+        _, command, _ = command.resolve_command(typer.Context(command), [name])
     known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
     return [word for word in words if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in {*known, "--help"}]
 

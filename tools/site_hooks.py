@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation
@@ -15,7 +16,7 @@ from mkdocs.structure.pages import Page
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from rayspec.cli import LAZY, app, lazy_command
+from rayspec.cli import app
 
 ROOT = Path(__file__).parents[1]
 # Files outside docs/ that are pages, by the name of the page.
@@ -86,7 +87,7 @@ def _command_line() -> str:
     parts = ["# Command line", f"What `--help-all` prints.\n\n```text\n{_help(())}\n```"]
     group: Any = get_command(app)
     for name in group.commands:
-        command = lazy_command(name) if name in LAZY else group.commands[name]
+        _, command, _ = group.resolve_command(typer.Context(group), [name])
         parts += _sections((name,), command)
     return "\n\n".join(parts) + "\n"
 
