@@ -120,7 +120,7 @@ def test_elsewhere_a_plain_line_comes_now_and_then(monkeypatch: pytest.MonkeyPat
     assert shown(terminal=False) == ""
     monkeypatch.setattr(report, "_PLAIN_INTERVAL_S", 0.0)
     lines = shown(terminal=False).splitlines()
-    assert [line.split(",")[0] for line in lines] == ["1 rows", "2 rows", "3 rows"]
+    assert [line.split(",")[0] for line in lines] == ["1 row", "2 rows", "3 rows"]
     assert "\x1b" not in "".join(lines)
 
 
