@@ -27,7 +27,7 @@ from rayspec.batch.scan import Source
 from rayspec.bench.result import describe_environment, markdown_table
 from rayspec.command.settings import Settings
 from rayspec.config import DType, EngineConfig, ParallelOptions, SamplingParams
-from rayspec.decode.progress import Progress
+from rayspec.decode.stages import Progress
 from rayspec.pool.worker import Beginning, Callback
 from rayspec.ray_session import ray_session
 from rayspec.types import EngineLoad, EngineStats

@@ -18,8 +18,8 @@ import rayspec
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import EngineInfo
 from rayspec.decode.output import NewOutput
-from rayspec.decode.progress import Progress
 from rayspec.decode.requests import LiveRequest, ModelInfo, Requests
+from rayspec.decode.stages import Progress
 from rayspec.generation import GenerationDefaults
 from rayspec.model.weights import load_tokenizer
 from rayspec.serve.model_server import ModelServer

@@ -23,7 +23,7 @@ from rayspec.decode.loading import (
 )
 from rayspec.decode.profile import LoadLock, chosen_threads, load_or_measure
 from rayspec.decode.requests import ModelInfo
-from rayspec.decode.runner import ways_of
+from rayspec.decode.runner import Threads, asked_threads, in_thread_of_its_own, on_device, ways_of
 from rayspec.decode.stages import LocalStages
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.machine import num_cores, user_folder
@@ -31,7 +31,6 @@ from rayspec.model.adapters import install_adapters
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.kv_cache import CacheSize, whole_pages
 from rayspec.model.offload import OffloadedWeights
-from rayspec.model.threads import Threads, asked_threads, in_thread_of_its_own, on_device
 from rayspec.model.weights import in_fast_dtype, load_config, resolve_device
 from rayspec.strategies.by_name import COPYING, make_strategy, needs_latency
 from rayspec.strategies.fixed import FixedPlan

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from rayspec.config import EngineConfig
 from rayspec.decode.drafting.corpus import OwnedText, tokenised
 from rayspec.decode.output import NewOutput
-from rayspec.decode.progress import Progress
 from rayspec.decode.requests import ModelInfo, Requests, SequenceState
 from rayspec.decode.round_planner import PlannedRound, RoundPlanner
 from rayspec.decode.scheduler import Scheduler
-from rayspec.decode.stages import StageLostError, Stages, StagesReplacedError
+from rayspec.decode.stages import Progress, StageLostError, Stages, StagesReplacedError
 from rayspec.decode.strategy import Strategy
 from rayspec.decode.work import (
     Committed,

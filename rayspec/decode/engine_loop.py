@@ -21,8 +21,7 @@ if TYPE_CHECKING:  # the endpoint's ingress imports this module, but none of the
     from transformers import PreTrainedTokenizerBase
 
     from rayspec.decode.engine import Engine, EngineInfo
-    from rayspec.decode.progress import Progress
-    from rayspec.decode.stages import StageUse
+    from rayspec.decode.stages import Progress, StageUse
 
 T = TypeVar("T")
 

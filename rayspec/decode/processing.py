@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from rayspec.decode.grammar import Constraint
+from rayspec.decode.runner import integers
 from rayspec.decode.work import SamplerSpec
 from rayspec.generation import DecodingParams
-from rayspec.model.threads import integers
 from rayspec.types import InvalidTokenError
 
 

@@ -23,12 +23,11 @@ from msgspec import structs
 from typing_extensions import Self
 
 from rayspec.choices import FULL, SKIP, Choice
-from rayspec.decode.runner import Runner
+from rayspec.decode.runner import Runner, Threads
 from rayspec.machine import boot_id, cpu_name, num_cores, user_folder
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.rows import RowSpan, one_run, runs_of_pages
-from rayspec.model.threads import Threads
 from rayspec.planning.latency import (
     HEAD,
     OVERHEAD,

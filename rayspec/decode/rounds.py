@@ -23,7 +23,7 @@ from rayspec.config import Verification
 from rayspec.decode.drafting.lookup import LookupIndex
 from rayspec.decode.grammar import Grammars
 from rayspec.decode.processing import TokenSampler
-from rayspec.decode.runner import Stopwatch, queued_s, seconds
+from rayspec.decode.runner import Stopwatch, integers, queued_s, seconds
 from rayspec.decode.sampling import Drafts, Rows, draft_tokens, finite_rows, tokens_after, top_logprobs
 from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
 from rayspec.decode.work import (
@@ -44,7 +44,6 @@ from rayspec.decode.work import (
     Work,
     num_rows,
 )
-from rayspec.model.threads import integers
 from rayspec.planning.lookup import DraftUntilFound
 from rayspec.types import Logprob
 

@@ -23,8 +23,8 @@ from torch.nn.functional import pad
 
 from rayspec.config import Verification
 from rayspec.decode.processing import LogitRow, TokenSampler, check_tokens, process
+from rayspec.decode.runner import integers
 from rayspec.decode.work import depths_of
-from rayspec.model.threads import integers
 from rayspec.types import Logprob
 
 Integers = Sequence[int] | Tensor

@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
 from rayspec.choices import FULL, SKIP, Choice, Choices, combined, keys_of, weights_of
-from rayspec.decode.runner import Runner
+from rayspec.decode.runner import Runner, integers
 from rayspec.model.attention import PackedRows, pack_branches
 from rayspec.model.rows import RowSpan
-from rayspec.model.threads import integers
 from rayspec.planning.knapsack import Expansion, Steps, follow, solve
 
 _SUBLAYERS = 2  # sublayers per layer

@@ -38,8 +38,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from rayspec.decode.runner import integers
 from rayspec.decode.sampling import Rows, Stream, finite_rows, gumbel, processed_logits, target_tokens, uniform
-from rayspec.model.threads import integers
 
 
 class Verdict(msgspec.Struct, frozen=True):

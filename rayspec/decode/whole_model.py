@@ -18,7 +18,7 @@ from rayspec.config import Verification
 from rayspec.decode.generate_state import Cuts, GenerateState, check_generation
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.rounds import Head, commit, script
-from rayspec.decode.runner import seconds
+from rayspec.decode.runner import Threads, seconds
 from rayspec.decode.sampling import Rows, top_logprobs
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.stages import Stages, done
@@ -38,7 +38,6 @@ from rayspec.decode.work import (
     Work,
 )
 from rayspec.model.rows import RowSpan
-from rayspec.model.threads import Threads
 from rayspec.types import Logprob
 
 

@@ -340,13 +340,13 @@ class _Attention:
                 few.append((at, span))
                 continue
             own = groups.setdefault(span.runs, [[]])
-            if own[-1] and self._first_seen(span) > own[-1][-1][1].context:  # what lies between means nothing
+            if own[-1] and self._first_seen(span.context) > own[-1][-1][1].context:  # what lies between means nothing
                 own.append([])
             own[-1].append((at, span))
         for runs, group in ((runs, group) for runs, own in groups.items() for group in own):
-            first, end = self._first_seen(group[0][1]), group[-1][1].context
+            first, end = self._first_seen(group[0][1].context), group[-1][1].context
             places = torch.arange(first, end, device=self.query.device)
-            bounds = self._index([(self._first_seen(span), span.context) for _, span in group])[:, :, None]
+            bounds = self._index([(self._first_seen(span.context), span.context) for _, span in group])[:, :, None]
             seen = ((places >= bounds[:, 0]) & (places < bounds[:, 1])).repeat_interleave(num_branches, 0)
             own_only = torch.eye(len(seen), dtype=torch.bool, device=seen.device)
             slots = self._slots(runs_between(runs, first, end))
@@ -362,9 +362,9 @@ class _Attention:
             calls.few = self._rows_of_branches([at for at, _ in few]), slots, self._masked(seen)
         return calls
 
-    def _first_seen(self, span: RowSpan) -> int:
-        """Return the first place that a row right after the context sees."""
-        return max(0, span.context + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
+    def _first_seen(self, position: int) -> int:
+        """Return the first place that the sliding window shows to a row at this position."""
+        return max(0, position + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
 
     def _rows_of_branches(self, tokens: Sequence[int]) -> slice | Tensor:
         """Return the rows of these tokens: a slice if they are adjacent."""
@@ -459,13 +459,11 @@ class _Attention:
 
     def _first_for_any(self, span: RowSpan, paths: Sequence[Path]) -> int:
         """Return the first place that the sliding window shows to any row."""
-        lowest = min(path.position for path in paths) if paths else span.context
-        return max(0, lowest + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
+        return self._first_seen(min(path.position for path in paths) if paths else span.context)
 
     def _first_for_all(self, span: RowSpan, paths: Sequence[Path]) -> int:
         """Return the first place that the sliding window shows to all rows."""
-        highest = max(path.position for path in paths) if paths else span.end - 1
-        return max(0, highest + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
+        return self._first_seen(max(path.position for path in paths) if paths else span.end - 1)
 
     def _calls_in_blocks(self, rows: slice, span: RowSpan, paths: Sequence[Path]) -> list[_Call]:
         """Return the calls of a chain, or of one row of a tree, in which every row has the bits that it has alone."""
@@ -530,7 +528,7 @@ class _Attention:
     def _slots_of_path(self, span: RowSpan, path: Path) -> Tensor:
         """Return the slots that a single row of a tree sees, in order of position. Its attention is then bit-equal to
         that of a single row outside a tree."""
-        lowest = max(0, path.position + 1 - self.kind.sliding_window) if self.kind.sliding_window else 0
+        lowest = self._first_seen(path.position)
         places = slots_between(span.runs, 0, span.end)
         own = path.own[max(0, lowest - path.shared) :]
         return self._index([*places[lowest : path.shared], *(places[place] for place in own)])

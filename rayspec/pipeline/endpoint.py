@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from rayspec.decode.progress import Progress
+from rayspec.decode.stages import Progress
 from rayspec.errors import TransportError
 from rayspec.pipeline.collective import TensorLink
 from rayspec.pipeline.messages import Broken, Connect, Connected, Follow, Message

@@ -28,7 +28,7 @@ from rayspec.decode.loading import (
 )
 from rayspec.decode.profile import BUDGET_S, measurements
 from rayspec.decode.rounds import Head, first_pass, script
-from rayspec.decode.runner import ways_of
+from rayspec.decode.runner import in_thread_of_its_own, ways_of
 from rayspec.decode.search import PlanSearch
 from rayspec.decode.stages import SpanRunner, out_of_memory
 from rayspec.decode.work import Pass, Prefill, Result, TapsGoneError
@@ -36,7 +36,6 @@ from rayspec.errors import TransportError
 from rayspec.model.architecture import Decomposition, decompose
 from rayspec.model.generation_config import eos_token_ids
 from rayspec.model.kv_cache import CacheSize
-from rayspec.model.threads import in_thread_of_its_own
 from rayspec.model.weights import load_tokenizer, resolve_device
 from rayspec.pipeline import messages as wire
 from rayspec.pipeline.collective import node_address

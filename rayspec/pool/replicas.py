@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from rayspec.decode.engine import EngineInfo
 from rayspec.decode.engine_loop import EngineDeadError, Listener
-from rayspec.decode.progress import Progress
-from rayspec.decode.stages import StageUse
+from rayspec.decode.stages import Progress, StageUse
 from rayspec.pool.supervisor import EnginePool
 from rayspec.pool.worker import EngineFactory
 from rayspec.types import CompletionOutput, EngineLoad, EngineStats, Request, RequestError, RequestOutput

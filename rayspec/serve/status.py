@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rayspec.decode.engine_loop import Client
 
 EngineHealth = Literal["ready", "recovering", "engine dead", "stuck"]
-"""recovering: lost shards are being replaced, and requests wait. stuck: see `decode/progress.py`."""
+"""recovering: lost shards are being replaced, and requests wait. stuck: see `decode/stages.py`."""
 
 
 class RecentRates:

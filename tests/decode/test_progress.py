@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rayspec.decode.progress import Progress, cpu_clock_of_this_thread
+from rayspec.decode.stages import Progress, cpu_clock_of_this_thread
 
 
 class Lab:

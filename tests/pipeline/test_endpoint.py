@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 
-from rayspec.decode.progress import Progress
+from rayspec.decode.stages import Progress
 from rayspec.pipeline.collective import LOOPBACK
 from rayspec.pipeline.endpoint import ENGINE, Endpoint, NewEpoch
 from rayspec.pipeline.messages import Connect, Follow, Moves

@@ -24,7 +24,7 @@ from rayspec.batch.rows import RowEngine, RowEngineFactory
 from rayspec.command.settings import make_settings
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.decode.progress import Progress
+from rayspec.decode.stages import Progress
 from rayspec.pool import stopped
 from rayspec.pool.worker import (
     Callback,

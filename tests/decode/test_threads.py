@@ -13,7 +13,7 @@ import pytest
 
 from rayspec import local_engine
 from rayspec.config import EngineConfig
-from rayspec.model.threads import in_thread_of_its_own
+from rayspec.decode.runner import in_thread_of_its_own
 from tests.families import checkpoint
 
 
