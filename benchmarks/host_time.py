@@ -28,12 +28,13 @@ from rayspec.decode.loading import make_engine
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.runner import Runner
 from rayspec.decode.stages import MAX_STEPS, LocalStages
-from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.architecture import decompose
 from rayspec.model.attention import Rows
 from rayspec.model.graphs import CapturedGraph, StaticStep, StepGraphs, Work
 from rayspec.model.kv_cache import CacheSize, KVCache
 from rayspec.model.rows import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.static_rows import StepBuffers
+from rayspec.model.sublayers import Decomposition
 from rayspec.strategies.by_name import make_strategy
 from rayspec.types import Request
 

@@ -28,9 +28,10 @@ from rayspec.decode.stages import LocalStages
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.machine import num_cores, user_folder
 from rayspec.model.adapters import install_adapters
-from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.architecture import decompose
 from rayspec.model.kv_cache import CacheSize, whole_pages
 from rayspec.model.offload import OffloadedWeights
+from rayspec.model.sublayers import Decomposition
 from rayspec.model.weights import in_fast_dtype, load_config, resolve_device
 from rayspec.strategies.by_name import COPYING, make_strategy, needs_latency
 from rayspec.strategies.fixed import FixedPlan

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from rayspec import demo
 from rayspec.choices import Weights
-from rayspec.model.architecture import Decomposition
+from rayspec.model.sublayers import Decomposition
 from tests.families import parts_of
 
 EOS = 1

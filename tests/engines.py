@@ -30,11 +30,11 @@ from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
 from rayspec.decode.work import KeepDrafting, Pass, Result, Round, RoundEntry, RoundResult, Work
 from rayspec.generation import GenerationDefaults
-from rayspec.model.architecture import Decomposition
 from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache
 from rayspec.model.row_counts import FIXED
 from rayspec.model.static_rows import StepBuffers
+from rayspec.model.sublayers import Decomposition
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import Plan, PlanRecord, Request, RequestOutput, no_draft
 

@@ -20,12 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from benchmarks.device.models import RANDOM_FAMILIES, SIZES
 from rayspec.choices import Choices, Weights
 from rayspec.config import EngineConfig
-from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.architecture import decompose
 from rayspec.model.attention import pack
 from rayspec.model.fused import fuse
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.model.sublayers import run
+from rayspec.model.sublayers import Decomposition, run
 from rayspec.model.weights import load_model
 
 VOCAB_SIZE, WINDOW = SIZES["vocab_size"], 12

@@ -15,14 +15,13 @@ from benchmarks.device.ledger import StepLedger
 from benchmarks.device.models import Prepared, prepare
 from benchmarks.roofline import ModelShape
 from rayspec.choices import FULL, SKIP, Choices
-from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import AttentionKind, Heads
 from rayspec.model.cuda.operations import gated
 from rayspec.model.fused import FusedLayer
 from rayspec.model.kv_cache import PAGE_SIZE, LayerShape
 from rayspec.model.matrices import Matrix, RmsNorm
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.model.sublayers import Sublayer
+from rayspec.model.sublayers import Decomposition, Sublayer
 
 _EPS = 1e-6
 _META = torch.device("meta")

@@ -15,12 +15,13 @@ from rayspec.choices import Choices
 from rayspec.config import EngineConfig
 from rayspec.decode.runner import Runner
 from rayspec.demo.widen import widen
-from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.architecture import decompose
 from rayspec.model.fused import fuse
 from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache
 from rayspec.model.rows import RowSpan, Runs, padded_rows, padded_sequences, runs_of_pages
 from rayspec.model.static_rows import StepBuffers
+from rayspec.model.sublayers import Decomposition
 from rayspec.model.weights import load_model
 
 # How sublayers run: transformers' modules, fused layers of torch's operations, fused layers of `rayspec::*`.

@@ -12,11 +12,12 @@ from benchmarks.device.bandwidth import read_bytes_per_s
 from benchmarks.device.models import Prepared, bundled_model, prepare
 from benchmarks.shared import DeviceOptions, Outcome, Table, fastest_seconds, measured
 from rayspec.choices import Choice, choices_of
-from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.architecture import decompose
 from rayspec.model.cuda.operations import has_operators
 from rayspec.model.fused import fuse
 from rayspec.model.kv_cache import bytes_per_slot, whole_pages
 from rayspec.model.rows import RowSpan, one_run, padded_rows
+from rayspec.model.sublayers import Decomposition
 
 _WIDER, _WIDER_QUICK = 8, 4
 _CONTEXT = 512

@@ -23,7 +23,7 @@ from rayspec.decode.stages import MAX_STEPS, Stages
 from rayspec.decode.strategy import Strategy
 from rayspec.machine import bytes_available
 from rayspec.model.adapters import install_adapters
-from rayspec.model.architecture import Decomposition, max_positions, why_context_ends
+from rayspec.model.architecture import max_positions, why_context_ends
 from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.cuda.operations import has_operators
 from rayspec.model.fused import fuse
@@ -35,6 +35,7 @@ from rayspec.model.row_counts import FIXED, SINGLE_ROWS, has_experts, independen
 from rayspec.model.rows import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.sizes import quantised_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
+from rayspec.model.sublayers import Decomposition
 from rayspec.model.weights import load_model, load_tokenizer, num_layers, resolve_device, vocab_size
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError

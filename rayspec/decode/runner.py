@@ -22,14 +22,13 @@ from torch.nn.functional import pad
 from typing_extensions import Self
 
 from rayspec.choices import FULL, SKIP, Choice
-from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import Division, PackedRows, pack
 from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import Path, RowSpan, bucket_of
 from rayspec.model.static_rows import BatchMetadata, StepBuffers
-from rayspec.model.sublayers import Sublayer, Tap, run
+from rayspec.model.sublayers import Decomposition, Sublayer, Tap, run
 
 T = TypeVar("T")
 

@@ -14,9 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from rayspec.model.architecture import Decomposition
 from rayspec.model.fused import FusedLayer, LowRank, names_of
-from rayspec.model.sublayers import Sublayer
+from rayspec.model.sublayers import Decomposition, Sublayer
 from rayspec.types import CheckpointError
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rayspec.choices import Weights
-from rayspec.model.architecture import Decomposition, check_rows, rounding_tolerance, rows_of
+from rayspec.model.architecture import check_rows, rounding_tolerance, rows_of
 from rayspec.model.attention import AttentionKind, Heads, Rows
 from rayspec.model.cuda.operations import gated, has_operators
 from rayspec.model.load_check import CheckRows, CheckSequence, RecordingRows, lack_of_memory, likeness
@@ -36,7 +36,7 @@ from rayspec.model.matrices import (
     is_plain_or_share,
 )
 from rayspec.model.offload import Fetch
-from rayspec.model.sublayers import Body, Sublayer
+from rayspec.model.sublayers import Body, Decomposition, Sublayer
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from rayspec.choices import FULL, SKIP, Choice, keys_of, weights_of
-from rayspec.model.architecture import Decomposition, rounding_tolerance, rows_of
+from rayspec.model.architecture import rounding_tolerance, rows_of
 from rayspec.model.attention import PackedRows
 from rayspec.model.kv_cache import KVCache, whole_pages
 from rayspec.model.load_check import CheckSequence
 from rayspec.model.rows import MAX_TREE_ROWS, Bucket, bucket_of, padded_rows
 from rayspec.model.static_rows import BatchMetadata, StaticRows, StepBuffers
-from rayspec.model.sublayers import Sublayer, Tap, run
+from rayspec.model.sublayers import Decomposition, Sublayer, Tap, run
 
 # Rows of a sequence of the check: more than a page, and more than a window of a few tokens.
 _NUM_CHECK_ROWS = 40

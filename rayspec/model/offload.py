@@ -19,8 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from rayspec.model.architecture import Decomposition
-from rayspec.model.sublayers import Sublayer
+from rayspec.model.sublayers import Decomposition, Sublayer
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
 _CACHE_LINE = 64

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rayspec.model.architecture import Decomposition
 from rayspec.model.attention import LONGEST_CHAIN, PackedRows, pack
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.model.sublayers import Sublayer
+from rayspec.model.sublayers import Decomposition, Sublayer
 
 # A kernel serves all counts up to a power of two. Two kernels differ in few results, in about one of 20,000, so the
 # largest count that seems to agree with the smaller ones may belong to another kernel.

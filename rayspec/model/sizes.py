@@ -12,11 +12,11 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from rayspec.choices import Weights
-from rayspec.model.architecture import Decomposition, attention_calls, outline, window_of
+from rayspec.model.architecture import attention_calls, outline
 from rayspec.model.fused import matrices_of
 from rayspec.model.kv_cache import LayerShape, bytes_per_slot
 from rayspec.model.matrices import num_bytes
-from rayspec.model.sublayers import Sublayer
+from rayspec.model.sublayers import Decomposition, Sublayer, window_of
 from rayspec.model.weights import in_one_line
 from rayspec.types import ConfigError, UnsupportedModelError
 

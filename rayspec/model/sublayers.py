@@ -1,15 +1,20 @@
-"""The only forward: prefill, draft, verify, profile and plan search all call `run`, with their own rows and spans."""
+"""A model as sublayers, and the only forward: prefill, draft, verify, profile and plan search all call `run`, with
+their own rows and spans."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from rayspec.choices import FULL, SKIP, Choice, Weights, keys_of, weights_of
 from rayspec.model.attention import AttentionCalls, Rows
+from rayspec.model.kv_cache import LayerShape
 
 # A callback that `run` calls with a sublayer's index and the hidden states after it. The "tap" of a token is its hidden
 # states at all sublayer boundaries.
@@ -109,3 +114,89 @@ def run(
         if tap is not None:
             tap(sublayer.index, hidden)
     return hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Decomposition:
+    """A causal LM, or a span of its layers, as embedding, sublayers and head. Hidden states are [1, N, hidden_size].
+
+    embedding is None in a span without the first layer; final_norm and lm_head are None in a span without the last.
+    Sublayers and layers keep the numbers that they have in the whole model. shapes: shape of keys and values, by layer.
+    """
+
+    config: PretrainedConfig
+    embedding: nn.Module | None
+    embedding_scale: float
+    rotary: nn.Module
+    sublayers: tuple[Sublayer, ...]
+    final_norm: nn.Module | None
+    lm_head: nn.Module | None
+    logit_scale: float
+    logit_softcap: float | None
+    shapes: dict[int, LayerShape]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the hidden states."""
+        return self._weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._weight.device
+
+    @property
+    def _weight(self) -> nn.Parameter:
+        """A weight that no quantizer changes: of a norm, or of an end where the family's norms have no weights."""
+        first = self.sublayers[0]
+        modules = (self.final_norm, first.pre_norm, first.post_norm, self.embedding, self.lm_head, first.block)
+        weights = (weight for module in modules if module is not None for weight in module.parameters())
+        return next(weight for weight in weights if weight.is_floating_point())
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embed token_ids, [N] -> [1, N, hidden_size]. Needs a span with the first layer."""
+        assert self.embedding is not None, "the embedding is with the first layer"
+        hidden: Tensor = self.embedding(token_ids[None])
+        return hidden if self.embedding_scale == 1 else hidden * self.embedding_scale
+
+    def rotate(self, hidden: Tensor, rows: Rows) -> None:
+        """Fill `rows.rope` with cosines and sines of the rows' positions, by layer type if the family has several."""
+        for layer_type in dict.fromkeys(sublayer.layer_type for sublayer in self.sublayers):
+            typed = (layer_type,) if layer_type else ()
+            rows.rope[layer_type] = self.rotary(hidden, rows.positions[None], *typed)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits [N, vocab_size] of hidden states [1, N, hidden_size]. Needs a span with the last layer."""
+        assert self.final_norm is not None, "the head is with the last layer"
+        assert self.lm_head is not None, "the head is with the last layer"
+        logits: Tensor = self.lm_head(self.final_norm(hidden))[0]
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
+        if self.logit_softcap is not None:
+            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+        return logits
+
+    @property
+    def windows(self) -> dict[int, int]:
+        """The sliding window, in tokens, of each layer that has one."""
+        found = {one.layer: window_of(one.block, self.config) for one in self.sublayers if one.kind == "attention"}
+        return {layer: window for layer, window in found.items() if window is not None}
+
+    @property
+    def curve_names(self) -> list[str]:
+        """Name of each sublayer's latency curve. Sublayers of one name do the same work, in any span of the model."""
+        windows = {layer: f":window{window}" for layer, window in self.windows.items()}
+        return [
+            f"{one.kind}:{type(one.block).__name__}{windows.get(one.layer, '') if one.kind == 'attention' else ''}"
+            for one in self.sublayers
+        ]
+
+
+def window_of(attention: nn.Module | None, config: PretrainedConfig) -> int | None:
+    """Return the sliding window of an attention block, in tokens; None if it hides nothing. In families whose layers
+    are all alike, it is in the config."""
+    return hiding_window(getattr(attention, "sliding_window", getattr(config, "sliding_window", None)), config)
+
+
+def hiding_window(window: int | None, config: PretrainedConfig) -> int | None:
+    """Return the window; None if it is as long as any sequence."""
+    return window if window and window < getattr(config, "max_position_embeddings", math.inf) else None

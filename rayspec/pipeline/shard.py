@@ -33,9 +33,10 @@ from rayspec.decode.search import PlanSearch
 from rayspec.decode.stages import SpanRunner, out_of_memory
 from rayspec.decode.work import Pass, Prefill, Result, TapsGoneError
 from rayspec.errors import TransportError
-from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.architecture import decompose
 from rayspec.model.generation_config import eos_token_ids
 from rayspec.model.kv_cache import CacheSize
+from rayspec.model.sublayers import Decomposition
 from rayspec.model.weights import load_tokenizer, resolve_device
 from rayspec.pipeline import messages as wire
 from rayspec.pipeline.collective import node_address

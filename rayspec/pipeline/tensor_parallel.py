@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rayspec.model.architecture import Decomposition, rounding_tolerance
+from rayspec.model.architecture import rounding_tolerance
 from rayspec.model.attention import pack
 from rayspec.model.kv_cache import KVCache, LayerShape
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.model.sublayers import Sublayer, run
+from rayspec.model.sublayers import Decomposition, Sublayer, run
 from rayspec.pipeline.collective import store_at
 from rayspec.types import ConfigError, UnsupportedModelError
 

@@ -27,9 +27,9 @@ from rayspec.decode.engine_loop import EngineLoop
 from rayspec.decode.profile import LoadLock, chosen_threads, fastest_number, measure, measurements
 from rayspec.decode.runner import Runner, Threads
 from rayspec.local_engine import load_engine
-from rayspec.model.architecture import Decomposition
 from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import KVCache
+from rayspec.model.sublayers import Decomposition
 from rayspec.planning.latency import HEAD, LatencyModel
 from rayspec.types import Request
 from tests.engines import ALL_CHOICES, step_buffers, ways_of

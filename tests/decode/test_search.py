@@ -33,9 +33,9 @@ from rayspec.decode.search import (
 )
 from rayspec.decode.strategy import Ask, BatchState
 from rayspec.decode.work import TappedToken
-from rayspec.model.architecture import Decomposition
 from rayspec.model.fused import fuse
 from rayspec.model.rows import RowSpan, slots_between
+from rayspec.model.sublayers import Decomposition
 from rayspec.planning.knapsack import finished, follow
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import Plan, no_draft

@@ -9,10 +9,11 @@ from torch import nn
 
 from rayspec.choices import Weights, choices_of
 from rayspec.model import fused as fused_layers
-from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.architecture import decompose
 from rayspec.model.fused import FusedLayer, fuse, matrices_of
 from rayspec.model.matrices import Matrix
 from rayspec.model.offload import offload
+from rayspec.model.sublayers import Decomposition
 from tests.families import MATRIX, build, checkpoint, logits_of, modules_of
 
 KINDS: list[Weights] = ["int8", "int4"]

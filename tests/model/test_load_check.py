@@ -19,11 +19,12 @@ from rayspec.config import EngineConfig
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.local_engine import load_engine
 from rayspec.model import attention, fused
-from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.architecture import decompose
 from rayspec.model.attention import AttentionCalls, AttentionKind, Heads, PackedRows
 from rayspec.model.fused import fuse
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.load_check import boundaries, sequences
+from rayspec.model.sublayers import Decomposition
 from rayspec.types import CheckpointError, UnsupportedModelError
 from tests.engines import GREEDY, complete, tokens_of
 from tests.families import HARD_FAMILIES, build, checkpoint, greedy, ragged_prompts

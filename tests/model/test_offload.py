@@ -15,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rayspec.choices import choices_of
 from rayspec.config import EngineConfig
-from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.architecture import decompose
 from rayspec.model.offload import _DiskStore, offload
+from rayspec.model.sublayers import Decomposition
 from rayspec.model.weights import load_model
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 from tests.families import MATRIX, checkpoint, logits_of

@@ -21,11 +21,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rayspec.config import EngineConfig
 from rayspec.model import weights
-from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.architecture import decompose
 from rayspec.model.attention import pack
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.model.sublayers import run
+from rayspec.model.sublayers import Decomposition, run
 from rayspec.model.weights import load_model
 from rayspec.types import CheckpointError, UnsupportedModelError
 from tests.families import (

@@ -29,9 +29,10 @@ from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.strategy import Strategy
 from rayspec.decode.work import Pass, Result, Round, Work
 from rayspec.generation import GenerationDefaults
-from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.architecture import decompose
 from rayspec.model.fused import fuse
 from rayspec.model.kv_cache import PAGE_SIZE, CacheSize
+from rayspec.model.sublayers import Decomposition
 from rayspec.model.weights import load_model
 from rayspec.pipeline import endpoint as endpoint_module
 from rayspec.pipeline import ray_stages as ray_stages_module

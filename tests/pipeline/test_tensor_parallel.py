@@ -25,12 +25,12 @@ from torch import Tensor
 
 from rayspec.choices import choices_of
 from rayspec.config import EngineConfig
-from rayspec.model.architecture import Decomposition, decompose
+from rayspec.model.architecture import decompose
 from rayspec.model.attention import pack
 from rayspec.model.fused import fuse
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan, one_run
-from rayspec.model.sublayers import run
+from rayspec.model.sublayers import Decomposition, run
 from rayspec.model.weights import load_model
 from rayspec.pipeline import tensor_parallel
 from rayspec.pipeline.collective import Rendezvous
