@@ -45,20 +45,18 @@ _OTHER_PROCESSES = tuple(
         "jobs/test_summarize",
         "ops/plan/test_auto",
         "pipeline/test_placement",
-        "pipeline/test_quantized",
         "pipeline/test_ray_stages",
         "pool/test_replicas",
-        "pool/test_calls",
         "pool/test_worker",
         "serve/test_model_server",
         "serve/test_metrics",
         "serve/test_endpoint",
         "serve/test_clients",
-        "serve/test_disconnect",
+        "serve/test_web",
         "serve/test_batches",
+        "serve/test_attacks",
         "serve/test_failures",
         "serve/test_fuzz",
-        "serve/test_load",
         "jobs/test_jobs_api",
         "test_ray_session",
     )
@@ -108,8 +106,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {file: place for place, file in enumerate(_OTHER_PROCESSES)}
     for item in items:
         file, fixtures = item.nodeid.split("::", 1)[0], getattr(item, "fixturenames", ())
-        if "ray_cluster" in fixtures and file not in order and not item.get_closest_marker("exhaustive"):
-            raise pytest.UsageError(f"{file} uses the shared Ray: add it to _OTHER_PROCESSES, or it starts a second")
+        shared = {"ray_cluster", "demo_endpoint"}.intersection(fixtures)
+        if shared and file not in order and not item.get_closest_marker("exhaustive"):
+            raise pytest.UsageError(f"{file} uses {shared}: add it to _OTHER_PROCESSES, or it starts a second one")
     items.sort(key=lambda item: order.get(item.nodeid.split("::", 1)[0], len(order)))
 
 

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM
 from rayspec import LLM, SamplingParams
 from tests.real_models import smollm2
 
+pytestmark = pytest.mark.exhaustive  # to fetch, read and convert it takes half a minute
+
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:

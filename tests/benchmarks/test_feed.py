@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.feed import FeedOptions, feed_markdown, run_feed_bench
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.exhaustive, pytest.mark.usefixtures("ray_cluster")]
 
 
 def test_rows_pass_through_a_whole_job_and_every_process_is_counted() -> None:

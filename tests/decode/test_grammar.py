@@ -24,7 +24,7 @@ from tests.schemas import KEYWORDS, NESTED, PERSON, random_schema
 from tests.waiting import wait_until
 
 DOUBLING = {str(at): {"allOf": 2 * [{"$ref": f"#/$defs/{at + 1}"}]} for at in range(24)} | {"24": {"pattern": "^a+$"}}
-SCHEMAS = [PERSON, NESTED, *(random_schema(random.Random(seed)) for seed in range(34))]
+SCHEMAS = [PERSON, NESTED, *(random_schema(random.Random(seed)) for seed in range(16))]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "kv_cache_tokens": 8192}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "lookup": {},
@@ -79,7 +79,7 @@ def test_every_finished_output_is_valid(plain: dict[float, list[tuple[str, str |
     finished = [
         (text, schema) for (text, reason), schema in zip(plain[temperature], SCHEMAS, strict=True) if reason == "stop"
     ]
-    assert len(finished) >= 30
+    assert len(finished) >= 12
     for text, schema in finished:
         jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
 
@@ -92,7 +92,7 @@ def test_the_text_is_that_of_plain_decoding(
 ) -> None:
     (outputs,), stats = _generated(temperature, strategy=strategy, **STRATEGIES[strategy])
     assert _texts(outputs) == plain[temperature]
-    assert strategy == "swift" or stats.accepted_by_source["form"] > 200
+    assert strategy == "swift" or stats.accepted_by_source["form"] > 100
 
 
 @pytest.mark.parametrize(("way", "temperature"), [*((way, 0.8) for way in WAYS), ("trees", 0.0)])
@@ -118,7 +118,7 @@ def test_sampled_drafts_keep_the_form(verification: str) -> None:
     for (text, reason), schema in zip(_texts(outputs), SCHEMAS, strict=True):
         if reason == "stop":
             jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
-    assert stats.num_accepted_tokens > 300
+    assert stats.num_accepted_tokens > 150
 
 
 @pytest.fixture(scope="module")

@@ -56,44 +56,51 @@ def files_and_threads() -> tuple[int, int]:
 # Peers that do not answer
 
 
+def double(link: TensorLink) -> None:
+    """What rank 1 of 3 does: it passes on what it gets, doubled."""
+    link.send(link.receive(torch.float32, (8,), 0) * 2, 2)
+
+
 def middle(pipe: Connection) -> None:
-    """Rank 1 of 3: passes on what it gets, doubled."""
+    """In a process that dies."""
     torch.set_num_threads(1)
     pipe.send("ready")
     link = join(1, 3, pipe.recv())
     while True:
-        link.send(link.receive(torch.float32, (8,), 0) * 2, 2)
+        double(link)
 
 
-def test_the_others_notice_a_dead_rank_and_join_again_with_its_replacement() -> None:
+def test_the_others_notice_a_dead_rank_and_join_again_with_its_replacement(joined: Joined) -> None:
     context = multiprocessing.get_context("spawn")
-    pipes = [multiprocessing.Pipe() for _ in range(2)]
-    processes = [context.Process(target=middle, args=(there,)) for _, there in pipes]
-    for process in processes:
-        process.start()
+    here, there = multiprocessing.Pipe()
+    process = context.Process(target=middle, args=(there,))
+    process.start()
     try:
-        for (here, _), process in zip(pipes, processes, strict=True):
-            assert here.recv() == "ready"
-            with closing(Rendezvous(LOOPBACK)) as rendezvous, ThreadPoolExecutor(2) as pool:
-                here.send(rendezvous.address)
-                started = time.monotonic()
-                first, last = pool.map(lambda rank, address=rendezvous.address: join(rank, 3, address), (0, 2))
-                assert time.monotonic() - started < TIMEOUT_S / 2
-                for index in range(20):
-                    first.send(torch.full((8,), float(index)), 1)
-                    assert last.receive(torch.float32, (8,), 1).tolist() == [2.0 * index] * 8
-                process.kill()
-                started = time.monotonic()
-                with pytest.raises(TransportError, match="rank 2 received nothing from rank 1"):
-                    last.receive(torch.float32, (8,), 1)
-                with pytest.raises(TransportError, match="rank 0 could not send to rank 1"):
-                    for _ in range(2 * MAX_PENDING_TENSORS):
-                        first.send(torch.zeros(8), 1)
-                assert time.monotonic() - started < TIMEOUT_S / 2
-    finally:
-        for process in processes:
+        assert here.recv() == "ready"
+        with closing(Rendezvous(LOOPBACK)) as rendezvous, ThreadPoolExecutor(2) as pool:
+            here.send(rendezvous.address)
+            started = time.monotonic()
+            first, last = pool.map(lambda rank: join(rank, 3, rendezvous.address), (0, 2))
+            assert time.monotonic() - started < TIMEOUT_S / 2
+            for index in range(20):
+                first.send(torch.full((8,), float(index)), 1)
+                assert last.receive(torch.float32, (8,), 1).tolist() == [2.0 * index] * 8
             process.kill()
-            process.join()
+            started = time.monotonic()
+            with pytest.raises(TransportError, match="rank 2 received nothing from rank 1"):
+                last.receive(torch.float32, (8,), 1)
+            with pytest.raises(TransportError, match="rank 0 could not send to rank 1"):
+                for _ in range(2 * MAX_PENDING_TENSORS):
+                    first.send(torch.zeros(8), 1)
+            assert time.monotonic() - started < TIMEOUT_S / 2
+    finally:
+        process.kill()
+        process.join()
+    first, replacement, last = joined(3)
+    for index in range(20):
+        first.send(torch.full((8,), float(index)), 1)
+        double(replacement)
+        assert last.receive(torch.float32, (8,), 1).tolist() == [2.0 * index] * 8
 
 
 # Joining and leaving

@@ -27,7 +27,7 @@ def test_lists_leave_threads_to_other_requests(tmp_path: Path, monkeypatch: pyte
     async def asked() -> float:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://here") as http:
-            lists = [asyncio.create_task(http.get("/v1/files")) for _ in range(50)]
+            lists = [asyncio.create_task(http.get("/v1/files")) for _ in range(24)]
             await asyncio.sleep(0.05)
             start_s = time.monotonic()
             await http.get(f"/v1/files/{file_id}/content")
@@ -43,4 +43,4 @@ def test_lists_leave_threads_to_other_requests(tmp_path: Path, monkeypatch: pyte
     app, config = FastAPI(), LLMConfig(model_loading_config=ModelLoadingConfig(model_id="demo"))
     no_body: Any = None
     add_batch_routes(app, Description(), ServeOptions(llm_configs=(config,), batches=str(tmp_path)), None, no_body)
-    assert asyncio.run(asked()) < 1.0
+    assert asyncio.run(asked()) < 0.8, "all lists take 1.2 s and more"

@@ -15,6 +15,7 @@ from rayspec.ops.plan.forecast import rank_layouts
 from rayspec.ops.plan.gpus import Gpu, parse_gpus
 from rayspec.ops.plan.options import PlanOptions
 from rayspec.types import ConfigError
+from tests.exhaustive import few_of
 from tests.ops.plan.models import LLAMA_8B, LLAMA_70B, llama
 from tests.ops.plan.test_choice import SMALL
 
@@ -28,8 +29,7 @@ def config(**options: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus", "count"),
-    [(SMALL, "4xH100", 1), (LLAMA_70B, "4xH100", 2)],
+    ("model", "gpus", "count"), few_of([(SMALL, "4xH100", 2), (LLAMA_70B, "4xH100", 2)], [(SMALL, "4xH100", 2)])
 )
 def test_the_layout_is_the_planners(model: LlamaConfig, gpus: str, count: int) -> None:
     chosen = laid_out(config(), model, nodes(gpus, count), keep_max_num_seqs=False)
