@@ -156,6 +156,12 @@ def changed_checkpoint(family: str, folder: Path, change: Callable[[dict[str, to
     return folder
 
 
+def small_config(path: str, **options: Any) -> EngineConfig:
+    """Of an engine in float32 on the CPU, with little room."""
+    values = {"dtype": "float32", "device": "cpu", "max_model_len": 512, "kv_cache_tokens": 1024}
+    return EngineConfig(model=path, **(values | options))
+
+
 @cache
 def reference(path: str) -> PreTrainedModel:
     """The checkpoint as transformers runs it."""

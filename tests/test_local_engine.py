@@ -20,7 +20,7 @@ from rayspec.model.sizes import quantised_bytes
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from tests.engines import complete, tokens_of
 from tests.exhaustive import few_of
-from tests.families import FAMILIES, cases, checkpoint, modules_of
+from tests.families import FAMILIES, cases, checkpoint, modules_of, small_config
 from tests.strategy_cases import saved_plan
 
 PARAMS = SamplingParams(temperature=0, max_tokens=16)
@@ -28,15 +28,8 @@ INT4: dict[str, Any] = {"strategy": "static", "static_choice": "int4", "max_draf
 
 
 def config(family: str = "llama", *, folder: Path | None = None, **speculation: Any) -> EngineConfig:
-    return EngineConfig(
-        model=checkpoint(family),
-        dtype="float32",
-        device="cpu",
-        max_model_len=256,
-        kv_cache_tokens=1024,
-        profile_cache=str(folder) if folder else None,
-        speculation=speculation,  # type: ignore[arg-type]
-    )
+    cache = str(folder) if folder else None
+    return small_config(checkpoint(family), max_model_len=256, profile_cache=cache, speculation=speculation)
 
 
 def require_tokens(engine: Engine, family: str = "llama") -> None:

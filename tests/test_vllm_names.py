@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from typer.testing import CliRunner
 
 from rayspec import LLM, SamplingParams
-from rayspec.cli import app
 from rayspec.command.settings import make_settings
 from rayspec.config import EngineConfig
 from rayspec.llm import LLMKeywords
@@ -192,23 +190,6 @@ def test_a_conversation_is_rendered_as_asked(llm: LLM) -> None:
     assert prompt(chat_template_kwargs={"whisper": 1}) == unknown
     (refused,) = llm.chat(conversation, short, tools=[{}])
     assert str(refused.error) == "the model's chat template has no tools: leave them out"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["demo", "--quantization", "awq"], "option 'quantization' is 'awq': the quantisation of a checkpoint"),
-        (["demo", "--seed", "5"], "option 'seed' is 5: only `LLM(seed=...)` takes it"),
-        (["demo", "-tp", "0"], "in 'parallel': option 'tensor' is 0"),
-        (["demo", "--hf-overrides", '{"a": 1}'], "option 'hf_overrides' is {'a': 1}: edit config.json"),
-        (["demo", "--model", "demo"], "option 'model' is given twice, as 'demo' and by --model"),
-        (["demo", "--no-enable-chunked-prefill"], "option 'enable_chunked_prefill' is False: prompts always run in"),
-    ],
-)
-def test_flags_of_vllm_serve(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["serve", "--port", "0", *arguments])
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
 
 
 def test_flags_of_vllm_serve_become_options() -> None:

@@ -12,21 +12,15 @@ from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.local_engine import engine_like, load_engine
 from tests.engines import RowClock, engine_with
-from tests.families import checkpoint, parts_of, ragged_prompts
+from tests.families import checkpoint, parts_of, ragged_prompts, small_config
 
 PROMPTS = ragged_prompts([5, 40, 60])
 
 
 def config(strategy: str = "knapspec", family: str = "llama", **speculation: Any) -> EngineConfig:
-    return EngineConfig(
-        model=checkpoint(family),
-        dtype="float32",
-        device="cpu",
-        num_threads=1,
-        max_model_len=128,
-        max_num_seqs=2,
-        speculation={"strategy": strategy, "gate": False, **speculation},  # type: ignore[arg-type]
-    )
+    room: dict[str, Any] = {"max_model_len": 128, "kv_cache_tokens": None, "max_num_seqs": 2, "num_threads": 1}
+    options = {"strategy": strategy, "gate": False, **speculation}
+    return small_config(checkpoint(family), speculation=options, **room)
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +107,3 @@ def test_a_run_copies_nothing_from_an_earlier_run_of_the_same_prompts() -> None:
     for _ in range(2):
         finish(contender.write(PROMPTS[:1], 20))
     assert "corpus" not in contender.engine.stats.accepted_by_source
-
-
-def test_to_forget_is_to_begin_with_a_new_strategy(plain: Engine) -> None:
-    contender = Ours(like(plain, "clasp"))
-    before = contender.engine._planner.strategy
-    contender.forget()
-    after = contender.engine._planner.strategy
-    assert type(after) is type(before)
-    assert after is not before

@@ -179,22 +179,3 @@ def test_strategies_on_the_same_prompts(run: Invoke, tmp_path: Path) -> None:
     assert "| static | " in (tmp_path / "results" / "results.md").read_text(encoding="utf-8")
     assert "## summary-150\n\n3 prompts of" in result.stdout
     assert "demo in float32 on" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--strategies", "ar,knapspac"], "did you mean 'knapspec'?"),
-        (["--context", "100,1k"], "option 'context.1' is '1k'"),
-        (["--strategies", ","], "option 'strategies.0' is ''"),
-        (["--plans", "a.json"], "option 'plans' is ['a.json']: write it as NAME=VALUE"),
-        (["--widen", "0"], "option 'widen' is 0"),
-        (["--strategy", "lookup"], "option 'strategy' is 'lookup': name it in 'strategies'"),
-        (["--stream", "0,1"], "python -m benchmarks streams"),
-        (["--threads", "2"], "is now '--num-threads'"),
-    ],
-)
-def test_what_it_cannot_do_is_said_before_anything_is_loaded(run: Invoke, flags: list[str], message: str) -> None:
-    result = run("--model", "absent", *flags)
-    assert result.exit_code == 2
-    assert message in result.stderr

@@ -50,10 +50,3 @@ def test_one_other_text_fails_and_a_check_that_breaks_stops_no_other(
     assert rounding["found"] == "the check raised RuntimeError: no luck"
     assert [(one.engine.dtype, one.hf) for one in asked] == [("float32", True), ("bfloat16", False)]
     assert asked[0].engine.speculation.skip
-
-
-def test_a_device_that_there_is_not_is_a_clean_error() -> None:
-    result = CliRunner().invoke(app, ["selfcheck", "--device", "cuda:99"])
-    assert result.exit_code == 2
-    assert "option 'device' is 'cuda:99'" in result.stderr
-    assert "Traceback" not in result.output

@@ -89,29 +89,6 @@ def test_one_input_without_a_domain_gives_a_plan_for_any_text(run: Run, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-o", "plans.json"], "option 'input' is missing"),
-        (["--input", "demo:summary", "-o", "plans.txt"], "must end in .json"),
-        (["--input", "demo:summary", "-o", "a-file/plans.json"], "choose another place"),
-        (["--input", "demo:summary", "-o", "plans.json", "--num-tries", "0"], "option 'num_tries' is 0"),
-        (
-            ["--input", "demo:summary", "-o", "plans.json", "--plans-by", "knapspec"],
-            "is gone: plans are tuned by trials",
-        ),
-    ],
-)
-def test_what_cannot_be_is_said_before_anything_is_loaded(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
-    (tmp_path / "a-file").write_text("")
-    monkeypatch.setattr("rayspec.bench.tune.load_llm", None)
-    result = run(*MODEL, *arguments)
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr
-
-
-@pytest.mark.parametrize(
     ("inputs", "message"),
     [
         (["demo:novels"], "'novels' is none of summary"),

@@ -6,12 +6,10 @@ from __future__ import annotations
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.serve_client import Ask
 from benchmarks.serve_mix import Mix
 from rayspec.openai.requests import ENDPOINTS
 
 MIX = Mix(model="demo", num_requests=200, max_tokens=32, cut_share=0.2)
-STREAM = Ask(path="/v1/completions", body={"model": "demo", "prompt": "The", "stream": True})
 
 
 class TestMix:

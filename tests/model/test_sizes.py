@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, Gemma3Config, LlamaConfig
+from transformers import AutoConfig, Gemma3Config
 
 from rayspec.model.fused import bytes_of_copies, fuse
 from rayspec.model.kv_cache import bytes_per_slot
@@ -10,23 +10,9 @@ from rayspec.model.sizes import model_sizes, quantised_bytes
 from rayspec.model.weights import read_config
 from rayspec.types import ConfigError
 from tests.families import FAMILIES, HARD_FAMILIES, WHOLE_FAMILIES, WINDOW, checkpoint, modules_of, reference
+from tests.ops.plan.models import LLAMA_70B, llama
 
 BF16 = torch.bfloat16
-
-
-def llama(hidden: int, layers: int, heads: int, inter: int, *, tied: bool = False) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        intermediate_size=inter,
-        vocab_size=128256,
-        tie_word_embeddings=tied,
-    )
-
-
-LLAMA_70B = llama(8192, 80, 64, 28672)
 
 
 def test_70b_has_its_published_size() -> None:
@@ -68,7 +54,9 @@ def test_nothing_is_left_out_or_counted_twice(family: str) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_head_needs_its_matrix_on_a_stage_of_its_own(tied: bool) -> None:
-    sizes = model_sizes(llama(64, 4, 8, 96, tied=tied), dtype=BF16)
+    config = llama(64, 4, 8, 96)
+    config.tie_word_embeddings = tied
+    sizes = model_sizes(config, dtype=BF16)
     matrix, norm = 128256 * 64 * 2, 64 * 2
     assert sizes.tied == tied
     assert sizes.last_stage_bytes(1) == norm + (0 if tied else matrix)

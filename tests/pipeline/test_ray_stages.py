@@ -37,7 +37,7 @@ from rayspec.strategies.by_name import make_strategy
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import complete, engine_with, finish, requests_for, tokens_of
 from tests.exhaustive import few_of
-from tests.families import Cases, cases, checkpoint, greedy, parts_of
+from tests.families import Cases, cases, checkpoint, greedy, parts_of, small_config
 from tests.pipeline.loop import NUM_LAYERS, TravellingPlans
 from tests.schemas import PERSON
 from tests.strategy_cases import latency
@@ -206,17 +206,12 @@ def test_a_slow_stage_gets_fewer_layers() -> None:
         engine.shutdown()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("as_they_are")
 def test_shards_of_a_place_share_its_memory() -> None:
-    config = EngineConfig(
-        model=checkpoint("llama"),
-        dtype="float32",
-        device="cpu",
-        num_threads=1,
-        max_model_len=1024,
-        parallel={"stages": 2, "layers": even(2), "cpus_per_shard": 0.25},  # type: ignore[arg-type]
-        speculation={"strategy": "ar"},  # type: ignore[arg-type]
-    )
+    parallel = {"stages": 2, "layers": even(2), "cpus_per_shard": 0.25}
+    room = {"num_threads": 1, "max_model_len": 1024, "kv_cache_tokens": None}
+    config = small_config(checkpoint("llama"), parallel=parallel, speculation={"strategy": "ar"}, **room)
     engine = load_pipeline(config, with_tokenizer=False, shard_type=TightShard)
     try:
         parts = parts_of(checkpoint("llama"))

@@ -97,11 +97,6 @@ def test_brute_force_finds_nothing_better(instance: tuple[ModelCosts, list[Devic
             partition(costs, places)
 
 
-def test_the_slowest_stage_counts_before_evenness() -> None:
-    costs = model([1, 1, 4], (2.0, 1.0))
-    assert sizes(partition(costs, devices(1, 1))) == [2, 1], "4 s at most; [1, 2] has fewer squares and takes 5"
-
-
 @pytest.mark.parametrize(
     ("tenths", "expected"), [([5, 2, 6, 4, 4, 9], [3, 2, 1]), ([1, 4, 5, 1, 8, 7, 2, 1], [2, 2, 1, 3])]
 )
@@ -109,10 +104,6 @@ def test_rounding_does_not_hide_a_tie(tenths: list[int], expected: list[int]) ->
     for seconds in (tenths, [each * 0.1 for each in tenths]):
         costs = model(seconds, (1,) * len(expected))
         assert sizes(partition(costs, devices(*[1] * len(expected)))) == expected
-
-
-def test_the_slowest_stage_counts_before_the_sum() -> None:
-    assert sizes(partition(model([3, 2, 5, 1], (1, 1, 1)), devices(1, 1, 1))) == [2, 1, 1]
 
 
 def test_what_does_not_fit_says_how_much_is_missing() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rayspec.choices import FULL, SKIP
-from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
+from rayspec.config import SamplingParams, SpeculationOptions
 from rayspec.local_engine import load_engine
 from rayspec.strategies.knapspec import KnapSpec
 from rayspec.strategies.saved_plans import (
@@ -18,7 +18,7 @@ from rayspec.strategies.saved_plans import (
 )
 from rayspec.types import ConfigError
 from tests.engines import complete, tokens_of
-from tests.families import cases, checkpoint
+from tests.families import cases, checkpoint, small_config
 from tests.strategy_cases import latency_model, result, saved_plan, state
 
 MODEL = ModelIdentity(name="llama-a", weights="00ff", family="llama", num_sublayers=8)
@@ -117,15 +117,8 @@ def test_knapspec_drafts_by_a_saved_plan_after_the_first_round_and_learns_from_t
 @pytest.mark.parametrize("strategy", ["knapspec", "auto", "self-sd"])
 def test_an_engine_loads_with_plans_of_its_model_and_with_no_others(strategy: str, tmp_path: Path) -> None:
     path, plans = checkpoint("llama"), tmp_path / "plans.json"
-    config = EngineConfig(
-        model=path,
-        dtype="float32",
-        device="cpu",
-        max_model_len=512,
-        kv_cache_tokens=1024,
-        profile_cache=str(tmp_path),
-        speculation={"strategy": strategy, "warm_start": str(plans), "gate": False},  # type: ignore[arg-type]
-    )
+    speculation = {"strategy": strategy, "warm_start": str(plans), "gate": False}
+    config = small_config(path, profile_cache=str(tmp_path), speculation=speculation)
     saved = SavedPlans(model=ModelIdentity.of(config, 8), plans=(saved_plan(),))
     saved.save(plans)
     known = cases(path, (37, 12), 16)

@@ -23,7 +23,7 @@ from rayspec.strategies.self_sd import SelfSD
 from rayspec.strategies.tuning import features_of, tune_domains, tune_plan
 from rayspec.types import ConfigError, EmptyPromptError, Plan
 from tests.engines import complete, engine_with, require_idle, tokens_of
-from tests.families import cases, checkpoint, parts_of, ragged_prompts, reference
+from tests.families import cases, checkpoint, parts_of, ragged_prompts, reference, small_config
 from tests.strategy_cases import LENGTHS, saved_plan
 
 PROMPTS = ragged_prompts([30, 12, 50])
@@ -148,15 +148,7 @@ def test_what_was_tuned_is_what_self_sd_and_knn_ssd_draft_by(tmp_path: Path) -> 
     known = cases(path, (37, 12, 70), 16)
 
     def config(**speculation: Any) -> EngineConfig:
-        return EngineConfig(
-            model=path,
-            dtype="float32",
-            device="cpu",
-            max_model_len=512,
-            kv_cache_tokens=1024,
-            profile_cache=str(tmp_path),
-            speculation=speculation,  # type: ignore[arg-type]
-        )
+        return small_config(path, profile_cache=str(tmp_path), speculation=speculation)
 
     tuned = tune_domains(
         load_engine(config(strategy="static", skip=(0,), draft_threshold=0.05), with_tokenizer=False),

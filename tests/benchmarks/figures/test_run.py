@@ -73,19 +73,3 @@ def test_one_command_makes_all_figures(tmp_path: Path) -> None:
     assert [one["value"] for one in numbers["figures"]["thresholds"]["thresholds"]["settings"]] == [0.2, 0.9]
     contexts = [one["context"] for one in numbers["figures"]["skips"]["by_context"]]
     assert contexts[0] <= 120 < contexts[1] <= 200
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--only", "tpt,tps"], "'only' is tpt, tps: choose of speedup, tpt"),
-        (["--domains", "summary,poems"], "'domains' is 'summary, poems': choose of summary"),
-        (["--stages", "2"], "'parallel' is set"),
-        (["--draft-lengths", "3,17"], "'draft_lengths' is '3, 17': give numbers from 1 to 16"),
-        (["--thresholds", "0.5,1.5"], "'thresholds' is '0.5, 1.5': give numbers from 0 to 1"),
-    ],
-)
-def test_options_that_cannot_be(flags: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["figures", *MODEL, "--output", "out", *flags])
-    assert result.exit_code == 2
-    assert message in " ".join(result.stderr.split())

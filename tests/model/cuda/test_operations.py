@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from rayspec.model.cuda import operations
 from rayspec.model.kv_cache import PAGE_SIZE
 from tests.model.cuda.batches import lay_out, random_rows
 
@@ -45,24 +43,6 @@ def test_the_operators_keep_the_rules_of_torch(call: str) -> None:
     """Schema, mutation, and the shape and type that tracing sees."""
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(getattr(OPERATORS, call.split(",", maxsplit=1)[0]).default, CALLS[call], test_utils=tests)
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_the_meta_device_shapes_and_types_are_the_same(call: str, dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match="use one of silu, gelu_tanh"):
-        operations.gated(torch.empty(2, 8, device="meta"), "relu")
-    operator = getattr(OPERATORS, call.split(",", maxsplit=1)[0])
-    found = operator(*(_moved(argument, dtype, "meta") for argument in CALLS[call]))
-    expected = operator(*(_moved(argument, dtype, "cpu") for argument in CALLS[call]))
-    assert found.is_meta
-    assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
-
-
-def _moved(argument: Any, dtype: torch.dtype, device: str) -> Any:
-    if not isinstance(argument, Tensor):
-        return argument
-    return argument.to(device, dtype if argument.is_floating_point() else argument.dtype)
 
 
 def test_the_operators_need_no_triton() -> None:
