@@ -32,7 +32,6 @@ app.add_typer(k8s, name="k8s")
 _ROWS = (1, 2, 4, 8, 16, 32)
 _CONTEXTS = (128, 1024, 4096, 16384, 65536)
 
-
 Model = Annotated[str, typer.Option(help="folder, config.json, hub id, or 'demo'; no weights are needed")]
 Json = Annotated[Path | None, typer.Option("--json", help="file to write the numbers to")]
 

@@ -41,7 +41,6 @@ _LOOK_TIMEOUT_S = 60.0
 _CUDA_BUILD = "install torch's build for CUDA"
 _QUERY = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
 
-
 Status = Literal["ok", "warning", "problem", "skipped"]
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "problem": "bold red", "skipped": "dim"}
 
