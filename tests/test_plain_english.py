@@ -14,6 +14,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "k8s/README.md", "cluster/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+WEB_PAGES = sorted((ROOT / "rayspec").rglob("*.html"))
 MODULES = [path for path in sorted((ROOT / "rayspec").rglob("*.py")) if path.parts[-2:] != ("demo", "corpus.py")]
 # Words with a private meaning, and what to write in their place. In code, a name of the code may stand.
 BETTER = {
@@ -103,6 +104,11 @@ def test_what_the_package_says_has_no_private_words() -> None:
         for found in _found(BETTER if is_docstring else {**BETTER, **BETTER_FOR_USERS}, text)
     ]
     assert words == []
+
+
+@pytest.mark.parametrize("page", WEB_PAGES, ids=lambda page: page.stem)
+def test_reports_and_the_page_of_the_endpoint_have_no_private_words(page: Path) -> None:
+    assert _found({**BETTER, **BETTER_FOR_USERS}, page.read_text(encoding="utf-8")) == []
 
 
 def test_the_table_finds_words() -> None:
