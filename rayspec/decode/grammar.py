@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -30,6 +33,9 @@ if TYPE_CHECKING:  # an extra
 _MAX_KEPT = 64  # compiled forms
 _NUM_THREADS = 2
 _MAX_KEPT_BYTES = 2**27
+# Seconds of a core to follow a form, at first and for each token. A slow form is not drafted for, and not kept, because
+# its states may take much memory; a form that is too slow would hold up all other sequences.
+_SLOW_S, _TOO_SLOW_S = (0.1, 0.003), (0.5, 0.01)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,11 @@ class Grammars:
 
     def constraint(self, form: StructuredOutputsParams, num_prompt_tokens: int) -> Constraint:
         """Return the state of a new sequence. It waits for the compiled form when it is first used."""
-        return Constraint(self.compiled(form), self._eos_token_ids, num_prompt_tokens)
+        return Constraint(self.compiled(form), self._eos_token_ids, num_prompt_tokens, partial(self._forget, form))
+
+    def _forget(self, form: StructuredOutputsParams) -> None:
+        with self._lock:
+            self._kept.pop(form, None)
 
     def _compile(self, form: StructuredOutputsParams) -> CompiledForm:
         with self._lock:
@@ -139,9 +149,17 @@ class Constraint:
     error: why the output has lost its form; "" while it has not.
     """
 
-    def __init__(self, compiled: Future[CompiledForm], eos_token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        compiled: Future[CompiledForm],
+        eos_token_ids: Sequence[int],
+        num_prompt_tokens: int,
+        on_slow: Callable[[], None] = lambda: None,
+    ) -> None:
+        """on_slow: called after work on a form that is slow."""
         self.error = ""
-        self._compiled, self._eos_token_ids = compiled, eos_token_ids
+        self._compiled, self._eos_token_ids, self._on_slow = compiled, eos_token_ids, on_slow
+        self._work_s = 0.0
         self._num_read = num_prompt_tokens
         self._consumed: list[int] = []  # the output, without what follows its end
         self._current: LLMatcher | None = None
@@ -152,8 +170,13 @@ class Constraint:
         of the output are ignored."""
         new = list(token_ids[self._num_read :])
         failures, self._failures = self._failures, {}
-        if not new or (state := self._state()) is None:
+        if not new:
             return
+        with self._timed() as state:
+            if state is not None:
+                self._extend(state, new, failures)
+
+    def _extend(self, state: LLMatcher, new: list[int], failures: dict[tuple[int, ...], str]) -> None:
         self._num_read += len(new)
         for before, problem in failures.items():
             if len(before) < len(new) and tuple(new[: len(before)]) == before:
@@ -171,41 +194,66 @@ class Constraint:
         """Return which tokens may follow the committed tokens and each of `befores`: int32 [n, W] on the CPU, where bit
         b of word w is token 32 * w + b. All bits are set where nothing can follow, because a token before breaks the
         form or ends the output. None without a state, see `error`."""
-        if self._state() is None:
-            return None
-        masks = torch.full((len(befores), self._compiled.result().num_words), -1, dtype=torch.int32)
-        for at, state in self._visit(befores):
-            state.unsafe_compute_mask_ptr(masks[at].data_ptr(), masks[at].nbytes)
-            if state.is_error():
-                self._failures[tuple(befores[at])] = problem_of(state)
-                masks[at] = -1
-        return masks
+        with self._timed() as current:
+            if current is None:
+                return None
+            masks = torch.full((len(befores), self._compiled.result().num_words), -1, dtype=torch.int32)
+            for at, state in self._visit(befores):
+                state.unsafe_compute_mask_ptr(masks[at].data_ptr(), masks[at].nbytes)
+                if state.is_error():
+                    self._failures[tuple(befores[at])] = problem_of(state)
+                    masks[at] = -1
+            return masks
 
     def allowed(self, token_ids: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
-        """Return the indices of those drafted tokens that may come. parents: as in `RoundEntry`."""
-        if (state := self._state()) is None:
-            return []
-        if not parents:
-            return list(range(state.validate_tokens(list(token_ids))))
-        paths: list[tuple[int, ...]] = [()]
-        for token, parent in zip(token_ids, parents, strict=True):
-            paths.append((*paths[parent], token))
-        return sorted(at for at, _ in self._visit(paths[1:]))
+        """Return the indices of those drafted tokens that may come; of a slow form, none. parents: as in
+        `RoundEntry`."""
+        with self._timed() as state:
+            if state is None or self._takes_more_than(_SLOW_S):
+                return []
+            if not parents:
+                return list(range(state.validate_tokens(list(token_ids))))
+            paths: list[tuple[int, ...]] = [()]
+            for token, parent in zip(token_ids, parents, strict=True):
+                paths.append((*paths[parent], token))
+            return sorted(at for at, _ in self._visit(paths[1:]))
 
     def forced(self, num_tokens: int) -> list[int]:
-        """Return at most `num_tokens` tokens that must come next, unless the model splits their text differently."""
-        if num_tokens <= 0 or (state := self._state()) is None or state.is_stopped():
+        """Return at most `num_tokens` tokens that must come next, unless the model splits their text differently; of a
+        slow form, none."""
+        if num_tokens <= 0:
             return []
-        tokens = state.compute_ff_tokens()
-        if 0 < len(tokens) < num_tokens:
-            num_consumed = state.try_consume_tokens(tokens)
-            if state.is_stopped() and not state.is_error():
-                tokens += self._eos_token_ids[:1]
-            state.rollback(num_consumed)
-        return tokens[:num_tokens]
+        with self._timed() as state:
+            if state is None or state.is_stopped() or self._takes_more_than(_SLOW_S):
+                return []
+            tokens = state.compute_ff_tokens()
+            if 0 < len(tokens) < num_tokens:
+                num_consumed = state.try_consume_tokens(tokens)
+                if state.is_stopped() and not state.is_error():
+                    tokens += self._eos_token_ids[:1]
+                state.rollback(num_consumed)
+            return tokens[:num_tokens]
+
+    @contextmanager
+    def _timed(self) -> Iterator[LLMatcher | None]:
+        """Count the time of the work on the state, which is None if there is none, see `error`."""
+        start_s = time.thread_time()
+        try:
+            yield self._state()
+        finally:
+            self._work_s += time.thread_time() - start_s
+            if self._takes_more_than(_SLOW_S):
+                self._on_slow()
+
+    def _takes_more_than(self, limit_s: tuple[float, float]) -> bool:
+        at_first_s, of_a_token_s = limit_s
+        return self._work_s > at_first_s + of_a_token_s * len(self._consumed)
 
     def _state(self) -> LLMatcher | None:
         """Return the state after the committed tokens; None if there is none, see `error`."""
+        if self._takes_more_than(_TOO_SLOW_S):
+            self.error = self.error or "following the form takes too long: make its texts and repetitions shorter"
+            return None
         if self._current is None or self._current.is_error():
             try:
                 self._current = self._compiled.result().initial.deep_copy()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Prompt = tuple[Sequence[int], SamplingParams]
 _MOST_PROMPT_TOKENS = 2**25
-_MOST_LOGPROBS = 4_000_000  # the 20 most likely tokens of a context of 190,000 tokens; each takes some hundred bytes
+_MOST_LOGPROBS = 1_000_000  # each takes about 250 bytes; the 20 most likely tokens at 47,000 places
 
 
 class BackgroundLimit:

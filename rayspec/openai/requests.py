@@ -31,6 +31,7 @@ _MAX_STOP_STRINGS, _MAX_STOP_CHARACTERS = 16, 1000
 _MAX_TOKENS_NAMED = 1024
 _MAX_BAD_WORDS = 256
 _MAX_ALLOWED = 2**19  # more than any vocabulary
+_MAX_RULES = 2**22  # allowed tokens, and characters of bad words, of all sequences: the engine reads them for each
 
 _PLAINLY = Rendering()
 ONLY_TIER = ("auto", "default")  # OpenAI's other tiers promise a price or a speed
@@ -230,6 +231,17 @@ class GenerationRequest(StrictBody):
         if self.num_sequences > _MAX_SEQUENCES:
             message = f"{self.num_sequences} sequences (prompts times n); at most {_MAX_SEQUENCES}, split the request"
             raise PydanticCustomError("invalid_value", message, {"field": "n"})
+        rules = {
+            "allowed_token_ids": len(self.allowed_token_ids or ()),
+            "bad_words": sum(map(len, self.bad_words or ())),
+        }
+        for field, number in rules.items():
+            if number * self.num_sequences > _MAX_RULES:
+                message = (
+                    f"{number} tokens or characters for each of {self.num_sequences} sequences; "
+                    f"at most {_MAX_RULES} in all, split the request"
+                )
+                raise PydanticCustomError("invalid_value", message, {"field": field})
         return self
 
     @property

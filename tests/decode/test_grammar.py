@@ -315,11 +315,11 @@ def test_whatever_cannot_be_compiled_is_a_short_error(form: dict[str, Any]) -> N
 
 def test_a_grammar_that_becomes_too_hard_fails_its_request_alone(llm: LLM) -> None:
     hard = "start: " + " | ".join(f'"a{number}"' for number in range(20_000))
-    params = [
-        SamplingParams(temperature=0, max_tokens=9, structured_outputs=one)
-        for one in ({"grammar": hard}, {"choice": ["ab"]})
-    ]
-    failed, other = llm.generate(["x", "x"], params, use_tqdm=False)
+    forms: list[dict[str, Any]] = [{"grammar": hard}, {"regex": "((ab){400}c){400}"}, {"choice": ["ab"]}]
+    params = [SamplingParams(temperature=0, max_tokens=300, structured_outputs=one) for one in forms]
+    failed, slow, other = llm.generate(["x"] * 3, params, use_tqdm=False)
     assert isinstance(failed.error, GrammarError)
     assert "max is" in str(failed.error)
+    assert isinstance(slow.error, GrammarError)
+    assert "takes too long" in str(slow.error)
     assert other.outputs[0].text == "ab"
