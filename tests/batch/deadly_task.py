@@ -16,8 +16,7 @@ from rayspec.batch.processor import ERROR_COLUMN, PreparedRowTask
 from rayspec.command.settings import Settings
 
 if TYPE_CHECKING:
-    from rayspec.batch.row_engine import Handler
-
+    from rayspec.batch.rows import Handler
     from rayspec.llm import AsyncEngine
 
 PARAMS = {"temperature": 0.0, "max_tokens": 6}

@@ -22,8 +22,7 @@ from rayspec.command.settings import Settings, make_settings
 from rayspec.config import SamplingParams
 
 if TYPE_CHECKING:
-    from rayspec.batch.row_engine import Handler
-
+    from rayspec.batch.rows import Handler
     from rayspec.llm import AsyncEngine
 
 FAST = {"model": "demo", "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 4}
