@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rayspec import demo
 from rayspec.batch import demonstration
-from rayspec.batch.comparison import Pair, SideBySide
+from rayspec.batch.demonstration import Pair, SideBySide
 from rayspec.batch.rows import Row
 from rayspec.cli import app
 from rayspec.types import CheckpointError, EngineStats
@@ -56,7 +56,7 @@ def test_without_a_registry_the_bundled_model_shows_its_gain_and_the_same_texts(
     assert sum(right for right, _ in exact) > 0.9 * sum(lines for _, lines in exact)
     page = (out / "report.html").read_text(encoding="utf-8")
     assert f"{gain}x faster than plain decoding, same text (checked: 12 of 12)" in page
-    assert page.count("<th scope=row>") == 12
+    assert page.count('<th scope="row">') == 12
     assert "Review of the " in result.stdout
 
 
