@@ -19,10 +19,10 @@ import rayspec
 from rayspec.batch.document_task import DocumentTask, PromptBuilder, summary_prompt
 from rayspec.batch.documents import input_row
 from rayspec.batch.job import completing
+from rayspec.batch.local_backend import Source
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.ray_backend import RayBackend, quieten, reading
 from rayspec.batch.rows import Row, RowEngineFactory
-from rayspec.batch.scan import Source
 from rayspec.bench.options import BenchOptions, WorkloadOptions
 from rayspec.bench.result import describe_environment, markdown_table
 from rayspec.bench.run import engine_config, model_folder

@@ -21,9 +21,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from rayspec.batch.job import CONFIG_NAME, Job
+from rayspec.batch.local_backend import Source
 from rayspec.batch.ray_backend import RayBackend
 from rayspec.batch.rows import Row
-from rayspec.batch.scan import Source
 from rayspec.bench.result import describe_environment, markdown_table
 from rayspec.command.settings import Settings
 from rayspec.config import DType, EngineConfig, ParallelOptions, SamplingParams

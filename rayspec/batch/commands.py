@@ -17,13 +17,12 @@ from rich.table import Table
 
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
 from rayspec.batch.documents import Columns, input_row
-from rayspec.batch.in_process import LocalBackend
 from rayspec.batch.input_files import KNOWN_TYPES, InputFiles, find_files
 from rayspec.batch.job import Job, JobOptions
+from rayspec.batch.local_backend import LocalBackend, Source
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import DOCUMENT_HEADINGS
 from rayspec.batch.run_folder import MANIFEST, output_places
-from rayspec.batch.scan import Source
 from rayspec.command.help import LongCommand
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.settings import Settings

@@ -22,13 +22,12 @@ import rayspec
 from rayspec import demo
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
 from rayspec.batch.documents import Columns
-from rayspec.batch.in_process import LocalBackend
 from rayspec.batch.input_files import find_files
 from rayspec.batch.job import Job, JobOptions
+from rayspec.batch.local_backend import LocalBackend, Source
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import RunReport
 from rayspec.batch.rows import Row
-from rayspec.batch.scan import Source
 from rayspec.command.locations import Location
 from rayspec.command.settings import Settings
 from rayspec.command.terminal import EXIT_FAILED, EXIT_OK, clean_exit, output_console, say

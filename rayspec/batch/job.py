@@ -18,12 +18,11 @@ import pyarrow as pa
 import yaml
 from pydantic import Field
 
-from rayspec.batch.in_process import LocalBackend
+from rayspec.batch.local_backend import Changed, LocalBackend, Order, Source, compared
 from rayspec.batch.parts import FileFormat
 from rayspec.batch.report import PLOT_NAME, RunReport, showing_progress
 from rayspec.batch.rows import Row, RowEngineFactory, RowTask
 from rayspec.batch.run_folder import RunFolder, output_places
-from rayspec.batch.scan import Changed, Order, Source, compared
 from rayspec.command.locations import Location
 from rayspec.command.terminal import EXIT_TERMINATED, error_console, exit_on_sigterm, say
 from rayspec.config import DType, Options
@@ -87,7 +86,7 @@ class Drain:
 
 
 class JobOptions(Options):
-    """Options of a job over rows. changed: how rows are treated whose text has changed, see `scan.Changed`."""
+    """Options of a job over rows. changed: how rows are treated whose text has changed, see `local_backend.Changed`."""
 
     overwrite: bool = Field(False, description="begin again, in place of what an earlier run has left there")
     changed: Changed = Field("keep", description="what becomes of rows with other text than when they were done")

@@ -17,9 +17,17 @@ import ray
 import ray.data
 
 from rayspec.batch.documents import Columns, read_piece
-from rayspec.batch.in_process import LocalBackend
+from rayspec.batch.local_backend import (
+    LocalBackend,
+    Order,
+    Scan,
+    Source,
+    numbers_by_piece,
+    scan_of,
+    scan_pieces,
+    sort_key,
+)
 from rayspec.batch.rows import Row
-from rayspec.batch.scan import Order, Scan, Source, numbers_by_piece, scan_of, scan_pieces, sort_key
 from rayspec.pool.supervisor import EnginePool
 from rayspec.pool.worker import EngineFactory
 from rayspec.ray_session import ray_session

@@ -26,9 +26,9 @@ import ray
 from rayspec import LLM, demo
 from rayspec.batch.documents import input_row
 from rayspec.batch.job import Job, JobOptions
+from rayspec.batch.local_backend import Source
 from rayspec.batch.ray_backend import RayBackend
 from rayspec.batch.rows import Row
-from rayspec.batch.scan import Source
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import CheckpointError
 from tests.batch.noted_task import NotedTask, kill_engine, noted, terminate

@@ -18,10 +18,9 @@ from ray.data.exceptions import ExecutionTimeoutError
 
 from rayspec.batch import documents
 from rayspec.batch.documents import input_row, pieces_of
-from rayspec.batch.in_process import LocalBackend
+from rayspec.batch.local_backend import LocalBackend, Order, Source, in_sample
 from rayspec.batch.ray_backend import _READER_THREADS, RayBackend, reader_threads, reading, rows_of
 from rayspec.batch.rows import Row
-from rayspec.batch.scan import Order, Source, in_sample
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 

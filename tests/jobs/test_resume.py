@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rayspec import demo
-from rayspec.batch.scan import in_sample
+from rayspec.batch.local_backend import in_sample
 from rayspec.cli import app
 from tests.jobs.job_process import FAST, committed, write_lines
 

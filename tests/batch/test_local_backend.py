@@ -5,9 +5,8 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from rayspec.batch.in_process import LocalBackend
+from rayspec.batch.local_backend import Comparison, LocalBackend, Source, compared
 from rayspec.batch.rows import Row
-from rayspec.batch.scan import Comparison, Source, compared
 from rayspec.types import ConfigError
 
 
