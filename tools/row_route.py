@@ -24,12 +24,7 @@ from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.documents import Columns
 from rayspec.batch.input_files import find_files
 from rayspec.batch.job import Job
-<<<<<<< HEAD
-from rayspec.batch.scan import Source
-=======
 from rayspec.batch.local_backend import LocalBackend, Source
-from rayspec.command.loading import load_llm
->>>>>>> bf70609 (Jobs: the scan of the input and the backend of one process are one module)
 from rayspec.command.settings import Settings
 from rayspec.command.terminal import load_llm
 from rayspec.config import EngineConfig, SamplingParams

@@ -12,7 +12,7 @@ from rayspec.batch.rows import Handler, Row
 from rayspec.command.locations import FILE_ERRORS, Location
 from rayspec.command.settings import Settings
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.openai.batch import BatchError, BatchLine, BatchResult, answer, limited_lines, read_batch
+from rayspec.openai.batch import BatchLine, BatchResult, answer, limited_lines, read_batch
 from rayspec.types import ConfigError, RayspecError
 
 if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
@@ -80,7 +80,7 @@ def answered(row: Row, result: BatchResult) -> Row:
         num_prompt_tokens=usage.get("prompt_tokens", 0),
         num_output_tokens=usage.get("completion_tokens", 0),
         finish_reason="error" if result.failed else "stop",
-        error_kind=_error_code(result) if result.failed else None,
+        error_kind=result.error_code,
         error=result.json_line().strip() if result.failed else None,
     )
 
@@ -95,25 +95,12 @@ class BatchFiles:
     requests: Sequence[Row]
 
     def __call__(self, rows: Callable[[], Iterable[Row]], folder: Location) -> None:
-        custom_ids = {one.id: json.loads(one.document or "{}").get("custom_id") for one in self.requests}
+        lines = {one.id: BatchLine(**json.loads(one.document or "")) for one in self.requests}
         for name, failed in ((OUTPUT_NAME, False), (ERRORS_NAME, True)):
             with folder.join(name).writing() as file:
                 for row in rows():
                     if (row.error_kind is not None) == failed:
                         line = row.text
                         if line is None:  # the request has no answer
-                            error = BatchError(
-                                code=row.error_kind or "", message=row.error or "", param=None, line=None
-                            )
-                            line = BatchResult(
-                                id=row.id, custom_id=custom_ids.get(row.id), response=None, error=error
-                            ).json_line()
+                            line = lines[row.id].unanswered(row.error_kind or "", row.error or "").json_line()
                         file.write(line.encode())
-
-
-def _error_code(result: BatchResult) -> str:
-    if result.error is not None:
-        return result.error.code
-    assert result.response is not None
-    error = result.response.body.get("error", {})
-    return str(error.get("code") or error.get("type") or result.response.status_code)

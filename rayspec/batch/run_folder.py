@@ -12,8 +12,6 @@ lost: the names of parts contain the session, and of several rows with the same 
 from __future__ import annotations
 
 import datetime as dt
-import errno
-import fcntl
 import json
 import os
 import platform
@@ -27,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import IO, Any, Final, Literal
 
 import msgspec
 import pyarrow as pa
@@ -114,31 +112,23 @@ def _check_equal(before: Manifest, fresh: Manifest, location: Location) -> None:
         )
 
 
-def _locked(location: Location) -> int | None:
-    """Take the lock of a folder and return its descriptor; None where there is no lock. The kernel releases the lock
-    when the process ends. Raises ConfigError for a file and if another process holds the lock."""
+def _locked(location: Location) -> IO[bytes] | None:
+    """Take the lock of a folder, see `Location.lock`. Raises ConfigError for a file and if another process holds the
+    lock."""
     if location.exists and not location.is_folder:
         raise ConfigError(f"option 'output' is {location.name!r}, a file: name a folder")
-    path = location.join(_LOCK).local_path
-    if path is None:
-        return None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    place = location.join(_LOCK)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.pread(lock, 1000, 0).decode(errors="replace") or "another process"
-        os.close(lock)
-        if error.errno in {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}:
-            return None  # a file system without locks is treated like a remote store
-        if not isinstance(error, BlockingIOError):
-            raise
+        lock = place.lock()
+    except BlockingIOError as error:
+        holder = place.read().decode(errors="replace") or "another process"
         raise ConfigError(
             f"option 'output' is {location.name!r}, where {holder} is writing: wait for it or choose another folder"
         ) from error
-    with suppress(OSError):  # a full disk: then nobody learns who holds the lock
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} of {platform.node()}, since {_now()},".encode(), 0)
+    if lock is not None:
+        with suppress(OSError):  # a full disk: then nobody learns who holds the lock
+            os.ftruncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"process {os.getpid()} of {platform.node()}, since {_now()},".encode())
     return lock
 
 
@@ -181,7 +171,7 @@ class RunFolder:
         self._timer: threading.Timer | None = None
         self._is_overdue = False
         self._opened_s = time.monotonic()
-        self._lock: int | None = None
+        self._lock: IO[bytes] | None = None
         try:
             self._lock = _locked(location)
             before = _begin(location, fresh, merged, report_files) if overwrite else _continue(location, fresh, merged)
@@ -293,7 +283,7 @@ class RunFolder:
 
     def _release(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
 
     def __enter__(self) -> Self:

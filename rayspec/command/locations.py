@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import functools
 import glob
 import io
@@ -292,6 +294,23 @@ class Location:
             if not folder.exists():
                 folder.mkdir(mode=0o700 if self.is_private else 0o777, exist_ok=True)
         return self.local_path
+
+    def lock(self) -> IO[bytes] | None:
+        """Make and lock this file until the returned file is closed, also by the end of the process, however it ends.
+        Return None where there are no locks, as in a remote store. Raises BlockingIOError while another process has
+        the lock."""
+        if self.local_path is None:
+            return None
+        self.folder.make_folder()
+        file = open(self.local_path, "a+b", opener=_opened_privately if self.is_private else None)  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            if error.errno in {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}:
+                return None
+            raise
+        return file
 
     @property
     def _address(self) -> str:

@@ -63,6 +63,14 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the line belongs in the error file."""
         return self.response is None or self.response.status_code != 200
 
+    @property
+    def error_code(self) -> str | None:
+        """The code of the error; None for a line that did not fail."""
+        if self.response is None or not self.failed:
+            return None if self.error is None else self.error.code
+        error = self.response.body.get("error", {})
+        return str(error.get("code") or error.get("type") or self.response.status_code)
+
     def json_line(self) -> str:
         """Return the result as a line of JSON, with its line break."""
         return msgspec.json.encode(self).decode() + "\n"

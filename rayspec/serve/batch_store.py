@@ -10,11 +10,9 @@ batches/ID/results/   lines of answers, in parts that never change
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import logging
-import os
 import re
 import secrets
 import time
@@ -59,21 +57,12 @@ class BatchStore:
     def lock(self) -> IO[bytes] | None:
         """Lock the folder for this process, until the returned file is closed. Return None where the file system has no
         locks, as an object store. Raises ConfigError while another process has the lock."""
-        folder = self.folder.make_folder()
-        if folder is None:
-            return None
-        file = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600), "wb")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return self.folder.join(".lock").lock()
         except BlockingIOError:
-            file.close()
             raise ConfigError(
                 f"option 'batches' is {self.folder.name!r}, where another server runs batches: name another folder"
             ) from None
-        except OSError:
-            file.close()
-            return None
-        return file
 
     def sweep(self, age_s: float) -> None:
         """Delete what interrupted uploads and writes have left for longer than `age_s`, on this machine."""
@@ -148,9 +137,9 @@ class BatchStore:
         """Return a batch as clients see it: after a request to cancel, its status is `cancelling` until it ends."""
         batch = self.saved(batch_id)
         asked_at = None if batch.status in FINAL else self.cancel_asked_at(batch_id)
-        return (
-            batch if asked_at is None else msgspec.structs.replace(batch, status="cancelling", cancelling_at=asked_at)
-        )
+        if asked_at is None:
+            return batch
+        return msgspec.structs.replace(batch, status="cancelling", cancelling_at=asked_at)
 
     def saved(self, batch_id: str) -> Batch:
         """Return a batch as its runner saved it."""
