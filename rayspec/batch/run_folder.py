@@ -83,9 +83,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 f"{location}: not a manifest that can be read ({error}); choose another folder or pass --overwrite"
             ) from error
 
-    def write(self, location: Location) -> None:
-        location.write(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-
 
 def _check_equal(before: Manifest, fresh: Manifest, location: Location) -> None:
     """Check that a run with the manifest `fresh` may continue the job of `before`. Raises ConfigError.
@@ -138,6 +135,8 @@ class RunFolder:
     Rows are committed when there are 32 of them (later 1/64 of all, at most 4096), and 5 s after the first of them
     (after some hours, 1/1000 of the time so far). A driver that is killed loses uncommitted rows, and the next run does
     them again. Safe to use from several threads.
+
+    is_merged: whether the merged file has the same rows as the parts. manifest: as it was written last.
     """
 
     def __init__(
@@ -177,10 +176,10 @@ class RunFolder:
             before = _begin(location, fresh, merged, report_files) if overwrite else _continue(location, fresh, merged)
             _remove_leftovers(location, merged)
             self._parts = Parts(location.join(_ROWS), text_column=text_column)
-            self._is_merged = before.status == "complete" and merged.exists and not self._parts.ignores_some
+            self.is_merged = before.status == "complete" and merged.exists and not self._parts.ignores_some
             session = Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
-            self._manifest = msgspec.structs.replace(before, status="running", sessions=(*before.sessions, session))
-            self._manifest.write(location.join(MANIFEST))  # last: a folder that cannot be read stays unchanged
+            # last: a folder that cannot be read stays unchanged
+            self._save(before, status="running", sessions=(*before.sessions, session))
         except BaseException as error:
             self._release()
             if not isinstance(error, UnreadableFileError | OSError):
@@ -201,21 +200,12 @@ class RunFolder:
         with self._guard:
             return self._parts.kinds
 
-    @property
-    def is_merged(self) -> bool:
-        """Whether the merged file has the same rows as the parts."""
-        return self._is_merged
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._manifest
-
     def redo(self, row_ids: pa.Array) -> None:
         """Mark rows to be done again."""
         if len(row_ids):
             with self._guard:
                 self._parts.redo(row_ids)
-                self._is_merged = False
+                self.is_merged = False
 
     def add(self, row: Row) -> None:
         """Add a row. Raises OutputError if rows cannot be committed; they are then committed with the next rows."""
@@ -237,8 +227,8 @@ class RunFolder:
             if not self._buffer:
                 return
             with self._naming_output():
-                self._parts.append(self._buffer, self._manifest.sessions[-1].run_id)
-            self._is_merged = False
+                self._parts.append(self._buffer, self.manifest.sessions[-1].run_id)
+            self.is_merged = False
             self._buffer.clear()
             self._is_overdue = False
 
@@ -249,8 +239,7 @@ class RunFolder:
     def note(self, extra: dict[str, Any]) -> None:
         """Write further content of the manifest now, so that a run that is killed leaves it. Raises OutputError."""
         with self._guard, self._naming_output():
-            self._manifest = msgspec.structs.replace(self._manifest, extra=extra)
-            self._manifest.write(self.location.join(MANIFEST))
+            self._save(self.manifest, extra=extra)
 
     def finish(self, counts: dict[str, Any]) -> None:
         """Commit, merge the rows into one file, and update the manifest.
@@ -271,13 +260,13 @@ class RunFolder:
         finally:
             self._stop_timer()
             try:
-                if self._manifest.status == "running":
+                if self.manifest.status == "running":
                     with suppress(OSError, pa.ArrowException, DamagedOutputError):
                         # The output that the user named, which is not in the run folder, has the rows so far.
                         if not self._merged.is_in(self.location) and len(self._parts):
                             self._merge()
                     with suppress(OSError):  # a manifest that says "running" is that of a killed driver
-                        self._end_session("interrupted", self._manifest.counts)
+                        self._end_session("interrupted", self.manifest.counts)
             finally:
                 self._release()
 
@@ -316,10 +305,10 @@ class RunFolder:
             ) from error
 
     def _merge(self) -> None:
-        if not self._is_merged:
+        if not self.is_merged:
             with self._merged.writing() as file:
-                self._parts.write(file, self._manifest.file_format)
-            self._is_merged = True
+                self._parts.write(file, self.manifest.file_format)
+            self.is_merged = True
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -327,10 +316,10 @@ class RunFolder:
             self._timer = None
 
     def _end_session(self, status: Status, counts: dict[str, Any]) -> None:
-        *before, session = self._manifest.sessions
+        *before, session = self.manifest.sessions
         kinds = self.kinds
-        self._manifest = msgspec.structs.replace(
-            self._manifest,
+        self._save(
+            self.manifest,
             status=status,
             sessions=(*before, msgspec.structs.replace(session, finished=_now())),
             rows={
@@ -340,7 +329,10 @@ class RunFolder:
             },
             counts=counts,
         )
-        self._manifest.write(self.location.join(MANIFEST))
+
+    def _save(self, manifest: Manifest, **changes: Any) -> None:
+        self.manifest = msgspec.structs.replace(manifest, **changes)
+        self.location.join(MANIFEST).write(msgspec.json.format(msgspec.json.encode(self.manifest), indent=2) + b"\n")
 
 
 def output_places(output: str, file_format: FileFormat | None) -> tuple[Location, Location | None, FileFormat]:

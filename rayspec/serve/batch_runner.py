@@ -15,8 +15,7 @@ from typing import IO, Any, Literal
 
 import msgspec
 
-from rayspec.openai.batch import BatchError, BatchLine, BatchResult
-from rayspec.openai.batches import FINAL, Batch, BatchErrors, RequestCounts
+from rayspec.openai.batch import FINAL, Batch, BatchError, BatchErrors, BatchLine, BatchResult, RequestCounts
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.calls import fetch

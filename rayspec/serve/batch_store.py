@@ -27,8 +27,18 @@ import msgspec
 from typing_extensions import Self
 
 from rayspec.command.locations import PARTIAL_SUFFIX, Location
-from rayspec.openai.batch import BatchLine, BatchResult, limited_lines, read_batch
-from rayspec.openai.batches import FINAL, Batch, BatchRequest, FileObject, Page, Purpose
+from rayspec.openai.batch import (
+    FINAL,
+    Batch,
+    BatchLine,
+    BatchRequest,
+    BatchResult,
+    FileObject,
+    Page,
+    Purpose,
+    limited_lines,
+    read_batch,
+)
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.types import ConfigError
 

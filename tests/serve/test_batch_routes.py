@@ -12,7 +12,7 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 
-from rayspec.openai.batches import FileObject, Page
+from rayspec.openai.batch import FileObject, Page
 from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.batch_store import BatchStore, new_id
 from rayspec.serve.description import Description

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from rayspec.command.locations import Location
-from rayspec.openai.batch import BatchLine, BatchResult
-from rayspec.openai.batches import Batch, BatchRequest
+from rayspec.openai.batch import Batch, BatchLine, BatchRequest, BatchResult
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.serve.batch_runner import BatchRun, BatchRunner
 from rayspec.serve.batch_store import BatchStore, new_id
