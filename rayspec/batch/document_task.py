@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rayspec.batch.long_documents import LongDocumentOptions, LongDocuments
 from rayspec.batch.rows import Handler, Row
@@ -16,7 +15,7 @@ from rayspec.prompts import text_tokens
 from rayspec.types import ConfigError, InvalidMessagesError, Request, RequestError, UnfinishedFormError
 
 if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
-    from rayspec.llm import AsyncEngine
+    from rayspec.llm import LLM, AsyncEngine
 
 SUMMARY_SAMPLING = SamplingParams(temperature=0.0, max_tokens=256)
 _PLACE = "{text}"
@@ -39,15 +38,6 @@ def _check_template(template: str) -> None:
         raise ConfigError(f"option 'prompt' is {template!r}: it must hold {_PLACE}, where the document goes")
 
 
-class Tokenizes(Protocol):
-    """The interface of LLM and AsyncEngine that makes prompts. `tokenizer` is a transformers tokenizer."""
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBuilder:
     """Makes requests from rows.
@@ -57,7 +47,7 @@ class PromptBuilder:
     documents whole, and the engine refuses prompts that do not fit.
     """
 
-    llm: Tokenizes
+    llm: LLM | AsyncEngine
     params: SamplingParams
     template: str = _PLACE
     chat: bool = True

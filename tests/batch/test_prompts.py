@@ -27,7 +27,7 @@ class DemoTokens:
 
 
 def builder(chat_template: str | None = "of the model", **options: Any) -> PromptBuilder:
-    llm = DemoTokens()
+    llm: Any = DemoTokens()
     if chat_template != "of the model":
         llm.tokenizer.chat_template = chat_template
     return PromptBuilder(llm=llm, params=SamplingParams(max_tokens=10), **options)
