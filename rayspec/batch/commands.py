@@ -26,7 +26,7 @@ from rayspec.batch.run_folder import MANIFEST, output_places
 from rayspec.command.help import LongCommand
 from rayspec.command.options import Asked, with_settings
 from rayspec.command.settings import Settings
-from rayspec.command.terminal import clean_exit, error_console, output_console
+from rayspec.command.terminal import clean_exit, output_console, say
 from rayspec.config import SamplingParams
 from rayspec.demo import BUNDLED, example_documents
 from rayspec.structured import StructuredOutputsParams
@@ -211,7 +211,7 @@ def _run_documents(
         code = report.exit_code(accepts_failed=options.accept_failed_rows)
         if is_printed:
             _print_rows(Path(place), None if output == _STDOUT else text_column)
-            error_console().print(str(report), markup=False, highlight=False, soft_wrap=True)
+            say(str(report))
             raise typer.Exit(code)
     table = Table(title=str(report), title_justify="left")
     for heading in DOCUMENT_HEADINGS:
@@ -256,7 +256,7 @@ def _found(inputs: Sequence[str], output: str | None, options: JobOptions) -> In
         raise ConfigError(f"option 'format' is {options.format!r}, of a file: name one as 'output'")
     found = find_files(inputs, outputs=leave_out)
     if found.warning is not None:
-        error_console().print(found.warning, markup=False, highlight=False, soft_wrap=True)
+        say(found.warning)
     if file is not None and any(os.path.realpath(each.path) == os.path.realpath(file.path) for each in found.files):
         raise ConfigError(f"option 'output' is {file.name!r}, which is an input too: choose another name")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -43,22 +44,17 @@ class RecentRates:
         return (end.num_generated_tokens - begin.num_generated_tokens) / (end_s - begin_s)
 
     @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted share of the draft tokens; None where nothing was drafted."""
-        drafted = self._grown("num_draft_tokens")
-        return self._grown("num_accepted_tokens") / drafted if drafted else None
-
-    @property
-    def mean_accepted_length(self) -> float | None:
-        """Committed tokens per drafted round, as in EngineStats; None without such a round."""
-        rounds = self._grown("num_rounds") - self._grown("num_plain_rounds")
-        return 1 + self._grown("num_accepted_tokens") / rounds if rounds else None
-
-    def _grown(self, name: str) -> int:
+    def grown(self) -> EngineStats:
+        """The growth of the counters of rounds and draft tokens in the window."""
         if not self._counts:
-            return 0
-        grown: int = getattr(self._counts[-1][1], name) - getattr(self._counts[0][1], name)
-        return grown
+            return EngineStats()
+        first, last = self._counts[0][1], self._counts[-1][1]
+        return EngineStats(
+            num_rounds=last.num_rounds - first.num_rounds,
+            num_plain_rounds=last.num_plain_rounds - first.num_plain_rounds,
+            num_draft_tokens=last.num_draft_tokens - first.num_draft_tokens,
+            num_accepted_tokens=last.num_accepted_tokens - first.num_accepted_tokens,
+        )
 
 
 class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,18 +105,15 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     def of(
         cls, model: str, client: Client, rates: RecentRates, num_sublayers: int, health: EngineHealth
     ) -> ModelStatus:
-        load, stats = client.load, client.stats
+        stats, grown = client.stats, rates.grown
         return cls(
             model=model,
             num_sublayers=num_sublayers,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            kv_used_tokens=load.kv_used_tokens,
-            kv_total_tokens=load.kv_total_tokens,
+            **asdict(client.load),
             num_generated_tokens=stats.num_generated_tokens,
             tokens_per_s=rates.tokens_per_s,
-            acceptance_rate=rates.acceptance_rate,
-            mean_accepted_length=rates.mean_accepted_length,
+            acceptance_rate=grown.acceptance_rate,
+            mean_accepted_length=grown.mean_accepted_length,
             gate_reason=stats.gate_reason,
             plan=PlanStatus.of(stats.plans[-1]) if stats.plans else None,
             health=health,

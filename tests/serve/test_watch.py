@@ -87,7 +87,7 @@ def test_an_engine_that_is_stuck_is_lost_and_one_that_recovers_is_not() -> None:
 
 def test_rates_are_of_the_window_and_begin_with_a_burst() -> None:
     rates = RecentRates(window_s=10.0)
-    assert (rates.tokens_per_s, rates.acceptance_rate, rates.mean_accepted_length) == (0.0, None, None)
+    assert (rates.tokens_per_s, rates.grown.acceptance_rate, rates.grown.mean_accepted_length) == (0.0, None, None)
     for second in range(16):
         grown = max(0, second - 5)
         stats = EngineStats(
@@ -99,8 +99,8 @@ def test_rates_are_of_the_window_and_begin_with_a_burst() -> None:
         )
         rates.add(stats, float(second))
     assert rates.tokens_per_s == pytest.approx(20.0)
-    assert rates.acceptance_rate == pytest.approx(6 / 8)
-    assert rates.mean_accepted_length == pytest.approx(1 + 6 / 2)
+    assert rates.grown.acceptance_rate == pytest.approx(6 / 8)
+    assert rates.grown.mean_accepted_length == pytest.approx(1 + 6 / 2)
     for second in range(16, 30):
         rates.add(stats, float(second))
     assert rates.tokens_per_s == 0.0
