@@ -285,7 +285,7 @@ class SideBySide:
         """Return the report: one page without scripts or outside resources."""
         plain, fast = self.decoding
         template = Template(_PAGE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
-        return template.render(
+        page: str = template.render(
             headline=self.headline[:1].upper() + self.headline[1:],
             setting=f"{len(self.pairs)} documents, model {self.model}, float32, one document at a time, on "
             f"{num_cores()} cores ({cpu_name()}). rayspec {rayspec.__version__}, "
@@ -301,6 +301,7 @@ class SideBySide:
             pairs=self.pairs,
             widest=max((pair.speed_up or 0.0 for pair in self.pairs), default=0.0) or 1.0,
         )
+        return page
 
 
 def _rate(stats: EngineStats, without_s: float = 0.0) -> float:

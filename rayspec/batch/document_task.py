@@ -78,7 +78,7 @@ class PromptBuilder:
         body = text_tokens(text, self.llm.tokenizer, add_special_tokens=False)
         while len(token_ids) > limit and body:
             body = body[: max(0, len(body) - (len(token_ids) - limit))]
-            token_ids = self._text_tokens(self.llm.tokenizer.decode(body).rstrip("\ufffd"))
+            token_ids = self._text_tokens(str(self.llm.tokenizer.decode(body)).rstrip("\ufffd"))
         return token_ids
 
     def _text_tokens(self, text: str) -> list[int]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-Kind = Literal["counter", "gauge", "histogram"]
 
 COMMON_LABELS = ("model", "replica")
 UNREACHABLE_NODES = "rayspec_scrape_unreachable_nodes"  # added by `scrape.py`, not recorded by an engine
@@ -36,9 +33,9 @@ _BOUNDARIES = {
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One metric. label: name of its label in addition to COMMON_LABELS, if any."""
+    """One metric. kind: counter, gauge or histogram. label: name of its label in addition to COMMON_LABELS, if any."""
 
-    kind: Kind
+    kind: str
     name: str
     unit: str
     label: str
