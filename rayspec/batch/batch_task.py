@@ -12,7 +12,7 @@ from rayspec.batch.rows import Handler, Row
 from rayspec.command.locations import FILE_ERRORS, Location
 from rayspec.command.settings import Settings
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.openai.batch import BatchLine, BatchResult, answer, limited_lines, read_batch
+from rayspec.openai.batch import BatchError, BatchLine, BatchResult, answer, limited_lines, read_batch
 from rayspec.types import ConfigError, RayspecError
 
 if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
@@ -95,12 +95,13 @@ class BatchFiles:
     requests: Sequence[Row]
 
     def __call__(self, rows: Callable[[], Iterable[Row]], folder: Location) -> None:
-        lines = {one.id: BatchLine(**json.loads(one.document or "")) for one in self.requests}
+        custom_ids = {one.id: json.loads(one.document or "{}").get("custom_id") for one in self.requests}
         for name, failed in ((OUTPUT_NAME, False), (ERRORS_NAME, True)):
             with folder.join(name).writing() as file:
                 for row in rows():
                     if (row.error_kind is not None) == failed:
                         line = row.text
                         if line is None:  # the request has no answer
-                            line = lines[row.id].unanswered(row.error_kind or "", row.error or "").json_line()
+                            error = BatchError(code=row.error_kind or "", message=row.error or "")
+                            line = BatchResult(id=row.id, custom_id=custom_ids.get(row.id), error=error).json_line()
                         file.write(line.encode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,8 @@ def test_a_file_that_cannot_be_read_is_told_by_name(tmp_path: Path) -> None:
 
 
 def test_answers_and_failures_go_to_their_files(tmp_path: Path) -> None:
+    asked = input_row("x", source="x", text=json.dumps({"custom_id": "c"}))
     line = BatchLine(digest="d", custom_id="a", url="/v1/completions", model=None, text="{}")
-    asked = input_row("x", source="x", text=json.dumps(asdict(line)))
     usage = {"usage": {"prompt_tokens": 5, "completion_tokens": 7}}
     good = answered(asked, line.result(200, usage))
     bad = answered(asked, line.result(400, {"error": {"code": None, "type": "invalid_request_error"}}))
@@ -36,4 +35,4 @@ def test_answers_and_failures_go_to_their_files(tmp_path: Path) -> None:
     assert json.loads(answer)["response"]["body"] == usage
     assert json.loads(failure)["response"]["status_code"] == 400
     result = json.loads(unanswered)
-    assert (result["custom_id"], result["response"], result["error"]["code"]) == ("a", None, "stage_lost")
+    assert (result["custom_id"], result["response"], result["error"]["code"]) == ("c", None, "stage_lost")
