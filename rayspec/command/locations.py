@@ -302,7 +302,8 @@ class Location:
         if self.local_path is None:
             return None
         self.folder.make_folder()
-        file = open(self.local_path, "a+b", opener=_opened_privately if self.is_private else None)  # noqa: SIM115
+        opener = functools.partial(os.open, mode=0o600 if self.is_private else 0o666)
+        file = open(self.local_path, "a+b", opener=opener)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
