@@ -97,10 +97,6 @@ class Progress:
                 longest_s[step] = max(took_s, _DECAY * longest_s.get(step, 0.0))
 
     @property
-    def is_busy(self) -> bool:
-        return self._task is not None
-
-    @property
     def worked_s(self) -> float:
         """Seconds of all tasks so far. Any thread may read it."""
         task = self._task

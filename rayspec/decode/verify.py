@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -51,28 +50,6 @@ class Verdict(msgspec.Struct, frozen=True):
     num_accepted: int
     path: tuple[int, ...] = ()
     is_finite: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RejectionBatch:
-    """One rejection round of S sequences, packed. Sequence s owns rows first_rows[s] .. first_rows[s] + lengths[s]. Its
-    last row is for the bonus token, and each other row has a draft token.
-
-    scores: float32 [N, V], processed target logits. drafts: int64 [N], the draft token of each row; any value in bonus
-    rows. draft_scores: float32 [M, V], processed draft logits. draft_rows: int64 [N], the row of draft_scores that a
-    row's token was sampled from, or -1 if it was not sampled. seeds, positions (of the first row), first_rows, lengths:
-    int64 [S]. longest: the largest of `lengths`, known on the host.
-    """
-
-    scores: Tensor
-    drafts: Tensor
-    draft_scores: Tensor
-    draft_rows: Tensor
-    seeds: Tensor
-    positions: Tensor
-    first_rows: Tensor
-    lengths: Tensor
-    longest: int
 
 
 def verify_coupled(logits: Tensor, rows: Sequence[Rows]) -> list[Verdict]:
@@ -99,7 +76,7 @@ def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequenc
         others = [pair for pair, exact in zip(pairs, is_compared, strict=True) if not exact]
         drawn = iter(verify_rejection(logits, [row for row, _ in others], [given for _, given in others]))
         return [next(compared if exact else drawn) for exact in is_compared]
-    accepted, last = decide(_packed(logits, rows, draft_logits))
+    accepted, last = _decided(logits, rows, draft_logits)
     decided = torch.cat((accepted, last, finite_rows(logits))).tolist()
     num_accepted, tokens, finite = decided[: len(rows)], decided[len(rows) : 2 * len(rows)], decided[2 * len(rows) :]
     return [
@@ -108,45 +85,57 @@ def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequenc
     ]
 
 
-def decide(batch: RejectionBatch) -> tuple[Tensor, Tensor]:
-    """Apply the rejection rule on tensors. Return how many draft tokens of each sequence are accepted and the token
-    after them, int64 [S] each, without host synchronisation."""
-    target, draft = batch.scores.softmax(-1), batch.draft_scores.softmax(-1)
-    ahead = torch.arange(batch.longest, device=target.device)
-    drafted = ahead < batch.lengths.unsqueeze(1)
-    at = torch.where(drafted, batch.first_rows.unsqueeze(1) + ahead, 0).flatten()  # [S * longest]: rows of draft tokens
+def decide(
+    *,
+    scores: Tensor,
+    drafts: Tensor,
+    draft_scores: Tensor,
+    draft_rows: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    first_rows: Tensor,
+    lengths: Tensor,
+    longest: int,
+) -> tuple[Tensor, Tensor]:
+    """Apply the rejection rule to one round of S sequences, packed. Return how many draft tokens of each sequence are
+    accepted and the token after them, int64 [S] each, without host synchronisation.
+
+    Sequence s owns rows first_rows[s] .. first_rows[s] + lengths[s]. Its last row is for the bonus token, and each
+    other row has a draft token. scores: float32 [N, V], processed target logits. drafts: int64 [N], the draft token of
+    each row; any value in bonus rows. draft_scores: float32 [M, V], processed draft logits. draft_rows: int64 [N], the
+    row of draft_scores that a row's token was sampled from, or -1 if it was not sampled. seeds, positions (of the first
+    row), first_rows, lengths: int64 [S]. longest: the largest of `lengths`, known on the host.
+    """
+    target, draft = scores.softmax(-1), draft_scores.softmax(-1)
+    ahead = torch.arange(longest, device=target.device)
+    drafted = ahead < lengths.unsqueeze(1)
+    at = torch.where(drafted, first_rows.unsqueeze(1) + ahead, 0).flatten()  # [S * longest]: rows of draft tokens
     noise = uniform(
-        batch.seeds.repeat_interleave(batch.longest),
-        (batch.positions.unsqueeze(1) + ahead).flatten(),
-        Stream.ACCEPT,
-        target.device,
+        seeds.repeat_interleave(longest), (positions.unsqueeze(1) + ahead).flatten(), Stream.ACCEPT, target.device
     )
-    tokens, rows = batch.drafts[at], batch.draft_rows[at]
+    tokens, rows = drafts[at], draft_rows[at]
     p = target[at, tokens].double()
     q = torch.where(rows < 0, 1.0, draft[rows.clamp_min(0), tokens].double()) if len(draft) else torch.ones_like(p)
     accepts = _accepts(p, q, noise).view_as(drafted) & drafted
     num_accepted = accepts.long().cumprod(1).sum(1)
-    return num_accepted, _last_tokens(batch, target, draft, num_accepted)
+
+    # The recovered or bonus token.
+    at = first_rows + num_accepted
+    rows = draft_rows[at].unsqueeze(1)
+    other = torch.zeros_like(scores[at]).scatter_(1, drafts[at].unsqueeze(1), 1.0)  # q, if it was not sampled
+    if len(draft):
+        other = torch.where(rows < 0, other, draft[rows.squeeze(1).clamp_min(0)])
+    is_bonus = num_accepted == lengths
+    stream = torch.where(is_bonus, int(Stream.TARGET), int(Stream.RECOVER))
+    last_noise = gumbel(seeds, positions + num_accepted, target.shape[1], stream, target.device)
+    last_scores = torch.where(is_bonus.unsqueeze(1), scores[at], _residual(target[at], other).log())
+    return num_accepted, (last_scores + last_noise).argmax(-1)
 
 
 def _accepts(p: Tensor, q: Tensor, noise: Tensor) -> Tensor:
     """Accept with probability min(1, p / q). All arguments are float64. The uniform noise is never 0, so p = 0 is never
     accepted. A token with q = 0 cannot have been drafted and is rejected."""
     return (q > 0) & (noise * q <= p)
-
-
-def _last_tokens(batch: RejectionBatch, target: Tensor, draft: Tensor, num_accepted: Tensor) -> Tensor:
-    """Return the recovered or bonus token of each sequence, int64 [S]."""
-    at = batch.first_rows + num_accepted
-    rows = batch.draft_rows[at]
-    q = torch.zeros_like(batch.scores[at]).scatter_(1, batch.drafts[at].unsqueeze(1), 1.0)  # if it was not sampled
-    if len(draft):
-        q = torch.where(rows.unsqueeze(1) < 0, q, draft[rows.clamp_min(0)])
-    is_bonus = num_accepted == batch.lengths
-    stream = torch.where(is_bonus, int(Stream.TARGET), int(Stream.RECOVER))
-    noise = gumbel(batch.seeds, batch.positions + num_accepted, target.shape[1], stream, target.device)
-    scores = torch.where(is_bonus.unsqueeze(1), batch.scores[at], _residual(target[at], q).log())
-    return (scores + noise).argmax(-1)
 
 
 def _residual(target: Tensor, draft: Tensor) -> Tensor:
@@ -156,7 +145,8 @@ def _residual(target: Tensor, draft: Tensor) -> Tensor:
     return torch.where(residual.sum(1, keepdim=True) > 0, residual, target)
 
 
-def _packed(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor | None]) -> RejectionBatch:
+def _decided(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Pack the sequences and `decide`."""
     sampled_from = [None if row.sampler.greedy else given for row, given in zip(rows, draft_logits, strict=True)]
     drafts, draft_rows, num_dense = [0] * len(logits), [-1] * len(logits), 0
     for row, given in zip(rows, sampled_from, strict=True):
@@ -178,7 +168,7 @@ def _packed(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequence[Tensor 
         [*(s.seed for s in samplers), *(s.position for s in samplers), *(row.start for row in rows), *lengths],
         scores.device,
     ).view(4, -1)
-    return RejectionBatch(
+    return decide(
         scores=scores,
         drafts=of_rows[0],
         draft_scores=torch.cat(dense).float() if dense else scores[:0],

@@ -145,17 +145,6 @@ def names_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[Seque
     return names, _LAST[kind]
 
 
-def bytes_of_copies(parts: Decomposition) -> dict[Weights, int]:
-    """Return the bytes of the quantised copies of all sublayers, by type of weights."""
-    sizes: dict[Weights, int] = {}
-    for sublayer in parts.sublayers:
-        for weights, body in sublayer.quantised.items():
-            assert isinstance(body, FusedLayer), "copies have the form of fused layers"
-            num_bytes = sum(each.num_bytes for each in (body.first, body.last) if isinstance(each, LinearMap))
-            sizes[weights] = sizes.get(weights, 0) + num_bytes
-    return sizes
-
-
 @dataclass(frozen=True, slots=True)
 class _Check:
     """One sublayer, and the rows on which its bodies are compared with its modules. kinds: by attention call of the

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rayspec.decode import verify
 from rayspec.decode.sampling import Rows, Stream, draft_tokens, gumbel, target_tokens
-from rayspec.decode.verify import RejectionBatch, decide, verify_rejection
+from rayspec.decode.verify import decide, verify_rejection
 from rayspec.generation import DecodingParams
 from tests.decode.samplers import processed, sampler_of
 from tests.exhaustive import few_of
@@ -176,17 +176,15 @@ def reject(
     drafts = text.gather(1, (begin.unsqueeze(1) + ahead).clamp_max(text.shape[1] - 1))
     draft_rows = torch.arange(len(seeds)).unsqueeze(1) * LONGEST + ahead
     return decide(
-        RejectionBatch(
-            scores=toy.target[histories[owned]],
-            drafts=drafts[owned],
-            draft_scores=draft_scores.flatten(0, 1),
-            draft_rows=torch.where(ahead < lengths.unsqueeze(1).clamp_max(num_sampled), draft_rows, -1)[owned],
-            seeds=seeds,
-            positions=begin,
-            first_rows=(lengths + 1).cumsum(0) - lengths - 1,
-            lengths=lengths,
-            longest=LONGEST,
-        )
+        scores=toy.target[histories[owned]],
+        drafts=drafts[owned],
+        draft_scores=draft_scores.flatten(0, 1),
+        draft_rows=torch.where(ahead < lengths.unsqueeze(1).clamp_max(num_sampled), draft_rows, -1)[owned],
+        seeds=seeds,
+        positions=begin,
+        first_rows=(lengths + 1).cumsum(0) - lengths - 1,
+        lengths=lengths,
+        longest=LONGEST,
     )
 
 
