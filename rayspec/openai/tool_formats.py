@@ -77,7 +77,7 @@ FORMATS: Sequence[ToolFormat] = (
     ToolFormat(name="hermes", signs=("<tool_call>",), **_TAGS),
     ToolFormat(
         name="llama3_json",
-        signs=("<|python_tag|>",),
+        signs=("<|start_header_id|>", '"parameters": '),
         begin="<|python_tag|>",
         between="; ",
         head='{"name": "NAME", "parameters": ',
@@ -241,7 +241,8 @@ class CallParser:
         """Show the arguments that come next, each in a tag of its own."""
         num_shown = 0
         while True:
-            while (match := _PARAMETER.match(self._rest)) is not None:
+            # The search for the end comes first, because it is much faster than the pattern on a long value.
+            while "</parameter>" in self._rest and (match := _PARAMETER.match(self._rest)) is not None:
                 name, value = match["name"], match["value"].removeprefix("\n").removesuffix("\n")
                 text = f"{json.dumps(name, ensure_ascii=False)}: {_as_json(value, schema, name)}"
                 self._add(None, f"{', ' if num_shown else '{'}{text}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from rayspec.openai.errors import InvalidRequestError
@@ -33,6 +33,15 @@ class Function(StrictBody):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False
+
+    @field_validator("parameters")
+    @classmethod
+    def _is_schema_of_an_object(cls, given: dict[str, Any]) -> dict[str, Any]:
+        properties, required = given.get("properties", {}), given.get("required", [])
+        is_object = given.get("type", "object") == "object" and isinstance(properties, dict)
+        if not is_object or not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+            raise PydanticCustomError("invalid_value", 'it must be a JSON schema of "type": "object"')
+        return given
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
@@ -114,12 +123,15 @@ class ToolUse:
             )
         if is_named:
             tools = [tool for tool in tools if tool.function.name == choice["function"]["name"]]
+        takes_one = is_named or (
+            choice == "required" and form is not None and form.may_be_bare
+        )  # as Llama 3's templates
         special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         return cls(
             tools=tools,
             form=form or HERMES,
             is_forced=choice != "auto",
-            is_parallel=is_parallel and not is_named,
+            is_parallel=is_parallel and not takes_one,
             is_known=is_known,
             special=special,
         )

@@ -18,6 +18,8 @@ from rayspec.decode.grammar import Grammars
 from rayspec.errors import RequestError
 from rayspec.llm import AsyncEngine
 from rayspec.openai.answer import respond, stream
+from rayspec.openai.batch import BatchLine, read_batch
+from rayspec.openai.batch import answer as answer_line
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.openai.requests import ChatRequest
 from rayspec.openai.responses import plain_body
@@ -189,6 +191,17 @@ def test_calls_are_found_in_free_text(engine: AsyncEngine) -> None:
     assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("stop", False)
 
 
+def test_a_line_of_a_batch_file_has_the_same_answer_again(engine: AsyncEngine) -> None:
+    body = CHAT | {"tools": TOOLS, "tool_choice": NAMED}
+    line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}).encode()
+    (read,) = read_batch([line], source="file")
+    assert isinstance(read, BatchLine)
+    results = [asyncio.run(answer_line(read, engine, ("m",), clock=lambda: 9.0)) for _ in range(2)]
+    assert results[0] == results[1]
+    assert results[0].response is not None
+    check_weather(results[0].response.body["choices"][0]["message"]["tool_calls"][0])
+
+
 def test_a_template_without_tools_takes_forced_calls_only(plain: AsyncEngine) -> None:
     with pytest.raises(InvalidRequestError, match="chat template does not describe tools: give tool_choice 'required'"):
         answer(plain, tools=TOOLS)
@@ -201,6 +214,11 @@ def test_a_template_without_tools_takes_forced_calls_only(plain: AsyncEngine) ->
         ({"tools": [{"type": "function"}]}, "tools.0.function", "Field required"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.custom", "unknown field"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": []}}}]},
+            "tools.0.function.parameters",
+            "JSON schema of",
+        ),
         ({"tools": TOOLS * 2}, "tools", "two functions are called 'now'"),
         ({"tools": [TOOLS[1]] * 129}, "tools", "at most 128"),
         ({"tools": [{"type": "function", "function": WEATHER | {"description": "a" * 2**17}}]}, "tools", "at most"),
