@@ -84,10 +84,11 @@ def read_choice(choice: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """How the model is made to call the tools of a request. special: ids of special tokens. is_known: the chat template
-    describes tools; else a system message does."""
+    """How the model is made to call the tools of a request. called: those that it may call. special: ids of special
+    tokens. is_known: the chat template describes tools; else a system message does."""
 
     tools: Sequence[Tool]
+    called: Sequence[Tool]
     form: ToolFormat
     is_forced: bool
     is_parallel: bool
@@ -121,14 +122,12 @@ class ToolUse:
                 param="tools",
                 code="unsupported_parameter",
             )
-        if is_named:
-            tools = [tool for tool in tools if tool.function.name == choice["function"]["name"]]
-        takes_one = is_named or (
-            choice == "required" and form is not None and form.may_be_bare
-        )  # as Llama 3's templates
+        # Llama 3's templates take one call at a time.
+        takes_one = is_named or (choice == "required" and form is not None and form.may_be_bare)
         special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         return cls(
             tools=tools,
+            called=[tool for tool in tools if not is_named or tool.function.name == choice["function"]["name"]],
             form=form or HERMES,
             is_forced=choice != "auto",
             is_parallel=is_parallel and not takes_one,
@@ -164,7 +163,7 @@ class ToolUse:
         needed: dict[str, Any] = {}
         if any(token in marks for token in self.special) and not self.form.may_be_bare:
             needed["skip_special_tokens"] = False  # they divide the text
-        if self.is_forced or any(tool.function.strict for tool in self.tools):
+        if self.is_forced or any(tool.function.strict for tool in self.called):
             try:
                 needed["structured_outputs"] = StructuredOutputsParams(grammar=self._grammar())
             except ConfigError as error:
@@ -175,11 +174,11 @@ class ToolUse:
     def _grammar(self) -> str:
         """Return the grammar of outputs in Lark's syntax: calls, or any text with calls in it."""
         form, rules = self.form, ["%llguidance {}", r"TEXT: /(.|\n)*/"]
-        for at, tool in enumerate(self.tools):
+        for at, tool in enumerate(self.called):
             head = form.head.replace("NAME", tool.function.name)
             rules.append(f"call_{at}: {self._literal(head)} arguments_{at} {self._literal(form.tail)}")
             rules += self._rules_of_arguments(at, tool.function.schema_of_arguments)
-        one = " | ".join(f"call_{at}" for at in range(len(self.tools)))
+        one = " | ".join(f"call_{at}" for at in range(len(self.called)))
         rules.append(f"call: {self._literal(form.opens)} ({one}) {self._literal(form.closes)}")
         more = f"({self._literal(form.between)} call)*" if self.is_parallel else ""
         rules.append(f"calls: {self._literal(form.many_opens)} call {more} {self._literal(form.many_closes)}")
@@ -209,7 +208,7 @@ class ToolUse:
             own = value if isinstance(value, Mapping) else {}
             choices = own.get("enum")
             if own.get("type") != "string":
-                shared = {part: schema[part] for part in ("$defs", "definitions") if part in schema}
+                shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
                 yield f"{part}_value: {part}_json {end}\n{part}_json: {_json_rule({**shared, **own})}"
             elif isinstance(choices, list) and all(isinstance(one, str) for one in choices):
                 yield f"{part}_value: ({' | '.join(map(json.dumps, choices))}) {end}"

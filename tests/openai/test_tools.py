@@ -150,7 +150,7 @@ def test_an_output_that_ends_in_a_call_says_so(engine: AsyncEngine) -> None:
 def test_strict_functions_are_called_with_their_schema_only(engine: AsyncEngine, form: ToolFormat) -> None:
     strict = ChatRequest.parse(CHAT | {"tools": [{"type": "function", "function": WEATHER | {"strict": True}}]}).tools
     assert strict is not None
-    use = ToolUse(tools=strict, form=form, is_forced=False, is_parallel=True, is_known=True, special={})
+    use = ToolUse(tools=strict, called=strict, form=form, is_forced=False, is_parallel=True, is_known=True, special={})
     parts = form.head.replace("NAME", "weather"), form.tail + form.closes + form.many_closes
     for days, is_taken in (("3", True), ("30", False)):
         arguments = f'{{"city": "Rome", "days": {days}}}'
