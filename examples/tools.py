@@ -34,7 +34,7 @@ for choice in ("required", "none"):
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=False,
-        max_tokens=80,
+        max_tokens=150,
         temperature=0.0,
     )
     message = answer.choices[0].message

@@ -31,7 +31,7 @@ ASKED: Any = {
     "model": "demo",
     "tools": [{"type": "function", "function": {"name": "budget", "strict": True, "parameters": PARAMETERS}}],
     "temperature": 0.0,
-    "max_tokens": 60,
+    "max_tokens": 150,
 }
 MESSAGES: Any = [{"role": "user", "content": "What did the Parks Council spend in 2021?"}]
 NAMED: Any = {"type": "function", "function": {"name": "budget"}}
