@@ -125,6 +125,19 @@ def test_an_engine_that_waits_is_woken_by_what_comes_in() -> None:
     assert engine.num_wakes == 3
 
 
+def test_two_callers_may_use_the_same_id() -> None:
+    engine = CountingEngine()
+    loop = loop_of(engine)
+    engine.may_step.clear()
+    first, second = loop.submit(request("same", num_steps=5)), loop.submit(request("same", num_steps=1))
+    engine.may_step.set()
+    assert names_of([second, first]) == ["same", "same"]
+    assert engine.most_at_once == 2
+    refused = loop.submit(request("bad"))
+    assert names_of([refused]) == ["bad"]
+    loop.stop()
+
+
 def test_who_has_all_outputs_may_use_the_engine_directly() -> None:
     """Even at once: in a callback, while the loop waits for work."""
     engine = CountingEngine()
