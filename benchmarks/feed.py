@@ -129,7 +129,7 @@ class WaitingEngine:
 
 
 class _WaitingJob(Job):
-    def factory(self, dtype: DType | None) -> WaitingEngineFactory:
+    def factory(self, dtype: DType | None, texts: Sequence[str] = ()) -> WaitingEngineFactory:
         assert isinstance(self.task, WaitingTask)
         return WaitingEngineFactory(self.task)
 

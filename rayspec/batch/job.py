@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 import yaml
@@ -25,13 +25,17 @@ from rayspec.batch.rows import Row, RowEngineFactory, RowTask
 from rayspec.batch.run_folder import RunFolder, output_places
 from rayspec.command.locations import Location
 from rayspec.command.terminal import EXIT_TERMINATED, error_console, exit_on_sigterm, say
-from rayspec.config import Options
+from rayspec.config import DType, Options
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import EngineStats, RayspecError, RequestError
+
+if TYPE_CHECKING:
+    from rayspec.pool.worker import EngineFactory
 
 CONFIG_NAME = "config.yaml"
 _REPORT_FILES = (CONFIG_NAME, "report.md", PLOT_NAME)
 _JOIN_S = 10.0
+_CHARACTERS_PER_TOKEN = 4  # about so many
 
 
 class JobTask(RowTask, Protocol):
@@ -206,6 +210,10 @@ class Job:
     export: Export | None = None
     export_names: Sequence[str] = ()
 
+    def factory(self, dtype: DType | None, texts: Sequence[str] = ()) -> EngineFactory:
+        """Return the factory of the engines, see `RowEngineFactory`."""
+        return RowEngineFactory(self.task, dtype=dtype, texts=texts)
+
     def run(self, source: Source) -> RunReport:
         """Run until every row is in the output. Rows of an earlier run of the same job are not done again. A run that
         ends early keeps its rows, and the next run continues with the others.
@@ -261,9 +269,11 @@ class Job:
         """Complete the rows that are left. Raises EngineDeadError if engines die too often; SystemExit on SIGTERM."""
         # `auto` may choose another data type on another machine. All rows of a folder have the same.
         dtype = folder.manifest.extra.get("config", {}).get("dtype")
-        pool = self.backend.pool(
-            RowEngineFactory(self.task, dtype=dtype), max_restarts=self.options.max_engine_restarts
-        )
+        # With `redo`, these are also the rows that are replaced.
+        drafts = self.task.settings.engine.speculation
+        most = _CHARACTERS_PER_TOKEN * drafts.corpus_tokens
+        texts = folder.newest_texts(most) if drafts.strategy == "auto" else ()
+        pool = self.backend.pool(self.factory(dtype, texts), max_restarts=self.options.max_engine_restarts)
         drain.on_request = pool.drain
         if drain.requested:  # SIGTERM came before the pool existed
             pool.drain()

@@ -151,6 +151,18 @@ class Parts:
         for table in self._tables(columns):
             yield from (Row(**{fields[name]: value for name, value in row.items()}) for row in table.to_pylist())
 
+    def newest_texts(self, most: int) -> list[str]:
+        """Return texts of rows that count, of at most so many characters together, the newest last."""
+        found, num_characters = list[str](), 0
+        [column] = (name for name, field in zip(self._schema.names, OUTPUT_COLUMNS, strict=True) if field == "text")
+        for table in self._tables([column], newest_first=True):
+            for text in reversed(table[column].to_pylist()):
+                num_characters += len(text or "")
+                if num_characters > most:
+                    return found[::-1]
+                found += [text] if text else []
+        return found[::-1]
+
     def write(self, file: IO[bytes], file_format: FileFormat) -> None:
         """Write the rows that count, as the whole content of an open file. Raises OSError."""
         if file_format == "jsonl":
@@ -167,10 +179,11 @@ class Parts:
             if waiting:
                 writer.write_table(pa.concat_tables(waiting))
 
-    def _tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+    def _tables(self, columns: Sequence[str], *, newest_first: bool = False) -> Iterator[pa.Table]:
         names, index = self._state[0], _counting(self._state[1])
         bounds = np.searchsorted(index["part"].to_numpy(), np.arange(len(names) + 1))  # the index has the parts' order
-        for name, (start, end) in zip(names, itertools.pairwise(bounds), strict=True):
+        parts = list(zip(names, itertools.pairwise(bounds), strict=True))
+        for name, (start, end) in reversed(parts) if newest_first else parts:
             if start < end:
                 yield self._read(name, columns).take(index["row"][start:end])
 

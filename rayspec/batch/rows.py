@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -152,10 +152,12 @@ class RowTask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowEngineFactory:
-    """Loads engines that do a task. dtype: of the weights, in place of the task's; None: as the task says."""
+    """Loads engines that do a task. dtype: of the weights, in place of the task's; None: as the task says. texts: of
+    rows that were done earlier, from which drafts are copied."""
 
     task: RowTask
     dtype: DType | None = None
+    texts: Sequence[str] = ()
 
     @property
     def engine(self) -> EngineConfig:
@@ -170,7 +172,10 @@ class RowEngineFactory:
             from rayspec.ray_session import forget_reserved_threads  # noqa: PLC0415
 
             forget_reserved_threads()
-        return RowEngine(self.task, AsyncEngine(load_llm(config)), self.engine)
+        llm = load_llm(config)
+        if self.texts and llm.client.engine is not None:
+            llm.client.engine.remember_texts(self.texts)
+        return RowEngine(self.task, AsyncEngine(llm), self.engine)
 
     def beginning(self, item: Any) -> Beginning:
         """Return the text of the item's prompt, by which the pool chooses an engine; None if there is none."""

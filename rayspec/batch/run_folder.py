@@ -236,6 +236,11 @@ class RunFolder:
         """Yield the committed rows that count (see Parts). Raises DamagedOutputError."""
         return self._parts.rows(with_text=with_text)
 
+    def newest_texts(self, most: int) -> list[str]:
+        """See `Parts.newest_texts`. Raises DamagedOutputError."""
+        with self._guard:
+            return self._parts.newest_texts(most)
+
     def note(self, extra: dict[str, Any]) -> None:
         """Write further content of the manifest now, so that a run that is killed leaves it. Raises OutputError."""
         with self._guard, self._naming_output():

@@ -249,6 +249,7 @@ class EngineSupervisor:
                     raise
                 self._was_loaded = slot.has_place = True
                 slot.engine = engine
+                engine.share = partial(self._share, engine)
                 break
             except Exception as error:  # noqa: BLE001 - reported to everyone who waits
                 next_delay_s = self._delay_after(slot, error)
@@ -271,6 +272,12 @@ class EngineSupervisor:
                 self._handle_end(slot, engine, error)
         if self._failure is None:
             self._start_missing()
+
+    def _share(self, engine: RemoteEngine, texts: bytes) -> None:
+        """Give finished texts of an engine to the others, which then copy from them."""
+        for other in self._engines:
+            if other is not engine:
+                other.remember(texts)
 
     def _delay_after(self, slot: Slot, error: Exception) -> float | None:
         """Return how long to wait before the next attempt to load an engine; None: the slot is lost."""

@@ -8,6 +8,7 @@ import gc
 import itertools
 import pickle
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestError
 _MAX_CONCURRENT_CALLS = 64
 _MIN_CPUS_TO_RESERVE = 3
 _LINGER_S = 0.003  # outputs that are ready within this time are sent together
+# Finished texts travel with outputs to the pool, and with later items to the other engines, as an item of their own.
+_TEXTS, _MAX_TEXTS, _MAX_MESSAGES = -1, 16, 64
 
 Callback = Callable[[Any], None]
 """Takes a new part of an item's result before the item is done. Any thread may call it."""
@@ -102,6 +105,10 @@ class EngineWorker:
     async def take(self, items: Sequence[tuple[int, bytes]]) -> None:
         """Begin to handle pickled items, each with a number that is unique among the items of the caller."""
         for number, item in items:
+            if number == _TEXTS:
+                if (engine := self._engine.client.engine) is not None:
+                    engine.remember(_restored(item, "a text"))
+                continue
             self._tasks[number] = asyncio.create_task(self._handle(number, item))
 
     async def cancel(self, number: int) -> None:
@@ -115,6 +122,9 @@ class EngineWorker:
             await asyncio.sleep(_LINGER_S)
             while not self._ready.empty():
                 ready.append(self._ready.get_nowait())
+            engine = self._engine.client.engine if num_engines(self._factory.engine) > 1 else None
+            if engine is not None and (texts := engine.finished_texts(_MAX_TEXTS)):
+                ready.append(_packed(_TEXTS, texts))
             yield ready
 
     async def _handle(self, number: int, item: bytes) -> None:
@@ -215,6 +225,8 @@ class RemoteEngine:
         self._numbers = itertools.count()
         self._under_way: dict[int, _UnderWay] = {}
         self._unsent: list[tuple[int, bytes]] = []
+        self._texts: deque[bytes] = deque(maxlen=_MAX_MESSAGES)  # of other engines, unsent
+        self.share: Callable[[bytes], None] = lambda texts: None  # takes finished texts for the other engines
         self._sending: set[asyncio.Task[None]] = set()
         self._reader: asyncio.Task[None] | None = None
         self._end: Exception | None = None
@@ -260,8 +272,13 @@ class RemoteEngine:
         finally:
             del self._under_way[number]
 
+    def remember(self, texts: bytes) -> None:
+        """Send another engine's texts with the next items. Of too many, the oldest are left out."""
+        self._texts.append(texts)
+
     def _send(self) -> None:
-        items, self._unsent = self._unsent, []
+        items, self._unsent = [*((_TEXTS, one) for one in self._texts), *self._unsent], []
+        self._texts.clear()
 
         def refuse(error: RayError) -> None:
             for number, _ in items:
@@ -287,6 +304,9 @@ class RemoteEngine:
         try:
             async for reference in self._actor.outputs.options(num_returns="streaming").remote():
                 for output in await reference:
+                    if output.number == _TEXTS:
+                        self.share(output.value)
+                        continue
                     try:
                         value, is_error = _restored(output.value, "the result"), output.is_error
                     except RequestError as error:

@@ -129,3 +129,12 @@ def test_a_flipped_bit_changes_no_row_in_silence(tmp_path: Path, text: str) -> N
         else:
             assert found == rows, place
     assert num_damaged > 0
+
+
+def test_the_newest_texts_come_last_and_are_bounded(tmp_path: Path) -> None:
+    parts = stored(tmp_path, *(replace(done(str(n)), text=f"text {n:03}") for n in range(50)), done("none"), at_once=7)
+    assert parts.newest_texts(30) == ["text 047", "text 048", "text 049"]
+    assert len(parts.newest_texts(10_000)) == 50
+    parts.redo(pa.array(["49"]))
+    assert parts.newest_texts(8) == ["text 049"]
+    assert opened(tmp_path / "new").newest_texts(8) == []

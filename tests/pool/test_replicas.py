@@ -19,6 +19,7 @@ import ray
 from rayspec import LLM, SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pool.replicas import Replicas, ResumedStream
+from rayspec.pool.worker import RemoteEngine
 from rayspec.types import CheckpointError, CompletionOutput, ConfigError, EmptyPromptError, Request, RequestOutput
 from tests.demo_model import demo_prompts
 from tests.engines import GREEDY, Pieces, tokens_of
@@ -154,6 +155,26 @@ def test_errors_of_loading_are_the_users_and_after_shutdown_nothing_is_left() ->
     with pytest.raises(EngineDeadError, match="it was stopped"):
         llm.client.submit_all([])
     wait_until(lambda: Counter(engine_processes()) == before, 20)
+
+
+def test_a_replica_copies_what_another_has_finished_for_the_same_owner() -> None:
+    params = SamplingParams(max_tokens=48, temperature=3.0, seed=5, ignore_eos=True)
+    with LLM(**OPTIONS | {"speculation": {"strategy": "auto"}}, parallel=TWO) as llm:
+        wait_until_whole(llm)
+        pool = replicas_of(llm)._pool
+        first, second = pool.supervisor._engines
+
+        def texts_of(engine: RemoteEngine, owner: str) -> tuple[Sequence[int], int]:
+            request = Request(request_id="0", prompt="The meeting of the council", params=params, owner=owner)
+            output = pool.ask(engine.handle(request)).result()
+            return output.outputs[0].token_ids, output.metrics.accepted_by_source.get("corpus", 0)
+
+        expected, copied = texts_of(first, "a")
+        assert copied == 0
+        assert texts_of(second, "b") == (expected, 0)
+        found, copied = texts_of(second, "a")
+        assert found == expected
+        assert copied >= 16
 
 
 @pytest.mark.exhaustive
