@@ -228,7 +228,7 @@ class RunReport:
                 ("model", config.get("model")),
                 ("dtype", config.get("dtype")),
                 ("device", config.get("device")),
-                ("threads", config.get("num_threads")),
+                ("threads", config.get("num_threads") or "as measured"),
                 ("strategy", speculation.get("strategy")),
                 ("verification", speculation.get("verification")),
             )

@@ -264,14 +264,16 @@ def placements_table(placements: Sequence[Placement]) -> Group:
             )
         form = f"{options.quantization} with embedding and head in " if options.quantization else ""
         copies = f" on each of {placement.num_copies} copies" if placement.num_copies > 1 else ""
+        number, milliseconds = placement.num_parameters, 1000 * placement.step_s
+        size = f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number / 1e6:.2f} million"
         own = Group(
-            f"{placement.num_parameters / 1e9:.2f} billion parameters in {form}{placement.dtype}, KV cache of "
+            f"{size} parameters in {form}{placement.dtype}, KV cache of "
             f"{options.concurrency} sequences of {options.num_tokens} tokens{copies}",
             table,
             f"{placement.choice}; GiB are of each GPU, of whose memory {RESERVED_SHARE:.0%} and "
             f"{RESERVED_BYTES / _GIB:.0f} GiB are kept for activations and the CUDA context",
-            f"a decode step of all sequences takes {1000 * placement.step_s:.1f} ms by roofline, bytes read over "
-            "memory bandwidth: a bound, not a measurement",
+            f"a decode step of all sequences takes {milliseconds:.{1 if milliseconds > 1 else 2}f} ms by roofline, "
+            "bytes read over memory bandwidth: a bound, not a measurement",
             verdict,
         )
         shown.append(own)
