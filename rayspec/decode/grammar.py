@@ -252,7 +252,9 @@ class Constraint:
     def _state(self) -> LLMatcher | None:
         """Return the state after the committed tokens; None if there is none, see `error`."""
         if self._takes_more_than(_TOO_SLOW_S):
-            self.error = self.error or "following the form takes too long: make its texts and repetitions shorter"
+            self.error = (
+                self.error or "structured_outputs: following it takes too long: make its texts and repetitions shorter"
+            )
             return None
         if self._current is None or self._current.is_error():
             try:

@@ -31,6 +31,7 @@ T = TypeVar("T")
 _PLAINLY = Rendering()
 
 _LONG = 20_000  # characters, bytes or tokens; more would block the event loop for too long
+_MOST_CUT = 2**20  # characters, of which all are tokenized; a million takes 300 MB
 _CHARACTERS_PER_TOKEN = 8  # texts have fewer, except for those with long runs of spaces
 
 
@@ -74,8 +75,13 @@ def prompt_tokens(
     Raises RequestError: an InvalidRequestError names the field of a message, and PromptTooLongError comes before all of
     a text that is much too long is tokenized."""
     try:
-        num_characters = 0 if is_cut else len(prompt if isinstance(prompt, str) else repr(prompt))
-        if num_characters > _CHARACTERS_PER_TOKEN * engine.max_model_len:
+        num_characters = len(prompt if isinstance(prompt, str) else repr(prompt))
+        most = _CHARACTERS_PER_TOKEN * engine.max_model_len
+        if is_cut:
+            if num_characters > max(most, _MOST_CUT):
+                message = f"the prompt has {num_characters} characters; at most {max(most, _MOST_CUT)}, also to be cut"
+                raise PromptTooLongError(message)
+        elif num_characters > most:
             if isinstance(prompt, str):
                 _check_length(prompt, engine)
             elif engine.tokenizer.chat_template:

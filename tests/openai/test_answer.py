@@ -216,6 +216,12 @@ def test_more_logprobs_than_memory_is_good_for_are_refused(engine: AsyncEngine) 
         assert len(run(answer_module._prompts(many.model_copy(update=fewer), engine))) == 1024
 
 
+def test_a_text_that_is_to_be_cut_has_a_limit_too(engine: AsyncEngine) -> None:
+    request = parsed(TEXT, prompt="ab " * 2**19, truncate_prompt_tokens=5)
+    with pytest.raises(RequestError, match="at most 1048576, also to be cut"):
+        run(answer_module._prompts(request, engine))
+
+
 @pytest.mark.parametrize(("shape", "as_chat"), [("ab ", True), ("😀", False)])
 def test_a_text_that_is_much_too_long_is_refused_before_all_of_it_is_tokenized(
     engine: AsyncEngine, shape: str, as_chat: bool
