@@ -31,6 +31,7 @@ _DECIDING = (
     "quantization_config",
     "lora_modules",
     "adapter",
+    "tool_call_parser",
     "max_model_len",
     "deterministic",
 )
