@@ -616,6 +616,7 @@ class EngineKeywords(TypedDict, total=False):
     lora_modules: dict[str, str]
     adapter: str | None
     generation_config: OfCheckpoint
+    tool_call_parser: ToolCallParser | None
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int

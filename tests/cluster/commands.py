@@ -73,7 +73,7 @@ def faults(words: Sequence[str]) -> list[str]:
         words = words[1:]
     words = list(itertools.takewhile(lambda word: word not in _SHELL, words))
     program, *arguments = words or [""]
-    if program not in PROGRAMS:
+    if program not in PROGRAMS or arguments[:1] == ["-c"]:
         return []
     handed_on = [arguments[-1].split()] if arguments[:1] == ["exec"] and " " in arguments[-1] else []
     if "--" in arguments:

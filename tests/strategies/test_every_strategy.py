@@ -92,7 +92,7 @@ def require_known_tokens(strategy: protocol.Strategy, num_stages: int = 1, famil
     with loop_engine(path, num_stages, strategy, **options) as run:
         assert tokens_of(complete(run.engine, known.prompts, GREEDY)) == known.expected
         run.require_clean()
-        return Ran(run.engine.stats, [message for _, message in run.loop.delivered])
+        return Ran(run.engine.stats, [message for _, message, _ in run.loop.delivered])
 
 
 @pytest.mark.parametrize(("way", "num_stages"), few_of(list(product(WAYS, [1, 2])), [(way, 2) for way in WAYS]))

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rayspec.types import ConfigError
 
@@ -33,7 +31,7 @@ def read_texts(name: str) -> Iterator[str]:
             is_empty = False
     except OSError as error:
         raise _refusal(name, f"it cannot be read ({error.strerror or error})") from error
-    except (ValueError, RecursionError, pa.ArrowException) as error:  # the first is of JSON and UTF-8, too
+    except (ValueError, RecursionError) as error:  # the first is of JSON and UTF-8, too
         raise _refusal(name, str(error).partition("\n")[0]) from error
     if is_empty:
         raise _refusal(name, "it holds no text")
@@ -67,11 +65,17 @@ def _of_lines(path: Path) -> Iterator[str]:
 
 
 def _of_parquet(path: Path) -> Iterator[str]:
-    with pq.ParquetFile(path, buffer_size=_BYTES_AT_ONCE) as file:
-        names = [name for name in _COLUMNS if name in file.schema_arrow.names]
-        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=names):
-            for row in batch.to_pylist():
-                yield from _text_of(row, "a row")
+    import pyarrow as pa  # noqa: PLC0415 - other files, and an engine without a corpus, do not need it
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    try:
+        with pq.ParquetFile(path, buffer_size=_BYTES_AT_ONCE) as file:
+            names = [name for name in _COLUMNS if name in file.schema_arrow.names]
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=names):
+                for row in batch.to_pylist():
+                    yield from _text_of(row, "a row")
+    except pa.ArrowException as error:
+        raise ValueError(str(error)) from error
 
 
 def _text_of(row: Mapping[str, Any], place: str) -> Iterator[str]:
