@@ -113,7 +113,8 @@ class Grammars:
             matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
         # Not installed, a tokenizer that is no use, a form that cannot be compiled, a panic of llguidance.
         except BaseException as error:
-            message = str(error) if isinstance(error, ValueError) else f": {error}"
+            has_place = isinstance(error, ValueError) and not isinstance(error, ConfigError)  # of the form checker
+            message = str(error) if has_place else f": {error}"
             raise GrammarError(f"structured_outputs.{name}{message}") from error
         if matcher.is_error():
             raise GrammarError(f"structured_outputs.{name}: {problem_of(matcher)}")
