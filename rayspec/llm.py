@@ -296,7 +296,7 @@ class LLM:
             with self._adapters_lock:
                 known = self._adapters.get(one.lora_name)
                 if known is None and one.lora_path:
-                    load_adapter(self.engine, one.lora_name, one.lora_path)
+                    load_adapter(self.client.engine, one.lora_name, one.lora_path)
                     self._adapters[one.lora_name] = one.lora_path
                 elif known is not None and one.lora_path and Path(known).resolve() != Path(one.lora_path).resolve():
                     raise ConfigError(

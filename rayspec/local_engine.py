@@ -68,11 +68,11 @@ def _load(config: EngineConfig, with_tokenizer: bool, lock: LoadLock) -> Engine:
     return _local_engine(config, parts, info, lock, offloaded)
 
 
-def load_adapter(engine: Engine, name: str, folder: str) -> None:
+def load_adapter(engine: Engine | None, name: str, folder: str) -> None:
     """Load another adapter into an engine of this process, while it runs. Raises ConfigError where the model is not in
     this process or does not split, and CheckpointError."""
-    stages = engine.stages
-    if not isinstance(stages, LocalStages):
+    stages = None if engine is None else engine.stages
+    if engine is None or not isinstance(stages, LocalStages):
         raise ConfigError(f"adapter {name!r} is not loaded, and this engine takes no more: name it in 'lora_modules'")
     install_adapters(stages.runner.parts, {name: folder}, first=len(engine.model.adapters) + 1)
     engine.model.adapters.append(name)
