@@ -110,6 +110,7 @@ class WaitingEngine:
         answered: Future[None] = Future()
         answered.set_result(None)
         self.client: Any = SimpleNamespace(
+            engine=None,
             info=SimpleNamespace(config=EngineConfig(model="demo", dtype="float32")),
             stats=EngineStats(),
             load=EngineLoad(num_running=0, num_waiting=0, kv_used_tokens=0, kv_total_tokens=0),
