@@ -193,6 +193,20 @@ def test_an_adapter_for_sublayers_without_two_matrices_is_refused(folder: Path) 
         loaded(checkpoint("phi3"), lora_modules={"a": adapters("phi3", folder)["a"]})
 
 
+def test_an_adapter_that_does_not_fit_leaves_nothing_for_the_next(folder: Path, tmp_path: Path) -> None:
+    found = adapters("llama", folder)
+    tensors = load_file(Path(str(found["b"]), "adapter_model.safetensors"))
+    late = {name: torch.ones(2, 2) if "layers.3.mlp" in name else tensor for name, tensor in tensors.items()}
+    few = {name: tensor for name, tensor in tensors.items() if "layers.3.self_attn.q_proj" in name}
+    odd, small = (changed(found["b"], tmp_path / name, tensors=held) for name, held in (("odd", late), ("few", few)))
+    with loaded(checkpoint("llama"), speculation={"strategy": "ar"}) as llm:
+        with pytest.raises(CheckpointError, match="layer 3 is for"):
+            texts(llm, [LoRARequest("odd", 1, odd)] * len(USES))
+        after = texts(llm, [LoRARequest("few", 1, small)] * len(USES))
+    with loaded(checkpoint("llama"), lora_modules={"few": small}, speculation={"strategy": "ar"}) as llm:
+        assert texts(llm, [LoRARequest("few")] * len(USES)) == after
+
+
 def test_a_missing_adapter_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for options, message in (

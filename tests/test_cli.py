@@ -72,9 +72,10 @@ def test_summaries_of_good_and_bad_rows(run: Run, tmp_path: Path) -> None:
 
 
 def test_without_an_output_the_texts_are_printed_or_the_rows_and_nothing_is_kept(run: Run, tmp_path: Path) -> None:
-    write_rows(tmp_path / "in.jsonl", *report_rows(2))
+    one, other = report_rows(2)
+    write_rows(tmp_path / "in.jsonl", one, {**other, "id": "with\u2028a break of its own"})
     arguments = ("summarize", "in.jsonl", *PLAIN, "--max-tokens", "5")
-    rows = [json.loads(line) for line in run(*arguments, "-o", "-").stdout.splitlines()]
+    rows = [json.loads(line) for line in run(*arguments, "-o", "-").stdout.strip().split("\n")]
     assert [row["num_output_tokens"] for row in rows] == [5, 5]
     printed = run(*arguments)
     assert printed.stdout == "".join(f"{row['id']}\n{row['summary']}\n\n" for row in rows)

@@ -229,7 +229,7 @@ def _run_documents(
 
 def _print_rows(file: Path, text_column: str | None) -> None:
     """Print the rows of a file: their texts, under their ids if there are several, or the lines as they are."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []  # texts may have other breaks
     rows = [json.loads(line) for line in lines]
     for line, row in zip(lines, rows, strict=True):
         title = f"{row['id']}\n" if len(rows) > 1 else ""

@@ -56,26 +56,28 @@ def install_adapters(parts: Decomposition, folders: Mapping[str, str], *, first:
     for number, (name, folder) in enumerate(folders.items(), first):
         products = _products_of(folder)
         try:
-            for sublayer in parts.sublayers:
-                _install(number, sublayer, products, parts)
+            made = [(sublayer.body, _taken(sublayer, products, parts)) for sublayer in parts.sublayers]
             if left := [one for one in products if parts.sublayers[0].layer <= one[0] <= parts.sublayers[-1].layer]:
                 layer, module = min(left)
                 raise ValueError(f"{module} of layer {layer} is no matrix of attention or MLP: {_MERGE}")  # noqa: TRY301
         except ValueError as error:
             raise CheckpointError(f"adapter {name!r} ({folder}) does not fit the model: {error}") from error
+        for body, own in made:  # now, so that one that does not fit leaves nothing behind for the next of its number
+            if isinstance(body, FusedLayer) and own != (None, None):
+                body.adapters[number] = own
 
 
-def _install(
-    number: int, sublayer: Sublayer, products: dict[tuple[int, str], tuple[Tensor, Tensor]], parts: Decomposition
-) -> None:
-    """Take the sublayer's products out of `products`, and give them to its body. Raises ValueError for a misfit."""
+def _taken(
+    sublayer: Sublayer, products: dict[tuple[int, str], tuple[Tensor, Tensor]], parts: Decomposition
+) -> tuple[LowRank | None, LowRank | None]:
+    """Take the products of the sublayer's two matrices out of `products`. Raises ValueError for a misfit."""
     block, body = sublayer.block, sublayer.body
     if not isinstance(body, FusedLayer):
         if any((sublayer.layer, name) in products for name, _ in block.named_children()):
             raise ValueError(
                 f"sublayer {sublayer.index} is run by transformers' modules, not by two matrices: {_MERGE}"
             )
-        return
+        return None, None
     first, last = names_of(block, sublayer.kind)
     both: list[LowRank | None] = []
     for names in (first, [last]):
@@ -87,8 +89,7 @@ def _install(
                 if given != wanted:
                     raise ValueError(f"{name} of layer {sublayer.layer} is for {given}, and the model has {wanted}")
         both.append(_side_by_side(linears, own, parts))
-    if any(one is not None for one in both):
-        body.adapters[number] = (both[0], both[1])
+    return both[0], both[1]
 
 
 def _side_by_side(
