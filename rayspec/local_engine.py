@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
-from rayspec.decode.generate_state import find_cuts, measured_passes
+from rayspec.decode.generate_state import find_cuts, in_lockstep, measured_passes
 from rayspec.decode.loading import (
     affordable_slots,
     cache_size,
@@ -151,7 +151,7 @@ def _whole_engine(config: EngineConfig, model: PreTrainedModel, reason: str, inf
         logger.warning("speculation is off for this model, which decodes plainly: %s", reason)
     else:
         try:
-            cuts = find_cuts(model)
+            cuts = find_cuts(model, in_lockstep(model))
         except UnsupportedModelError as error:
             logger.warning("speculation is off for this model, which decodes plainly: %s; %s", reason, error)
         else:

@@ -1,8 +1,9 @@
 """One sequence of an undivided model: its passes, and two ways to take rows of a pass back.
 
 A cache of keys and values is cut. Recurrent state cannot be cut: it is copied before a pass, and where rows are taken
-back, the copy is restored. The rows that were kept then run once more, with those of the next pass. Checks at load show
-whether sequences decode as `generate` decodes them and which way works, and passes of several rows are timed.
+back, the copy is restored. The rows that were kept then run once more, with those of the next pass. Some models
+continue their recurrent state by single rows only: these modules then step through the rows of a pass. Checks at load
+show whether sequences decode as `generate` decodes them and which way works, and passes of several rows are timed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -20,13 +23,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, cache_utils
 from transformers.generation.utils import ALL_CACHE_NAMES
 
+from rayspec.decode.lockstep import Lockstep, step_rows, stepping
 from rayspec.model.architecture import max_positions
 from rayspec.model.load_check import boundaries
 from rayspec.model.weights import in_one_line
 from rayspec.planning.latency import HEAD, Curve, LatencyModel, Measurement
 from rayspec.types import CheckpointError, UnsupportedModelError
 
-Cuts: TypeAlias = Literal["crop", "copy"]
+Cuts: TypeAlias = Literal["crop", "copy", "step"]
 
 _BY_REFERENCE = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)  # updates bind new tensors
 # Versions of transformers differ in these layers.
@@ -93,8 +97,9 @@ class GenerateState:
         """Run the next tokens in one pass and return the logits [N, V] after each. `keep` then says how many of these
         rows stay; before the next pass, none do."""
         self.keep(0)
-        if self._cuts == "copy":
-            self._copy = [(vars(layer), _copied(layer)) for layer in getattr(self.cache, "layers", ())]
+        if self._cuts in ("copy", "step"):
+            every = (self.cache, *getattr(self.cache, "layers", ()))
+            self._copy = [(vars(each), _copied(each)) for each in every if hasattr(each, "__dict__")]
         return self._pass(token_ids, len(token_ids))
 
     def keep(self, num_rows: int) -> None:
@@ -105,7 +110,7 @@ class GenerateState:
         copy, self._copy = self._copy, []
         num_kept = self._pending.shape[1] + num_rows
         num_cut = tried.shape[1] - num_kept
-        if self._cuts == "copy" and num_cut:
+        if self._cuts in ("copy", "step") and num_cut:
             for now, then in copy:
                 now.update(then)
             self._pending = tried[:, :num_kept]
@@ -159,7 +164,8 @@ class GenerateState:
         )
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = num_logits
-        output = self._model(**inputs, return_dict=True)
+        with stepping(self._cuts == "step" and self.num_tokens > 0):
+            output = self._model(**inputs, return_dict=True)
         self._tried = new, output
         return output.logits[0, -num_logits:]  # type: ignore[no-any-return]
 
@@ -177,11 +183,14 @@ def _copied(layer: Any) -> dict[str, Any]:
     def copied(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: copied(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [copied(each) for each in value]
         return value.clone() if isinstance(value, Tensor) else value
 
     return dict(vars(layer)) if type(layer) in _BY_REFERENCE else copied(vars(layer))
 
 
+_NUM_TRIAL_ROWS = 7
 _NUM_CHECK_TOKENS = 32
 _NUM_CHECK_STEPS = 1
 _MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
@@ -235,14 +244,27 @@ def check_generation(model: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
-def find_cuts(model: PreTrainedModel) -> Cuts:
-    """Return how rows of a pass are taken back. Raises UnsupportedModelError if neither way works."""
-    try:
-        check_cuts(model, "crop")
-    except UnsupportedModelError:
-        check_cuts(model, "copy")
-        return "copy"
-    return "crop"
+def find_cuts(model: PreTrainedModel, lockstep: Lockstep) -> Cuts:
+    """Return how rows of a pass are taken back. Raises UnsupportedModelError if no way works."""
+    ways: tuple[Cuts, ...] = ("crop", "copy")
+    for cuts in ways:
+        with suppress(UnsupportedModelError):
+            check_cuts(model, cuts)
+            return cuts
+    step_rows(model, lockstep, partial(_trial, model))
+    check_cuts(model, "step")
+    return "step"
+
+
+@torch.inference_mode()
+def in_lockstep(model: PreTrainedModel) -> Lockstep:
+    """Make it possible to run passes of the model in lockstep."""
+    return Lockstep(model, partial(_trial, model), num_rows=_NUM_TRIAL_ROWS)
+
+
+def _trial(model: PreTrainedModel) -> None:
+    prompt = _random_tokens(model, _NUM_TRIAL_ROWS)
+    GenerateState(model, prompt).run(prompt, num_logits=_NUM_TRIAL_ROWS)
 
 
 @torch.inference_mode()
