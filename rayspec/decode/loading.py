@@ -137,7 +137,10 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
     graphs = make_graphs(config, parts, buffers)
     if graphs is not None:
         graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, _num_draft_tokens(config))[:_NUM_WARM_BUCKETS])
-    return Runner(parts, cache, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices)
+    return Runner(
+        parts, cache, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices,
+        may_retry=config.parallel is None or config.parallel.tensor == 1,
+    )  # fmt: skip
 
 
 def least_needed(parts: Decomposition, share: float) -> list[int]:

@@ -25,6 +25,7 @@ from rayspec.choices import FULL, SKIP, Choice
 from rayspec.model.attention import Division, PackedRows, pack
 from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import KVCache
+from rayspec.model.load_check import lack_of_memory, reason_of
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import Path, RowSpan, bucket_of
 from rayspec.model.static_rows import BatchMetadata, StepBuffers
@@ -32,6 +33,8 @@ from rayspec.model.sublayers import Decomposition, Sublayer, Tap, run
 
 T = TypeVar("T")
 
+# A pass that runs out of memory is not divided into passes of fewer rows than this.
+_LEAST_DIVIDED_ROWS = 64
 # Rows from which on a pass has work for all cores: chunks of prompts, and plan searches.
 _MANY_ROWS = 64
 
@@ -65,6 +68,16 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     Without it, a thread launches on cuda:0, also for tensors of cuda:1.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def is_lost(device: torch.device) -> bool:
+    """Return whether an error has made the GPU unusable for this process: then every later call fails, too."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception:  # noqa: BLE001 - of any type: the error is known
+        return True
+    return False
 
 
 def integers(values: Sequence[int] | Tensor, device: torch.device | str) -> Tensor:
@@ -123,9 +136,14 @@ class Runner:
     returns are then valid only until the next batch is embedded or run; without the head they are a copy. graphs:
     captured from passes in these buffers; without graphs such passes are launched eagerly. choices: by which drafts may
     run sublayers that support them. threads: CPU threads of each pass; None: those that torch has.
+
+    may_retry: whether a pass that failed may run again; not if ranks run it together. most_rows: passes of more rows
+    ran out of memory. on_loss: gets the reason when an error has made the GPU unusable for this process.
     """
 
     threads: Threads | None = None
+    most_rows: int | None = None
+    on_loss: Callable[[str], None] | None = None
 
     def __init__(
         self,
@@ -137,12 +155,14 @@ class Runner:
         buffers: StepBuffers | None = None,
         graphs: StepGraphs | None = None,
         choices: Sequence[Choice] = (FULL, SKIP),
+        may_retry: bool = True,
     ) -> None:
         self.parts = parts
         self.cache = cache
         self.device = device
         self.row_counts = row_counts
         self.graphs = graphs
+        self.may_retry = may_retry
         # For each curve name, the choices that all its sublayers support, without skip.
         self.choices_by_kind: dict[str, tuple[Choice, ...]] = {}
         for name, sublayer in zip(parts.curve_names, parts.sublayers, strict=True):
@@ -182,11 +202,11 @@ class Runner:
         if counts is None:
             packs = [make(spans, division="runs" if self.row_counts is None else "places")]
         else:
-            pieces = [piece for span in spans for piece in _pieces(span, counts.longest_chain)]
+            pieces = [piece for span in spans for piece in pieces_of(span, counts.longest_chain)]
             division: Division = "blocks" if counts.longest_chain > 1 else "places"
             packs = [
                 make([span for span, _ in some], paths=[own for _, own in some], pad_to=counts.least, division=division)
-                for some in _passes(pieces, counts.most)
+                for some in passes_of(pieces, counts.most)
             ]
         for rows in packs:
             self.parts.rotate(self._like_hidden, rows)
@@ -248,6 +268,47 @@ class Runner:
         ]
         return _joined(pieces, 0)[:num_rows]
 
+    def recover(self, error: Exception, num_rows: int) -> str | None:
+        """After an error in a pass of so many rows, take a safer way, after which the pass may run again.
+
+        If memory ran out: release the graphs, then divide passes. After another error: give up the graphs, then the
+        buffers. Return how passes run from now on, "" if as before; None if no way is left.
+        """
+        if not self.may_retry or is_lost(self.device):
+            return None
+        if lack_of_memory(error) is None:
+            return self.give_up()
+        if self.free_graphs():
+            return ""
+        if self.row_counts is not None or num_rows < 2 * _LEAST_DIVIDED_ROWS:
+            return None
+        self.most_rows = num_rows // 2
+        return f"in parts of {self.most_rows} rows (max_num_batched_tokens={self.most_rows} saves the memory)"
+
+    def give_up(self) -> str | None:
+        """Run all later passes without graphs, or, if there are none, without static buffers. Return a description,
+        None if neither was left."""
+        if self._buffers is None:
+            return None
+        if self.graphs is not None:
+            self.graphs, self._step = None, StaticStep(self.parts, self._buffers)
+            return "without CUDA graphs (cuda_graphs='off' avoids them)"
+        self._buffers = self._step = None
+        return "without static buffers (cuda_kernels='off' avoids them)"
+
+    def free_graphs(self) -> bool:
+        """Release the memory of all graphs, which are captured again later. Return whether there were any."""
+        found = self.graphs is not None and self.graphs.release_all()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return found
+
+    def note_loss(self, error: Exception) -> None:
+        """Call `on_loss`, once, if the error has made the GPU unusable for this process."""
+        if self.on_loss is not None and is_lost(self.device):
+            self.on_loss(reason_of(error))
+            self.on_loss = None
+
     def _use_threads(self, hidden: Tensor) -> None:
         if self.threads is not None:
             self.threads.use(hidden.shape[1])
@@ -280,7 +341,7 @@ def ways_of(parts: Decomposition, choices: Sequence[Choice]) -> list[tuple[Choic
     ]
 
 
-def _pieces(span: RowSpan, longest_chain: int) -> Iterator[_Piece]:
+def pieces_of(span: RowSpan, longest_chain: int) -> Iterator[_Piece]:
     """Yield the rows that may share an attention call, with their paths: some rows of a chain, or one row of a tree.
     There are no paths if each row sees all slots up to its own."""
     if not span.parents:
@@ -290,7 +351,7 @@ def _pieces(span: RowSpan, longest_chain: int) -> Iterator[_Piece]:
         yield span.chain(row, 1), () if path.is_straight else (path,)
 
 
-def _passes(pieces: Sequence[_Piece], most: int) -> Iterator[list[_Piece]]:
+def passes_of(pieces: Sequence[_Piece], most: int) -> Iterator[list[_Piece]]:
     """Divide the pieces among passes of at most `most` rows."""
     some: list[_Piece] = []
     for piece in pieces:

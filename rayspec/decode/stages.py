@@ -5,6 +5,7 @@ judges from another thread whether the thread that runs the model is stuck.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -12,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -21,13 +22,15 @@ from torch import Tensor
 
 from rayspec.config import Verification
 from rayspec.decode.rounds import Head, script
-from rayspec.decode.runner import Batch, Runner, Stopwatch, integers, on_device
+from rayspec.decode.runner import Batch, Runner, Stopwatch, integers, on_device, passes_of, pieces_of
 from rayspec.decode.search import Answer, PlanSearch, Question, answer
 from rayspec.decode.work import Move, Pass, Result, SamplerSpec, TappedToken, TapsGoneError, Work
-from rayspec.model.load_check import lack_of_memory
+from rayspec.model.load_check import lack_of_memory, reason_of
 from rayspec.model.rows import RowSpan
 from rayspec.planning.knapsack import Steps
 from rayspec.types import OutOfMemoryError, RayspecError
+
+logger = logging.getLogger(__name__)
 
 LEAST_S = 60.0
 _MARGIN = 20.0
@@ -145,7 +148,40 @@ class SpanRunner:
     def run(self, work: Pass, hidden: Tensor | None = None, *, drawn: Tensor | None = None) -> Tensor:
         """Run the pass through this span. Return the states after it, [1, N', hidden_size]; N' differs from N if rows
         are merged here. hidden: [1, N, hidden_size] from the previous span; None at the embedding. drawn: the tokens of
-        a pass without `token_ids`."""
+        a pass without `token_ids`.
+
+        After an error, run the pass again as long as `Runner.recover` finds a safer way, and say so in one warning.
+        Raises the last error.
+        """
+        ways, reason = list[str](), ""
+        while True:
+            most = self.runner.most_rows
+            try:
+                is_large = most is not None and _num_divisible(work, drawn) > most
+                left = self._in_parts(work, hidden, most) if most and is_large else self._run(work, hidden, drawn)
+            except Exception as error:
+                num_rows = _num_divisible(work, drawn)
+                way = self.runner.recover(error, min(num_rows, most or num_rows))
+                if way is None:
+                    raise
+                ways, reason = [*ways, way] if way else ways, reason_of(error)
+            else:
+                if ways:
+                    logger.warning("passes run %s from now on, after an error: %s", " and ".join(ways), reason)
+                return left
+
+    def _in_parts(self, work: Pass, hidden: Tensor | None, most: int) -> Tensor:
+        """Run the pass as passes of at most `most` rows, one after another."""
+        parts, first = [], 0
+        for some in passes_of([piece for span in work.rows for piece in pieces_of(span, most)], most):
+            rows = [span for span, _ in some]
+            own = slice(first, first + sum(span.num_rows for span in rows))
+            part = replace(work, rows=rows, token_ids=work.token_ids[own])
+            parts.append(self._run(part, None if hidden is None else hidden[:, own], None).clone())
+            first = own.stop
+        return torch.cat(parts, 1)
+
+    def _run(self, work: Pass, hidden: Tensor | None, drawn: Tensor | None) -> Tensor:
         runner = self.runner
         cut = work.merge.at if work.merge else work.save_at
         is_merged = work.merge is not None and work.merge.at <= runner.first_sublayer
@@ -155,20 +191,28 @@ class SpanRunner:
         if not runner.first_sublayer < cut <= runner.end_sublayer:
             return self._through(work, batch, hidden, runner.first_sublayer, runner.end_sublayer)
         hidden = self._through(work, batch, hidden, runner.first_sublayer, cut)
+        # What is saved changes only after the pass has succeeded, because a pass that fails may run again.
         if work.merge is None:
-            self._saved.setdefault(work.round_id, []).append(hidden.clone())  # it may lie in a buffer
+            saved = hidden.clone()  # it may lie in a buffer
+            left = self._through(work, batch, hidden, cut, runner.end_sublayer)
+            self._saved.setdefault(work.round_id, []).append(saved)
             for abandoned in sorted(self._saved)[:-_MAX_ROUNDS_SAVED]:
                 del self._saved[abandoned]
-        else:
-            rows = torch.cat([*self._saved.pop(work.round_id), hidden], 1)
-            hidden = rows[:, integers(work.merge.order, hidden.device)]
-            batch = self._batch(work, work.merge.rows, None)
-        return self._through(work, batch, hidden, cut, runner.end_sublayer)
+            return left
+        rows = torch.cat([*self._saved[work.round_id], hidden], 1)
+        hidden = rows[:, integers(work.merge.order, hidden.device)]
+        left = self._through(work, self._batch(work, work.merge.rows, None), hidden, cut, runner.end_sublayer)
+        del self._saved[work.round_id]
+        return left
 
     @torch.inference_mode()
     def move(self, moves: Sequence[Move]) -> None:
         for move in moves:
             self.runner.cache.move(move.source, move.destination, move.length, in_windowed_store=move.in_windowed_store)
+
+    def forget_round(self, round_id: int) -> None:
+        """Drop the saved rows of a round, which starts again."""
+        self._saved.pop(round_id, None)
 
     def forget(self) -> None:
         """Drop the saved rows of all rounds, and all taps."""
@@ -207,6 +251,12 @@ class SpanRunner:
         for token in list(self._taps)[: -self._num_taps]:
             del self._taps[token]
         return out
+
+
+def _num_divisible(work: Pass, drawn: Tensor | None) -> int:
+    """Return the rows of a pass that may run as several passes; 0 for a pass that may not."""
+    is_whole = drawn is not None or work.merge or work.taps or work.save_at or any(span.parents for span in work.rows)
+    return 0 if is_whole else sum(span.num_rows for span in work.rows)
 
 
 T = TypeVar("T")
@@ -315,12 +365,12 @@ def done(work: Callable[[], T]) -> Future[T]:
         future.set_result(work())
     except TapsGoneError as error:
         future.set_exception(error)
-    except RuntimeError as error:
+    except Exception as error:  # noqa: BLE001 - errors of Triton are no RuntimeErrors; others than of memory are raised
         future.set_exception(out_of_memory(error))
     return future
 
 
-def out_of_memory(error: RuntimeError) -> OutOfMemoryError:
+def out_of_memory(error: Exception) -> OutOfMemoryError:
     """Return `error` as an OutOfMemoryError, or raise it if it is not about memory."""
     reason = lack_of_memory(error)
     if reason is None:
@@ -427,8 +477,19 @@ class LocalStages(Stages):
     def plan_search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan]) -> PlanSearch:
         return self.span.search(tokens, rows, self.head.next_tokens(tokens))
 
-    @torch.inference_mode()
     def _run(self, work: Work) -> Result:
+        """Run the work; once more without the memory of graphs if memory ran out, since nothing has changed then."""
+        try:
+            return self._scripted(work)
+        except Exception as error:
+            self.runner.note_loss(error)
+            if lack_of_memory(error) is None or not self.runner.free_graphs():
+                raise
+        self.span.forget_round(work.id)
+        return self._scripted(work)
+
+    @torch.inference_mode()
+    def _scripted(self, work: Work) -> Result:
         passes = script(work, self.head)
         try:
             one = next(passes)

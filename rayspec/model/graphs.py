@@ -233,7 +233,7 @@ class StepGraphs:
         have the other half. First release all other graphs. Overwrites the buffers: all rows are padding and write to
         the KV cache's spare slot."""
         started = self._clock()
-        self._release(list(self._graphs))
+        self.release_all()
         for bucket in filter(self._may_capture, dict.fromkeys(buckets)):
             parts: list[Part] = [ROTARY, *([] if self._step.parts.embedding is None else [EMBEDDING])]
             parts += self._stretches(*self._all)
@@ -260,6 +260,13 @@ class StepGraphs:
         finally:
             self._is_trial = False
             self._driver.release([self._graphs.pop(key) for key in set(self._graphs) - before])
+
+    def release_all(self) -> bool:
+        """Release all graphs, which then need more passes before they are captured again. Return whether there were
+        any."""
+        found = list(self._graphs)
+        self._release(found)
+        return bool(found)
 
     def _stretches(self, first: int, last: int, choices: tuple[Choice, ...] | None) -> list[Stretch]:
         """Return the sublayers `first` to `last` that run, in stretches. One that cannot be captured stands alone."""

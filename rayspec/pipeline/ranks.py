@@ -42,7 +42,7 @@ class LeadingSpan(SpanRunner):
         self.announce(Follow(work=work, shape=() if hidden is None else tuple(hidden.shape)))
         try:
             return super().run(work, None if hidden is None else _shared(hidden))
-        except RuntimeError as error:
+        except Exception as error:  # errors of Triton are no RuntimeErrors
             raise RanksOutOfStepError(str(error)) from error
 
     def move(self, moves: Sequence[Move]) -> None:

@@ -303,7 +303,8 @@ class Shard(Server):
         except StopIteration as end:
             del self._scripts[work.round_id]
             self._send(ENGINE, wire.Done(work_id=work.round_id, result=end.value))
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - errors of Triton are no RuntimeErrors; `out_of_memory` raises others
+            self.span.runner.note_loss(error)
             failed = wire.Failed(work_id=work.round_id, reason=str(out_of_memory(error)))
             if self._is_last:
                 self._give_up(failed)

@@ -1,0 +1,174 @@
+"""Faults in passes with static buffers and graphs: the texts of transformers' generate, and one warning."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from rayspec.decode.engine import Engine
+from rayspec.decode.stages import LocalStages
+from rayspec.model import static_rows
+from rayspec.model.cuda.operations import attend
+from rayspec.model.graphs import StepGraphs
+from rayspec.model.static_rows import Staging
+from rayspec.types import OutOfMemoryError
+from tests.engines import GREEDY, RandomPlans, complete, engine_with, requests_for, tokens_of
+from tests.families import cases, checkpoint, operator_parts_of
+from tests.graph_driver import RecordedGraph, RecordingDriver
+
+KNOWN = (1, 80, 37, 3)
+ERRORS = [
+    OutOfResources(81920, 65536, "shared memory"),
+    PTXASError("ptxas died"),
+    AssertionError("libcuda.so cannot be found"),
+    RuntimeError("CUDA error: invalid argument\nCompile with TORCH_USE_CUDA_DSA"),
+]
+
+
+def _engine(**options: Any) -> tuple[Engine, LocalStages]:
+    parts = operator_parts_of(checkpoint("llama"))
+    driver = RecordingDriver()
+    engine = engine_with(
+        parts, RandomPlans(4, len(parts.sublayers)), max_num_seqs=4,
+        capture=lambda step: StepGraphs(step, driver), **options,
+    )  # fmt: skip
+    assert isinstance(engine.stages, LocalStages)
+    return engine, engine.stages
+
+
+def _texts_are_right(engine: Engine) -> None:
+    known = cases(checkpoint("llama"), KNOWN, 16)
+    assert tokens_of(complete(engine, known.prompts)) == known.expected
+
+
+@contextmanager
+def _one_warning(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    caplog.clear()
+    messages: list[str] = []
+    with caplog.at_level(logging.WARNING):
+        yield messages
+    messages += [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1, messages
+
+
+def _failing(call: Callable[..., Any], error: Exception, when: Callable[..., bool]) -> Callable[..., Any]:
+    def wrapped(*args: Any, **options: Any) -> Any:
+        if when(*args, **options):
+            raise error
+        return call(*args, **options)
+
+    return wrapped
+
+
+def _once(number: int) -> Callable[..., bool]:
+    counter = iter(range(10**9))
+    return lambda *args, **options: next(counter) == number
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_replay_that_fails_ends_graphs_and_not_the_text(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, stages = _engine()
+    monkeypatch.setattr(RecordedGraph, "replay", _failing(RecordedGraph.replay, error, _once(40)))
+    with _one_warning(caplog) as messages:
+        for _ in range(2):
+            _texts_are_right(engine)
+    assert messages[0].startswith("passes run without CUDA graphs (cuda_graphs='off' avoids them) from now on, after")
+    assert messages[0].endswith(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    assert stages.runner.graphs is None
+
+
+@pytest.mark.parametrize("error", ERRORS[:1], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("place", ["operator", "rehearsal", "upload"])
+def test_an_error_that_comes_back_ends_graphs_and_buffers(
+    place: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The operator fails for chunks of prompts, as on a GPU with too little shared memory for their tiles."""
+    engine, stages = _engine()
+    if place == "operator":
+        fails = _failing(attend, error, lambda *args, max_rows, **options: max_rows > 64)
+        monkeypatch.setattr(static_rows, "attend", fails)
+    elif place == "rehearsal":
+        monkeypatch.setattr(RecordingDriver, "rehearse", _failing(RecordingDriver.rehearse, error, lambda *_: True))
+    else:
+        monkeypatch.setattr(Staging, "upload", _failing(Staging.upload, error, lambda *_: True))
+    with _one_warning(caplog) as messages:
+        for _ in range(2):
+            _texts_are_right(engine)
+    has_buffers = place == "rehearsal"  # without graphs nothing is rehearsed
+    assert (" and without static buffers (cuda_kernels='off' avoids them)" in messages[0]) == (not has_buffers)
+    assert (stages.runner._buffers is None) == (not has_buffers)
+
+
+def test_memory_that_runs_out_releases_graphs_first_and_then_divides_passes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From then on at most half of the rows run at once, and no request fails."""
+    engine, stages = _engine(max_num_batched_tokens=512)
+    _texts_are_right(engine)
+    graphs, through, sizes = stages.runner.graphs, stages.span._through, list[int]()
+    assert graphs is not None
+    assert graphs.num_graphs > 0
+
+    def limited(work: Any, batch: Any, hidden: Tensor, *rest: Any) -> Tensor:
+        if hidden.shape[1] > 200:
+            sizes.append(graphs.num_graphs)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return through(work, batch, hidden, *rest)
+
+    monkeypatch.setattr(stages.span, "_through", limited)
+    known = cases(checkpoint("llama"), (300, 90, 5), 16)
+    with _one_warning(caplog) as messages:
+        assert tokens_of(complete(engine, known.prompts)) == known.expected
+    assert re.search(r"in parts of (1\d\d) rows \(max_num_batched_tokens=\1 saves the memory\)", messages[0])
+    assert sizes[0] > 0
+    assert sizes[1:] == [0], "the graphs are released before a pass is divided"
+
+
+def test_memory_that_runs_out_at_the_head_releases_graphs_and_the_round_runs_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, stages = _engine()
+    _texts_are_right(engine)
+    graphs = stages.runner.graphs
+    assert graphs is not None
+    num_before = graphs.num_graphs
+    lacks = lambda *_: graphs.num_graphs >= num_before  # noqa: E731
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    monkeypatch.setattr(stages.head, "_logits", _failing(stages.head._logits, error, lacks))
+    _texts_are_right(engine)
+
+
+def test_rows_fail_only_when_no_way_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, stages = _engine()
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    monkeypatch.setattr(stages.span, "_through", _failing(stages.span._through, error, lambda *_: True))
+    outputs = complete(engine, [[5] * 300], GREEDY)
+    assert isinstance(outputs[0].error, OutOfMemoryError)
+    assert stages.runner.most_rows is not None
+    monkeypatch.undo()
+    _texts_are_right(engine)
+
+
+def test_an_error_that_makes_the_gpu_unusable_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is noted for the next start of the process, once."""
+    engine, stages = _engine()
+    reasons: list[str] = []
+    stages.runner.on_loss = reasons.append
+    monkeypatch.setattr("rayspec.decode.runner.is_lost", lambda device: True)
+    error = RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+    monkeypatch.setattr(stages.span, "_through", _failing(stages.span._through, error, lambda *_: True))
+    engine.add(*requests_for([[5, 6, 7]]))
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        engine.step()
+    assert reasons == ["RuntimeError: CUDA error: an illegal memory access was encountered"]
+    assert stages.runner.graphs is not None, "nothing is tried again"
