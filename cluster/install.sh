@@ -29,6 +29,6 @@ rm -rf .venv
 python3 -m venv .uv
 .uv/bin/pip install --quiet --disable-pip-version-check "uv==$uv_version"
 .uv/bin/uv venv --quiet --python "$python_version" .venv
-.uv/bin/uv pip install --quiet --python .venv --constraint constraints.txt "${requirements[@]}" ".[serve,plots]"
+.uv/bin/uv pip install --quiet --python .venv --constraint constraints.txt "${requirements[@]}" ".[serve]"
 .venv/bin/rayspec version
 echo "$wanted" > .venv/installed

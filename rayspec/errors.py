@@ -12,7 +12,6 @@ _EXTRAS = {
     **dict.fromkeys(("aiohttp", "fastapi", "h11", "starlette", "uvicorn"), "serve"),
     "deepspeed": "deepspeed",
     "llguidance": "structured",
-    "matplotlib": "plots",
     "triton": "cuda",
 }
 

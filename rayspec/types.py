@@ -72,6 +72,9 @@ def no_draft(num_sublayers: int, source: str) -> Plan:
     return Plan(choices=(FULL,) * num_sublayers, num_draft_tokens=0, source=source)
 
 
+_ROUNDS_TO_COMPARE = 32
+
+
 @dataclass(slots=True, kw_only=True)
 class PlanRecord:
     """A decision of the plan search, its reason, and its results in use. Rates are tokens per second of one sequence.
@@ -124,6 +127,10 @@ class EngineStats:
     accepted_by_source: accepted draft tokens that the model drafted ("model"), or that were copied from the sequence
     ("own text") or from finished outputs ("corpus"), or that the target found likely before ("recycled"), or that the
     form of the output forced ("form").
+
+    compared_s: of the rounds for which the speed of plain decoding is known. plain_s: what their tokens would have
+    taken without drafts, by the latency profile and the rounds without drafts. died_at_s: when engines died, as
+    Unix time.
     """
 
     num_prompt_tokens: int = 0
@@ -142,10 +149,20 @@ class EngineStats:
     verify_s: float = 0.0
     optimise_s: float = 0.0
     total_s: float = 0.0
+    compared_s: float = 0.0
+    plain_s: float = 0.0
     accepted_lengths: dict[int, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     gate_reason: str = ""
     plans: list[PlanRecord] = field(default_factory=list)
+    died_at_s: list[float] = field(default_factory=list)
+
+    @property
+    def speed_up(self) -> float | None:
+        """Estimated speed of decoding over plain decoding; None with too few rounds of plain decoding to compare."""
+        return (
+            self.plain_s / self.compared_s if self.compared_s and self.num_plain_rounds >= _ROUNDS_TO_COMPARE else None
+        )
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -63,7 +63,7 @@ WITHOUT_EXTRAS = """
 import sys
 from importlib.machinery import PathFinder
 
-WITHOUT = {"ray", "zmq", "aiohttp", "fastapi", "starlette", "uvicorn", "matplotlib", "deepspeed", "pyarrow"}
+WITHOUT = {"ray", "zmq", "aiohttp", "fastapi", "starlette", "uvicorn", "deepspeed", "pyarrow"}
 WITHOUT.add("llguidance")
 
 class Found(PathFinder):
@@ -113,7 +113,7 @@ def test_the_command_line_summarizes_without_the_extras_and_its_jobs_name_theirs
         for command in commands
     )
     assert done.returncode == 0, done.stderr
-    assert "`pip install 'rayspec[plots]'`" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert (tmp_path / "out" / "report.html").exists()
     assert (refused.returncode, refused.stderr.splitlines()[-1]) == (
         2,
         "error: package 'ray' is not installed here: run `pip install 'rayspec[ray]'`",

@@ -16,8 +16,8 @@ from benchmarks.figures.bench import BenchSpeedUps, SpeedUp
 from benchmarks.figures.skips import SkipExperiment, skip_frequency
 from benchmarks.figures.sweeps import IntervalSweep, Sweep, ThresholdSweep
 from benchmarks.figures.tpt import PlanPoint, TptExperiment
-from rayspec.batch.plots import ATTENTION, INK, MLP, PLAIN, SKIPPED
 
+ATTENTION, MLP, SKIPPED, PLAIN, INK = "#2f6db5", "#e08a2b", "#eef0f2", "#8a8f98", "#30343b"
 _DPI = 200
 _WIDTH_IN = 8.0
 _SMALL, _NORMAL, _LARGE = 9, 10, 11.5

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -27,6 +26,7 @@ from rayspec.batch.job import Job, JobOptions
 from rayspec.batch.local_backend import LocalBackend, Source
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import RunReport
+from rayspec.batch.report_page import dollars_per_million, style, token_sources
 from rayspec.batch.rows import Row
 from rayspec.command.locations import Location
 from rayspec.command.settings import Settings
@@ -44,15 +44,8 @@ _PROMPT = "Extract the key facts of the following document as a list.\n\n{text}"
 _FOLDERS: Final[dict[Strategy, str]] = {"ar": "plain", "auto": "auto"}
 _NUM_SHOWN = 2
 _SHOWN_CHARS = 700
-_LEAST_SHARE = 0.005
+_PRICE = 0.1
 _PAGE = Path(__file__).with_name("comparison.html")
-_SOURCES = {
-    "own text": "copied from the document or from the text so far",
-    "corpus": "copied from earlier texts",
-    "recycled": "recycled: the tokens that were likely after the same token before",
-    "model": "drafted by the model with sublayers left out",
-}
-_BY_MODEL = "written by the full model, token by token"
 
 app = typer.Typer()
 
@@ -70,6 +63,7 @@ def run_demo(
     with_ray: Annotated[
         bool | None, typer.Option("--ray/--no-ray", help="run the jobs on Ray; none: if Ray is installed")
     ] = None,
+    price: Annotated[float, typer.Option(help="dollars per hour of this machine, for the cost in the report")] = _PRICE,
 ) -> None:
     """Try it: a job on twelve documents, with plain decoding and with `auto`, and a report that compares them.
 
@@ -82,7 +76,7 @@ def run_demo(
         documents = example_files(output / "documents", pages=name not in BUNDLED)
         comparison = compare(name, documents, output, backend=_backend(with_ray))
         report = output / "report.html"
-        report.write_text(comparison.html(), encoding="utf-8")
+        report.write_text(comparison.html(price), encoding="utf-8")
         console = output_console()
         for shown in comparison.shown():
             console.print(shown, highlight=False)
@@ -246,16 +240,6 @@ class SideBySide:
         return f"but only {self.num_same} of {num} texts are the same"
 
     @property
-    def sources(self) -> list[tuple[str, float]]:
-        """Shares of the tokens by where they came from, largest first, without shares that would round to nothing. The
-        full model's own tokens are last."""
-        num_tokens = max(1, self.fast.num_generated_tokens)
-        by_source = sorted(self.fast.accepted_by_source.items(), key=itemgetter(1), reverse=True)
-        shares = [(_SOURCES.get(name, name), count / num_tokens) for name, count in by_source]
-        left = 1 - sum(share for _, share in shares)
-        return [*((name, share) for name, share in shares if share >= _LEAST_SHARE), (_BY_MODEL, left)]
-
-    @property
     def examples(self) -> list[Pair]:
         """The first document of each kind, by the beginnings of their names, that has a text."""
         kinds = {pair.name.partition("-")[0]: pair for pair in reversed(self.pairs) if pair.fast.text}
@@ -278,12 +262,14 @@ class SideBySide:
         for name, (plain, fast) in (("decoding", self.decoding), ("prompts included", self.in_all)):
             rates.add_row(name, f"{plain:.0f}", f"{fast:.0f}", f"{_ratio(plain, fast):.1f}x")
         yield rates
-        yield "Tokens with auto: " + "; ".join(f"{100 * share:.0f} % {name}" for name, share in self.sources)
+        shares = (f"{100 * share:.0f} % {name}" for name, share in token_sources(self.fast))
+        yield f"Tokens with auto: {'; '.join(shares)}"
         yield Text(self.headline, style="bold")
 
-    def html(self) -> str:
-        """Return the report: one page without scripts or outside resources."""
+    def html(self, price: float = _PRICE) -> str:
+        """Return the report: one page without scripts or outside resources. price: dollars per hour of the machine."""
         plain, fast = self.decoding
+        before, cost = (dollars_per_million(price, rate) for rate in self.in_all)
         template = Template(_PAGE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
         page: str = template.render(
             headline=self.headline[:1].upper() + self.headline[1:],
@@ -291,12 +277,14 @@ class SideBySide:
             f"{num_cores()} cores ({cpu_name()}). rayspec {rayspec.__version__}, "
             f"{dt.datetime.now(tz=dt.timezone.utc).date()}.",
             cards=(
-                (f"{_ratio(plain, fast):.1f}x", "speed of decoding, compared with plain decoding"),
-                (f"{_ratio(*self.in_all):.1f}x", "with the time for prompts included"),
-                (f"{plain:.0f} → {fast:.0f}", "decoded tokens a second"),
-                (f"{self.num_same} of {len(self.pairs)}", "texts are the same as with plain decoding"),
+                (f"{_ratio(plain, fast):.1f}x", "the speed of plain decoding", "measured: both jobs ran here"),
+                (f"{_ratio(*self.in_all):.1f}x", "with prompts included", "reading prompts is not faster"),
+                (f"{fast:.0f}", "decoded tokens per second", f"plain decoding: {plain:.0f}"),
+                (f"{self.num_same} of {len(self.pairs)}", "texts are the same", "compared with plain decoding"),
+                (cost, "per million output tokens", f"plain: {before}, both at ${price:.2f} per hour of this machine"),
             ),
-            sources=self.sources,
+            style=style(),
+            sources=token_sources(self.fast),
             examples=self.examples,
             pairs=self.pairs,
             widest=max((pair.speed_up or 0.0 for pair in self.pairs), default=0.0) or 1.0,

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from rayspec.batch.local_backend import Changed, LocalBackend, Order, Source, compared
 from rayspec.batch.parts import FileFormat
-from rayspec.batch.report import PLOT_NAME, RunReport, showing_progress
+from rayspec.batch.report import REPORT_NAMES, RunReport, showing_progress
 from rayspec.batch.rows import Row, RowEngineFactory, RowTask
 from rayspec.batch.run_folder import RunFolder, output_places
 from rayspec.command.locations import Location
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rayspec.pool.worker import EngineFactory
 
 CONFIG_NAME = "config.yaml"
-_REPORT_FILES = (CONFIG_NAME, "report.md", PLOT_NAME)
+_REPORT_FILES = (CONFIG_NAME, *REPORT_NAMES)
 _JOIN_S = 10.0
 _CHARACTERS_PER_TOKEN = 4  # about so many
 
@@ -98,6 +98,9 @@ class JobOptions(Options):
     drain_s: float = Field(2.0, ge=0, description="seconds for rows under way, after SIGTERM")
     order: Order = Field(
         "input", description="of the rows: longest (first), or prefix (rows that begin alike are neighbours)"
+    )
+    price: float | None = Field(
+        None, gt=0, description="dollars per hour of all machines of the job, for the cost in the report"
     )
     accept_failed_rows: bool = Field(
         False, description="exit code 0 when every row has its result, also an error: the same command would do nothing"
@@ -329,6 +332,6 @@ class Job:
             self.export(folder.rows, folder.location)
         config = folder.manifest.extra.get("config", {})
         with tempfile.TemporaryDirectory() as scratch:
-            report.write(Path(scratch), config=config, title=self.name.capitalize())
-            for path in Path(scratch).iterdir():
+            title, price = self.name.capitalize(), self.options.price
+            for path in report.write(Path(scratch), config=config, title=title, price=price):
                 folder.location.join(path.name).write(path.read_bytes())

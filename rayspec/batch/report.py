@@ -16,12 +16,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from rayspec.batch.report_page import Timeline, report_page
 from rayspec.batch.rows import Row
 from rayspec.choices import described
 from rayspec.command.terminal import EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
 from rayspec.types import EngineStats, PlanRecord
 
-PLOT_NAME = "skip-map.png"
+REPORT_NAMES = ("report.md", "report.html")
 _MAX_LISTED = 50
 _MAX_KINDS = 4
 _MAX_TEXTS = 3
@@ -35,13 +36,13 @@ _MARKUP = re.compile(r"[\\`*\[\]<>|~]|(?<![^\W_])_|_(?![^\W_])")
 
 @dataclass(slots=True, kw_only=True)
 class RunReport:
-    """Collects rows as they come. At the end it writes `report.md` and, if matplotlib is here, the picture.
+    """Collects rows as they come. At the end it writes `report.html` and its short form, `report.md`.
 
     clock: returns seconds. num_left: the rows that this run has to do; None while that is not known. num_under_way:
     rows that must be done before the time left is estimated, because the first rows to finish are short. num_cut: rows
     whose text ended at `max_tokens`. listed: table rows for the first rows, under DOCUMENT_HEADINGS. examples: one
     error message for every kind. texts: ids and texts of the first rows of this run. stats: of the engines, once the
-    run is done.
+    run is done. timeline: output tokens over the run.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -60,6 +61,7 @@ class RunReport:
     examples: dict[str, str] = field(default_factory=dict)
     texts: list[tuple[str, str]] = field(default_factory=list)
     stats: EngineStats = field(default_factory=EngineStats)
+    timeline: Timeline = field(default_factory=Timeline)
     started_s: float = 0.0
     begun_s: float = 0.0
 
@@ -73,6 +75,8 @@ class RunReport:
             self.texts.append((row.id, row.text))
         self.num_rows += 1
         self.num_output_tokens += row.num_output_tokens
+        if row.num_output_tokens:
+            self.timeline.add(row.num_output_tokens, self.elapsed_s - (row.decode_s or 0.0), self.elapsed_s)
         self.num_draft_tokens += row.num_draft_tokens
         self.num_accepted_tokens += row.num_accepted_tokens
         self.num_cut += row.finish_reason == "length"
@@ -170,34 +174,44 @@ class RunReport:
                 time_left = f"about {max(1, round(seconds / _ABOUT_S)) * _ABOUT_S:.0f} s left"
         return f"{self}, {num_to_do} rows to do, {time_left}" if num_to_do else f"{self}, all rows are done"
 
-    def write(self, folder: Path, *, config: Mapping[str, Any], title: str) -> Path:
-        """Write the report into `folder`, which must exist. Return the path of `report.md`."""
-        stats = self.stats
-        try:
-            from rayspec.batch.plots import plot_plans  # noqa: PLC0415 - brings matplotlib
-
-            plot_plans(stats, folder / PLOT_NAME, title=f"{title}: the drafts' plans")
-            picture = f"![the drafts' plans]({PLOT_NAME})"
-        except ModuleNotFoundError:
-            picture = "The picture of the drafts' plans needs matplotlib: `pip install 'rayspec[plots]'`."
-        parts = [f"# {_inert(title)}", *self._summary(config), picture]
+    def write(
+        self, folder: Path, *, config: Mapping[str, Any], title: str, price: float | None = None
+    ) -> tuple[Path, Path]:
+        """Write the report into `folder`, which must exist. Return the paths of REPORT_NAMES. price: dollars per hour
+        of all machines."""
+        stats, totals = self.stats, self._totals()
+        more = self.num_rows - len(self.listed)
+        more_rows = f"{more} more rows are in the output file." if more else ""
+        plans = [_plan_cells(one) for one in stats.plans[-_MAX_LISTED:]]
+        parts = [f"# {_inert(title)}", self._setting(config), _table(("what", "value"), totals)]
         if self.errors:
             kinds = [(kind, str(count), self.examples.get(kind, "")) for kind, count in self.errors.most_common()]
             parts += ["## Failed rows", _table(("kind", "rows", "for example"), kinds)]
         if self.texts:
             parts += ["## Texts", _table(("id", "text"), self.texts)]
         parts += ["## Documents", _table(DOCUMENT_HEADINGS, self.listed)]
-        if more := self.num_rows - len(self.listed):
-            parts.append(f"{more} more rows are in the output file.")
-        if stats.plans:
+        parts += [more_rows] * bool(more)
+        if plans:
             note = "Rates are of one sequence: as predicted, as measured in use, and as predicted without a draft."
-            parts += ["## Plans", note, _table(_PLAN_HEADINGS, map(_plan_cells, stats.plans[-_MAX_LISTED:]))]
-        path = folder / "report.md"
-        path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-        return path
+            parts += ["## Plans", note, _table([_heading(*each) for each in _PLAN_HEADINGS], plans)]
+        page = report_page(
+            self,
+            config=config,
+            title=title,
+            price=price,
+            totals=totals,
+            rows={
+                "row_headings": _ROW_HEADINGS, "rows": self.listed, "more": more_rows,
+                "plan_headings": _PLAN_HEADINGS, "plans": plans,
+            },
+        )  # fmt: skip
+        short, full = (folder / name for name in REPORT_NAMES)
+        short.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        full.write_text(page, encoding="utf-8")
+        return short, full
 
-    def _summary(self, config: Mapping[str, Any]) -> list[str]:
-        """Return the options and the totals. Totals that are zero or unknown are left out."""
+    def _totals(self) -> list[tuple[str, str]]:
+        """Return names and values. Totals that are zero or unknown are left out."""
         stats = self.stats
         seconds = (
             ("prefill", stats.prefill_s),
@@ -221,6 +235,14 @@ class RunReport:
         ]
         if stats.num_lost_replicas:
             lines.append(("replicas lost for good", str(stats.num_lost_replicas)))
+        if stats.speed_up is not None:
+            lines.append(("speed over plain decoding, estimated", f"{stats.speed_up:.2f}x"))
+        for name, number in (("engines replaced", len(stats.died_at_s)), ("stages replaced", stats.num_replays)):
+            lines += [(name, str(number))] * bool(number)
+        return [line for line in lines if line[1] not in _NOTHING]
+
+    @staticmethod
+    def _setting(config: Mapping[str, Any]) -> str:
         speculation = config.get("speculation", {})
         setting = ", ".join(
             f"{name} {_inert(str(value))}"
@@ -233,7 +255,7 @@ class RunReport:
                 ("verification", speculation.get("verification")),
             )
         )
-        return [f"With {setting}.", _table(("what", "value"), (line for line in lines if line[1] not in _NOTHING))]
+        return f"With {setting}. The same with charts: {REPORT_NAMES[1]}."
 
 
 @contextmanager
@@ -262,11 +284,23 @@ def _sources(stats: EngineStats) -> str:
     return ", ".join(f"{_share(count / stats.num_generated_tokens)} {source}" for source, count in sources) or "-"
 
 
-DOCUMENT_HEADINGS = ("id", "prompt tokens", "output tokens", "tokens/s", "acceptance", "error")
-_PLAN_HEADINGS = (
-    "at, s", "context", "batch", "attention", "MLP", "draft", "acceptance", "observed",
-    "tokens/s", "measured", "plain", "search, ms", "why",
+# Names with units; None: a text.
+_ROW_HEADINGS = (
+    ("id", ""), ("prompt", "tokens"), ("output", "tokens"), ("decoding", "tokens/s"), ("acceptance", "of drafts"),
+    ("error", None),
 )  # fmt: skip
+_PLAN_HEADINGS = (
+    ("chosen at", "s"), ("context", "tokens"), ("batch", "sequences"), ("attention", None), ("MLP", None),
+    ("draft", "tokens"), ("estimated", "acceptance"), ("observed", "acceptance"), ("predicted", "tokens/s"),
+    ("measured", "tokens/s"), ("plain", "tokens/s"), ("search", "ms"), ("reason", None),
+)  # fmt: skip
+
+
+def _heading(name: str, unit: str | None) -> str:
+    return f"{name}, {unit}" if unit else name
+
+
+DOCUMENT_HEADINGS = tuple(_heading(*each) for each in _ROW_HEADINGS)
 
 
 def _plan_cells(record: PlanRecord) -> tuple[str, ...]:

@@ -143,6 +143,9 @@ class RoundPlanner:
         if committed_any and not planned.work.chunks:
             num_a_step = -(-num_tokens // result.num_steps)
             self.strategy.observe(planned.state, planned.chosen, result, num_a_step, step_s)
+            if (plain_rate := planned.chosen.plain_rate) is not None:
+                self._stats.compared_s += step_s * result.num_steps
+                self._stats.plain_s += num_tokens / plain_rate
         self._continue_searches(step_s)
         started = self._clock()
         record = self.strategy.search(planned.state, self._search)

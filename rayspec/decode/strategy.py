@@ -38,11 +38,13 @@ class BatchState:
 class RoundPlan:
     """How a round drafts. keep_drafting: the rule that ends drafts early; None: drafts have the plan's length.
     capture: whether to capture the target's hidden states of the newest token of each sequence, before and after each
-    sublayer. `Strategy.search` can ask questions about captured tokens."""
+    sublayer. `Strategy.search` can ask questions about captured tokens. plain_rate: tokens per second over the batch
+    that plain decoding would reach in this round, where that is known."""
 
     plan: Plan
     keep_drafting: KeepDrafting | None = None
     capture: bool = False
+    plain_rate: float | None = None
 
 
 class Ask(Protocol):

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -84,6 +85,7 @@ class EngineSupervisor:
         self._changed = asyncio.Event()  # set when an engine came up or a slot was given up
         self._failure: Exception | None = None
         self._takes_no_more = False
+        self._died_at_s: list[float] = []
 
     async def begin(self) -> Any:
         """Count restarts anew, wait until one engine is up, and return its info; others may follow. Raises
@@ -146,7 +148,7 @@ class EngineSupervisor:
 
     async def stats(self) -> EngineStats:
         stats = merged_stats(await self._answers("stats"))
-        stats.num_lost_replicas = self._num_lost
+        stats.num_lost_replicas, stats.died_at_s = self._num_lost, [*self._died_at_s]
         return stats
 
     async def load(self) -> EngineLoad:
@@ -217,6 +219,7 @@ class EngineSupervisor:
         if engine is not slot.engine:
             return
         slot.engine = None
+        self._died_at_s.append(time.time())
         engine.end()
         num_alone = self._dispatch.died(slot, error)
         num_items = len(slot.under_way)

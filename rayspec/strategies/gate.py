@@ -122,7 +122,10 @@ class Gate:
             if plan.num_draft_tokens > longest:
                 plan = replace(plan, num_draft_tokens=longest)
                 rate = rate if proposed.shorter is None else proposed.shorter(longest)
-        self._last = Taken(plan=plan, way=way, proposed=proposed.plan, rates=predicted, rate=rate)
+        plain_rate = None if ways[PLAIN].plan.drafts else self.rate(PLAIN, predicted)
+        self._last = Taken(
+            plan=plan, way=way, proposed=proposed.plan, rates=predicted, rate=rate, plain_rate=plain_rate
+        )
         return self._last
 
     def observe(

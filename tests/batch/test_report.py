@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import random
 import re
+import time
 from collections import Counter
 from html import escape
 from itertools import repeat
@@ -11,11 +12,11 @@ from typing import get_args
 
 import pytest
 from markdown_it import MarkdownIt
-from PIL import Image
 from rich.console import Console
 
 from rayspec.batch import report
-from rayspec.batch.report import PLOT_NAME, RunReport, showing_progress
+from rayspec.batch.report import RunReport, showing_progress
+from rayspec.batch.report_page import Timeline
 from rayspec.batch.rows import Row
 from rayspec.choices import Choice
 from rayspec.types import EngineStats, Plan, PlanRecord, no_draft
@@ -56,17 +57,22 @@ def record(rng: random.Random, *, drafts: bool = True, num_tokens: int = 100) ->
 
 
 def stats_of(records: list[PlanRecord]) -> EngineStats:
-    return EngineStats(total_s=10.0, draft_s=2.0, verify_s=5.0, optimise_s=0.1, gate_reason="none pays", plans=records)
+    return EngineStats(
+        total_s=10.0, draft_s=2.0, verify_s=5.0, optimise_s=0.1, gate_reason="none pays", plans=records,
+        num_generated_tokens=100, accepted_by_source={"own text": 60}, num_accepted_tokens=60, num_draft_tokens=80,
+        num_plain_rounds=40, compared_s=4.0, plain_s=9.2, died_at_s=[time.time()],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("num_records", "drafts"), [(0, True), (1, False), (300, True)])
-def test_the_report_and_its_picture_say_what_happened(tmp_path: Path, num_records: int, drafts: bool) -> None:
+def test_the_report_and_its_short_form_say_what_happened(tmp_path: Path, num_records: int, drafts: bool) -> None:
     rng = random.Random(0)
     records = [record(rng, drafts=drafts, num_tokens=rng.choice([0, 200])) for _ in range(num_records)]
     run = RunReport(stats=stats_of(records))
     for row in (GOOD, bad(), Row(id="other", text="A text | of\ntwo lines."), *repeat(GOOD, 60)):
         run.add(row)
-    text = run.write(tmp_path, config=CONFIG, title="Run").read_text(encoding="utf-8")
+    written = run.write(tmp_path, config=CONFIG, title="Run", price=2.0)
+    text, page = (path.read_text(encoding="utf-8") for path in written)
     assert text.startswith("# Run\n")
     assert "| rows | 63, 1 failed |" in text
     assert "| time in verify | 50 % |" in text
@@ -77,10 +83,30 @@ def test_the_report_and_its_picture_say_what_happened(tmp_path: Path, num_record
     assert "| bad\\|id | - | - | - | - | prompt_too_long |" in text
     assert "13 more rows are in the output file." in text
     assert ("drift \\| of context" in text) is bool(records)
-    assert f"]({PLOT_NAME})" in text
-    with Image.open(tmp_path / PLOT_NAME) as image:
-        assert image.size > (1000, 400)
-        assert len(image.convert("RGB").getcolors(2**24) or ()) > 10
+    shown = " ".join(re.sub(r"<[^>]*>", " ", re.sub(r"(?s)<style>.*?</style>", "", page)).split())
+    cards = (
+        "2.3x the speed of plain decoding",
+        "63 rows 1 failed",
+        "60 % of the tokens from drafts",
+        "75 % acceptance",
+    )
+    for said in (*cards, "at $2.00 per hour for all machines", "60 % copied from the document", "50 % verifying"):
+        assert said in shown
+    assert "prompt_too_long 1 too long Raise --max-model-len, or" in shown
+    assert "an engine died and was replaced (1)" in shown
+    assert "None pays." in shown
+    assert page.count("<svg") == (min(12, num_records) if drafts else 0)
+    assert page.count("<rect") == 32 * page.count("<svg")
+    assert not re.findall(r"<(?:script|img|link|iframe)\b|\b(?:src|href)=|url\(|@import", page), "one file, no script"
+
+
+def test_the_timeline_keeps_all_tokens_in_bars_that_widen() -> None:
+    timeline = Timeline()
+    for second in range(500):
+        timeline.add(30, second - 3.0, float(second))
+    assert len(timeline.bars) <= 96
+    assert sum(timeline.bars) == pytest.approx(30 * 500)
+    assert timeline.rates[40:50] == pytest.approx([30.0] * 10)
 
 
 MARKUP = [
@@ -99,9 +125,10 @@ def test_texts_of_others_are_no_markup(tmp_path: Path) -> None:
     run = RunReport()
     for text in MARKUP:
         run.add(Row(id=text, finish_reason="error", error_kind="k", error=text))
-    path = run.write(tmp_path, config=CONFIG | {"model": MARKUP[0]}, title=MARKUP[1])
+    path, page = run.write(tmp_path, config=CONFIG | {"model": MARKUP[0]}, title=MARKUP[1])
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(path.read_text(encoding="utf-8"))
-    assert re.findall(r"<(?:a|img|code|em|script)\b[^>]{0,20}", body) == [f'<img src="{PLOT_NAME}" ']
+    for html in (body, page.read_text(encoding="utf-8")):
+        assert re.findall(r"<(?:a|img|code|em|script)\b[^>]{0,20}", html) == []
     for text in MARKUP:
         assert f"<td>{escape(text)}</td>" in body
 

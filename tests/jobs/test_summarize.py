@@ -53,7 +53,7 @@ def test_documents_become_summaries_and_a_report(
         assert rows[sample.id]["summary"].startswith("Review of the ")
         assert rows[sample.id]["num_output_tokens"] <= 30
     assert "prompt_too_long" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
-    assert (tmp_path / "out" / "skip-map.png").stat().st_size > 10_000
+    assert "<h2>Failed rows</h2>" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     saved = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text(encoding="utf-8"))
     assert (saved["model"], saved["max_model_len"]) == ("demo", 512)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
