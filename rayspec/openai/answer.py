@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rayspec.config import SamplingParams
 from rayspec.decode.output import TokenTexts
 from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.openai.items import ItemAnswer, ResponsesRequest
 from rayspec.openai.requests import ChatRequest, Input, Request, check_served, is_token_ids
 from rayspec.openai.responses import END_OF_EVENTS, Answer, Response, event
 from rayspec.openai.tokenizing import check_tokens, in_thread_if_large, prompt_tokens
@@ -68,8 +69,7 @@ async def respond(
     engine, model = _addressed(request.model, engine, served)
     tool_use = _tool_use(request, engine)
     prompts = await _prompts(request, engine, tool_use)
-    texts = TokenTexts(engine.tokenizer)
-    answer = Answer(request, texts, name=name, created=created, model=model, tool_use=tool_use)
+    answer = _answer(request, TokenTexts(engine.tokenizer), name=name, created=created, model=model, tool_use=tool_use)
     tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
     try:
         return answer.whole(await asyncio.gather(*tasks))
@@ -95,8 +95,7 @@ async def stream(
     engine, model = _addressed(request.model, engine, served)
     tool_use = _tool_use(request, engine)
     prompts = await _prompts(request, engine, tool_use)
-    texts = TokenTexts(engine.tokenizer)
-    answer = Answer(request, texts, name=name, created=created, model=model, tool_use=tool_use)
+    answer = _answer(request, TokenTexts(engine.tokenizer), name=name, created=created, model=model, tool_use=tool_use)
     num_running, has_begun = len(prompts), False
     async with aclosing(_stream_together(engine, prompts, interval_s)) as pieces:
         try:
@@ -104,13 +103,19 @@ async def stream(
                 num_running -= piece.finished
                 chunks = [*answer.chunks(prompt_index, piece), *(() if num_running else answer.end())]
                 if chunks or not num_running:
-                    yield b"".join(map(event, chunks)) + (b"" if num_running else END_OF_EVENTS)
+                    yield b"".join(map(event, chunks)) + (b"" if num_running else answer.end_of_events)
                     has_begun = True
         except Exception as problem:
             error = request.refusal(problem) if isinstance(problem, GrammarError) else problem
             if not has_begun:
                 raise error from problem
             yield event(failure(error)) + END_OF_EVENTS
+
+
+def _answer(request: Request, texts: TokenTexts, **options: Any) -> Answer:
+    if isinstance(request, ResponsesRequest):
+        return ItemAnswer(request, texts, **options)
+    return Answer(request, texts, **options)
 
 
 def _addressed(model: str, engine: AsyncEngine, served: Sequence[str]) -> tuple[AsyncEngine, str]:

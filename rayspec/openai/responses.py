@@ -215,12 +215,65 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
 
 
-Response = ChatCompletion | Completion
+class ItemUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """`Usage` by the names of the Responses API."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+    @classmethod
+    def of(cls, usage: Usage) -> Self:
+        return cls(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details={"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
+            output_tokens=usage.completion_tokens,
+            output_tokens_details={"reasoning_tokens": 0},
+            total_tokens=usage.total_tokens,
+        )
+
+
+class ItemResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of /v1/responses. output: items of type "reasoning", "message" or "function_call". It is not stored.
+    Other fields are those of the request."""
+
+    id: str
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    output: list[dict[str, Any]]
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    reasoning: dict[str, str | None]
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int | None
+    top_p: float | None
+    usage: ItemUsage | None
+    error: None = None
+    object: Literal["response"] = "response"
+    previous_response_id: None = None
+    store: bool = False
+    truncation: Literal["disabled"] = "disabled"
+
+
+Response = ChatCompletion | Completion | ItemResponse
+StreamEvent = dict[str, Any]
+"""An event of the Responses API, by its `type`."""
 
 
 class Answer:
     """Makes the response to one request, either as a whole or in chunks with one choice each. name: the end of its id.
     model: the served name."""
+
+    end_of_events = END_OF_EVENTS
 
     def __init__(
         self,
@@ -254,7 +307,7 @@ class Answer:
         fields = self._of_prompt(outputs[0]) if self._is_chat else {}
         return self._body(choices, usage=Usage.of(outputs, 0 if self._only_echoes else None), **fields)
 
-    def chunks(self, prompt_index: int, piece: RequestOutput) -> Iterator[Response]:
+    def chunks(self, prompt_index: int, piece: RequestOutput) -> Iterator[Response | StreamEvent]:
         """Yield the chunks for new output of a prompt."""
         self._latest[prompt_index] = piece
         self._num_output_tokens += sum(len(one.token_ids) for one in piece.outputs)
@@ -270,7 +323,7 @@ class Answer:
             if one.text or calls or one.logprobs or one.finished or has_tokens:
                 yield self._chunk([self._choice(index, prompt_index, piece, one, "delta", calls)])
 
-    def end(self) -> Iterator[Response]:
+    def end(self) -> Iterator[Response | StreamEvent]:
         """Yield the chunk without choices that ends the stream, if the request asks for it."""
         if self._request.include_usage:
             yield self._chunk([], usage=Usage.of(self._latest.values(), self._num_output_tokens))
@@ -391,8 +444,9 @@ def plain_body(body: Any) -> dict[str, Any]:
     return plain
 
 
-def event(body: Response | ApiError) -> bytes:
-    return b"data: " + json_body(body) + b"\n\n"
+def event(body: Response | StreamEvent | ApiError) -> bytes:
+    name = f"event: {body['type']}\n".encode() if isinstance(body, dict) else b""
+    return name + b"data: " + json_body(body) + b"\n\n"
 
 
 def _finite(logprob: Logprob) -> float:

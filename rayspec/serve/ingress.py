@@ -22,8 +22,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import rayspec
 from rayspec.openai.errors import ApiError
+from rayspec.openai.items import ResponsesBody, ResponsesRequest
 from rayspec.openai.requests import ChatRequest, CompletionRequest, check_served
-from rayspec.openai.responses import ChatCompletion, Completion, ModelCard, ModelList
+from rayspec.openai.responses import ChatCompletion, Completion, ItemResponse, ModelCard, ModelList
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -197,6 +198,10 @@ def _add_model_routes(app: FastAPI, ingress: Ingress, described: Description) ->
     @app.post("/v1/completions", **described.takes(CompletionRequest, Completion, streamed=True))
     async def completions(request: Request) -> Response:
         return await ingress.generate(request, CompletionRequest)
+
+    @app.post("/v1/responses", **described.takes(ResponsesBody, ItemResponse, streamed=True))
+    async def responses(request: Request) -> Response:
+        return await ingress.generate(request, ResponsesRequest)
 
     @app.get("/v1/models", responses=described.answers(ModelList))
     async def models() -> Response:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 import rayspec
@@ -66,6 +67,38 @@ def test_a_loop_with_tools(endpoint: EndpointProcess) -> None:
     with pytest.raises(openai.BadRequestError, match="two functions are called 'budget'") as caught:
         client.chat.completions.create(messages=MESSAGES, **{**ASKED, "tools": ASKED["tools"] * 2})
     assert caught.value.param == "tools"
+
+
+class Year(pydantic.BaseModel):
+    year: int = pydantic.Field(ge=2000, le=2030)
+
+
+def test_a_loop_by_the_responses_api(endpoint: EndpointProcess) -> None:
+    client = openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", timeout=60)
+    asked: Any = {"model": "demo", "temperature": 0.0, "max_output_tokens": 100}
+    tool: Any = {"type": "function", "name": "budget", "strict": True, "parameters": PARAMETERS}
+    forced: Any = {"tools": [tool], "tool_choice": {"type": "function", "name": "budget"}}
+    first = client.responses.create(input=MESSAGES, **asked, **forced)
+    (call,) = first.output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments).keys() == {"agency", "year"}
+    with client.responses.stream(input=MESSAGES, **asked, **forced) as events:
+        types = [event.type for event in events]
+        (same,) = events.get_final_response().output
+    assert "response.function_call_arguments.delta" in types
+    assert same.type == "function_call"
+    assert same.arguments == call.arguments
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "21 million dollars"}
+    history = [*MESSAGES, call.model_dump(exclude={"parsed_arguments"}), result]
+    last = client.responses.create(input=history, instructions="Be brief.", tools=[tool], **asked)
+    assert last.output_text
+    pieces = client.responses.create(input=history, instructions="Be brief.", tools=[tool], stream=True, **asked)
+    assert "".join(one.delta for one in pieces if one.type == "response.output_text.delta") == last.output_text
+    parsed = client.responses.parse(input="When?", text_format=Year, **asked)
+    assert parsed.output_parsed is not None
+    with pytest.raises(openai.BadRequestError, match="send the earlier input and output again") as caught:
+        client.responses.create(input="And then?", previous_response_id=first.id, **asked)
+    assert caught.value.param == "previous_response_id"
 
 
 def test_the_example_runs(endpoint: EndpointProcess) -> None:
