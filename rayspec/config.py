@@ -42,7 +42,8 @@ DataPlane = Literal["auto", "frames", "collective"]
 OfCheckpoint = Literal["auto", "none"]
 CudaGraphs = Literal["auto", "on", "off"]
 CudaKernels = Literal["auto", "off"]
-ToolCallParser = Literal["hermes", "llama3_json", "mistral", "qwen3_coder"]
+ToolCallParser = Literal["hermes", "llama3_json", "mistral", "openai", "qwen3_coder"]
+ReasoningParser = Literal["deepseek_r1", "openai_gptoss", "qwen3"]
 # Share of the memory that is free once the model is loaded. Smaller on a CPU, whose memory others use too.
 KV_CACHE_SHARE = {"cpu": 0.25, "cuda": 0.8}
 MAX_TREE_TOKENS = 64  # of a draft that has branches, over all of them
@@ -511,6 +512,10 @@ class EngineConfig(Options):
     tool_call_parser: ToolCallParser | None = Field(
         None, description="format of tool calls in chat; unset: the one that the chat template asks for"
     )
+    reasoning_parser: ReasoningParser | None = Field(
+        None,
+        description="format of reasoning in chat, which then is apart from the content; unset: only that of gpt-oss",
+    )
     max_model_len: int | None = Field(None, ge=2, description="prompt and output tokens; unset: the model's own")
     max_num_seqs: int = Field(
         default_factory=lambda given: _MAX_NUM_SEQS[_is_on_gpu(given)],
@@ -617,6 +622,7 @@ class EngineKeywords(TypedDict, total=False):
     adapter: str | None
     generation_config: OfCheckpoint
     tool_call_parser: ToolCallParser | None
+    reasoning_parser: ReasoningParser | None
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -14,7 +14,7 @@ from rayspec.errors import ConfigError, InvalidMessagesError, RequestError
 from rayspec.types import Role
 
 _IDENTIFYING = ("role", "content", "name", "tool_call_id")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 _OF_A_PART = ("type", "text", "cache_control")  # the last is for caches of other servers
 _MAX_DEPTH = 32
 _MAX_NAME = 64  # characters of a field's name in an error
@@ -77,7 +77,7 @@ def check_rendered(conversation: Sequence[Mapping[str, Any]], template: str) -> 
     `tool_call_id` identify what is named elsewhere and are always accepted. Raises InvalidMessageError."""
     for index, message in enumerate(conversation):
         for name in message:
-            known_by = _REASONING if name in _REASONING else (name,)  # transformers gives it all three names
+            known_by = REASONING if name in REASONING else (name,)  # transformers gives it all three names
             if name not in _IDENTIFYING and not any(one in template for one in known_by):
                 name = name[:_MAX_NAME]  # noqa: PLW2901
                 near = difflib.get_close_matches(name, [*_IDENTIFYING, "tool_calls"], n=1)

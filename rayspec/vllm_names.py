@@ -174,7 +174,6 @@ ENGINE: Mapping[str, Argument] = {
     "response_role": _refused("answers have the role assistant: leave it out", "assistant"),
     "allowed_origins": _refused("give --cors instead, once for each origin", [], ()),
     "enable_auto_tool_choice": _nothing("a request with tools has them without it", is_flag=True),
-    "reasoning_parser": _refused("reasoning stays in the text: leave it out", ""),
     "ssl_keyfile": _refused("put a proxy with TLS in front"),
     "ssl_certfile": _refused("put a proxy with TLS in front"),
     "root_path": _refused("put a proxy in front that removes the prefix"),

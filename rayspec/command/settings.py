@@ -32,6 +32,7 @@ _DECIDING = (
     "lora_modules",
     "adapter",
     "tool_call_parser",
+    "reasoning_parser",
     "max_model_len",
     "deterministic",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,18 +12,20 @@ from rayspec.config import SamplingParams
 from rayspec.decode.output import TokenTexts
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.openai.items import ItemAnswer, ResponsesRequest
+from rayspec.openai.reasoning import HARMONY, THINK, HarmonyParser, OutputParser, ThinkParser, reasoning_style
 from rayspec.openai.requests import ChatRequest, Input, Request, check_served, is_token_ids
 from rayspec.openai.responses import END_OF_EVENTS, Answer, Response, event
 from rayspec.openai.tokenizing import check_tokens, in_thread_if_large, prompt_tokens
 from rayspec.openai.tools import ToolUse
-from rayspec.prompts import Rendering
-from rayspec.types import EmptyPromptError, GrammarError, RequestOutput
+from rayspec.prompts import REASONING, Rendering, chat_template
+from rayspec.types import ConfigError, EmptyPromptError, GrammarError, RequestOutput
 
 if TYPE_CHECKING:
     from rayspec.llm import AsyncEngine
 
 Prompt = tuple[Sequence[int], SamplingParams]
 _MOST_PROMPT_TOKENS = 2**25
+_MOST_TOKENS_OF_THINK = 16
 _MOST_LOGPROBS = 1_000_000  # each takes about 250 bytes; the 20 most likely tokens at 47,000 places
 
 
@@ -67,9 +69,7 @@ async def respond(
     background: the request runs behind other requests, within this limit.
     """
     engine, model = _addressed(request.model, engine, served)
-    tool_use = _tool_use(request, engine)
-    prompts = await _prompts(request, engine, tool_use)
-    answer = _answer(request, TokenTexts(engine.tokenizer), name=name, created=created, model=model, tool_use=tool_use)
+    answer, prompts = await _prepared(request, engine, name=name, created=created, model=model)
     tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
     try:
         return answer.whole(await asyncio.gather(*tasks))
@@ -93,9 +93,7 @@ async def stream(
     first events is raised, because the HTTP status can still change; a later one is the last event, by `failure`.
     interval_s: shortest time between two outputs of a prompt, see `PieceQueue`."""
     engine, model = _addressed(request.model, engine, served)
-    tool_use = _tool_use(request, engine)
-    prompts = await _prompts(request, engine, tool_use)
-    answer = _answer(request, TokenTexts(engine.tokenizer), name=name, created=created, model=model, tool_use=tool_use)
+    answer, prompts = await _prepared(request, engine, name=name, created=created, model=model)
     num_running, has_begun = len(prompts), False
     async with aclosing(_stream_together(engine, prompts, interval_s)) as pieces:
         try:
@@ -112,12 +110,6 @@ async def stream(
             yield event(failure(error)) + END_OF_EVENTS
 
 
-def _answer(request: Request, texts: TokenTexts, **options: Any) -> Answer:
-    if isinstance(request, ResponsesRequest):
-        return ItemAnswer(request, texts, **options)
-    return Answer(request, texts, **options)
-
-
 def _addressed(model: str, engine: AsyncEngine, served: Sequence[str]) -> tuple[AsyncEngine, str]:
     """Return the engine for requests that name this model, which may be an adapter, and the name that responses show.
     Raises InvalidRequestError."""
@@ -125,13 +117,43 @@ def _addressed(model: str, engine: AsyncEngine, served: Sequence[str]) -> tuple[
     return (engine.with_adapter(model), model) if model in engine.adapters else (engine, served[0])
 
 
-def _tool_use(request: Request, engine: AsyncEngine) -> ToolUse | None:
-    has_tools = isinstance(request, ChatRequest) and request.tools
-    return request.tool_use(engine.tokenizer, engine.llm.config.tool_call_parser) if has_tools else None
+async def _prepared(request: Request, engine: AsyncEngine, **options: Any) -> tuple[Answer, list[Prompt]]:
+    """Return what makes the response, and the prompts. Raises RequestError for all errors that are known before the
+    engine runs."""
+    texts = TokenTexts(engine.tokenizer)
+    if not isinstance(request, ChatRequest):
+        return Answer(request, texts, **options), await _prompts(request, engine)
+    config = engine.llm.config
+    tool_use = request.tool_use(engine.tokenizer, config.tool_call_parser) if request.tools else None
+    try:
+        template = chat_template(engine.tokenizer)
+    except ConfigError:
+        template = ""
+    style = reasoning_style(template, config.reasoning_parser)
+    # An answer can be sent back as it is, also to a chat template without a place for reasoning.
+    dropped = REASONING if style is not None and not any(one in template for one in REASONING) else ()
+    needed = {} if tool_use is None else tool_use.sampling
+    if style == HARMONY:
+        needed["skip_special_tokens"] = False  # they divide the text
+    prompts = await _prompts(request, engine, tool_use, needed, dropped)
+    make_parser: Callable[[], OutputParser] | None = None if tool_use is None else tool_use.parser
+    if style == HARMONY:
+        make_parser = make_parser or partial(HarmonyParser, has_tools=False, is_parallel=False)
+    elif style is not None and not request.has_form:
+        end = str(engine.tokenizer.decode(list(prompts[0][0][-_MOST_TOKENS_OF_THINK:])))
+        make_parser = partial(ThinkParser, make_parser, is_inside=end.rstrip().endswith(THINK))
+    kind: Any = ItemAnswer if isinstance(request, ResponsesRequest) else Answer
+    return kind(request, texts, make_parser=make_parser, **options), prompts
 
 
-async def _prompts(request: Request, engine: AsyncEngine, tool_use: ToolUse | None = None) -> list[Prompt]:
-    """Check and tokenize a request. Raises RequestError for all errors that are known before the engine runs."""
+async def _prompts(
+    request: Request,
+    engine: AsyncEngine,
+    tool_use: ToolUse | None = None,
+    needed: Mapping[str, Any] | None = None,
+    dropped: Collection[str] = (),
+) -> list[Prompt]:
+    """Check and tokenize a request. needed: see `sampling_params`. dropped: fields of messages."""
     rendering = request.rendering if tool_use is None else tool_use.rendering(request.rendering)
     num_characters, prompts = request.num_characters, list[Prompt]()
     params: dict[int, SamplingParams] = {}
@@ -139,6 +161,8 @@ async def _prompts(request: Request, engine: AsyncEngine, tool_use: ToolUse | No
     for prompt in await in_thread_if_large(lambda: request.prompts, num_characters):
         is_cut = request.truncate_prompt_tokens is not None
         given: Any = prompt if tool_use is None else tool_use.messages(prompt)
+        if dropped:
+            given = [{name: message[name] for name in message if name not in dropped} for message in given]
         work = partial(_tokens, given, engine, rendering, is_cut=is_cut)
         token_ids = await in_thread_if_large(work, num_characters)
         token_ids = request.cut(token_ids, engine.max_model_len)
@@ -148,7 +172,7 @@ async def _prompts(request: Request, engine: AsyncEngine, tool_use: ToolUse | No
         )
         check_tokens(token_ids, engine.tokenizer)
         if length not in params:
-            params[length] = request.sampling_params(length, tool_use)
+            params[length] = request.sampling_params(length, needed)
         prompts.append((token_ids, params[length]))
     num_prompt_tokens = sum(one.n * len(token_ids) for token_ids, one in prompts)  # each sequence has its own
     if num_prompt_tokens > _MOST_PROMPT_TOKENS:

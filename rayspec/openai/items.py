@@ -64,6 +64,7 @@ class ResponsesBody(StrictBody):
     }
     ignored = (ChatRequest.ignored | {"stream_options"}) - {"metadata"}
 
+    model: str
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -98,6 +99,7 @@ class ResponsesBody(StrictBody):
             form = {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
         has_logprobs = _LOGPROBS in self.include or self.top_logprobs is not None
         given = {
+            "model": self.model,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": form,
             "reasoning_effort": self.reasoning.effort,
@@ -118,7 +120,9 @@ class ResponsesBody(StrictBody):
 
     def _messages(self) -> list[dict[str, Any]]:
         """Return the input as messages. Calls that follow each other, or an assistant's text, are of one message."""
-        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         thought: dict[str, Any] = {}
         may_join = False  # whether the last message is an assistant's, of the same answer
@@ -242,12 +246,14 @@ class ItemAnswer(Answer):
                 yield from self._added(choice, choice.delta)
 
     def end(self) -> Iterator[StreamEvent]:
-        usage = Usage.of(self._latest.values(), self._num_output_tokens)
+        usage = self._usage(self._latest.values(), self._num_output_tokens)
         yield self._event("incomplete" if self._is_cut else "completed", response=self._response(usage))
 
     def _added(self, choice: ChatChoice, text: Any) -> Iterator[StreamEvent]:
         """Yield the events of new output of the chat."""
         logprobs = choice.logprobs.content if choice.logprobs is not None else []
+        if text.reasoning is not UNSET:
+            yield from self._grow("reasoning", text.reasoning)
         if text.content or (logprobs and text.content is not UNSET):
             yield from self._grow("message", text.content, logprobs=logprobs)
         for call in text.tool_calls or ():
@@ -320,7 +326,7 @@ class ItemAnswer(Answer):
     def _response(self, usage: Usage | None) -> ItemResponse:
         """Return the response so far. usage: None while the answer grows."""
         asked, chat = self._asked, self._of_chat
-        status = "in_progress" if usage is None else "incomplete" if self._is_cut else "completed"
+        status: Any = "in_progress" if usage is None else "incomplete" if self._is_cut else "completed"
         return ItemResponse(
             id=f"resp_{self._name}",
             created_at=self._created,

@@ -89,6 +89,7 @@ class ChatMessage(StrictBody):
         return len(self.content or "") + rest + _MESSAGE_CHARACTERS
 
 
+Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
 Conversation = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]
 
 
@@ -317,13 +318,13 @@ class GenerationRequest(StrictBody):
         """Return how the model calls tools; None: it calls none. parser: see `ToolUse.of`. Raises RequestError."""
         return None
 
-    def sampling_params(self, num_output_tokens: int, tool_use: ToolUse | None = None) -> SamplingParams:
-        """Return the parameters for at most so many output tokens. Raises InvalidRequestError for a value that
-        SamplingParams refuses."""
+    def sampling_params(self, num_output_tokens: int, needed: Mapping[str, Any] | None = None) -> SamplingParams:
+        """Return the parameters for at most so many output tokens. needed: those that go before the body's. Raises
+        InvalidRequestError for a value that SamplingParams refuses."""
         asked = {name: value for name, value in self._given.items() if name in SamplingParams.model_fields}
         form = asked_form(self._given)
         own = self._lengths_and_logprobs(num_output_tokens) | {"structured_outputs": form and form[1]}
-        own |= tool_use.sampling if tool_use is not None else {}
+        own |= needed or {}
         try:
             return SamplingParams(**asked | own)
         except ConfigError as error:
@@ -344,7 +345,6 @@ class ChatRequest(GenerationRequest):
         "modalities": (["text"],),
         "moderation": (),
         "prediction": (),
-        "reasoning_effort": ("none",),
         "return_spec_decode_metrics": (False,),
         "service_tier": ONLY_TIER,
         "verbosity": ("medium",),
@@ -357,14 +357,18 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool = True
+    tools: Tools | None = None
     tool_choice: Annotated[Any, pydantic.BeforeValidator(read_choice)] = None
     parallel_tool_calls: bool = True
 
     @property
     def rendering(self) -> Rendering:
         """How the chat template makes the prompt."""
-        return rendering_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
+        effort = {} if self.reasoning_effort in (None, "none") else {"reasoning_effort": self.reasoning_effort}
+        variables = {**(self.chat_template_kwargs or {}), **effort}
+        return rendering_of(self.add_generation_prompt, self.continue_final_message, variables)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -394,6 +398,12 @@ class ChatRequest(GenerationRequest):
             rendering=self.rendering,
             parser=parser,
         )
+
+    @property
+    def has_form(self) -> bool:
+        """Whether all of the answer has a form, so that the model does not reason before."""
+        is_called = bool(self.tools) and self.tool_choice not in (None, "none", "auto")
+        return is_called or asked_form(self._given) is not None
 
     def refusal(self, error: GrammarError) -> RequestError:
         if asked_form(self._given) is None and self.tools:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,9 +17,9 @@ from typing_extensions import Self
 
 from rayspec.decode.output import TextOffsets, TokenTexts
 from rayspec.openai.errors import ApiError
+from rayspec.openai.reasoning import OutputParser, Thought
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
-from rayspec.openai.tool_formats import CallParser
-from rayspec.openai.tools import ToolUse
+from rayspec.openai.tool_formats import CallPiece
 from rayspec.types import CompletionOutput, Logprob, RequestOutput
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -50,6 +50,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """reasoning_tokens: of the reasoning's text, tokenized again."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of a request. A prompt with several completions counts once. OpenAI's `accepted_prediction_tokens`
     are of a prediction that the client sent, and so are not here."""
@@ -58,6 +64,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @classmethod
     def of(cls, outputs: Collection[RequestOutput], num_output_tokens: int | None = None) -> Self:
@@ -152,9 +159,12 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatText(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole message, or what a chunk adds to it. A stream begins with the role. content: null with calls only."""
+    """A whole message, or what a chunk adds to it. A stream begins with the role. content: null without text.
+    reasoning_content: DeepSeek's name, reasoning: vLLM's; both have the same text."""
 
     content: str | UnsetType | None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
     role: Literal["assistant"] | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
@@ -226,11 +236,12 @@ class ItemUsage(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, usage: Usage) -> Self:
+        details = usage.completion_tokens_details
         return cls(
             input_tokens=usage.prompt_tokens,
             input_tokens_details={"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
             output_tokens=usage.completion_tokens,
-            output_tokens_details={"reasoning_tokens": 0},
+            output_tokens_details={"reasoning_tokens": details.reasoning_tokens if details else 0},
             total_tokens=usage.total_tokens,
         )
 
@@ -271,7 +282,7 @@ StreamEvent = dict[str, Any]
 
 class Answer:
     """Makes the response to one request, either as a whole or in chunks with one choice each. name: the end of its id.
-    model: the served name."""
+    model: the served name. make_parser: makes the parser of a choice's output; None: all of it is content."""
 
     end_of_events = END_OF_EVENTS
 
@@ -283,11 +294,12 @@ class Answer:
         name: str,
         created: int,
         model: str,
-        tool_use: ToolUse | None = None,
+        make_parser: Callable[[], OutputParser] | None = None,
     ) -> None:
         self._request, self._texts, self._name = request, texts, name
-        self._tool_use = tool_use
-        self._parsers: dict[int, CallParser] = {}
+        self._make_parser = make_parser
+        self._parsers: dict[int, OutputParser] = {}
+        self._thoughts: list[str] = []
         self._is_chat = isinstance(request, ChatRequest)
         self._id = f"chatcmpl-{name}" if self._is_chat else f"cmpl-{name}"
         self._created, self._model = created, model
@@ -302,10 +314,10 @@ class Answer:
         completions = [(at, one) for at, output in enumerate(outputs) for one in output.outputs]
         choices = []
         for index, (at, one) in enumerate(completions):
-            one, calls = self._divided(index, one)  # noqa: PLW2901
-            choices.append(self._choice(index, at, outputs[at], one, "message", calls))
+            one, calls, thought = self._divided(index, one)  # noqa: PLW2901
+            choices.append(self._choice(index, at, outputs[at], one, "message", calls, thought))
         fields = self._of_prompt(outputs[0]) if self._is_chat else {}
-        return self._body(choices, usage=Usage.of(outputs, 0 if self._only_echoes else None), **fields)
+        return self._body(choices, usage=self._usage(outputs, 0 if self._only_echoes else None), **fields)
 
     def chunks(self, prompt_index: int, piece: RequestOutput) -> Iterator[Response | StreamEvent]:
         """Yield the chunks for new output of a prompt."""
@@ -317,16 +329,24 @@ class Answer:
                 fields = {} if self._begun else self._of_prompt(piece)
                 self._begun.add(index)
                 yield self._chunk([ChatChoice(index=index, delta=ChatText(role="assistant", content=""))], **fields)
-            one, calls = self._divided(index, one)  # noqa: PLW2901
+            one, calls, thought = self._divided(index, one)  # noqa: PLW2901
             has_tokens = self._request.return_token_ids and len(one.token_ids) > 0
             # Nothing is shown while half of a character, or what may begin a call, is held back.
-            if one.text or calls or one.logprobs or one.finished or has_tokens:
-                yield self._chunk([self._choice(index, prompt_index, piece, one, "delta", calls)])
+            if one.text or calls or thought or one.logprobs or one.finished or has_tokens:
+                yield self._chunk([self._choice(index, prompt_index, piece, one, "delta", calls, thought)])
 
     def end(self) -> Iterator[Response | StreamEvent]:
         """Yield the chunk without choices that ends the stream, if the request asks for it."""
         if self._request.include_usage:
-            yield self._chunk([], usage=Usage.of(self._latest.values(), self._num_output_tokens))
+            yield self._chunk([], usage=self._usage(self._latest.values(), self._num_output_tokens))
+
+    def _usage(self, outputs: Collection[RequestOutput], num_output_tokens: int | None) -> Usage:
+        usage = Usage.of(outputs, num_output_tokens)
+        if not self._thoughts:
+            return usage
+        num_tokens = len(self._texts.tokenizer("".join(self._thoughts), add_special_tokens=False)["input_ids"])
+        details = CompletionTokensDetails(reasoning_tokens=min(num_tokens, usage.completion_tokens))
+        return msgspec.structs.replace(usage, completion_tokens_details=details)
 
     @property
     def _only_echoes(self) -> bool:
@@ -340,6 +360,7 @@ class Answer:
         one: CompletionOutput,
         place: Literal["message", "delta"],
         calls: list[ToolCall],
+        thought: str,
     ) -> ChatChoice | CompletionChoice:
         """Return the choice of a completion of the output of a prompt."""
         reason: str | None = one.finish_reason
@@ -356,9 +377,12 @@ class Answer:
             whole: Any = {"role": "assistant", "refusal": None} if place == "message" else {}
             logprobs = ChatLogprobs.of(one, self._request.num_logprobs, self._texts)
             content: Any = one.text
-            if calls:
+            if calls or thought:
                 content = content or (None if place == "message" else UNSET)
-                calls = [msgspec.structs.replace(call, index=UNSET) for call in calls] if whole else calls
+            if thought and self._request.include_reasoning:
+                whole |= {"reasoning_content": thought, "reasoning": thought}
+            if calls:
+                calls = [msgspec.structs.replace(call, index=UNSET) for call in calls] if place == "message" else calls
                 whole["tool_calls"] = calls
             common[place] = ChatText(content=content, **whole)
             return ChatChoice(**common, logprobs=logprobs)
@@ -376,26 +400,27 @@ class Answer:
             shown = CompletionLogprobs.of(token_ids, rows, self._texts, self._offsets[index])
         return CompletionChoice(**common, text=text, logprobs=shown, **(self._of_prompt(output) if is_first else {}))
 
-    def _divided(self, index: int, one: CompletionOutput) -> tuple[CompletionOutput, list[ToolCall]]:
-        """Return new output of a choice with its content as text, and what it adds to calls."""
-        if self._tool_use is None:
-            return one, []
-        parser = self._parsers.setdefault(index, self._tool_use.parser())
+    def _divided(self, index: int, one: CompletionOutput) -> tuple[CompletionOutput, list[ToolCall], str]:
+        """Return new output of a choice with its content as text, what it adds to calls, and its reasoning."""
+        if self._make_parser is None:
+            return one, [], ""
+        parser = self._parsers.setdefault(index, self._make_parser())
         pieces = parser.feed(one.text, finished=one.finished)
+        thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+        self._thoughts += [thought] if thought else []
         calls = []
         for number, of_call in itertools.groupby(
-            (piece for piece in pieces if not isinstance(piece, str)), key=lambda piece: piece.index
+            (piece for piece in pieces if isinstance(piece, CallPiece)), key=lambda piece: piece.index
         ):
             parts = list(of_call)
             function = {"arguments": "".join(part.arguments for part in parts)}
             begun: Any = {}
             if parts[0].name is not None:
                 digest = hashlib.sha256(f"{self._name} {index} {number}".encode()).hexdigest()
-                is_short = self._tool_use.form.has_short_ids
-                begun = {"id": digest[:9] if is_short else f"call_{digest[:24]}", "type": "function"}
+                begun = {"id": digest[:9] if parser.has_short_ids else f"call_{digest[:24]}", "type": "function"}
                 function["name"] = parts[0].name
             calls.append(ToolCall(index=number, function=FunctionCall(**function), **begun))
-        return replace(one, text="".join(piece for piece in pieces if isinstance(piece, str))), calls
+        return replace(one, text="".join(piece for piece in pieces if isinstance(piece, str))), calls, thought
 
     @property
     def _skips_special(self) -> bool:

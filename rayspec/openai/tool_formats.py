@@ -41,6 +41,11 @@ class ToolFormat:
         return self.head.startswith("<function=")
 
     @property
+    def has_channels(self) -> bool:
+        """Whether a call is a message to a function, as in gpt-oss' format; see HarmonyParser."""
+        return self.name == "openai"
+
+    @property
     def is_named(self) -> bool:
         """Whether a call begins with the name of its function."""
         return self.head.startswith("NAME")
@@ -82,6 +87,13 @@ FORMATS: Sequence[ToolFormat] = (
         between="; ",
         head='{"name": "NAME", "parameters": ',
         may_be_bare=True,
+    ),
+    ToolFormat(
+        name="openai",
+        signs=("<|channel|>", "<|message|>", "functions."),
+        begin="<|channel|>",
+        head="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+        tail="",
     ),
 )
 HERMES = FORMATS[3]
@@ -130,6 +142,10 @@ class CallParser:
         self._pieces: list[str | CallPiece] = []
         self._has_content = False
         self._steps = self._output()
+
+    @property
+    def has_short_ids(self) -> bool:
+        return self._form.has_short_ids
 
     def feed(self, text: str, *, finished: bool) -> list[str | CallPiece]:
         """Add new text. Return the new content, as texts, and the new pieces of calls."""

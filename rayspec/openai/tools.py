@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.reasoning import HarmonyParser
 from rayspec.openai.strict_body import StrictBody
 from rayspec.openai.tool_formats import HERMES, CallParser, ToolFormat, format_of
 from rayspec.prompts import Rendering, chat_template
@@ -122,8 +123,9 @@ class ToolUse:
                 param="tools",
                 code="unsupported_parameter",
             )
-        # Llama 3's templates take one call at a time.
-        takes_one = is_named or (choice == "required" and form is not None and form.may_be_bare)
+        # Templates of Llama 3 and gpt-oss take one call at a time.
+        has_one = form is not None and (form.may_be_bare or form.has_channels)
+        takes_one = is_named or (choice == "required" and has_one)
         special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         return cls(
             tools=tools,
@@ -135,8 +137,10 @@ class ToolUse:
             special=special,
         )
 
-    def parser(self) -> CallParser:
+    def parser(self) -> CallParser | HarmonyParser:
         """Return a parser for one output."""
+        if self.form.has_channels:
+            return HarmonyParser(has_tools=True, is_parallel=self.is_parallel)
         schemas = {tool.function.name: tool.function.schema_of_arguments for tool in self.tools}
         return CallParser(self.form, schemas, is_parallel=self.is_parallel)
 
@@ -184,6 +188,11 @@ class ToolUse:
         rules.append(f"calls: {self._literal(form.many_opens)} call {more} {self._literal(form.many_closes)}")
         if self.is_forced:
             rules.append("start: calls")
+        elif form.has_channels:
+            channel, message = self._literal("<|channel|>"), self._literal("<|message|>")
+            end = self._literal("<|end|><|start|>assistant")
+            rules.append(f"thought: {channel} /analysis|commentary/ {message} TEXT {end}")
+            rules.append(f'start: thought* (calls | {channel} "final" {message} TEXT)')
         elif form.may_be_bare:
             rules += ["start: calls | OTHER", r"OTHER: /\s*([^\s{](.|\n)*)?/"]
         else:

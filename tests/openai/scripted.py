@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from rayspec import SamplingParams
@@ -23,6 +24,7 @@ class ScriptedEngine:
     max_new_tokens = None
     kv_cache_tokens = 512
     adapters = ()
+    llm = SimpleNamespace(config=SimpleNamespace(tool_call_parser=None, reasoning_parser=None))
 
     def __init__(self, outcomes: Mapping[int, RayspecError | str] | None = None) -> None:
         self.outcomes = outcomes or {}

@@ -93,7 +93,7 @@ def check_weather(call: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("choice", [NAMED, "required"])
-@pytest.mark.parametrize("parser", [None, "mistral", "qwen3_coder", "llama3_json"])
+@pytest.mark.parametrize("parser", [None, "mistral", "qwen3_coder", "llama3_json", "openai"])
 def test_a_forced_call_has_the_schema_and_the_form(engine: AsyncEngine, parser: Any, choice: Any) -> None:
     engine = copy.copy(engine)
     config = engine.llm.config.replace(tool_call_parser=parser)
@@ -156,7 +156,8 @@ def test_strict_functions_are_called_with_their_schema_only(engine: AsyncEngine,
         arguments = f'{{"city": "Rome", "days": {days}}}'
         if form.has_tags:
             arguments = f"<parameter=city>\nRome\n</parameter>\n<parameter=days>\n{days}\n</parameter>\n"
-        text = f"{'' if form.may_be_bare else 'So: '}{form.many_opens}{form.opens}{arguments.join(parts)}"
+        is_whole = form.may_be_bare or form.has_channels
+        text = f"{'' if is_whole else 'So: '}{form.many_opens}{form.opens}{arguments.join(parts)}"
         (found,) = [piece for piece in use.parser().feed(text, finished=True) if getattr(piece, "name", None)]
         assert (found.index, found.name) == (0, "weather")
         compiled = Grammars(lambda: engine.tokenizer, vocab_size=2048, eos_token_ids=(1,)).compiled(
@@ -164,7 +165,8 @@ def test_strict_functions_are_called_with_their_schema_only(engine: AsyncEngine,
         )
         tokens = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
         assert (compiled.result().initial.deep_copy().validate_tokens(tokens) == len(tokens)) == is_taken
-        others = engine.tokenizer("So, there is <no> call [in it].", add_special_tokens=False)["input_ids"]
+        text = f"{'<|channel|>final<|message|>' if form.has_channels else ''}So, there is <no> call [in it]."
+        others = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
         assert compiled.result().initial.deep_copy().validate_tokens(others) == len(others)
 
 
