@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from queue import PriorityQueue
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -16,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from rayspec.openai.errors import InvalidRequestError
-from rayspec.openai.requests import Conversation, TokenIds, check_served, rendering_of
+from rayspec.openai.requests import Conversation, TokenIds, Tools, check_served, rendering_of
 from rayspec.openai.strict_body import Refusals, StrictBody
 from rayspec.prompts import InvalidMessageError, Rendering, conversation_text, text_tokens
 from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, PromptTooLongError
@@ -125,7 +126,6 @@ class TokenizeRequest(StrictBody):
     refused: ClassVar[Refusals] = {
         "chat_template": (),
         "mm_processor_kwargs": ({},),
-        "tools": ([],),
     }
 
     model: str | None = None
@@ -135,6 +135,7 @@ class TokenizeRequest(StrictBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -145,7 +146,7 @@ class TokenizeRequest(StrictBody):
             message = "the chat template adds its own; leave it out"
             raise PydanticCustomError("invalid_value", message, {"field": "add_special_tokens"})
         if self.messages is None:
-            for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
                 if getattr(self, name) not in (None, False):
                     raise PydanticCustomError("invalid_value", "only with messages", {"field": name})
         return self
@@ -157,7 +158,8 @@ class TokenizeRequest(StrictBody):
 
     @property
     def rendering(self) -> Rendering:
-        return rendering_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
+        plain = rendering_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
+        return replace(plain, tools=[tool.for_template for tool in self.tools or ()])
 
     def tokens(self, engine: AsyncEngine) -> list[int]:
         """Return the token ids. Raises InvalidMessagesError."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from html import escape
 from typing import Any, Literal
 
 import msgspec
 import pydantic
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse
 
 _SCHEMAS = "#/components/schemas/"
 _EVENT = {
@@ -17,6 +20,7 @@ _EVENT = {
     "required": ["data"],
 }
 Responses = dict[int | str, dict[str, Any]]
+PAGE_HEADERS = {"x-content-type-options": "nosniff", "content-security-policy": "frame-ancestors 'none'"}
 
 
 class ErrorDetail(pydantic.BaseModel):
@@ -76,3 +80,48 @@ class Description:
             components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             document["security"] = [{"key": []}]
         app.openapi = lambda: document  # type: ignore[method-assign]
+        page = HTMLResponse(_page(document), headers=PAGE_HEADERS)
+        app.add_api_route("/docs", lambda: page, include_in_schema=False)
+
+
+def _page(document: dict[str, Any]) -> str:
+    """Return the document as a page that needs no script and no network."""
+    parts = [f"<h1>{escape(document['info']['title'])} {escape(document['info']['version'])}</h1><ul>"]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            content = operation.get("requestBody", {}).get("content", {}).values()
+            taken = " and ".join(_type(one["schema"]) for one in content)
+            answers = operation["responses"].get("200", {}).get("content", {}).items()
+            given = " or ".join(
+                kind if kind == "text/event-stream" else _type(one.get("schema", {})) for kind, one in answers
+            )
+            parts.append(f"<li><code>{method.upper()} {escape(path)}</code> {taken} &rarr; {given}</li>")
+    parts.append("</ul>")
+    for name, schema in sorted(document["components"]["schemas"].items()):
+        note = escape(schema.get("description", "")).replace("\n", " ")
+        parts.append(f'<h2 id="{name}">{name}</h2><p>{note}</p><table>')
+        for field, value in schema.get("properties", {}).items():
+            default = escape(json.dumps(value["default"])) if "default" in value else ""
+            is_required = field in schema.get("required", ())
+            row = (f"<code>{escape(field)}</code>", _type(value), "required" if is_required else default)
+            parts.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>")
+        parts.append("</table>")
+    style = "body{font:15px system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}td{padding:0 1rem 0 0}"
+    head = (
+        f"<meta charset=utf-8><meta name=viewport content='width=device-width'><title>API</title><style>{style}</style>"
+    )
+    return f"<!doctype html><html lang=en>{head}{''.join(parts)}</html>"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """Return the type of a value as HTML."""
+    if "$ref" in schema:
+        name = schema["$ref"].removeprefix(_SCHEMAS)
+        return f'<a href="#{name}">{name}</a>'
+    if "anyOf" in schema:
+        return " | ".join(dict.fromkeys(map(_type, schema["anyOf"])))
+    if "enum" in schema or "const" in schema:
+        return escape(" | ".join(map(json.dumps, schema.get("enum", [schema.get("const")]))))
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return escape(str(schema.get("type", "any")))

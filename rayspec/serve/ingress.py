@@ -35,7 +35,7 @@ from rayspec.serve.access import Admission, AdmissionControl, ApiKeys, Entry, er
 from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.bodies import SMALL, BodyReader
 from rayspec.serve.calls import ModelCall, fetch, while_connected
-from rayspec.serve.description import ERRORS, Description
+from rayspec.serve.description import ERRORS, PAGE_HEADERS, Description
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import BUSY, INTERNAL, OVERRUN, STARTING, Refused, invalid, unable
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
@@ -45,7 +45,6 @@ from rayspec.types import RequestError
 
 _WEB = Path(__file__).parent / "web"
 _USABLE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_PAGE_HEADERS = {"x-content-type-options": "nosniff", "content-security-policy": "frame-ancestors 'none'"}
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer the stream
 
 
@@ -149,7 +148,7 @@ class _EventStream(StreamingResponse):
 
 
 def build_app(ingress: Ingress) -> FastAPI:
-    """Return the application. /health, /ping and the web page need no key: the page asks its user for the key."""
+    """Return the application. /docs, /health, /ping and the web page need no key: the page asks its user for it."""
     app = FastAPI(
         title="rayspec",
         version=rayspec.__version__,
@@ -164,7 +163,7 @@ def build_app(ingress: Ingress) -> FastAPI:
     _add_model_routes(app, ingress, described)
     add_batch_routes(app, described, ingress.options, ingress.runner, ingress.bodies)
     _add_operator_routes(app, ingress, described)
-    open_paths = frozenset({"/health", "/ping"}) | _add_web(app)
+    open_paths = frozenset({"/docs", "/health", "/ping"}) | _add_web(app)
     for kind in (RequestError, Refused, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(AdmissionControl, entry=ingress.entry, open_paths=open_paths)
@@ -251,7 +250,7 @@ def _add_web(app: FastAPI) -> frozenset[str]:
     files = {"/" if file.name == "index.html" else f"/{file.name}": file for file in sorted(_WEB.iterdir())}
 
     async def send(request: Request) -> Response:
-        return FileResponse(files[request.scope["route"].path], headers=_PAGE_HEADERS)
+        return FileResponse(files[request.scope["route"].path], headers=PAGE_HEADERS)
 
     for path in files:
         app.add_api_route(path, send, include_in_schema=False)

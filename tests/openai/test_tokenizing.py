@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.requests import ChatRequest, CompletionRequest
@@ -21,9 +23,11 @@ from rayspec.openai.tokenizing import (
     tokenize,
 )
 from rayspec.prompts import Rendering, conversation_tokens
-from rayspec.types import InvalidTokenError
+from rayspec.types import InvalidMessagesError, InvalidTokenError
 from tests.demo_model import demo_tokenizer
+from tests.tool_templates import HERMES, tokenizer_with
 
+TOOLS = [{"type": "function", "function": {"name": "now", "description": "the time of day"}}]
 SERVED = ("short-name", "/models/path")
 CHAT = [
     {"role": "user", "content": "Hi"},
@@ -74,6 +78,16 @@ def test_a_conversation_goes_through_the_template() -> None:
     assert asked(messages=CHAT, add_generation_prompt=False, add_special_tokens=False)["tokens"] == whole
 
 
+def test_tools_are_in_the_prompt(tmp_path: Path) -> None:
+    class WithTools(DemoTokens):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_with(HERMES, tmp_path))
+
+    found = tokenize(TokenizeRequest.parse({"messages": CHAT, "tools": TOOLS}), WithTools(), SERVED)
+    assert "the time of day" in WithTools.tokenizer.decode(found.tokens)
+    with pytest.raises(InvalidMessagesError, match="chat template has no tools"):
+        asked(messages=CHAT, tools=TOOLS)
+
+
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [
@@ -83,6 +97,7 @@ def test_a_conversation_goes_through_the_template() -> None:
         ({"messages": CHAT, "add_special_tokens": True}, "add_special_tokens", "invalid_value"),
         ({"messages": CHAT, "continue_final_message": True}, "continue_final_message", "invalid_value"),
         ({"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "invalid_value"),
+        ({"prompt": "x", "tools": TOOLS}, "tools", "invalid_value"),
         ({"prompt": "x", "model": "other"}, "model", "model_not_found"),
     ],
 )

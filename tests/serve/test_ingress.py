@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 from collections.abc import Generator, Mapping
@@ -152,6 +153,17 @@ def test_without_a_key_nothing_opens_but_health_and_the_page() -> None:
         assert (response.status_code, response.headers.get("www-authenticate")) == (401, "Bearer"), path
     page = asked("GET", "/", headers={"authorization": ""}, content=b"")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+
+
+def test_the_page_of_the_api_needs_no_key_and_no_network() -> None:
+    page = asked("GET", "/docs", headers={"authorization": ""}, content=b"")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    text = page.text
+    links = re.findall(r'(?:href|src)="([^"]*)"', text)
+    assert links
+    assert all(link.startswith("#") and f'id="{link[1:]}"' in text for link in links)
+    for known in ("POST /v1/responses", "<code>max_output_tokens</code>", "<code>temperature</code>", "required"):
+        assert known in text
 
 
 def test_pages_of_an_allowed_origin_may_ask_first() -> None:
