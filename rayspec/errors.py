@@ -12,6 +12,7 @@ _EXTRAS = {
     **dict.fromkeys(("aiohttp", "fastapi", "h11", "starlette", "uvicorn"), "serve"),
     "deepspeed": "deepspeed",
     "llguidance": "structured",
+    "pypdf": "documents",
     "triton": "cuda",
 }
 

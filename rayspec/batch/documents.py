@@ -1,4 +1,5 @@
-"""Reads the input: text, JSON lines and Parquet files, row by row. A bad row or file becomes an error row.
+"""Reads the input: texts, documents, and rows of JSON, CSV, Parquet and Arrow files. A bad row or file becomes an error
+row.
 
 Text is in UTF-8, with or without a byte-order mark.
 """
@@ -6,23 +7,35 @@ Text is in UTF-8, with or without a byte-order mark.
 from __future__ import annotations
 
 import codecs
+import csv
 import gzip
 import hashlib
+import io
 import json
 import math
+import re
 import reprlib
+import signal
+import subprocess
+import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from importlib import metadata
+from itertools import chain, count
+from typing import IO, Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rayspec.batch import extract
 from rayspec.batch.input_files import (
+    ARROW_SUFFIXES,
+    CSV_SUFFIXES,
+    EXTRACTED_SUFFIXES,
     KNOWN_TYPES,
     PARQUET_SUFFIXES,
     TEXT_SUFFIXES,
@@ -41,7 +54,11 @@ _DEFAULT_ID_COLUMN = "id"
 _MAX_EXACT_FLOAT = 2.0**53
 _BYTES_PER_PIECE, _NUM_FILES_TO_SPLIT = 2**26, 64
 _MIN_ROWS_PER_READ, _MAX_ROWS_PER_READ, _BYTES_PER_READ = 16, 1024, 2**20
-_READ_ERRORS = (*FILE_ERRORS, EOFError, zlib.error)  # the last two are of damaged gzip data
+_READ_ERRORS = (*FILE_ERRORS, EOFError, zlib.error, csv.Error)  # the two before the last are of damaged gzip data
+_MAX_EXTRACT_S = 900  # a rescue: `extract` limits its own CPU time
+_ARROW_FILE_MAGIC = b"ARROW1"
+_NO_CELL = "\0"
+csv.field_size_limit(2**31 - 1)
 
 
 class EmptyFileError(InputFileError):
@@ -74,6 +91,44 @@ class InvalidValueError(InputFileError):
     """The text or id is null, empty or of the wrong type."""
 
     kind = "invalid_value"
+
+
+class UnreadableDocumentError(InputFileError):
+    """A PDF, Word or HTML file holds no text, or none that can be taken out within the limits."""
+
+    kind = "unreadable_document"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    """The content of a PDF, Word or HTML file."""
+
+    suffix: str
+    content: bytes
+
+    @property
+    def digest(self) -> str:
+        """A hash of what decides the text."""
+        version = metadata.version("pypdf") if self.suffix == ".pdf" else ""
+        return _digest(f"{self.suffix} {version} ".encode() + self.content)
+
+    def text(self, source: str) -> str:
+        """Take the text out, in a process of its own. Raises UnreadableDocumentError."""
+        command = [sys.executable, extract.__file__, self.suffix]
+        try:
+            done = subprocess.run(command, input=self.content, capture_output=True, timeout=_MAX_EXTRACT_S, check=True)  # noqa: S603
+        except subprocess.CalledProcessError as error:
+            problem = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            if error.returncode == -signal.SIGXCPU:
+                problem = f"it takes more than {extract.MAX_CPU_S} s"
+        except subprocess.TimeoutExpired:
+            problem = f"it takes more than {_MAX_EXTRACT_S} s"
+        else:
+            text = done.stdout.decode()
+            if text.strip():
+                return text
+            problem = "there is none; scanned pages need text recognition first"
+        raise UnreadableDocumentError(f"{source}: its text cannot be read: {problem or 'it was killed'}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +202,12 @@ def input_row(row_id: str, *, source: str, text: str | None = None, messages: Se
     """Make a row from a text or from chat messages, whichever is given."""
     encoded = json.dumps(messages) if messages is not None else None
     content = text if text is not None else encoded or ""
-    digest = hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    digest = _digest(content.encode(errors="surrogatepass"))
     return Row(id=row_id, source=source, document=text, messages=encoded, input_hash=digest)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def read_documents(inputs: Iterable[str] | InputFiles, columns: Columns) -> Iterator[Row]:
@@ -160,12 +219,15 @@ def read_documents(inputs: Iterable[str] | InputFiles, columns: Columns) -> Iter
         yield from (row for _, row in read_piece(piece, columns))
 
 
-def read_piece(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None = None) -> Iterator[tuple[int, Row]]:
+def read_piece(
+    piece: Piece, columns: Columns, wanted: AbstractSet[int] | None = None, *, with_text: bool = True
+) -> Iterator[tuple[int, Row]]:
     """Yield the rows of a piece, each with its number in the file, from 1 on. If the file cannot be read or ends early,
     an error row with number 0 replaces the rows that are missing.
 
     wanted: read only the rows with these numbers; 0 is the number of the single row of a text file. Then an error of
-    the file yields an error row only if wanted rows are missing. Raises ConfigError for a URI of an unknown kind.
+    the file yields an error row only if wanted rows are missing. with_text: False leaves out the texts of PDF, Word and
+    HTML files, which take long. Raises ConfigError for a URI of an unknown kind.
     """
     if piece.rows:
         yield from ((n, row) for n, row in enumerate(piece.rows, start=1) if wanted is None or n in wanted)
@@ -174,7 +236,7 @@ def read_piece(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None =
     try:
         for number, fields in _read(Location.parse(piece.path), piece, columns, wanted):
             num_rows += 1
-            yield number, _row_of(fields, piece.source(number), columns)
+            yield number, _row_of(fields, piece.source(number), columns, with_text=with_text)
     except InputFileError as error:
         failure = error
     except _READ_ERRORS as error:
@@ -198,16 +260,29 @@ _Fields = Mapping[Any, Any] | InputFileError
 _Numbered = Iterator[tuple[int, _Fields]]
 
 
-def _row_of(fields: _Fields, source: str, columns: Columns) -> Row:
+def _row_of(fields: _Fields, source: str, columns: Columns, *, with_text: bool) -> Row:
     row_id = source
     try:
         if isinstance(fields, InputFileError):
             raise fields
         row_id = columns.row_id(fields, source)
+        document = fields.get(columns.text)
+        if isinstance(document, _Document):
+            return _row_of_document(Row(id=row_id, source=source, input_hash=document.digest), document, with_text)
         text, messages = columns.content(fields, source)
     except InputFileError as error:
         return Row(id=row_id, source=source).refused(error)
     return input_row(row_id, source=source, text=text, messages=messages)
+
+
+def _row_of_document(row: Row, document: _Document, with_text: bool) -> Row:
+    """Return the row with the document's text. A failure is the row's result: the same bytes have it again."""
+    if not with_text:
+        return row
+    try:
+        return replace(row, document=document.text(row.source or ""))
+    except UnreadableDocumentError as error:
+        return row.failed(error)
 
 
 def _read(location: Location, piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _Numbered:
@@ -223,24 +298,105 @@ def _read(location: Location, piece: Piece, columns: Columns, wanted: AbstractSe
         yield from _read_parquet(location, piece, columns, wanted)
         return
     with location.open() as opened, gzip.GzipFile(fileobj=opened) if is_zipped else opened as file:
-        if suffix in TEXT_SUFFIXES:
+        if suffix in (*TEXT_SUFFIXES, *EXTRACTED_SUFFIXES):
             if content := file.read():
-                yield 0, {columns.text: _decoded(content, piece.name), columns.id_name: piece.name}
+                is_text = suffix in TEXT_SUFFIXES
+                text = _decoded(content, piece.name) if is_text else _Document(suffix=suffix, content=content)
+                yield 0, {columns.text: text, columns.id_name: piece.name}
+        elif suffix in _ROW_READERS:
+            rows = _ROW_READERS[suffix](cast("IO[bytes]", file), piece, columns)
+            yield from (row for row in rows if wanted is None or row[0] in wanted)
+        else:
+            for number, line in enumerate(file, start=1):
+                if (wanted is None or number in wanted) and line.strip():
+                    try:
+                        yield number, _parsed(_decoded(line, piece.source(number)), piece.source(number))
+                    except InputFileError as error:
+                        yield number, error
+
+
+def _json_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
+    """Yield the objects of an array, or of a file that is one object after another. Raises InputFileError at a mistake
+    of the format, after which nothing can be read."""
+    text = _decoded(file.read(), piece.name).strip()
+    place, end, number = 0, len(text), 0
+    if text.startswith("["):
+        place, end = 1, end - text.endswith("]")
+    while (place := _GAP.match(text, place).end()) < end:  # type: ignore[union-attr]
+        number += 1
+        fields, place = _parsed_at(text, place, piece.source(number))
+        yield number, fields
+    if text.startswith("[") and end == len(text):
+        raise MalformedRowError(f"{piece.name}: the array ends early, after {number} rows; it may have been cut off")
+
+
+def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
+    """Yield the rows after the first line, which names the columns. An empty cell is null."""
+    lines = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    first = lines.readline()
+    delimiter = max(",;\t", key=first.count)
+    rows = csv.DictReader(chain([first], lines), delimiter=delimiter, strict=True, restval=_NO_CELL)
+    _check_unique(rows.fieldnames or (), columns, piece)
+    for number in count(1):
+        source = piece.source(number)
+        try:
+            fields = next(rows)
+            "".join(map(str, fields.values())).encode()
+        except StopIteration:
             return
-        for number, line in enumerate(file, start=1):
-            if (wanted is None or number in wanted) and line.strip():
-                try:
-                    yield number, _parse_line(line, piece.source(number))
-                except InputFileError as error:
-                    yield number, error
+        except csv.Error as error:
+            yield number, MalformedRowError(f"{source}: not valid CSV: {error}")
+        except UnicodeEncodeError:
+            yield number, NotUtf8Error(f"{source}: not UTF-8; convert the file to UTF-8")
+        else:
+            if None in fields or _NO_CELL in fields.values():
+                yield number, MalformedRowError(f"{source}: it has more or fewer cells than the first line")
+            else:
+                yield number, {name: cell or None for name, cell in fields.items()}
 
 
-def _parse_line(line: bytes, source: str) -> dict[str, Any]:
-    """Return the fields of a line of JSON. Raises NotUtf8Error, DuplicateColumnError and MalformedRowError."""
-    text = _decoded(line, source)
+def _arrow_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
+    is_stream = file.read(len(_ARROW_FILE_MAGIC)) != _ARROW_FILE_MAGIC
+    file.seek(0)
+    opened = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(file)
+    names = _check_unique(opened.schema.names, columns, piece)
+    number = 0
+    for batch in opened if is_stream else map(opened.get_batch, range(opened.num_record_batches)):
+        batch.validate(full=True)
+        numbers = range(number + 1, number + batch.num_rows + 1)
+        number += batch.num_rows
+        yield from zip(numbers, _arrow_fields(batch.select(names), numbers, piece), strict=True)
+
+
+_ROW_READERS: Mapping[str, Callable[[IO[bytes], Piece, Columns], _Numbered]] = {
+    ".json": _json_rows,
+    **dict.fromkeys(CSV_SUFFIXES, _csv_rows),
+    **dict.fromkeys(ARROW_SUFFIXES, _arrow_rows),
+}
+
+
+def _check_unique(names: Sequence[str], columns: Columns, piece: Piece) -> list[str]:
+    """Return the columns that are asked for and there. Raises DuplicateColumnError if two have the same name."""
+    asked = [name for name in columns.names if name in names]
+    twice = next((name for name in asked if names.count(name) > 1), None)
+    if twice is not None:
+        raise DuplicateColumnError(f"{piece.name}: two columns are called {twice!r}; rename one")
+    return asked
+
+
+def _parsed(text: str, source: str) -> dict[str, Any]:
+    """Return the fields of a line of JSON. Raises DuplicateColumnError and MalformedRowError."""
+    fields, end = _parsed_at(text, len(text) - len(text.lstrip()), source)
+    if text[end:].strip():
+        raise MalformedRowError(f"{source}: not valid JSON: more follows at character {end}")
+    return fields
+
+
+def _parsed_at(text: str, place: int, source: str) -> tuple[dict[str, Any], int]:
+    """Return the fields of the JSON object at a place, and the place after it."""
     try:
-        row = _JSON.decode(text)
-        if b"\\u" in line:
+        row, end = _JSON.raw_decode(text, place)
+        if "\\u" in text[place:end]:
             json.dumps(row, ensure_ascii=False).encode()
     except DuplicateColumnError as error:
         raise DuplicateColumnError(f"{source}: {error}") from error
@@ -250,7 +406,7 @@ def _parse_line(line: bytes, source: str) -> dict[str, Any]:
         raise MalformedRowError(f"{source}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
         raise MalformedRowError(f"{source}: a row must be a JSON object, not {type(row).__name__}")
-    return row
+    return row, end
 
 
 def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -262,6 +418,7 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_with_unique_keys)
+_GAP = re.compile(r"[\s,]*")
 
 
 def _decoded(content: bytes, source: str) -> str:
@@ -280,10 +437,7 @@ def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: Ab
     """Row groups without a wanted row are not read."""
     number = piece.num_before
     with location.open() as content, pq.ParquetFile(content) as file:
-        names = [name for name in columns.names if name in file.schema_arrow.names]
-        twice = next((name for name in names if file.schema_arrow.names.count(name) > 1), None)
-        if twice is not None:
-            raise DuplicateColumnError(f"{piece.name}: two columns are called {twice!r}; rename one")
+        names = _check_unique(file.schema_arrow.names, columns, piece)
         first, num_groups = piece.groups or (0, file.num_row_groups)
         for group in range(first, first + num_groups):
             about = file.metadata.row_group(group)
@@ -295,11 +449,11 @@ def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: Ab
             for batch in file.iter_batches(batch_size=num_at_once, row_groups=[group], columns=names):
                 numbers = range(number + 1, number + batch.num_rows + 1)
                 number += batch.num_rows
-                rows = zip(numbers, _parquet_rows(batch, numbers, piece), strict=True)
+                rows = zip(numbers, _arrow_fields(batch, numbers, piece), strict=True)
                 yield from (row for row in rows if wanted is None or row[0] in wanted)
 
 
-def _parquet_rows(batch: pa.RecordBatch, numbers: Sequence[int], piece: Piece) -> Iterator[_Fields]:
+def _arrow_fields(batch: pa.RecordBatch, numbers: Sequence[int], piece: Piece) -> Iterator[_Fields]:
     with suppress(ValueError, OverflowError):
         yield from batch.to_pylist()
         return

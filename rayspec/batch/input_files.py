@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import takewhile
 from pathlib import PurePosixPath
 
 from rayspec.batch.rows import Row
 from rayspec.command.locations import Location, UnreadableFileError
+from rayspec.errors import naming_the_extra
 from rayspec.types import ConfigError
 
 TEXT_SUFFIXES = (".txt", ".md")
-LINES_SUFFIXES = (".jsonl", ".ndjson")
+CSV_SUFFIXES = (".csv", ".tsv")
 PARQUET_SUFFIXES = (".parquet",)
+ARROW_SUFFIXES = (".arrow",)
+EXTRACTED_SUFFIXES = (".pdf", ".docx", ".html", ".htm")
 GZIP_SUFFIX = ".gz"
-_ZIPPED = TEXT_SUFFIXES + LINES_SUFFIXES  # Parquet has a compression of its own
-KNOWN_TYPES = f"{', '.join((*_ZIPPED, *PARQUET_SUFFIXES))}, the first {len(_ZIPPED)} also with {GZIP_SUFFIX}"
+_ZIPPED = (*TEXT_SUFFIXES, ".jsonl", ".ndjson", ".json", *CSV_SUFFIXES)
+_WITH_OWN_COMPRESSION = PARQUET_SUFFIXES + ARROW_SUFFIXES + EXTRACTED_SUFFIXES
+KNOWN_TYPES = f"{', '.join((*_ZIPPED, *_WITH_OWN_COMPRESSION))}, the first {len(_ZIPPED)} also with {GZIP_SUFFIX}"
+# Files below a folder that say something about the others: of Hugging Face's `save_to_disk`, and of a job's output.
+_ABOUT_OTHERS = re.compile(r"(dataset_info|dataset_dict|state|manifest)\.json|cache-.*\.arrow")
+# Files by which a table's folder is known, its name, the package that reads it, and Ray Data's function.
+_TABLES = (
+    (re.compile(r"(.*/)?_delta_log/.*"), "a Delta table", "deltalake", "read_delta"),
+    (re.compile(r".*\.metadata\.json"), "an Iceberg table", "pyiceberg", "read_iceberg"),
+    (re.compile(r".*\.lance"), "a Lance table", "pylance", "read_lance"),
+)
 
 
 def file_type(file_name: str) -> tuple[str, bool] | None:
@@ -28,7 +42,7 @@ def file_type(file_name: str) -> tuple[str, bool] | None:
     if path.suffix == GZIP_SUFFIX:
         suffix = PurePosixPath(path.stem).suffix
         return (suffix, True) if suffix in _ZIPPED else None
-    return (path.suffix, False) if path.suffix in (*_ZIPPED, *PARQUET_SUFFIXES) else None
+    return (path.suffix, False) if path.suffix in (*_ZIPPED, *_WITH_OWN_COMPRESSION) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +72,8 @@ class Piece:
 class InputFiles:
     """Files in the order in which they are read, each once.
 
-    skipped: number of files in folders and patterns that are left out because of their type, by suffix.
+    skipped: number of files in folders and patterns that are left out, by suffix, or by name where the name tells that
+    they describe other files.
     """
 
     files: tuple[Piece, ...]
@@ -82,7 +97,8 @@ def find_files(inputs: Iterable[str] | InputFiles, *, outputs: Iterable[str] = (
 
     Hidden files and folders below a folder are left out. A name that cannot be read stays in the list: reading yields
     an error row for it, and the other inputs are not affected. Raises ConfigError for a pattern without a match, for a
-    URI of an unknown kind, and if no input can be read. A store that does not answer raises no error here.
+    URI of an unknown kind, for the folder of a Delta, Iceberg or Lance table, for PDF files without pypdf, and if no
+    input can be read. A store that does not answer raises no error here.
 
     outputs: files and folders of the command's results. Folders and patterns leave them out.
     """
@@ -105,6 +121,9 @@ def find_files(inputs: Iterable[str] | InputFiles, *, outputs: Iterable[str] = (
         name = "/".join(parts[num_shared:]) or found.name
         shown = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
         files.append(Piece(path=found.absolute().name, name=shown))
+    if any(file.path.lower().endswith(".pdf") for file in files):
+        with naming_the_extra():
+            import_module("pypdf")
     return InputFiles(files=tuple(files), skipped=Counter(search.left_out.values()))
 
 
@@ -162,7 +181,10 @@ class _Search:
             parts = self._canonical(file)
             if any(parts[: len(output)] == output for output in self._outputs):
                 continue
-            if file_type(file.file_name) is None:
+            _refuse_table("/".join(parts[len(self.bases[-1]) :]), file)
+            if _ABOUT_OTHERS.fullmatch(file.file_name):
+                self.left_out[file.absolute().name] = file.file_name
+            elif file_type(file.file_name) is None:
                 self.left_out[file.absolute().name] = file.suffix or "no suffix"
             else:
                 kept.append(file)
@@ -172,6 +194,16 @@ class _Search:
 
     def _shown_types(self) -> str:
         return f" ({_counts(Counter(self.left_out.values()))} left out)" if self.left_out else ""
+
+
+def _refuse_table(name: str, file: Location) -> None:
+    """Refuse a file of a table, whose other files may hold rows that were deleted. Raises ConfigError."""
+    for pattern, table, package, function in _TABLES:
+        if pattern.fullmatch(name):
+            raise ConfigError(
+                f"input {file.name!r} is a file of {table}: install {package}, and write its rows to Parquet files "
+                f"with ray.data.{function}(...).write_parquet(...), or use rayspec.data on that dataset"
+            )
 
 
 def _parts(location: Location) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ def scan_pieces(pieces: Sequence[Piece], first: int, columns: Columns, limit: in
     """Yield tables of the rows of some pieces, up to `limit` rows. first: the index of the first of these pieces."""
     num_left = sys.maxsize if limit is None else limit
     for index, piece in enumerate(pieces, start=first):
-        rows = ((number, row.without_input()) for number, row in read_piece(piece, columns))
+        rows = ((number, row.without_input()) for number, row in read_piece(piece, columns, with_text=False))
         while some := list(itertools.islice(rows, min(_ROWS_AT_ONCE, num_left))):
             num_left -= len(some)
             fields = {

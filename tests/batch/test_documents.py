@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import os
 import re
+import zipfile
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +17,7 @@ import pytest
 from pyarrow import fs
 
 from rayspec.batch.documents import Columns, input_row, pieces_of, read_documents, read_piece
-from rayspec.batch.input_files import Piece
+from rayspec.batch.input_files import Piece, find_files
 from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
 
@@ -138,7 +141,7 @@ def test_parquet_values_of_other_types_are_text_or_one_bad_row(
     [
         ("absent.jsonl", None, "unreadable_file"),
         ("wrong.parquet", b"not parquet at all", "unreadable_file"),
-        ("a.pdf", b"%PDF", "unreadable_file"),
+        ("a.odt", b"%PDF", "unreadable_file"),
         ("folder", None, "unreadable_file"),
         ("no.txt.gz", b"plain", "unreadable_file"),
         ("none.jsonl.gz", b"", "empty_file"),
@@ -375,3 +378,151 @@ def test_rows_that_have_gone_since_the_scan_are_an_error(tmp_path: Path) -> None
     (_, row), (_, gone) = read_piece(Piece(path=path, name="a.jsonl"), TEXT, frozenset({2, 9}))
     assert (row.document, gone.error_kind) == ("two", "unreadable_file")
     assert str(gone.error) == "a.jsonl: 1 rows are gone; do not change the input"
+
+
+def test_rows_of_csv_json_and_arrow_are_those_of_json_lines(tmp_path: Path) -> None:
+    rows = [{"id": f"r{n}", "text": f'text {n}, "quoted"\nand more', "other": n} for n in range(5)]
+    expected = [(row["id"], row["text"]) for row in rows]
+    table = pa.Table.from_pylist(rows)
+    (tmp_path / "array.json").write_text(json.dumps(rows, indent=2), encoding="utf-8-sig")
+    (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    for name, delimiter in (("a.csv", ","), ("b.csv", ";"), ("c.tsv", "\t")):
+        with (tmp_path / name).open("w", encoding="utf-8-sig", newline="") as file:
+            writer = csv.DictWriter(file, ["id", "text", "other"], delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(rows)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    with pa.OSFile(str(tmp_path / "file.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as arrow:
+        arrow.write_table(table, max_chunksize=2)
+    for path in sorted(tmp_path.iterdir()):
+        assert [(row.id, row.document) for row in read(path)] == expected, path.name
+
+
+def test_a_folder_of_hugging_faces_save_to_disk_is_its_rows(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / "set" / split).mkdir(parents=True)
+        for name in ("dataset_info.json", "state.json"):
+            (tmp_path / "set" / split / name).write_text("{}", encoding="utf-8")
+        table = pa.table({"text": [f"{split} {n}" for n in range(3)]})
+        for name in ("data-00000-of-00001.arrow", "cache-1f2e3d.arrow"):
+            place = str(tmp_path / "set" / split / name)
+            with pa.OSFile(place, "wb") as sink, pa.ipc.new_stream(sink, table.schema) as arrow:
+                arrow.write_table(table)
+    (tmp_path / "set" / "dataset_dict.json").write_text("{}", encoding="utf-8")
+    assert [row.document for row in read(tmp_path / "set")] == [f"{s} {n}" for s in ("test", "train") for n in range(3)]
+    assert "cache-1f2e3d.arrow (2), dataset_info.json (2), state.json (2)" in str(find_files([str(tmp_path)]).warning)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "outcomes"),
+    [
+        (
+            "a.csv",
+            b'text,id\nfine,1\na,b,c\nshort\n"a"b,2\n\xe9,3\n,4\n\nfine,5\n',
+            "fine malformed_row malformed_row malformed_row not_utf8 invalid_value fine",
+        ),
+        ("a.csv", b'text\nfine\n"never closed\nfine\n', "fine malformed_row"),
+        ("a.csv", b"text,text\na,b\n", "duplicate_column"),
+        ("a.csv", b"", "empty_file"),
+        ("a.csv", b"text\n", "empty_file"),
+        ("a.json", b"", "empty_file"),
+        ("a.json", b"[]", "empty_file"),
+        ("a.json", b'[{"text": "fine"}, {"text": ', "fine malformed_row"),
+        ("a.json", b'[{"text": "fine"}', "fine malformed_row"),
+        ("a.json", b'[{"text": "fine"}, 3]', "fine malformed_row"),
+        ("a.json", b'{"text": "fine"}', "fine"),
+        ("a.json", b'[{"text": "fine"}]]', "fine malformed_row"),
+        ("a.arrow", b"ARROW1 no more", "unreadable_file"),
+        ("a.arrow", b"not arrow", "unreadable_file"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_a_format_are_bad_rows(tmp_path: Path, name: str, content: bytes, outcomes: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert [outcome(row) for row in read(tmp_path / name)] == outcomes.split()
+
+
+def pdf(*pages: str) -> bytes:
+    """A PDF file with a line on each page."""
+    objects = ["<</Type/Catalog/Pages 2 0 R>>", ""]
+    for page in pages:
+        line = f"BT /F 12 Tf 9 9 Td ({page}) Tj ET"
+        font = "<</Font<</F<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>>>>>"
+        number = len(objects) + 1
+        objects.append(f"<</Type/Page/Parent 2 0 R/Resources{font}/Contents {number + 1} 0 R>>")
+        objects.append(f"<</Length {len(line)}>>stream\n{line}\nendstream")
+    kids = " ".join(f"{number} 0 R" for number in range(3, len(objects) + 1, 2))
+    objects[1] = f"<</Type/Pages/Kids[{kids}]/Count {len(pages)}/MediaBox[0 0 99 99]>>"
+    body, places = "%PDF-1.4\n", ["0000000000 65535 f \n"]
+    for number, each in enumerate(objects, start=1):
+        places.append(f"{len(body):010} 00000 n \n")
+        body += f"{number} 0 obj{each}endobj\n"
+    table = f"xref\n0 {len(places)}\n{''.join(places)}trailer<</Root 1 0 R/Size {len(places)}>>\n"
+    return f"{body}{table}startxref\n{len(body)}\n%%EOF".encode()
+
+
+def docx(body: str) -> bytes:
+    file = io.BytesIO()
+    uri = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("word/document.xml", f'<w:document xmlns:w="{uri}"><w:body>{body}</w:body></w:document>')
+    return file.getvalue()
+
+
+def paragraph(runs: str) -> str:
+    return f"<w:p><w:pPr><w:tabs><w:tab/></w:tabs></w:pPr><w:r>{runs}</w:r></w:p>"
+
+
+WORDS = paragraph("<w:t>One</w:t><w:tab/><w:t>two</w:t><w:delText>gone</w:delText>") + paragraph("<w:t>three</w:t>")
+PAGE = (
+    b"<html><head><meta charset=latin-1><title>One</title><style>p {}</style><script>x = '</p>'</script></head>"
+    b"<body><p>two\n&eacute;\xe9</p><!-- gone --><table><tr><td>three<td>four</table>"
+)
+
+
+def test_documents_of_other_programs_are_their_texts_and_a_bad_one_is_one_bad_row(tmp_path: Path) -> None:
+    """The file's bytes are scanned. The text is taken out where the row is read."""
+    files = {
+        "a.pdf": (pdf("One two", "three"), "One two\nthree\n"),
+        "b.docx": (docx(WORDS), "One\ttwo\nthree\n"),
+        "c.html": (PAGE, "One\n\ntwo éé\n\n\tthree\tfour"),
+        "d.pdf": (b"%PDF-1.4 cut", "unreadable_document"),
+        "e.pdf": (pdf(""), "unreadable_document"),
+        "f.docx": (b"PK no more", "unreadable_document"),
+        "g.html": (b"<p>\xff", "unreadable_document"),
+        "h.pdf": (b"", "empty_file"),
+    }
+    for name, (content, _) in files.items():
+        (tmp_path / name).write_bytes(content)
+    found = read(tmp_path)
+    assert {row.id: outcome(row) for row in found} == {name: expected for name, (_, expected) in files.items()}
+    assert "there is none; scanned pages need text recognition first" in str(found[4].error)
+    scanned = [row for piece in pieces_of([str(tmp_path)]) for _, row in read_piece(piece, TEXT, with_text=False)]
+    assert [row.input_hash for row in scanned] == [row.input_hash for row in found]
+    assert {outcome(row) for row in scanned[:-1]} == {None}, "an error is the result of a row, and is not found twice"
+    (wanted,) = read_piece(pieces_of([str(tmp_path / "a.pdf")])[0], TEXT, frozenset({0}))
+    assert wanted[1] == found[0]
+
+
+@pytest.mark.parametrize("content", [docx(paragraph(f"<w:t>{'a' * 2**20}</w:t>") * 20), docx("<w:p>" * 10**5)])
+def test_a_document_that_grows_without_bound_is_one_bad_row(tmp_path: Path, content: bytes) -> None:
+    assert len(content) < 10**6
+    (tmp_path / "a.docx").write_bytes(content)
+    (row,) = read(tmp_path / "a.docx")
+    assert row.error_kind == "unreadable_document"
+
+
+@pytest.mark.parametrize(
+    ("names", "package"),
+    [
+        (["_delta_log/00000000000000000000.json", "part-0.parquet"], "deltalake"),
+        (["metadata/v1.metadata.json", "data/a.parquet"], "pyiceberg"),
+        (["data/a.lance"], "pylance"),
+    ],
+)
+def test_folders_of_tables_are_refused_by_name(tmp_path: Path, names: list[str], package: str) -> None:
+    for name in names:
+        (tmp_path / "table" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "table" / name).touch()
+    for given in (tmp_path, tmp_path / "table", tmp_path / "t*"):
+        with pytest.raises(ConfigError, match=f"install {package}, and write its rows to Parquet files with ray.data"):
+            find_files([str(given)])

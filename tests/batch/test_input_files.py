@@ -44,7 +44,7 @@ def test_the_end_of_a_name_tells_the_type(name: str, expected: tuple[str, bool] 
 
 
 def test_folders_and_patterns_expand_in_order(folder: Path) -> None:
-    fill(folder, "in/b.txt", "in/a.txt.gz", "in/c.jsonl", "in/notes.pdf", "in/deep/d.txt")
+    fill(folder, "in/b.txt", "in/a.txt.gz", "in/c.jsonl", "in/notes.odt", "in/deep/d.txt")
     assert found("in") == ["in/a.txt.gz", "in/b.txt", "in/c.jsonl", "in/deep/d.txt"]
     assert found("in/*.txt") == ["in/b.txt"]
     assert found("in/**/*.txt") == ["in/b.txt", "in/deep/d.txt"]
@@ -67,11 +67,11 @@ def test_hidden_files_are_left_out_of_folders_but_can_be_named(folder: Path) -> 
 
 
 def test_files_of_other_types_are_counted_and_named_once(folder: Path) -> None:
-    fill(folder, "in/a.txt", "in/b.pdf", "in/deep/c.PDF", "in/d.csv", "more/e.csv", "more/README", "more/f.txt")
+    fill(folder, "in/a.txt", "in/b.odt", "in/deep/c.ODT", "in/d.xls", "more/e.xls", "more/README", "more/f.txt")
     files = find_files(["in", "more/*", "./in"])
     assert files.warning == (
-        "5 files skipped: .csv (2), .pdf (2), no suffix (1); known are .txt, .md, .jsonl, .ndjson, .parquet, the first "
-        "4 also with .gz"
+        "5 files skipped: .odt (2), .xls (2), no suffix (1); known are .txt, .md, .jsonl, .ndjson, .json, .csv, .tsv, "
+        ".parquet, .arrow, .pdf, .docx, .html, .htm, the first 7 also with .gz"
     )
     assert find_files(["in/a.txt"]).warning is None
 
@@ -80,24 +80,24 @@ def test_files_of_other_types_are_counted_and_named_once(folder: Path) -> None:
     ("inputs", "message"),
     [
         (["*.jsonl"], "input '*.jsonl': it matches nothing"),
-        (["*.pdf"], "input '*.pdf': it matches no file of a known type (.pdf (1) left out)"),
+        (["*.odt"], "input '*.odt': it matches no file of a known type (.odt (1) left out)"),
         (["absent.txt"], "input 'absent.txt': there is no such file; name files, folders or patterns that exist"),
-        (["x/absent.txt", "b.pdf", "x"], "no such file, and 2 more inputs cannot be read either; name files"),
-        (["b.pdf"], "input 'b.pdf': its type is not known; known are .txt"),
+        (["x/absent.txt", "b.odt", "x"], "no such file, and 2 more inputs cannot be read either; name files"),
+        (["b.odt"], "input 'b.odt': its type is not known; known are .txt"),
         (["x"], "input 'x': the folder holds no file of a known type"),
         (["a.txt/b.txt"], "there is no such file"),
     ],
 )
 def test_inputs_that_nothing_can_come_of_are_refused(folder: Path, inputs: list[str], message: str) -> None:
-    fill(folder, "a.txt", "b.pdf", "x/.hidden.txt")
+    fill(folder, "a.txt", "b.odt", "x/.hidden.txt")
     with pytest.raises(ConfigError) as caught:
         find_files(inputs)
     assert message in str(caught.value)
 
 
 def test_one_name_without_a_file_does_not_lose_the_others(folder: Path) -> None:
-    fill(folder, "a.txt", "b.pdf", "empty/c.pdf")
-    assert found("absent.txt", "a.txt", "b.pdf", "empty") == ["absent.txt", "a.txt", "b.pdf", "empty"]
+    fill(folder, "a.txt", "b.odt", "empty/c.odt")
+    assert found("absent.txt", "a.txt", "b.odt", "empty") == ["absent.txt", "a.txt", "b.odt", "empty"]
 
 
 def test_links_are_followed_and_may_go_in_a_circle(folder: Path) -> None:
