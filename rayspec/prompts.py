@@ -17,6 +17,7 @@ _IDENTIFYING = ("role", "content", "name", "tool_call_id")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _OF_A_PART = ("type", "text", "cache_control")  # the last is for caches of other servers
 _MAX_DEPTH = 32
+_MOST_PARTS = 100_000  # of the arguments of a call; parsed, each takes far more memory than its text
 _MAX_NAME = 64  # characters of a field's name in an error
 _TEXT_PART = "{'type': 'text', 'text': '...'}"
 
@@ -277,6 +278,8 @@ def chat_template(tokenizer: Any, tools: Sequence[Any] | None = None) -> str:
 def _as_object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
+    if sum(map(arguments.count, "{[:")) > _MOST_PARTS:
+        raise InvalidMessagesError(f"a tool call has more than {_MOST_PARTS} objects, arrays and fields: shorten it")
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -83,6 +83,8 @@ def _schema_text(schema: Any) -> str:
     """Return a JSON schema as text. Raises ConfigError."""
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
+    if isinstance(schema, str) and len(schema) > _MAX_CHARACTERS:
+        raise ConfigError(f"structured_outputs: json has more than {_MAX_CHARACTERS} characters: shorten it")
     try:
         schema = json_format.loads(schema) if isinstance(schema, str) else schema
         if isinstance(schema, Mapping):

@@ -163,6 +163,11 @@ def rendered(arguments: Any, template: str = "{{ messages[0].tool_calls[0].funct
     return conversation_text(conversation, TOKENIZER, Rendering(template=template))
 
 
+def test_arguments_that_would_take_far_more_memory_than_their_text_are_refused() -> None:
+    with pytest.raises(InvalidMessagesError, match="more than 100000 objects, arrays and fields"):
+        rendered('{"a": [' + "[]," * 100_000 + "[]]}")
+
+
 def test_arguments_of_tool_calls_are_objects_as_in_vllm() -> None:
     """Clients send their text; templates make JSON of them, and the JSON of a text would have quotes around it."""
     for arguments in ('{"a": 6, "b": null}', {"a": 6}):

@@ -414,7 +414,8 @@ class ChatRequest(GenerationRequest):
     @property
     def num_characters(self) -> int:
         """Number of characters that must be tokenized, here and in CompletionRequest."""
-        return num_characters(self.messages) + sum(len(repr(tool)) for tool in self.tools or ())
+        others = (*(self.tools or ()), self.chat_template_kwargs)
+        return num_characters(self.messages) + sum(len(repr(one)) for one in others)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -34,6 +34,7 @@ _PLAINLY = Rendering()
 _LONG = 20_000  # characters, bytes or tokens; more would block the event loop for too long
 _MOST_CUT = 2**20  # characters, of which all are tokenized; a million takes 300 MB
 _CHARACTERS_PER_TOKEN = 8  # texts have fewer, except for those with long runs of spaces
+_MOST_IN_TEMPLATE = 2**22  # characters of variables, times messages: a chat template may repeat them for each message
 
 
 class LargeWork:
@@ -76,7 +77,7 @@ def prompt_tokens(
     Raises RequestError: an InvalidRequestError names the field of a message, and PromptTooLongError comes before all of
     a text that is much too long is tokenized."""
     try:
-        num_characters = len(prompt if isinstance(prompt, str) else repr(prompt))
+        num_characters = len(prompt) if isinstance(prompt, str) else _num_characters(prompt, rendering)
         most = _CHARACTERS_PER_TOKEN * engine.max_model_len
         if is_cut:
             if num_characters > max(most, _MOST_CUT):
@@ -94,6 +95,16 @@ def prompt_tokens(
         raise InvalidRequestError(str(error), param=f"messages.{error.field}", code=error.code) from None
     except ConfigError as error:
         raise InvalidMessagesError("the model has no chat template; use /v1/completions") from error
+
+
+def _num_characters(messages: Messages, rendering: Rendering) -> int:
+    """Return about how many characters a chat template makes of the messages, at most. Raises InvalidRequestError."""
+    num_repeated = len(repr(rendering.variables)) * len(messages)
+    if num_repeated > _MOST_IN_TEMPLATE:
+        field, of_messages = "chat_template_kwargs", f"{num_repeated} characters for {len(messages)} messages"
+        message = f"{field}: {of_messages}; at most {_MOST_IN_TEMPLATE} here, shorten it"
+        raise InvalidRequestError(message, param=field, code="invalid_value")
+    return len(repr((messages, rendering.tools))) + num_repeated
 
 
 def _check_length(text: str, engine: AsyncEngine) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 _MOST_HEAD = 4096  # characters before the arguments of a call
 _MOST_ODD = 16_384  # of a call that does not begin with its name, or has no arguments
+_MOST_AT_ONCE = 4096  # characters that are searched again after each call and each false beginning of a call
 _SPACE = " \t\r\n"
 
 
@@ -149,8 +150,11 @@ class CallParser:
 
     def feed(self, text: str, *, finished: bool) -> list[str | CallPiece]:
         """Add new text. Return the new content, as texts, and the new pieces of calls."""
-        for added, is_last in ((text, False), ("", True))[: 1 + finished]:
-            self._rest, self._is_last = self._rest + added, is_last
+        for start in range(0, len(text), _MOST_AT_ONCE):
+            self._rest += text[start : start + _MOST_AT_ONCE]
+            next(self._steps, None)
+        if finished:
+            self._is_last = True
             next(self._steps, None)
         pieces, self._pieces = self._pieces, []
         return pieces

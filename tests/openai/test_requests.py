@@ -295,3 +295,8 @@ def test_messages_become_what_chat_templates_take() -> None:
             {"role": "tool", "content": "42", "tool_call_id": "t"},
         ]
     ]
+
+
+def test_a_long_schema_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(InvalidRequestError, match="guided_json: json has more than 262144 characters"):
+        CompletionRequest.parse({"model": "m", "prompt": "x", "guided_json": "[" * 300_000})

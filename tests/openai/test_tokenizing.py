@@ -23,7 +23,7 @@ from rayspec.openai.tokenizing import (
     tokenize,
 )
 from rayspec.prompts import Rendering, conversation_tokens
-from rayspec.types import InvalidMessagesError, InvalidTokenError
+from rayspec.types import InvalidMessagesError, InvalidTokenError, PromptTooLongError
 from tests.demo_model import demo_tokenizer
 from tests.tool_templates import HERMES, tokenizer_with
 
@@ -124,6 +124,18 @@ def test_a_field_that_the_template_drops_is_named() -> None:
     with pytest.raises(InvalidRequestError, match=r"messages.1.reasoning: the model's chat template") as caught:
         asked(messages=[CHAT[0], {"role": "assistant", "content": "x", "reasoning": "hm"}])
     assert (caught.value.param, caught.value.code) == ("messages.1.reasoning", "unsupported_parameter")
+
+
+def test_variables_of_the_template_count_as_often_as_it_may_write_them() -> None:
+    messages = [CHAT[0], *[CHAT[1]] * 99]  # the demo's template ends each answer with `eos_token`
+    with pytest.raises(PromptTooLongError, match="the first 616 of your prompt's"):
+        asked(messages=messages, chat_template_kwargs={"eos_token": "x" * 1000})
+    for size, num_messages in ((45_000, 100), (10_000_000, 1)):
+        with pytest.raises(InvalidRequestError, match="at most 4194304 here") as caught:
+            asked(messages=messages[:num_messages], chat_template_kwargs={"eos_token": "x" * size})
+        assert caught.value.param == "chat_template_kwargs"
+    with_variable = {"model": "m", "messages": CHAT, "chat_template_kwargs": {"eos_token": "x" * 30_000}}
+    assert ChatRequest.parse(with_variable).num_characters > 30_000
 
 
 def test_small_work_overtakes_large_work_that_waits() -> None:

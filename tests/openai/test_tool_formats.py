@@ -117,6 +117,20 @@ def test_any_text_has_one_reading(form: ToolFormat) -> None:
             assert whole[0] == text, "nothing but calls is left out"
 
 
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_a_long_text_is_read_in_parts_as_each_call_searches_the_rest_again(form: ToolFormat) -> None:
+    class Watched(CallParser):
+        longest = 0
+
+        def _show(self, num_characters: int) -> None:
+            self.longest = max(self.longest, len(self._rest))
+            super()._show(num_characters)
+
+    parser, text = Watched(form, SCHEMAS, is_parallel=True), f"{form.begin} no call. " * 3000
+    assert "".join(map(str, parser.feed(text, finished=True))) == text
+    assert parser.longest < 10_000 < len(text)
+
+
 def test_the_arguments_come_as_they_are_written() -> None:
     parser = CallParser(HERMES, SCHEMAS, is_parallel=True)
     text = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
