@@ -113,3 +113,8 @@ def naming_the_extra() -> Iterator[None]:
         raise ConfigError(
             f"package {name!r} is not installed here: run `pip install 'rayspec[{_EXTRAS[name]}]'`"
         ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the type of an error and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

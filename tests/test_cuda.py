@@ -18,6 +18,7 @@ from rayspec.config import EngineConfig, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.stages import LocalStages
 from rayspec.local_engine import engine_like, load_engine
+from rayspec.model.cuda import probe
 from rayspec.model.cuda.graphs import CudaDriver
 from tests.engines import GREEDY, complete, tokens_of
 from tests.families import FAMILIES, HARD_FAMILIES, WHOLE_FAMILIES, cases, checkpoint
@@ -31,6 +32,7 @@ pytestmark = [
 ]
 
 DEVICE = torch.device("cuda")
+PROBE = probe.probe
 LENGTHS, MAX_TOKENS = (5, 37, 130), 32
 # Few buckets, so that they are captured quickly.
 SMALL = {"device": str(DEVICE), "max_model_len": 256, "max_num_seqs": len(LENGTHS), "max_num_batched_tokens": 128}
@@ -43,6 +45,21 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "static": {"skip": (2, 5), "gate": False},
     "ar": {},
 }
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of a model takes seconds, and there are many models here."""
+    monkeypatch.setattr(probe, "probe", lambda shapes: probe.Verdict(None, is_kept=False))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_pass_the_trial_in_the_shapes_of_a_large_model(dtype: str) -> None:
+    shapes = probe.Shapes(
+        device="cuda:0", dtype=dtype, hidden_size=4096, inner_size=14336, max_context=131072, has_copies=True,
+        attention=(probe.Attention(32, 8, 128, 0, 0.0), probe.Attention(16, 8, 256, 4096, 50.0)),
+    )  # fmt: skip
+    assert PROBE(shapes) == probe.Verdict(None, is_kept=True)
 
 
 def engines(family: str, options: dict[str, Any]) -> Iterator[tuple[str, Engine]]:

@@ -66,7 +66,7 @@ def test_a_span_has_copies_of_its_own_sublayers() -> None:
 def test_drafts_in_static_buffers_read_all_keys_or_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = modules_of(checkpoint("llama"))
     assert "int4+pages" in choices_here(config(), parts)
-    monkeypatch.setattr("rayspec.decode.loading.has_operators", lambda device: True)
+    monkeypatch.setattr("rayspec.decode.loading.has_kernels", lambda config, parts: True)
     assert choices_here(config(), parts) == (FULL, "int4", "window", "int4+window", SKIP)
 
 

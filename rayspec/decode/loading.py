@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec import structs
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rayspec.choices import Choice, Weights, keys_of
@@ -16,16 +18,17 @@ from rayspec.decode.drafting.corpus import tokenised
 from rayspec.decode.drafting.corpus_file import read_texts
 from rayspec.decode.engine import Engine
 from rayspec.decode.pages import WindowedPages
+from rayspec.decode.profile import cache_file
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.stages import MAX_STEPS, Stages
 from rayspec.decode.strategy import Strategy
-from rayspec.machine import bytes_available
+from rayspec.machine import bytes_available, installed_version
 from rayspec.model.adapters import install_adapters
 from rayspec.model.architecture import max_positions, why_context_ends
+from rayspec.model.cuda import probe
 from rayspec.model.cuda.graphs import CudaDriver
-from rayspec.model.cuda.operations import has_operators
 from rayspec.model.fused import fuse
 from rayspec.model.generation_config import eos_token_ids, generation_defaults
 from rayspec.model.graphs import StaticStep, StepGraphs, require_same_attention
@@ -102,7 +105,7 @@ def prepare_span(
     parts = fuse(
         parts,
         apart_from=offloaded.sublayers if offloaded else (),
-        use_operators=has_kernels(config, parts.device),
+        use_operators=has_kernels(config, parts),
         quantised=copies_for_drafts(config, parts),
     )
     install_adapters(parts, config.lora_modules)
@@ -137,10 +140,19 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
     graphs = make_graphs(config, parts, buffers)
     if graphs is not None:
         graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, _num_draft_tokens(config))[:_NUM_WARM_BUCKETS])
-    return Runner(
+    runner = Runner(
         parts, cache, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices,
         may_retry=config.parallel is None or config.parallel.tensor == 1,
     )  # fmt: skip
+    if has_kernels(config, parts):
+        runner.on_loss = partial(_note_loss, _verdict_file(config, parts))
+    return runner
+
+
+def _note_loss(path: Path, reason: str) -> None:
+    """Note an error that has made the GPU unusable for this process: the next start avoids the kernels."""
+    probe.keep(path, f"an earlier process has lost the GPU ({reason})")
+    logger.error("the GPU is lost for this process: %s. Its next start runs without the GPU kernels", reason)
 
 
 def least_needed(parts: Decomposition, share: float) -> list[int]:
@@ -158,9 +170,50 @@ def least_needed(parts: Decomposition, share: float) -> list[int]:
     return sorted(chosen)
 
 
-def has_kernels(config: EngineConfig, device: torch.device) -> bool:
-    """Return whether this engine runs the operators `rayspec::*` with Triton kernels."""
-    return config.cuda_kernels == "auto" and has_operators(device)
+def has_kernels(config: EngineConfig, parts: Decomposition) -> bool:
+    """Return whether this engine runs the operators `rayspec::*` with Triton kernels. They are tried at the first call
+    for a GPU and the shapes of a model; see `probe.works`."""
+    if config.cuda_kernels == "off" or parts.device.type != "cuda":
+        return False
+    return probe.works(kernel_shapes(config, parts), _verdict_file(config, parts), remeasure=config.remeasure)
+
+
+def kernel_shapes(config: EngineConfig, parts: Decomposition) -> probe.Shapes:
+    """Return what decides the kernels that this process runs."""
+    text = parts.config.get_text_config()
+    num_heads = int(text.num_attention_heads) // (config.parallel.tensor if config.parallel is not None else 1)
+    softcap = float(getattr(text, "attn_logit_softcapping", None) or 0.0)
+    inner_size = getattr(text, "intermediate_size", None)
+    attention = [
+        probe.Attention(
+            max(1, num_heads // shape.num_heads) * shape.num_heads, shape.num_heads, shape.key_dim,
+            parts.windows.get(layer, 0), softcap,
+        )
+        for layer, shape in parts.shapes.items()
+        if shape.key_dim == shape.value_dim
+    ]  # fmt: skip
+    return probe.Shapes(
+        device=str(parts.device),
+        dtype=str(parts.dtype).removeprefix("torch."),
+        hidden_size=int(text.hidden_size),
+        inner_size=inner_size if isinstance(inner_size, int) else 4 * int(text.hidden_size),
+        attention=tuple(dict.fromkeys(attention)),
+        max_context=_max_places(config, resolve_max_model_len(config, parts.config)),
+        has_copies=bool(config.speculation.draft_weights),
+    )
+
+
+def _verdict_file(config: EngineConfig, parts: Decomposition) -> Path:
+    """Return the file of the kernels' verdict, one for each GPU, version of the software, and shapes of a model."""
+    gpu = torch.cuda.get_device_properties(parts.device)
+    versions = [installed_version(name) for name in ("rayspec", "torch", "triton")]
+    shapes = structs.asdict(structs.replace(kernel_shapes(config, parts), device=f"{gpu.name} {gpu.uuid}"))
+    return cache_file(config.profile_cache, "kernels", {"versions": versions, "shapes": str(shapes)})
+
+
+def _max_places(config: EngineConfig, max_model_len: int) -> int:
+    """Return the most places of a sequence in a pass."""
+    return max_model_len + config.speculation.max_draft_tokens + config.speculation.num_branch_tokens
 
 
 def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weights]:
@@ -172,7 +225,7 @@ def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weight
         by_weights = {
             weights: sum(quantised_bytes(parts.config, weights, dtype=parts.dtype, tensor=num_ranks)[first : last + 1])
             for weights in config.speculation.draft_weights
-            if parts.device.type == "cpu" or has_kernels(config, parts.device)
+            if parts.device.type == "cpu" or has_kernels(config, parts)
         }
     except UnsupportedModelError as error:
         logger.warning("drafts have no copies of weights, because their sizes are unknown: %s", error)
@@ -280,7 +333,7 @@ def make_buffers(config: EngineConfig, parts: Decomposition, cache: KVCache, max
         cache,
         max_rows=padded_rows(config.max_num_batched_tokens + config.max_num_seqs * (MAX_TREE_ROWS + 1)),
         max_sequences=padded_sequences(2 * config.max_num_seqs),
-        max_places=max_model_len + config.speculation.max_draft_tokens + config.speculation.num_branch_tokens,
+        max_places=_max_places(config, max_model_len),
         hidden_size=parts.config.get_text_config().hidden_size,
         dtype=parts.dtype,
         device=parts.device,
@@ -290,7 +343,7 @@ def make_buffers(config: EngineConfig, parts: Decomposition, cache: KVCache, max
 def _has_buffers(config: EngineConfig, parts: Decomposition) -> bool:
     """The operators for attention need keys and values of one size."""
     has_one_size = all(shape.key_dim == shape.value_dim for shape in parts.shapes.values())
-    return not config.deterministic and has_one_size and has_kernels(config, parts.device)
+    return not config.deterministic and has_one_size and has_kernels(config, parts)
 
 
 def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers | None) -> StepGraphs | None:

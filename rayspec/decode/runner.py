@@ -22,10 +22,11 @@ from torch.nn.functional import pad
 from typing_extensions import Self
 
 from rayspec.choices import FULL, SKIP, Choice
+from rayspec.errors import reason_of
 from rayspec.model.attention import Division, PackedRows, pack
 from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import KVCache
-from rayspec.model.load_check import lack_of_memory, reason_of
+from rayspec.model.load_check import lack_of_memory
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import Path, RowSpan, bucket_of
 from rayspec.model.static_rows import BatchMetadata, StepBuffers

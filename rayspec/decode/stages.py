@@ -25,7 +25,8 @@ from rayspec.decode.rounds import Head, script
 from rayspec.decode.runner import Batch, Runner, Stopwatch, integers, on_device, passes_of, pieces_of
 from rayspec.decode.search import Answer, PlanSearch, Question, answer
 from rayspec.decode.work import Move, Pass, Result, SamplerSpec, TappedToken, TapsGoneError, Work
-from rayspec.model.load_check import lack_of_memory, reason_of
+from rayspec.errors import reason_of
+from rayspec.model.load_check import lack_of_memory
 from rayspec.model.rows import RowSpan
 from rayspec.planning.knapsack import Steps
 from rayspec.types import OutOfMemoryError, RayspecError

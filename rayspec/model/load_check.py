@@ -296,11 +296,6 @@ def lack_of_memory(error: BaseException) -> str | None:
     return (str(error).splitlines() or ["out of memory"])[0] if is_short else None
 
 
-def reason_of(error: BaseException) -> str:
-    """Return the type of an error and the first line of its text."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
 def require_finite(expected: Tensor) -> None:
     """Raise CheckpointError for NaN or infinity in what the model computes on plain input."""
     if not bool(expected.isfinite().all()):

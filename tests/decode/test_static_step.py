@@ -174,7 +174,7 @@ def test_buffers_whose_attention_is_wrong_are_not_used(
     """The second sequence reads the first's pages."""
     parts, config = operator_parts_of(checkpoint("gemma2")), EngineConfig(model="any")
     cache = KVCache(parts.shapes, 64, dtype=torch.float32, device=CPU, num_spare=1)
-    monkeypatch.setattr("rayspec.decode.loading.has_operators", lambda device: True)
+    monkeypatch.setattr("rayspec.decode.loading.has_kernels", lambda config, parts: True)
     assert make_buffers(config, parts, cache, 64) is not None
     assert not caplog.messages
     mixed = StaticRows._mixed
