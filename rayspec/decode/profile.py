@@ -29,6 +29,7 @@ from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.rows import RowSpan, one_run, runs_of_pages
 from rayspec.planning.latency import (
+    DRAFT_HEAD,
     HEAD,
     OVERHEAD,
     WAKE,
@@ -359,8 +360,10 @@ def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_
                 partial(runner.run, batch, hidden, choices=_only(runner, name, sample[name], choice)),
             )
         if runner.parts.lm_head is not None and context == cells[0][1] and batch_size == 1:
-            head = Measurement(kind=HEAD, rows=rows, context=0, batch=1, seconds=1, device=device)
-            yield head, _nothing, partial(runner.head, hidden)
+            heads = {HEAD: False} if runner.parts.draft_head is None else {HEAD: False, DRAFT_HEAD: True}
+            for kind, drafting in heads.items():
+                head = Measurement(kind=kind, rows=rows, context=0, batch=1, seconds=1, device=device)
+                yield head, _nothing, partial(runner.head, hidden, drafting=drafting)
     fixed = Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=1, device=device)
     yield fixed, _nothing, lambda: runner.hold(runner.batch([span_at(runner.cache, 0, 0, 1)]))
 

@@ -59,9 +59,10 @@ class Head:
     """The last step of a pass, next to the LM head: turns logits into tokens with each sequence's own sampler. Keeps
     the samplers of the open sequences and the target's most likely tokens after tapped tokens.
 
-    logits: maps [1, N, hidden_size] before the final norm to [N, V]. draft_look_interval: draft steps between two
-    copies of the drawn tokens to the host; it must be 1 if another process embeds the tokens. grammars: of a head that
-    is not in the engine's process. drawn: the last drawn tokens, int64 [S], on the device.
+    logits: maps [1, N, hidden_size] before the final norm to [N, V]. draft_logits: does so for drafts, for less; None:
+    `logits`. draft_look_interval: draft steps between two copies of the drawn tokens to the host; it must be 1 if
+    another process embeds the tokens. grammars: of a head that is not in the engine's process. drawn: the last drawn
+    tokens, int64 [S], on the device.
     """
 
     drawn: Tensor | None = None
@@ -70,6 +71,7 @@ class Head:
         self,
         logits: Callable[[Tensor], Tensor],
         *,
+        draft_logits: Callable[[Tensor], Tensor] | None = None,
         vocab_size: int,
         device: torch.device,
         verification: Verification,
@@ -81,6 +83,7 @@ class Head:
         self.verification: Verification = verification
         self.stopwatch = Stopwatch.of(device)
         self._logits = logits
+        self._draft_logits = draft_logits or logits
         self._vocab_size = vocab_size
         self._device = device
         self._num_taps = num_taps
@@ -121,6 +124,10 @@ class Head:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         return self._logits(hidden)
+
+    @torch.inference_mode()
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        return self._draft_logits(hidden)
 
     def note_taps(self, taps: Sequence[tuple[int, TappedToken]], logits: Tensor) -> None:
         """Remember the target's most likely token after each tapped token, and only the last `num_taps` of them.
@@ -454,7 +461,7 @@ def _drawn(
     left = (work.entries[index].max_draft_tokens - len(drafts[index].token_ids) for index in active)
     num_steps = 1 if any(sampler.reads_history for sampler in samplers) else min(head.draft_look_interval, *left)
     for ahead in range(num_steps):
-        logits = head.logits((yield draft_pass(work, drafts, active, ahead=ahead)))
+        logits = head.draft_logits((yield draft_pass(work, drafts, active, ahead=ahead)))
         rows = [
             # Placeholders for tokens that the host does not know yet: only their number is used.
             Rows(sampler, at, [*drafts[index].token_ids, *[0] * ahead])

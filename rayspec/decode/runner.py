@@ -255,16 +255,17 @@ class Runner:
         leaves_buffer = self.parts.lm_head is None and any(isinstance(rows, BatchMetadata) for _, rows in batch.buckets)
         return left.clone() if leaves_buffer else left
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Return the logits [N, vocab_size] of states [1, N, hidden_size]."""
+    def head(self, hidden: Tensor, *, drafting: bool = False) -> Tensor:
+        """Return the logits [N, vocab_size] of states [1, N, hidden_size]: of a draft, by the head's copy if there is
+        one."""
         self._use_threads(hidden)
         num_rows = hidden.shape[1]
         padded = self._buffers.padded(hidden) if self._buffers is not None else None
         if padded is not None:
-            return self.parts.head(padded)[:num_rows]
+            return self.parts.head(padded, drafting=drafting)[:num_rows]
         counts = self.row_counts or RowCounts(num_rows, max(num_rows, 1))
         pieces = [
-            self.parts.head(_pad_rows(hidden[:, at : at + counts.most], counts.least))
+            self.parts.head(_pad_rows(hidden[:, at : at + counts.most], counts.least), drafting=drafting)
             for at in range(0, num_rows, counts.most)
         ]
         return _joined(pieces, 0)[:num_rows]

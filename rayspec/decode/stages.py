@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -406,6 +407,7 @@ class LocalStages(Stages):
         self.span = SpanRunner(runner, num_taps=num_tap_tokens)
         self.head = Head(
             runner.head,
+            draft_logits=partial(runner.head, drafting=True),
             vocab_size=vocab_size,
             device=runner.device,
             verification=verification,

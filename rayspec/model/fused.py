@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from rayspec.model.cuda.operations import gated, has_operators
 from rayspec.model.load_check import CheckRows, CheckSequence, RecordingRows, lack_of_memory, likeness
 from rayspec.model.matrices import (
     QUANTISED,
+    Bfloat16Matrix,
     LinearMap,
     Matrix,
     Norm,
@@ -124,7 +125,21 @@ def fuse(
         for sublayer in parts.sublayers
     )
     fuser.report(len(sublayers))
-    return replace(parts, sublayers=sublayers, lm_head=fuser.head(parts), final_norm=fuser.final_norm(parts))
+    draft_head = fuser.draft_head(parts)  # before the head gives its weights away
+    return replace(
+        parts,
+        sublayers=sublayers,
+        lm_head=fuser.head(parts),
+        draft_head=draft_head,
+        final_norm=fuser.final_norm(parts),
+    )
+
+
+def may_copy_head(head: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Return whether drafts with copies of float32 weights multiply faster by this head in bfloat16."""
+    if not is_plain(head) or head.weight.dtype != torch.float32:
+        return False
+    return has_blocked_layout(head.weight.data[:1].bfloat16())
 
 
 def matrices_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[list[nn.Linear], nn.Module]:
@@ -268,6 +283,10 @@ class _Fuser:
         if parts.embedding is None or parts.embedding.weight is not head.weight:
             empty_linears([head])
         return packed
+
+    def draft_head(self, parts: Decomposition) -> nn.Module | None:
+        """Return a copy of the head in bfloat16, which drafts with copies have where the processor is fast at it."""
+        return Bfloat16Matrix(parts.lm_head) if self._quantised and may_copy_head(parts.lm_head) else None
 
     def final_norm(self, parts: Decomposition) -> nn.Module | None:
         norm = parts.final_norm

@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias, TypeGuard, cast
 
 import torch
@@ -86,6 +87,21 @@ class Matrix(LinearMap):
         return residual if self._bias is None else residual.add_(self._bias)
 
 
+class Bfloat16Matrix(nn.Module):
+    """A copy of a float32 layer that multiplies in bfloat16, in oneDNN's layout."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            twin = nn.Linear(1, 1, bias=layer.bias is not None)
+        for name, weight in layer.named_parameters():
+            setattr(twin, name, nn.Parameter(weight.data.bfloat16(), requires_grad=False))
+        self._matrix = Matrix([twin], blocked=True)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return cast(Tensor, self._matrix(rows.bfloat16()).to(rows.dtype))
+
+
 def joined_weight(linears: Sequence[nn.Linear]) -> Tensor:
     """Return the weight [num_rows, num_columns]: for a single layer its own tensor, for several a copy."""
     return torch.cat([each.weight.data for each in linears]) if len(linears) > 1 else linears[0].weight.data
@@ -130,6 +146,9 @@ def empty_linears(linears: Sequence[nn.Linear]) -> None:
 # Group sizes, and the share of a group's range that the int4 levels span. The first size that divides the number of
 # columns is used. The share has the smallest squared error, both on random numbers and on a trained model.
 _SPANS = {128: 0.93, 64: 0.96, 32: 0.98}
+# Weights that have 4 bits already: checkpoints have groups of 32, or of several times 32. How many steps at least the
+# numbers of a group span, how far they are from a level at most, in steps, and the share of such groups.
+_SMALLEST_GROUP, _FEWEST_STEPS, _OFF_LEVEL, _MOST = 32, 5, 0.05, 0.9
 # The int4 kernel's layout has blocks of 64 rows; the last block has a multiple of 16 rows.
 _BLOCK_ROWS = 64
 _ROW_MULTIPLE = 16
@@ -185,7 +204,8 @@ class Int8Matrix(_QuantisedMatrix):
 
 
 class Int4Matrix(_QuantisedMatrix):
-    """int4 weights with a scale and a zero for each group of columns of a row. Input rows have full precision.
+    """int4 weights with a scale and a zero for each group of columns of a row. Weights of a dequantised checkpoint of 4
+    bits stay as they are. Input rows have full precision; on a CPU bfloat16, for which torch's kernel is fast.
 
     Raises ValueError for a number of columns that no group size divides.
     """
@@ -193,11 +213,18 @@ class Int4Matrix(_QuantisedMatrix):
     def __init__(self, linears: Sequence[nn.Linear], *, use_operators: bool = False) -> None:
         super().__init__(linears)
         weight = joined_weight(linears)
-        size = group_size(self.num_columns)
+        has_4_bits = _have_4_bits(weight[:_BLOCK_ROWS])
+        size = _SMALLEST_GROUP if has_4_bits else group_size(self.num_columns)
         weight = pad(weight, (0, 0, 0, -self.num_rows % _ROW_MULTIPLE))
         packed, scales = [], []
-        for chunk in _chunks(weight):
-            levels, scale, zero = _int4(weight[chunk], size, zero_level=-16 if use_operators else 8)
+        quantised = partial(
+            _int4,
+            size=size,
+            have_4_bits=has_4_bits,
+            zero_level=-16 if use_operators else 8,
+            dtype=weight.dtype if use_operators else torch.bfloat16,
+        )
+        for levels, scale, zero in (quantised(weight[chunk]) for chunk in _chunks(weight)):
             if use_operators:
                 packed.append(packed_levels(levels, size))
             else:
@@ -205,10 +232,7 @@ class Int4Matrix(_QuantisedMatrix):
             scales.append(torch.stack([scale.T, zero.T], -1))
         self._weight = torch.cat(packed)
         self._scales = torch.cat(scales, 1)  # [groups of a row, rows, 2]
-        on_cpu = torch.ops.aten._weight_int4pack_mm_for_cpu
-        self._multiply = (
-            int4_product if use_operators else lambda rows, *matrix: on_cpu(rows, matrix[0], size, matrix[1])
-        )
+        self._multiply = int4_product if use_operators else partial(_product_of_bfloat16_rows, size=size)
 
 
 QUANTISED: Mapping[Weights, type[Int8Matrix | Int4Matrix]] = {"int8": Int8Matrix, "int4": Int4Matrix}
@@ -263,6 +287,12 @@ def _product_of_full_rows(rows: Tensor, weight: Tensor, scales: Tensor) -> Tenso
     return torch._weight_int8pack_mm(rows, weight, scales.to(rows.dtype))
 
 
+def _product_of_bfloat16_rows(rows: Tensor, weight: Tensor, scales: Tensor, *, size: int) -> Tensor:
+    """weight: int4 in the layout of torch's kernel for CPUs. scales: bfloat16 [num_columns / size, num_rows, 2]."""
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu(rows.bfloat16(), weight, size, scales)
+    return cast(Tensor, product.to(rows.dtype))
+
+
 def _chunks(weight: Tensor) -> Iterator[slice]:
     """Yield slices of rows: whole blocks of `_BLOCK_ROWS` rows, except the last slice."""
     step = max(1, _CHUNK_WEIGHTS // (weight.shape[1] * _BLOCK_ROWS)) * _BLOCK_ROWS
@@ -276,19 +306,48 @@ def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (numbers / scales[:, None]).round_().to(torch.int8), scales
 
 
-def _int4(weight: Tensor, size: int, *, zero_level: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise to levels 0 to 15 [N, K], and scales and zeros [N, K / size] of the weight's type.
+def _int4(
+    weight: Tensor, size: int, *, have_4_bits: bool, zero_level: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise to levels 0 to 15 [N, K], and scales and zeros [N, K / size] of `dtype`.
 
     (level - zero_level) * scale + zero is near the weight.
     """
     numbers = weight.float().view(len(weight), -1, size)
     low, high = numbers.amin(-1, keepdim=True), numbers.amax(-1, keepdim=True)  # `aminmax` is six times as slow.
-    scale = ((high - low) * (_SPANS[size] / 15)).to(weight.dtype)
-    # The middle of the range is between levels 7 and 8.
-    zero = ((low + high) / 2 - (7.5 - zero_level) * scale.float()).to(weight.dtype)
+    step = (high - low) * (_SPANS[size] / 15)
+    lowest = (low + high) / 2 - 7.5 * step  # the middle of the range is between levels 7 and 8
+    if have_4_bits:
+        found = _steps(numbers.flatten(0, 1)).view_as(step)
+        step, lowest = torch.where(found > 0, found, step), torch.where(found > 0, low, lowest)
+    scale = step.to(dtype)
+    zero = (lowest + zero_level * scale.float()).to(dtype)
     divisor = torch.where(scale > 0, scale, 1).float()
     levels = ((numbers - zero.float()) / divisor + zero_level).round_().clamp_(0, 15)
     return levels.flatten(1), scale.squeeze(-1), zero.squeeze(-1)
+
+
+def _have_4_bits(weight: Tensor) -> bool:
+    """Return whether nearly all groups of the weights [N, K] have at most 16 levels with equal steps."""
+    if weight.shape[1] % _SMALLEST_GROUP:
+        return False
+    return float((_steps(weight.float().reshape(-1, _SMALLEST_GROUP)) > 0).float().mean()) > _MOST
+
+
+def _steps(groups: Tensor) -> Tensor:
+    """Return the largest step [G] of which all numbers of a group [G, size] are multiples, from the lowest on. Return 0
+    for a group that takes more than 15 steps, or has equal numbers."""
+    steps, left = groups.new_zeros(len(groups)), torch.arange(len(groups), device=groups.device)
+    low = groups.amin(-1, keepdim=True)
+    span = groups.amax(-1, keepdim=True) - low
+    for count in range(15, _FEWEST_STEPS - 1, -1):
+        multiples = (groups[left] - low[left]) / span[left] * count
+        fits = ((multiples - multiples.round()).abs() < _OFF_LEVEL).all(-1)
+        steps[left[fits]] = span[left[fits], 0] / count
+        left = left[~fits]
+        if not len(left):
+            break
+    return steps
 
 
 Norm: TypeAlias = Callable[[Tensor], Tensor]

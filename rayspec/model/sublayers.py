@@ -121,6 +121,7 @@ class Decomposition:
     """A causal LM, or a span of its layers, as embedding, sublayers and head. Hidden states are [1, N, hidden_size].
 
     embedding is None in a span without the first layer; final_norm and lm_head are None in a span without the last.
+    draft_head: a cheaper copy of the head, if drafts have one.
     Sublayers and layers keep the numbers that they have in the whole model. shapes: shape of keys and values, by layer.
     """
 
@@ -134,6 +135,7 @@ class Decomposition:
     logit_scale: float
     logit_softcap: float | None
     shapes: dict[int, LayerShape]
+    draft_head: nn.Module | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,11 +166,12 @@ class Decomposition:
             typed = (layer_type,) if layer_type else ()
             rows.rope[layer_type] = self.rotary(hidden, rows.positions[None], *typed)
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor, *, drafting: bool = False) -> Tensor:
         """Return the logits [N, vocab_size] of hidden states [1, N, hidden_size]. Needs a span with the last layer."""
+        lm_head = self.draft_head if drafting and self.draft_head is not None else self.lm_head
         assert self.final_norm is not None, "the head is with the last layer"
-        assert self.lm_head is not None, "the head is with the last layer"
-        logits: Tensor = self.lm_head(self.final_norm(hidden))[0]
+        assert lm_head is not None, "the head is with the last layer"
+        logits: Tensor = lm_head(self.final_norm(hidden))[0]
         if self.logit_scale != 1:
             logits = logits * self.logit_scale
         if self.logit_softcap is not None:

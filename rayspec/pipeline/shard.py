@@ -204,6 +204,7 @@ class Shard(Server):
         if self._is_last and self.rank == 0:
             self.head = Head(
                 runner.head,
+                draft_logits=partial(runner.head, drafting=True),
                 vocab_size=self._blueprint.vocab_size,
                 device=self._device,
                 verification=config.speculation.verification,

@@ -24,8 +24,8 @@ from rayspec.types import RayspecError
 
 Floats = NDArray[np.float64]
 
-FORMAT = "rayspec-latency-3"
-HEAD, OVERHEAD, ROUND, WAKE = "head", "overhead", "round", "wake"
+FORMAT = "rayspec-latency-4"
+HEAD, DRAFT_HEAD, OVERHEAD, ROUND, WAKE = "head", "draft head", "overhead", "round", "wake"
 _FAR = 4096  # tokens of context
 _NUM_REWEIGHTINGS = 12
 _OUTLIER_FLOOR = 1e-3  # relative errors below this count alike
@@ -43,8 +43,8 @@ class Measurement:
     """Seconds of one measured run over `rows` new tokens of `batch` sequences that held `context` tokens each.
 
     kind: of a sublayer, with a choice other than `full` appended (`kind_of`); a kind that starts with "attention" reads
-    context. Or "head"; "overhead", a forward outside sublayers and head; "round", a round outside its forwards; "wake",
-    what a forward takes more after a pause in which other work used the caches.
+    context. Or "head"; "draft head", its copy for drafts; "overhead", a forward outside sublayers and head; "round", a
+    round outside its forwards; "wake", what a forward takes more after a pause in which other work used the caches.
     """
 
     kind: str
@@ -232,8 +232,9 @@ class LatencyModel:
             raise ValueError(f"choice {choice!r} was not measured for {name!r}: name it in 'speculation.choices'")
         return curve
 
-    def head_s(self, rows: float) -> float:
-        return self.curves[self.head].seconds(rows=rows)
+    def head_s(self, rows: float, *, drafting: bool = False) -> float:
+        of_drafts = self.curves.get(self.head.replace(HEAD, DRAFT_HEAD, 1)) if drafting else None
+        return (of_drafts or self.curves[self.head]).seconds(rows=rows)
 
     def hops_s(self, choices: Sequence[Choice]) -> float:
         """Return the seconds of hops in a forward; stages whose sublayers are all skipped are bypassed."""
@@ -255,7 +256,7 @@ class LatencyModel:
         """Return the seconds of a draft step: one row of each sequence through the sublayers, by their choices, and the
         head."""
         sublayers = self.sublayers_s(rows=batch, context=context, batch=batch, choices=choices)
-        return self._forward_s(float(sublayers.sum()), batch, choices)
+        return self._forward_s(float(sublayers.sum()), batch, choices, drafting=True)
 
     def verify_s(self, *, rows: float, context: float, batch: float) -> float:
         """Return the seconds of one forward of the target over `rows` rows. Every round calls this, and all curves are
@@ -280,8 +281,10 @@ class LatencyModel:
         one, many = (self.verify_s(rows=rows * batch, context=context, batch=batch) for rows in (1, 8))
         return (many - one) / (7 * batch)
 
-    def _forward_s(self, sublayers_s: float, rows: float, choices: Sequence[Choice]) -> float:
-        return sublayers_s + self.head_s(rows) + self.overhead_s + self.hops_s(choices)
+    def _forward_s(
+        self, sublayers_s: float, rows: float, choices: Sequence[Choice], *, drafting: bool = False
+    ) -> float:
+        return sublayers_s + self.head_s(rows, drafting=drafting) + self.overhead_s + self.hops_s(choices)
 
     def save(self, path: str | os.PathLike[str], key: Mapping[str, Any]) -> None:
         """Write JSON, atomically. key: the conditions under which the numbers hold: model, dtype, device, versions."""

@@ -135,15 +135,19 @@ class CalibrationCurve:
 class Calibration:
     """Acceptance of a draft token, given its confidence (the draft's top-1 probability): the confidence plus the
     observed difference, in bins that are narrow near 1, where most tokens are. Old tokens fade; PRIOR_TOKENS virtual
-    tokens in each bin count for a difference of 0."""
+    tokens in each bin count for what one offset for all confidences says, which few tokens suffice to learn: the tokens
+    of a copy of the model are right also where it is not sure."""
 
     def __init__(self) -> None:
         self._edges = 1.0 - np.linspace(1.0, 0.0, _NUM_BINS + 1) ** 2
-        self._excess = [Discounted(TOKENS_HALF_LIFE, strength=PRIOR_TOKENS) for _ in range(_NUM_BINS)]
+        self._excess = [Discounted(TOKENS_HALF_LIFE) for _ in range(_NUM_BINS)]
+        self._offset = Correction()
 
     def observe(self, confidence: ArrayLike, accepted: ArrayLike) -> None:
         """Record tested tokens: those of a draft up to and including its first rejected token."""
         values, hits = np.asarray(confidence, float), np.asarray(accepted, bool)
+        if len(values):
+            self._offset.observe(float(values.mean()), num_accepted=int(hits.sum()), num_tested=len(values))
         bins = np.searchsorted(self._edges[1:-1], values, side="right")
         counts, sums = np.bincount(bins, minlength=_NUM_BINS), np.bincount(bins, hits - values, _NUM_BINS)
         for excess, total, count in zip(self._excess, sums.tolist(), counts.tolist(), strict=True):
@@ -153,7 +157,9 @@ class Calibration:
     def curve(self) -> CalibrationCurve:
         """The correction learned so far; at first, acceptance equals confidence."""
         middles = (self._edges[1:] + self._edges[:-1]) / 2
-        return CalibrationCurve(tuple(middles.tolist()), tuple(excess.value for excess in self._excess))
+        priors = (self._offset.apply(middles) - middles).tolist()
+        excess = (one.with_prior(prior, PRIOR_TOKENS) for one, prior in zip(self._excess, priors, strict=True))
+        return CalibrationCurve(tuple(middles.tolist()), tuple(excess))
 
 
 def _logit(probability: float) -> float:

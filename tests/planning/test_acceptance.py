@@ -151,6 +151,12 @@ def test_correction_learns_the_offset_and_applies_it_to_others() -> None:
     assert correction.apply(0.9) == pytest.approx(0.9, abs=0.04)
 
 
+def test_calibration_learns_soon_that_a_draft_is_right_where_it_is_not_sure() -> None:
+    calibration = Calibration()
+    calibration.observe(np.full(40, 0.7), np.ones(40))
+    assert calibration.curve.acceptance([0.3, 0.5, 0.7, 0.95]).min() > 0.7
+
+
 def test_calibration_learns_a_crooked_draft() -> None:
     calibration = Calibration()
     grid = np.linspace(0, 1, 21)

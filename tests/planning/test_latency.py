@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rayspec.choices import FULL, SKIP, Choice
 from rayspec.decode.profile import _grid
-from rayspec.planning.latency import Curve, LatencyModel, Measurement, StaleProfileError, kind_of
+from rayspec.planning.latency import FORMAT, Curve, LatencyModel, Measurement, StaleProfileError, kind_of
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 BASE = {"attention": 90e-6, "mlp": 300e-6, "head": 150e-6}
@@ -149,6 +149,12 @@ def test_each_choice_has_its_curve(device: str) -> None:
     draft_s = fitted.draft_step_s(("int4+window", "int4", "skip", "full"), context=5000, batch=1)
     one_row_s = fitted.sublayers_s(rows=1, context=5000, batch=1)
     assert draft_s == pytest.approx(one_row_s @ (0.3, 0.4, 0, 1) + fitted.head_s(1), rel=1e-3)
+    draft_head = Measurement(kind="draft head", rows=1, context=0, batch=1, seconds=1e-6, device=device)
+    with_copy = LatencyModel.fit([*measure(device=device), draft_head], ["attention", "mlp"] * 2)
+    in_full = ("full",) * 4
+    assert with_copy.draft_step_s(in_full, context=0, batch=1) == pytest.approx(
+        with_copy.decode_step_s(context=0, batch=1) - with_copy.round_s - with_copy.head_s(1) + 1e-6
+    )
     with pytest.raises(ValueError, match="choice 'pages' was not measured"):
         fitted.sublayer_s(0, **cell, choice="pages")
 
@@ -207,9 +213,9 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
     with pytest.raises(StaleProfileError, match="threads is 2, not 4"):
         LatencyModel.load(path, {**KEY, "threads": 4})
-    older = path.read_text().replace("rayspec-latency-3", "rayspec-latency-2")
+    older = path.read_text().replace(FORMAT, "rayspec-latency-2")
     path.write_text(older)
-    with pytest.raises(StaleProfileError, match="'rayspec-latency-2', not 'rayspec-latency-3': profile again"):
+    with pytest.raises(StaleProfileError, match=f"'rayspec-latency-2', not '{FORMAT}': profile again"):
         LatencyModel.load(path, KEY)
     for content in ("{", "[]", json.dumps({"format": "other"}), path.read_text().replace('"head"', '"had"')):
         path.write_text(content)
