@@ -83,8 +83,8 @@ class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A replica at this moment. num_running, num_waiting: sequences. num_generated_tokens: total since the start.
-    tokens_per_s, acceptance_rate, mean_accepted_length: over the last seconds. plan: the current plan, None before the
-    first."""
+    tokens_per_s, acceptance_rate, mean_accepted_length: over the last seconds. speed_up: over plain decoding, see
+    EngineStats. plan: the current plan, None before the first."""
 
     model: str
     num_sublayers: int
@@ -96,6 +96,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     acceptance_rate: float | None
     mean_accepted_length: float | None
+    speed_up: float | None
     gate_reason: str
     plan: PlanStatus | None
     health: EngineHealth
@@ -114,6 +115,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
             tokens_per_s=rates.tokens_per_s,
             acceptance_rate=grown.acceptance_rate,
             mean_accepted_length=grown.mean_accepted_length,
+            speed_up=stats.speed_up,
             gate_reason=stats.gate_reason,
             plan=PlanStatus.of(stats.plans[-1]) if stats.plans else None,
             health=health,

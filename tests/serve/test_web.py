@@ -4,7 +4,9 @@ endpoint itself."""
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
+import os
 import shutil
 import socket
 import threading
@@ -96,7 +98,7 @@ class Page:
         self.until(lambda: self.find("#start:enabled"))
 
     def num_pieces(self) -> int:
-        return int(self.driver.execute_script("return document.getElementById('summary').childNodes.length"))
+        return int(self.driver.execute_script("return document.getElementById('summary').dataset.numPieces"))
 
     def cells(self) -> list[str]:
         """The choice in each sublayer's tooltip, in the model's order; of a map of one band."""
@@ -111,7 +113,8 @@ class Page:
     def hosts_asked(self) -> set[str | None]:
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
-        return {urlsplit(params["request"]["url"]).hostname for params in sent}
+        urls = [urlsplit(params["request"]["url"]) for params in sent]
+        return {url.hostname for url in urls if url.scheme != "chrome"}  # of the browser's own first page
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +143,10 @@ def event(body: dict[str, Any] | str) -> bytes:
 
 
 ANSWER = b"".join([*(event(chunk(word)) for word in HOSTILE.split(" ")), event(chunk(None, "length"))])
+REFUSALS = {"full": 429, "starting": 503}
+MARKDOWN = (
+    "# Title\nA **bold** and *slanted* `code`:\n\n- one\n- <b>two</b>\n\n1. [three](http://evil)\n```\n* raw\n```\nend"
+)
 USAGE = event({"choices": [], "usage": {"completion_tokens": 12}})
 
 
@@ -149,6 +156,7 @@ class Troubled:
     def __init__(self) -> None:
         self.num_asked: dict[str, int] = {}
         self.authorization: str | None = None
+        self.released = threading.Event()
         self.app = FastAPI()
         self.app.add_api_route("/v1/models", self.models)
         self.app.add_api_route("/status", self.status)
@@ -166,12 +174,23 @@ class Troubled:
         asked = (await request.json())["messages"][0]["content"].split()[-1]
         self._count(asked)
         self.authorization = request.headers.get("authorization")
-        if asked == "full" and self.num_asked["full"] % 2:
-            return JSONResponse({"error": {"message": "256 wait."}}, 429, headers={"Retry-After": "1"})
+        if asked in REFUSALS and self.num_asked[asked] % 2:
+            return JSONResponse({"error": {"message": "256 wait."}}, REFUSALS[asked], headers={"Retry-After": "1"})
+        if asked == "long":
+            return JSONResponse({"error": {"message": "The prompt is too long."}}, 400)
         return StreamingResponse(getattr(self, asked)(), media_type="text/event-stream")
 
     async def full(self) -> AsyncIterator[bytes]:
         yield event(chunk("there is room again"))
+        yield event("[DONE]")
+
+    starting = full
+
+    async def held(self) -> AsyncIterator[bytes]:
+        while not self.released.is_set():
+            await asyncio.sleep(0.01)
+        yield event(chunk(MARKDOWN))
+        yield event({"choices": [], "usage": {"completion_tokens": 40}})
         yield event("[DONE]")
 
     async def bytewise(self) -> AsyncIterator[bytes]:
@@ -199,6 +218,7 @@ def plan_of(choices: Choices, num_draft_tokens: int) -> dict[str, Any]:
 
 PLANS: dict[str, dict[str, Any] | None] = {
     "without": None,
+    "demo": None,
     "small": plan_of(("full", "skip", "int4", "full", "skip", "skip", "full", "int4+pages"), 4),
 }
 
@@ -250,8 +270,8 @@ def test_text_arrives_whole_and_stays_text_and_the_key_goes_nowhere_else(trouble
     page.wait_until_done()
     assert page.text("summary") == HOSTILE.replace(" ", "")
     assert page.num_pieces() == len(HOSTILE.split(" "))
-    assert not page.find("#summary *")
-    assert page.driver.title == "rayspec: summarize a document"
+    assert [element.tag_name for element in page.find("#summary *")] == ["p"]
+    assert page.driver.title == "rayspec: summarize documents"
     assert page.text("outcome").startswith("12 tokens in ")
     assert page.text("outcome").endswith("cut at max tokens")
     assert page.text("first-token").endswith(" s")
@@ -263,12 +283,19 @@ def test_text_arrives_whole_and_stays_text_and_the_key_goes_nowhere_else(trouble
     assert kept == [0, 0, ""]
 
 
-def test_a_full_endpoint_is_asked_again_when_it_said(troubled: Troubled, page: Page) -> None:
-    page.ask("full")
-    page.until(lambda: page.text("outcome") == "the endpoint is full; trying again in 1 s")
+@pytest.mark.parametrize(("asked", "why"), [("full", "the endpoint is full"), ("starting", "the model is starting")])
+def test_an_endpoint_that_is_full_or_starts_is_asked_again_when_it_said(
+    troubled: Troubled, page: Page, asked: str, why: str
+) -> None:
+    page.ask(asked)
+    page.until(lambda: page.text("outcome") == f"{why}; trying again in 1 s")
     page.wait_until_done()
     assert page.text("summary") == "there is room again"
-    assert troubled.num_asked["full"] == 2
+    assert troubled.num_asked[asked] == 2
+
+
+def test_a_second_try_can_be_stopped(troubled: Troubled, page: Page) -> None:
+    troubled.num_asked["full"] = 2
     page.ask("full")
     page.until(lambda: "trying again" in page.text("outcome"))
     page.click("stop")
@@ -313,9 +340,75 @@ def test_the_choice_map_shows_the_plan_of_the_chosen_model(page: Page) -> None:
     assert page.text("load") == "1 running, 2 waiting, KV cache 25% used"
     assert page.text("gate") == "Drafting is on (measured 1.50x plain decoding, predicted 1.40x)"
     page.choose("without")
-    page.until(lambda: page.text("plan") == "no plan yet")
+    page.until(lambda: page.text("plan").startswith("no plan yet: the model searches one after"))
     assert len(page.find("#skip-map i.unknown")) == 8
     assert page.text("acceptance") == "\N{EN DASH}"
+    assert not page.driver.find_element(By.ID, "only-reports").is_displayed()
+    page.choose("demo")
+    page.until(lambda: page.driver.find_element(By.ID, "only-reports").is_displayed())
+
+
+def test_files_are_summarized_one_after_the_other_and_stay(troubled: Troubled, page: Page, tmp_path: Path) -> None:
+    names = {"a.txt": "long", "b.md": "held", "c.pdf": "%PDF"}
+    for name, text in names.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    page.driver.find_element(By.ID, "files").send_keys("\n".join(str(tmp_path / name) for name in names))
+    page.until(lambda: len(page.find("#documents button")) == 2)
+    assert "c.pdf: only .txt and .md files are read here." in page.text("error")
+    page.click("start")
+    page.until(lambda: page.text("waiting").startswith("Waiting for the first token: "))
+    page.until(lambda: page.text("waiting").endswith(" s; 2 requests wait at the endpoint"))
+    troubled.released.set()
+    page.wait_until_done()
+    assert [button.text.split() for button in page.find("#documents button")] == [["a.txt", "failed"], ["b.md", "done"]]
+    tags = ["h3", "p", "strong", "em", "code", "ul", "li", "li", "ol", "li", "pre", "p"]
+    assert [element.tag_name for element in page.find("#summary *")] == tags
+    assert page.text("summary").endswith("one<b>two</b>[three](http://evil)* rawend")
+    figures = page.text("first-token"), page.text("own-rate")
+    assert "\N{EN DASH}" not in figures
+    page.find("#documents button")[0].click()
+    assert (page.text("summary"), page.text("error")) == ("", "The prompt is too long.")
+    assert (page.text("first-token"), page.text("own-rate")) == figures
+    page.find("#documents button")[1].click()
+    page.driver.execute_script("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.click("copy")
+    page.until(lambda: page.text("outcome") == "copied")
+    assert page.driver.execute_script("return window.copied") == MARKDOWN
+    assert all(" 400 " in error for error in page.console_errors())
+
+
+@pytest.mark.usefixtures("troubled")
+def test_on_a_phone_the_summary_comes_into_view_and_nothing_is_wider(page: Page) -> None:
+    metrics = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        page.choose("small")
+        page.ask("bytewise")
+        page.wait_until_done()
+        top = "return document.getElementById('summary-heading').getBoundingClientRect().top"
+        page.until(lambda: 0 <= page.driver.execute_script(top) < 500)
+        assert page.driver.execute_script("return document.documentElement.scrollWidth") == 390
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.usefixtures("troubled")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(page: Page, scheme: str) -> None:
+    """Needs axe.min.js, of the package axe-selenium-python or where RAYSPEC_AXE says."""
+    spec = importlib.util.find_spec("axe_selenium_python")
+    found = os.environ.get("RAYSPEC_AXE") or (spec and next(Path(spec.origin or "").parent.rglob("axe.min.js"), None))
+    if not found:
+        pytest.skip("needs axe-selenium-python, or RAYSPEC_AXE")
+    dark = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
+    page.choose("small")
+    page.ask("bytewise")
+    page.wait_until_done()
+    page.driver.execute_script(Path(found).read_text(encoding="utf-8"))
+    run = "const done = arguments[0]; axe.run().then(({ violations }) => done(violations));"
+    violations = page.driver.execute_async_script(run)
+    assert [one["help"] for one in violations if one["impact"] in {"serious", "critical"}] == []
 
 
 @pytest.mark.ray

@@ -3,7 +3,7 @@
 import { eventData } from "./sse.js";
 
 const DONE = "[DONE]";
-const DEFAULT_RETRY_S = 2;
+const DEFAULT_RETRY_S = { 429: 2, 503: 10 };
 const LOST = "The connection was lost before the summary was complete. What has come so far is above.";
 const UNREACHABLE = "The endpoint cannot be reached. Is it still running?";
 
@@ -76,7 +76,7 @@ export class Endpoint {
   async #refusal(response) {
     const { status } = response;
     const said = await messageIn(response);
-    const retryAfterS = retryAfter(response);
+    const retryAfterS = retryAfter(response, DEFAULT_RETRY_S[status] ?? null);
     if (status === 401) {
       const message = this.apiKey === "" ? "The endpoint asks for an API key." : "The endpoint refused the API key.";
       return new EndpointError(message, { status });
@@ -84,6 +84,7 @@ export class Endpoint {
     if (status === 429) {
       return new EndpointError(`The endpoint is full. ${said}`.trim(), { status, retryAfterS });
     }
+    if (status === 503) return new EndpointError(said || "The model cannot serve now.", { status, retryAfterS });
     return new EndpointError(said || `The endpoint answered with HTTP status ${status}.`, { status });
   }
 }
@@ -106,7 +107,7 @@ async function messageIn(response) {
   }
 }
 
-function retryAfter(response) {
+function retryAfter(response, otherwiseS) {
   const seconds = Number.parseInt(response.headers.get("Retry-After") ?? "", 10);
-  return Number.isNaN(seconds) ? DEFAULT_RETRY_S : seconds;
+  return Number.isNaN(seconds) ? otherwiseS : seconds;
 }

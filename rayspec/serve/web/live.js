@@ -16,6 +16,7 @@ export class LivePanel {
   #timer = null;
   #asking = new AbortController();
   #drawn = "";
+  state = null; // the newest of the chosen model
 
   /** `model` is asked for the id of the model to show. */
   constructor(endpoint, model) {
@@ -52,9 +53,17 @@ export class LivePanel {
   }
 
   #show(state) {
-    setText("acceptance", format(PERCENT, state.acceptance_rate));
-    setText("accepted-length", format(TWO_DIGITS, state.mean_accepted_length));
-    setText("tokens-per-s", format(ONE_DIGIT, state.tokens_per_s));
+    const isOther = state.model !== this.state?.model;
+    this.state = state;
+    // Rates are of the last seconds: when the model has no work, the last ones stay.
+    for (const [id, style, rate] of [
+      ["acceptance", PERCENT, state.acceptance_rate],
+      ["accepted-length", TWO_DIGITS, state.mean_accepted_length],
+      ["tokens-per-s", ONE_DIGIT, state.tokens_per_s || null],
+    ]) {
+      if (isOther || format(style, rate) !== NOTHING) setText(id, format(style, rate));
+    }
+    setText("speed-up", typeof state.speed_up === "number" ? `${ONE_DIGIT.format(state.speed_up)}x` : NOTHING);
     setText("plan", describePlan(state.plan));
     setText("gate", state.gate_reason ? state.gate_reason[0].toUpperCase() + state.gate_reason.slice(1) : "");
     setText("version", state.version ? `rayspec ${state.version}` : "");

@@ -1,23 +1,45 @@
-// The page: a document goes out, its summary streams in.
+// The page: documents go out one after the other, their summaries stream in.
 
 import { Endpoint, EndpointError } from "./endpoint.js";
 import { LivePanel } from "./live.js";
+import { markdown } from "./markdown.js";
 
 const INSTRUCTION = "Summarize the following document.";
 const TRAINED_TO_SUMMARIZE = ["demo", "demo-plain"]; // the bundled models take the document alone
-const MAX_RETRIES = 5;
+const MAX_RETRIES = { 429: 5, 503: 30 };
+const WHY_RETRY = { 429: "the endpoint is full", 503: "the model is starting" };
+const TEXT_FILE = /\.(txt|md|markdown)$/i;
+const MAX_FILE_BYTES = 4 << 20;
+const STATES_TO_REPEAT = [400, 413, 422]; // the document is at fault: the next may do
 
 const form = byId("form");
 const model = byId("model");
 const summary = byId("summary");
 const endpoint = new Endpoint();
 const live = new LivePanel(endpoint, () => model.value);
+const documents = []; // of this session: {name, text, state, summary, numPieces, outcome, error, figures}
+let shown = null; // the document whose summary is shown
 let running = null; // the AbortController of the summary under way
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  if (running === null) summarize();
+  if (running === null) summarizeAll();
 });
+byId("open").addEventListener("click", () => byId("files").click());
+byId("files").addEventListener("change", ({ target }) => {
+  addFiles([...target.files]);
+  target.value = ""; // the same file may come again
+});
+for (const kind of ["dragover", "dragleave", "drop"]) {
+  byId("document").addEventListener(kind, (event) => {
+    if (!event.dataTransfer?.types.includes("Files")) return;
+    event.preventDefault();
+    byId("document").classList.toggle("dropping", kind === "dragover");
+    if (kind === "drop") addFiles([...event.dataTransfer.files]);
+  });
+}
+byId("copy").addEventListener("click", copy);
+byId("download").addEventListener("click", download);
 byId("stop").addEventListener("click", () => running?.abort());
 byId("sample").addEventListener("click", fillInSample);
 byId("document").addEventListener("input", showSize);
@@ -61,55 +83,108 @@ function useKey() {
   connect();
 }
 
-async function summarize() {
+/** Puts text files into the queue; the others are refused by name. */
+async function addFiles(files) {
+  const refused = [];
+  for (const file of files) {
+    if (!TEXT_FILE.test(file.name)) refused.push(`${file.name}: only .txt and .md files are read here. Save its text as .txt first.`);
+    else if (file.size > MAX_FILE_BYTES) refused.push(`${file.name}: it has more than 4 MB. Use rayspec summarize.`);
+    else addDocument(file.name, await file.text());
+  }
+  showError(refused.join(" "));
+}
+
+function addDocument(name, text) {
+  documents.push({ name, text, state: "waiting", summary: "", numPieces: 0, outcome: "", error: "", figures: {} });
+  showDocuments();
+}
+
+/** Summarizes the text of the form, if it is new, and then what waits. Stops at an error of the endpoint. */
+async function summarizeAll() {
+  const text = byId("document").value;
+  const isQueued = documents.some(({ state }) => state === "waiting");
+  if (text.trim() !== "" && !(isQueued && documents.some((one) => one.text === text))) {
+    addDocument(text.trim().slice(0, 40), text);
+  } else if (!isQueued) return byId("document").focus();
   running = new AbortController();
   showRunning(true);
-  showError("");
-  summary.replaceChildren();
-  byId("first-token").textContent = "–";
+  if (byId("summary").getBoundingClientRect().top > innerHeight / 2) {
+    document.querySelector(".answer").scrollIntoView({ block: "start" });
+  }
   live.refresh();
-  try {
-    await stream(running.signal);
-  } catch (error) {
-    if (error.name === "AbortError") showOutcome("stopped");
-    else reportError(error);
+  for (let next; (next = documents.find(({ state }) => state === "waiting")); ) {
+    if (!(await summarize(next))) break;
   }
   running = null;
   showRunning(false);
   live.refresh();
 }
 
-/** Shows the pieces as they come. When the endpoint is full, tries again as soon as it asks to. */
-async function stream(signal) {
+/** Whether the next document may follow. */
+async function summarize(one) {
+  Object.assign(one, { state: "running", summary: "", numPieces: 0, error: "", outcome: "working …", figures: {} });
+  show(one);
+  let error = null;
+  try {
+    await stream(one, running.signal);
+  } catch (caught) {
+    error = caught;
+    if (error.name === "AbortError") one.outcome = "stopped";
+    else [one.outcome, one.error] = ["", messageOf(error)];
+    if (error.status === 401) byId("api-key").focus();
+  }
+  one.state = error === null ? "done" : error.name === "AbortError" ? "stopped" : "failed";
+  if (shown === one) show(one);
+  showDocuments();
+  return error === null || STATES_TO_REPEAT.includes(error.status);
+}
+
+/** Takes the pieces as they come. When the endpoint is full or starts a model, tries again when it asks to. */
+async function stream(one, signal) {
   for (let attempt = 0; ; attempt += 1) {
     try {
-      return await streamOnce(signal);
+      return await streamOnce(one, signal);
     } catch (error) {
-      if (!(error instanceof EndpointError) || error.retryAfterS === null || attempt === MAX_RETRIES) throw error;
-      showOutcome(`the endpoint is full; trying again in ${error.retryAfterS} s`);
+      if (!(error instanceof EndpointError) || error.retryAfterS === null || attempt >= MAX_RETRIES[error.status]) throw error;
+      one.outcome = `${WHY_RETRY[error.status]}; trying again in ${error.retryAfterS} s`;
+      if (shown === one) showOutcome(one.outcome);
       await sleep(error.retryAfterS * 1000, signal);
-      showOutcome("working …");
+      one.outcome = "working …";
+      if (shown === one) showOutcome(one.outcome);
     }
   }
 }
 
-async function streamOnce(signal) {
+async function streamOnce(one, signal) {
   const began = performance.now();
   let numTokens = null;
   let wasCut = false;
-  for await (const piece of endpoint.complete(requestOfForm(), signal)) {
-    if (piece.text !== null) append(piece.text, began);
-    if (piece.finishReason !== null) wasCut = piece.finishReason === "length";
-    if (piece.numTokens !== null) numTokens = piece.numTokens;
+  const timer = setInterval(() => showWaiting(secondsSince(began)), 200);
+  try {
+    for await (const piece of endpoint.complete(requestOf(one.text), signal)) {
+      if (piece.text !== null) {
+        if (one.numPieces === 0) {
+          one.figures.firstS = secondsSince(began);
+          clearInterval(timer);
+          showWaiting(null);
+        }
+        append(one, piece.text);
+      }
+      if (piece.finishReason !== null) wasCut = piece.finishReason === "length";
+      if (piece.numTokens !== null) numTokens = piece.numTokens;
+    }
+  } finally {
+    clearInterval(timer);
+    showWaiting(null);
   }
   const seconds = secondsSince(began);
+  if (numTokens > 1) one.figures.rate = (numTokens - 1) / (seconds - one.figures.firstS);
   const count = numTokens === null ? "" : `${numTokens} tokens in ${seconds.toFixed(1)} s`;
-  showOutcome(wasCut ? `${count}, cut at max tokens` : count);
+  one.outcome = wasCut ? `${count}, cut at max tokens` : count;
 }
 
-function requestOfForm() {
+function requestOf(text) {
   const instruction = byId("instruction").value.trim();
-  const text = byId("document").value;
   return {
     model: model.value,
     prompt: instruction === "" ? text : `${instruction}\n\n${text}`,
@@ -119,11 +194,81 @@ function requestOfForm() {
 }
 
 /** Follows the end of the text, unless the reader has scrolled away from it. */
-function append(text, began) {
-  if (summary.childNodes.length === 0) byId("first-token").textContent = `${secondsSince(began).toFixed(2)} s`;
+function append(one, text) {
+  one.summary += text;
+  one.numPieces += 1;
+  if (shown !== one) return;
   const follows = summary.scrollHeight - summary.scrollTop - summary.clientHeight < 8;
   summary.append(text); // a text node: nothing in it is ever read as HTML
+  summary.dataset.numPieces = one.numPieces;
+  if (one.numPieces === 1) showFigures(one);
   if (follows) summary.scrollTop = summary.scrollHeight;
+}
+
+/** Shows a document's summary so far: as Markdown when it is done. */
+function show(one) {
+  shown = one;
+  summary.replaceChildren(...(one.state === "done" ? markdown(one.summary) : [one.summary].filter(Boolean)));
+  summary.dataset.numPieces = one.numPieces;
+  for (const id of ["copy", "download"]) byId(id).disabled = one.summary === "";
+  showOutcome(one.outcome);
+  showError(one.error);
+  if (one.state !== "running") showFigures(one);
+  showDocuments();
+}
+
+/** The last figures stay until there are new ones. */
+function showFigures({ figures }) {
+  if (figures.firstS !== undefined) byId("first-token").textContent = `${figures.firstS.toFixed(2)} s`;
+  if (figures.rate !== undefined) byId("own-rate").textContent = figures.rate.toFixed(1);
+}
+
+/** How long the running document has waited for its first token, and how many requests wait; null: no longer. */
+function showWaiting(seconds) {
+  byId("waiting").hidden = seconds === null || shown?.state !== "running";
+  if (seconds === null) return;
+  const others = live.state?.num_waiting ? `; ${live.state.num_waiting} requests wait at the endpoint` : "";
+  byId("waiting").textContent = `Waiting for the first token: ${seconds.toFixed(1)} s${others}`;
+}
+
+/** The queue and the history in one list. A single text needs none. */
+function showDocuments() {
+  const list = byId("documents");
+  const focused = [...list.children].findIndex((item) => item.contains(document.activeElement));
+  list.hidden = documents.length < 2 && documents[0]?.state !== "waiting";
+  list.replaceChildren(
+    ...documents.map((one) => {
+      const button = document.createElement("button");
+      const state = document.createElement("small");
+      state.textContent = one.state;
+      button.type = "button";
+      button.append(`${one.name} `, state);
+      button.setAttribute("aria-pressed", String(one === shown));
+      button.addEventListener("click", () => show(one));
+      const item = document.createElement("li");
+      item.append(button);
+      return item;
+    }),
+  );
+  list.children[focused]?.firstChild.focus();
+}
+
+async function copy() {
+  try {
+    await navigator.clipboard.writeText(shown.summary);
+    showOutcome("copied");
+  } catch {
+    getSelection().selectAllChildren(summary); // where a page may not write: over http from elsewhere
+    showOutcome("selected: copy it with Ctrl + C");
+  }
+}
+
+function download() {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([shown.summary], { type: "text/markdown" }));
+  link.download = `${shown.name.replace(TEXT_FILE, "").replace(/[^\p{L}\p{N}]+/gu, "-")}-summary.md`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
 async function fillInSample() {
@@ -137,7 +282,9 @@ async function fillInSample() {
 
 function suggestInstruction() {
   const field = byId("instruction");
-  if (field.dataset.own !== "true") field.value = TRAINED_TO_SUMMARIZE.includes(model.value) ? "" : INSTRUCTION;
+  const isBundled = TRAINED_TO_SUMMARIZE.includes(model.value);
+  if (field.dataset.own !== "true") field.value = isBundled ? "" : INSTRUCTION;
+  byId("only-reports").hidden = !isBundled;
 }
 
 function showSize() {
@@ -153,7 +300,6 @@ function showRunning(isRunning) {
   if (hadFocus) byId(now).focus(); // a disabled button cannot keep it
   summary.setAttribute("aria-busy", String(isRunning));
   document.body.classList.toggle("running", isRunning);
-  if (isRunning) showOutcome("working …");
 }
 
 function showOutcome(text) {
@@ -162,9 +308,14 @@ function showOutcome(text) {
 
 function reportError(error) {
   showOutcome("");
-  showError(error instanceof EndpointError ? error.message : `The page failed: ${error.message}`);
+  showError(messageOf(error));
   if (error.status === 401) byId("api-key").focus();
-  if (!(error instanceof EndpointError)) console.error(error);
+}
+
+function messageOf(error) {
+  if (error instanceof EndpointError) return error.message;
+  console.error(error);
+  return `The page failed: ${error.message}`;
 }
 
 function showError(text) {

@@ -21,8 +21,10 @@ export function drawSkipMap(figure, numSublayers, plan) {
 
 /** One line on the plan. */
 export function describePlan(plan) {
-  if (plan === null) return "no plan yet";
-  if (plan.num_draft_tokens === 0) return "no draft: the whole model decodes";
+  if (plan === null) {
+    return "no plan yet: the model searches one after some tens of tokens, where a draft of its own may be faster";
+  }
+  if (plan.num_draft_tokens === 0) return "no draft: no plan is predicted to be faster, so the whole model decodes";
   return `drafts run ${counted(plan.choices)} sublayers, up to ${plan.num_draft_tokens} tokens`;
 }
 
