@@ -217,8 +217,8 @@ class StopRecord:
 
     def observe(self, *, num_accepted: int, num_tested: int, ended: bool) -> None:
         """Record one draft. num_tested: its tokens up to and including the first rejected token. ended: whether the
-        rule ended the draft at the last of these."""
-        num_rejected = num_tested - num_accepted
+        rule ended the draft at the last of these. A draft without tokens, as a form may leave, was not ended by it."""
+        num_rejected, ended = num_tested - num_accepted, ended and num_tested > 0
         self._detects.observe(ended and num_rejected > 0, num_rejected, age=num_tested)
         self._misfires.observe(ended and num_rejected == 0, num_accepted, age=num_tested)
 

@@ -44,6 +44,13 @@ def test_the_rule_is_learned_from_drafts() -> None:
     assert record.rule.misfires == pytest.approx(true_rule.misfires, abs=0.05)
 
 
+def test_empty_drafts_as_forms_leave_them_say_nothing_of_the_rule() -> None:
+    record = StopRecord()
+    for _ in range(100):
+        record.observe(num_accepted=0, num_tested=0, ended=True)
+    assert record.rule == StopRecord().rule, "drafts of 1e14 tokens were expected, and the engine counted to them"
+
+
 def test_short_answers_are_expected_after_short_answers() -> None:
     length = AnswerLength()
     length.observe(num_tokens=0, num_ends=0)
