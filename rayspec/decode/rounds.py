@@ -24,7 +24,7 @@ from rayspec.decode.drafting.lookup import LookupIndex
 from rayspec.decode.grammar import Grammars
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.runner import Stopwatch, integers, queued_s, seconds
-from rayspec.decode.sampling import Drafts, Rows, draft_tokens, finite_rows, tokens_after, top_logprobs
+from rayspec.decode.sampling import Drafts, Noise, Rows, draft_tokens, finite_rows, tokens_after, top_logprobs
 from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
 from rayspec.decode.work import (
     Chunk,
@@ -241,7 +241,9 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
     if work.num_steps > 1 and not any(one.reads_history or one.params.logprobs is not None for one in samplers):
         return (yield from _steps(work, head, samplers))
     started = head.stopwatch.mark()
-    drafted = yield from draft(head, work)
+    longest = max((work.entries[at].max_draft_tokens for at in drafting_entries(work.entries)), default=0)
+    noise = Noise(samplers, 1 + min(head.draft_look_interval, longest))
+    drafted = yield from draft(head, work, noise)
     drafted_at = head.stopwatch.mark()
     verify = _verify_pass(work, drafted.drafts, drafted.owners)
     hidden = yield verify
@@ -259,7 +261,7 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
         rows.append(Rows(head.sampler(entry.sequence_id), probes[-1].stop if probes else 0, one.token_ids, one.parents))
         probes.append(range(rows[-1].end, rows[-1].end + entry.num_probes))
     if head.verification == "coupled":
-        verdicts = verify_coupled(logits, rows)
+        verdicts = verify_coupled(logits, rows, noise)
     else:
         verdicts = verify_rejection(logits, rows, [torch.stack(each) if each else None for each in drafted.logits])
     if len(logits) > len(work.entries) and not all(verdict.is_finite for verdict in verdicts):
@@ -297,7 +299,7 @@ def _steps(work: Round, head: Head, samplers: Sequence[TokenSampler]) -> Generat
     """Decode several tokens of each entry without a draft. Their passes follow one another on the device, and the host
     looks once, at the end: so it prepares each pass while the device runs the one before."""
     started = head.stopwatch.mark()
-    drawn = []
+    drawn, noise = [], Noise(samplers, work.num_steps)
     for ahead in range(work.num_steps):
         step = Pass(
             round_id=work.id,
@@ -305,7 +307,7 @@ def _steps(work: Round, head: Head, samplers: Sequence[TokenSampler]) -> Generat
             rows=[entry.rows(entry.length - 1 + ahead, 1) for entry in work.entries],
         )
         logits = head.logits((yield step))
-        head.drawn = tokens_after(logits, [Rows(one, at, [0] * ahead) for at, one in enumerate(samplers)])
+        head.drawn = tokens_after(logits, [Rows(one, at, [0] * ahead) for at, one in enumerate(samplers)], noise)
         drawn.append(torch.stack((head.drawn, finite_rows(logits))))
     verdicts = []
     for tokens, finite in torch.stack(drawn, -1).transpose(0, 1).tolist():
@@ -409,13 +411,13 @@ def drafting_entries(entries: Sequence[RoundEntry]) -> list[int]:
     return [index for index, entry in enumerate(entries) if entry.max_draft_tokens > 0 and not entry.looked_up]
 
 
-def draft(head: Head, work: Round) -> Generator[Pass, Tensor, DraftRound]:
+def draft(head: Head, work: Round, noise: Noise) -> Generator[Pass, Tensor, DraftRound]:
     """Draft for every entry until the draft reaches its length or an end token, or `keep_drafting` ends it, possibly
     with looked-up tokens. Entries with looked-up tokens keep these as their draft.
 
     Keys and values of drafted rows go to positions that the verify overwrites. The host synchronises at least every
     `head.draft_look_interval` steps. It then applies the rules step by step, and drops tokens that were drawn after the
-    end of a draft.
+    end of a draft. noise: the target's in this round.
     """
     entries, plan = work.entries, work.plan
     result = DraftRound([entry.draft() for entry in entries], [[] for _ in entries])
@@ -423,7 +425,7 @@ def draft(head: Head, work: Round) -> Generator[Pass, Tensor, DraftRound]:
     active = drafting_entries(entries)
     while active:
         drawing = list(active)
-        steps = yield from _drawn(head, work, result.drafts, drawing)
+        steps = yield from _drawn(head, work, result.drafts, drawing, noise)
         # One copy to the host. By step and entry: the token, its confidence, and ranked tokens, if any.
         columns = [torch.stack([step.token_ids for step in steps]), torch.stack([step.confidence for step in steps])]
         numbers = torch.stack([column.double() for column in columns], 2)
@@ -452,7 +454,7 @@ def draft(head: Head, work: Round) -> Generator[Pass, Tensor, DraftRound]:
 
 
 def _drawn(
-    head: Head, work: Round, drafts: Sequence[Draft], active: Sequence[int]
+    head: Head, work: Round, drafts: Sequence[Draft], active: Sequence[int], noise: Noise
 ) -> Generator[Pass, Tensor, list[Drafts]]:
     """Draw the next tokens of the active entries, on the device, for as many steps as need no host synchronisation; at
     most until a draft reaches its length."""
@@ -467,7 +469,8 @@ def _drawn(
             Rows(sampler, at, [*drafts[index].token_ids, *[0] * ahead])
             for at, (sampler, index) in enumerate(zip(samplers, active, strict=True))
         ]
-        steps.append(draft_tokens(logits, rows, head.verification, num_ranked=max(work.plan.tree_widths, default=0)))
+        num_ranked = max(work.plan.tree_widths, default=0)
+        steps.append(draft_tokens(logits, rows, head.verification, num_ranked=num_ranked, noise=noise))
         head.drawn = steps[-1].token_ids
     return steps
 

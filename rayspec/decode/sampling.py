@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -36,6 +37,8 @@ _LOW = 0xFFFFFFFF
 _NUM_WORDS = 4
 _CHUNK_BLOCKS = {"cpu": 1 << 16}  # blocks computed at once: few enough to stay in the cache
 _CHUNK_BLOCKS_ELSEWHERE = 1 << 22  # the same on other devices: well under a GB
+# The most numbers of noise that are computed ahead. If only the likeliest tokens may be sampled, a 16th of it.
+_MOST_AHEAD, _MOST_AHEAD_ELSEWHERE = 1 << 18, 1 << 26
 _SPREAD = 27.0  # more than the width of the Gumbel noise's range (-3.2, 22.9), plus rounding
 
 
@@ -55,13 +58,16 @@ class Stream(IntEnum):
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the four 32-bit words of Philox-4x32-10, as int64, for a `counter` of four and a `key` of two 32-bit words
     (int64 tensors that broadcast together)."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_NUM_ROUNDS):  # int64 products wrap: their 64 bits are the unsigned ones
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (p1 >> 32 ^ c1 ^ k0) & _LOW, p1, (p0 >> 32 ^ c3 ^ k1) & _LOW, p0
-        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]  # of c1, c3, k0 and k1 only the low 32 bits count
-    return c0, c1 & _LOW, c2, c3 & _LOW
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    even, odd = torch.stack((c0, c2)), torch.stack((c1, c3))
+    keys = torch.stack(torch.broadcast_tensors(*key)).unsqueeze(0)
+    factors = integers([*_MULTIPLIERS, *(one * at for at in range(_NUM_ROUNDS) for one in _WEYL)], c0.device)
+    factors = factors.view(_NUM_ROUNDS + 1, 2, *[1] * c0.dim())
+    for round_keys in (keys + factors[1:]).unbind():  # int64 products wrap: their 64 bits are the unsigned ones
+        products = (even * factors[0]).flip(0)
+        even, odd = (products >> 32).bitwise_xor_(odd).bitwise_xor_(round_keys).bitwise_and_(_LOW), products
+    odd = odd & _LOW  # until here, only the low 32 bits of `odd` and of the keys count
+    return even[0], odd[0], even[1], odd[1]
 
 
 def gumbel(
@@ -205,21 +211,55 @@ class Drafts:
     ranked: Tensor | None = None
 
 
-def target_tokens(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
+_Place: TypeAlias = tuple[int, TokenSampler, int]
+"""A row of scores, its sequence, and how many pending tokens precede the token that it predicts."""
+
+
+class Noise:
+    """The target's noise in a round, for sequences that are sampled. A draft and its verify need the same numbers, so
+    they are computed together, for `num_at_once` positions of all `samplers`, if these are few enough."""
+
+    def __init__(self, samplers: Sequence[TokenSampler], num_at_once: int) -> None:
+        sampled = [sampler for sampler in samplers if not sampler.greedy]
+        self._at = {sampler: at for at, sampler in enumerate(sampled)}
+        self._num_at_once = num_at_once
+        self._cuts = any(sampler.cuts for sampler in sampled)
+        self._known: Tensor | None = None  # float32 [depths * sequences, V]
+
+    def of(self, places: Sequence[_Place], like: Tensor) -> Tensor | None:
+        """Return the noise of each place, float32 [n, V]; None if it costs less to compute only what is wanted of it.
+        like: scores [N, V]."""
+        size, device, num_needed = len(self._at), like.device, 1 + max(depth for _, _, depth in places)
+        first = 0 if self._known is None else len(self._known) // size
+        if num_needed > first:
+            depths = range(first, max(first + self._num_at_once, num_needed))
+            most = _MOST_AHEAD if device.type == "cpu" else _MOST_AHEAD_ELSEWHERE >> 4 * self._cuts
+            is_wasteful = len(depths) * size > 2 * self._num_at_once * len(places)
+            if is_wasteful or depths.stop * size * like.shape[1] > most:
+                return None
+            seeds = [sampler.seed for sampler in self._at] * len(depths)
+            positions = [sampler.position + depth for depth in depths for sampler in self._at]
+            new = gumbel(seeds, positions, like.shape[1], Stream.TARGET, device)
+            self._known = new if self._known is None else torch.cat((self._known, new))
+        assert self._known is not None
+        where = [depth * size + self._at[sampler] for _, sampler, depth in places]
+        if where == list(range(where[0], where[0] + len(where))):
+            return self._known[where[0] : where[0] + len(where)]
+        return self._known[integers(where, device)]
+
+
+def target_tokens(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = None) -> Tensor:
     """Return the token that plain decoding takes at every row of raw logits [N, V] by the coupled rule: int64 [N], on
     the device. Greedy rows, and rows that belong to no sequence, take the argmax."""
     if all(row.sampler.is_argmax for row in rows):
         return logits.argmax(-1)
-    noise = [
-        (row.start + at, row.sampler.seed, row.sampler.position + depth, 0)
-        for row in rows
-        if not row.sampler.greedy
-        for at, depth in enumerate(row.depths())
-    ]
-    return _with_noise(processed_logits(logits, rows), Stream.TARGET, noise).argmax(-1)
+    places = [(row.start + at, row.sampler, depth) for row in rows for at, depth in enumerate(row.depths())]
+    return _with_noise(processed_logits(logits, rows), Stream.TARGET, places, noise).argmax(-1)
 
 
-def draft_tokens(logits: Tensor, rows: Sequence[Rows], verification: Verification, *, num_ranked: int = 0) -> Drafts:
+def draft_tokens(
+    logits: Tensor, rows: Sequence[Rows], verification: Verification, *, num_ranked: int = 0, noise: Noise | None = None
+) -> Drafts:
     """Draw the draft's next token for each sequence from raw draft logits [S, V]. Row i belongs to rows[i] and follows
     its committed tokens and *all* its pending tokens (the draft so far). `start` is ignored.
 
@@ -236,18 +276,19 @@ def draft_tokens(logits: Tensor, rows: Sequence[Rows], verification: Verificatio
         return Drafts(best.indices, _confidence(scores, best.values), None, _ranked(scores, num_ranked))
     scores = _scores_after(logits, rows)
     coupled = verification == "coupled"
-    noise = _noise_after(rows)
-    drawn = _with_noise(scores, Stream.TARGET if coupled else Stream.DRAFT, noise, winner_only=num_ranked == 0)
+    stream = Stream.TARGET if coupled else Stream.DRAFT
+    drawn = _with_noise(scores, stream, _places_after(rows), noise, winner_only=num_ranked == 0)
     confidence = _confidence(scores, scores.amax(-1))
     return Drafts(drawn.argmax(-1), confidence, None if coupled else scores, _ranked(drawn, num_ranked))
 
 
-def tokens_after(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
+def tokens_after(logits: Tensor, rows: Sequence[Rows], noise: Noise) -> Tensor:
     """Return the token that plain decoding takes after *all* pending tokens of each sequence, from raw logits [S, V] of
     the target: int64 [S], on the device. `start` is ignored."""
     if all(row.sampler.is_argmax for row in rows):
         return logits.argmax(-1)
-    return _with_noise(_scores_after(logits, rows), Stream.TARGET, _noise_after(rows)).argmax(-1)
+    scores = _scores_after(logits, rows)
+    return _with_noise(scores, Stream.TARGET, _places_after(rows), noise).argmax(-1)
 
 
 def _scores_after(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
@@ -255,12 +296,8 @@ def _scores_after(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
     return process(logits.to(torch.float32, copy=True), histories)
 
 
-def _noise_after(rows: Sequence[Rows]) -> list[tuple[int, int, int, int]]:
-    return [
-        (at, row.sampler.seed, row.sampler.position + len(row.pending), row.sampler.position)
-        for at, row in enumerate(rows)
-        if not row.sampler.greedy
-    ]
+def _places_after(rows: Sequence[Rows]) -> list[_Place]:
+    return [(at, row.sampler, len(row.pending)) for at, row in enumerate(rows)]
 
 
 def processed_logits(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
@@ -293,16 +330,31 @@ def top_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dict[
 
 
 def _with_noise(
-    scores: Tensor, stream: Stream, noise: Sequence[tuple[int, int, int, int]], *, winner_only: bool = True
+    scores: Tensor,
+    stream: Stream,
+    places: Sequence[_Place],
+    noise: Noise | None = None,
+    *,
+    winner_only: bool = True,
 ) -> Tensor:
-    """Return scores [N, V], float32, with noise added to some rows. noise: for each of these, the row and the arguments
-    of `gumbel`: seed, position and origin, which only the DRAFT stream uses. winner_only: see `noisy`."""
-    if not noise:
+    """Return scores [N, V], float32, with noise added in the places of sequences that are sampled. noise: of the round,
+    for the stream TARGET. winner_only: see `noisy`."""
+    places = [place for place in places if not place[1].greedy]
+    if not places:
         return scores
-    columns = integers([number for column in zip(*noise, strict=True) for number in column], scores.device)
-    rows, seeds, positions, origins = columns.view(4, -1).unbind()
-    own = origins if stream is Stream.DRAFT else None
-    sampled = noisy(scores[rows], seeds, positions, stream, origins=own, winner_only=winner_only)
+    known = noise.of(places, scores) if noise is not None and stream is Stream.TARGET else None
+    at = [row for row, _, _ in places]
+    if known is not None and at == list(range(len(scores))):
+        return scores + known
+    if known is not None:
+        return scores.index_add(0, integers(at, scores.device), known)
+    seeds = [sampler.seed for _, sampler, _ in places]
+    origins = [sampler.position for _, sampler, _ in places]
+    positions = [sampler.position + depth for _, sampler, depth in places]
+    columns = integers([*at, *seeds, *positions, *origins], scores.device)
+    rows, of_seeds, of_positions, of_origins = columns.view(4, -1).unbind()
+    own = of_origins if stream is Stream.DRAFT else None
+    sampled = noisy(scores[rows], of_seeds, of_positions, stream, origins=own, winner_only=winner_only)
     return scores.index_copy(0, rows, sampled)
 
 

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from rayspec.decode.runner import integers
-from rayspec.decode.sampling import Rows, Stream, finite_rows, gumbel, processed_logits, target_tokens, uniform
+from rayspec.decode.sampling import Noise, Rows, Stream, finite_rows, gumbel, processed_logits, target_tokens, uniform
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -52,10 +52,11 @@ class Verdict(msgspec.Struct, frozen=True):
     is_finite: bool = True
 
 
-def verify_coupled(logits: Tensor, rows: Sequence[Rows]) -> list[Verdict]:
+def verify_coupled(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = None) -> list[Verdict]:
     """Return verdicts by the coupled rule from raw target logits [N, V], for greedy and sampled sequences. `pending`
-    holds the draft. One copy to the host: the target's tokens, and which rows can be sampled from."""
-    tokens, finite = torch.stack((target_tokens(logits, rows), finite_rows(logits))).tolist()
+    holds the draft. noise: of the round. One copy to the host: the target's tokens, and which rows can be sampled
+    from."""
+    tokens, finite = torch.stack((target_tokens(logits, rows, noise), finite_rows(logits))).tolist()
     return [_agreement(row, tokens[row.start : row.end], all(finite[row.start : row.end])) for row in rows]
 
 
