@@ -493,22 +493,25 @@ def _siblings(
 def _still_drafting(head: Head, work: Round, drafts: Sequence[Draft], active: Sequence[int]) -> list[int]:
     """Return the entries whose drafts are below their length, have not reached an end token, and are worth another
     token. Others are completed with looked-up tokens where that is worth more than further drafting."""
-    rule = work.keep_drafting
-    left = []
-    for index in active:
-        entry, one = work.entries[index], drafts[index]
-        num_left = entry.max_draft_tokens - len(one.token_ids)
-        if num_left <= 0 or one.token_ids[-1] in entry.end_tokens:
-            continue
-        if isinstance(rule, DraftUntilFound):
-            found = head.lookup(entry.sequence_id).propose(num_left, one.token_ids)
+    rule, entries = work.keep_drafting, work.entries
+    left = [
+        index
+        for index in active
+        if len(drafts[index].token_ids) < entries[index].max_draft_tokens
+        and drafts[index].token_ids[-1] not in entries[index].end_tokens
+    ]
+    if isinstance(rule, DraftUntilFound):
+        for index, sound in zip(left, rule.worth.survivals([drafts[at].confidences for at in left]), strict=True):
+            entry, one = entries[index], drafts[index]
+            if sound <= rule.min_survival:  # then no token after it is worth its row
+                continue
+            found = head.lookup(entry.sequence_id).propose(entry.max_draft_tokens - len(one.token_ids), one.token_ids)
             if (constraint := head.sampler(entry.sequence_id).constraint) is not None:
                 found = found.cut_by(constraint, one.token_ids)
-            if num_taken := rule.num_looked_up(one.confidences, found.match_classes):
-                one.token_ids.extend(found.token_ids[:num_taken])
-                one.match_classes.extend(found.match_classes[:num_taken])
-                continue
-        left.append(index)
+            num_taken = rule.num_looked_up(sound, found.match_classes)
+            one.token_ids.extend(found.token_ids[:num_taken])
+            one.match_classes.extend(found.match_classes[:num_taken])
+        left = [index for index in left if not drafts[index].match_classes]
     if rule is None or not left:
         return left
     worth = rule([drafts[index].confidences for index in left])

@@ -3,8 +3,10 @@ Acceptance is the probability that a draft token equals the target's, given that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -137,9 +139,13 @@ class DraftWhileWorth(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     def __call__(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Return for each sequence whether it drafts one more token. confidences: of its drafted tokens so far."""
-        survival = np.asarray([np.prod(self.curve.acceptance(one)) for one in confidences])
-        surplus = survival * self.usual - self.rate * self.row_s
+        surplus = np.asarray(self.survivals(confidences)) * self.usual - self.rate * self.row_s
         takes_part = surplus > 0
         pays = float(surplus[takes_part].sum()) > self.rate * self.step_s
         worth: list[bool] = (takes_part & pays).tolist()
         return worth
+
+    def survivals(self, confidences: Sequence[Sequence[float]]) -> list[float]:
+        """Return for each sequence the probability that all its drafted tokens are accepted."""
+        acceptance = iter(self.curve.acceptance([each for one in confidences for each in one]).tolist())
+        return [math.prod(islice(acceptance, len(one))) for one in confidences]

@@ -20,6 +20,7 @@ from rayspec.planning.learning import TEXT_HALF_LIFE, Discounted
 AMBIGUOUS, SINGLE, UNANIMOUS = range(3)
 # Numbers of matched tokens at which a class begins; and the prior acceptance of each class, here with SINGLE support.
 _LENGTHS = (0, 2, 3, 4, 5, 6, 8, 11, 16, 24)
+_LENGTH_CLASSES = tuple(bisect_right(_LENGTHS, length) - 1 for length in range(_LENGTHS[-1] + 1))
 _SINGLE = tuple(max(length, 1) / (max(length, 1) + 2) for length in _LENGTHS)
 _COPIED = (*(right / 2 for right in _SINGLE), *_SINGLE, *((1 + right) / 2 for right in _SINGLE))
 # Where a copied token comes from: the sequence's own text, or a corpus of other texts, which are less often alike.
@@ -34,10 +35,12 @@ FORCED = UNVERIFIED + 1  # the class of a token that the form of the output forc
 _PRIORS = (*_COPIED, *(right / 2 for right in _COPIED), *_RECYCLED, 0.15, 0.95)
 
 
-def match_class(num_matched: int, support: int, source: int = OWN_TEXT) -> int:
-    """Return the class of a looked-up token, by the number of matching tokens before it, its support (AMBIGUOUS,
-    SINGLE or UNANIMOUS) and its source (OWN_TEXT or CORPUS)."""
-    return source * len(_COPIED) + support * len(_LENGTHS) + bisect_right(_LENGTHS, num_matched) - 1
+def match_classes(num_matched: int, supports: Sequence[int], source: int = OWN_TEXT) -> tuple[int, ...]:
+    """Return the class of each looked-up token of a copy, by the number of matching tokens before it, its support
+    (AMBIGUOUS, SINGLE or UNANIMOUS) and the copy's source (OWN_TEXT or CORPUS). num_matched: before the first token."""
+    lengths = itertools.chain(_LENGTH_CLASSES[num_matched:], itertools.repeat(len(_LENGTHS) - 1))
+    first = source * len(_COPIED)
+    return tuple(first + support * len(_LENGTHS) + length for support, length in zip(supports, lengths, strict=False))
 
 
 def recycled_classes(probabilities: NDArray[np.float64], *, is_pair: bool) -> NDArray[np.int64]:
@@ -107,14 +110,18 @@ def best_lookup(
     number of verified tokens of each sequence to the seconds of the round. committed_without: expected tokens of a
     sequence without verified tokens.
     """
-    likeliest = sorted(itertools.chain(*survivals), reverse=True)
-    numbers = {min(2**power, len(likeliest)) for power in range(len(likeliest).bit_length() + 1)}
-    sums = [list(accumulate(one, initial=1.0)) for one in survivals]
+    batch = len(survivals)
+    chances = np.array(list(itertools.chain(*survivals)))
+    order = np.argsort(-chances, kind="stable")
+    likeliest, owners = -chances[order], np.repeat(np.arange(batch), [len(one) for one in survivals])[order]
+    sums, most = likeliest.cumsum(), len(chances)
     rounds = []
-    for least in dict.fromkeys(likeliest[number - 1] for number in sorted(numbers)):
-        lengths = tuple(sum(chance >= least for chance in one) for one in survivals)
-        committed = [one[length] if length else committed_without for one, length in zip(sums, lengths, strict=True)]
-        rounds.append((lengths, sum(committed) / seconds(lengths)))
+    for number in sorted({min(2**power, most) for power in range(most.bit_length() + 1)}):
+        last = int(likeliest.searchsorted(likeliest[number - 1], side="right"))  # with all that are as likely
+        lengths = tuple(np.bincount(owners[:last], minlength=batch).tolist())
+        num_without = lengths.count(0)
+        committed = batch - num_without - float(sums[last - 1]) + committed_without * num_without
+        rounds.append((lengths, committed / seconds(lengths)))
     return max(rounds, key=itemgetter(1))
 
 
@@ -135,15 +142,14 @@ class DraftUntilFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Return for each sequence whether it drafts one more token. confidences: of its drafted tokens so far."""
         return self.worth(confidences)
 
-    def num_looked_up(self, confidences: Sequence[float], match_classes: Sequence[int]) -> int:
-        """Return how many looked-up tokens, of these classes, complete a draft of these confidences; 0: the model
-        continues to draft.
+    def num_looked_up(self, sound: float, match_classes: Sequence[int]) -> int:
+        """Return how many looked-up tokens, of these classes, complete a draft; 0: the model continues to draft. sound:
+        the probability that all its tokens are accepted.
 
         At a rate of r tokens per second, a correct draft adds r times the seconds of a verify, minus the one token that
         comes without a draft. If a verify takes as long as a plain step, that is the gain minus 1. Looked-up tokens
         must add more: the number of tokens that they are expected to add, minus the cost of their rows.
         """
-        sound = float(np.prod(self.worth.curve.acceptance(confidences)))
         reached = [sound * one for one in survival(self.by_class, match_classes)]
         taken = list(takewhile(lambda one: one > self.min_survival, reached))
         earned = sum(taken) - self.min_survival * len(taken)

@@ -12,7 +12,7 @@ import pytest
 from rayspec import LLM, SamplingParams
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.corpus import Corpus, tokenised
-from rayspec.planning.lookup import SINGLE, match_class
+from rayspec.planning.lookup import SINGLE, match_classes
 from rayspec.types import ConfigError
 
 
@@ -34,7 +34,7 @@ def test_tokens_of_a_corpus_have_classes_of_their_own() -> None:
     corpus = Corpus(1000)
     corpus.add([7, 8, 9, 10, 11])
     (proposal,) = corpus.proposals([7, 8, 9], 2)
-    assert set(proposal.match_classes).isdisjoint(match_class(length, SINGLE) for length in (3, 4))
+    assert set(proposal.match_classes).isdisjoint(match_classes(3, [SINGLE] * 2))
 
 
 def test_a_corpus_keeps_the_newest_outputs() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rayspec.decode.drafting import lookup
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
-from rayspec.planning.lookup import AMBIGUOUS, SINGLE, UNANIMOUS, match_class
+from rayspec.planning.lookup import AMBIGUOUS, SINGLE, UNANIMOUS, match_classes
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -37,7 +37,7 @@ def by_the_book(
     for index in range(num_tokens):
         going_on.append(going_on[end + index])
     token_ids = going_on[len(text) :]
-    match_classes = []
+    supports = []
     for index, token in enumerate(token_ids):
         followed = {
             text[other + index]
@@ -46,8 +46,8 @@ def by_the_book(
             for _ in text[other + index : other + index + 1]
         }
         support = SINGLE if not followed else UNANIMOUS if followed == {token} else AMBIGUOUS
-        match_classes.append(match_class(matched + index, support))
-    return Proposal(tuple(token_ids), tuple(match_classes))
+        supports.append(support)
+    return Proposal(tuple(token_ids), match_classes(matched, supports))
 
 
 @given(

@@ -11,7 +11,7 @@ from rayspec.decode.drafting.recycle import NUM_SUCCESSORS, Likeliest, Successor
 from rayspec.decode.requests import SequenceState
 from rayspec.decode.work import Draft, RoundEntry
 from rayspec.generation import DecodingParams
-from rayspec.planning.lookup import SINGLE, match_class
+from rayspec.planning.lookup import SINGLE, match_classes
 
 
 def likeliest(*token_ids: int, first: float = 0.9) -> Likeliest:
@@ -124,7 +124,7 @@ def test_looked_up_tokens_behind_a_draft_count_only_where_the_draft_was_right(nu
     sequence = sequence_of([1, 2])
     proposer = proposer_for("auto", sequence)
     before = proposer.record.by_class
-    draft = Draft([5, 6, 1, 1, 1, 1], [0.9, 0.8], match_classes=[match_class(4 + at, SINGLE) for at in range(4)])
+    draft = Draft([5, 6, 1, 1, 1, 1], [0.9, 0.8], match_classes=list(match_classes(4, [SINGLE] * 4)))
     play(proposer, sequence, [*draft.token_ids[:num_right], 9], [], draft)
     learned = [now > then for now, then in zip(proposer.record.by_class, before, strict=True)]
     assert any(learned) == (num_right > 2)
@@ -141,13 +141,15 @@ def test_without_recycling_the_copy_is_a_chain() -> None:
 def test_the_likeliest_tokens_are_wanted_rarely_while_nothing_is_recycled() -> None:
     sequence = sequence_of([1, 2])
     proposer = proposer_for("recycling", sequence)
-    wanted = [proposer.num_likeliest() for _ in range(132)]
+    wanted = [proposer.num_likeliest(1) for _ in range(132)]
     assert all(wanted[:32])
     assert sum(map(bool, wanted[32:])) == 12
     play(proposer, sequence, [3], [likeliest(3)], Draft())
     sequence.token_ids += [1, 2]
     play(proposer, sequence, [3, 4], [], Draft([3]))
-    assert all(proposer.num_likeliest() for _ in range(32))
+    assert all(proposer.num_likeliest(1) for _ in range(32))
+    of_many = proposer_for("auto", sequence)  # whose drafts have no recycled tokens
+    assert sum(of_many.num_likeliest(64) > 0 for _ in range(32)) == 4
 
 
 def test_owners_share_neither_outputs_nor_what_was_likely() -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rayspec.decode import processing, sampling
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.sampling import (
+    Noise,
     Rows,
     Stream,
     draft_tokens,
@@ -103,6 +104,28 @@ def test_draft_tokens(names: list[str]) -> None:
             torch.testing.assert_close(drafts.confidence[index], scores.softmax(0).max())
         if free.logits is not None:
             assert torch.equal(free.logits[index], scores)
+
+
+@pytest.mark.parametrize("most_ahead", [0, 1 << 18])
+def test_noise_that_a_round_keeps_changes_no_token(most_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of which one ends early, and their verify, in which one sequence has a tree. Where it is kept, the noise
+    of all positions is computed once."""
+    calls = []
+    monkeypatch.setattr(sampling, "_MOST_AHEAD", most_ahead)
+    monkeypatch.setattr(sampling, "philox", lambda *numbers: calls.append(None) or philox(*numbers))
+    names = ["all", "greedy", "greedy_penalties", "all", "all"]
+    own = [sampler_of(PARAMS[name], [1] * at, seed=at) for at, name in enumerate(names)]
+    noise = Noise(own, 4)
+    steps = [[Rows(one, 0, [6] * ahead) for one in own[: 5 - ahead]] for ahead in range(3)]
+    rows = [
+        Rows(one, 4 * at, [6, 7, 8], (0, 0, 1) if at == 3 else ()) for at, one in enumerate(own)
+    ]  # the last logits belong to no sequence
+    kept = [draft_tokens(random_logits(len(step)), step, "coupled", noise=noise).token_ids for step in steps]
+    kept.append(target_tokens(random_logits(21), rows, noise))
+    assert len(calls) == (1 if most_ahead else 4)
+    for step, tokens in zip(steps, kept, strict=False):
+        assert torch.equal(tokens, draft_tokens(random_logits(len(step)), step, "coupled").token_ids)
+    assert torch.equal(kept[-1], target_tokens(random_logits(21), rows))
 
 
 def test_top_logprobs() -> None:

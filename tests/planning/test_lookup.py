@@ -17,7 +17,7 @@ from rayspec.planning.lookup import (
     DraftUntilFound,
     LookupRecord,
     best_lookup,
-    match_class,
+    match_classes,
     survival,
 )
 
@@ -28,7 +28,7 @@ WORTH = DraftWhileWorth(
 
 def matching(num_matched: int, num_tokens: int = 8, support: int = SINGLE) -> list[int]:
     """Evidence of tokens behind a match of so many."""
-    return [match_class(num_matched + at, support) for at in range(num_tokens)]
+    return list(match_classes(num_matched, [support] * num_tokens))
 
 
 def first_token(record: LookupRecord, num_matched: int, support: int = SINGLE) -> float:
@@ -118,7 +118,7 @@ def rule(*, right: float = 0.9, min_survival: float = 0.2, gain: float = 1.5) ->
 
 
 def test_where_nothing_is_found_the_draft_goes_on() -> None:
-    assert rule().num_looked_up([0.9], []) == 0
+    assert rule().num_looked_up(0.9, []) == 0
     confidences = [[0.9, 0.9], [0.001]]
     assert rule()(confidences) == WORTH(confidences) == [True, False]
 
@@ -127,13 +127,13 @@ def test_where_nothing_is_found_the_draft_goes_on() -> None:
 def test_as_many_go_on_the_draft_as_are_worth_their_rows(min_survival: float) -> None:
     one = rule(min_survival=min_survival, gain=1.0)
     reached = [0.8 * 0.9**count for count in range(1, 17)]
-    assert one.num_looked_up([0.8], matching(5, 16)) == sum(chance > min_survival for chance in reached)
-    assert one.num_looked_up([0.8, 0.5], matching(5, 16)) == sum(chance / 2 > min_survival for chance in reached)
+    assert one.num_looked_up(0.8, matching(5, 16)) == sum(chance > min_survival for chance in reached)
+    assert one.num_looked_up(0.4, matching(5, 16)) == sum(chance / 2 > min_survival for chance in reached)
 
 
 def test_it_is_drafted_on_where_that_is_worth_more() -> None:
     """Two tokens at 0.5 and 0.25, less their rows, bring 0.35 of a token, and more on a draft that is as sound."""
-    assert rule(right=0.5, gain=1.34).num_looked_up([1.0], matching(5, 16)) == 2
-    assert rule(right=0.5, gain=1.36).num_looked_up([1.0], matching(5, 16)) == 0
-    assert rule(right=0.5, gain=3.0).num_looked_up([1.0], matching(5, 16)) == 0
-    assert rule(right=0.95, gain=3.0).num_looked_up([1.0], matching(5, 16)) == 16
+    assert rule(right=0.5, gain=1.34).num_looked_up(1.0, matching(5, 16)) == 2
+    assert rule(right=0.5, gain=1.36).num_looked_up(1.0, matching(5, 16)) == 0
+    assert rule(right=0.5, gain=3.0).num_looked_up(1.0, matching(5, 16)) == 0
+    assert rule(right=0.95, gain=3.0).num_looked_up(1.0, matching(5, 16)) == 16

@@ -17,7 +17,7 @@ from rayspec.decode.work import Committed, Draft, RoundResult
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import CalibrationCurve
-from rayspec.planning.lookup import SINGLE, DraftUntilFound, LookupRecord, match_class, survival
+from rayspec.planning.lookup import SINGLE, DraftUntilFound, LookupRecord, match_classes, survival
 from rayspec.strategies.auto import Auto
 from rayspec.types import Plan
 from tests.demo_model import EOS, demo_parts, demo_prompts
@@ -27,7 +27,7 @@ from tests.families import greedy
 from tests.planning.test_latency import model
 from tests.strategy_cases import latency_model
 
-FOUND = Proposal((1,) * 16, (match_class(8, SINGLE),) * 16, survival=tuple(0.9**power for power in range(1, 17)))
+FOUND = Proposal((1,) * 16, match_classes(8, [SINGLE]) * 16, survival=tuple(0.9**power for power in range(1, 17)))
 
 
 @dataclass
@@ -141,7 +141,7 @@ def test_a_search_that_waits_for_tokens_is_given_up_when_copying_leaves_it_none(
 
 def _continued(num_accepted: int) -> RoundResult:
     """A draft of two tokens of the model and four looked-up ones."""
-    draft = Draft([5, 6, 1, 1, 1, 1], [0.9, 0.8], match_classes=[match_class(4 + at, SINGLE) for at in range(4)])
+    draft = Draft([5, 6, 1, 1, 1, 1], [0.9, 0.8], match_classes=list(match_classes(4, [SINGLE] * 4)))
     tokens = [*draft.token_ids[:num_accepted], 9]
     return RoundResult([Committed(tokens, (), True)], [draft], [num_accepted], 2, 0.02, 0.01)
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import takewhile
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from rayspec.decode.grammar import Constraint
-from rayspec.planning.lookup import AMBIGUOUS, OWN_TEXT, SINGLE, UNANIMOUS, match_class
+from rayspec.planning.lookup import AMBIGUOUS, OWN_TEXT, SINGLE, UNANIMOUS, match_classes
 
 _MAX_PLACES = 8  # the latest occurrences of an n-gram, which are compared
 _LONGEST_MATCH = 32  # tokens that are compared at most
@@ -27,7 +26,7 @@ _MULTIPLIER, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """Tokens that may come next, and the class of each (`planning.lookup.match_class`). Both are empty without any.
+    """Tokens that may come next, and the class of each (`planning.lookup.match_classes`). Both are empty without any.
 
     parents: for each token, the row that it follows, see `RoundEntry`; empty for a chain. survival: the probability of
     each that it, and all that it follows, are right; falling. copied: the part that was copied, whole.
@@ -107,12 +106,12 @@ class LookupIndex:
                 num_matched, end = found.pop()
                 needed = max(ends.length, _COMPARABLE * num_matched)
                 others = [place for count, place in found if count >= needed]
-                period = len(self._token_ids) - end  # at the end of the text, it continues from `end` again
-                copied = (self._token_ids[end + at % period] for at in range(num_tokens))
-                token_ids = tuple(takewhile(lambda token: token != END_OF_TEXT, copied))
-                supports = self._supports(token_ids, others)
-                classes = (match_class(num_matched + at, one, self._source) for at, one in enumerate(supports))
-                return Proposal(token_ids, tuple(classes))
+                copied = self._token_ids[end : end + num_tokens]
+                while len(copied) < num_tokens:  # at the end of the text, it continues from `end` again
+                    copied += copied[: num_tokens - len(copied)]
+                token_ids = tuple(copied[: copied.index(END_OF_TEXT)] if END_OF_TEXT in copied else copied)
+                classes = match_classes(num_matched, self._supports(token_ids, others), self._source)
+                return Proposal(token_ids, classes)
         return NOTHING
 
     def _supports(self, token_ids: Sequence[int], others: Sequence[int]) -> list[int]:

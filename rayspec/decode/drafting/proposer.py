@@ -79,13 +79,18 @@ class Proposer:
                 self._memories.popitem(last=False)
         return self._memories[owner]
 
-    def num_likeliest(self) -> int:
+    def _grows(self, batch: int) -> bool:
+        """Whether drafts of a round of so many sequences may have recycled tokens."""
+        return self._recycles and (batch <= _MOST_GROWN or self._strategy != "auto")
+
+    def num_likeliest(self, batch: int) -> int:
         """Return how many of the target's likeliest tokens are wanted after each row of the round that begins. They
         cost a look at all logits, so they are wanted rarely while no draft has recycled tokens."""
         if not self._recycles:
             return 0
         self._num_idle_rounds += 1
-        is_wanted = self._num_idle_rounds <= _IDLE_ROUNDS or self._num_idle_rounds % _IDLE_INTERVAL == 0
+        has_begun = self._grows(batch) and self._num_idle_rounds <= _IDLE_ROUNDS
+        is_wanted = has_begun or self._num_idle_rounds % _IDLE_INTERVAL == 0
         return NUM_SUCCESSORS if is_wanted else 0
 
     def begin(self, sequence: SequenceState) -> None:
@@ -119,7 +124,7 @@ class Proposer:
                 return proposal.with_survival(survival(by_class, proposal.match_classes))
         copied = self._copied(sequence, num_tokens, by_class)
         successors = self._memory(sequence.owner).successors
-        if successors is None or (self._strategy == "auto" and batch > _MOST_GROWN):
+        if successors is None or not self._grows(batch):
             return copied.with_survival(survival(by_class, copied.match_classes))
         text, trees = sequence.token_ids, self._takes_trees
         grown = _grown(copied, successors, text, num_tokens, by_class, takes_trees=trees)
@@ -145,6 +150,9 @@ class Proposer:
             found += corpus.proposals(newest_of(sequence.token_ids), num_tokens)
         if sequence.constraint is not None:
             found = [one.cut_by(sequence.constraint) for one in found]
+        found = [one for one in found if one.token_ids]
+        if len(found) < 2:
+            return found[0] if found else NOTHING
         return max(found, key=lambda one: sum(survival(by_class, one.match_classes)))
 
     def learn(
@@ -165,11 +173,11 @@ class Proposer:
         if draft.match_classes and list(committed[: draft.num_drafted]) == draft.token_ids[: draft.num_drafted]:
             added = draft.token_ids[draft.num_drafted :]
             self.record.observe(draft.match_classes, added, committed[draft.num_drafted :])
-        successors, text = self._memory(sequence.owner).successors, sequence.token_ids
-        if successors is None:
-            return
         if "recycled" in sources_of(draft, proposal, range(1, len(draft.token_ids) + 1)):
             self._num_idle_rounds = 0
+        successors, text = self._memory(sequence.owner).successors, sequence.token_ids
+        if successors is None or not likeliest:
+            return
         first = entry.length - 1
         before, token, is_copied = text[first - 1] if first else -1, text[first], True
         for at, one in enumerate(committed):
