@@ -166,11 +166,6 @@ class TokenSampler:
         return self.params.greedy
 
     @cached_property
-    def cuts(self) -> bool:
-        """Whether only the likeliest tokens may be sampled."""
-        return not self.changes.isdisjoint((_cut_to_min_p, _cut_to_top_k, _cut_to_top_p))
-
-    @cached_property
     def changes(self) -> frozenset[_Change]:
         """The changes that the parameters may ask for in some row, see `process`."""
         return frozenset(change for change, is_asked in _CHANGES.items() if is_asked(self))

@@ -103,10 +103,8 @@ class RoundPlanner:
         if self._options.strategy == "static":  # its proposals are what the forms of the outputs force
             lengths = [len(proposal.token_ids) for proposal in proposals]
         entries = [self._entry(*each, plan) for each in zip(sequences, proposals, lengths, strict=True)]
-        num_taps, num_likeliest = (
-            (self._taps.maxlen or 0) if chosen.capture else 0,
-            self.proposer.num_likeliest(len(sequences)),
-        )
+        num_taps = (self._taps.maxlen or 0) if chosen.capture else 0
+        num_likeliest = self.proposer.num_likeliest(len(sequences))
         is_plain = not any(entry.max_draft_tokens or entry.looked_up for entry in entries)
         work = Round(
             id=work_id,

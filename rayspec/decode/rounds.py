@@ -241,8 +241,7 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
     if work.num_steps > 1 and not any(one.reads_history or one.params.logprobs is not None for one in samplers):
         return (yield from _steps(work, head, samplers))
     started = head.stopwatch.mark()
-    longest = max((work.entries[at].max_draft_tokens for at in drafting_entries(work.entries)), default=0)
-    noise = Noise(samplers, 1 + min(head.draft_look_interval, longest))
+    noise = Noise(samplers, 1 + (head.draft_look_interval if drafting_entries(work.entries) else 0))
     drafted = yield from draft(head, work, noise)
     drafted_at = head.stopwatch.mark()
     verify = _verify_pass(work, drafted.drafts, drafted.owners)
@@ -494,12 +493,8 @@ def _still_drafting(head: Head, work: Round, drafts: Sequence[Draft], active: Se
     """Return the entries whose drafts are below their length, have not reached an end token, and are worth another
     token. Others are completed with looked-up tokens where that is worth more than further drafting."""
     rule, entries = work.keep_drafting, work.entries
-    left = [
-        index
-        for index in active
-        if len(drafts[index].token_ids) < entries[index].max_draft_tokens
-        and drafts[index].token_ids[-1] not in entries[index].end_tokens
-    ]
+    left = [index for index in active if len(drafts[index].token_ids) < entries[index].max_draft_tokens]
+    left = [index for index in left if drafts[index].token_ids[-1] not in entries[index].end_tokens]
     if isinstance(rule, DraftUntilFound):
         for index, sound in zip(left, rule.worth.survivals([drafts[at].confidences for at in left]), strict=True):
             entry, one = entries[index], drafts[index]

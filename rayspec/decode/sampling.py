@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
 
 import msgspec
 import torch
@@ -58,9 +57,9 @@ class Stream(IntEnum):
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the four 32-bit words of Philox-4x32-10, as int64, for a `counter` of four and a `key` of two 32-bit words
     (int64 tensors that broadcast together)."""
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)  # type: ignore[no-untyped-call]
     even, odd = torch.stack((c0, c2)), torch.stack((c1, c3))
-    keys = torch.stack(torch.broadcast_tensors(*key)).unsqueeze(0)
+    keys = torch.stack(list(key)).unsqueeze(0)
     factors = integers([*_MULTIPLIERS, *(one * at for at in range(_NUM_ROUNDS) for one in _WEYL)], c0.device)
     factors = factors.view(_NUM_ROUNDS + 1, 2, *[1] * c0.dim())
     for round_keys in (keys + factors[1:]).unbind():  # int64 products wrap: their 64 bits are the unsigned ones
@@ -211,41 +210,33 @@ class Drafts:
     ranked: Tensor | None = None
 
 
-_Place: TypeAlias = tuple[int, TokenSampler, int]
-"""A row of scores, its sequence, and how many pending tokens precede the token that it predicts."""
-
-
 class Noise:
-    """The target's noise in a round, for sequences that are sampled. A draft and its verify need the same numbers, so
-    they are computed together, for `num_at_once` positions of all `samplers`, if these are few enough."""
+    """The target's noise in a round. A draft and its verify need the same numbers, so they are computed together, for
+    `num_at_once` positions of all `samplers` that are not greedy, if these are few enough."""
 
     def __init__(self, samplers: Sequence[TokenSampler], num_at_once: int) -> None:
         sampled = [sampler for sampler in samplers if not sampler.greedy]
         self._at = {sampler: at for at, sampler in enumerate(sampled)}
+        self._cuts = any(one.params.top_p < 1 or one.params.top_k > 0 or one.params.min_p > 0 for one in sampled)
         self._num_at_once = num_at_once
-        self._cuts = any(sampler.cuts for sampler in sampled)
         self._known: Tensor | None = None  # float32 [depths * sequences, V]
 
-    def of(self, places: Sequence[_Place], like: Tensor) -> Tensor | None:
-        """Return the noise of each place, float32 [n, V]; None if it costs less to compute only what is wanted of it.
-        like: scores [N, V]."""
-        size, device, num_needed = len(self._at), like.device, 1 + max(depth for _, _, depth in places)
+    def of(self, rows: Sequence[LogitRow], like: Tensor) -> Tensor | None:
+        """Return the noise of each row, float32 [n, V]; None if it costs less to compute only a part of it. like:
+        scores [N, V]."""
+        size, device, num_depths = len(self._at), like.device, 1 + max(len(row.before) for row in rows)
         first = 0 if self._known is None else len(self._known) // size
-        if num_needed > first:
-            depths = range(first, max(first + self._num_at_once, num_needed))
+        if self._known is None or num_depths > first:
+            depths = range(first, max(first + self._num_at_once, num_depths))
             most = _MOST_AHEAD if device.type == "cpu" else _MOST_AHEAD_ELSEWHERE >> 4 * self._cuts
-            is_wasteful = len(depths) * size > 2 * self._num_at_once * len(places)
+            is_wasteful = len(depths) * size > 2 * self._num_at_once * len(rows)
             if is_wasteful or depths.stop * size * like.shape[1] > most:
                 return None
             seeds = [sampler.seed for sampler in self._at] * len(depths)
             positions = [sampler.position + depth for depth in depths for sampler in self._at]
             new = gumbel(seeds, positions, like.shape[1], Stream.TARGET, device)
             self._known = new if self._known is None else torch.cat((self._known, new))
-        assert self._known is not None
-        where = [depth * size + self._at[sampler] for _, sampler, depth in places]
-        if where == list(range(where[0], where[0] + len(where))):
-            return self._known[where[0] : where[0] + len(where)]
-        return self._known[integers(where, device)]
+        return self._known[integers([len(row.before) * size + self._at[row.sampler] for row in rows], device)]
 
 
 def target_tokens(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = None) -> Tensor:
@@ -253,8 +244,8 @@ def target_tokens(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = No
     the device. Greedy rows, and rows that belong to no sequence, take the argmax."""
     if all(row.sampler.is_argmax for row in rows):
         return logits.argmax(-1)
-    places = [(row.start + at, row.sampler, depth) for row in rows for at, depth in enumerate(row.depths())]
-    return _with_noise(processed_logits(logits, rows), Stream.TARGET, places, noise).argmax(-1)
+    changed = _changed(rows)
+    return _with_noise(process(logits.to(torch.float32, copy=True), changed), Stream.TARGET, changed, noise).argmax(-1)
 
 
 def draft_tokens(
@@ -274,12 +265,13 @@ def draft_tokens(
         scores = logits.to(torch.float32)
         best = scores.max(-1)
         return Drafts(best.indices, _confidence(scores, best.values), None, _ranked(scores, num_ranked))
-    scores = _scores_after(logits, rows)
-    coupled = verification == "coupled"
+    coupled, histories = verification == "coupled", _histories(rows)
+    scores = process(logits.to(torch.float32, copy=True), histories)
     stream = Stream.TARGET if coupled else Stream.DRAFT
-    drawn = _with_noise(scores, stream, _places_after(rows), noise, winner_only=num_ranked == 0)
-    confidence = _confidence(scores, scores.amax(-1))
-    return Drafts(drawn.argmax(-1), confidence, None if coupled else scores, _ranked(drawn, num_ranked))
+    drawn = _with_noise(scores, stream, histories, noise, winner_only=num_ranked == 0)
+    return Drafts(
+        drawn.argmax(-1), _confidence(scores, scores.amax(-1)), None if coupled else scores, _ranked(drawn, num_ranked)
+    )
 
 
 def tokens_after(logits: Tensor, rows: Sequence[Rows], noise: Noise) -> Tensor:
@@ -287,23 +279,23 @@ def tokens_after(logits: Tensor, rows: Sequence[Rows], noise: Noise) -> Tensor:
     the target: int64 [S], on the device. `start` is ignored."""
     if all(row.sampler.is_argmax for row in rows):
         return logits.argmax(-1)
-    scores = _scores_after(logits, rows)
-    return _with_noise(scores, Stream.TARGET, _places_after(rows), noise).argmax(-1)
-
-
-def _scores_after(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
-    histories = [LogitRow(at, row.sampler, row.pending) for at, row in enumerate(rows)]
-    return process(logits.to(torch.float32, copy=True), histories)
-
-
-def _places_after(rows: Sequence[Rows]) -> list[_Place]:
-    return [(at, row.sampler, len(row.pending)) for at, row in enumerate(rows)]
+    histories = _histories(rows)
+    scores = process(logits.to(torch.float32, copy=True), histories)
+    return _with_noise(scores, Stream.TARGET, histories, noise).argmax(-1)
 
 
 def processed_logits(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
     """Return a float32 copy of raw logits [N, V] in which the rows of all sequences are processed."""
-    changed = [row for row in rows if not row.sampler.is_argmax]
-    return process(logits.to(torch.float32, copy=True), [each for row in changed for each in row.logit_rows()])
+    return process(logits.to(torch.float32, copy=True), _changed(rows))
+
+
+def _changed(rows: Sequence[Rows]) -> list[LogitRow]:
+    return [each for row in rows if not row.sampler.is_argmax for each in row.logit_rows()]
+
+
+def _histories(rows: Sequence[Rows]) -> list[LogitRow]:
+    """Return a row for each sequence: after all its pending tokens."""
+    return [LogitRow(at, row.sampler, row.pending) for at, row in enumerate(rows)]
 
 
 def finite_rows(logits: Tensor) -> Tensor:
@@ -330,32 +322,24 @@ def top_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dict[
 
 
 def _with_noise(
-    scores: Tensor,
-    stream: Stream,
-    places: Sequence[_Place],
-    noise: Noise | None = None,
-    *,
-    winner_only: bool = True,
+    scores: Tensor, stream: Stream, rows: Sequence[LogitRow], noise: Noise | None, *, winner_only: bool = True
 ) -> Tensor:
-    """Return scores [N, V], float32, with noise added in the places of sequences that are sampled. noise: of the round,
+    """Return scores [N, V], float32, with noise added to the rows of sequences that are sampled. noise: of the round,
     for the stream TARGET. winner_only: see `noisy`."""
-    places = [place for place in places if not place[1].greedy]
-    if not places:
+    rows = [row for row in rows if not row.sampler.greedy]
+    if not rows:
         return scores
-    known = noise.of(places, scores) if noise is not None and stream is Stream.TARGET else None
-    at = [row for row, _, _ in places]
-    if known is not None and at == list(range(len(scores))):
+    known = noise.of(rows, scores) if noise is not None and stream is Stream.TARGET else None
+    if known is not None and [row.at for row in rows] == list(range(len(scores))):
         return scores + known
+    numbers = [(row.at, row.sampler.seed, row.sampler.position + len(row.before), row.sampler.position) for row in rows]
+    columns = integers([number for each in numbers for number in each], scores.device)
+    at, seeds, positions, origins = columns.view(-1, 4).unbind(1)
     if known is not None:
-        return scores.index_add(0, integers(at, scores.device), known)
-    seeds = [sampler.seed for _, sampler, _ in places]
-    origins = [sampler.position for _, sampler, _ in places]
-    positions = [sampler.position + depth for _, sampler, depth in places]
-    columns = integers([*at, *seeds, *positions, *origins], scores.device)
-    rows, of_seeds, of_positions, of_origins = columns.view(4, -1).unbind()
-    own = of_origins if stream is Stream.DRAFT else None
-    sampled = noisy(scores[rows], of_seeds, of_positions, stream, origins=own, winner_only=winner_only)
-    return scores.index_copy(0, rows, sampled)
+        return scores.index_add(0, at, known)
+    own = origins if stream is Stream.DRAFT else None
+    sampled = noisy(scores[at], seeds, positions, stream, origins=own, winner_only=winner_only)
+    return scores.index_copy(0, at, sampled)
 
 
 def _confidence(scores: Tensor, best: Tensor) -> Tensor:

@@ -54,8 +54,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def verify_coupled(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = None) -> list[Verdict]:
     """Return verdicts by the coupled rule from raw target logits [N, V], for greedy and sampled sequences. `pending`
-    holds the draft. noise: of the round. One copy to the host: the target's tokens, and which rows can be sampled
-    from."""
+    holds the draft. noise: of the round. One copy to the host: the target's tokens, and which rows are finite."""
     tokens, finite = torch.stack((target_tokens(logits, rows, noise), finite_rows(logits))).tolist()
     return [_agreement(row, tokens[row.start : row.end], all(finite[row.start : row.end])) for row in rows]
 

@@ -110,17 +110,16 @@ def best_lookup(
     number of verified tokens of each sequence to the seconds of the round. committed_without: expected tokens of a
     sequence without verified tokens.
     """
-    batch = len(survivals)
-    chances = np.array(list(itertools.chain(*survivals)))
+    batch, chances = len(survivals), np.array(list(itertools.chain(*survivals)))
     order = np.argsort(-chances, kind="stable")
-    likeliest, owners = -chances[order], np.repeat(np.arange(batch), [len(one) for one in survivals])[order]
+    likeliest, owners = chances[order], np.repeat(np.arange(batch), [len(one) for one in survivals])[order]
     sums, most = likeliest.cumsum(), len(chances)
     rounds = []
     for number in sorted({min(2**power, most) for power in range(most.bit_length() + 1)}):
-        last = int(likeliest.searchsorted(likeliest[number - 1], side="right"))  # with all that are as likely
+        last = int((-likeliest).searchsorted(-likeliest[number - 1], side="right"))  # with all that are as likely
         lengths = tuple(np.bincount(owners[:last], minlength=batch).tolist())
         num_without = lengths.count(0)
-        committed = batch - num_without - float(sums[last - 1]) + committed_without * num_without
+        committed = batch - num_without + float(sums[last - 1]) + committed_without * num_without
         rounds.append((lengths, committed / seconds(lengths)))
     return max(rounds, key=itemgetter(1))
 

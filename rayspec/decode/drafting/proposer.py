@@ -57,6 +57,7 @@ class Proposer:
         self._takes_trees = takes_trees
         self._strategy = options.strategy
         self._recycles = options.strategy in ("auto", "recycling")
+        self._most_grown = _MOST_GROWN if options.strategy == "auto" else float("inf")
         self.record = LookupRecord()
         self._given = index_of(given_texts)
         # Any thread may take from the first, and add to the second.
@@ -79,19 +80,14 @@ class Proposer:
                 self._memories.popitem(last=False)
         return self._memories[owner]
 
-    def _grows(self, batch: int) -> bool:
-        """Whether drafts of a round of so many sequences may have recycled tokens."""
-        return self._recycles and (batch <= _MOST_GROWN or self._strategy != "auto")
-
     def num_likeliest(self, batch: int) -> int:
         """Return how many of the target's likeliest tokens are wanted after each row of the round that begins. They
         cost a look at all logits, so they are wanted rarely while no draft has recycled tokens."""
         if not self._recycles:
             return 0
         self._num_idle_rounds += 1
-        has_begun = self._grows(batch) and self._num_idle_rounds <= _IDLE_ROUNDS
-        is_wanted = has_begun or self._num_idle_rounds % _IDLE_INTERVAL == 0
-        return NUM_SUCCESSORS if is_wanted else 0
+        has_begun = batch <= self._most_grown and self._num_idle_rounds <= _IDLE_ROUNDS
+        return NUM_SUCCESSORS if has_begun or self._num_idle_rounds % _IDLE_INTERVAL == 0 else 0
 
     def begin(self, sequence: SequenceState) -> None:
         """Prepare a new sequence, unless that is done."""
@@ -124,7 +120,7 @@ class Proposer:
                 return proposal.with_survival(survival(by_class, proposal.match_classes))
         copied = self._copied(sequence, num_tokens, by_class)
         successors = self._memory(sequence.owner).successors
-        if successors is None or not self._grows(batch):
+        if successors is None or batch > self._most_grown:
             return copied.with_survival(survival(by_class, copied.match_classes))
         text, trees = sequence.token_ids, self._takes_trees
         grown = _grown(copied, successors, text, num_tokens, by_class, takes_trees=trees)
@@ -150,10 +146,8 @@ class Proposer:
             found += corpus.proposals(newest_of(sequence.token_ids), num_tokens)
         if sequence.constraint is not None:
             found = [one.cut_by(sequence.constraint) for one in found]
-        found = [one for one in found if one.token_ids]
-        if len(found) < 2:
-            return found[0] if found else NOTHING
-        return max(found, key=lambda one: sum(survival(by_class, one.match_classes)))
+        found = [one for one in found if one.token_ids] or [NOTHING]
+        return found[0] if len(found) == 1 else max(found, key=lambda one: sum(survival(by_class, one.match_classes)))
 
     def learn(
         self,
