@@ -67,6 +67,9 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
     limit: int | None = Field(None, ge=1, description="only the first so many rows")
     sample: float | None = Field(None, ge=0, le=1, description="only this share of the rows, always the same ones")
     json_schema: str | None = Field(None, description="file with a JSON schema that every output must have")
+    cache: str | None = Field(
+        None, description="folder of results that jobs share: equal requests with a seed or temperature 0 run once"
+    )
 
     def in_force(self, settings: Settings) -> Settings:
         """Return the settings with the schema, if there is one. Raises ConfigError for a file that cannot be read, or
@@ -205,7 +208,13 @@ def _run_documents(
         is_printed = output in (None, _STDOUT)
         place = f"{kept}/rows.jsonl" if is_printed else str(output)
         job = Job(
-            backend=_backend(context), task=task, output=place, options=options, name=name, text_column=text_column
+            backend=_backend(context),
+            task=task,
+            output=place,
+            options=options,
+            name=name,
+            text_column=text_column,
+            cache=options.cache,
         )
         report = job.run(source)
         code = report.exit_code(accepts_failed=options.accept_failed_rows)

@@ -202,12 +202,13 @@ def input_row(row_id: str, *, source: str, text: str | None = None, messages: Se
     """Make a row from a text or from chat messages, whichever is given."""
     encoded = json.dumps(messages) if messages is not None else None
     content = text if text is not None else encoded or ""
-    digest = _digest(content.encode(errors="surrogatepass"))
+    kind = b"messages " if text is None else b"text "
+    digest = _digest(kind + content.encode(errors="surrogatepass"))
     return Row(id=row_id, source=source, document=text, messages=encoded, input_hash=digest)
 
 
 def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def read_documents(inputs: Iterable[str] | InputFiles, columns: Columns) -> Iterator[Row]:

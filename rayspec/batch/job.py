@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import signal
 import tempfile
@@ -9,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,9 +22,10 @@ from pydantic import Field
 from rayspec.batch.local_backend import Changed, LocalBackend, Order, Source, compared
 from rayspec.batch.parts import FileFormat
 from rayspec.batch.report import REPORT_NAMES, RunReport, showing_progress
+from rayspec.batch.result_cache import ResultCache, is_repeatable
 from rayspec.batch.rows import Row, RowEngineFactory, RowTask
 from rayspec.batch.run_folder import RunFolder, output_places
-from rayspec.command.locations import Location
+from rayspec.command.locations import Location, UnreadableFileError, error_detail
 from rayspec.command.terminal import EXIT_TERMINATED, error_console, exit_on_sigterm, say
 from rayspec.config import DType, Options
 from rayspec.decode.engine_loop import EngineDeadError
@@ -201,7 +203,7 @@ class Job:
 
     output: a folder; or a .parquet or .jsonl file, next to which a folder with ".run" after its name is made. name:
     stem of the file of all rows in a folder. text_column: of the output. export: writes more files at the end, with the
-    names `export_names`.
+    names `export_names`. cache: the folder of results that jobs share; None: equal rows of this job share theirs.
     """
 
     backend: LocalBackend
@@ -212,6 +214,7 @@ class Job:
     options: JobOptions = field(default_factory=JobOptions)
     export: Export | None = None
     export_names: Sequence[str] = ()
+    cache: str | None = None
 
     def factory(self, dtype: DType | None, texts: Sequence[str] = ()) -> EngineFactory:
         """Return the factory of the engines, see `RowEngineFactory`."""
@@ -241,9 +244,11 @@ class Job:
         ):
             exit_on_sigterm()  # like Ray's own handler, but with our exit code
             with drain.watching():
-                left = self._catch_up(source, folder, report)
+                shared = _SharedResults(self, source, folder, report)
+                left = shared.of_cache(self._catch_up(source, folder, report))
                 if len(left):
-                    report.stats = self._complete(source, left, folder, report, drain)
+                    report.stats = self._complete(source, left, folder, report, shared, drain)
+                    shared.check()
                 self._conclude(folder, report)
         return report
 
@@ -267,7 +272,7 @@ class Job:
         return scan.rows.take(pa.array(sorted([*found.left, *redone.values()]), pa.int64()))
 
     def _complete(
-        self, source: Source, left: pa.Table, folder: RunFolder, report: RunReport, drain: Drain
+        self, source: Source, left: pa.Table, folder: RunFolder, report: RunReport, shared: _SharedResults, drain: Drain
     ) -> EngineStats:
         """Complete the rows that are left. Raises EngineDeadError if engines die too often; SystemExit on SIGTERM."""
         # `auto` may choose another data type on another machine. All rows of a folder have the same.
@@ -295,8 +300,7 @@ class Job:
                         if not row.is_final:
                             failure = row
                             continue
-                        folder.add(row)
-                        report.add(row)
+                        shared.add(row)
                         show()
         except RayspecError as error:
             if drain.requested and error.kind == "aborted":  # no engine takes rows any more
@@ -335,3 +339,74 @@ class Job:
             title, price = self.name.capitalize(), self.options.price
             for path in report.write(Path(scratch), config=config, title=title, price=price):
                 folder.location.join(path.name).write(path.read_bytes())
+
+
+class _SharedResults:
+    """Gives equal rows of a job one result, and takes and keeps results in a folder that jobs share. It does nothing
+    for rows whose texts differ each time. twins: scanned rows that wait for the result of an equal row, by their hash.
+    """
+
+    def __init__(self, job: Job, source: Source, folder: RunFolder, report: RunReport) -> None:
+        self._folder, self._source, self._report = folder, source, report
+        self._is_off = not is_repeatable(job.task.settings.sampling)
+        self._twins: dict[str, list[Row]] = {}
+        self._cache: ResultCache | None = None
+        if job.cache is not None and self._is_off:
+            say("option 'cache' has no effect: each run has other texts without a seed or temperature 0")
+        elif job.cache is not None:
+            engine = job.task.identity["engine"]
+            dtype = folder.manifest.extra.get("config", {}).get("dtype", engine["dtype"])
+            self._cache = ResultCache(job.cache, job.task.identity | {"engine": engine | {"dtype": dtype}})
+
+    def of_cache(self, left: pa.Table) -> pa.Table:
+        """Take the rows of a scan whose results are there. Return the others, of equal rows the first."""
+        if self._is_off:
+            return left
+        first, seen = list[int](), set[str]()
+        for index, digest in enumerate(left["input_hash"].to_pylist()):
+            if digest in seen:
+                self._twins.setdefault(digest, []).append(self._row(left, index))
+            elif self._cache is not None and (found := self._cache.find(digest)) is not None:
+                self._give(found, self._row(left, index))
+                continue
+            else:
+                first.append(index)
+            seen.add(digest)
+        return left.take(pa.array(first, pa.int64()))
+
+    def add(self, row: Row) -> None:
+        """Add a completed row, and its result for all rows that are equal to it."""
+        self._folder.add(row)
+        self._report.add(row)
+        if self._cache is not None:
+            try:
+                self._cache.keep(row)
+            except OSError as error:
+                say(f"the cache cannot be written ({error_detail(error)}): the job goes on without it")
+                self._cache = None
+        for twin in self._twins.pop(row.input_hash or "", ()):
+            self._give(row, twin)
+
+    def check(self) -> None:
+        """Add errors for the rows that have no result because the row equal to them has changed since the scan."""
+        for twin in itertools.chain.from_iterable(self._twins.values()):
+            error = UnreadableFileError(f"{twin.source}: a row with the same text changed; run the same command again")
+            self._give(twin.refused(error), twin)
+
+    def _row(self, left: pa.Table, index: int) -> Row:
+        fields = left.slice(index, 1).to_pylist()[0]
+        source = self._source.pieces[fields["piece"]].source(fields["number"])
+        return Row(id=fields["id"], source=source, input_hash=fields["input_hash"])
+
+    def _give(self, result: Row, row: Row) -> None:
+        same = replace(
+            result,
+            id=row.id,
+            source=row.source,
+            num_draft_tokens=0,
+            num_accepted_tokens=0,
+            latency_s=None,
+            decode_s=None,
+        )
+        self._folder.add(replace(same, acceptance_rate=None))
+        self._report.add(same, is_shared=True)

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -40,9 +40,9 @@ class RunReport:
 
     clock: returns seconds. num_left: the rows that this run has to do; None while that is not known. num_under_way:
     rows that must be done before the time left is estimated, because the first rows to finish are short. num_cut: rows
-    whose text ended at `max_tokens`. listed: table rows for the first rows, under DOCUMENT_HEADINGS. examples: one
-    error message for every kind. texts: ids and texts of the first rows of this run. stats: of the engines, once the
-    run is done. timeline: output tokens over the run.
+    whose text ended at `max_tokens`. num_shared: rows with the result of an equal row. listed: table rows for the first
+    rows, under DOCUMENT_HEADINGS. examples: one error message for every kind. texts: ids and texts of the first rows of
+    this run. stats: of the engines, once the run is done. timeline: output tokens over the run.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -56,6 +56,7 @@ class RunReport:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_cut: int = 0
+    num_shared: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     listed: list[tuple[str, ...]] = field(default_factory=list)
     examples: dict[str, str] = field(default_factory=dict)
@@ -68,12 +69,15 @@ class RunReport:
     def __post_init__(self) -> None:
         self.started_s = self.clock()
 
-    def add(self, row: Row) -> None:
-        """Add a row of this run."""
+    def add(self, row: Row, *, is_shared: bool = False) -> None:
+        """Add a row of this run. is_shared: it has the result of an equal row, which counts the tokens."""
         self._list(row)
         if row.text and len(self.texts) < _MAX_TEXTS:
             self.texts.append((row.id, row.text))
         self.num_rows += 1
+        self.num_shared += is_shared
+        if is_shared:
+            row = replace(row, num_prompt_tokens=0, num_output_tokens=0)
         self.num_output_tokens += row.num_output_tokens
         if row.num_output_tokens:
             self.timeline.add(row.num_output_tokens, self.elapsed_s - (row.decode_s or 0.0), self.elapsed_s)
@@ -84,7 +88,7 @@ class RunReport:
             self.errors[row.error_kind] += 1
         else:
             self.num_prompt_tokens += row.num_prompt_tokens
-        if self.num_left is not None:
+        if self.num_left is not None and not is_shared:
             if self.num_done == 0:  # the time in which the engine loaded does not count
                 self.begun_s = self.clock() - (row.latency_s or 0.0)
             self.num_done += 1
@@ -150,6 +154,7 @@ class RunReport:
         speed = f"{self.num_output_tokens} tokens, {self.tokens_per_s:.1f} tokens/s"
         earlier = f" ({self.num_earlier} of an earlier run)" if self.num_earlier else ""
         cut = f", {self.num_cut} ended at max_tokens" if self.num_cut else ""
+        cut += f", {self.num_shared} had the result of an equal row" if self.num_shared else ""
         return f"{self.num_rows} row{'s' * (self.num_rows != 1)}{earlier}{failed}, {speed}{acceptance}{cut}"
 
     @property

@@ -26,7 +26,7 @@ class Row:
     """An input row and its result.
 
     The reader sets `source` (file and row number), `document` (the input text) or `messages` (chat messages as JSON),
-    and `input_hash` (a hash of these, 64 bits); or else an error and no hash. The task sets the other fields and drops
+    and `input_hash` (a hash of these, 128 bits); or else an error and no hash. The task sets the other fields and drops
     `document` and `messages`, which are not written.
 
     text: the generated text. error_kind: a stable name; None for a row that succeeded. latency_s: from the first

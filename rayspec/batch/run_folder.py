@@ -37,7 +37,7 @@ from rayspec.command.locations import PARTIAL_SUFFIX, Location, UnreadableFileEr
 from rayspec.types import ConfigError
 
 MANIFEST: Final = "manifest.json"
-_MANIFEST_VERSION = 3
+_MANIFEST_VERSION = 4
 _LOCK = ".lock"
 _ROWS = "rows"
 _MIN_ROWS_PER_PART, _MAX_ROWS_PER_PART = 32, 4096

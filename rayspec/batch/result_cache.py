@@ -1,0 +1,91 @@
+"""Results that jobs share in a folder: a request with the same text is computed once.
+
+ab/ab12...json      a result, after its checksum; named by the hash of all that decides its text
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from huggingface_hub import try_to_load_from_cache
+
+from rayspec import __version__, demo
+from rayspec.batch.rows import Row
+from rayspec.command.locations import FILE_ERRORS, Location
+from rayspec.config import SamplingParams
+
+_KEPT: Final = ("text", "finish_reason", "num_prompt_tokens", "num_output_tokens", "tree")
+_LIBRARIES: Final = ("torch", "transformers")
+
+
+def is_repeatable(sampling: SamplingParams) -> bool:
+    """Whether a request has the same text each time: it has a seed, or temperature 0."""
+    return sampling.seed is not None or (sampling.temperature is not None and sampling.temperature < 1e-5)
+
+
+class ResultCache:
+    """The results in a folder for one set of options. identity: the options that decide the text.
+
+    Several jobs may use the folder. A broken result is computed again. Nothing is found or kept while the model is not
+    on this machine, because the state of its files is a part of the key. Raises ConfigError.
+    """
+
+    def __init__(self, folder: str, identity: Mapping[str, Any]) -> None:
+        self._folder, self._identity = Location.parse(folder), identity
+        self._key = ""
+
+    def find(self, input_hash: str) -> Row | None:
+        """Return a row with the result of a request, but without an id; None if there is none."""
+        with suppress(*FILE_ERRORS, ValueError, TypeError):
+            if place := self._place(input_hash):
+                checksum, content = place.read().split(b"\n", 1)
+                if checksum.decode() == _digest(content):
+                    return Row(id="", **json.loads(content))
+        return None
+
+    def keep(self, row: Row) -> None:
+        """Keep the result of a row that succeeded. Raises OSError."""
+        is_whole = row.error_kind is None and row.finish_reason in {"stop", "length"}
+        if is_whole and row.input_hash is not None and (place := self._place(row.input_hash)):
+            content = json.dumps({name: getattr(row, name) for name in _KEPT}).encode()
+            place.write(_digest(content).encode() + b"\n" + content)
+
+    def _place(self, input_hash: str) -> Location | None:
+        if not self._key:
+            engine = self._identity["engine"]
+            names = [
+                engine["model"],
+                engine["tokenizer"],
+                engine["generation_config"],
+                *engine["lora_modules"].values(),
+            ]
+            files = {name: found for name in names if name and (found := _state(name, engine["revision"]))}
+            if engine["model"] not in files:
+                return None
+            versions = [__version__, *map(metadata.version, _LIBRARIES)]
+            machine = platform.node() if engine["dtype"] == "auto" else ""  # which then chooses it
+            self._key = json.dumps([self._identity, files, versions, machine], sort_keys=True)
+        digest = _digest(f"{self._key} {input_hash}".encode())
+        return self._folder.join(digest[:2], f"{digest}.json")
+
+
+def _state(name: str, revision: str | None) -> Any:
+    """Return what tells the content of a model: names, sizes and times of its files, or its commit; None if it is not
+    on this machine."""
+    path = Path(demo.local_path(name))
+    if not path.exists():
+        found = try_to_load_from_cache(name, "config.json", revision=revision) if name.count("/") == 1 else None
+        return Path(found).parent.name if isinstance(found, str) else None
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [(str(file.relative_to(path)), (at := file.stat()).st_size, at.st_mtime_ns) for file in files]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=32).hexdigest()

@@ -1,0 +1,83 @@
+"""Rows with the same request have one result, within a job and, with a folder, across jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rayspec.batch import rows
+from rayspec.cli import app
+from rayspec.demo import model_path
+from tests.jobs.job_process import FAST, write_lines
+
+ONE, TWO = "The annual review of the harbour.", "The quarterly report of the mill."
+OPTIONS = (*FAST, "--max-model-len", "256", "--max-tokens", "6", "--cache", "cache")
+
+
+@pytest.fixture(autouse=True)
+def loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that were loaded."""
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "in.jsonl", [{"id": n, "text": text} for n, text in enumerate((ONE, TWO, ONE, ONE))])
+    loaded, load = list[str](), rows.load_llm
+
+    def counted(config: Any) -> Any:
+        loaded.append(config.model)
+        return load(config)
+
+    monkeypatch.setattr(rows, "load_llm", counted)
+    return loaded
+
+
+def run(output: str, *more: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    """The rows by their ids, and what the command said."""
+    result = CliRunner().invoke(app, ["summarize", "in.jsonl", "-o", output, *OPTIONS, *more])
+    assert result.exit_code == code, result.output
+    lines = Path(output).read_text(encoding="utf-8").splitlines()
+    return {row["id"]: row for row in map(json.loads, lines)}, " ".join(result.output.split())
+
+
+def test_equal_rows_run_once_and_the_same_job_starts_no_engine(loads: list[str]) -> None:
+    first, said = run("a.jsonl")
+    assert "4 rows, 12 tokens" in said
+    assert "2 had the result of an equal row" in said
+    assert first["0"]["summary"] == first["2"]["summary"] == first["3"]["summary"] != first["1"]["summary"]
+    assert (first["0"]["num_output_tokens"], first["3"]["num_output_tokens"]) == (6, 6)
+    again, said = run("b.jsonl")
+    assert len(loads) == 1
+    assert "4 had the result of an equal row" in said
+    assert {key: row["summary"] for key, row in again.items()} == {key: row["summary"] for key, row in first.items()}
+    assert again["3"]["source"] == "in.jsonl:4"
+
+
+def test_what_decides_the_text_is_in_the_key(loads: list[str], tmp_path: Path) -> None:
+    shutil.copytree(model_path("demo"), tmp_path / "model")
+    model = ("--model", "model")
+    for number, more in enumerate([(), ("--max-tokens", "5"), ("--temperature", "1", "--seed", "3"), model, model]):
+        run(f"{number}.jsonl", *more)
+    assert len(loads) == 4, "the last one has all"
+    os.utime(tmp_path / "model" / "config.json", (1, 1))
+    run("touched.jsonl", *model)
+    assert len(loads) == 5
+    _, said = run("random.jsonl", "--temperature", "1")
+    assert "'cache' has no effect" in said
+    assert "equal row" not in said, "each row has a text of its own"
+
+
+def test_broken_results_are_computed_again(loads: list[str], tmp_path: Path) -> None:
+    first, _ = run("a.jsonl")
+    kept = sorted((tmp_path / "cache").rglob("*.json"))
+    assert len(kept) == 2
+    whole = [file.read_bytes() for file in kept]
+    kept[0].write_bytes(whole[0][:-9])
+    kept[1].write_bytes(whole[1].replace(b"The", b"the").replace(b"stop", b"shop").replace(b"length", b"lengta"))
+    again, _ = run("b.jsonl")
+    assert len(loads) == 2
+    assert [row["summary"] for row in again.values()] == [row["summary"] for row in first.values()]
+    assert [file.read_bytes() for file in kept] == whole
