@@ -16,7 +16,7 @@ from pydantic import Field
 from rich.table import Table
 
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
-from rayspec.batch.documents import Columns, input_row
+from rayspec.batch.documents import Columns, check_template, input_row
 from rayspec.batch.input_files import KNOWN_TYPES, InputFiles, find_files
 from rayspec.batch.job import Job, JobOptions
 from rayspec.batch.local_backend import LocalBackend, Source
@@ -67,6 +67,10 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
     limit: int | None = Field(None, ge=1, description="only the first so many rows")
     sample: float | None = Field(None, ge=0, le=1, description="only this share of the rows, always the same ones")
     json_schema: str | None = Field(None, description="file with a JSON schema that every output must have")
+    prompt_template: str | None = Field(
+        None, description="file with a Jinja template that makes the prompt of a row's columns, by their names"
+    )
+    system: str | None = Field(None, description="the system message of each chat, or a file with it")
     cache: str | None = Field(
         None, description="folder of results that jobs share: equal requests with a seed or temperature 0 run once"
     )
@@ -77,11 +81,32 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
         if self.json_schema is None:
             return settings
         try:
-            form = StructuredOutputsParams(json=Path(self.json_schema).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, ConfigError) as error:
-            problem = error.strerror if isinstance(error, OSError) else str(error)
-            raise ConfigError(f"option 'json_schema' is {self.json_schema!r}: {problem}") from None
+            form = StructuredOutputsParams(json=self.file("json_schema"))
+        except ConfigError as error:
+            raise ConfigError(f"option 'json_schema' is {self.json_schema!r}: {error}") from None
         return replace(settings, sampling=settings.sampling.replace(structured_outputs=form))
+
+    def file(self, option: str) -> str | None:
+        """Return the content of the file that an option names; None if it names none. Raises ConfigError."""
+        name = getattr(self, option)
+        try:
+            return None if name is None else Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            problem = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"option {option!r} is {name!r}: {problem}") from None
+
+    @property
+    def of_prompts(self) -> dict[str, str | None]:
+        """What a DocumentTask gets of the prompts. Raises ConfigError."""
+        if self.prompt_template is not None and self.long != "fail":
+            raise ConfigError(
+                f"option 'long' is {self.long!r}, which works without 'prompt_template' only: leave one out"
+            )
+        is_file = self.system is not None and os.path.isfile(self.system)
+        return {
+            "prompt_template": self.file("prompt_template"),
+            "system": self.file("system") if is_file else self.system,
+        }
 
 
 def summarize(
@@ -101,16 +126,20 @@ def summarize(
     with clean_exit():
         options = asked.own_options(DocumentOptions)
         settings = options.in_force(asked.settings())
+        if prompt is not None and options.prompt_template is not None:
+            raise ConfigError("options 'prompt' and 'prompt_template' are both given: leave one out")
+        usual = "{text}" if options.prompt_template is not None else summary_prompt(settings.engine.model)
         task = DocumentTask(
             settings=settings,
-            template=prompt or summary_prompt(settings.engine.model),
+            template=prompt or usual,
             long=options,
             instruct=settings.engine.model not in BUNDLED,
+            **options.of_prompts,
         )
         samples = [] if inputs else example_documents(pages=settings.engine.model not in BUNDLED)
         source = Source(
             inputs=_found(inputs or (), output, options),
-            columns=Columns(text=text_column, id=options.id_column),
+            columns=Columns(text=text_column, id=options.id_column, template=task.prompt_template),
             rows=[input_row(sample.id, source=sample.id, text=sample.text) for sample in samples],
             limit=options.limit,
             sample=options.sample,
@@ -134,10 +163,13 @@ def generate(
             raise ConfigError("no inputs: name files, folders or patterns")
         options = asked.own_options(DocumentOptions)
         settings = options.in_force(asked.settings())
-        task = DocumentTask(settings=settings, template="{text}", chat=chat, long=options)
+        chat = chat or options.system is not None
+        task = DocumentTask(settings=settings, template="{text}", chat=chat, long=options, **options.of_prompts)
         source = Source(
             inputs=_found(inputs, output, options),
-            columns=Columns(text=prompt_column, id=options.id_column, messages=messages_column),
+            columns=Columns(
+                text=prompt_column, id=options.id_column, messages=messages_column, template=task.prompt_template
+            ),
             limit=options.limit,
             sample=options.sample,
         )
@@ -204,6 +236,8 @@ def _run_documents(
 ) -> NoReturn:
     """Run the job, print the first rows, the totals of all rows, and where they are, and exit. Without an output, print
     the texts or all rows instead."""
+    if source.columns.template is not None and source.pieces:
+        check_template(source.pieces, source.columns)
     with TemporaryDirectory(prefix="rayspec-rows-") as kept:
         is_printed = output in (None, _STDOUT)
         place = f"{kept}/rows.jsonl" if is_printed else str(output)

@@ -44,7 +44,8 @@ class PromptBuilder:
 
     template: the prompt, in which "{text}" stands for the document. chat: the prompt becomes a user's message if the
     tokenizer has a chat template. max_prompt_tokens: documents with longer prompts are cut at their end; None leaves
-    documents whole, and the engine refuses prompts that do not fit.
+    documents whole, and the engine refuses prompts that do not fit. system: the first message of each chat without one;
+    it needs a chat template.
     """
 
     llm: LLM | AsyncEngine
@@ -52,9 +53,12 @@ class PromptBuilder:
     template: str = _PLACE
     chat: bool = True
     max_prompt_tokens: int | None = None
+    system: str | None = None
 
     def __post_init__(self) -> None:
         _check_template(self.template)
+        if self.system is not None and not self.llm.tokenizer.chat_template:
+            raise ConfigError("option 'system' needs a model with a chat template: put it into the prompt instead")
 
     def request(self, request_id: str, row: Row) -> Request:
         """Make the request for a row. Raises RequestError."""
@@ -64,7 +68,7 @@ class PromptBuilder:
         """Return the prompt tokens of a row. Raises RequestError, also for any error of the template or tokenizer."""
         if row.messages is not None:
             try:
-                return self.llm.chat_tokens(json.loads(row.messages))
+                return self._chat_tokens(json.loads(row.messages))
             except ConfigError as error:  # rows with a prompt can still be completed
                 raise InvalidMessagesError(str(error)) from error
         return self.fitting_tokens(row.document or "")
@@ -84,20 +88,28 @@ class PromptBuilder:
     def _text_tokens(self, text: str) -> list[int]:
         content = self.template.replace(_PLACE, text)
         if self.chat and self.llm.tokenizer.chat_template:
-            return self.llm.chat_tokens([{"role": "user", "content": content}])
+            return self._chat_tokens([{"role": "user", "content": content}])
         return text_tokens(content, self.llm.tokenizer)
+
+    def _chat_tokens(self, messages: list[dict[str, Any]]) -> list[int]:
+        if self.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return self.llm.chat_tokens(messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentTask:
-    """The task of completing a prompt for each document. template, chat: as for PromptBuilder. long: how documents that
-    exceed the context are treated. instruct: tell the model that it reads a part of a longer document."""
+    """The task of completing a prompt for each document. template, chat, system: as for PromptBuilder. long: how
+    documents that exceed the context are treated. instruct: tell the model that it reads a part of a longer document.
+    prompt_template: the Jinja template that has made the documents of columns."""
 
     settings: Settings
     template: str
     chat: bool = True
     long: LongDocumentOptions = field(default_factory=LongDocumentOptions)
     instruct: bool = True
+    system: str | None = None
+    prompt_template: str | None = None
 
     def __post_init__(self) -> None:
         _check_template(self.template)
@@ -107,8 +119,9 @@ class DocumentTask:
         """The options that decide the content of the rows. All rows of an output folder have the same identity."""
         return {
             "task": {
-                "template": self.template,
+                "template": self.prompt_template or self.template,
                 "chat": self.chat,
+                "system": self.system,
                 "long": self.long.model_dump(mode="json", include=set(LongDocumentOptions.model_fields)),
             },
             "sampling": self.settings.sampling.model_dump(mode="json"),
@@ -121,7 +134,8 @@ class DocumentTask:
         Raises ConfigError for options that cannot work with this context.
         """
         params = self.settings.sampling
-        prompts = PromptBuilder(llm=engine, params=params, template=self.template, chat=self.chat)
+        system = self.system
+        prompts = PromptBuilder(llm=engine, params=params, template=self.template, chat=self.chat, system=system)
         fitting = fitting_prompt_tokens(engine.max_model_len, params)
         if self.long.long == "truncate":
             prompts = replace(prompts, max_prompt_tokens=fitting)

@@ -11,6 +11,7 @@ import csv
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import math
 import re
@@ -24,12 +25,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import metadata
-from itertools import chain, count
 from typing import IO, Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from jinja2 import StrictUndefined, Template, TemplateError, UndefinedError
+from jinja2.meta import find_undeclared_variables
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rayspec.batch import extract
 from rayspec.batch.input_files import (
@@ -47,7 +51,7 @@ from rayspec.batch.input_files import (
 from rayspec.batch.rows import Row
 from rayspec.command.locations import FILE_ERRORS, Location, UnreadableFileError, error_detail
 from rayspec.prompts import read_conversation
-from rayspec.types import InputFileError, InvalidMessagesError
+from rayspec.types import ConfigError, InputFileError, InvalidMessagesError
 
 NO_ID_COLUMN = "none"
 _DEFAULT_ID_COLUMN = "id"
@@ -58,6 +62,7 @@ _READ_ERRORS = (*FILE_ERRORS, EOFError, zlib.error, csv.Error)  # the two before
 _MAX_EXTRACT_S = 900  # a rescue: `extract` limits its own CPU time
 _ARROW_FILE_MAGIC = b"ARROW1"
 _NO_CELL = "\0"
+_NUM_CHECKED = 16  # rows
 csv.field_size_limit(2**31 - 1)
 
 
@@ -138,11 +143,14 @@ class Columns:
     id None: the column "id" where a row has a value there, else the file's name (`InputFile.name`) and the row number.
     id "none": always these two.
     messages: a column of chat messages, used instead of the text where a row has it; None: text only.
+    template: a Jinja template that makes the text of a row's columns. reads_all: read also columns without a use.
     """
 
     text: str = "text"
     id: str | None = None
     messages: str | None = None
+    template: str | None = None
+    reads_all: bool = False
 
     @property
     def id_name(self) -> str | None:
@@ -151,7 +159,8 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        return [name for name in (self.id_name, self.text, self.messages) if name is not None]
+        contents = [self.text, self.messages] if self.template is None else _compiled(self.template)[1]
+        return [name for name in (self.id_name, *contents) if name is not None]
 
     def row_id(self, row: Mapping[str, Any], source: str) -> str:
         """Return the id of a row. source: the row's place, which is its id where it has none. Raises InputFileError."""
@@ -177,6 +186,8 @@ class Columns:
 
     def content(self, row: Mapping[str, Any], source: str) -> tuple[str | None, Sequence[Mapping[str, Any]] | None]:
         """Return the text of a row, or its messages as `read_conversation` returns them. Raises InputFileError."""
+        if self.template is not None:
+            return _rendered(self.template, row, source), None
         conversation = row.get(self.messages) if self.messages is not None else None
         if conversation is not None:
             try:
@@ -192,6 +203,41 @@ class Columns:
         if not value.strip():
             raise InvalidValueError(f"{source}: column {self.text!r} is empty; there is nothing to work on")
         return value, None
+
+
+@cache
+def _compiled(template: str) -> tuple[Template, list[str]]:
+    """Return the template and the names of its columns. Raises ConfigError."""
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+    try:
+        return environment.from_string(template), sorted(find_undeclared_variables(environment.parse(template)))
+    except TemplateError as error:
+        raise ConfigError(f"option 'prompt_template' holds no Jinja template: {error}") from None
+
+
+def _rendered(template: str, row: Mapping[str, Any], source: str) -> str:
+    text, compiled = "", _compiled(template)[0]
+    try:
+        for part in compiled.generate({name: value for name, value in row.items() if name}):
+            text += part
+            if len(text) > extract.MAX_CHARACTERS:
+                break
+    except UndefinedError as error:
+        raise MissingColumnError(f"{source}: option 'prompt_template': {error}; {_present(row)}") from None
+    except Exception as error:  # noqa: BLE001 - a value of a type that the template does not expect
+        raise InvalidValueError(f"{source}: option 'prompt_template': {error}") from None
+    if not text.strip() or len(text) > extract.MAX_CHARACTERS:
+        size = "no text" if not text.strip() else f"more than {extract.MAX_CHARACTERS} characters"
+        raise InvalidValueError(f"{source}: option 'prompt_template' makes a prompt of {size}")
+    return text
+
+
+def check_template(pieces: Sequence[Piece], columns: Columns) -> None:
+    """Check that the rows at the beginning have the columns of the template. Raises ConfigError."""
+    first = itertools.islice(read_piece(pieces[0], replace(columns, reads_all=True), with_text=False), _NUM_CHECKED)
+    rows = [row for _, row in first]
+    if all(row.error_kind == MissingColumnError.kind for row in rows):
+        raise ConfigError(str(rows[0].error))
 
 
 def _present(row: Mapping[str, Any]) -> str:
@@ -269,20 +315,20 @@ def _row_of(fields: _Fields, source: str, columns: Columns, *, with_text: bool) 
         row_id = columns.row_id(fields, source)
         document = fields.get(columns.text)
         if isinstance(document, _Document):
-            return _row_of_document(Row(id=row_id, source=source, input_hash=document.digest), document, with_text)
+            row = Row(id=row_id, source=source, input_hash=document.digest)
+            return _row_of_document(row, document, columns) if with_text else row
         text, messages = columns.content(fields, source)
     except InputFileError as error:
         return Row(id=row_id, source=source).refused(error)
     return input_row(row_id, source=source, text=text, messages=messages)
 
 
-def _row_of_document(row: Row, document: _Document, with_text: bool) -> Row:
+def _row_of_document(row: Row, document: _Document, columns: Columns) -> Row:
     """Return the row with the document's text. A failure is the row's result: the same bytes have it again."""
-    if not with_text:
-        return row
+    source = row.source or ""
     try:
-        return replace(row, document=document.text(row.source or ""))
-    except UnreadableDocumentError as error:
+        return replace(row, document=columns.content({columns.text: document.text(source)}, source)[0])
+    except InputFileError as error:
         return row.failed(error)
 
 
@@ -336,9 +382,9 @@ def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
     lines = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     first = lines.readline()
     delimiter = max(",;\t", key=first.count)
-    rows = csv.DictReader(chain([first], lines), delimiter=delimiter, strict=True, restval=_NO_CELL)
+    rows = csv.DictReader(itertools.chain([first], lines), delimiter=delimiter, strict=True, restval=_NO_CELL)
     _check_unique(rows.fieldnames or (), columns, piece)
-    for number in count(1):
+    for number in itertools.count(1):
         source = piece.source(number)
         try:
             fields = next(rows)
@@ -378,7 +424,7 @@ _ROW_READERS: Mapping[str, Callable[[IO[bytes], Piece, Columns], _Numbered]] = {
 
 def _check_unique(names: Sequence[str], columns: Columns, piece: Piece) -> list[str]:
     """Return the columns that are asked for and there. Raises DuplicateColumnError if two have the same name."""
-    asked = [name for name in columns.names if name in names]
+    asked = [name for name in (names if columns.reads_all else columns.names) if name in names]
     twice = next((name for name in asked if names.count(name) > 1), None)
     if twice is not None:
         raise DuplicateColumnError(f"{piece.name}: two columns are called {twice!r}; rename one")

@@ -13,7 +13,7 @@ from rayspec.command.settings import make_settings
 
 
 def task(*, sampling: dict[str, Any] | None = None, **options: Any) -> DocumentTask:
-    names = {"template", "chat", "long"}
+    names = {"template", "chat", "long", "system", "prompt_template"}
     own = {name: value for name, value in options.items() if name in names}
     flags = {"model": "demo"} | {name: value for name, value in options.items() if name not in names}
     settings = make_settings(flags=flags, sampling=SamplingParams(**(sampling or {})))
@@ -29,6 +29,8 @@ def task(*, sampling: dict[str, Any] | None = None, **options: Any) -> DocumentT
         {"verification": "rejection"},
         {"template": "Say: {text}"},
         {"chat": False},
+        {"system": "Be kind."},
+        {"prompt_template": "{{ text }}"},
         {"long": LongDocumentOptions(long="refine")},
         {"sampling": {"seed": 5}},
         {"sampling": {"max_tokens": 3}},

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from rayspec.batch.documents import Columns, input_row, pieces_of, read_documents, read_piece
+from rayspec.batch.documents import Columns, check_template, input_row, pieces_of, read_documents, read_piece
 from rayspec.batch.input_files import Piece, find_files
 from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
@@ -526,3 +526,40 @@ def test_folders_of_tables_are_refused_by_name(tmp_path: Path, names: list[str],
     for given in (tmp_path, tmp_path / "table", tmp_path / "t*"):
         with pytest.raises(ConfigError, match=f"install {package}, and write its rows to Parquet files with ray.data"):
             find_files([str(given)])
+
+
+def test_a_template_makes_the_text_of_the_columns(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", "name": "Ada", "tags": ["x", "y"], "body": "{{ 7 * 7 }}"},
+        {"id": "b", "name": "Bob", "tags": [], "body": None},
+        {"id": "c", "name": "Eve", "body": "absent"},
+    ]
+    template = "{{ name }}:{% for tag in tags %} {{ tag }}{% endfor %} {{ body + '' }}"
+    columns = Columns(template=template)
+    lines = write_lines(tmp_path / "a.jsonl", *rows)
+    found = read(lines, columns=columns)
+    assert [outcome(row) for row in found] == ["Ada: x y {{ 7 * 7 }}", "invalid_value", "missing_column"]
+    assert "option 'prompt_template': 'tags' is undefined; the row has 'id', 'name', 'body'" in str(found[2].error)
+    pq.write_table(pa.Table.from_pylist([row | {"more": 1} for row in rows]), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", columns=columns)[0].document == "Ada: x y {{ 7 * 7 }}"
+    (tmp_path / "a.html").write_text("one")
+    assert read(tmp_path / "a.html", columns=Columns(template="Sum up: {{ text }}"))[0].document == "Sum up: one"
+    check_template(pieces_of([lines]), columns)
+    for name in ("a.jsonl", "a.parquet"):
+        with pytest.raises(ConfigError, match=f"^{name}:1: .*'nam' is undefined; the row has .*'name', .*'body'"):
+            check_template(pieces_of([str(tmp_path / name)]), Columns(template="{{ nam }}"))
+    with pytest.raises(ConfigError, match="no Jinja template: unexpected"):
+        check_template(pieces_of([lines]), Columns(template="{{ name"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}long{% endfor %}{% endfor %}",
+        "{% for a in range(999999) %}{% endfor %}",
+    ],
+)
+def test_a_template_is_kept_from_harm(tmp_path: Path, template: str) -> None:
+    (row,) = read(write_lines(tmp_path / "a.jsonl", {"text": "one"}), columns=Columns(template=template))
+    assert row.error_kind == "invalid_value"

@@ -11,9 +11,11 @@ from rayspec.batch.document_task import PromptBuilder, fitting_prompt_tokens
 from rayspec.batch.documents import input_row
 from rayspec.config import SamplingParams
 from rayspec.prompts import conversation_tokens
-from rayspec.types import InvalidMessagesError
+from rayspec.types import ConfigError, InvalidMessagesError
 
 HELLO = [{"role": "user", "content": "Hello"}]
+OWN = {"role": "system", "content": "Mine."}
+ROLES = "{% for one in messages %}{{ one.role }}={{ one.content }}{{ '' if loop.last else ' ' }}{% endfor %}"
 
 
 class DemoTokens:
@@ -48,6 +50,9 @@ def prompt_of(builder: PromptBuilder, **content: Any) -> str:
         ({"chat": False}, {"text": "Once upon"}, "Once upon"),
         ({"chat_template": None}, {"text": "Once upon"}, "Once upon"),
         ({"chat": False}, {"messages": HELLO}, "<|document|>Hello<|summary|>"),
+        ({"chat_template": ROLES, "system": "Be kind."}, {"text": "Hello"}, "system=Be kind. user=Hello"),
+        ({"chat_template": ROLES, "system": "Be kind."}, {"messages": HELLO}, "system=Be kind. user=Hello"),
+        ({"chat_template": ROLES, "system": "No."}, {"messages": [OWN, *HELLO]}, "system=Mine. user=Hello"),
     ],
 )
 def test_texts_and_messages_become_prompts(options: dict[str, Any], content: dict[str, Any], prompt: str) -> None:
@@ -61,6 +66,11 @@ def test_texts_and_messages_become_prompts(options: dict[str, Any], content: dic
 def test_messages_that_no_template_takes_are_one_bad_row(chat_template: str | None, error: str) -> None:
     with pytest.raises(InvalidMessagesError, match=error):
         prompt_of(builder(chat_template), messages=HELLO)
+
+
+def test_a_system_message_needs_a_chat_template() -> None:
+    with pytest.raises(ConfigError, match="option 'system' needs a model with a chat template"):
+        builder(None, system="Be kind.")
 
 
 @pytest.mark.parametrize("limit", [3, 51, 400])

@@ -142,3 +142,20 @@ def test_every_output_has_the_schema_or_an_error_of_its_own_kind(folder: Path) -
         ("grammar", "structured_outputs.json: Invalid type: objekt")
     }
     assert "option 'json_schema' is 'none.json': No such file" in run("in.jsonl", "--json-schema", "none.json", code=2)
+
+
+def test_a_template_over_the_columns_of_a_csv_file_makes_the_prompts(folder: Path) -> None:
+    (folder / "in.csv").write_text("id,kind,subject\na,annual,harbour\nb,other,mill\n", encoding="utf-8")
+    (folder / "t.jinja").write_text("The {{ kind }} review of the {{ subject }}.", encoding="utf-8")
+    write_lines(folder / "same.jsonl", [{"id": "a", "text": "The annual review of the harbour."}])
+    run("same.jsonl")
+    expected = texts()
+    run("in.csv", "--prompt-template", "t.jinja", "--overwrite")
+    assert texts()["a"] == expected["a"] != texts()["b"]
+    said = run("in.csv", "--prompt-template", "t.jinja")
+    assert "2 rows (2 of an earlier run)" in said
+    (folder / "t.jinja").write_text("The {{ kid }} review.", encoding="utf-8")
+    said = run("in.csv", "--prompt-template", "t.jinja", "--overwrite", code=2)
+    assert "in.csv:1: option 'prompt_template': 'kid' is undefined; the row has 'id', 'kind', 'subject'" in said
+    assert len(rows()) == 2, "nothing was begun"
+    assert "'prompt_template' only" in run("in.csv", "--prompt-template", "t.jinja", "--long", "refine", code=2)
