@@ -230,6 +230,7 @@ class Job:
         """
         location, merged, file_format = output_places(self.output, self.options.format)
         report, drain = RunReport(), Drain(self.options.drain_s)
+        form = self.task.settings.sampling.structured_outputs
         with (
             RunFolder(
                 location,
@@ -239,6 +240,7 @@ class Job:
                 text_column=self.text_column,
                 file_format=file_format,
                 report_files=(*_REPORT_FILES, *self.export_names),
+                json_schema=form.json if form is not None and isinstance(form.json, str) else None,
             ) as folder,
             self.backend.session(),
         ):

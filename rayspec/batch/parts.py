@@ -11,8 +11,9 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import IO, Any, Final, Literal
 
 import numpy as np
@@ -30,6 +31,8 @@ _DESCRIBING = ("id", "source", "input_hash", "error_kind", "finish_reason")
 _READ_THREADS = 8  # many, because remote stores answer slowly
 _ROWS_PER_GROUP, _BYTES_PER_GROUP = 1024, 2**23
 _MAX_CHUNKS = 1000
+_MAX_DEPTH = 8  # of types in types
+_TYPES = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
 
 # What is kept in memory of a stored row. source: set where a row was not read or has the id of another row; else null.
 # part, row: where the row is.
@@ -71,6 +74,56 @@ def output_schema(text_column: str) -> pa.Schema:
     )
 
 
+def _json_columns(schema: str, taken: Collection[str]) -> dict[str, tuple[str, pa.DataType | None]]:
+    """Return a column for each property of a JSON schema: the property, and its type; None is JSON text. A name that is
+    taken begins with "json_"."""
+    root = json.loads(schema)
+    with suppress(AttributeError, TypeError):  # of a schema that is none, which each row tells
+        of = root.get("properties", {})
+        return {f"json_{name}" if name in taken else name: (name, _arrow_type(of[name], root)) for name in of}
+    return {}
+
+
+def _arrow_type(schema: Any, root: Any, depth: int = 0) -> pa.DataType | None:
+    """Return the type of the values of a JSON schema; None where they have no single type."""
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return None
+    if str(schema.get("$ref")).startswith("#/$defs/"):
+        return _arrow_type(root.get("$defs", {}).get(schema["$ref"].removeprefix("#/$defs/")), root, depth + 1)
+    choices = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
+    if len(choices) == 1:
+        return _arrow_type(choices[0], root, depth + 1)
+    kinds = {schema.get("type")} if isinstance(schema.get("type"), str) else {*schema.get("type", ())} - {"null"}
+    if not kinds and all(isinstance(one, str | None) for one in schema.get("enum", (0,))):
+        return pa.string()
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind == "array" and (of_items := _arrow_type(schema.get("items"), root, depth + 1)) is not None:
+        return pa.list_(of_items)
+    return _TYPES.get(kind)
+
+
+def _json_cells(texts: Sequence[str | None], names: Mapping[str, tuple[str, pa.DataType | None]]) -> Iterator[pa.Array]:
+    """Yield the columns of texts in JSON. A value is null where the text has none of the column's type."""
+    values: list[Any] = []
+    for text in texts:
+        try:
+            value = json.loads(text or "")
+        except (ValueError, RecursionError):
+            value = None
+        values.append(value if isinstance(value, dict) else {})
+    for name, kind in names.values():
+        cells = [value.get(name) for value in values]
+        if kind is None:
+            cells = [cell if cell is None else json.dumps(cell, ensure_ascii=False) for cell in cells]
+        yield pa.array([_fitting(cell, kind or pa.string()) for cell in cells], kind or pa.string())
+
+
+def _fitting(cell: Any, kind: pa.DataType) -> Any:
+    with suppress(pa.ArrowException, TypeError, OverflowError, ValueError):
+        return pa.scalar(cell, kind).as_py()
+    return None
+
+
 class Parts:
     """The parts in a folder, in the order of their numbers, and which of their rows count.
 
@@ -79,10 +132,12 @@ class Parts:
     finds these errors anew, so those of earlier sessions do not count.
 
     A stored row takes the memory of its id and hash. Raises DamagedOutputError for a part that is not as written.
+    json_schema: that of the texts, whose properties become columns where the rows are merged.
     """
 
-    def __init__(self, folder: Location, *, text_column: str) -> None:
-        self._folder, self._schema = folder, output_schema(text_column)
+    def __init__(self, folder: Location, *, text_column: str, json_schema: str | None = None) -> None:
+        self._folder, self._schema, self._text_column = folder, output_schema(text_column), text_column
+        self._json = _json_columns(json_schema, self._schema.names) if json_schema is not None else {}
         names = sorted(parts_in(folder), key=lambda name: (_number(name), name))
         with ThreadPoolExecutor(_READ_THREADS) as threads:
             tables = list(threads.map(lambda name: self._read(name, _DESCRIBING), names))
@@ -165,19 +220,28 @@ class Parts:
 
     def write(self, file: IO[bytes], file_format: FileFormat) -> None:
         """Write the rows that count, as the whole content of an open file. Raises OSError."""
+        tables = map(self._with_json, self._tables(self._schema.names))
         if file_format == "jsonl":
-            for table in self._tables(self._schema.names):
+            for table in tables:
                 file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in table.to_pylist())
             return
-        with pq.ParquetWriter(file, self._schema, write_page_checksum=True) as writer:
+        schema = self._with_json(self._schema.empty_table()).schema
+        with pq.ParquetWriter(file, schema, write_page_checksum=True) as writer:
             waiting: list[pa.Table] = []
-            for table in self._tables(self._schema.names):
+            for table in tables:
                 waiting.append(table)
                 if sum(each.nbytes for each in waiting) >= _BYTES_PER_GROUP:
                     writer.write_table(pa.concat_tables(waiting))
                     waiting = []
             if waiting:
                 writer.write_table(pa.concat_tables(waiting))
+
+    def _with_json(self, table: pa.Table) -> pa.Table:
+        is_whole = pc.is_null(table["error_kind"])
+        texts = pc.if_else(is_whole, table[self._text_column], pa.scalar(None, pa.string())).to_pylist()
+        for name, cells in zip(self._json, _json_cells(texts, self._json), strict=True):
+            table = table.append_column(name, cells)
+        return table
 
     def _tables(self, columns: Sequence[str], *, newest_first: bool = False) -> Iterator[pa.Table]:
         names, index = self._state[0], _counting(self._state[1])

@@ -149,12 +149,13 @@ class RunFolder:
         text_column: str,
         file_format: FileFormat,
         report_files: Collection[str] = (),
+        json_schema: str | None = None,
     ) -> None:
         """Begin a job in a new or empty folder, or continue the job that is in the folder.
 
         merged: the file of all rows. identity: the options that decide the content of the rows, as JSON values; nested
         keys are compared one by one. overwrite: delete the files of an earlier job and begin again; other files stay.
-        report_files: names of other files of the job.
+        report_files: names of other files of the job. json_schema: see `Parts`.
 
         Raises ConfigError for a folder that holds other files, has another identity, is being written by another
         process, or cannot be reached; DamagedOutputError for files in it that cannot be read.
@@ -175,7 +176,7 @@ class RunFolder:
             self._lock = _locked(location)
             before = _begin(location, fresh, merged, report_files) if overwrite else _continue(location, fresh, merged)
             _remove_leftovers(location, merged)
-            self._parts = Parts(location.join(_ROWS), text_column=text_column)
+            self._parts = Parts(location.join(_ROWS), text_column=text_column, json_schema=json_schema)
             self.is_merged = before.status == "complete" and merged.exists and not self._parts.ignores_some
             session = Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
             # last: a folder that cannot be read stays unchanged

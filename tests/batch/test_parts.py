@@ -138,3 +138,44 @@ def test_the_newest_texts_come_last_and_are_bounded(tmp_path: Path) -> None:
     parts.redo(pa.array(["49"]))
     assert parts.newest_texts(8) == ["text 049"]
     assert opened(tmp_path / "new").newest_texts(8) == []
+
+
+SCHEMA = {
+    "$defs": {"Kind": {"enum": ["a", "b"]}, "Node": {"properties": {"next": {"$ref": "#/$defs/Node"}}}},
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": ["integer", "null"]},
+        "height": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        "is_new": {"type": "boolean"},
+        "kind": {"$ref": "#/$defs/Kind"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "node": {"$ref": "#/$defs/Node"},
+        "either": {"type": ["string", "integer"]},
+        "id": {"type": "integer"},
+    },
+}
+
+
+def test_properties_of_the_schema_are_typed_columns_also_where_all_are_null(tmp_path: Path) -> None:
+    given = {"name": "\u00e9", "age": 3, "height": 2, "is_new": True, "kind": "a", "tags": ["x"], "id": 7}
+    given |= {"node": {"next": {}}, "either": 1}
+    odd = {"name": 1, "age": 2**70, "height": None, "tags": [1], "node": None, "either": "\ud800"}
+    for index, values in enumerate(([given, odd], [])):
+        texts = [*map(json.dumps, values), "[1]", None]
+        written = [Row(id=str(number), text=text, finish_reason="stop") for number, text in enumerate(texts)]
+        written.append(replace(written[0], id="cut", error_kind="unfinished_form"))
+        parts = Parts(Location.parse(str(tmp_path / str(index))), text_column="text", json_schema=json.dumps(SCHEMA))
+        parts.append(written, "0a1b2c3d")
+        file, lines = io.BytesIO(), io.BytesIO()
+        parts.write(file, "parquet")
+        parts.write(lines, "jsonl")
+        table = pq.read_table(file)
+        assert [str(kind) for kind in table.schema.types[-9:]] == [
+            "string", "int64", "double", "bool", "string", "list<element: string>", "string", "string", "int64",
+        ]  # fmt: skip
+        rows = table.select(table.column_names[-9:]).to_pylist()
+        if values:
+            expected = given | {"height": 2.0, "node": '{"next": {}}', "either": "1", "json_id": 7}
+            assert rows[0] == {name: value for name, value in expected.items() if name != "id"}
+        assert all(value is None for row in rows[len(values) > 0 :] for value in row.values())
+        assert [json.loads(line) for line in lines.getvalue().splitlines()] == table.to_pylist()
