@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from pydantic import Field
@@ -96,7 +96,7 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
             raise ConfigError(f"option {option!r} is {name!r}: {problem}") from None
 
     @property
-    def of_prompts(self) -> dict[str, str | None]:
+    def of_prompts(self) -> dict[str, Any]:
         """What a DocumentTask gets of the prompts. Raises ConfigError."""
         if self.prompt_template is not None and self.long != "fail":
             raise ConfigError(

@@ -99,7 +99,7 @@ def _arrow_type(schema: Any, root: Any, depth: int = 0) -> pa.DataType | None:
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind == "array" and (of_items := _arrow_type(schema.get("items"), root, depth + 1)) is not None:
         return pa.list_(of_items)
-    return _TYPES.get(kind)
+    return _TYPES.get(str(kind))
 
 
 def _json_cells(texts: Sequence[str | None], names: Mapping[str, tuple[str, pa.DataType | None]]) -> Iterator[pa.Array]:
