@@ -49,6 +49,7 @@ from rayspec.types import (
 
 # The most consecutive rounds of a cohort that may have prompt chunks in their pass.
 _MOST_MIXED = 3
+_MASKS_S = 0.05  # that an engine without other work waits for a mask, before it looks for new requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +238,7 @@ class Engine:
         busy = {one.cohort for one in self._under_way}
         # After a few rounds with chunks, one without: strategies learn only from the time of such a round.
         most = self.config.max_num_batched_tokens if self._num_mixed[cohort] < _MOST_MIXED else 0
+        self._await_masks(cohort)
         step = self._scheduler.schedule(cohort, busy, most, self._pace.num_rows(most) if most else 0)
         self.stats.num_preemptions += len(step.preempted)
         for sequence in step.preempted:
@@ -253,6 +255,13 @@ class Engine:
         if step.decode:
             planned = self._planner.plan(next(self._work_ids), step.decode, step.chunks if mixes else ())
             self._run(cohort, planned.work, step.prefill if mixes else (), planned)
+
+    def _await_masks(self, cohort: int) -> None:
+        """Wait a short time for the masks of the cohort's sequences; if none can run without, a little longer."""
+        members = self._scheduler.members(cohort)
+        late = [one.constraint for one in members if one.constraint is not None and not one.constraint.wait()]
+        if late and len(late) == len(members) and not (self._under_way or self._scheduler.waiting):
+            late[0].wait(_MASKS_S)
 
     def _run(
         self, cohort: int, work: Work, prefilled: Sequence[SequenceState], planned: PlannedRound | None = None
@@ -343,6 +352,8 @@ class Engine:
             )
             return 0
         num_tokens = sequence.commit(committed.token_ids, committed.logprobs)
+        if sequence.constraint is not None and not sequence.finished:
+            sequence.constraint.extend_to(sequence.token_ids)
         self.stats.num_generated_tokens += num_tokens
         if sequence.metrics.first_token_s is None:
             sequence.metrics.first_token_s = self._clock()

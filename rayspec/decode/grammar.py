@@ -2,18 +2,22 @@
 
 A state consumes only committed tokens. Masks after drafted tokens are made by consuming these and going back. A token
 outside its form never reaches a state, because a state of llguidance that has failed stays so.
+
+Threads of their own do this work, because a mask may take a second. Only the mask takes long, and it needs no lock of
+Python: so each token is consumed after the mask before it, which leaves what the consuming needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rayspec.decode.form_checker import FormChecker, parser_limits, problem_of
+from rayspec.decode.form_checker import FormChecker, parser_limits, problem_of, without_state
 from rayspec.errors import ConfigError, GrammarError, naming_the_extra
 from rayspec.structured import FORMS, StructuredOutputsParams
 
@@ -34,17 +38,20 @@ _MAX_KEPT = 64  # compiled forms
 _NUM_THREADS = 2
 _MAX_KEPT_BYTES = 2**27
 # Seconds of a core to follow a form, at first and for each token. A slow form is not drafted for, and not kept, because
-# its states may take much memory; a form that is too slow would hold up all other sequences.
+# its states may take much memory; a form that is too slow fails its sequence.
 _SLOW_S, _TOO_SLOW_S = (0.1, 0.003), (0.5, 0.01)
+_PATIENCE_S = 0.02  # how long other sequences wait for work on a form
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledForm:
     """A form for the tokens of one model. initial: its state before the output, which must be copied for use.
-    num_words: of 32 bits, in a mask of all tokens. num_bytes: about how much memory it takes."""
+    mask: of the first token, int32 [W]. mask_s: seconds of a core that it took. num_bytes: about how much memory it all
+    takes."""
 
     initial: LLMatcher
-    num_words: int
+    mask: Tensor
+    mask_s: float
     num_bytes: int
 
 
@@ -52,7 +59,7 @@ class Grammars:
     """Compiles forms for the tokens of one model, on threads of its own, and keeps the latest. Any thread may use it.
 
     tokenizer: function that loads the tokenizer when the first form is compiled; it returns None if there is none.
-    vocab_size: number of logits.
+    vocab_size: number of logits. patience_s: see `Constraint`.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class Grammars:
         *,
         vocab_size: int,
         eos_token_ids: Sequence[int],
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         self._load, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
         self._kept: OrderedDict[StructuredOutputsParams, Future[CompiledForm]] = OrderedDict()  # the latest used last
@@ -70,6 +78,8 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._lock, self._tokenizer_lock = threading.Lock(), threading.Lock()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="rayspec-grammar")
+        self._patience_s = patience_s
+        self._lanes = Lanes()
 
     def compiled(
         self, form: StructuredOutputsParams, is_wanted: Callable[[], bool] = lambda: True
@@ -90,8 +100,10 @@ class Grammars:
         return future
 
     def constraint(self, form: StructuredOutputsParams, num_prompt_tokens: int) -> Constraint:
-        """Return the state of a new sequence. It waits for the compiled form when it is first used."""
-        return Constraint(self.compiled(form), self._eos_token_ids, num_prompt_tokens, partial(self._forget, form))
+        """Return the state of a new sequence, whose first mask is made when the form is compiled."""
+        forget = partial(self._forget, form)
+        compiled = self.compiled(form)
+        return Constraint(compiled, self._eos_token_ids, num_prompt_tokens, self._lanes, self._patience_s, forget)
 
     def _forget(self, form: StructuredOutputsParams) -> None:
         with self._lock:
@@ -116,10 +128,14 @@ class Grammars:
             has_place = isinstance(error, ValueError) and not isinstance(error, ConfigError)  # of the form checker
             message = str(error) if has_place else f": {error}"
             raise GrammarError(f"structured_outputs.{name}{message}") from error
+        start_s = time.thread_time()
+        mask = torch.full((-(-tokenizer.vocab_size // 32),), -1, dtype=torch.int32)
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
         if matcher.is_error():
             raise GrammarError(f"structured_outputs.{name}: {problem_of(matcher)}")
         self._drop_large(num_bytes)
-        return CompiledForm(matcher, -(-tokenizer.vocab_size // 32), num_bytes)
+        return CompiledForm(matcher, mask, time.thread_time() - start_s, num_bytes)
 
     def _drop_large(self, num_bytes: int) -> None:
         """Keep no more compiled forms than have room, together with a new one of that size."""
@@ -144,10 +160,24 @@ class Grammars:
             return self._tokenizer
 
 
+class Lanes:
+    """The threads that follow forms; those of slow forms come after everything else that the machine has to do."""
+
+    def __init__(self) -> None:
+        self.fast = ThreadPoolExecutor(2 * _NUM_THREADS, thread_name_prefix="rayspec-masks")
+        self.slow = ThreadPoolExecutor(_NUM_THREADS, "rayspec-slow-masks", _yield_to_others)
+
+
+def _yield_to_others() -> None:
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
 class Constraint:
     """Which tokens may follow in one sequence. Only one thread uses it; in one process, engine and head share it.
 
-    error: why the output has lost its form; "" while it has not.
+    Its methods wait for other threads' work for `patience_s` at most, and return less then; all but the mask after the
+    committed tokens, which is there once it `is_ready`. error: why the output has lost its form; "" while it has not.
     """
 
     def __init__(
@@ -155,100 +185,225 @@ class Constraint:
         compiled: Future[CompiledForm],
         eos_token_ids: Sequence[int],
         num_prompt_tokens: int,
+        lanes: Lanes,
+        patience_s: float = _PATIENCE_S,
         on_slow: Callable[[], None] = lambda: None,
     ) -> None:
         """on_slow: called after work on a form that is slow."""
         self.error = ""
         self._compiled, self._eos_token_ids, self._on_slow = compiled, eos_token_ids, on_slow
-        self._work_s = 0.0
+        self._lanes, self._patience_s = lanes, patience_s
         self._num_read = num_prompt_tokens
+        # Work on the state, in order; each with how many tokens are followed after it.
+        self._todo: deque[tuple[Callable[[], None], int]] = deque([(self._take_first, num_prompt_tokens)])
+        self._since_s = time.perf_counter()  # since when there has been some
+        self._changed = threading.Condition()
+        self._num_followed = -1
+        self._late: set[tuple[int, ...]] = set()
+        # The work's own; others read what is complete.
+        self._work_s = self._counted_s = 0.0  # seconds of a core, and the thread's time up to which they are counted
         self._consumed: list[int] = []  # the output, without what follows its end
         self._current: LLMatcher | None = None
-        self._failures: dict[tuple[int, ...], str] = {}  # why no mask could be made, by the uncommitted tokens before
+        # By the uncommitted tokens before: the masks, int32 [W]; None where nothing can follow. And why none was made.
+        self._masks: dict[tuple[int, ...], Tensor | None] = {}
+        self._failures: dict[tuple[int, ...], str] = {}
+        self._forced: list[int] = []
+        compiled.add_done_callback(lambda _: self._work())
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether no work is under way."""
+        return not self._todo
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether drafts are not worth the work on the form."""
+        return self._takes_more_than(_SLOW_S)
+
+    def wait(self, at_most_s: float | None = None) -> bool:
+        """Wait until it is ready, by default until its work has taken `patience_s`. Return whether it is."""
+        with self._changed:
+            left_s = self._since_s + self._patience_s - time.perf_counter() if at_most_s is None else at_most_s
+            return self._changed.wait_for(lambda: not self._todo, max(0.0, left_s))
 
     def extend_to(self, token_ids: Sequence[int]) -> None:
         """Consume those committed tokens of the sequence that are new. token_ids: with the prompt. Tokens after the end
         of the output are ignored."""
         new = list(token_ids[self._num_read :])
-        failures, self._failures = self._failures, {}
         if not new:
             return
-        with self._timed() as state:
-            if state is not None:
-                self._extend(state, new, failures)
-
-    def _extend(self, state: LLMatcher, new: list[int], failures: dict[tuple[int, ...], str]) -> None:
-        self._num_read += len(new)
-        for before, problem in failures.items():
-            if len(before) < len(new) and tuple(new[: len(before)]) == before:
-                self.error = problem
-        num_consumed = state.try_consume_tokens(new)
-        self._consumed += new[:num_consumed]
-        if num_consumed < len(new) and (state.is_error() or not state.is_stopped()):
-            usual = (
-                f"token {new[num_consumed]} breaks the form of the output after {len(self._consumed)} tokens: other "
-                "parameters, such as allowed_token_ids, leave none that the form allows"
-            )
-            self.error = self.error or problem_of(state) or usual
+        for at, token in enumerate(new):
+            before = tuple(new[:at])
+            if before in self._masks and not self._allows(before, token):
+                self.error = self.error or self._failures.get(before) or self._broken_by(token, at)
+            if token in self._eos_token_ids:
+                new = new[: at + 1]
+                break
+        self._num_read = len(token_ids)
+        self._begin(partial(self._extend, new))
 
     def masks(self, befores: Sequence[Sequence[int]]) -> Tensor | None:
         """Return which tokens may follow the committed tokens and each of `befores`: int32 [n, W] on the CPU, where bit
         b of word w is token 32 * w + b. All bits are set where nothing can follow, because a token before breaks the
-        form or ends the output. None without a state, see `error`."""
-        with self._timed() as current:
-            if current is None:
-                return None
-            masks = torch.full((len(befores), self._compiled.result().num_words), -1, dtype=torch.int32)
-            for at, state in self._visit(befores):
-                state.unsafe_compute_mask_ptr(masks[at].data_ptr(), masks[at].nbytes)
-                if state.is_error():
-                    self._failures[tuple(befores[at])] = problem_of(state)
-                    masks[at] = -1
-            return masks
+        form or ends the output; and where the mask `is_late`. None without a state, see `error`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_followed == self._num_read)
+        paths = [tuple(before) for before in befores]
+        if not all(path in self._masks for path in paths) and not self.error:
+            self._ask(partial(self._walk, paths))
+        if (first := self._masks.get(())) is None:
+            self._late = set()
+            return None
+        free, masks = torch.full_like(first, -1), dict(self._masks)
+        self._late = {path for path in paths if path not in masks}
+        found = (masks.get(path) for path in paths)
+        return torch.stack([free if mask is None else mask for mask in found])
+
+    def is_late(self, before: Sequence[int]) -> bool:
+        """Whether the mask after these uncommitted tokens was late for the last call of `masks`. What was chosen there
+        must then be dropped."""
+        return tuple(before) in self._late
 
     def allowed(self, token_ids: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
         """Return the indices of those drafted tokens that may come; of a slow form, none. parents: as in
         `RoundEntry`."""
-        with self._timed() as state:
-            if state is None or self._takes_more_than(_SLOW_S):
-                return []
-            if not parents:
-                return list(range(state.validate_tokens(list(token_ids))))
-            paths: list[tuple[int, ...]] = [()]
-            for token, parent in zip(token_ids, parents, strict=True):
-                paths.append((*paths[parent], token))
-            return sorted(at for at, _ in self._visit(paths[1:]))
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(token_ids, parents or range(len(token_ids)), strict=True):
+            paths.append((*paths[parent], token))
+        if not token_ids or self.is_slow or not self._ask(partial(self._walk, paths)):
+            return []
+        return [at for at, path in enumerate(paths[1:]) if self._allows(path[:-1], path[-1])]
 
     def forced(self, num_tokens: int) -> list[int]:
         """Return at most `num_tokens` tokens that must come next, unless the model splits their text differently; of a
         slow form, none."""
-        if num_tokens <= 0:
+        if num_tokens <= 0 or self.is_slow or not self._ask(partial(self._force, num_tokens)):
             return []
-        with self._timed() as state:
-            if state is None or state.is_stopped() or self._takes_more_than(_SLOW_S):
-                return []
-            tokens = state.compute_ff_tokens()
-            if 0 < len(tokens) < num_tokens:
-                num_consumed = state.try_consume_tokens(tokens)
-                if state.is_stopped() and not state.is_error():
-                    tokens += self._eos_token_ids[:1]
-                state.rollback(num_consumed)
-            return tokens[:num_tokens]
+        return self._forced
 
-    @contextmanager
-    def _timed(self) -> Iterator[LLMatcher | None]:
-        """Count the time of the work on the state, which is None if there is none, see `error`."""
-        start_s = time.thread_time()
+    def _ask(self, work: Callable[[], None]) -> bool:
+        """Return whether this work was done in time. It does not begin while other work is under way."""
+        if not self.wait():
+            return False
+        self._begin(work)
+        return self.wait()
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        with self._changed:
+            self._todo.append((work, self._num_read))
+            if len(self._todo) > 1:
+                return
+            self._since_s = time.perf_counter()
+        self._submit()
+
+    def _submit(self) -> None:
+        (self._lanes.slow if self.is_slow else self._lanes.fast).submit(self._work)
+
+    def _work(self) -> None:
+        self._counted_s = time.thread_time()
         try:
-            yield self._state()
-        finally:
-            self._work_s += time.thread_time() - start_s
-            if self._takes_more_than(_SLOW_S):
-                self._on_slow()
+            self._todo[0][0]()
+        except GrammarError as error:
+            self.error = str(error)
+        except BaseException as error:  # noqa: BLE001 - a panic of llguidance
+            self.error = self.error or f"structured_outputs: {without_state(str(error))}"
+        self._count_work()
+        if self.is_slow:
+            self._on_slow()
+        with self._changed:
+            self._num_followed = self._todo.popleft()[1]
+            self._changed.notify_all()
+            if not self._todo:
+                return
+        self._submit()
+
+    def _count_work(self) -> None:
+        now_s = time.thread_time()
+        self._work_s, self._counted_s = self._work_s + now_s - self._counted_s, now_s
 
     def _takes_more_than(self, limit_s: tuple[float, float]) -> bool:
         at_first_s, of_a_token_s = limit_s
         return self._work_s > at_first_s + of_a_token_s * len(self._consumed)
+
+    def _take_first(self) -> None:
+        compiled = self._compiled.result()
+        self._work_s = compiled.mask_s
+        self._masks[()] = compiled.mask
+
+    def _extend(self, new: list[int]) -> None:
+        self._masks, self._failures = {}, {}
+        if self.error or (state := self._state()) is None:
+            return
+        num_consumed = state.try_consume_tokens(new)
+        self._consumed += new[:num_consumed]
+        if num_consumed < len(new) and (state.is_error() or not state.is_stopped()):
+            self.error = problem_of(state) or self._broken_by(new[num_consumed], 0)
+        elif new[-1] not in self._eos_token_ids:
+            self._walk([()])
+
+    def _broken_by(self, token: int, num_before: int) -> str:
+        return (
+            f"token {token} breaks the form of the output after {len(self._consumed) + num_before} tokens: other "
+            "parameters, such as allowed_token_ids, leave none that the form allows"
+        )
+
+    def _force(self, num_tokens: int) -> None:
+        self._forced = []
+        if (state := self._state()) is None or state.is_stopped():
+            return
+        tokens = state.compute_ff_tokens()
+        self._walk([tokens[:num_tokens]])
+        if (state := self._state()) is None or self.is_slow:
+            return
+        if 0 < len(tokens) < num_tokens:
+            num_consumed = state.try_consume_tokens(tokens)
+            if state.is_stopped() and not state.is_error():
+                tokens += self._eos_token_ids[:1]
+            state.rollback(num_consumed)
+        self._forced = tokens[:num_tokens]
+
+    def _walk(self, befores: Sequence[Sequence[int]]) -> None:
+        """Make the masks after each of these sequences of tokens, and after what they begin with. If the form is slow,
+        only the first. Afterwards the state is as before."""
+        path: tuple[int, ...] = ()
+        for before in sorted(map(tuple, befores)):
+            if before in self._masks:
+                continue
+            if (state := self._state()) is None:
+                return
+            num_common = sum(
+                1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path, before, strict=False))
+            )
+            if num_common < len(path):
+                state.rollback(len(path) - num_common)
+            path = path[:num_common]
+            while self._make(state, path) and len(path) < len(before):
+                token = before[len(path)]
+                if not self._allows(path, token) or not state.try_consume_tokens([token]):
+                    break
+                path = (*path, token)
+            if state.is_error():  # the next one begins anew
+                path = ()
+            if before and self.is_slow and before not in self._masks:
+                break
+            self._masks.setdefault(before, None)
+        if path and not self.error and (state := self._state()) is not None:
+            state.rollback(len(path))
+
+    def _make(self, state: LLMatcher, path: tuple[int, ...]) -> bool:
+        """Make the mask of the state after the path, unless it is there. Return whether to go on from here."""
+        if path not in self._masks:
+            mask = torch.full_like(self._compiled.result().mask, -1)
+            state.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
+            self._count_work()
+            if state.is_error():
+                self._failures[path] = problem_of(state)
+            self._masks[path] = None if state.is_error() else mask
+        return self._masks[path] is not None and not self.is_slow
+
+    def _allows(self, before: tuple[int, ...], token: int) -> bool:
+        mask = self._masks.get(before)
+        return mask is not None and 0 <= token < 32 * len(mask) and bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
     def _state(self) -> LLMatcher | None:
         """Return the state after the committed tokens; None if there is none, see `error`."""
@@ -258,31 +413,8 @@ class Constraint:
             )
             return None
         if self._current is None or self._current.is_error():
-            try:
-                self._current = self._compiled.result().initial.deep_copy()
-            except GrammarError as error:
-                self.error = str(error)
-                return None
+            self._current = self._compiled.result().initial.deep_copy()
             if self._current.try_consume_tokens(self._consumed) < len(self._consumed):
                 self.error = problem_of(self._current) or "the committed tokens are not of this form"
                 return None
         return self._current
-
-    def _visit(self, befores: Sequence[Sequence[int]]) -> Iterator[tuple[int, LLMatcher]]:
-        """For each of these sequences of tokens that is allowed, yield its index and the state after it. Shared
-        beginnings are consumed once. Afterwards the state is as before."""
-        path: tuple[int, ...] = ()
-        for before, at in sorted((tuple(before), at) for at, before in enumerate(befores)):
-            equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path, before, strict=False))
-            num_common = sum(1 for _ in equal)
-            if (state := self._state()) is None:
-                return
-            if num_common < len(path):
-                state.rollback(len(path) - num_common)
-            path = before[: num_common + state.try_consume_tokens(list(before[num_common:]))]
-            if len(path) == len(before):
-                yield at, state
-            if state.is_error():  # the next one begins anew
-                path = ()
-        if path and (state := self._state()) is not None:
-            state.rollback(len(path))

@@ -96,6 +96,11 @@ class SequenceState:
         return len(self.token_ids) - 1 == self.num_computed >= self.num_prompt_tokens
 
     @property
+    def may_sample(self) -> bool:
+        """Whether the mask of its next token is there, if the output has a form."""
+        return self.constraint is None or self.constraint.is_ready
+
+    @property
     def num_remaining(self) -> int:
         return self.max_total_tokens - self.num_tokens
 

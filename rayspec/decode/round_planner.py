@@ -230,6 +230,7 @@ class RoundPlanner:
 
     def _entry(self, sequence: SequenceState, proposal: Proposal, num_looked_up: int, plan: Plan) -> RoundEntry:
         num_free = sequence.table.capacity - sequence.num_tokens
+        drafts = sequence.constraint is None or not sequence.constraint.is_slow
         max_tree_tokens = min(MAX_TREE_TOKENS, num_free)
         num_looked_up = min(num_looked_up, num_free)
         looked_up: Sequence[int] = proposal.token_ids[:num_looked_up]
@@ -243,7 +244,7 @@ class RoundPlanner:
             runs=sequence.table.runs,
             length=sequence.num_tokens,
             last_token=sequence.token_ids[-1],
-            max_draft_tokens=min(plan.num_draft_tokens, sequence.num_remaining - 1, num_free),
+            max_draft_tokens=min(plan.num_draft_tokens, sequence.num_remaining - 1, num_free) if drafts else 0,
             end_tokens=() if sequence.params.ignore_eos and sequence.constraint is None else sequence.eos_token_ids,
             looked_up=looked_up,
             parents=parents,

@@ -149,19 +149,19 @@ def commit(logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict]) ->
     """Commit the accepted tokens to the samplers and return them with the log-probabilities that their parameters ask
     for. Everything is computed before any sampler changes. One host synchronisation per distinct number of
     log-probabilities."""
-    pairs = list(zip(rows, verdicts, strict=True))
+    pairs = [(row, _without_unmasked(row, verdict)) for row, verdict in zip(rows, verdicts, strict=True)]
     results: list[Sequence[dict[int, Logprob]]] = [()] * len(rows)
     asked = [row.sampler.params.logprobs if verdict.is_finite else None for row, verdict in pairs]
     for count in {count for count in asked if count is not None}:
         chosen = [index for index, its_count in enumerate(asked) if its_count == count]
         where = []  # the rows whose logits chose the tokens
-        for row, verdict in ((rows[index], verdicts[index]) for index in chosen):
-            path = verdict.path or range(1, len(verdict.token_ids))
-            where += [row.start, *(row.start + at for at in path)]
-        tokens = [token for index in chosen for token in verdicts[index].token_ids]
+        for row, verdict in (pairs[index] for index in chosen):
+            path = (0, *(verdict.path or range(1, len(verdict.token_ids))))
+            where += [row.start + at for at in path[: len(verdict.token_ids)]]
+        tokens = [token for index in chosen for token in pairs[index][1].token_ids]
         table = iter(top_logprobs(logits[integers(where, logits.device)], tokens, count))
         for index in chosen:
-            results[index] = list(itertools.islice(table, len(verdicts[index].token_ids)))
+            results[index] = list(itertools.islice(table, len(pairs[index][1].token_ids)))
     for row, verdict in pairs:
         if verdict.is_finite:
             row.sampler.commit(verdict.token_ids)
@@ -169,6 +169,14 @@ def commit(logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict]) ->
         Committed(verdict.token_ids, each, verdict.is_finite, row.sampler.problem)
         for (row, verdict), each in zip(pairs, results, strict=True)
     ]
+
+
+def _without_unmasked(row: Rows, verdict: Verdict) -> Verdict:
+    """Return the verdict without its last token if the form's mask for it is late. The first token's never is."""
+    constraint = row.sampler.constraint
+    if constraint is None or not constraint.is_late(verdict.token_ids[:-1]):
+        return verdict
+    return structs.replace(verdict, token_ids=verdict.token_ids[:-1])
 
 
 def first_pass(work: Work) -> Pass:

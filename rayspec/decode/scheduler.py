@@ -177,6 +177,7 @@ class Scheduler:
     a round. num_beside: how many further rows, the branches of a tree; fewer if the pages run out. chunk_grid: prompts
     are cut at its multiples and each chunk runs alone, so that chunk shapes do not depend on other sequences.
     shares_pages: if several waiting sequences have a common prefix, one computes its pages and the others wait for it.
+    A sequence that may not sample yet sits a step out.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class Scheduler:
                 step.preempted.append(preempted)
         self._admit(cohort, step)
         members = self.members(cohort)
-        step.decode = [sequence for sequence in members if sequence.prefilled]
+        step.decode = [sequence for sequence in members if sequence.prefilled and sequence.may_sample]
         most = None
         if step.decode:
             most = most_with_streams if any(sequence.streams for sequence in step.decode) else most_with_round
@@ -318,6 +319,9 @@ class Scheduler:
                 num_prompt_left = sequence.num_prompt_tokens - first
                 to_grid = self._chunk_grid - (first % self._chunk_grid if num_prompt_left > 0 else 0)
                 num_tokens = min(num_prompt_left if num_prompt_left > 0 else num_left, to_grid)
+            is_last = first + num_tokens == sequence.num_tokens
+            if is_last and not sequence.may_sample:
+                continue
             self.kv.grow_window(sequence, first + num_tokens)
             step.prefill.append(sequence)
             step.chunks.append(
@@ -325,7 +329,7 @@ class Scheduler:
                     sequence_id=sequence.sequence_id,
                     rows=sequence.rows(first, num_tokens),
                     token_ids=sequence.token_ids[first : first + num_tokens],
-                    sample=first + num_tokens == sequence.num_tokens,
+                    sample=is_last,
                     replay=first >= sequence.num_prompt_tokens,
                 )
             )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -14,6 +15,7 @@ import jsonschema
 import pytest
 
 from rayspec import LLM, SamplingParams, StructuredOutputsParams
+from rayspec.decode.engine import Engine
 from rayspec.decode.grammar import _MAX_KEPT, Constraint, Grammars
 from rayspec.errors import ConfigError, GrammarError
 from rayspec.types import Request, RequestOutput
@@ -212,7 +214,7 @@ def test_a_form_is_checked_where_it_is_made(form: dict[str, Any], message: str) 
 
 
 def _grammars() -> Grammars:
-    return Grammars(demo_tokenizer, vocab_size=len(demo_tokenizer()), eos_token_ids=[EOS])
+    return Grammars(demo_tokenizer, vocab_size=len(demo_tokenizer()), eos_token_ids=[EOS], patience_s=60)
 
 
 def _bits(constraint: Constraint, before: Sequence[int]) -> set[int]:
@@ -248,6 +250,7 @@ def test_a_state_made_of_the_committed_tokens_is_the_state_that_grew_with_them()
 def test_a_token_that_breaks_the_form_is_an_error_of_the_state_and_raises_nothing() -> None:
     constraint = _grammars().constraint(StructuredOutputsParams(choice=["yes"]), 0)
     constraint.extend_to(demo_tokenizer()("no", add_special_tokens=False)["input_ids"])
+    assert constraint.wait(60)
     assert "breaks the form" in constraint.error
 
 
@@ -255,7 +258,7 @@ def test_a_form_that_nobody_waits_for_is_not_compiled() -> None:
     grammars, form = _grammars(), StructuredOutputsParams(regex="a")
     with pytest.raises(CancelledError):
         grammars.compiled(form, lambda: False).result()
-    assert grammars.compiled(form).result().num_words > 0
+    assert grammars.compiled(form).result().mask.any()
 
 
 def test_large_compiled_forms_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +296,7 @@ def test_many_choices_and_properties() -> None:
     ):
         constraint = grammars.constraint(StructuredOutputsParams(**form), 0)
         constraint.extend_to(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert constraint.wait(60)
         assert constraint.error == ""
 
 
@@ -311,6 +315,54 @@ def test_whatever_cannot_be_compiled_is_a_short_error(form: dict[str, Any]) -> N
     with pytest.raises(GrammarError) as failed:
         _grammars().compiled(StructuredOutputsParams(**form)).result()
     assert len(str(failed.value)) < 1000
+
+
+def _run(engine: Engine, *, until: Callable[[dict[str, RequestOutput]], bool]) -> dict[str, RequestOutput]:
+    done: dict[str, RequestOutput] = {}
+    while not until(done):
+        done |= {one.request_id: one for one in engine.step()}
+    return done
+
+
+def test_a_late_mask_holds_up_its_own_sequence_only() -> None:
+    """Also in a prompt's last chunk. The text is the same."""
+    engine = engine_with(demo_parts(), None, eos=(EOS,), tokenizer=demo_tokenizer())
+    prompts, asked = demo_prompts(3, 2), _asked(0.8)[:2]
+    free = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    texts, event = [], threading.Event()
+    for are_late in (False, True):
+        for at, (prompt, params) in enumerate(zip(prompts, [*asked, free], strict=True)):
+            engine.add(Request(request_id=str(at), params=params, prompt_token_ids=prompt))
+        early: dict[str, RequestOutput] = {}
+        if are_late:
+            for lane in (engine.model.grammars._lanes.fast, engine.model.grammars._lanes.slow):
+                for _ in range(lane._max_workers):
+                    lane.submit(event.wait)
+            early = _run(engine, until=lambda done: "2" in done)
+            assert list(early) == ["2"]
+            event.set()
+        done = early | _run(engine, until=lambda _: not engine.has_unfinished)
+        texts.append(_texts([done[str(at)] for at in range(3)]))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_drafts_whose_masks_are_late_are_dropped(
+    plain: dict[float, list[tuple[str, str | None]]], verification: str
+) -> None:
+    speculation = {"strategy": "static", "skip": [13, 14], "verification": verification}
+    with LLM("demo", speculation=speculation, **OPTIONS) as llm:
+        assert llm.engine is not None
+        llm.engine.model.grammars._patience_s = 0.0
+        prompts = [{"prompt_token_ids": one} for one in demo_prompts(len(SCHEMAS), 2)]
+        outputs = llm.generate(prompts[:5], _asked(0.8)[:5], use_tqdm=False)
+        stats = llm.stats
+    assert stats.num_draft_tokens > 0
+    if verification == "coupled":
+        assert _texts(outputs) == plain[0.8][:5]
+    for (text, reason), schema in zip(_texts(outputs), SCHEMAS, strict=False):
+        if reason == "stop":
+            jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
 
 
 def test_a_grammar_that_becomes_too_hard_fails_its_request_alone(llm: LLM) -> None:
