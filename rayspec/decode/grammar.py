@@ -45,9 +45,9 @@ _PATIENCE_S = 0.02  # how long other sequences wait for work on a form
 
 @dataclass(frozen=True, slots=True)
 class CompiledForm:
-    """A form for the tokens of one model. initial: its state before the output, which must be copied for use.
-    mask: of the first token, int32 [W]. mask_s: seconds of a core that it took. num_bytes: about how much memory it all
-    takes."""
+    """A form for the tokens of one model. initial: its state before the output, which must be copied for use. It has
+    made the first mask, unless that took long, because copies would then be large. mask: the first, int32 [W].
+    mask_s: seconds of a core that it took. num_bytes: about how much memory the form takes."""
 
     initial: LLMatcher
     mask: Tensor
@@ -128,14 +128,15 @@ class Grammars:
             has_place = isinstance(error, ValueError) and not isinstance(error, ConfigError)  # of the form checker
             message = str(error) if has_place else f": {error}"
             raise GrammarError(f"structured_outputs.{name}{message}") from error
-        start_s = time.thread_time()
+        first, start_s = matcher.deep_copy(), time.thread_time()
         mask = torch.full((-(-tokenizer.vocab_size // 32),), -1, dtype=torch.int32)
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
-        if matcher.is_error():
-            raise GrammarError(f"structured_outputs.{name}: {problem_of(matcher)}")
+        if not first.is_error():
+            first.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
+        if first.is_error():
+            raise GrammarError(f"structured_outputs.{name}: {problem_of(first)}")
         self._drop_large(num_bytes)
-        return CompiledForm(matcher, mask, time.thread_time() - start_s, num_bytes)
+        mask_s = time.thread_time() - start_s
+        return CompiledForm(first if mask_s < _PATIENCE_S else matcher, mask, mask_s, num_bytes)
 
     def _drop_large(self, num_bytes: int) -> None:
         """Keep no more compiled forms than have room, together with a new one of that size."""
@@ -413,7 +414,11 @@ class Constraint:
             )
             return None
         if self._current is None or self._current.is_error():
-            self._current = self._compiled.result().initial.deep_copy()
+            compiled = self._compiled.result()
+            self._current = compiled.initial.deep_copy()
+            if compiled.mask_s >= _PATIENCE_S:
+                mask = compiled.mask.clone()
+                self._current.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
             if self._current.try_consume_tokens(self._consumed) < len(self._consumed):
                 self.error = problem_of(self._current) or "the committed tokens are not of this form"
                 return None
