@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -104,6 +105,10 @@ class JobOptions(Options):
     price: float | None = Field(
         None, gt=0, description="dollars per hour of all machines of the job, for the cost in the report"
     )
+    max_total_tokens: int | None = Field(
+        None, ge=1, description="of prompts and outputs: a run begins no row that may exceed it, and ends with code 4"
+    )
+    max_hours: float | None = Field(None, gt=0, description="a run begins no row after them, and ends with code 4")
     accept_failed_rows: bool = Field(
         False, description="exit code 0 when every row has its result, also an error: the same command would do nothing"
     )
@@ -250,7 +255,8 @@ class Job:
                 left = shared.of_cache(self._catch_up(source, folder, report))
                 if len(left):
                     report.stats = self._complete(source, left, folder, report, shared, drain)
-                    shared.check()
+                    if not report.stopped:
+                        shared.check()
                 self._conclude(folder, report)
         return report
 
@@ -289,7 +295,7 @@ class Job:
             pool.drain()
         engine, failure = self.task.settings.engine, None
         num_wanted = 2 * engine.max_num_seqs * (engine.parallel.replicas if engine.parallel is not None else 1)
-        rows = self.backend.rows(source, left, self.options.order)
+        rows = self._within_budget(self.backend.rows(source, left, self.options.order), report)
         try:
             with completing(pool.submit, rows, num_wanted=num_wanted) as completed:
                 say(f"loading model {engine.model!r}")
@@ -319,13 +325,32 @@ class Job:
         finally:
             pool.kill()  # at once, so that the next job of this process can use their CPUs and GPUs
 
+    def _within_budget(self, rows: Generator[Row], report: RunReport) -> Generator[Row]:
+        """Yield rows while the budgets last, with an estimate of the tokens of rows under way. The first row needs no
+        tokens to be left, so that each run gets further."""
+        options, num_begun, begun_tokens = self.options, 0, 0.0
+        with closing(rows):
+            for row in rows:
+                num_characters = len(row.messages or row.document or "")
+                begun_tokens += num_characters / _CHARACTERS_PER_TOKEN + (self.task.settings.sampling.max_tokens or 0)
+                num_begun += 1
+                under_way = begun_tokens * (1 - report.num_done / num_begun)
+                num_tokens = report.num_prompt_tokens + report.num_output_tokens + under_way
+                if num_begun > 1 and num_tokens > (options.max_total_tokens or math.inf):
+                    report.stopped = "max_total_tokens"
+                if report.elapsed_s > 3600 * (options.max_hours or math.inf):
+                    report.stopped = "max_hours"
+                if report.stopped:
+                    return
+                yield row
+
     def _conclude(self, folder: RunFolder, report: RunReport) -> None:
         """Merge the rows and write the report, unless an earlier run has done so and no row has changed since."""
         folder.commit()
         if num_lost := report.stats.num_lost_replicas:
             say(f"{num_lost} replicas were lost for good, and the others did their rows; see the log")
         if folder.is_merged:
-            folder.finish(folder.manifest.counts)
+            folder.finish(folder.manifest.counts, is_whole=not report.stopped)
             return
         counts = {
             "prompt_tokens": report.num_prompt_tokens,
@@ -333,7 +358,7 @@ class Job:
             "seconds": report.elapsed_s,
             "errors": dict(report.errors),
         }
-        folder.finish(counts)
+        folder.finish(counts, is_whole=not report.stopped)
         if self.export is not None:
             self.export(folder.rows, folder.location)
         config = folder.manifest.extra.get("config", {})

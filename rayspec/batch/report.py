@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rayspec.batch.report_page import Timeline, report_page
 from rayspec.batch.rows import Row
 from rayspec.choices import described
-from rayspec.command.terminal import EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
+from rayspec.command.terminal import EXIT_BUDGET, EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
 from rayspec.types import EngineStats, PlanRecord
 
 REPORT_NAMES = ("report.md", "report.html")
@@ -40,9 +40,10 @@ class RunReport:
 
     clock: returns seconds. num_left: the rows that this run has to do; None while that is not known. num_under_way:
     rows that must be done before the time left is estimated, because the first rows to finish are short. num_cut: rows
-    whose text ended at `max_tokens`. num_shared: rows with the result of an equal row. listed: table rows for the first
-    rows, under DOCUMENT_HEADINGS. examples: one error message for every kind. texts: ids and texts of the first rows of
-    this run. stats: of the engines, once the run is done. timeline: output tokens over the run.
+    whose text ended at `max_tokens`. num_shared: rows with the result of an equal row. stopped: the option whose budget
+    is spent, so that rows are left. listed: table rows for the first rows, under DOCUMENT_HEADINGS. examples: one error
+    message for every kind. texts: ids and texts of the first rows of this run. stats: of the engines, once the run is
+    done. timeline: output tokens over the run.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -57,6 +58,7 @@ class RunReport:
     num_accepted_tokens: int = 0
     num_cut: int = 0
     num_shared: int = 0
+    stopped: str = ""
     errors: Counter[str] = field(default_factory=Counter)
     listed: list[tuple[str, ...]] = field(default_factory=list)
     examples: dict[str, str] = field(default_factory=dict)
@@ -139,8 +141,11 @@ class RunReport:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     def exit_code(self, *, accepts_failed: bool = False) -> int:
-        """Return the exit code: 0 if every row succeeded, 1 if none did, 3 if some failed. accepts_failed: it is 0 even
+        """Return the exit code: 0 if every row succeeded, 1 if none did, 3 if some failed, 4 if a budget ended the run.
+        accepts_failed: it is 0 even
         if rows failed, unless a file could not be read, because another run may succeed in reading it."""
+        if self.stopped:
+            return EXIT_BUDGET
         is_final = not self.errors.keys() & _PASSING_KINDS
         if self.num_rows > 0 and (self.num_failed == 0 or (accepts_failed and is_final)):
             return EXIT_OK
@@ -155,6 +160,7 @@ class RunReport:
         earlier = f" ({self.num_earlier} of an earlier run)" if self.num_earlier else ""
         cut = f", {self.num_cut} ended at max_tokens" if self.num_cut else ""
         cut += f", {self.num_shared} had the result of an equal row" if self.num_shared else ""
+        cut += f"; ended by option {self.stopped!r} with rows left: run it again to go on" if self.stopped else ""
         return f"{self.num_rows} row{'s' * (self.num_rows != 1)}{earlier}{failed}, {speed}{acceptance}{cut}"
 
     @property

@@ -247,16 +247,16 @@ class RunFolder:
         with self._guard, self._naming_output():
             self._save(self.manifest, extra=extra)
 
-    def finish(self, counts: dict[str, Any]) -> None:
+    def finish(self, counts: dict[str, Any], *, is_whole: bool = True) -> None:
         """Commit, merge the rows into one file, and update the manifest.
 
-        counts: further content of the manifest. The job is complete unless some rows are to be done again.
-        Raises OutputError.
+        counts: further content of the manifest. is_whole: no row was left out; the job is complete unless some rows
+        are to be done again. Raises OutputError.
         """
         with self._guard, self._naming_output():
             self.commit()
             self._merge()
-            status: Status = "complete" if self._parts.is_complete else "interrupted"
+            status: Status = "complete" if is_whole and self._parts.is_complete else "interrupted"
             self._end_session(status, counts)
 
     def close(self) -> None:

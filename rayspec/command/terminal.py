@@ -19,8 +19,16 @@ from rayspec.config import EngineConfig
 from rayspec.errors import naming_the_extra
 from rayspec.types import ConfigError, RayspecError
 
-# 3: some rows failed. Above 128: 128 plus the number of the signal that ended the process.
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 3, 130, 143
+# 3: some rows failed. 4: a budget is spent. Above 128: 128 plus the number of the signal that ended the process.
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_FAILED, EXIT_BUDGET, EXIT_INTERRUPTED, EXIT_TERMINATED = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    130,
+    143,
+)
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 _PLAIN_WIDTH = 120  # width of tables in a file or a log
 

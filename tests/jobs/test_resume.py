@@ -159,3 +159,25 @@ def test_a_template_over_the_columns_of_a_csv_file_makes_the_prompts(folder: Pat
     assert "in.csv:1: option 'prompt_template': 'kid' is undefined; the row has 'id', 'kind', 'subject'" in said
     assert len(rows()) == 2, "nothing was begun"
     assert "'prompt_template' only" in run("in.csv", "--prompt-template", "t.jinja", "--long", "refine", code=2)
+
+
+def test_a_budget_ends_a_run_that_can_be_taken_further(folder: Path) -> None:
+    write_lines(folder / "in.jsonl", documents(7))
+    run("in.jsonl", "--overwrite")
+    expected = texts()
+    num_tokens = [row["num_prompt_tokens"] + row["num_output_tokens"] for row in rows()]
+    budget = ("--max-total-tokens", str(sum(num_tokens) // 2))
+    said = run("in.jsonl", *budget, "--overwrite", code=4)
+    assert "ended by option 'max_total_tokens' with rows left" in said
+    so_far = texts()
+    assert 1 <= len(so_far) < 7
+    assert sum(row["num_prompt_tokens"] + row["num_output_tokens"] for row in rows()) <= sum(num_tokens) // 2
+    assert json.loads((folder / "out" / "manifest.json").read_bytes())["status"] == "interrupted"
+    assert "'max_hours'" in run("in.jsonl", "--max-hours", "1e-9", code=4)
+    assert texts() == so_far
+    assert "'max_total_tokens'" in run("in.jsonl", "--max-total-tokens", "1", code=4), "each run gets further"
+    assert len(texts()) == len(so_far) + 1
+    run("in.jsonl")
+    assert texts() == expected
+    assert json.loads((folder / "out" / "manifest.json").read_bytes())["status"] == "complete"
+    assert "7 rows (7 of an earlier run)" in run("in.jsonl", *budget)
