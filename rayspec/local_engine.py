@@ -9,9 +9,10 @@ from transformers import PreTrainedModel
 
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
-from rayspec.decode.generate_state import find_cuts, in_lockstep, measured_passes
+from rayspec.decode.generate_state import cache_bytes, find_cuts, measured_passes, measured_sequences
 from rayspec.decode.loading import (
     affordable_slots,
+    affordable_tokens,
     cache_size,
     choices_here,
     copies_for_drafts,
@@ -145,21 +146,28 @@ def _whole_engine(config: EngineConfig, model: PreTrainedModel, reason: str, inf
     threads = Threads.of_all_passes(asked_threads(config.num_threads) or num_cores())
     options = config.speculation
     stages = WholeModelStages(model, vocab_size=info.vocab_size, threads=threads, verification=options.verification)
-    num_slots = whole_pages(config.kv_cache_tokens or config.max_num_seqs * info.max_model_len)
+    num_tokens = config.max_num_seqs * info.max_model_len
+    if config.kv_cache_tokens is None:
+        of_token, of_sequence = cache_bytes(model)
+        fits = affordable_tokens(config, model.device, token_bytes=of_token, sequence_bytes=of_sequence)
+        num_tokens = min(num_tokens, fits)
+    num_slots = whole_pages(config.kv_cache_tokens or num_tokens)
     config = config.replace(enable_prefix_caching=False)  # each sequence has a cache of its own
     if options.strategy not in COPYING:
         logger.warning("speculation is off for this model, which decodes plainly: %s", reason)
     else:
         try:
-            cuts = find_cuts(model, in_lockstep(model))
+            stages.cuts = find_cuts(model, stages.lockstep)
         except UnsupportedModelError as error:
             logger.warning("speculation is off for this model, which decodes plainly: %s; %s", reason, error)
         else:
-            stages.cuts = cuts
             logger.warning("drafts of this model are only copied or recycled tokens: %s", reason)
-            # No plan can be searched, or have been saved.
-            config = config.replace(speculation=options.replace(optimise_share=0.0, warm_start=None))
-            latency = measured_passes(model, cuts)
-            strategy = make_strategy(config, stages.num_sublayers, latency)
-            return make_engine(config, stages, strategy, info, CacheSize(num_slots), latency=latency)
-    return make_engine(config, stages, FixedPlan(no_draft(stages.num_sublayers, reason)), info, CacheSize(num_slots))
+    stages.fewest_in_lockstep, sequences_s = measured_sequences(model, stages.lockstep, stages.cuts)
+    if stages.cuts is None:
+        plan = FixedPlan(no_draft(stages.num_sublayers, reason))
+        return make_engine(config, stages, plan, info, CacheSize(num_slots))
+    # No plan can be searched, or have been saved.
+    config = config.replace(speculation=options.replace(optimise_share=0.0, warm_start=None))
+    latency = measured_passes(model, stages.cuts, sequences_s=sequences_s)
+    strategy = make_strategy(config, stages.num_sublayers, latency)
+    return make_engine(config, stages, strategy, info, CacheSize(num_slots), latency=latency)

@@ -9,10 +9,11 @@ show whether sequences decode as `generate` decodes them and which way works, an
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,9 @@ from rayspec.model.weights import in_one_line
 from rayspec.planning.latency import HEAD, Curve, LatencyModel, Measurement
 from rayspec.types import CheckpointError, UnsupportedModelError
 
+logger = logging.getLogger(__name__)
+
+Run: TypeAlias = Callable[[Sequence[Callable[[], Tensor]]], list[Tensor]]
 Cuts: TypeAlias = Literal["crop", "copy", "step"]
 
 _BY_REFERENCE = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)  # updates bind new tensors
@@ -193,6 +197,7 @@ def _copied(layer: Any) -> dict[str, Any]:
 _NUM_TRIAL_ROWS = 7
 _NUM_CHECK_TOKENS = 32
 _NUM_CHECK_STEPS = 1
+_FEW_TOKENS = 8
 _MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 # Of the check of cuts: how many of so many rows are kept, pass by pass; and rows before a border that the passes cross.
 _KEPT, _NUM_TRIED, _NUM_BEFORE = (1, 2, 3, 2, 1), 3, 4
@@ -202,8 +207,10 @@ _LONGEST_CHECK_PROMPT = 256
 _FARTHEST = 8192
 # Largest difference between two computations of the same logits, as a share of their spread.
 _TOLERANCE, _TOLERANCE_OF_CUTS, _TOLERANCE_IN_HALF = 1e-3, 1e-4, 5e-2
-# Rows of a measured pass, repeats, and seconds of measuring; and a number of sequences.
-_ROW_COUNTS, _NUM_REPEATS, _BUDGET_S, _NUM_SEQUENCES = (1, 2, 4, 8, 16), 20, 1.0, 8
+_LOCKSTEP_PROMPTS = (9, 1, _NUM_CHECK_TOKENS)
+# Rows of a measured pass, repeats, and seconds of measuring; numbers of sequences, and repeats.
+_ROW_COUNTS, _NUM_REPEATS, _BUDGET_S = (1, 2, 4, 8, 16), 20, 1.0
+_SEQUENCE_COUNTS, _NUM_SEQUENCES, _NUM_REPEATS_OF_SEQUENCES = (1, 2, 4, 8), 8, 5
 # The latency model of an undivided model has one sublayer, the whole.
 _WHOLE = "attention and all else"
 
@@ -296,6 +303,24 @@ def check_cuts(model: PreTrainedModel, cuts: Cuts) -> None:
         ) from error
 
 
+@torch.inference_mode()
+def cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
+    """Return the bytes that a sequence keeps for each token, and for itself: recurrent state, with the copy of a
+    verify. A sliding window counts as if it kept every token."""
+    few, many = (_num_bytes(_prefilled(model, count, None).cache) for count in (_FEW_TOKENS, 2 * _FEW_TOKENS))
+    of_token = math.ceil((many - few) / _FEW_TOKENS)
+    return of_token, 2 * max(0, few - _FEW_TOKENS * of_token)
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if type(value).__name__.endswith(("Cache", "Layer")):
+        value = vars(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_num_bytes, parts))
+
+
 def _prefilled(model: PreTrainedModel, num_tokens: int, cuts: Cuts | None) -> GenerateState:
     """Return the state of a sequence after so many random tokens."""
     prompt = _random_tokens(model, min(num_tokens, _LONGEST_CHECK_PROMPT), seed=1)
@@ -325,9 +350,59 @@ def _require_cuts(state: GenerateState, tokens: list[int], expected: Tensor, whe
 
 
 @torch.inference_mode()
-def measured_passes(model: PreTrainedModel, cuts: Cuts) -> LatencyModel:
+def check_lockstep(model: PreTrainedModel, lockstep: Lockstep, cuts: Cuts | None) -> None:
+    """Require that sequences in lockstep compute what each computes alone, in passes of one row and of several. Raises
+    UnsupportedModelError."""
+    tokens = _random_tokens(model, len(_LOCKSTEP_PROMPTS), seed=2)
+
+    def logits(run: Run) -> list[Tensor]:
+        states = [_prefilled(model, length, cuts) for length in _LOCKSTEP_PROMPTS]
+        found = run([partial(state.run, tokens[:1]) for state in states])
+        if cuts is not None:
+            found += run([partial(state.try_rows, tokens[:count]) for count, state in enumerate(states, start=1)])
+        return found
+
+    try:
+        pairs = zip(logits(lockstep.run), logits(_one_by_one), strict=True)
+        difference = max(_difference(together, alone) for together, alone in pairs)
+    except _MODEL_ERRORS as error:
+        raise UnsupportedModelError(f"{type(error).__name__}: {in_one_line(error)}") from error
+    if not difference <= (_TOLERANCE_OF_CUTS if model.dtype == torch.float32 else _TOLERANCE_IN_HALF):
+        raise UnsupportedModelError(f"sequences in lockstep differ from sequences alone (by {difference:.1e})")
+
+
+@torch.inference_mode()
+def measured_sequences(model: PreTrainedModel, lockstep: Lockstep, cuts: Cuts | None) -> tuple[int | None, float]:
+    """Return from how many sequences on lockstep is faster than one sequence after another (None: never), and the
+    seconds of a round of 8 sequences in the faster way. Lockstep that computes something else is not used."""
+    counts: tuple[int, ...] = _SEQUENCE_COUNTS
+    try:
+        check_lockstep(model, lockstep, cuts)
+    except UnsupportedModelError as error:
+        logger.warning("sequences of this model run one after another: %s", error)
+        counts = counts[:1]
+    states = [_prefilled(model, 1, None) for _ in range(max(counts))]
+    until, times = time.perf_counter() + _BUDGET_S, defaultdict[int, list[float]](list)
+    for repeat, count in itertools.product(range(_NUM_REPEATS_OF_SEQUENCES), counts):
+        if not repeat or time.perf_counter() < until:
+            calls = [partial(state.run, _random_tokens(model, 1)) for state in states[:count]]
+            started = time.perf_counter()
+            torch.cat(lockstep.run(calls) if count > 1 else _one_by_one(calls)).argmax(-1).tolist()
+            times[count].append(time.perf_counter() - started)
+    # Whatever else runs only makes a pass slower.
+    seconds = {count: min(took) for count, took in times.items()}
+    faster = [count for count in counts if seconds[count] < count * seconds[1]]
+    return min(faster, default=None), min(seconds[count] * _NUM_SEQUENCES / count for count in (1, *faster[-1:]))
+
+
+def _one_by_one(calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+    return [call() for call in calls]
+
+
+@torch.inference_mode()
+def measured_passes(model: PreTrainedModel, cuts: Cuts, *, sequences_s: float) -> LatencyModel:
     """Time passes of one and of several rows, within about a second; of each number at least once. In the latency
-    model, the whole model is one sublayer."""
+    model, the whole model is one sublayer. sequences_s: from `measured_sequences`."""
     prompt = _random_tokens(model, _NUM_CHECK_TOKENS)
     state, times = GenerateState(model, prompt, cuts=cuts), defaultdict[int, list[float]](list)
     state.run(prompt)
@@ -335,13 +410,11 @@ def measured_passes(model: PreTrainedModel, cuts: Cuts) -> LatencyModel:
     for repeat, rows in itertools.product(range(_NUM_REPEATS), _ROW_COUNTS):
         if not repeat or time.perf_counter() < until:
             times[rows].append(_pass_seconds(state, tokens[:rows]))
-    # Whatever else runs only makes a pass slower.
     seconds = {rows: min(took) for rows, took in times.items()}
     curve = Curve.fit(
         [Measurement(kind=_WHOLE, rows=rows, context=0, batch=1, seconds=seconds[rows]) for rows in seconds]
     )
-    # Sequences run one after another, so that several take the sum of their times.
-    beside_s = (_NUM_SEQUENCES * seconds[1] - curve.seconds(rows=_NUM_SEQUENCES)) / (_NUM_SEQUENCES - 1)
+    beside_s = (sequences_s - curve.seconds(rows=_NUM_SEQUENCES)) / (_NUM_SEQUENCES - 1)
     curve = replace(curve, sequence_s=max(0.0, beside_s))
     return LatencyModel(
         sublayers=(_WHOLE,),

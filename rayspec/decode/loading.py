@@ -377,10 +377,7 @@ def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
 def affordable_slots(config: EngineConfig, parts: Decomposition, device: torch.device, *, num_sharing: int = 1) -> int:
     """Return how many tokens' keys and values fit into the part of the free memory that the options allow. num_sharing:
     processes that share this memory. Raises CheckpointError for fewer than 16."""
-    free = free_bytes(device) // num_sharing
-    budget = free * (config.kv_cache_share or KV_CACHE_SHARE[device.type])
-    if device.type == "cuda" and config.kv_cache_share is None and config.gpu_memory_utilization is not None:
-        budget = free - (1 - config.gpu_memory_utilization) * total_bytes(device) / num_sharing
+    budget = _cache_budget(config, device, num_sharing)
     windowed = bytes_per_slot([parts.shapes[layer] for layer in parts.windows], parts.dtype)
     others = bytes_per_slot(list(parts.shapes.values()), parts.dtype) - windowed
     affordable = int(budget / (windowed + others))
@@ -388,10 +385,30 @@ def affordable_slots(config: EngineConfig, parts: Decomposition, device: torch.d
         num_windowed_slots = _num_windowed_slots(config, max(parts.windows.values()))
         if affordable > num_windowed_slots:
             affordable = int((budget - num_windowed_slots * windowed) / max(others, 1))
+    return _enough(affordable, budget, device, num_sharing)
+
+
+def affordable_tokens(config: EngineConfig, device: torch.device, *, token_bytes: int, sequence_bytes: int) -> int:
+    """Return how many tokens fit into that part of the memory if each sequence has a cache of its own, of so many bytes
+    for each token and for itself. Raises CheckpointError for fewer than 16."""
+    budget = _cache_budget(config, device, 1)
+    left = budget - config.max_num_seqs * sequence_bytes
+    return _enough(int(left / max(token_bytes, 1)), budget, device, 1)
+
+
+def _cache_budget(config: EngineConfig, device: torch.device, num_sharing: int) -> float:
+    free = free_bytes(device) // num_sharing
+    if device.type == "cuda" and config.kv_cache_share is None and config.gpu_memory_utilization is not None:
+        return free - (1 - config.gpu_memory_utilization) * total_bytes(device) / num_sharing
+    return free * (config.kv_cache_share or KV_CACHE_SHARE[device.type])
+
+
+def _enough(affordable: int, budget: float, device: torch.device, num_sharing: int) -> int:
     if affordable < 16:
         raise CheckpointError(
-            f"the KV cache may have {max(budget, 0) / 2**30:.1f} GiB of the {free / 2**30:.1f} that are free for each "
-            f"process on {device}, which is too little: raise kv_cache_share or gpu_memory_utilization, or free memory"
+            f"the KV cache may have {max(budget, 0) / 2**30:.1f} GiB of the "
+            f"{free_bytes(device) // num_sharing / 2**30:.1f} that are free for each process on {device}, which is too "
+            "little: raise kv_cache_share or gpu_memory_utilization, lower max_num_seqs, or free memory"
         )
     return affordable
 

@@ -1,6 +1,6 @@
 """Decoding for model families without sublayer support: passes run the whole model, as transformers' `generate` does,
-one sequence after another. The model drafts nothing itself. Copied and recycled drafts are verified where rows can be
-taken back.
+with a cache for each sequence. Sequences run one after another, or in lockstep where that is faster. The model drafts
+nothing itself. Copied and recycled drafts are verified where rows can be taken back.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import msgspec
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from rayspec.config import Verification
-from rayspec.decode.generate_state import Cuts, GenerateState, check_generation
+from rayspec.decode.generate_state import Cuts, GenerateState, check_generation, in_lockstep
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.rounds import Head, commit, script
 from rayspec.decode.runner import Threads, seconds
@@ -42,9 +43,9 @@ from rayspec.types import Logprob
 
 
 class WholeModelStages(Stages):
-    """`Stages` that run an undivided model: one sequence at a time, each prompt in one pass. The model counts as one
-    sublayer. threads: of its passes. cuts: see `find_cuts`; None: rounds have no drafts. Raises as
-    `check_generation` does."""
+    """`Stages` that run an undivided model, each prompt in one pass. The model counts as one sublayer. threads: of its
+    passes. cuts: see `find_cuts`; None: rounds have no drafts. fewest_in_lockstep: sequences of a round that run in
+    lockstep; None: sequences always run one after another. Raises as `check_generation` does."""
 
     takes_trees = False
 
@@ -57,6 +58,8 @@ class WholeModelStages(Stages):
         model.generation_config = GenerationConfig(use_cache=use_cache)  # type: ignore[no-untyped-call]
         check_generation(model)
         self.cuts: Cuts | None = None
+        self.lockstep = in_lockstep(model)
+        self.fewest_in_lockstep: int | None = None
         self.model = model
         self._threads = threads
         self._head = Head(
@@ -158,13 +161,14 @@ class WholeModelStages(Stages):
 
     def _logits(self, work: Round, verify: Pass) -> Tensor:
         """Return the logits [1, N, V] after each row: each entry's newest token and draft."""
-        states = [self._state(entry.sequence_id) for entry in work.entries]
+        states, tokens = [self._state(entry.sequence_id) for entry in work.entries], iter(verify.token_ids)
         if len(verify.token_ids) == len(states):  # no row is rejected
-            rows = [state.run([token]) for state, token in zip(states, verify.token_ids, strict=True)]
+            calls = [partial(state.run, [token]) for state, token in zip(states, tokens, strict=True)]
         else:
-            tokens = iter(verify.token_ids)
-            rows = [
-                state.try_rows(list(itertools.islice(tokens, span.num_rows)))
+            calls = [
+                partial(state.try_rows, list(itertools.islice(tokens, span.num_rows)))
                 for state, span in zip(states, verify.rows, strict=True)
             ]
+        in_lockstep = self.fewest_in_lockstep is not None and len(calls) >= self.fewest_in_lockstep
+        rows = self.lockstep.run(calls) if in_lockstep else [call() for call in calls]
         return torch.cat(rows).unsqueeze(0)

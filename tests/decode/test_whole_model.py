@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
-from rayspec.decode.generate_state import check_cuts, find_cuts, in_lockstep
+from rayspec.decode.generate_state import cache_bytes, check_cuts, find_cuts, in_lockstep
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.local_engine import load_engine
 from rayspec.strategies.fixed import FixedPlan, lookup_plan
@@ -56,6 +56,7 @@ def test_a_family_that_does_not_split_copies_its_drafts_and_says_so(
     for plan in (None, lookup_plan(1, 5)):  # by what it expects to pay, and whatever it expects
         if plan is not None:
             engine.replace_strategy(FixedPlan(plan))
+            engine.stages.fewest_in_lockstep = 2
         outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
         assert tokens_of(outputs) == known.expected
         outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=40))
@@ -165,19 +166,20 @@ def test_recurrent_state_is_taken_back(family: str, tmp_path: Path) -> None:
     config = _config_of(str(tmp_path), kv_cache_tokens=128, max_num_batched_tokens=40)
     engine = load_engine(config, with_tokenizer=False)
     engine.replace_strategy(FixedPlan(lookup_plan(1, 5)))
-    for _ in range(2):  # the second time, there are texts to copy from
+    for engine.stages.fewest_in_lockstep in (None, 2):  # the second time, there are texts to copy from
         assert tokens_of(complete(engine, prompts, SamplingParams(temperature=0, max_tokens=24))) == expected
     assert engine.stats.num_preemptions > 0
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
-@pytest.mark.parametrize("strategy", ["ar", "recycling"])
+@pytest.mark.parametrize(("strategy", "fewest_in_lockstep"), [("ar", None), ("ar", 2), ("recycling", 2)])
 @pytest.mark.parametrize("failing", [20, 21, 22])  # the passes of a round, of which the last sequence is given up
 def test_a_lack_of_memory_in_a_pass_spoils_no_other_sequence(
-    strategy: str, failing: int, monkeypatch: pytest.MonkeyPatch
+    strategy: str, fewest_in_lockstep: int | None, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = cases(checkpoint("gpt2"), (30, 30, 30), 20)
     engine = load_engine(_config("gpt2", strategy), with_tokenizer=False)
+    engine.stages.fewest_in_lockstep = fewest_in_lockstep
     forward, count = engine.stages.model.transformer.h[2].forward, itertools.count(1)
 
     def fails_once(*given: Any, **named: Any) -> Any:
@@ -200,6 +202,22 @@ def test_preempted_sequences_start_again(family: str, strategy: str) -> None:
     outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
     assert tokens_of(outputs) == known.expected
     assert engine.stats.num_preemptions > 0
+
+
+def test_free_memory_bounds_the_tokens_of_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, known = build("gpt2"), cases(checkpoint("gpt2"), (30, 30, 30), 20)
+    of_token, of_sequence = cache_bytes(model)
+    assert (of_token, of_sequence) == (2 * 4 * model.config.num_hidden_layers * model.config.hidden_size, 0)
+    monkeypatch.setattr("rayspec.decode.loading.free_bytes", lambda device: 4 * 112 * of_token)
+    engine = load_engine(_config("gpt2", "ar", kv_cache_share=0.25), with_tokenizer=False)
+    assert tokens_of(complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))) == known.expected
+    assert engine.stats.num_preemptions > 0
+    monkeypatch.setattr("rayspec.decode.loading.free_bytes", lambda device: 4 * 10 * of_token)
+    with pytest.raises(CheckpointError, match=r"too little: raise kv_cache_share .* lower max_num_seqs"):
+        load_engine(_config("gpt2", "ar", kv_cache_share=0.25), with_tokenizer=False)
+    of_token, of_sequence = cache_bytes(every_type.build("mamba2"))
+    assert of_token == 0
+    assert of_sequence > 0
 
 
 def test_sampling_with_a_seed_does_not_depend_on_the_batch() -> None:
