@@ -102,11 +102,14 @@ def prepare_span(
         model.to(device)  # type: ignore[arg-type]
     parts = split(parts)
     weight_bytes = sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta")
+    if config.own_bits and parts.device.type != "cpu":
+        raise ConfigError(f"option 'own_bits' works on a CPU, and the model is on {parts.device}: leave it out")
     parts = fuse(
         parts,
         apart_from=offloaded.sublayers if offloaded else (),
         use_operators=has_kernels(config, parts),
-        quantised=copies_for_drafts(config, parts),
+        quantised={*copies_for_drafts(config, parts), *(("int4",) if config.own_bits else ())},
+        own_bits=config.own_bits,
     )
     install_adapters(parts, config.lora_modules)
     return parts, offloaded, weight_bytes

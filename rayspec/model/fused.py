@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -27,6 +27,8 @@ from rayspec.model.load_check import CheckRows, CheckSequence, RecordingRows, la
 from rayspec.model.matrices import (
     QUANTISED,
     Bfloat16Matrix,
+    FewRows,
+    Int4Matrix,
     LinearMap,
     Matrix,
     Norm,
@@ -110,6 +112,7 @@ def fuse(
     apart_from: Collection[int] = (),
     use_operators: bool | None = None,
     quantised: Collection[Weights] = (),
+    own_bits: bool = False,
 ) -> Decomposition:
     """Return the same model or span, with a body for each sublayer whose body equals the modules on random input. The
     modules' own weights are freed: afterwards `parts` and its model cannot run any more.
@@ -117,22 +120,26 @@ def fuse(
     apart_from: sublayers that keep their modules, because their weights are fetched. use_operators: build bodies from
     the operators `rayspec::*` or from torch's operations; by default the device decides. quantised: copies for drafts,
     of each layout with a body. Copies stay on the device and fetch nothing; one with too large an error is left out.
+    own_bits: few rows are multiplied by the int4 copies of a 4-bit checkpoint; where there is none, a warning says so.
     """
     has_kernels = has_operators(parts.device) if use_operators is None else use_operators
-    fuser = _Fuser(parts, has_kernels, quantised)
+    fuser = _Fuser(parts, has_kernels, quantised, own_bits=own_bits)
     sublayers = tuple(
         fuser.resident(sublayer) if sublayer.index in apart_from else fuser.fused(sublayer)
         for sublayer in parts.sublayers
     )
     fuser.report(len(sublayers))
+    if own_bits and not fuser.has_own_bits:
+        logger.warning("option 'own_bits' has no effect: no layer that runs by a body has weights of 4 bits")
     draft_head = fuser.draft_head(parts)  # before the head gives its weights away
-    return replace(
-        parts,
-        sublayers=sublayers,
-        lm_head=fuser.head(parts),
-        draft_head=draft_head,
-        final_norm=fuser.final_norm(parts),
-    )
+    head, norm = fuser.head(parts), fuser.final_norm(parts)
+    if fuser.has_own_bits and isinstance(head, Matrix) and draft_head is not None:
+        head = FewRows(head, draft_head)
+    return replace(parts, sublayers=sublayers, lm_head=head, draft_head=draft_head, final_norm=norm)
+
+
+def _has_own_bits(matrix: nn.Module) -> TypeGuard[Int4Matrix]:
+    return isinstance(matrix, Int4Matrix) and matrix.has_own_bits
 
 
 def may_copy_head(head: nn.Module | None) -> TypeGuard[nn.Linear]:
@@ -194,9 +201,13 @@ class _Fuser:
     hide a fault. What an MLP computes does not depend on positions, so it has one pass of a few rows.
     """
 
-    def __init__(self, parts: Decomposition, use_operators: bool, quantised: Collection[Weights]) -> None:
+    def __init__(
+        self, parts: Decomposition, use_operators: bool, quantised: Collection[Weights], *, own_bits: bool
+    ) -> None:
         self._use_operators = use_operators
         self._quantised = quantised
+        self._own_bits = own_bits
+        self.has_own_bits = False
         self._shapes = parts.shapes
         self._rows = {
             "attention": check_rows(parts, with_chunks=False),
@@ -215,7 +226,7 @@ class _Fuser:
         else:
             copies = self._copies(sublayer, body, linears, check)
             empty_linears(linears)
-            return replace(sublayer, body=body, quantised=copies)
+            return replace(sublayer, body=self._by_own_bits(body, copies), quantised=copies)
         self._block_linears(sublayer, check)
         return sublayer
 
@@ -284,9 +295,9 @@ class _Fuser:
             empty_linears([head])
         return packed
 
-    def draft_head(self, parts: Decomposition) -> nn.Module | None:
+    def draft_head(self, parts: Decomposition) -> Bfloat16Matrix | None:
         """Return a copy of the head in bfloat16, which drafts with copies have where the processor is fast at it."""
-        return Bfloat16Matrix(parts.lm_head) if self._quantised and may_copy_head(parts.lm_head) else None
+        return Bfloat16Matrix([parts.lm_head]) if self._quantised and may_copy_head(parts.lm_head) else None
 
     def final_norm(self, parts: Decomposition) -> nn.Module | None:
         norm = parts.final_norm
@@ -312,6 +323,20 @@ class _Fuser:
             else:
                 copies[weights] = made
         return copies
+
+    def _by_own_bits(self, body: FusedLayer, copies: Mapping[Weights, Body]) -> FusedLayer:
+        """Return the body with the matrices of its int4 copy for few rows, where the checkpoint has 4 bits."""
+        copy = copies.get("int4")
+        if not self._own_bits or not isinstance(copy, FusedLayer):
+            return body
+        first = FewRows(body.first, copy.first) if _has_own_bits(copy.first) else body.first
+        last = (
+            FewRows(body.last, copy.last)
+            if isinstance(body.last, LinearMap) and _has_own_bits(copy.last)
+            else body.last
+        )
+        self.has_own_bits |= first is not body.first or last is not body.last
+        return replace(body, first=first, last=last)
 
     def _body(self, sublayer: Sublayer, check: _Check) -> tuple[FusedLayer, Sequence[nn.Linear]]:
         """Return a body and the linear layers whose weights it holds. Raises one of `_MISFITS` for another layout. A

@@ -87,19 +87,21 @@ class Matrix(LinearMap):
         return residual if self._bias is None else residual.add_(self._bias)
 
 
-class Bfloat16Matrix(nn.Module):
-    """A copy of a float32 layer that multiplies in bfloat16, in oneDNN's layout."""
+class Bfloat16Matrix(LinearMap):
+    """A copy of float32 layers in bfloat16, in oneDNN's layout. The product of float32 rows is float32, too."""
 
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            twin = nn.Linear(1, 1, bias=layer.bias is not None)
-        for name, weight in layer.named_parameters():
-            setattr(twin, name, nn.Parameter(weight.data.bfloat16(), requires_grad=False))
-        self._matrix = Matrix([twin], blocked=True)
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__(linears)
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(joined_weight(linears).bfloat16(), None)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight.nbytes
 
     def forward(self, rows: Tensor) -> Tensor:
-        return cast(Tensor, self._matrix(rows.bfloat16()).to(rows.dtype))
+        pointwise = torch.ops.mkldnn._linear_pointwise
+        product = cast(Tensor, pointwise(rows.bfloat16(), self._weight, None, "none", [], "").to(rows.dtype))
+        return product if self._bias is None else product.add_(self._bias)
 
 
 def joined_weight(linears: Sequence[nn.Linear]) -> Tensor:
@@ -152,6 +154,8 @@ _SMALLEST_GROUP, _FEWEST_STEPS, _OFF_LEVEL, _MOST = 32, 5, 0.05, 0.9
 # The int4 kernel's layout has blocks of 64 rows; the last block has a multiple of 16 rows.
 _BLOCK_ROWS = 64
 _ROW_MULTIPLE = 16
+# With more rows torch's int4 kernel for CPUs is no faster than a product in full.
+_FEW_ROWS = 4
 # Weights that are quantised at a time: enough for several threads, but no more than fits their caches.
 _CHUNK_WEIGHTS = 2**20
 # Rows are scaled to 126, not 127: in bfloat16, rounding may make the largest number half a percent larger.
@@ -207,20 +211,20 @@ class Int4Matrix(_QuantisedMatrix):
     """int4 weights with a scale and a zero for each group of columns of a row. Weights of a dequantised checkpoint of 4
     bits stay as they are. Input rows have full precision; on a CPU bfloat16, for which torch's kernel is fast.
 
-    Raises ValueError for a number of columns that no group size divides.
+    has_own_bits: whether the weights had 4 bits. Raises ValueError for a number of columns that no group size divides.
     """
 
     def __init__(self, linears: Sequence[nn.Linear], *, use_operators: bool = False) -> None:
         super().__init__(linears)
         weight = joined_weight(linears)
-        has_4_bits = _have_4_bits(weight[:_BLOCK_ROWS])
-        size = _SMALLEST_GROUP if has_4_bits else group_size(self.num_columns)
+        self.has_own_bits = _have_4_bits(weight[:_BLOCK_ROWS])
+        size = _SMALLEST_GROUP if self.has_own_bits else group_size(self.num_columns)
         weight = pad(weight, (0, 0, 0, -self.num_rows % _ROW_MULTIPLE))
         packed, scales = [], []
         quantised = partial(
             _int4,
             size=size,
-            have_4_bits=has_4_bits,
+            have_4_bits=self.has_own_bits,
             zero_level=-16 if use_operators else 8,
             dtype=weight.dtype if use_operators else torch.bfloat16,
         )
@@ -233,6 +237,31 @@ class Int4Matrix(_QuantisedMatrix):
         self._weight = torch.cat(packed)
         self._scales = torch.cat(scales, 1)  # [groups of a row, rows, 2]
         self._multiply = int4_product if use_operators else partial(_product_of_bfloat16_rows, size=size)
+
+
+class FewRows(LinearMap):
+    """Multiplies up to `_FEW_ROWS` rows by a copy of a matrix, and more rows by the matrix itself."""
+
+    def __init__(self, full: LinearMap, copy: LinearMap) -> None:
+        nn.Module.__init__(self)
+        self.num_rows, self.num_columns = full.num_rows, full.num_columns
+        self._full, self._copy = full, copy
+
+    @property
+    def num_bytes(self) -> int:
+        return self._full.num_bytes + self._copy.num_bytes
+
+    def _matrix(self, rows: Tensor) -> LinearMap:
+        return self._copy if rows.numel() <= _FEW_ROWS * self.num_columns else self._full
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return cast(Tensor, self._matrix(rows)(rows))
+
+    def plus(self, residual: Tensor, rows: Tensor) -> Tensor:
+        return self._matrix(rows).plus(residual, rows)
+
+    def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
+        return self._matrix(rows).add_to(residual, rows)
 
 
 QUANTISED: Mapping[Weights, type[Int8Matrix | Int4Matrix]] = {"int8": Int8Matrix, "int4": Int4Matrix}

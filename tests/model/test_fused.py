@@ -113,6 +113,19 @@ def test_copies_compute_what_modules_do_with_their_weights(
     torch.testing.assert_close(logits_of(fused, TOKENS), full, atol=2e-4, rtol=1e-4)
 
 
+def test_few_rows_are_multiplied_by_the_own_bits_of_a_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    modules, copies, parts = (modules_of(checkpoint("llama")) for _ in range(3))
+    dequantise_linears(modules, fuse(copies, quantised=["int4"]), "int4")
+    dequantise_linears(parts, fuse(modules_of(checkpoint("llama")), quantised=["int4"]), "int4")
+    fused = fuse(parts, quantised=["int4"], own_bits=True)
+    assert not caplog.messages
+    few, many = TOKENS[:4], TOKENS
+    assert torch.equal(logits_of(fused, few), logits_of(all_in(fused, "int4"), few))
+    torch.testing.assert_close(logits_of(fused, many), logits_of(modules, many), atol=2e-4, rtol=1e-4)
+    fuse(modules_of(checkpoint("llama")), quantised=["int4"], own_bits=True)
+    assert "option 'own_bits' has no effect" in caplog.text
+
+
 def test_a_copy_that_is_far_off_or_cannot_be_made_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
