@@ -1,7 +1,7 @@
 """Compiles forms as a process of its own, before the engine's process does: a form of some lines may take all memory,
 or end the process that compiles it. The process runs this file, and so it imports nothing of rayspec.
 
-Each line of its input is a form, as JSON; each form is compiled by a copy of the process, with limits.
+Each line of its input is a form and its seconds, as JSON; each form is compiled by a copy of the process, with limits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # an extra
     from llguidance import LLMatcher, LLParserLimits
 
-_MOST_SECONDS = 5  # of a core
+QUICK_S, MOST_S = 1, 5  # of a core
 _MOST_BYTES = 64 * 2**20
 _STACK_BYTES = 2**20  # half of what threads have at least, so that the engine's process has enough
 _MAX_ITEMS = 10_000  # of llguidance's parser at a place of the text; a property that may be left out needs four
@@ -30,40 +30,41 @@ _ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_sep
 # Keywords of JSON schema whose value has a schema in each field, and those whose value is a schema or a list of some.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _PARTS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
-_TOO_HARD = (
-    f"it takes more than {_MOST_SECONDS} s or {_MOST_BYTES >> 20} MiB to compile, or is nested too deeply: simplify it"
-)
+_TOO_HARD = f"it takes more than {MOST_S} s or {_MOST_BYTES >> 20} MiB to compile, or is nested too deeply: simplify it"
 
 
 class FormChecker:
-    """The process that compiles forms. It starts with the first form, and ends with this object."""
+    """The processes that compile forms, one for each thread that asks. They start with the first form, and end with
+    this object."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._own = threading.local()
 
-    def grammar(self, form: Mapping[str, Any]) -> tuple[str, int]:
+    def grammar(self, form: Mapping[str, Any], most_s: int = MOST_S) -> tuple[str, int]:
         """Return a form as llguidance reads it, and about how many bytes it takes when it is compiled. form: the fields
         of StructuredOutputsParams. Raises ValueError for a form that cannot be compiled, within limits of time, memory
-        and depth; its message begins with the place of the problem in a JSON schema, as ".properties.age: "."""
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                program = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-                command = [sys.executable, "-c", program, __file__]
-                pipe = subprocess.PIPE
-                environment = os.environ | {"MALLOC_ARENA_MAX": "1"}  # others would count as memory of the form
-                self._process = subprocess.Popen(  # noqa: S603 - this file
-                    command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, cwd="/", env=environment
-                )
-                weakref.finalize(self, _end, self._process)
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
-            self._process.stdin.write(json.dumps(form).encode() + b"\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
+        and depth; its message begins with the place of the problem in a JSON schema, as ".properties.age: ". Raises
+        TimeoutError for a form that may take longer than `most_s`, of at most `MOST_S`."""
+        process: subprocess.Popen[bytes] | None = getattr(self._own, "process", None)
+        if process is None or process.poll() is not None:
+            program = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+            command = [sys.executable, "-c", program, __file__]
+            pipe = subprocess.PIPE
+            environment = os.environ | {"MALLOC_ARENA_MAX": "1"}  # others would count as memory of the form
+            process = self._own.process = subprocess.Popen(  # noqa: S603 - this file
+                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, cwd="/", env=environment
+            )
+            weakref.finalize(self, _end, process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps([form, most_s]).encode() + b"\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
         if not line:
             raise OSError("the process that compiles forms has ended: try again")
         found = json.loads(line)
+        if found["problem"] == _TOO_HARD and most_s < MOST_S:
+            raise TimeoutError(_TOO_HARD)
         if found["problem"]:
             raise ValueError(f"{found['place']}: {found['problem']}")
         return found["grammar"], found["num_bytes"]
@@ -98,7 +99,8 @@ def main() -> None:
         if pid == 0:
             os.close(reading)
             try:
-                _check(json.loads(line), writing)
+                form, most_s = json.loads(line)
+                _check(form, most_s, writing)
             finally:
                 os._exit(0)
         os.close(writing)
@@ -110,8 +112,8 @@ def main() -> None:
         sys.stdout.buffer.flush()
 
 
-def _check(form: dict[str, Any], results: int) -> None:
-    limits = {resource.RLIMIT_CPU: _MOST_SECONDS, resource.RLIMIT_CORE: 0}
+def _check(form: dict[str, Any], most_s: int, results: int) -> None:
+    limits = {resource.RLIMIT_CPU: most_s, resource.RLIMIT_CORE: 0}
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm", encoding="ascii") as file:
             num_bytes = int(file.read().split()[0]) * resource.getpagesize()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rayspec.decode.form_checker import FormChecker, parser_limits, problem_of, without_state
+from rayspec.decode.form_checker import MOST_S, QUICK_S, FormChecker, parser_limits, problem_of, without_state
 from rayspec.errors import ConfigError, GrammarError, naming_the_extra
 from rayspec.structured import FORMS, StructuredOutputsParams
 
@@ -55,6 +55,27 @@ class CompiledForm:
     num_bytes: int
 
 
+class _FairThreads:
+    """Threads that work for owners in turn."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._waiting: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()  # by owner, whose turn it is first
+        self._threads, self._lock = ThreadPoolExecutor(num_threads, "rayspec-grammar"), threading.Lock()
+
+    def submit(self, owner: str, work: Callable[[], None]) -> None:
+        with self._lock:
+            self._waiting.setdefault(owner, deque()).append(work)
+        self._threads.submit(self._next)
+
+    def _next(self) -> None:
+        with self._lock:
+            owner, works = self._waiting.popitem(last=False)
+            work = works.popleft()
+            if works:
+                self._waiting[owner] = works
+        work()
+
+
 class Grammars:
     """Compiles forms for the tokens of one model, on threads of its own, and keeps the latest. Any thread may use it.
 
@@ -77,20 +98,22 @@ class Grammars:
         self._checker = FormChecker()
         self._tokenizer: LLTokenizer | None = None
         self._lock, self._tokenizer_lock = threading.Lock(), threading.Lock()
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="rayspec-grammar")
+        self._threads, self._patient = _FairThreads(_NUM_THREADS), _FairThreads(1)
         self._patience_s = patience_s
         self._lanes = Lanes()
 
     def compiled(
-        self, form: StructuredOutputsParams, is_wanted: Callable[[], bool] = lambda: True
+        self, form: StructuredOutputsParams, is_wanted: Callable[[], bool] = lambda: True, owner: str = ""
     ) -> Future[CompiledForm]:
         """Return the compiled form, at once. The future fails with GrammarError; and with CancelledError if nobody
-        wants the form when its turn comes. Nothing is compiled again while a caller has its future."""
+        wants the form when its turn comes. Nothing is compiled again while a caller has its future.
+        owner: of the request. The forms of owners are compiled in turn, and those that take long behind all others."""
         with self._lock:
             future = self._in_use.get(form)
             if future is None:
                 self._wishes[form] = []
-                future = self._in_use[form] = self._threads.submit(self._compile, form)
+                future = self._in_use[form] = Future()
+                self._threads.submit(owner, partial(self._settle, form, owner, future))
             if form in self._wishes:
                 self._wishes[form].append(is_wanted)
             self._kept[form] = future
@@ -109,9 +132,21 @@ class Grammars:
         with self._lock:
             self._kept.pop(form, None)
 
-    def _compile(self, form: StructuredOutputsParams) -> CompiledForm:
+    def _settle(
+        self, form: StructuredOutputsParams, owner: str, future: Future[CompiledForm], most_s: int = QUICK_S
+    ) -> None:
+        try:
+            future.set_result(self._compile(form, most_s))
+        except TimeoutError:
+            self._patient.submit(owner, partial(self._settle, form, owner, future, MOST_S))
+            return
+        except BaseException as error:  # noqa: BLE001 - whoever has the future gets it
+            future.set_exception(error)
+        self._wishes.pop(form, None)
+
+    def _compile(self, form: StructuredOutputsParams, most_s: int) -> CompiledForm:
         with self._lock:
-            if not any(is_wanted() for is_wanted in self._wishes.pop(form)):
+            if not any(is_wanted() for is_wanted in self._wishes[form]):
                 del self._in_use[form]
                 self._kept.pop(form, None)
                 raise CancelledError
@@ -121,8 +156,10 @@ class Grammars:
                 from llguidance import LLMatcher  # noqa: PLC0415
 
             tokenizer = self._own_tokenizer()
-            grammar, num_bytes = self._checker.grammar(dataclasses.asdict(form))
+            grammar, num_bytes = self._checker.grammar(dataclasses.asdict(form), most_s)
             matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+        except TimeoutError:
+            raise
         # Not installed, a tokenizer that is no use, a form that cannot be compiled, a panic of llguidance.
         except BaseException as error:
             has_place = isinstance(error, ValueError) and not isinstance(error, ConfigError)  # of the form checker

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
+from functools import partial
 from typing import Any
 
 import jsonschema
@@ -259,6 +260,34 @@ def test_a_form_that_nobody_waits_for_is_not_compiled() -> None:
     with pytest.raises(CancelledError):
         grammars.compiled(form, lambda: False).result()
     assert grammars.compiled(form).result().mask.any()
+
+
+def _await(event: threading.Event) -> None:
+    event.wait()
+
+
+def test_owners_have_their_forms_compiled_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayspec.decode.grammar._NUM_THREADS", 1)
+    grammars, event, order = _grammars(), threading.Event(), list[str]()
+    grammars._threads.submit("", partial(_await, event))
+    futures = []
+    for name in ("a1", "a2", "a3", "b1"):
+        futures.append(grammars.compiled(StructuredOutputsParams(regex=name), owner=name[0]))
+        futures[-1].add_done_callback(lambda _, name=name: order.append(name))
+    event.set()
+    wait_until(lambda: len(order) == len(futures), 60)
+    assert order == ["a1", "b1", "a2", "a3"]
+
+
+def test_a_form_that_takes_long_does_not_hold_up_others() -> None:
+    grammars, event = _grammars(), threading.Event()
+    grammars._patient.submit("", partial(_await, event))
+    hard = grammars.compiled(StructuredOutputsParams(json={"$ref": "#/$defs/0", "$defs": DOUBLING}))
+    assert [grammars.compiled(StructuredOutputsParams(regex=one)).result().mask.any() for one in "abcd"] == 4 * [True]
+    assert not hard.done()
+    event.set()
+    with pytest.raises(GrammarError, match="simplify it"):
+        hard.result()
 
 
 def test_large_compiled_forms_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
