@@ -136,13 +136,15 @@ async def _prepared(request: Request, engine: AsyncEngine, **options: Any) -> tu
     if style == HARMONY:
         needed["skip_special_tokens"] = False  # they divide the text
     prompts = await _prompts(request, engine, tool_use, needed, dropped)
-    make_parser: Callable[[], OutputParser] | None = None if tool_use is None else tool_use.parser
+    of_calls = None if tool_use is None else tool_use.parser
+    make_parser: Callable[[], OutputParser] | None = of_calls
     if style == HARMONY:
-        make_parser = make_parser or partial(HarmonyParser, has_tools=False, is_parallel=False)
+        make_parser = of_calls or partial(HarmonyParser, has_tools=False, is_parallel=False)
     elif style is not None and not request.has_form:
         end = str(engine.tokenizer.decode(list(prompts[0][0][-_MOST_TOKENS_OF_THINK:])))
-        make_parser = partial(ThinkParser, make_parser, is_inside=end.rstrip().endswith(THINK))
+        make_parser = partial(ThinkParser, of_calls, is_inside=end.rstrip().endswith(THINK))
     kind: Any = ItemAnswer if isinstance(request, ResponsesRequest) else Answer
+    options["has_short_ids"] = tool_use is not None and tool_use.form.has_short_ids
     return kind(request, texts, make_parser=make_parser, **options), prompts
 
 

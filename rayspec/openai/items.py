@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from msgspec import UNSET
@@ -14,7 +15,7 @@ from typing_extensions import Self
 from rayspec.errors import GrammarError, RequestError
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.requests import ONLY_TIER, ChatRequest
-from rayspec.openai.responses import Answer, ChatChoice, ChatCompletion, ItemResponse, ItemUsage, StreamEvent, Usage
+from rayspec.openai.responses import Answer, StreamEvent, Usage
 from rayspec.openai.strict_body import Refusals, StrictBody
 from rayspec.types import RequestOutput
 
@@ -30,9 +31,17 @@ _HERE = {
 }
 _STORED = ("previous_response_id", "conversation")
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")  # reasoning is never encrypted here
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+_NEW: Mapping[str, Mapping[str, Any]] = {
+    "message": {"role": "assistant", "content": []},
+    "reasoning": {"summary": [], "content": []},
+    "function_call": {"arguments": ""},
+}
+_FIXED = {"object": "response", "error": None, "previous_response_id": None, "store": False, "truncation": "disabled"}
+_OF_BODY = ("instructions", "max_output_tokens", "metadata", "top_logprobs")
+_ROLES = ("system", "developer", "user", "assistant")
+_OF_TEXT = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
 class ReasoningOptions(StrictBody):
@@ -52,6 +61,7 @@ class ResponsesBody(StrictBody):
 
     model_config = pydantic.ConfigDict(extra="allow")
     refused: ClassVar[Refusals] = {
+        "asked": (),  # a name of ResponsesRequest
         "background": (False,),
         "context_management": ([],),
         "max_tool_calls": (),
@@ -71,123 +81,107 @@ class ResponsesBody(StrictBody):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     tools: list[dict[str, Any]] = Field(default_factory=list)
-    tool_choice: str | dict[str, Any] = "auto"
-    include: list[str] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
     top_logprobs: int | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
 
     @classmethod
     def _takes_effect(cls, name: str, value: Any) -> bool:
-        if name in _STORED:
-            remedy = "nothing is stored here; send the earlier input and output again, as input"
+        if name in _HERE or name in _STORED:
+            stored = "nothing is stored here; send the earlier input and output again, as input"
+            remedy = f"unknown field; did you mean {_HERE[name]!r}?" if name in _HERE else stored
             raise PydanticCustomError("unsupported_parameter", "{remedy}", {"field": name, "remedy": remedy})
-        if name in _HERE:
-            raise PydanticCustomError(
-                "unknown_parameter", "unknown field; did you mean '{near}'?", {"field": name, "near": _HERE[name]}
-            )
-        if name in {*cls.model_fields, *cls.refused, *cls.ignored}:
-            return super()._takes_effect(name, value)
-        return True  # the chat request knows it, or refuses it
+        is_own = name in {*cls.model_fields, *cls.refused, *cls.ignored}
+        return super()._takes_effect(name, value) if is_own else True  # the chat request knows it, or refuses it
 
     def chat(self) -> dict[str, Any]:
         """Return the chat request. Raises InvalidRequestError."""
-        for at, name in enumerate(self.include):
-            if name not in _INCLUDED:
-                raise _invalid(f"include.{at}", f"it is {name!r}; give {' or '.join(map(repr, _INCLUDED))}")
-        form = dict(self.text.format)
-        if form.get("type") == "json_schema":
-            form = {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
-        has_logprobs = _LOGPROBS in self.include or self.top_logprobs is not None
-        given = {
+        for at, tool in enumerate(self.tools):
+            if tool.get("type") != "function":
+                problem = f"{tool.get('type')!r}: the server runs no tools; give functions, and run them yourself"
+                raise _invalid(f"tools.{at}.type", problem)
+        form, choice = self.text.format, self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            choice = _nested(choice, "function")
+        return {
+            **(self.model_extra or {}),
             "model": self.model,
+            "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
-            "response_format": form,
+            "response_format": _nested(form, "json_schema") if form.get("type") == "json_schema" else form,
             "reasoning_effort": self.reasoning.effort,
-            "tools": [_tool(tool, f"tools.{at}") for at, tool in enumerate(self.tools)],
-            "tool_choice": self._tool_choice(),
-            "logprobs": has_logprobs or None,
+            "tools": [_nested(tool, "function") for tool in self.tools],
+            "tool_choice": choice,
+            "logprobs": _LOGPROBS in self.include or self.top_logprobs is not None,
             "top_logprobs": self.top_logprobs,
         }
-        return {**(self.model_extra or {}), "messages": self._messages(), **given}
-
-    def _tool_choice(self) -> Any:
-        choice = self.tool_choice
-        if not self.tools and choice == "auto":
-            return None
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            return {"type": "function", "function": {key: choice[key] for key in choice if key != "type"}}
-        return choice
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Return the input as messages. Calls that follow each other, or an assistant's text, are of one message."""
+        """Return the input as messages. The items of an answer are of one message: reasoning, text, and calls."""
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        thought: dict[str, Any] = {}
-        may_join = False  # whether the last message is an assistant's, of the same answer
         for at, item in enumerate(items):
             place, kind = f"input.{at}", item.get("type", "message" if "role" in item else None)
-            if kind == "reasoning":
-                parts = [part for key in ("content", "summary") for part in _parts(item.get(key, []), f"{place}.{key}")]
-                thought, may_join = {"reasoning_content": "\n".join(part["text"] for part in parts)}, False
+            if kind == "message":
+                if item.get("role") not in _ROLES:
+                    raise _invalid(f"{place}.role", f"it is {item.get('role')!r}; give one of {', '.join(_ROLES)}")
+                message = {"role": item.get("role"), "content": _content(item, "content", place)}
             elif kind == "function_call":
                 function = {"name": _text(item, "name", place), "arguments": _text(item, "arguments", place)}
-                if not may_join:
-                    messages.append({"role": "assistant", **thought})
                 call = {"id": _text(item, "call_id", place), "type": "function", "function": function}
-                messages[-1].setdefault("tool_calls", []).append(call)
-                thought, may_join = {}, True
+                message = {"role": "assistant", "tool_calls": [call]}
             elif kind == "function_call_output":
-                content = _content(item.get("output"), f"{place}.output")
-                messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", place), "content": content})
-                thought, may_join = {}, False
-            elif kind == "message":
-                may_join = item.get("role") == "assistant"
-                content = _content(item.get("content"), f"{place}.content")
-                messages.append({"role": item.get("role"), "content": content, **(thought if may_join else {})})
-                thought = {}
+                message = {"role": "tool", "tool_call_id": _text(item, "call_id", place)}
+                message["content"] = _content(item, "output", place)
+            elif kind == "reasoning":
+                parts = [_content(item, name, place) for name in ("content", "summary") if name in item]
+                text = "\n".join(part["text"] for part in itertools.chain(*parts))
+                message = {"role": "assistant", "reasoning_content": text}
             else:
-                is_stored = kind == "item_reference"
-                problem = "nothing is stored here; send the item itself" if is_stored else "not supported here"
-                raise _invalid(f"{place}.type", f"{kind!r}: {problem}", "unsupported_parameter")
+                remedy = "nothing is stored here; send the item itself" if kind == "item_reference" else "leave it out"
+                raise _invalid(f"{place}.type", f"{kind!r}: not supported here; {remedy}")
+            last = messages[-1] if messages else {}
+            may_join = kind == "function_call" or (kind == "message" and last.keys() == {"role", "reasoning_content"})
+            if may_join and last.get("role") == message["role"] == "assistant":
+                message["tool_calls"] = last.get("tool_calls", []) + message.get("tool_calls", [])
+                last |= message
+            else:
+                messages.append(message)
         return messages
 
 
-def _content(content: Any, place: str) -> Any:
-    """Return text, or parts, in the form of chat messages."""
-    return content if isinstance(content, str) else _parts(content, place)
-
-
-def _parts(parts: Any, place: str) -> list[dict[str, str]]:
+def _content(item: Mapping[str, Any], name: str, place: str) -> Any:
+    """Return a text, or parts, in the form of chat messages."""
+    parts, found = item.get(name), []
+    if isinstance(parts, str) and item.get("type") != "reasoning":
+        return parts
     if not isinstance(parts, list):
-        raise _invalid(place, "give a text, or a list of parts with text")
-    found = []
+        raise _invalid(f"{place}.{name}", "give a text, or a list of parts with text")
     for at, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"):
-            problem = f"{kind!r}: not supported here; give parts with text only"
-            raise _invalid(f"{place}.{at}.type", problem, "unsupported_parameter")
-        found.append({"type": "text", "text": _text(part, "refusal" if kind == "refusal" else "text", f"{place}.{at}")})
+        if kind not in _OF_TEXT:
+            raise _invalid(f"{place}.{name}.{at}.type", f"{kind!r}: not supported here; give parts with text only")
+        text = _text(part, "refusal" if kind == "refusal" else "text", f"{place}.{name}.{at}")
+        found.append({"type": "text", "text": text})
     return found
 
 
 def _text(item: Mapping[str, Any], name: str, place: str) -> str:
-    text = item.get(name)
-    if not isinstance(text, str):
+    if not isinstance(item.get(name), str):
         raise _invalid(f"{place}.{name}", "it must be text")
-    return text
+    return str(item[name])
 
 
-def _tool(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        problem = f"{tool.get('type')!r}: the server runs no tools; give functions, and run them yourself"
-        raise _invalid(f"{place}.type", problem, "unsupported_parameter")
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+def _nested(flat: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return an object in the form of chat requests, where the fields beside the type are in an object of their own."""
+    return {"type": flat["type"], name: {key: value for key, value in flat.items() if key != "type"}}
 
 
-def _invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidRequestError:
-    return InvalidRequestError(f"{param}: {problem}", param=param, code=code)
+def _invalid(param: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param}: {problem}", param=param, code="invalid_value")
 
 
 def _told_here(error: RequestError) -> RequestError:
@@ -227,123 +221,101 @@ class ItemAnswer(Answer):
         super().__init__(request, *args, **options)
         self._asked, self._of_chat = request.asked, request
         self._items: list[dict[str, Any]] = []
-        self._texts_of_item: list[str] = []
-        self._is_open, self._is_cut, self._num_events = False, False, 0
+        self._parts: list[str] = []  # of the last item's text
+        self._logprobs: list[Any] = []
+        self._held: list[Any] = []  # log-probabilities of tokens whose text has not come
+        self._is_open, self._status, self._num_events = False, "in_progress", 0
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> ItemResponse:
+    def whole(self, outputs: Sequence[RequestOutput]) -> StreamEvent:
         chat: Any = super().whole(outputs)
-        for _ in self._added(chat.choices[0], chat.choices[0].message):
-            pass
+        list(self._added(chat.choices[0], chat.choices[0].message))
         return self._response(chat.usage)
 
     def chunks(self, prompt_index: int, piece: RequestOutput) -> Iterator[StreamEvent]:
         if not self._num_events:
             yield self._event("created", response=self._response(None))
             yield self._event("in_progress", response=self._response(None))
-        for chunk in super().chunks(prompt_index, piece):
-            assert isinstance(chunk, ChatCompletion)
-            for choice in chunk.choices:
-                yield from self._added(choice, choice.delta)
+        chunks: Iterator[Any] = super().chunks(prompt_index, piece)
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            yield from self._added(choice, choice.delta)
 
     def end(self) -> Iterator[StreamEvent]:
         usage = self._usage(self._latest.values(), self._num_output_tokens)
-        yield self._event("incomplete" if self._is_cut else "completed", response=self._response(usage))
+        yield self._event(self._status, response=self._response(usage))
 
-    def _added(self, choice: ChatChoice, text: Any) -> Iterator[StreamEvent]:
+    def _added(self, choice: Any, text: Any) -> Iterator[StreamEvent]:
         """Yield the events of new output of the chat."""
-        logprobs = choice.logprobs.content if choice.logprobs is not None else []
+        self._held += choice.logprobs.content if choice.logprobs is not None else []
         if text.reasoning is not UNSET:
             yield from self._grow("reasoning", text.reasoning)
-        if text.content or (logprobs and text.content is not UNSET):
-            yield from self._grow("message", text.content, logprobs=logprobs)
+        if text.content:
+            yield from self._grow("message", text.content, self._held)
+            self._held = []
         for call in text.tool_calls or ():
-            begun = call.id is not UNSET
-            new = {"call_id": call.id, "name": call.function.name} if begun else {}
+            new = {"call_id": call.id, "name": call.function.name} if call.id is not UNSET else {}
             yield from self._grow("function_call", call.function.arguments, **new)
         if choice.finish_reason is not None:
-            self._is_cut = choice.finish_reason == "length"
-            if not self._items:
-                yield from self._grow("message", "")
-            yield from self._close("incomplete" if self._is_cut else "completed")
+            self._status = "incomplete" if choice.finish_reason == "length" else "completed"
+            if not self._items or (self._held and self._items[-1]["type"] == "message"):
+                yield from self._grow("message", "", self._held)
+            yield from self._close(self._status)
 
     def _grow(self, kind: str, delta: str, logprobs: Sequence[Any] = (), **new: Any) -> Iterator[StreamEvent]:
         """Add text to the last item, or to a new one of the kind. new: fields of a call that begins."""
         if not self._is_open or new or self._items[-1]["type"] != kind:
             yield from self._close("completed")
-            yield from self._open(kind, new)
-        item, place = self._items[-1], self._place
-        self._texts_of_item.append(delta)
-        if kind == "function_call":
-            if delta:
-                yield self._event("function_call_arguments.delta", **place, delta=delta)
-            return
-        more: dict[str, Any] = {}
-        if kind == "message":
-            item["content"][0]["logprobs"].extend(logprobs)
-            more = {"logprobs": list(logprobs)}
+            item = {"type": kind, "id": f"{_PREFIXES[kind]}_{self._name}_{len(self._items)}", "status": "in_progress"}
+            self._items.append({**item, **_NEW[kind], **new})
+            self._parts, self._logprobs, self._is_open = [], [], True
+            yield self._event("output_item.added", item=dict(self._items[-1]))
+            if kind in _PARTS:
+                yield self._event("content_part.added", part=self._part(kind))
+        self._parts.append(delta)
+        self._logprobs += logprobs
         if delta or logprobs:
-            yield self._event(f"{_PARTS[kind]}.delta", **place, content_index=0, delta=delta, **more)
-
-    def _open(self, kind: str, new: Mapping[str, Any]) -> Iterator[StreamEvent]:
-        item = {"type": kind, "id": f"{_PREFIXES[kind]}_{self._name}_{len(self._items)}", "status": "in_progress"}
-        more: dict[str, Any] = {"arguments": "", **new}
-        if kind != "function_call":
-            more = {"content": [], **({"role": "assistant"} if kind == "message" else {"summary": []})}
-        self._items.append(item | more)
-        self._texts_of_item, self._is_open = [], True
-        yield self._event("output_item.added", output_index=len(self._items) - 1, item=item | more)
-        if kind != "function_call":
-            part: dict[str, Any] = {"type": _PARTS[kind], "text": ""}
-            lists = ("annotations", "logprobs") if kind == "message" else ()
-            self._items[-1]["content"] = [part | {name: [] for name in lists}]
-            shown = part | {name: [] for name in lists}  # the item's own grows before the event is encoded
-            yield self._event("content_part.added", **self._place, content_index=0, part=shown)
+            more = {"logprobs": list(logprobs)} if kind == "message" else {}
+            yield self._event(f"{_PARTS.get(kind, 'function_call_arguments')}.delta", delta=delta, **more)
 
     def _close(self, status: str) -> Iterator[StreamEvent]:
         if not self._is_open:
             return
-        item, text, self._is_open = self._items[-1], "".join(self._texts_of_item), False
-        item["status"] = status
-        if item["type"] == "function_call":
-            item["arguments"] = text
-            yield self._event("function_call_arguments.done", **self._place, name=item["name"], arguments=text)
+        item, self._is_open = self._items[-1], False
+        kind, item["status"], text = item["type"], status, "".join(self._parts)
+        if kind in _PARTS:
+            item["content"] = [self._part(kind)]
+            more = {"logprobs": self._logprobs} if kind == "message" else {}
+            yield self._event(f"{_PARTS[kind]}.done", text=text, **more)
+            yield self._event("content_part.done", part=item["content"][0])
         else:
-            (part,) = item["content"]
-            part["text"] = text
-            more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-            yield self._event(f"{part['type']}.done", **self._place, content_index=0, text=text, **more)
-            yield self._event("content_part.done", **self._place, content_index=0, part=part)
-        yield self._event("output_item.done", output_index=len(self._items) - 1, item=item)
+            item["arguments"] = text
+            yield self._event("function_call_arguments.done", name=item["name"], arguments=text)
+        yield self._event("output_item.done", item=item)
 
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+    def _part(self, kind: str) -> dict[str, Any]:
+        more = {"annotations": [], "logprobs": list(self._logprobs)} if kind == "message" else {}
+        return {"type": _PARTS[kind], "text": "".join(self._parts), **more}
 
     def _event(self, kind: str, /, **fields: Any) -> StreamEvent:
+        place: dict[str, Any] = {}
+        if "response" not in fields:
+            place = {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"], "content_index": 0}
         self._num_events += 1
-        return {"type": f"response.{kind}", "sequence_number": self._num_events - 1, **fields}
+        return {"type": f"response.{kind}", "sequence_number": self._num_events - 1, **place, **fields}
 
-    def _response(self, usage: Usage | None) -> ItemResponse:
+    def _response(self, usage: Usage | None) -> StreamEvent:
         """Return the response so far. usage: None while the answer grows."""
-        asked, chat = self._asked, self._of_chat
-        status: Any = "in_progress" if usage is None else "incomplete" if self._is_cut else "completed"
-        return ItemResponse(
-            id=f"resp_{self._name}",
-            created_at=self._created,
-            model=self._model,
-            output=[] if usage is None else self._items,
-            status=status,
-            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
-            instructions=asked.instructions,
-            max_output_tokens=asked.max_output_tokens,
-            metadata=asked.metadata,
-            parallel_tool_calls=chat.parallel_tool_calls,
-            reasoning={"effort": asked.reasoning.effort, "summary": None},
-            temperature=chat.temperature,
-            text={"format": asked.text.format},
-            tool_choice=asked.tool_choice,
-            tools=[{"parameters": None, "strict": None, **tool} for tool in asked.tools],
-            top_logprobs=asked.top_logprobs,
-            top_p=chat.top_p,
-            usage=None if usage is None else ItemUsage.of(usage),
-        )
+        asked, status = self._asked, "in_progress" if usage is None else self._status
+        body: dict[str, Any] = {"id": f"resp_{self._name}", "created_at": self._created, "model": self._model, **_FIXED}
+        body |= {name: getattr(asked, name) for name in _OF_BODY}
+        body |= {name: getattr(self._of_chat, name) for name in ("parallel_tool_calls", "temperature", "top_p")}
+        body |= {"reasoning": asked.reasoning.model_dump(), "text": {"format": asked.text.format}}
+        body |= {"tool_choice": asked.tool_choice or "auto", "status": status, "output": [], "usage": None}
+        body["tools"] = [{"parameters": None, "strict": None, **tool} for tool in asked.tools]
+        body["incomplete_details"] = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        if usage is not None:
+            cached, thought = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens_details
+            counts = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
+            details = {"input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0}}
+            details |= {"output_tokens_details": {"reasoning_tokens": thought.reasoning_tokens if thought else 0}}
+            body |= {"output": self._items, "usage": {**counts, **details, "total_tokens": usage.total_tokens}}
+        return body

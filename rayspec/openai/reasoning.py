@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from rayspec.openai.tool_formats import CallPiece
+from rayspec.openai.tool_formats import CallParser, CallPiece
 
 THINK, _CLOSE = "<think>", "</think>"
 HARMONY = "openai_gptoss"
@@ -32,20 +32,6 @@ class Thought:
 Piece = str | CallPiece | Thought
 
 
-class OutputParser(Protocol):
-    """Divides an output into content, calls and reasoning. The pieces join to the same result however the text is cut.
-    num_calls: those found so far. has_short_ids: see ToolFormat."""
-
-    @property
-    def num_calls(self) -> int: ...
-
-    @property
-    def has_short_ids(self) -> bool: ...
-
-    def feed(self, text: str, *, finished: bool) -> Sequence[Piece]:
-        """Add new text. Return the new pieces."""
-
-
 def reasoning_style(template: str, name: str | None) -> str | None:
     """Return the style of the reasoning in outputs; None: it is not found. name: vLLM's name of the parser; None: only
     what the chat template shows to be gpt-oss' format."""
@@ -56,18 +42,10 @@ class ThinkParser:
     """Finds reasoning in <think> and </think>. make_rest: makes the parser of what follows; None: it is content.
     is_inside: the prompt ended with <think>. Spaces around the reasoning belong to nothing."""
 
-    def __init__(self, make_rest: Callable[[], OutputParser] | None, *, is_inside: bool) -> None:
+    def __init__(self, make_rest: Callable[[], CallParser | HarmonyParser] | None, *, is_inside: bool) -> None:
         self._rest = make_rest() if make_rest is not None else None
         self._held, self._has_thought = "", False
         self._at: Literal["begin", "inside", "between", "after"] = "inside" if is_inside else "begin"
-
-    @property
-    def num_calls(self) -> int:
-        return 0 if self._rest is None else self._rest.num_calls
-
-    @property
-    def has_short_ids(self) -> bool:
-        return self._rest is not None and self._rest.has_short_ids
 
     def feed(self, text: str, *, finished: bool) -> Sequence[Piece]:
         pieces: list[Piece] = []
@@ -101,8 +79,6 @@ class HarmonyParser:
     """Finds the messages in the format of gpt-oss. The analysis is reasoning, and so is what is sent to other tools
     than functions. What has no header is content. has_tools: messages to functions are calls. is_parallel: as in
     CallParser."""
-
-    has_short_ids = False
 
     def __init__(self, *, has_tools: bool, is_parallel: bool) -> None:
         self.num_calls = 0
@@ -171,3 +147,7 @@ class HarmonyParser:
 def _num_begun(text: str, marks: Sequence[str]) -> int:
     """Return how many characters at the end of the text may begin a mark."""
     return max(num for mark in marks for num in range(len(mark)) if text.endswith(mark[:num]))
+
+
+OutputParser = CallParser | HarmonyParser | ThinkParser
+"""Divides an output into content, calls and reasoning; the pieces join to the same however the text is cut."""

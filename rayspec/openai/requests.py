@@ -16,7 +16,7 @@ from rayspec.config import SamplingParams
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.forms import asked_form, refusal
 from rayspec.openai.strict_body import Refusals, StrictBody
-from rayspec.openai.tools import MOST_TOOLS, Tool, ToolUse, check_tools, read_choice
+from rayspec.openai.tools import MOST_TOOLS, Tool, ToolUse, check_tools, read_choice, schema_beside_tools
 from rayspec.prompts import InvalidMessageError, Rendering, read_message, truncated
 from rayspec.types import ConfigError, GrammarError, PromptTooLongError, RequestError, Role
 
@@ -382,14 +382,16 @@ class ChatRequest(GenerationRequest):
             raise PydanticCustomError("invalid_value", "{message}", {"message": message, "field": "tool_choice"})
         if self.tool_choice == "required" and not names:
             raise PydanticCustomError("invalid_value", "only with tools", {"field": "tool_choice"})
-        if names and self.tool_choice != "none" and (form := asked_form(self._given)) is not None:
-            message = "tools are given, too: leave them out, or give tool_choice 'none'"
+        form = asked_form(self._given)
+        if names and self.tool_choice != "none" and form is not None and schema_beside_tools(form[1]) is None:
+            message = "tools are given, too: give a JSON schema only, or tool_choice 'none'"
             raise PydanticCustomError("invalid_value", "{message}", {"message": message, "field": form[0]})
         return self
 
     def tool_use(self, tokenizer: Any, parser: str | None) -> ToolUse | None:
         if not self.tools or self.tool_choice == "none":
             return None
+        form = asked_form(self._given)
         return ToolUse.of(
             tokenizer,
             self.tools,
@@ -397,6 +399,7 @@ class ChatRequest(GenerationRequest):
             is_parallel=self.parallel_tool_calls,
             rendering=self.rendering,
             parser=parser,
+            content=None if form is None else schema_beside_tools(form[1]),
         )
 
     @property
@@ -406,9 +409,11 @@ class ChatRequest(GenerationRequest):
         return is_called or asked_form(self._given) is not None
 
     def refusal(self, error: GrammarError) -> RequestError:
-        if asked_form(self._given) is None and self.tools:
+        if self.tools and self.tool_choice != "none":
+            form = asked_form(self._given)
             problem = str(error).removeprefix("structured_outputs.grammar: ")
-            return InvalidRequestError(f"tools: {problem}", param="tools", code="invalid_value")
+            names = "tools" if form is None else f"tools, or {form[0]}"
+            return InvalidRequestError(f"{names}: {problem}", param="tools", code="invalid_value")
         return super().refusal(error)
 
     @property

@@ -225,64 +225,15 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
 
 
-class ItemUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """`Usage` by the names of the Responses API."""
-
-    input_tokens: int
-    input_tokens_details: dict[str, int]
-    output_tokens: int
-    output_tokens_details: dict[str, int]
-    total_tokens: int
-
-    @classmethod
-    def of(cls, usage: Usage) -> Self:
-        details = usage.completion_tokens_details
-        return cls(
-            input_tokens=usage.prompt_tokens,
-            input_tokens_details={"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
-            output_tokens=usage.completion_tokens,
-            output_tokens_details={"reasoning_tokens": details.reasoning_tokens if details else 0},
-            total_tokens=usage.total_tokens,
-        )
-
-
-class ItemResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The response of /v1/responses. output: items of type "reasoning", "message" or "function_call". It is not stored.
-    Other fields are those of the request."""
-
-    id: str
-    created_at: int
-    model: str
-    status: Literal["in_progress", "completed", "incomplete"]
-    output: list[dict[str, Any]]
-    incomplete_details: dict[str, str] | None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    parallel_tool_calls: bool
-    reasoning: dict[str, str | None]
-    temperature: float | None
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_logprobs: int | None
-    top_p: float | None
-    usage: ItemUsage | None
-    error: None = None
-    object: Literal["response"] = "response"
-    previous_response_id: None = None
-    store: bool = False
-    truncation: Literal["disabled"] = "disabled"
-
-
-Response = ChatCompletion | Completion | ItemResponse
 StreamEvent = dict[str, Any]
-"""An event of the Responses API, by its `type`."""
+"""An event of the Responses API, by its `type`, or a response."""
+Response = ChatCompletion | Completion | StreamEvent
 
 
 class Answer:
     """Makes the response to one request, either as a whole or in chunks with one choice each. name: the end of its id.
-    model: the served name. make_parser: makes the parser of a choice's output; None: all of it is content."""
+    model: the served name. make_parser: makes the parser of a choice's output; None: all of it is content.
+    has_short_ids: as in ToolFormat."""
 
     end_of_events = END_OF_EVENTS
 
@@ -295,9 +246,11 @@ class Answer:
         created: int,
         model: str,
         make_parser: Callable[[], OutputParser] | None = None,
+        has_short_ids: bool = False,
     ) -> None:
         self._request, self._texts, self._name = request, texts, name
-        self._make_parser = make_parser
+        self._make_parser, self._has_short_ids = make_parser, has_short_ids
+        self._called: set[int] = set()  # choices with calls
         self._parsers: dict[int, OutputParser] = {}
         self._thoughts: list[str] = []
         self._is_chat = isinstance(request, ChatRequest)
@@ -319,7 +272,7 @@ class Answer:
         fields = self._of_prompt(outputs[0]) if self._is_chat else {}
         return self._body(choices, usage=self._usage(outputs, 0 if self._only_echoes else None), **fields)
 
-    def chunks(self, prompt_index: int, piece: RequestOutput) -> Iterator[Response | StreamEvent]:
+    def chunks(self, prompt_index: int, piece: RequestOutput) -> Iterator[Response]:
         """Yield the chunks for new output of a prompt."""
         self._latest[prompt_index] = piece
         self._num_output_tokens += sum(len(one.token_ids) for one in piece.outputs)
@@ -335,7 +288,7 @@ class Answer:
             if one.text or calls or thought or one.logprobs or one.finished or has_tokens:
                 yield self._chunk([self._choice(index, prompt_index, piece, one, "delta", calls, thought)])
 
-    def end(self) -> Iterator[Response | StreamEvent]:
+    def end(self) -> Iterator[Response]:
         """Yield the chunk without choices that ends the stream, if the request asks for it."""
         if self._request.include_usage:
             yield self._chunk([], usage=self._usage(self._latest.values(), self._num_output_tokens))
@@ -365,7 +318,8 @@ class Answer:
         """Return the choice of a completion of the output of a prompt."""
         reason: str | None = one.finish_reason
         assert reason in {None, "stop", "length"}, f"a completion without an error has the finish reason {reason!r}"
-        if reason == "stop" and index in self._parsers and self._parsers[index].num_calls:
+        self._called |= {index} if calls else set()
+        if reason == "stop" and index in self._called:
             reason = "tool_calls"
         common: Any = {"index": index, "finish_reason": reason, "stop_reason": one.stop_reason}
         if self._only_echoes:
@@ -417,7 +371,7 @@ class Answer:
             begun: Any = {}
             if parts[0].name is not None:
                 digest = hashlib.sha256(f"{self._name} {index} {number}".encode()).hexdigest()
-                begun = {"id": digest[:9] if parser.has_short_ids else f"call_{digest[:24]}", "type": "function"}
+                begun = {"id": digest[:9] if self._has_short_ids else f"call_{digest[:24]}", "type": "function"}
                 function["name"] = parts[0].name
             calls.append(ToolCall(index=number, function=FunctionCall(**function), **begun))
         return replace(one, text="".join(piece for piece in pieces if isinstance(piece, str))), calls, thought
@@ -469,7 +423,7 @@ def plain_body(body: Any) -> dict[str, Any]:
     return plain
 
 
-def event(body: Response | StreamEvent | ApiError) -> bytes:
+def event(body: Response | ApiError) -> bytes:
     name = f"event: {body['type']}\n".encode() if isinstance(body, dict) else b""
     return name + b"data: " + json_body(body) + b"\n\n"
 

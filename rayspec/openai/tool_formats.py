@@ -144,10 +144,6 @@ class CallParser:
         self._has_content = False
         self._steps = self._output()
 
-    @property
-    def has_short_ids(self) -> bool:
-        return self._form.has_short_ids
-
     def feed(self, text: str, *, finished: bool) -> list[str | CallPiece]:
         """Add new text. Return the new content, as texts, and the new pieces of calls."""
         for start in range(0, len(text), _MOST_AT_ONCE):

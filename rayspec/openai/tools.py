@@ -86,7 +86,8 @@ def read_choice(choice: Any) -> Any:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
     """How the model is made to call the tools of a request. called: those that it may call. special: ids of special
-    tokens. is_known: the chat template describes tools; else a system message does."""
+    tokens. is_known: the chat template describes tools; else a system message does. content: JSON schema of an output
+    without calls; None: it is any text."""
 
     tools: Sequence[Tool]
     called: Sequence[Tool]
@@ -95,6 +96,7 @@ class ToolUse:
     is_parallel: bool
     is_known: bool
     special: Mapping[str, int]
+    content: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
@@ -106,6 +108,7 @@ class ToolUse:
         is_parallel: bool,
         rendering: Rendering,
         parser: str | None,
+        content: Mapping[str, Any] | None = None,
     ) -> ToolUse:
         """Raises InvalidRequestError where the model would not know what to write. parser: name of the format."""
         is_named = isinstance(choice, Mapping)
@@ -135,6 +138,7 @@ class ToolUse:
             is_parallel=is_parallel and not takes_one,
             is_known=is_known,
             special=special,
+            content=content,
         )
 
     def parser(self) -> CallParser | HarmonyParser:
@@ -167,7 +171,7 @@ class ToolUse:
         needed: dict[str, Any] = {}
         if any(token in marks for token in self.special) and not self.form.may_be_bare:
             needed["skip_special_tokens"] = False  # they divide the text
-        if self.is_forced or any(tool.function.strict for tool in self.called):
+        if self.is_forced or self.content is not None or any(tool.function.strict for tool in self.called):
             try:
                 needed["structured_outputs"] = StructuredOutputsParams(grammar=self._grammar())
             except ConfigError as error:
@@ -186,13 +190,18 @@ class ToolUse:
         rules.append(f"call: {self._literal(form.opens)} ({one}) {self._literal(form.closes)}")
         more = f"({self._literal(form.between)} call)*" if self.is_parallel else ""
         rules.append(f"calls: {self._literal(form.many_opens)} call {more} {self._literal(form.many_closes)}")
+        if self.content is not None:
+            rules.append(f"content: {_json_rule(self.content)}")
         if self.is_forced:
             rules.append("start: calls")
         elif form.has_channels:
+            content = "TEXT" if self.content is None else "content"
             channel, message = self._literal("<|channel|>"), self._literal("<|message|>")
             end = self._literal("<|end|><|start|>assistant")
             rules.append(f"thought: {channel} /analysis|commentary/ {message} TEXT {end}")
-            rules.append(f'start: thought* (calls | {channel} "final" {message} TEXT)')
+            rules.append(f'start: thought* (calls | {channel} "final" {message} {content})')
+        elif self.content is not None:
+            rules.append("start: calls | content")
         elif form.may_be_bare:
             rules += ["start: calls | OTHER", r"OTHER: /\s*([^\s{](.|\n)*)?/"]
         else:
@@ -231,6 +240,14 @@ class ToolUse:
         return " ".join(
             f"<[{self.special[part]}]>" if part in self.special else json.dumps(part) for part in parts if part
         )
+
+
+def schema_beside_tools(form: StructuredOutputsParams) -> dict[str, Any] | None:
+    """Return the JSON schema of a form that outputs without calls may have; None for other forms."""
+    if form == StructuredOutputsParams(json_object=True):
+        return {"type": "object"}
+    is_plain = form.json is not None and form == StructuredOutputsParams(json=form.json)
+    return dict(json.loads(str(form.json))) if is_plain else None
 
 
 def _json_rule(schema: Mapping[str, Any]) -> str:

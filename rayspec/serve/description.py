@@ -19,6 +19,7 @@ _EVENT = {
     "properties": {"data": {"type": "string"}},
     "required": ["data"],
 }
+_STYLE = "body{font:15px system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}td{padding-right:1rem}"
 Responses = dict[int | str, dict[str, Any]]
 PAGE_HEADERS = {"x-content-type-options": "nosniff", "content-security-policy": "frame-ancestors 'none'"}
 
@@ -86,31 +87,21 @@ class Description:
 
 def _page(document: dict[str, Any]) -> str:
     """Return the document as a page that needs no script and no network."""
-    parts = [f"<h1>{escape(document['info']['title'])} {escape(document['info']['version'])}</h1><ul>"]
+    parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>API</title><style>{_STYLE}</style>"]
+    parts.append(f"<h1>{escape(document['info']['title'])} {escape(document['info']['version'])}</h1>")
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            content = operation.get("requestBody", {}).get("content", {}).values()
-            taken = " and ".join(_type(one["schema"]) for one in content)
-            answers = operation["responses"].get("200", {}).get("content", {}).items()
-            given = " or ".join(
-                kind if kind == "text/event-stream" else _type(one.get("schema", {})) for kind, one in answers
-            )
-            parts.append(f"<li><code>{method.upper()} {escape(path)}</code> {taken} &rarr; {given}</li>")
-    parts.append("</ul>")
+            contents = [operation.get("requestBody", {}), operation["responses"].get("200", {})]
+            types = [[_type(one.get("schema", {})) for one in each.get("content", {}).values()] for each in contents]
+            told = " &rarr; ".join(" or ".join(names) for names in types)
+            parts.append(f"<p><code>{method.upper()} {escape(path)}</code> {told}</p>")
     for name, schema in sorted(document["components"]["schemas"].items()):
-        note = escape(schema.get("description", "")).replace("\n", " ")
-        parts.append(f'<h2 id="{name}">{name}</h2><p>{note}</p><table>')
+        parts.append(f'<h2 id="{name}">{name}</h2><p>{escape(schema.get("description", ""))}</p><table>')
         for field, value in schema.get("properties", {}).items():
-            default = escape(json.dumps(value["default"])) if "default" in value else ""
-            is_required = field in schema.get("required", ())
-            row = (f"<code>{escape(field)}</code>", _type(value), "required" if is_required else default)
-            parts.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>")
+            default = "required" if field in schema.get("required", ()) else json.dumps(value.get("default"))
+            parts.append(f"<tr><td><code>{escape(field)}</code><td>{_type(value)}<td>{escape(default)}")
         parts.append("</table>")
-    style = "body{font:15px system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}td{padding:0 1rem 0 0}"
-    head = (
-        f"<meta charset=utf-8><meta name=viewport content='width=device-width'><title>API</title><style>{style}</style>"
-    )
-    return f"<!doctype html><html lang=en>{head}{''.join(parts)}</html>"
+    return "".join(parts)
 
 
 def _type(schema: dict[str, Any]) -> str:
@@ -120,8 +111,7 @@ def _type(schema: dict[str, Any]) -> str:
         return f'<a href="#{name}">{name}</a>'
     if "anyOf" in schema:
         return " | ".join(dict.fromkeys(map(_type, schema["anyOf"])))
-    if "enum" in schema or "const" in schema:
-        return escape(" | ".join(map(json.dumps, schema.get("enum", [schema.get("const")]))))
-    if schema.get("type") == "array":
-        return f"list of {_type(schema.get('items', {}))}"
-    return escape(str(schema.get("type", "any")))
+    known = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if known is not None:
+        return escape(" | ".join(map(json.dumps, known)))
+    return f"list of {_type(schema['items'])}" if "items" in schema else escape(str(schema.get("type", "any")))

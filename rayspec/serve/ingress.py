@@ -24,7 +24,7 @@ import rayspec
 from rayspec.openai.errors import ApiError
 from rayspec.openai.items import ResponsesBody, ResponsesRequest
 from rayspec.openai.requests import ChatRequest, CompletionRequest, check_served
-from rayspec.openai.responses import ChatCompletion, Completion, ItemResponse, ModelCard, ModelList
+from rayspec.openai.responses import ChatCompletion, Completion, ModelCard, ModelList
 from rayspec.openai.tokenizing import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -198,7 +198,7 @@ def _add_model_routes(app: FastAPI, ingress: Ingress, described: Description) ->
     async def completions(request: Request) -> Response:
         return await ingress.generate(request, CompletionRequest)
 
-    @app.post("/v1/responses", **described.takes(ResponsesBody, ItemResponse, streamed=True))
+    @app.post("/v1/responses", **described.takes(ResponsesBody, dict[str, Any], streamed=True))
     async def responses(request: Request) -> Response:
         return await ingress.generate(request, ResponsesRequest)
 

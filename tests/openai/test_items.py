@@ -62,7 +62,7 @@ def events(engine: AsyncEngine, **changes: Any) -> list[dict[str, Any]]:
     [
         {"max_output_tokens": 5, "top_logprobs": 2, "instructions": "Be brief.", "metadata": {"a": "b"}},
         {"text": {"format": FORM}},
-        {"tools": [TOOL], "tool_choice": NAMED},
+        {"tools": [TOOL], "tool_choice": NAMED, "top_logprobs": 1},
     ],
     ids=["text", "schema", "call"],
 )
@@ -143,7 +143,8 @@ def test_items_become_the_messages_of_a_chat() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type", "send the item itself"),
         ({"input": [{"type": "reasoning", "summary": 5}]}, "input.0.summary", "list of parts"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type", "text only"),
-        ({"input": [{"role": "king", "content": "x"}]}, "input.0.role", "give one of"),
+        ({"input": [{"role": "king", "content": "x"}], "instructions": "x"}, "input.0.role", "give one of"),
+        ({"asked": 1}, "asked", "not supported here"),
         ({"input": [{"type": "function_call", "name": "a"}]}, "input.0.arguments", "it must be text"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "the server runs no tools"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "pattern"),

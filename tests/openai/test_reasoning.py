@@ -93,7 +93,6 @@ def joined(make: Make, parts: Sequence[str]) -> Result:
                 calls.append((piece.name, piece.arguments))
             else:
                 calls[piece.index] = (calls[piece.index][0], calls[piece.index][1] + piece.arguments)
-    assert parser.num_calls == len(calls)
     return thought, content, calls
 
 

@@ -24,7 +24,9 @@ from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.openai.requests import ChatRequest
 from rayspec.openai.responses import plain_body
 from rayspec.openai.tool_formats import FORMATS, ToolFormat
+from rayspec.openai.tool_formats import HERMES as HERMES_FORM
 from rayspec.openai.tools import ToolUse
+from rayspec.prompts import Rendering
 from tests.openai.scripted import ScriptedEngine
 from tests.tool_templates import HERMES, tokenizer_with
 
@@ -193,6 +195,30 @@ def test_calls_are_found_in_free_text(engine: AsyncEngine) -> None:
     assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("stop", False)
 
 
+def test_an_answer_without_calls_has_its_schema(engine: AsyncEngine) -> None:
+    schema = {"type": "object", "properties": {"cold": {"type": "boolean"}}, "required": ["cold"]}
+    schema |= {"additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for choice in (None, "required"):
+        (one,) = answer(engine, tools=TOOLS, response_format=form, tool_choice=choice)["choices"]
+        calls = one["message"].get("tool_calls")
+        assert calls or choice is None
+        if not calls:
+            assert list(json.loads(one["message"]["content"])) == ["cold"]
+    for form_of, parser in ((HERMES_FORM, None), (FORMATS[-1], "openai")):
+        use = ToolUse.of(
+            engine.tokenizer, ChatRequest.parse(CHAT | {"tools": TOOLS}).tools or (), "auto", is_parallel=True,
+            rendering=Rendering(), parser=parser, content=schema,
+        )  # fmt: skip
+        grammars = Grammars(lambda: engine.tokenizer, vocab_size=2048, eos_token_ids=(1,))
+        initial = grammars.compiled(use.sampling["structured_outputs"]).result().initial
+        begin = "<|channel|>final<|message|>" if use.form.has_channels else ""
+        call = form_of.many_opens + form_of.opens + "{}".join((form_of.head.replace("NAME", "now"), form_of.tail))
+        for text, is_taken in ((f'{begin}{{"cold": true}}', True), (f"{begin}No.", False), (call, True)):
+            tokens = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert (initial.deep_copy().validate_tokens(tokens) == len(tokens)) == is_taken, text
+
+
 def test_a_line_of_a_batch_file_has_the_same_answer_again(engine: AsyncEngine) -> None:
     body = CHAT | {"tools": TOOLS, "tool_choice": NAMED}
     line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}).encode()
@@ -227,7 +253,7 @@ def test_a_template_without_tools_takes_forced_calls_only(plain: AsyncEngine) ->
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", '"required"'),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "no func"),
         ({"tool_choice": "required"}, "tool_choice", "only with tools"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "tools are given, too"),
+        ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "tools are given, too"),
     ],
 )
 def test_a_bad_request_says_where(changes: dict[str, Any], param: str, message: str) -> None:

@@ -96,6 +96,9 @@ def test_a_loop_by_the_responses_api(endpoint: EndpointProcess) -> None:
     assert "".join(one.delta for one in pieces if one.type == "response.output_text.delta") == last.output_text
     parsed = client.responses.parse(input="When?", text_format=Year, **asked)
     assert parsed.output_parsed is not None
+    one: Any = {"tools": [tool], "parallel_tool_calls": False}
+    ended = client.responses.parse(input=history, text_format=Year, **one, **asked)
+    assert ended.output_parsed is not None or ended.output[0].type == "function_call"
     with pytest.raises(openai.BadRequestError, match="send the earlier input and output again") as caught:
         client.responses.create(input="And then?", previous_response_id=first.id, **asked)
     assert caught.value.param == "previous_response_id"
