@@ -104,7 +104,6 @@ app = typer.Typer(
     epilog="Begin with: rayspec demo. All options of a command: rayspec COMMAND --help-all.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

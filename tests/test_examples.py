@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import subprocess
 import sys
@@ -42,6 +43,21 @@ def test_an_example_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     if name == "scores.py":
         right, wrong = (float(line.split()[0]) for line in printed.splitlines())
         assert wrong < right < 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quickstart", pytest.param("compare_strategies", marks=pytest.mark.exhaustive)])
+def test_a_notebook_runs_and_prints_what_it_shows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cells with the tag `varies` print speeds."""
+    names = {"__name__": "__main__"}
+    for cell in json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+            printed = capsys.readouterr().out
+            shown = "".join(text for output in cell["outputs"] for text in output["text"])
+            assert bool(printed) == bool(shown)
+            assert printed == shown or cell["metadata"].get("tags") == ["varies"]
+    assert "  NO" not in printed
 
 
 def test_every_example_is_run() -> None:
