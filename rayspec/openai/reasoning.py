@@ -19,6 +19,7 @@ _HEADER = re.compile(
 )
 _HEADS = ("<|start|>", "<|channel|>", " to=", "to=", "assistant<|channel|>", "assistant to=")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_END = re.compile("|".join(map(re.escape, _ENDS)))
 _MOST_HEADER = 256  # characters
 
 
@@ -95,15 +96,14 @@ class HarmonyParser:
                 if not self._begin(pieces):
                     break
                 continue
-            ends = [(at, mark) for mark in _ENDS if (at := self._held.find(mark)) >= 0]
-            if not ends:
+            end = _END.search(self._held)
+            if end is None:
                 num_shown = len(self._held) - (0 if finished else _num_begun(self._held, _ENDS))
                 self._show(self._held[:num_shown], pieces)
                 self._held = self._held[num_shown:]
                 break
-            at, mark = min(ends)
-            self._show(self._held[:at], pieces)
-            self._held = self._held[at:] if mark in _HEADS else self._held[at + len(mark) :]
+            self._show(self._held[: end.start()], pieces)
+            self._held = self._held[end.start() if end[0] in _HEADS else end.end() :]
             self._kind = None
         return pieces
 

@@ -51,7 +51,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """reasoning_tokens: of the reasoning's text, tokenized again."""
+    """reasoning_tokens: about, in proportion to the characters."""
 
     reasoning_tokens: int
 
@@ -252,7 +252,7 @@ class Answer:
         self._make_parser, self._has_short_ids = make_parser, has_short_ids
         self._called: set[int] = set()  # choices with calls
         self._parsers: dict[int, OutputParser] = {}
-        self._thoughts: list[str] = []
+        self._num_characters = self._num_of_reasoning = 0
         self._is_chat = isinstance(request, ChatRequest)
         self._id = f"chatcmpl-{name}" if self._is_chat else f"cmpl-{name}"
         self._created, self._model = created, model
@@ -295,10 +295,10 @@ class Answer:
 
     def _usage(self, outputs: Collection[RequestOutput], num_output_tokens: int | None) -> Usage:
         usage = Usage.of(outputs, num_output_tokens)
-        if not self._thoughts:
+        if not self._num_of_reasoning:
             return usage
-        num_tokens = len(self._texts.tokenizer("".join(self._thoughts), add_special_tokens=False)["input_ids"])
-        details = CompletionTokensDetails(reasoning_tokens=min(num_tokens, usage.completion_tokens))
+        num_tokens = usage.completion_tokens * self._num_of_reasoning // self._num_characters
+        details = CompletionTokensDetails(reasoning_tokens=num_tokens)
         return msgspec.structs.replace(usage, completion_tokens_details=details)
 
     @property
@@ -361,7 +361,8 @@ class Answer:
         parser = self._parsers.setdefault(index, self._make_parser())
         pieces = parser.feed(one.text, finished=one.finished)
         thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
-        self._thoughts += [thought] if thought else []
+        self._num_characters += len(one.text)
+        self._num_of_reasoning += len(thought)
         calls = []
         for number, of_call in itertools.groupby(
             (piece for piece in pieces if isinstance(piece, CallPiece)), key=lambda piece: piece.index
