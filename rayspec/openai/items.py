@@ -176,7 +176,7 @@ def _text(item: Mapping[str, Any], name: str, place: str) -> str:
 
 
 def _nested(flat: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return an object in the form of chat requests, where the fields beside the type are in an object of their own."""
+    """Return an object in the form of chat requests, where all fields but the type are in an object of their own."""
     return {"type": flat["type"], name: {key: value for key, value in flat.items() if key != "type"}}
 
 

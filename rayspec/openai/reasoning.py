@@ -150,4 +150,4 @@ def _num_begun(text: str, marks: Sequence[str]) -> int:
 
 
 OutputParser = CallParser | HarmonyParser | ThinkParser
-"""Divides an output into content, calls and reasoning; the pieces join to the same however the text is cut."""
+"""Divides an output into content, calls and reasoning; the results do not depend on where the text is cut."""
