@@ -57,7 +57,7 @@ def _kernels_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_pass_the_trial_in_the_shapes_of_a_large_model(dtype: str) -> None:
     shapes = probe.Shapes(
         device="cuda:0", dtype=dtype, hidden_size=4096, inner_size=14336, max_context=131072, has_copies=True,
-        attention=(probe.Attention(32, 8, 128, 0, 0.0), probe.Attention(16, 8, 256, 4096, 50.0)),
+        attention=((32, 8, 128, 0, 0.0), (16, 8, 256, 4096, 50.0)),
     )  # fmt: skip
     assert PROBE(shapes) == probe.Verdict(None, is_kept=True)
 

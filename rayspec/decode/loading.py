@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from array import array
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from rayspec.decode.profile import cache_file
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
+from rayspec.decode.self_test import self_test
 from rayspec.decode.stages import MAX_STEPS, Stages
 from rayspec.decode.strategy import Strategy
 from rayspec.machine import bytes_available, installed_version
@@ -31,7 +33,7 @@ from rayspec.model.cuda import probe
 from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.fused import fuse, may_copy_head
 from rayspec.model.generation_config import eos_token_ids, generation_defaults
-from rayspec.model.graphs import StaticStep, StepGraphs, require_same_attention
+from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import CacheSize, KVCache, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import FIXED, SINGLE_ROWS, has_experts, independent_row_counts
@@ -149,6 +151,8 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
     )  # fmt: skip
     if has_kernels(config, parts):
         runner.on_loss = partial(_note_loss, _verdict_file(config, parts))
+        if runner.may_retry:  # ranks would have to decide together
+            self_test(runner)
     return runner
 
 
@@ -188,13 +192,11 @@ def kernel_shapes(config: EngineConfig, parts: Decomposition) -> probe.Shapes:
     softcap = float(getattr(text, "attn_logit_softcapping", None) or 0.0)
     inner_size = getattr(text, "intermediate_size", None)
     attention = [
-        probe.Attention(
-            max(1, num_heads // shape.num_heads) * shape.num_heads, shape.num_heads, shape.key_dim,
-            parts.windows.get(layer, 0), softcap,
-        )
+        (max(1, num_heads // shape.num_heads) * shape.num_heads, shape.num_heads, shape.key_dim, window, softcap)
         for layer, shape in parts.shapes.items()
+        for window in [parts.windows.get(layer, 0)]
         if shape.key_dim == shape.value_dim
-    ]  # fmt: skip
+    ]
     return probe.Shapes(
         device=str(parts.device),
         dtype=str(parts.dtype).removeprefix("torch."),
@@ -324,16 +326,10 @@ def make_engine(
 
 
 def make_buffers(config: EngineConfig, parts: Decomposition, cache: KVCache, max_model_len: int) -> StepBuffers | None:
-    """Make buffers for passes with static shapes. Return None if the device lacks the operators for them, if a check
-    shows that they compute something else (with a warning), and in deterministic mode, which has its own shapes."""
+    """Make buffers for passes with static shapes. Return None if the device lacks the operators for them, and in
+    deterministic mode, which has its own shapes."""
     if not _has_buffers(config, parts):
         return None
-    if config.parallel is None or config.parallel.tensor == 1:  # ranks would have to decide together
-        try:
-            require_same_attention(parts)
-        except ValueError as error:
-            logger.warning("passes have no static buffers, and so no CUDA graphs: %s", error)
-            return None
     return StepBuffers(
         cache,
         max_rows=padded_rows(config.max_num_batched_tokens + config.max_num_seqs * (MAX_TREE_ROWS + 1)),
@@ -422,6 +418,9 @@ def total_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
+    """Return the memory that can be allocated on the device. Blocks that torch caches count as free."""
     if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     return bytes_available()

@@ -169,7 +169,7 @@ class Runner:
         for name, sublayer in zip(parts.curve_names, parts.sublayers, strict=True):
             known = self.choices_by_kind.get(name, tuple(choices))
             self.choices_by_kind[name] = tuple(choice for choice in known if sublayer.can_run(choice))
-        self._buffers = buffers
+        self.buffers = buffers
         self._step: StaticStep | StepGraphs | None = graphs or (
             StaticStep(parts, buffers) if buffers is not None else None
         )
@@ -193,10 +193,10 @@ class Runner:
     ) -> Batch:
         """Pack rows for `embed` and `run`. fixed_shape: False for a prefill chunk, which ignores `row_counts`.
         scores_pages: see `PackedRows`; rows in buffers leave no notes."""
-        if self._buffers is not None:
+        if self.buffers is not None:
             paths = [span.paths() for span in spans]
             metadata = BatchMetadata(bucket_of(spans, paths), spans, paths, token_ids)
-            if self._buffers.can_hold(metadata):
+            if self.buffers.can_hold(metadata):
                 return Batch(((metadata.num_rows, metadata),), token_ids)
         make = partial(pack, self.cache, device=self.device, scores_pages=scores_pages)
         counts = self.row_counts if fixed_shape else None
@@ -260,7 +260,7 @@ class Runner:
         one."""
         self._use_threads(hidden)
         num_rows = hidden.shape[1]
-        padded = self._buffers.padded(hidden) if self._buffers is not None else None
+        padded = self.buffers.padded(hidden) if self.buffers is not None else None
         if padded is not None:
             return self.parts.head(padded, drafting=drafting)[:num_rows]
         counts = self.row_counts or RowCounts(num_rows, max(num_rows, 1))
@@ -290,12 +290,12 @@ class Runner:
     def give_up(self) -> str | None:
         """Run all later passes without graphs, or, if there are none, without static buffers. Return a description,
         None if neither was left."""
-        if self._buffers is None:
+        if self.buffers is None:
             return None
         if self.graphs is not None:
-            self.graphs, self._step = None, StaticStep(self.parts, self._buffers)
+            self.graphs, self._step = None, StaticStep(self.parts, self.buffers)
             return "without CUDA graphs (cuda_graphs='off' avoids them)"
-        self._buffers = self._step = None
+        self.buffers = self._step = None
         return "without static buffers (cuda_kernels='off' avoids them)"
 
     def free_graphs(self) -> bool:

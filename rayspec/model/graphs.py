@@ -22,16 +22,9 @@ import torch
 from torch import Tensor
 
 from rayspec.choices import FULL, SKIP, Choice, keys_of, weights_of
-from rayspec.model.architecture import rounding_tolerance, rows_of
-from rayspec.model.attention import PackedRows
-from rayspec.model.kv_cache import KVCache, whole_pages
-from rayspec.model.load_check import CheckSequence
-from rayspec.model.rows import MAX_TREE_ROWS, Bucket, bucket_of, padded_rows
+from rayspec.model.rows import MAX_TREE_ROWS, Bucket
 from rayspec.model.static_rows import BatchMetadata, StaticRows, StepBuffers
 from rayspec.model.sublayers import Decomposition, Sublayer, Tap, run
-
-# Rows of a sequence of the check: more than a page, and more than a window of a few tokens.
-_NUM_CHECK_ROWS = 40
 
 
 class StaticStep:
@@ -74,43 +67,6 @@ class StaticStep:
     ) -> Tensor:
         """Do as `sublayers.run`, on `rows.residual`. Changes and returns this buffer: [1, N, hidden_size]."""
         return run(span, rows.residual, rows, choices=choices, tap=tap)
-
-
-@torch.inference_mode()
-def require_same_attention(parts: Decomposition) -> None:
-    """Raise ValueError if attention in static buffers differs from that of packed rows, in the first attention sublayer
-    of each kind: two sequences with a cached prefix, and a decode step."""
-    rows = rows_of(parts, [CheckSequence.of(0, _NUM_CHECK_ROWS)] * 2)
-    most, num_places = 2 * _NUM_CHECK_ROWS, whole_pages(_NUM_CHECK_ROWS)
-    cache = KVCache(parts.shapes, 2 * num_places, dtype=parts.dtype, device=parts.device, num_spare=1)
-    buffers = StepBuffers(
-        cache,
-        max_rows=padded_rows(most),
-        max_sequences=2,
-        max_places=num_places,
-        hidden_size=rows.hidden[0].shape[-1],
-        dtype=parts.dtype,
-        device=parts.device,
-    )
-    step = StaticStep(parts, buffers)
-
-    def in_buffers(sublayer: Sublayer, hidden: Tensor, packed: PackedRows) -> Tensor:
-        held = step.hold(BatchMetadata(bucket_of(packed.spans, packed.paths), packed.spans, packed.paths))
-        held.residual[:, : hidden.shape[1]] = hidden
-        return sublayer(held.residual, held)[:, : hidden.shape[1]].clone()
-
-    seen = set()
-    for sublayer in parts.sublayers:
-        shape, window = parts.shapes[sublayer.layer], parts.windows.get(sublayer.layer)
-        kind = (sublayer.layer_type, sublayer.body is None, shape, window)
-        if sublayer.kind == "mlp" or kind in seen:
-            continue
-        seen.add(kind)
-        expected = rows.branch(rows.outputs(sublayer.layer, sublayer))
-        actual = rows.branch(rows.outputs(sublayer.layer, partial(in_buffers, sublayer)))
-        difference = float((expected - actual).abs().max() / expected.abs().max())
-        if not difference <= rounding_tolerance(parts.dtype):
-            raise ValueError(f"attention of layer {sublayer.layer} differs by {difference:.1e} of the largest output")
 
 
 logger = logging.getLogger(__name__)

@@ -376,13 +376,26 @@ CLEARLY_FASTER = 1.5
 
 def in_fast_dtype(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
     """Convert a model in half precision to float32, in place, if that makes it clearly faster on this CPU: if matrix
-    products are, with `dtype: auto` and enough memory. Say so. Values do not change.
+    products are, with `dtype: auto` and enough memory. Say so. Values do not change. On a GPU, convert a model in
+    bfloat16 to float16 if the GPU has no bfloat16, and warn if float32 is rounded.
 
     Shards do not call this: all stages of a model need the same data type, wherever they run.
     """
     dtype = model.dtype
     is_quantised = getattr(model, "hf_quantizer", None) is not None
-    if config.dtype != "auto" or model.device.type != "cpu" or config.offload is not None or is_quantised:
+    device, may_change = resolve_device(config.device), config.dtype == "auto" and not is_quantised
+    if device.type == "cuda":
+        if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+            logger.warning(
+                "matrix products in float32 are rounded to TF32, so texts may differ from those of exact products: "
+                "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, or call torch.set_float32_matmul_precision('highest')"
+            )
+        if not (may_change and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0)):
+            return model
+        logger.warning("%s emulates bfloat16, slowly: the model runs in float16; dtype bfloat16 keeps bfloat16", device)
+        model.config.dtype = torch.float16
+        return model.half()  # type: ignore[no-any-return, no-untyped-call]
+    if not may_change or config.offload is not None:
         return model
     if dtype not in (torch.bfloat16, torch.float16) or (gain := gain_of_float32(dtype)) < CLEARLY_FASTER:
         return model

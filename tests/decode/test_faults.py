@@ -6,6 +6,8 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +15,17 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from rayspec.config import EngineConfig, SpeculationOptions
+from rayspec.decode import loading
 from rayspec.decode.engine import Engine
+from rayspec.decode.self_test import self_test
 from rayspec.decode.stages import LocalStages
+from rayspec.local_engine import load_engine
 from rayspec.model import static_rows
 from rayspec.model.cuda.operations import attend
 from rayspec.model.graphs import StepGraphs
-from rayspec.model.static_rows import Staging
+from rayspec.model.rows import MAX_TREE_ROWS
+from rayspec.model.static_rows import Staging, StaticRows
 from rayspec.types import OutOfMemoryError
 from tests.engines import GREEDY, RandomPlans, complete, engine_with, requests_for, tokens_of
 from tests.families import cases, checkpoint, operator_parts_of
@@ -33,8 +40,8 @@ ERRORS = [
 ]
 
 
-def _engine(**options: Any) -> tuple[Engine, LocalStages]:
-    parts = operator_parts_of(checkpoint("llama"))
+def _engine(family: str = "llama", **options: Any) -> tuple[Engine, LocalStages]:
+    parts = operator_parts_of(checkpoint(family))
     driver = RecordingDriver()
     engine = engine_with(
         parts, RandomPlans(4, len(parts.sublayers)), max_num_seqs=4,
@@ -44,8 +51,8 @@ def _engine(**options: Any) -> tuple[Engine, LocalStages]:
     return engine, engine.stages
 
 
-def _texts_are_right(engine: Engine) -> None:
-    known = cases(checkpoint("llama"), KNOWN, 16)
+def _texts_are_right(engine: Engine, family: str = "llama") -> None:
+    known = cases(checkpoint(family), KNOWN, 16)
     assert tokens_of(complete(engine, known.prompts)) == known.expected
 
 
@@ -106,7 +113,7 @@ def test_an_error_that_comes_back_ends_graphs_and_buffers(
             _texts_are_right(engine)
     has_buffers = place == "rehearsal"  # without graphs nothing is rehearsed
     assert (" and without static buffers (cuda_kernels='off' avoids them)" in messages[0]) == (not has_buffers)
-    assert (stages.runner._buffers is None) == (not has_buffers)
+    assert (stages.runner.buffers is None) == (not has_buffers)
 
 
 def test_memory_that_runs_out_releases_graphs_first_and_then_divides_passes(
@@ -172,3 +179,101 @@ def test_an_error_that_makes_the_gpu_unusable_ends_the_engine(monkeypatch: pytes
         engine.step()
     assert reasons == ["RuntimeError: CUDA error: an illegal memory access was encountered"]
     assert stages.runner.graphs is not None, "nothing is tried again"
+
+
+def _mixed_wrongly(is_wrong: Callable[[StaticRows], bool]) -> Callable[..., Tensor]:
+    """Attention whose second sequence reads the pages of the first."""
+    mixed = StaticRows._mixed
+
+    def wrong(rows: StaticRows, *args: Any) -> Tensor:
+        table = rows.block_table[:1].expand_as(rows.block_table)
+        return mixed(replace(rows, block_table=table) if is_wrong(rows) else rows, *args)
+
+    return wrong
+
+
+def test_a_test_of_the_weights_keeps_what_computes_right(caplog: pytest.LogCaptureFixture) -> None:
+    for family in ("gemma2", "qwen3_moe"):
+        engine, stages = _engine(family)
+        caplog.clear()
+        self_test(stages.runner)
+        assert stages.runner.graphs is not None
+        assert not caplog.records
+        assert all(not cached[:, :192].any() for cached in stages.runner.cache.keys.values())
+        _texts_are_right(engine, family)
+
+
+WRONG = {
+    "chunk": lambda rows: rows.bucket.max_rows > 64,
+    "decode": lambda rows: rows.bucket.max_rows == 1,
+    "verify": lambda rows: rows.bucket.max_rows == MAX_TREE_ROWS,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_buffers_whose_attention_is_wrong_in_any_kind_of_pass_are_given_up(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, stages = _engine()
+    with _one_warning(caplog) as messages:
+        monkeypatch.setattr(StaticRows, "_mixed", _mixed_wrongly(WRONG[kind]))
+        self_test(stages.runner)
+        assert stages.runner.buffers is None
+        assert stages.runner.graphs is None
+        _texts_are_right(engine)
+    assert "without CUDA graphs (cuda_graphs='off' avoids them) and without static buffers" in messages[0]
+    assert "differ from plain PyTorch" in messages[0]
+
+
+@pytest.mark.parametrize("error", [None, *ERRORS[:1]])
+def test_graphs_whose_replays_differ_in_a_bit_are_given_up(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, stages = _engine()
+    replay = RecordedGraph.replay
+
+    def differs(graph: RecordedGraph) -> None:
+        if error is not None:
+            raise error
+        replay(graph)
+        assert stages.runner.buffers is not None
+        stages.runner.buffers._residual[0, 0, 0] += 1e-6
+
+    monkeypatch.setattr(RecordedGraph, "replay", differs)
+    with _one_warning(caplog) as messages:
+        self_test(stages.runner)
+        _texts_are_right(engine)
+    assert messages[0].startswith("passes run without CUDA graphs (cuda_graphs='off' avoids them), after a test")
+    assert stages.runner.buffers is not None
+
+
+def test_buffers_that_raise_an_error_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, stages = _engine()
+    monkeypatch.setattr(Staging, "upload", _failing(Staging.upload, ERRORS[0], lambda *_: True))
+    with _one_warning(caplog):
+        self_test(stages.runner)
+        _texts_are_right(engine)
+
+
+def test_an_engine_tests_its_weights_before_the_first_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """A device that has the operators, whose attention over pages is wrong."""
+    monkeypatch.setattr(loading, "has_kernels", lambda config, parts: True)
+    monkeypatch.setattr(loading, "_verdict_file", lambda config, parts: tmp_path / "verdict.json")
+    monkeypatch.setattr(StaticRows, "_mixed", _mixed_wrongly(lambda rows: True))
+    config = EngineConfig(
+        model=checkpoint("llama"), device="cpu", max_model_len=256, kv_cache_tokens=1024, cuda_graphs="off",
+        num_threads=1, profile_cache=str(tmp_path), speculation=SpeculationOptions(strategy="ar"),
+    )  # fmt: skip
+    engine = load_engine(config, with_tokenizer=False)
+    assert [one.name for one in caplog.records if "test of the loaded weights" in one.getMessage()] == [
+        "rayspec.decode.self_test"
+    ]
+    _texts_are_right(engine)
+    assert isinstance(engine.stages, LocalStages)
+    assert engine.stages.runner.on_loss is not None
+    engine.stages.runner.on_loss("CUDA error: an illegal memory access was encountered")
+    assert "an illegal memory access" in (tmp_path / "verdict.json").read_text()

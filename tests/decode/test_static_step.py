@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +14,9 @@ from torch import Tensor
 from rayspec.choices import FULL
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.decode.loading import make_buffers, make_graphs
+from rayspec.decode.loading import make_graphs
 from rayspec.decode.stages import LocalStages
 from rayspec.model.graphs import StepGraphs
-from rayspec.model.kv_cache import KVCache
-from rayspec.model.static_rows import StaticRows
 from rayspec.types import ConfigError, Plan
 from tests.engines import GREEDY, RandomPlans, complete, engine_with, requests_for, tokens_of
 from tests.families import cases, checkpoint, operator_parts_of, parts_of
@@ -158,7 +155,7 @@ def test_the_host_looks_once_a_round_and_once_for_three_drafted_tokens(
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "speculation": {"strategy": strategy}}
     engine = engine_with(parts, plan, is_static=True, **options)
     assert isinstance(engine.stages, LocalStages)
-    engine.stages.runner._buffers = None  # whose CPU reference looks at everything
+    engine.stages.runner.buffers = None  # whose CPU reference looks at everything
     for request in requests_for(known.prompts, GREEDY):
         engine.add(request)
     engine.step()
@@ -166,22 +163,3 @@ def test_the_host_looks_once_a_round_and_once_for_three_drafted_tokens(
     engine.step()
     assert engine.stats.num_rounds == before + 4
     assert looks.num == expected
-
-
-def test_buffers_whose_attention_is_wrong_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The second sequence reads the first's pages."""
-    parts, config = operator_parts_of(checkpoint("gemma2")), EngineConfig(model="any")
-    cache = KVCache(parts.shapes, 64, dtype=torch.float32, device=CPU, num_spare=1)
-    monkeypatch.setattr("rayspec.decode.loading.has_kernels", lambda config, parts: True)
-    assert make_buffers(config, parts, cache, 64) is not None
-    assert not caplog.messages
-    mixed = StaticRows._mixed
-
-    def wrong(rows: StaticRows, *args: Any) -> torch.Tensor:
-        return mixed(replace(rows, block_table=rows.block_table[:1].expand_as(rows.block_table)), *args)
-
-    monkeypatch.setattr(StaticRows, "_mixed", wrong)
-    assert make_buffers(config, parts, cache, 64) is None
-    assert "passes have no static buffers, and so no CUDA graphs: attention of layer 0 differs" in caplog.text

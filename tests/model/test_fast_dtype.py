@@ -76,3 +76,27 @@ def test_other_models_stay_as_they_are(
     model = _model(dtype)
     assert in_fast_dtype(model, _config(**options)).dtype == dtype
     assert not caplog.messages
+
+
+def test_a_gpu_without_bfloat16_gets_float16(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(weights, "resolve_device", lambda name: torch.device("cuda:0"))
+    capability = (7, 5)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert in_fast_dtype(_model(), _config(dtype="bfloat16")).dtype == torch.bfloat16
+    converted = in_fast_dtype(_model(), _config())
+    assert converted.dtype == converted.config.dtype == torch.float16
+    (message,) = caplog.messages
+    assert message.startswith("cuda:0 emulates bfloat16")
+    capability = (8, 0)
+    assert in_fast_dtype(_model(), _config()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("precision", "num_warnings"), [("highest", 0), ("high", 1)])
+def test_float32_that_a_gpu_rounds_is_a_warning(
+    precision: str, num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in NVIDIA's images does."""
+    monkeypatch.setattr(weights, "resolve_device", lambda name: torch.device("cuda:0"))
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    assert in_fast_dtype(_model(torch.float32), _config(dtype="float32")).dtype == torch.float32
+    assert sum("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" in message for message in caplog.messages) == num_warnings

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -51,14 +51,8 @@ _ROWS = {
 _PATHS = (0b1, 0b11, 0b101, 0b1011, 0b10001, 0b100101, 0b1000001)
 
 
-class Attention(msgspec.Struct, frozen=True):
-    """Heads and limits of an attention layer in this process; 0 for no window or softcap."""
-
-    num_heads: int
-    num_kv_heads: int
-    dim: int
-    window: int
-    softcap: float
+Attention: TypeAlias = tuple[int, int, int, int, float]
+"""Of a layer in this process: query heads, key heads, numbers of a head, window and softcap; 0 for neither of these."""
 
 
 class Shapes(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +181,7 @@ def _cases(shapes: Shapes) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         yield "rms_norm", "rms_norm", (random(3, shapes.hidden_size), random(shapes.hidden_size), 1e-6, offset)
     for activation in ("silu", "gelu_tanh"):
         yield f"gated, {activation}", "gated", (random(3, 2 * shapes.inner_size), activation)
-    for heads, kv_heads, dim in dict.fromkeys((one.num_heads, one.num_kv_heads, one.dim) for one in shapes.attention):
+    for heads, kv_heads, dim in dict.fromkeys(one[:3] for one in shapes.attention):
         slots, (keys, values) = torch.tensor([3, 1, 30]), random(2, kv_heads, 32, dim)
         for norms in ((None, None), (random(dim), random(dim))):
             packed, angles = random(3, (heads + 2 * kv_heads) * dim), random(2, 3, dim)
@@ -209,6 +203,7 @@ def _cases(shapes: Shapes) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
 def _attention(one: Attention, kind: str, longest: int, random: Callable[..., Tensor]) -> tuple[Any, ...]:
     """Return the arguments of `attend` for a long and a short sequence, whose places share a few pages."""
     counts, max_rows = _ROWS[kind]
+    num_heads, num_kv_heads, dim, window, softcap = one
     longest = whole_pages(max(longest, 256))
     contexts = (min(longest, _MOST_PLACES if kind == "decode" else 1024) - counts[0], 37)
     rows = [(context, row) for count, context in zip(counts, contexts, strict=True) for row in range(count)]
@@ -218,11 +213,11 @@ def _attention(one: Attention, kind: str, longest: int, random: Callable[..., Te
         bits = torch.tensor([_PATHS[row] for _, row in rows])
         positions = shared.long() + torch.tensor([_PATHS[row].bit_count() - 1 for _, row in rows])
     table = torch.randperm(2 * (longest // PAGE_SIZE), generator=torch.Generator().manual_seed(0)) % _NUM_PAGES
-    keys, values = random(2, one.num_kv_heads, _NUM_PAGES * PAGE_SIZE, one.dim)
+    keys, values = random(2, num_kv_heads, _NUM_PAGES * PAGE_SIZE, dim)
     return (
-        random(sum(counts), one.num_heads, one.dim), keys, values, table.view(2, -1).to(torch.int32),
+        random(sum(counts), num_heads, dim), keys, values, table.view(2, -1).to(torch.int32),
         torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32),
-        positions, shared, bits, one.dim**-0.5, one.window, one.softcap, PAGE_SIZE, max_rows, longest,
+        positions, shared, bits, dim**-0.5, window, softcap, PAGE_SIZE, max_rows, longest,
     )  # fmt: skip
 
 

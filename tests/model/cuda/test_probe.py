@@ -19,12 +19,12 @@ from rayspec.config import EngineConfig
 from rayspec.decode.loading import has_kernels
 from rayspec.errors import ConfigError
 from rayspec.model.cuda import launches, probe
-from rayspec.model.cuda.probe import Attention, Shapes, Verdict, find_fault
+from rayspec.model.cuda.probe import Shapes, Verdict, find_fault
 from tests.families import checkpoint, modules_of
 
 SHAPES = Shapes(
     device="cpu", dtype="float32", hidden_size=64, inner_size=64, max_context=300, has_copies=True,
-    attention=(Attention(2, 1, 16, 20, 2.0),),
+    attention=((2, 1, 16, 20, 2.0),),
 )  # fmt: skip
 # A process that fails while it tries a kernel.
 FAILING = "import os, signal, time; print(" + repr(probe._MARK + "attend, tree") + ", flush=True); {}"
@@ -149,7 +149,7 @@ def test_one_warning_names_reason_and_switch_and_a_kept_fault_is_not_tried_again
     assert not has_kernels(config, gpu)
     assert not has_kernels(config.replace(cuda_kernels="off"), gpu)
     assert len(asked) == 1
-    assert [(one.window > 0, one.softcap) for one in asked[0].attention] == [(True, 5.0), (False, 5.0)]
+    assert [(window > 0, softcap) for *_, window, softcap in asked[0].attention] == [(True, 5.0), (False, 5.0)]
     assert not has_kernels(config.replace(remeasure=True), gpu)
     assert not has_kernels(config.replace(max_model_len=64), gpu)
     assert len(asked) == 3
