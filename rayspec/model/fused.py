@@ -144,9 +144,7 @@ def _has_own_bits(matrix: nn.Module) -> TypeGuard[Int4Matrix]:
 
 def may_copy_head(head: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Return whether drafts with copies of float32 weights multiply faster by this head in bfloat16."""
-    if not is_plain(head) or head.weight.dtype != torch.float32:
-        return False
-    return has_blocked_layout(head.weight.data[:1].bfloat16())
+    return is_plain(head) and head.weight.dtype == torch.float32 and has_blocked_layout(head.weight)
 
 
 def matrices_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[list[nn.Linear], nn.Module]:

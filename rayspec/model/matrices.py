@@ -88,19 +88,25 @@ class Matrix(LinearMap):
 
 
 class Bfloat16Matrix(LinearMap):
-    """A copy of float32 layers in bfloat16, in oneDNN's layout. The product of float32 rows is float32, too."""
+    """A copy of float32 layers in bfloat16. The product of float32 rows is float32. Processors without instructions
+    for bfloat16 are fast at products of one row only, so there each row has its own."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__(linears)
-        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(joined_weight(linears).bfloat16(), None)
+        weight = joined_weight(linears).bfloat16()
+        self._is_blocked = has_blocked_layout(weight)
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._is_blocked else weight
 
     @property
     def num_bytes(self) -> int:
         return self._weight.nbytes
 
     def forward(self, rows: Tensor) -> Tensor:
-        pointwise = torch.ops.mkldnn._linear_pointwise
-        product = cast(Tensor, pointwise(rows.bfloat16(), self._weight, None, "none", [], "").to(rows.dtype))
+        if self._is_blocked:
+            product = torch.ops.mkldnn._linear_pointwise(rows.bfloat16(), self._weight, None, "none", [], "")
+        else:
+            product = torch.cat([linear(row, self._weight) for row in torch.split(rows.bfloat16(), 1, -2)], -2)
+        product = cast(Tensor, product.to(rows.dtype))
         return product if self._bias is None else product.add_(self._bias)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from rayspec.choices import Weights, choices_of
 from rayspec.model import fused as fused_layers
+from rayspec.model import matrices
 from rayspec.model.architecture import decompose
 from rayspec.model.fused import FusedLayer, fuse, matrices_of
 from rayspec.model.matrices import Matrix
@@ -49,9 +50,18 @@ def test_the_head_is_packed_and_the_embedding_stays(tied: bool) -> None:
     torch.testing.assert_close(logits_of(fused, TOKENS), expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="bfloat16 is not fast here")
 @pytest.mark.parametrize("tied", [False, True])
-def test_drafts_with_copies_of_float32_weights_have_a_head_in_bfloat16(tied: bool) -> None:
+@pytest.mark.parametrize("has_instructions", [False, True])
+@torch.inference_mode()
+def test_drafts_with_copies_of_float32_weights_have_a_head_in_bfloat16(
+    tied: bool, has_instructions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_instructions and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this processor has no instructions for bfloat16")
+    is_blocked = matrices.has_blocked_layout
+    monkeypatch.setattr(
+        matrices, "has_blocked_layout", lambda weight: is_blocked(weight) if has_instructions else False
+    )
     parts = decompose(build("llama", tie_word_embeddings=tied))
     hidden = torch.randn(1, 5, parts.config.hidden_size)
     expected = parts.head(hidden)
