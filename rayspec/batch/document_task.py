@@ -11,6 +11,7 @@ from rayspec.batch.rows import Handler, Row
 from rayspec.command.settings import Settings
 from rayspec.config import SamplingParams
 from rayspec.demo import BUNDLED
+from rayspec.openai.reasoning import THINK, ThinkParser, Thought
 from rayspec.prompts import text_tokens
 from rayspec.types import ConfigError, InvalidMessagesError, Request, RequestError, UnfinishedFormError
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
 
 SUMMARY_SAMPLING = SamplingParams(temperature=0.0, max_tokens=256)
 _PLACE = "{text}"
+_MOST_TOKENS_OF_THINK = 8  # "<think>" and a line break
 _SUMMARY_PROMPT = f"Summarize the following document.\n\n{_PLACE}"
 
 
@@ -150,6 +152,17 @@ class DocumentTask:
                 options=self.long,
             )
 
+        finds_reasoning = self.settings.engine.reasoning_parser in {"deepseek_r1", "qwen3"}
+
+        def divided(row: Row, prompt: list[int]) -> Row:
+            """Return the row with its reasoning apart from its text."""
+            if not finds_reasoning or row.text is None or params.structured_outputs is not None:
+                return row
+            end = str(engine.tokenizer.decode(prompt[-_MOST_TOKENS_OF_THINK:])).rstrip()
+            pieces = ThinkParser(None, is_inside=end.endswith(THINK)).feed(row.text, finished=True)
+            thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+            return replace(row, reasoning=thoughts or None, text="".join(one for one in pieces if isinstance(one, str)))
+
         async def complete(row: Row) -> Row:
             try:
                 tokens = prompts.tokens(row)
@@ -159,6 +172,7 @@ class DocumentTask:
                 done = row.completed(await engine.run(tokens, params))
             else:
                 done = await long_documents.complete(row)
+            done = divided(done, tokens)
             if params.structured_outputs is not None and done.finish_reason == "length":
                 remedy = "raise max_tokens, or bound the texts and lists of the schema"
                 return done.failed(UnfinishedFormError(f"the output ended before it had its form: {remedy}"))

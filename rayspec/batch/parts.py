@@ -32,6 +32,7 @@ _READ_THREADS = 8  # many, because remote stores answer slowly
 _ROWS_PER_GROUP, _BYTES_PER_GROUP = 1024, 2**23
 _MAX_CHUNKS = 1000
 _MAX_DEPTH = 8  # of types in types
+_LONG_FIELDS = frozenset({"text", "tree", "reasoning", "logprobs"})
 _TYPES = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
 
 # What is kept in memory of a stored row. source: set where a row was not read or has the id of another row; else null.
@@ -65,10 +66,12 @@ def output_schema(text_column: str) -> pa.Schema:
     """Return the columns of the output. text_column: the name of the column of the generated text."""
     integers = {"num_prompt_tokens", "num_output_tokens", "num_draft_tokens", "num_accepted_tokens"}
     reals = {"acceptance_rate", "latency_s", "decode_s"}
+    token = {"token": pa.string(), "logprob": pa.float64()}
+    others = {"logprobs": pa.list_(pa.struct(token | {"top": pa.list_(pa.struct(token))}))}
     return pa.schema(
         (
             text_column if name == "text" else name,
-            pa.int64() if name in integers else pa.float64() if name in reals else pa.string(),
+            pa.int64() if name in integers else pa.float64() if name in reals else others.get(name, pa.string()),
         )
         for name in OUTPUT_COLUMNS
     )
@@ -200,9 +203,9 @@ class Parts:
     # --- reading ---
 
     def rows(self, *, with_text: bool = True) -> Iterator[Row]:
-        """Yield the rows that count. with_text: False leaves out the long columns, text and tree."""
+        """Yield the rows that count. with_text: False leaves out the long columns."""
         fields = dict(zip(self._schema.names, OUTPUT_COLUMNS, strict=True))
-        columns = [name for name, field in fields.items() if with_text or field not in {"text", "tree"}]
+        columns = [name for name, field in fields.items() if with_text or field not in _LONG_FIELDS]
         for table in self._tables(columns):
             yield from (Row(**{fields[name]: value for name, value in row.items()}) for row in table.to_pylist())
 

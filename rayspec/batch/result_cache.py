@@ -21,7 +21,7 @@ from rayspec.batch.rows import Row
 from rayspec.command.locations import FILE_ERRORS, Location
 from rayspec.config import SamplingParams
 
-_KEPT: Final = ("text", "finish_reason", "num_prompt_tokens", "num_output_tokens", "tree")
+_KEPT: Final = ("text", "finish_reason", "num_prompt_tokens", "num_output_tokens", "tree", "reasoning", "logprobs")
 _LIBRARIES: Final = ("torch", "transformers")
 
 

@@ -11,7 +11,7 @@ from rayspec.command.settings import Settings
 from rayspec.command.terminal import load_llm
 from rayspec.config import DType, EngineConfig
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.types import RayspecError, RequestOutput
+from rayspec.types import CompletionOutput, Logprob, RayspecError, RequestOutput
 
 if TYPE_CHECKING:
     from rayspec.llm import AsyncEngine
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 TRANSIENT_KINDS: Final = frozenset({"aborted", "engine_dead", "stage_lost", "stages_replaced", "transport"})
 """Kinds of errors that the engine causes and not the row. Rows with such an error are done again."""
+
+
+_LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,8 @@ class Row:
 
     text: the generated text. error_kind: a stable name; None for a row that succeeded. latency_s: from the first
     request's arrival at the engine to the last token. decode_s: from the first token to the last, see RequestTotals.
-    tree: the parts of a hierarchical summary, as JSON.
+    tree: the parts of a hierarchical summary, as JSON. reasoning: the text in <think>, which `text` then lacks; see
+    option reasoning_parser. logprobs: of each token, beside the likeliest ones; with option logprobs.
     """
 
     id: str
@@ -47,6 +51,8 @@ class Row:
     latency_s: float | None = None
     decode_s: float | None = None
     tree: str | None = None
+    reasoning: str | None = None
+    logprobs: list[dict[str, Any]] | None = None
     source: str | None = None
     input_hash: str | None = None
     document: str | None = None
@@ -73,6 +79,7 @@ class Row:
             self.counted(totals),
             text=completion.text if completion is not None else None,
             finish_reason=completion.finish_reason if completion is not None else None,
+            logprobs=_logprobs(completion) if completion is not None else None,
         )
         return row if output.error is None else row.failed(output.error)
 
@@ -97,6 +104,16 @@ class Row:
             latency_s=totals.latency_s,
             decode_s=totals.decode_s,
         )
+
+
+def _logprobs(completion: CompletionOutput) -> list[dict[str, Any]] | None:
+    def shown(one: Logprob) -> dict[str, Any]:
+        return {"token": one.decoded_token, "logprob": max(one.logprob, _LEAST_LOGPROB)}
+
+    return completion.logprobs and [
+        shown(found[token]) | {"top": [shown(one) for one in sorted(found.values(), key=lambda one: one.rank)]}
+        for token, found in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
 
 
 OUTPUT_COLUMNS = tuple(field.name for field in fields(Row) if field.name not in {"document", "messages"})

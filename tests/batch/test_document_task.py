@@ -10,6 +10,9 @@ from rayspec import SamplingParams
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.command.settings import make_settings
+from tests.batch.test_long_documents import RecordingEngine, completed, document
+
+SAID = "<think>Hm.</think> So."
 
 
 def task(*, sampling: dict[str, Any] | None = None, **options: Any) -> DocumentTask:
@@ -46,3 +49,22 @@ def test_what_decides_the_texts_is_in_the_identity(options: dict[str, Any]) -> N
 )
 def test_what_decides_only_the_speed_is_not(options: dict[str, Any]) -> None:
     assert task().identity == task(**options).identity
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "expected"),
+    [
+        ({"reasoning_parser": "qwen3"}, "x", ("Hm.", "So.")),
+        ({"reasoning_parser": "deepseek_r1"}, "x<think>", ("<think>Hm.", "So.")),
+        ({"reasoning_parser": "qwen3", "sampling": {"structured_outputs": {"regex": ".*"}}}, "x", (None, SAID)),
+        ({}, "x", (None, SAID)),
+    ],
+)
+def test_reasoning_is_a_column_where_a_parser_is_named(
+    options: dict[str, Any], prompt: str, expected: tuple[str | None, str]
+) -> None:
+    sampling = {"max_tokens": 9} | options.pop("sampling", {})
+    engine: Any = RecordingEngine(answer=SAID)
+    handler = task(sampling=sampling, chat=False, **options).handler(engine)
+    row = completed(handler(document(prompt)))
+    assert (row.reasoning, row.text) == expected

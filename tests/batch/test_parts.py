@@ -18,10 +18,12 @@ from rayspec.batch.rows import Row
 from rayspec.command.locations import Location
 from rayspec.types import EmptyPromptError
 
+TOKEN = {"token": " the", "logprob": -0.5}
 ROWS = [
     Row(id="a", text="Ein Satz — 世界\nzwei", num_prompt_tokens=9, num_output_tokens=3, finish_reason="stop"),
     Row(id="b").failed(EmptyPromptError("nothing there")),
     Row(id="c", text="", num_draft_tokens=8, num_accepted_tokens=6, acceptance_rate=0.75, latency_s=1.5),
+    Row(id="e", text="So.", reasoning="Hm.", logprobs=[TOKEN | {"top": [TOKEN]}]),
     Row(id="d", text="of parts", tree='{"text": "of parts", "parts": []}', source="a.jsonl:4"),
 ]
 
@@ -55,7 +57,9 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path, again: bool) -> Non
     parts = stored(tmp_path, *rows, at_once=1100)
     parts = opened(tmp_path) if again else parts
     assert list(parts.rows()) == rows
-    assert list(parts.rows(with_text=False)) == [replace(row, text=None, tree=None) for row in rows]
+    assert list(parts.rows(with_text=False)) == [
+        replace(row, text=None, tree=None, reasoning=None, logprobs=None) for row in rows
+    ]
     lines, table = io.BytesIO(), io.BytesIO()
     parts.write(lines, "jsonl")
     parts.write(table, "parquet")

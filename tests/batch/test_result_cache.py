@@ -44,13 +44,18 @@ def run(output: str, *more: str, code: int = 0) -> tuple[dict[str, Any], str]:
 
 
 def test_equal_rows_run_once_and_the_same_job_starts_no_engine(loads: list[str]) -> None:
-    first, said = run("a.jsonl")
+    first, said = run("a.jsonl", "--logprobs", "2")
     assert "4 rows, 12 tokens" in said
     assert "2 had the result of an equal row" in said
     assert first["0"]["summary"] == first["2"]["summary"] == first["3"]["summary"] != first["1"]["summary"]
     assert (first["0"]["num_output_tokens"], first["3"]["num_output_tokens"]) == (6, 6)
-    again, said = run("b.jsonl")
+    again, said = run("b.jsonl", "--logprobs", "2")
     assert len(loads) == 1
+    assert again["2"]["logprobs"] == first["0"]["logprobs"]
+    assert "".join(one["token"] for one in first["0"]["logprobs"]).strip() == first["0"]["summary"].strip()
+    for one in first["0"]["logprobs"]:
+        assert one["top"][0] == {"token": one["token"], "logprob": one["logprob"]}, "greedy"
+        assert len(one["top"]) == 2
     assert "4 had the result of an equal row" in said
     assert {key: row["summary"] for key, row in again.items()} == {key: row["summary"] for key, row in first.items()}
     assert again["3"]["source"] == "in.jsonl:4"
