@@ -253,8 +253,12 @@ class Job:
             with drain.watching():
                 shared = _SharedResults(self, source, folder, report)
                 left = shared.of_cache(self._catch_up(source, folder, report))
-                if len(left):
-                    report.stats = self._complete(source, left, folder, report, shared, drain)
+                rows = self.backend.rows(source, left, self.options.order) if len(left) else None
+                first = shared.first_to_do(rows) if rows is not None and self.cache is not None else []
+                if rows is not None and (first or self.cache is None):
+                    report.num_left = len(left)
+                    rows = self._within_budget(first, rows, report)
+                    report.stats = self._complete(rows, folder, report, shared, drain)
                     if not report.stopped:
                         shared.check()
                 self._conclude(folder, report)
@@ -280,9 +284,9 @@ class Job:
         return scan.rows.take(pa.array(sorted([*found.left, *redone.values()]), pa.int64()))
 
     def _complete(
-        self, source: Source, left: pa.Table, folder: RunFolder, report: RunReport, shared: _SharedResults, drain: Drain
+        self, rows: Iterator[Row], folder: RunFolder, report: RunReport, shared: _SharedResults, drain: Drain
     ) -> EngineStats:
-        """Complete the rows that are left. Raises EngineDeadError if engines die too often; SystemExit on SIGTERM."""
+        """Complete rows. Raises EngineDeadError if engines die too often; SystemExit on SIGTERM."""
         # `auto` may choose another data type on another machine. All rows of a folder have the same.
         dtype = folder.manifest.extra.get("config", {}).get("dtype")
         # With `redo`, these are also the rows that are replaced.
@@ -295,14 +299,13 @@ class Job:
             pool.drain()
         engine, failure = self.task.settings.engine, None
         num_wanted = 2 * engine.max_num_seqs * (engine.parallel.replicas if engine.parallel is not None else 1)
-        rows = self._within_budget(self.backend.rows(source, left, self.options.order), report)
         try:
             with completing(pool.submit, rows, num_wanted=num_wanted) as completed:
                 say(f"loading model {engine.model!r}")
                 config = pool.begin()
                 folder.location.join(CONFIG_NAME).write(yaml.safe_dump(config, sort_keys=False).encode())
                 folder.note({"config": config})
-                report.num_left, report.num_under_way = len(left), num_wanted
+                report.num_under_way = num_wanted
                 with showing_progress(report, error_console()) as show:
                     for row in completed:
                         if not row.is_final:
@@ -325,12 +328,12 @@ class Job:
         finally:
             pool.kill()  # at once, so that the next job of this process can use their CPUs and GPUs
 
-    def _within_budget(self, rows: Generator[Row], report: RunReport) -> Generator[Row]:
-        """Yield rows while the budgets last, with an estimate of the tokens of rows under way. The first row needs no
-        tokens to be left, so that each run gets further."""
+    def _within_budget(self, first: Sequence[Row], rows: Generator[Row], report: RunReport) -> Generator[Row]:
+        """Yield the first rows and the others while the budgets last, with an estimate of the tokens of rows under way.
+        One row is always begun, so that each run gets further."""
         options, num_begun, begun_tokens = self.options, 0, 0.0
         with closing(rows):
-            for row in rows:
+            for row in itertools.chain(first, rows):
                 num_characters = len(row.messages or row.document or "")
                 begun_tokens += num_characters / _CHARACTERS_PER_TOKEN + (self.task.settings.sampling.max_tokens or 0)
                 num_begun += 1
@@ -400,6 +403,14 @@ class _SharedResults:
                 first.append(index)
             seen.add(digest)
         return left.take(pa.array(first, pa.int64()))
+
+    def first_to_do(self, rows: Iterator[Row]) -> list[Row]:
+        """Add the rows at the beginning that cannot be read, for which no engine is needed. Return the row after."""
+        for row in rows:
+            if row.error_kind is None:
+                return [row]
+            self.add(row)
+        return []
 
     def add(self, row: Row) -> None:
         """Add a completed row, and its result for all rows that are equal to it."""

@@ -110,7 +110,9 @@ def _logprobs(completion: CompletionOutput) -> list[dict[str, Any]] | None:
     def shown(one: Logprob) -> dict[str, Any]:
         return {"token": one.decoded_token, "logprob": max(one.logprob, _LEAST_LOGPROB)}
 
-    return completion.logprobs and [
+    if completion.logprobs is None:
+        return None
+    return [
         shown(found[token]) | {"top": [shown(one) for one in sorted(found.values(), key=lambda one: one.rank)]}
         for token, found in zip(completion.token_ids, completion.logprobs, strict=True)
     ]

@@ -86,3 +86,12 @@ def test_broken_results_are_computed_again(loads: list[str], tmp_path: Path) -> 
     assert len(loads) == 2
     assert [row["summary"] for row in again.values()] == [row["summary"] for row in first.values()]
     assert [file.read_bytes() for file in kept] == whole
+
+
+def test_a_document_that_cannot_be_read_needs_no_engine(loads: list[str], tmp_path: Path) -> None:
+    (tmp_path / "bad.docx").write_bytes(b"nothing")
+    first, _ = run("a.jsonl", "bad.docx", code=3)
+    again, _ = run("b.jsonl", "bad.docx", code=3)
+    assert len(loads) == 1
+    assert first["bad.docx"]["error_kind"] == again["bad.docx"]["error_kind"] == "unreadable_document"
+    assert len(again) == 5
