@@ -30,6 +30,7 @@ from importlib import metadata
 from typing import IO, Any, cast
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jinja2 import StrictUndefined, Template, TemplateError, UndefinedError
 from jinja2.meta import find_undeclared_variables
@@ -63,7 +64,9 @@ _MAX_EXTRACT_S = 900  # a rescue: `extract` limits its own CPU time
 _ARROW_FILE_MAGIC = b"ARROW1"
 _NO_CELL = "\0"
 _NUM_CHECKED = 16  # rows
-csv.field_size_limit(2**31 - 1)
+# Strangers may make the files, and a small one may unpack to any size. Tokenizing takes about 250 bytes a character.
+_MAX_TEXT_BYTES, _MAX_WHOLE_BYTES = 2**24, 2**30  # of a text, line or value; of a file that is read as a whole
+csv.field_size_limit(_MAX_TEXT_BYTES)
 
 
 class EmptyFileError(InputFileError):
@@ -96,6 +99,15 @@ class InvalidValueError(InputFileError):
     """The text or id is null, empty or of the wrong type."""
 
     kind = "invalid_value"
+
+
+class TooLargeError(InputFileError):
+    """A text, line or value is larger than any that a job reads."""
+
+    kind = "too_large"
+
+    def __init__(self, source: str, most: int = _MAX_TEXT_BYTES) -> None:
+        super().__init__(f"{source}: it has more than {most >> 20} MiB; split it")
 
 
 class UnreadableDocumentError(InputFileError):
@@ -346,26 +358,44 @@ def _read(location: Location, piece: Piece, columns: Columns, wanted: AbstractSe
         return
     with location.open() as opened, gzip.GzipFile(fileobj=opened) if is_zipped else opened as file:
         if suffix in (*TEXT_SUFFIXES, *EXTRACTED_SUFFIXES):
-            if content := file.read():
-                is_text = suffix in TEXT_SUFFIXES
+            is_text = suffix in TEXT_SUFFIXES
+            if content := _whole(file, piece.name, _MAX_TEXT_BYTES if is_text else _MAX_WHOLE_BYTES):
                 text = _decoded(content, piece.name) if is_text else _Document(suffix=suffix, content=content)
                 yield 0, {columns.text: text, columns.id_name: piece.name}
         elif suffix in _ROW_READERS:
             rows = _ROW_READERS[suffix](cast("IO[bytes]", file), piece, columns)
             yield from (row for row in rows if wanted is None or row[0] in wanted)
         else:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(_lines(cast("IO[bytes]", file)), start=1):
                 if (wanted is None or number in wanted) and line.strip():
                     try:
+                        if len(line) > _MAX_TEXT_BYTES:
+                            raise TooLargeError(piece.source(number))
                         yield number, _parsed(_decoded(line, piece.source(number)), piece.source(number))
                     except InputFileError as error:
                         yield number, error
 
 
+def _whole(file: Any, source: str, most: int) -> bytes:
+    """Return the content of a file. Raises TooLargeError."""
+    content: bytes = file.read(most + 1)
+    if len(content) > most:
+        raise TooLargeError(source, most)
+    return content
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file; of a line that is too long, only its beginning."""
+    while line := file.readline(_MAX_TEXT_BYTES + 1):
+        yield line
+        while len(line) > _MAX_TEXT_BYTES and not line.endswith(b"\n"):
+            line = file.readline(_MAX_TEXT_BYTES + 1)
+
+
 def _json_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
     """Yield the objects of an array, or of a file that is one object after another. Raises InputFileError at a mistake
     of the format, after which nothing can be read."""
-    text = _decoded(file.read(), piece.name).strip()
+    text = _decoded(_whole(file, piece.name, _MAX_WHOLE_BYTES), piece.name).strip()
     place, end, number = 0, len(text), 0
     if text.startswith("["):
         place, end = 1, end - text.endswith("]")
@@ -379,8 +409,16 @@ def _json_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
 
 def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
     """Yield the rows after the first line, which names the columns. An empty cell is null."""
-    lines = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-    first = lines.readline()
+    wrapped = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+    def limited() -> Iterator[str]:
+        while line := wrapped.readline(_MAX_TEXT_BYTES):
+            if len(line) == _MAX_TEXT_BYTES:
+                raise TooLargeError(f"{piece.name}: a line")
+            yield line
+
+    lines = limited()
+    first = next(lines, "")
     delimiter = max(",;\t", key=first.count)
     rows = csv.DictReader(itertools.chain([first], lines), delimiter=delimiter, strict=True, restval=_NO_CELL)
     _check_unique(rows.fieldnames or (), columns, piece)
@@ -491,9 +529,7 @@ def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: Ab
             if wanted is not None and wanted.isdisjoint(range(number + 1, number + about.num_rows + 1)):
                 number += about.num_rows
                 continue
-            bytes_per_row = about.total_byte_size // max(1, about.num_rows)
-            num_at_once = max(_MIN_ROWS_PER_READ, min(_BYTES_PER_READ // max(1, bytes_per_row), _MAX_ROWS_PER_READ))
-            for batch in file.iter_batches(batch_size=num_at_once, row_groups=[group], columns=names):
+            for batch in file.iter_batches(batch_size=_num_at_once(about, names), row_groups=[group], columns=names):
                 numbers = range(number + 1, number + batch.num_rows + 1)
                 number += batch.num_rows
                 rows = zip(numbers, _arrow_fields(batch, numbers, piece), strict=True)
@@ -501,17 +537,41 @@ def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: Ab
 
 
 def _arrow_fields(batch: pa.RecordBatch, numbers: Sequence[int], piece: Piece) -> Iterator[_Fields]:
-    with suppress(ValueError, OverflowError):
-        yield from batch.to_pylist()
-        return
-    for index, number in enumerate(numbers):
+    if batch.nbytes <= _MAX_TEXT_BYTES:
+        with suppress(ValueError, OverflowError):
+            yield from batch.to_pylist()
+            return
+    lengths = [max(row, default=0) for row in zip(*map(_lengths, batch.columns), strict=True)]
+    for index, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
         source = piece.source(number)
+        if length > _MAX_TEXT_BYTES:
+            yield TooLargeError(source)
+            continue
         try:
             yield {name: batch.column(name)[index].as_py() for name in batch.schema.names}
         except UnicodeDecodeError as error:
             yield NotUtf8Error(f"{source}: not UTF-8 at byte {error.start}: {error.reason}; write the file again")
         except (ValueError, OverflowError) as error:
             yield InvalidValueError(f"{source}: a value cannot be read ({error}); text and ids must be text")
+
+
+def _num_at_once(group: pq.RowGroupMetaData, names: Sequence[str]) -> int:
+    """Return how many rows to read at once. All rows may share one text of the size of their column's dictionary."""
+    columns = [column for index in range(group.num_columns) if (column := group.column(index)).has_dictionary_page]
+    shared: list[int] = [
+        column.total_uncompressed_size for column in columns if column.path_in_schema.split(".")[0] in names
+    ]
+    bytes_per_row: int = group.total_byte_size // max(1, group.num_rows)
+    usual = max(_MIN_ROWS_PER_READ, min(_BYTES_PER_READ // max(1, bytes_per_row), _MAX_ROWS_PER_READ))
+    return max(1, min(usual, _MAX_TEXT_BYTES // max(1, *shared, 1)))
+
+
+def _lengths(column: pa.Array) -> list[int]:
+    """Return the number of bytes of each text; 0 for other values."""
+    if not isinstance(column, pa.StringArray | pa.LargeStringArray):
+        return [0] * len(column)
+    lengths: list[int] = pc.fill_null(pc.binary_length(column), 0).to_pylist()
+    return lengths
 
 
 def pieces_of(inputs: Iterable[str] | InputFiles) -> list[Piece]:

@@ -208,9 +208,15 @@ class Location:
         return sorted(matching, key=_by_parts)
 
     def open(self) -> io.BufferedReader:
-        """Open the file for reading. The stream is seekable, and the caller closes it."""
+        """Open the file for reading. The stream is seekable, and the caller closes it. A pipe or a device, which may
+        block or never end, raises OSError."""
         if self.local_path is not None:
-            return self.local_path.open("rb")
+            opener = lambda path, flags: os.open(path, flags | os.O_NONBLOCK)  # noqa: E731 - a pipe waits for its writer
+            file = open(self.local_path, "rb", opener=opener)  # noqa: SIM115
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                file.close()
+                raise OSError(errno.EINVAL, "it is a pipe or a device, and no file")
+            return file
         return io.BufferedReader(self.store.filesystem.open_input_file(self._address))
 
     def read(self) -> bytes:

@@ -563,3 +563,38 @@ def test_a_template_makes_the_text_of_the_columns(tmp_path: Path) -> None:
 def test_a_template_is_kept_from_harm(tmp_path: Path, template: str) -> None:
     (row,) = read(write_lines(tmp_path / "a.jsonl", {"text": "one"}), columns=Columns(template=template))
     assert row.error_kind == "invalid_value"
+
+
+def test_what_unpacks_to_any_size_or_never_ends_is_one_bad_row(tmp_path: Path) -> None:
+    large = b"x" * (2**24 + 1)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "' + large + b'"}\n{"text": "next"}\n')
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(bytes(2**26), 1))
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(large, 1))
+    (tmp_path / "d.csv").write_bytes(b"text\nnext\n" + large)
+    os.mkfifo(tmp_path / "e.jsonl")
+    os.mkfifo(tmp_path / "f.parquet")
+    for name, error, outcomes in (
+        ("a.jsonl", "a.jsonl:1: it has more than 16 MiB; split it", ["too_large", "next"]),
+        ("b.jsonl.gz", "b.jsonl.gz:1: it has more", ["too_large"]),
+        ("c.txt.gz", "c.txt.gz: it has more", ["too_large"]),
+        ("d.csv", "d.csv: a line: it has more", ["next", "too_large"]),
+        ("e.jsonl", "it is a pipe or a device, and no file", ["unreadable_file"]),
+        ("f.parquet", "it is a pipe or a device, and no file", ["unreadable_file"]),
+    ):
+        rows = [row for piece in pieces_of([str(tmp_path / name)]) for _, row in read_piece(piece, TEXT)]
+        assert list(map(outcome, rows)) == outcomes, name
+        assert error in next(str(row.error) for row in rows if row.error), name
+
+
+def test_a_text_that_all_rows_of_a_parquet_file_share_is_read_a_few_times_at_once(tmp_path: Path) -> None:
+    shared = pa.DictionaryArray.from_arrays(pa.array([0] * 256, pa.int32()), pa.array(["x" * 2**22]))
+    pq.write_table(pa.table({"text": shared}), tmp_path / "a.parquet", compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < 10_000
+    most = num_rows = 0
+    for row in read_documents([str(tmp_path / "a.parquet")], TEXT):
+        most, num_rows = max(most, pa.total_allocated_bytes()), num_rows + (len(row.document or "") == 2**22)
+    assert num_rows == 256
+    assert most < 2**27
+    large = pa.table({"text": ["x" * (2**24 + 1), "next"]})
+    pq.write_table(large, tmp_path / "b.parquet", compression="zstd")
+    assert list(map(outcome, read(tmp_path / "b.parquet"))) == ["too_large", "next"]
