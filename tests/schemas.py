@@ -1,9 +1,14 @@
-"""JSON schemas for tests: made at random of what llguidance supports, and those of common programs."""
+"""JSON schemas for tests: made at random of what llguidance supports, those of common programs, and those of
+llguidance's own tests (https://github.com/guidance-ai/llguidance, MIT licence)."""
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
+
+PUBLISHED: list[dict[str, Any]] = json.loads((Path(__file__).parent / "llguidance_schemas.json").read_text())
 
 PERSON: dict[str, Any] = {
     "type": "object",

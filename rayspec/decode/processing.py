@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 
 import msgspec
 import torch
@@ -292,18 +292,29 @@ def _leave_allowed(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 def _keep_form(scores: Tensor, rows: Sequence[LogitRow]) -> None:
     """Forbid tokens that would break the form of the output."""
     by_constraint: dict[int, tuple[Constraint, list[int]]] = {}
-    words: Tensor | None = None
     for at, row in enumerate(rows):
         if (constraint := row.sampler.constraint) is not None:
             by_constraint.setdefault(id(constraint), (constraint, []))[1].append(at)
+    where, words = list[int](), list[Tensor]()
     for constraint, of_sequence in by_constraint.values():
         masks = constraint.masks([rows[at].before for at in of_sequence])
         if masks is not None:
-            words = torch.full((len(rows), masks.shape[1]), -1, dtype=torch.int32) if words is None else words
-            words[of_sequence] = masks
-    if words is not None:
-        bits = words.to(scores.device).unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=scores.device) & 1
-        scores.masked_fill_(bits.flatten(1)[:, : scores.shape[1]] == 0, -math.inf)
+            where += of_sequence
+            words.append(masks)
+    if not words:
+        return
+    bits = torch.cat(words).to(scores.device).unsqueeze(2) & _bits_of_word(scores.device)
+    forbidden = (bits == 0).flatten(1)[:, : scores.shape[1]]
+    if where == list(range(len(rows))):
+        scores.masked_fill_(forbidden, -math.inf)
+    else:
+        index = integers(where, scores.device)
+        scores.index_copy_(0, index, scores[index].masked_fill_(forbidden, -math.inf))
+
+
+@cache
+def _bits_of_word(device: torch.device) -> Tensor:
+    return torch.tensor([1 << bit for bit in range(31)] + [-(1 << 31)], dtype=torch.int32, device=device)
 
 
 def _add_biases(scores: Tensor, rows: Sequence[LogitRow]) -> None:

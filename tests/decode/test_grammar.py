@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jsonschema
@@ -23,11 +23,13 @@ from rayspec.types import Request, RequestOutput
 from tests.decode.test_losslessness import LookingUp
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import RandomPlans, engine_with
-from tests.schemas import KEYWORDS, NESTED, PERSON, random_schema
+from tests.exhaustive import few_of
+from tests.schemas import KEYWORDS, NESTED, PERSON, PUBLISHED, random_schema
 from tests.waiting import wait_until
 
 DOUBLING = {str(at): {"allOf": 2 * [{"$ref": f"#/$defs/{at + 1}"}]} for at in range(24)} | {"24": {"pattern": "^a+$"}}
 SCHEMAS = [PERSON, NESTED, *(random_schema(random.Random(seed)) for seed in range(16))]
+CASES = [*PUBLISHED, *(random_schema(random.Random(seed)) for seed in range(100, 400))]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "kv_cache_tokens": 8192}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "lookup": {},
@@ -113,6 +115,34 @@ def test_the_text_is_that_of_plain_decoding_under_another_plan_every_round(way: 
         outputs.append(_texts([done[str(at)] for at in range(len(prompts))]))
     assert way != "preempted" or engine.stats.num_preemptions > 0
     assert outputs[0] == outputs[1]
+
+
+@cache
+def _of_cases(strategy: str, batch: int, step: int) -> list[tuple[str, str | None]]:
+    """The outputs, or errors, of every `step`-th case at temperature 0.8."""
+    params = [
+        _params(one, temperature=0.8, disable_any_whitespace=True).replace(max_tokens=40) for one in CASES[::step]
+    ]
+    prompts = [{"prompt_token_ids": one} for one in demo_prompts(len(params), 2)]
+    speculation = {"strategy": strategy, **STRATEGIES.get(strategy, {})}
+    with LLM("demo", speculation=speculation, max_num_seqs=batch, **OPTIONS) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [
+        (str(one.error), None) if one.error else (one.outputs[0].text, one.outputs[0].finish_reason) for one in outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "batch", "step"),
+    few_of([(name, batch, step) for name in STRATEGIES for batch in (1, 8) for step in (1, 30)], [("auto", 8, 30)]),
+)
+def test_published_and_random_schemas(strategy: str, batch: int, step: int) -> None:
+    outputs = _of_cases(strategy, batch, step)
+    assert outputs == _of_cases("ar", 1, step)
+    finished = [(text, at) for at, (text, reason) in enumerate(outputs) if reason == "stop"]
+    assert len(finished) >= len(outputs) // 3
+    for text, at in finished:
+        jsonschema.validate(json.loads(text), CASES[::step][at], cls=jsonschema.Draft202012Validator)
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
