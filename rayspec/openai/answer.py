@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Prompt = tuple[Sequence[int], SamplingParams]
 _MOST_PROMPT_TOKENS = 2**25
 _MOST_TOKENS_OF_THINK = 16
-_MOST_LOGPROBS = 1_000_000  # each takes about 250 bytes; the 20 most likely tokens at 47,000 places
+_MOST_LOGPROBS = 500_000  # each takes about 500 bytes; the 20 most likely tokens at 23,000 places
 
 
 class BackgroundLimit:
@@ -72,7 +72,11 @@ async def respond(
     answer, prompts = await _prepared(request, engine, name=name, created=created, model=model)
     tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
     try:
-        return answer.whole(await asyncio.gather(*tasks))
+        outputs = await asyncio.gather(*tasks)
+        rows = [row for one in outputs for row in one.prompt_logprobs or ()]
+        rows += [row for one in outputs for completion in one.outputs for row in completion.logprobs or ()]
+        num_logprobs = sum(len(row or ()) for row in rows)
+        return await in_thread_if_large(partial(answer.whole, outputs), num_logprobs)
     except GrammarError as error:
         raise request.refusal(error) from error
     finally:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import Self
 
 from rayspec.openai.errors import ApiError
 from rayspec.openai.responses import json_body
-from rayspec.serve.replies import BUSY, ENDING, UNAUTHORIZED, WRONG_HOST, WRONG_ORIGIN, Refused
+from rayspec.serve.replies import BUSY, ENDING, OVERRUN, UNAUTHORIZED, WRONG_HOST, WRONG_ORIGIN, Refused
 
 ANY = "*"
+_PATIENCE_S = 1.0  # for a body, while other requests find no place
 _RETRY_AFTER_S = 5  # about the time a replica of a small model takes to restart
 
 
@@ -96,10 +99,14 @@ class Admission:
         self._most, self._refusal = most, refusal
         self.under_way = 0
 
+    @property
+    def is_full(self) -> bool:
+        return self._most is not None and self.under_way >= self._most
+
     @contextmanager
-    def admit(self, weight: int = 1) -> Iterator[None]:
-        """Count a request while the context is open. Raises Refused at the limit."""
-        if self._most is not None and self.under_way >= self._most:
+    def admit(self, weight: int = 1, *, is_sure: bool = False) -> Iterator[None]:
+        """Count a request while the context is open. Raises Refused at the limit, unless it `is_sure` to be kept."""
+        if self.is_full and not is_sure:
             raise Refused(self._refusal)
         self.under_way += weight
         try:
@@ -111,7 +118,11 @@ class Admission:
 @dataclass(slots=True, kw_only=True)
 class Entry:
     """Decides which requests may enter. hosts, origins: see `allowed_host` and `allowed_origin`. posts: counts POST and
-    DELETE requests; gets: other requests that need a key; free: the rest. draining: no request may enter any more."""
+    DELETE requests; gets: other requests that need a key; free: the rest. draining: no request may enter any more.
+
+    While `posts` is full, each new request ends the body that has been arriving for longest, if that is longer than a
+    second: a client that begins many requests and sends no bodies must not shut out the others.
+    """
 
     keys: ApiKeys
     hosts: Collection[str]
@@ -120,10 +131,45 @@ class Entry:
     gets: Admission
     free: Admission = field(default_factory=Admission)
     draining: bool = False
+    _arriving: dict[asyncio.Future[None], float] = field(default_factory=dict)  # since when, the oldest first
 
     @property
     def num_under_way(self) -> int:
         return self.posts.under_way + self.gets.under_way + self.free.under_way
+
+    @contextmanager
+    def admitted(self, receive: Receive) -> Iterator[Receive]:
+        """Count a POST or DELETE request while the context is open, and yield what receives its body. Raises Refused,
+        and so does what is yielded."""
+        late, has_arrived = asyncio.get_running_loop().create_future(), False
+
+        async def received() -> Message:
+            nonlocal has_arrived
+            if has_arrived:
+                return await receive()
+            self._arriving.setdefault(late, time.monotonic())
+            message = asyncio.ensure_future(receive())
+            try:
+                await asyncio.wait({message, late}, return_when=asyncio.FIRST_COMPLETED)
+                if late.done():
+                    raise Refused(OVERRUN)
+                has_arrived = not message.result().get("more_body", False)
+            finally:
+                message.cancel()
+                if has_arrived:
+                    self._arriving.pop(late, None)
+            return message.result()
+
+        oldest, since_s = next(iter(self._arriving.items()), (None, 0.0))
+        is_sure = self.posts.is_full and oldest is not None and time.monotonic() - since_s > _PATIENCE_S
+        if is_sure and oldest is not None:
+            del self._arriving[oldest]
+            oldest.set_result(None)
+        try:
+            with self.posts.admit(is_sure=is_sure):
+                yield received
+        finally:
+            self._arriving.pop(late, None)
 
     def refusal(self, headers: Headers, *, costs: bool, needs_key: bool) -> Response | None:
         if not allowed_host(headers.get("host"), self.hosts):
@@ -147,9 +193,13 @@ class AdmissionControl:
             return
         costs, needs_key = scope["method"] in {"POST", "DELETE"}, scope["path"] not in self._open_paths
         try:
-            with (self._entry.posts if costs else self._entry.gets if needs_key else self._entry.free).admit():
-                refusal = self._entry.refusal(Headers(scope=scope), costs=costs, needs_key=needs_key)
-                await (refusal or self._app)(scope, receive, send)
+            with ExitStack() as held:
+                app = self._entry.refusal(Headers(scope=scope), costs=costs, needs_key=needs_key) or self._app
+                if costs and app is self._app:
+                    receive = held.enter_context(self._entry.admitted(receive))
+                elif not costs:
+                    held.enter_context((self._entry.gets if needs_key else self._entry.free).admit())
+                await app(scope, receive, send)
         except Refused as refused:
             await error_response(refused.error)(scope, receive, send)
 

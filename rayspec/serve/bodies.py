@@ -20,7 +20,7 @@ from rayspec.serve.access import Admission
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import NO_UPGRADE, NOT_JSON, OVERRUN, Refused, invalid, too_large, too_slow
 
-_LARGE = 2**20
+_LARGE = 2**18
 _LARGE_BODIES = 8  # of the largest size, in memory at once; bodies of at most _LARGE bytes do not count
 SMALL = 2**16
 _BYTES_OF_ITEM, _BYTES_OF_OBJECT = 40, 250  # in memory, once they are parsed

@@ -212,8 +212,26 @@ def test_more_logprobs_than_memory_is_good_for_are_refused(engine: AsyncEngine) 
     many = parsed(TEXT, prompt=["a"] * 1024, max_tokens=400, logprobs=20)
     with pytest.raises(RequestError, match="lower max_tokens"):
         run(answer_module._prompts(many, engine))
-    for fewer in ({"max_tokens": 40}, {"logprobs": 1}, {"logprobs": None}):
+    for fewer in ({"max_tokens": 20}, {"logprobs": 0}, {"logprobs": None}):
         assert len(run(answer_module._prompts(many.model_copy(update=fewer), engine))) == 1024
+
+
+def test_an_answer_with_many_logprobs_is_made_beside_the_event_loop(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_in, whole = list[str](), answer_module.Answer.whole
+
+    def noted(*args: Any) -> Any:
+        made_in.append(threading.current_thread().name)
+        return whole(*args)
+
+    monkeypatch.setattr(answer_module.Answer, "whole", noted)
+    for num_prompts in (1, 12):
+        request = parsed(TEXT, prompt=[[5] * 100] * num_prompts, max_tokens=1, prompt_logprobs=20)
+        response = run(respond(request, engine, SERVED, name="x", created=1))
+        assert len(response.choices[-1].prompt_logprobs) == 100
+    assert made_in[0] == threading.main_thread().name
+    assert made_in[1].startswith("rayspec-large-work")
 
 
 def test_a_text_that_is_to_be_cut_has_a_limit_too(engine: AsyncEngine) -> None:

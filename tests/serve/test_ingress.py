@@ -15,6 +15,7 @@ import httpx2
 import pytest
 from ray.exceptions import RayError
 
+from rayspec.serve import access
 from rayspec.serve.access import ANY, Admission, ApiKeys, allowed_host
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
@@ -226,6 +227,30 @@ def test_a_body_that_never_ends_is_given_up(rest: bytes, status: bytes) -> None:
     with served(app) as address, socket.create_connection(address, timeout=10) as connection:
         connection.sendall(head + b"content-type: application/json\r\n" + rest)
         assert connection.recv(4096).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize(("patience_s", "statuses"), [(0.0, (b"429", b"200")), (1000.0, (None, b"429"))])
+def test_slow_bodies_keep_no_places_that_others_need(
+    monkeypatch: pytest.MonkeyPatch, patience_s: float, statuses: tuple[bytes | None, bytes]
+) -> None:
+    monkeypatch.setattr(access, "_PATIENCE_S", patience_s)
+    ingress = ingress_of(ingress_deployment_config={"max_ongoing_requests": 2})
+    ingress.watch.replicas["demo"] = {"a": WatchedReplica(actor=None)}
+    body = json.dumps(BODY).encode()
+    head = head_of("/v1/completions", len(body)).replace(b"host:", b"authorization: Bearer a\r\nhost:")
+    with served(build_app(ingress)) as address, ExitStack() as held:
+        slow = []
+        for count in (1, 2):
+            slow.append(held.enter_context(socket.create_connection(address, timeout=60)))
+            slow[-1].sendall(head + body[:-1])
+            wait_until(lambda count=count: len(ingress.entry._arriving) == count, 60.0)
+        other = held.enter_context(socket.create_connection(address, timeout=60))
+        other.sendall(head + body)
+        assert other.recv(4096)[9:12] == statuses[1]
+        if statuses[0] is not None:
+            assert slow[0].recv(4096)[9:12] == statuses[0], "the body that has been arriving for longest"
+        slow[1].sendall(body[-1:])
+        assert slow[1].recv(4096)[9:12] == b"200"
 
 
 def test_a_body_that_serves_proxy_has_lost_is_told() -> None:
