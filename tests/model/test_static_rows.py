@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch import Tensor
 
 from rayspec.choices import Keys
 from rayspec.model.attention import AttentionKind, pack
@@ -195,17 +197,47 @@ def test_several_rows_of_a_sequence_read_all(parents: tuple[int, ...]) -> None:
     assert torch.equal(found, expected)
 
 
-def test_the_end_of_a_copy_is_noted_on_the_stream_of_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on the current stream of cuda:0, whose work may have ended long before."""
-    zeros, events = torch.zeros, [MagicMock() for _ in range(4)]
-    left = iter(events)
-    monkeypatch.setattr(torch, "zeros", lambda *size, device=None, pin_memory=False, dtype: zeros(*size, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: next(left))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+class LateDevice:
+    """A device that does nothing before the host waits for it: then, what was queued on that stream before an event."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queues: dict[str, list[Callable[[], object]]] = defaultdict(list)
+        zeros, copy = torch.zeros, Tensor.copy_
+        monkeypatch.setattr(torch, "zeros", lambda *size, dtype, **_: zeros(*size, dtype=dtype))
+        monkeypatch.setattr(torch.cuda, "Event", lambda: LateEvent(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device="cuda:0": str(device))
+
+        def queue(own: Tensor, other: Tensor, *, non_blocking: bool) -> None:
+            assert non_blocking
+            self.queues["cuda:1"].append(lambda: copy(own, other))
+
+        monkeypatch.setattr(Tensor, "copy_", queue)
+
+
+@dataclass
+class LateEvent:
+    device: LateDevice
+    before: list[Callable[[], object]] = field(default_factory=list)
+
+    def record(self, stream: str = "cuda:0") -> None:
+        self.before = list(self.device.queues[stream])
+
+    def synchronize(self) -> None:
+        for work in self.before:
+            for queue in self.device.queues.values():
+                if work in queue:
+                    queue.remove(work)
+                    work()
+
+
+def test_a_buffer_is_not_overwritten_before_a_late_device_has_copied_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event is on the stream of the copy, not on that of cuda:0, whose work may have ended long before."""
+    device, found = LateDevice(monkeypatch), list[list[int]]()
     staging = Staging(3, torch.device("cuda:1"))
-    for _ in range(5):
-        staging.upload(3, lambda numbers: numbers.fill(1))
-    assert staging.buffer.tolist() == [1, 1, 1]
-    assert [[given.args for given in event.record.call_args_list] for event in events] == [
-        [("stream of cuda:1",)] * number for number in (1, 2, 1, 1)
-    ]
+    for number in range(12):
+        staging.upload(3, lambda words, number=number: words.fill(number))  # type: ignore[misc]
+        device.queues["cuda:1"].append(lambda: found.append(staging.buffer.tolist()))
+    assert len(found) < 12
+    for work in device.queues["cuda:1"]:
+        work()
+    assert found == [[number] * 3 for number in range(12)]

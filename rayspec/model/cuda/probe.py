@@ -187,14 +187,14 @@ def _cases(shapes: Shapes) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
             packed, angles = random(3, (heads + 2 * kv_heads) * dim), random(2, 3, dim)
             rest = (slots, keys.clone(), values.clone(), heads, *norms, 1e-6)
             yield "rotate_and_write", "rotate_and_write", (packed, *angles, *rest)
-    group = next((size for size in (128, 64, 32) if shapes.hidden_size % size == 0), None)
+    size, outputs = min(shapes.hidden_size, 1024), min(2 * shapes.inner_size, 2**14)
+    group = next((each for each in (128, 64, 32) if size % each == 0), 0)
     for num_rows in (1, 16, 40) if shapes.has_copies and group else ():
-        rows, outputs = random(num_rows, shapes.hidden_size), min(2 * shapes.inner_size, 2**14)
-        int8 = torch.randint(-127, 128, (outputs, shapes.hidden_size), generator=generator).to(torch.int8)
-        yield f"int8_product, {num_rows} rows", "int8_product", (rows, int8, torch.linspace(0.001, 0.01, outputs))
-        int4 = torch.randint(-(2**31), 2**31, (outputs, shapes.hidden_size // 8), generator=generator).to(torch.int32)
-        scales = random(shapes.hidden_size // (group or 1), outputs, 2) / 16
-        yield f"int4_product, {num_rows} rows", "int4_product", (rows, int4, scales)
+        int8 = torch.randint(-127, 128, (outputs, size), generator=generator).to(torch.int8)
+        int4 = torch.randint(-(2**31), 2**31, (outputs, size // 8), generator=generator).to(torch.int32)
+        rows, scales = random(num_rows, size), torch.linspace(0.001, 0.01, outputs)
+        yield f"int8_product, {num_rows} rows", "int8_product", (rows, int8, scales)
+        yield f"int4_product, {num_rows} rows", "int4_product", (rows, int4, random(size // group, outputs, 2) / 16)
     for one in shapes.attention:
         for kind in _ROWS:
             yield f"attend, {kind}", "attend", _attention(one, kind, shapes.max_context, random)
