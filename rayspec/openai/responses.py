@@ -361,8 +361,6 @@ class Answer:
         parser = self._parsers.setdefault(index, self._make_parser())
         pieces = parser.feed(one.text, finished=one.finished)
         thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
-        self._num_characters += len(one.text)
-        self._num_of_reasoning += len(thought)
         calls = []
         for number, of_call in itertools.groupby(
             (piece for piece in pieces if isinstance(piece, CallPiece)), key=lambda piece: piece.index
@@ -375,7 +373,10 @@ class Answer:
                 begun = {"id": digest[:9] if self._has_short_ids else f"call_{digest[:24]}", "type": "function"}
                 function["name"] = parts[0].name
             calls.append(ToolCall(index=number, function=FunctionCall(**function), **begun))
-        return replace(one, text="".join(piece for piece in pieces if isinstance(piece, str))), calls, thought
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        self._num_of_reasoning += len(thought)
+        self._num_characters += len(thought) + len(content) + sum(len(call.function.arguments) for call in calls)
+        return replace(one, text=content), calls, thought
 
     @property
     def _skips_special(self) -> bool:

@@ -172,6 +172,8 @@ def test_reasoning_is_apart_from_the_content_where_a_parser_is_named(parser: str
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     for name in ("reasoning_content", "reasoning", "content"):
         assert "".join(delta.get(name) or "" for delta in deltas) == message[name]
+    only, _ = asked(ChatRequest, Says("Hm, hm.", parser), messages=messages("x<think>\n"))
+    assert only["usage"]["completion_tokens_details"]["reasoning_tokens"] == only["usage"]["completion_tokens"]
     hidden, chunks = asked(ChatRequest, Says(text, parser), messages=messages("x<think>\n"), include_reasoning=False)
     assert "reasoning" not in hidden["choices"][0]["message"]
     assert not any("reasoning" in choice["delta"] for chunk in chunks for choice in chunk["choices"])
