@@ -59,12 +59,12 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Te
     (int64 tensors that broadcast together)."""
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)  # type: ignore[no-untyped-call]
     even, odd = torch.stack((c0, c2)), torch.stack((c1, c3))
-    keys = torch.stack(list(key)).unsqueeze(0)
+    keys = torch.stack(list(key))
     factors = integers([*_MULTIPLIERS, *(one * at for at in range(_NUM_ROUNDS) for one in _WEYL)], c0.device)
     factors = factors.view(_NUM_ROUNDS + 1, 2, *[1] * c0.dim())
-    for round_keys in (keys + factors[1:]).unbind():  # int64 products wrap: their 64 bits are the unsigned ones
+    for step in factors[1:].unbind():  # int64 products wrap: their 64 bits are the unsigned ones
         products = (even * factors[0]).flip(0)
-        even, odd = (products >> 32).bitwise_xor_(odd).bitwise_xor_(round_keys).bitwise_and_(_LOW), products
+        even, odd = (products >> 32).bitwise_xor_(odd).bitwise_xor_(keys + step).bitwise_and_(_LOW), products
     odd = odd & _LOW  # until here, only the low 32 bits of `odd` and of the keys count
     return even[0], odd[0], even[1], odd[1]
 
@@ -228,7 +228,7 @@ class Noise:
         first = 0 if self._known is None else len(self._known) // size
         if self._known is None or num_depths > first:
             depths = range(first, max(first + self._num_at_once, num_depths))
-            most = _MOST_AHEAD if device.type == "cpu" else _MOST_AHEAD_ELSEWHERE >> 4 * self._cuts
+            most = (_MOST_AHEAD if device.type == "cpu" else _MOST_AHEAD_ELSEWHERE) >> 4 * self._cuts
             is_wasteful = len(depths) * size > 2 * self._num_at_once * len(rows)
             if is_wasteful or depths.stop * size * like.shape[1] > most:
                 return None
