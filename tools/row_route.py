@@ -20,8 +20,8 @@ from typing import Any
 from unittest.mock import patch
 
 import rayspec
+from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import DocumentTask
-from rayspec.batch.documents import Columns
 from rayspec.batch.input_files import find_files
 from rayspec.batch.job import Job
 from rayspec.batch.local_backend import LocalBackend, Source

@@ -15,8 +15,9 @@ import typer
 from pydantic import Field
 from rich.table import Table
 
+from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
-from rayspec.batch.documents import Columns, check_template, input_row
+from rayspec.batch.documents import check_template, input_row
 from rayspec.batch.input_files import KNOWN_TYPES, InputFiles, find_files
 from rayspec.batch.job import Job, JobOptions
 from rayspec.batch.local_backend import LocalBackend, Source

@@ -19,8 +19,8 @@ from rich.text import Text
 
 import rayspec
 from rayspec import demo
+from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
-from rayspec.batch.documents import Columns
 from rayspec.batch.input_files import find_files
 from rayspec.batch.job import Job, JobOptions
 from rayspec.batch.local_backend import LocalBackend, Source

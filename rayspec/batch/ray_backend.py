@@ -16,7 +16,8 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from rayspec.batch.documents import Columns, read_piece
+from rayspec.batch.columns import Columns
+from rayspec.batch.documents import read_piece
 from rayspec.batch.local_backend import (
     LocalBackend,
     Order,

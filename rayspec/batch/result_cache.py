@@ -20,8 +20,19 @@ from rayspec import __version__, demo
 from rayspec.batch.rows import Row
 from rayspec.command.locations import FILE_ERRORS, Location
 from rayspec.config import SamplingParams
+from rayspec.types import UnfinishedFormError
 
-_KEPT: Final = ("text", "finish_reason", "num_prompt_tokens", "num_output_tokens", "tree", "reasoning", "logprobs")
+_KEPT: Final = (
+    "text",
+    "finish_reason",
+    "num_prompt_tokens",
+    "num_output_tokens",
+    "tree",
+    "reasoning",
+    "logprobs",
+    "error_kind",
+    "error",
+)
 _LIBRARIES: Final = ("torch", "transformers")
 
 
@@ -51,8 +62,8 @@ class ResultCache:
         return None
 
     def keep(self, row: Row) -> None:
-        """Keep the result of a row that succeeded. Raises OSError."""
-        is_whole = row.error_kind is None and row.finish_reason in {"stop", "length"}
+        """Keep the result of a row that succeeded, or whose output has no end within max_tokens. Raises OSError."""
+        is_whole = row.error_kind in (None, UnfinishedFormError.kind) and row.finish_reason != "abort"
         if is_whole and row.input_hash is not None and (place := self._place(row.input_hash)):
             content = json.dumps({name: getattr(row, name) for name in _KEPT}).encode()
             place.write(_digest(content).encode() + b"\n" + content)

@@ -12,8 +12,9 @@ import msgspec
 
 import rayspec
 from rayspec import demo
+from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import PromptBuilder
-from rayspec.batch.documents import Columns, read_documents
+from rayspec.batch.documents import read_documents
 from rayspec.batch.rows import Row
 from rayspec.bench.options import WorkloadOptions
 from rayspec.config import SamplingParams

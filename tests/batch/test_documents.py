@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from rayspec.batch.documents import Columns, check_template, input_row, pieces_of, read_documents, read_piece
+from rayspec.batch.columns import Columns
+from rayspec.batch.documents import check_template, input_row, pieces_of, read_documents, read_piece
 from rayspec.batch.input_files import Piece, find_files
 from rayspec.batch.rows import Row
 from rayspec.types import ConfigError

@@ -4,6 +4,8 @@ the same code."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,12 @@ import pytest
 from typer.testing import CliRunner
 
 from rayspec import demo
+from rayspec.batch import local_backend
 from rayspec.batch.local_backend import in_sample
 from rayspec.cli import app
-from tests.jobs.job_process import FAST, committed, write_lines
+from tests.batch.test_documents import pdf
+from tests.jobs.job_process import FAST, committed, num_committed, write_lines
+from tests.waiting import wait_until
 
 OPTIONS = ("-o", "out", *FAST, "--max-model-len", "256", "--max-tokens", "8")
 
@@ -181,3 +186,57 @@ def test_a_budget_ends_a_run_that_can_be_taken_further(folder: Path) -> None:
     assert texts() == expected
     assert json.loads((folder / "out" / "manifest.json").read_bytes())["status"] == "complete"
     assert "7 rows (7 of an earlier run)" in run("in.jsonl", *budget)
+
+
+@pytest.mark.exhaustive
+def test_fields_of_pdf_files_are_extracted_by_a_job_that_is_killed_twice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a kill comes before or after the job's end, every file has its typed fields, or the error that its output
+    has no end within --max-tokens."""
+    (folder / "docs").mkdir()
+    for number, sample in enumerate(demo.sample_documents(40, num_sentences=2)):
+        (folder / "docs" / f"{number}.pdf").write_bytes(pdf(sample.text.replace("(", "").replace(")", "")))
+    fields = {"title": {"type": "string", "maxLength": 8}, "year": {"type": "integer"}, "is_open": {"type": "boolean"}}
+    fields["year"] |= {"minimum": 0, "maximum": 2100}
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    (folder / "schema.json").write_text(json.dumps(schema), encoding="utf-8")
+    options = (
+        "--json-schema",
+        "schema.json",
+        "--cache",
+        "cache",
+        *FAST,
+        "--max-model-len",
+        "512",
+        "--max-tokens",
+        "99",
+    )
+    command = [sys.executable, "-m", "rayspec.cli", "summarize", "docs", *options, "--max-num-seqs", "2", "-o", "out"]
+    for target in (1, 33):
+        job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+        def is_far(job: subprocess.Popen[bytes] = job, target: int = target) -> bool:
+            return num_committed(folder / "out") >= target or job.poll() is not None
+
+        try:
+            wait_until(is_far, 300)
+        finally:
+            job.kill()
+            job.wait()
+    result = CliRunner().invoke(app, command[3:])
+    assert result.exit_code in {0, 3}, result.output
+    table = pq.read_table("out/summaries.parquet")
+    assert [str(table.schema.field(name).type) for name in fields] == ["string", "int64", "bool"]
+    found = {row["id"]: {name: row[name] for name in fields} for row in table.to_pylist()}
+    none = dict.fromkeys(fields)
+    ends = {row["id"]: json.loads(row["summary"]) if row["error_kind"] is None else none for row in table.to_pylist()}
+    assert found == ends
+    assert len(found) == 40
+    assert set(table["error_kind"].to_pylist()) <= {None, "unfinished_form"}
+    assert None in table["error_kind"].to_pylist()
+    monkeypatch.setattr(local_backend, "LocalPool", None)  # no engine can be started
+    again_code = CliRunner().invoke(app, [*command[3:-1], "again"]).exit_code
+    assert again_code == result.exit_code
+    again = pq.read_table("again/summaries.parquet").to_pylist()
+    assert {row["id"]: {name: row[name] for name in fields} for row in again} == found
