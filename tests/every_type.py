@@ -28,6 +28,7 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.stages import LocalStages
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.local_engine import engine_like, load_engine
+from rayspec.model.weights import WITH_TEXT_PART
 from rayspec.strategies.fixed import FixedPlan, lookup_plan
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 from tests.engines import complete, tokens_of
@@ -69,10 +70,10 @@ def _parts(config_class: Any) -> dict[str, Any]:
     }
 
 
-def build(case: str, seed: int = 0) -> PreTrainedModel:
+def build(case: str, seed: int = 0, auto_class: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """A random model of the type, in which every parameter matters."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(case), dtype=torch.float32).eval()
+    model: PreTrainedModel = auto_class.from_config(config_of(case), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn_like(weight)
@@ -91,11 +92,11 @@ def prompts() -> list[list[int]]:
     return [[draw.randrange(5, 200) for _ in range(length)] for length in PROMPT_LENGTHS]
 
 
-def generated(folder: str) -> list[tuple[int, ...]]:
+def generated(folder: str, auto_class: Any = AutoModelForCausalLM) -> list[tuple[int, ...]]:
     """What `generate` of transformers makes of each prompt, in a model of its own for each."""
     outputs = []
     for prompt in prompts():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = auto_class.from_pretrained(folder, dtype=torch.float32).eval()
         output = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -121,23 +122,23 @@ def outcome(case: str, folder: Path) -> Outcome:
     missing = _save(case, folder)
     with _warnings() as warnings:
         try:
-            engine = load_engine(_engine_config(str(folder), "auto"), with_tokenizer=False)
+            engine = load_engine(engine_config(str(folder), "auto"), with_tokenizer=False)
         except (CheckpointError, UnsupportedModelError, ConfigError) as error:
             return _refused(error, folder, missing)
     splits = isinstance(engine.stages, LocalStages)
     strategies = ("static", "ar") if splits else ()
-    engines = [engine, *(engine_like(engine, _engine_config(str(folder), strategy)) for strategy in strategies)]
+    engines = [engine, *(engine_like(engine, engine_config(str(folder), strategy)) for strategy in strategies)]
     expected = generated(str(folder))
     for each in engines:
         assert each is not None, "the engine's weights cannot be shared"
-        _require(each, expected, case)
+        require(each, expected, case)
     copies = False
     if isinstance(engine.stages, WholeModelStages):  # in every round, whatever is expected to pay
         copies = engine.stages.cuts is not None
         engine.replace_strategy(FixedPlan(lookup_plan(engine.stages.num_sublayers, 5)))
         if not any("one after another" in warning for warning in warnings):
             engine.stages.fewest_in_lockstep = 2
-        _require(engine, expected, case)
+        require(engine, expected, case)
         assert (engine.stats.num_draft_tokens > 0) == copies
     return Outcome("drafts" if splits else "copies" if copies else "plain", "; ".join(warnings))
 
@@ -163,7 +164,7 @@ def _save(case: str, folder: Path) -> str:
     return ""
 
 
-def _require(engine: Engine, expected: list[tuple[int, ...]], case: str) -> None:
+def require(engine: Engine, expected: list[tuple[int, ...]], case: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS)
     strategy = engine.config.speculation.strategy
     alone = tokens_of(complete(engine, prompts()[1:2], params))
@@ -172,7 +173,7 @@ def _require(engine: Engine, expected: list[tuple[int, ...]], case: str) -> None
     assert together == expected, f"{case}, {strategy}, three prompts together"
 
 
-def _engine_config(folder: str, strategy: str) -> EngineConfig:
+def engine_config(folder: str, strategy: str) -> EngineConfig:
     skip = (2, 5) if strategy == "static" else ()
     return EngineConfig(
         model=folder,
@@ -219,6 +220,8 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
         "tokens of\n`generate(do_sample=False)` for prompts of 1, 33 and 300 tokens, alone and together. Rows with `#` "
         "are variants of a type.\nThe check at load decides for each checkpoint; a checkpoint can differ from the tiny "
         "model of its type.\n\n"
+        f"A checkpoint with vision of type {', '.join(WITH_TEXT_PART[:-1])} or {WITH_TEXT_PART[-1]} loads its language "
+        "model only: prompts are texts.\n\n"
         "| type | way | why |\n|---|---|---|\n" + "\n".join(rows) + "\n"
     )
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForImageTextToText
 
-from tests.every_type import CASES, documented, outcome
+from rayspec.local_engine import load_engine
+from rayspec.model.weights import WITH_TEXT_PART, load_model
+from tests.every_type import CASES, build, documented, engine_config, generated, outcome, require
 from tests.exhaustive import few_of
 
 # Kinds: split, attention of many kinds, recurrent state, no cache, positions of its own, composite.
@@ -20,6 +23,16 @@ FEW = (
 @pytest.mark.parametrize("case", few_of(CASES, FEW))
 def test_a_type_generates_what_transformers_does_or_is_refused_by_name(case: str, tmp_path: Path) -> None:
     assert outcome(case, tmp_path).way == documented()[case]
+
+
+@pytest.mark.parametrize("case", few_of(WITH_TEXT_PART, ("mistral3",)))
+def test_a_model_with_vision_makes_of_a_text_what_its_language_model_does(case: str, tmp_path: Path) -> None:
+    build(case, auto_class=AutoModelForImageTextToText).save_pretrained(tmp_path)
+    engine = load_engine(engine_config(str(tmp_path), "static"), with_tokenizer=False)
+    require(engine, generated(str(tmp_path), AutoModelForImageTextToText), case)
+    assert engine.stats.num_draft_tokens > 0
+    first, last = (load_model(engine.config, layers=layers) for layers in (range(2), range(2, 4)))
+    assert sum(each.num_parameters() for each in (first, last)) == load_model(engine.config).num_parameters()
 
 
 def test_the_page_has_every_type() -> None:

@@ -67,8 +67,28 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
         raise CheckpointError(f"config of model {source!r} could not be read: {in_one_line(error)}") from error
     # A config may name a kernel of the hub, which transformers would fetch and run. The setter sets parts, too.
     config._attn_implementation = "eager"
+    config = _text_part(config)
     _require_causal_lm(source, config)
     return config
+
+
+# Types of several parts, of which the language model alone makes of a text what the whole model makes of it.
+WITH_TEXT_PART = ("gemma3", "internvl", "llava", "llava_next", "mistral3")
+# Where such a checkpoint has its language model, by versions of transformers, and its other parts.
+_KEYS_OF_TEXT_PART = {r"^language_model\.lm_head\.": "lm_head.", r"^(model\.)?language_model\.(model\.)?": "model."}
+_OTHER_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|image_newline)\b")
+
+
+def _text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config of the language model, where that is all that texts need."""
+    if config.model_type not in WITH_TEXT_PART:
+        return config
+    text = config.get_text_config(decoder=True)
+    for name in ("quantization_config", "tie_word_embeddings", "eos_token_id", "_commit_hash"):
+        if (value := getattr(config, name, None)) is not None:
+            setattr(text, name, value)
+    text.is_part = True
+    return text
 
 
 @lru_cache(maxsize=2)  # reading takes seconds, and a load asks several times; a file that was replaced is read again
@@ -160,6 +180,8 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # so that they are reported by name, below
     }
+    if getattr(described, "is_part", False):
+        options["key_mapping"] = _KEYS_OF_TEXT_PART
     if config.quantization_config is not None:
         options |= {"quantization_config": config.quantization_config, "device_map": {"": device}}
     try:
@@ -222,8 +244,11 @@ def _load(config: EngineConfig, described: PretrainedConfig, layers: range | Non
     with located(config.model, config.revision, is_wanted) as (place, keywords):
         if layers is None:
             options |= {"revision": config.revision, **own_code, **keywords}
-            loaded: Any = AutoModelForCausalLM.from_pretrained(place, config=described, **options)
-            model, info = loaded
+            model_class: Any = AutoModelForCausalLM
+            if "key_mapping" in options:
+                text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(described)]
+                model_class = _span_class(text_class, [], _OTHER_PARTS)
+            model, info = model_class.from_pretrained(place, config=described, **options)
         else:
             with torch.device("meta"):
                 whole: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -284,6 +309,7 @@ def _span_class(
         self._keys_to_ignore_on_load_unexpected = {
             *(self._keys_to_ignore_on_load_unexpected or ()),
             foreign_keys.pattern,
+            _OTHER_PARTS.pattern,
         }
 
     # transformers finds a family's key conversions by these names.
@@ -305,7 +331,7 @@ def _link_files(config: EngineConfig, folder: Path, foreign_keys: re.Pattern[str
             "safetensors only; convert the checkpoint"
         )
     content = json.loads(index.read_text())
-    wanted = {file for key, file in content["weight_map"].items() if not foreign_keys.match(key)}
+    wanted = {file for key, file in content["weight_map"].items() if not _is_foreign(key, foreign_keys)}
     # A link is named by the last part of the path, so that no index can create links outside of the folder.
     own = {key: Path(file).name for key, file in content["weight_map"].items() if file in wanted}
     (folder / _INDEX).write_text(json.dumps(content | {"weight_map": own}))
@@ -314,6 +340,12 @@ def _link_files(config: EngineConfig, folder: Path, foreign_keys: re.Pattern[str
         if shard is None:
             raise CheckpointError(f"model {config.model!r} lacks {name}, which {_INDEX} names: fetch it again")
         (folder / Path(name).name).symlink_to(shard)
+
+
+def _is_foreign(key: str, foreign_keys: re.Pattern[str]) -> bool:
+    for pattern, own in _KEYS_OF_TEXT_PART.items():
+        key = re.sub(pattern, own, key)
+    return bool(foreign_keys.match(key) or _OTHER_PARTS.match(key))
 
 
 def _checkpoint_file(config: EngineConfig, name: str) -> Path | None:

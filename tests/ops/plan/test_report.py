@@ -219,16 +219,22 @@ def test_what_is_recommended_is_a_context_that_the_model_has(run: Run) -> None:
     assert "option 'context' is 16384, the model ends at 8192: lower it" in refused.stderr
 
 
-def test_a_model_with_an_image_tower_is_planned_whole(run: Run, tmp_path: Path) -> None:
-    """Its config has the numbers of its language model in a part. It cannot be cut into stages."""
-    text = AutoConfig.from_pretrained(checkpoint("gemma3_text")).to_dict()
+def test_a_model_with_an_image_tower_is_planned_as_its_language_model(run: Run, tmp_path: Path) -> None:
+    text = AutoConfig.from_pretrained(checkpoint("gemma3_text"))
     tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    Gemma3Config(text_config=text, vision_config=tower | {"image_size": 28, "patch_size": 14}).save_pretrained(tmp_path)
-    result = run("--model", tmp_path, "--gpus", "4xL4", "--concurrency", 8, "--output-tokens", 16, "--json", "p.json")
-    assert result.exit_code == 0, result.output
-    saved = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))
-    assert [(one["stages"], one["tensor"], one["replicas"]) for one in saved["candidates"]] == [(1, 1, 4)]
-    assert saved["candidates"][0]["drafted"] is None
+    parts = {"text_config": text.to_dict(), "vision_config": tower | {"image_size": 28, "patch_size": 14}}
+    plans = []
+    for config, name in (
+        (text, "alone"),
+        (Gemma3Config(**parts, tie_word_embeddings=text.tie_word_embeddings), "part"),
+    ):
+        config.save_pretrained(tmp_path / name)
+        model = ("--model", tmp_path / name, "--gpus", "4xL4", "--concurrency", 8, "--output-tokens", 16)
+        result = run(*model, "--json", "p.json")
+        assert result.exit_code == 0, result.output
+        plans.append(json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))["candidates"])
+    assert plans[0] == plans[1]
+    assert plans[0][0]["drafted"] is not None
 
 
 def test_a_model_whose_layers_differ_is_refused_in_one_sentence(run: Run, tmp_path: Path) -> None:
