@@ -129,6 +129,8 @@ def summarize(
         settings = options.in_force(asked.settings())
         if prompt is not None and options.prompt_template is not None:
             raise ConfigError("options 'prompt' and 'prompt_template' are both given: leave one out")
+        if options.prompt_template is not None and not inputs:
+            raise ConfigError("option 'prompt_template' is given without inputs: name files, folders or patterns")
         usual = "{text}" if options.prompt_template is not None else summary_prompt(settings.engine.model)
         task = DocumentTask(
             settings=settings,

@@ -35,7 +35,7 @@ class Row:
     text: the generated text. error_kind: a stable name; None for a row that succeeded. latency_s: from the first
     request's arrival at the engine to the last token. decode_s: from the first token to the last, see RequestTotals.
     tree: the parts of a hierarchical summary, as JSON. reasoning: the text in <think>, which `text` then lacks; see
-    option reasoning_parser. logprobs: of each token, beside the likeliest ones; with option logprobs.
+    option reasoning_parser. logprobs: of each token, with the likeliest ones; with option logprobs.
     """
 
     id: str

@@ -163,6 +163,7 @@ def test_a_template_over_the_columns_of_a_csv_file_makes_the_prompts(folder: Pat
     said = run("in.csv", "--prompt-template", "t.jinja", "--overwrite", code=2)
     assert "in.csv:1: option 'prompt_template': 'kid' is undefined; the row has 'id', 'kind', 'subject'" in said
     assert len(rows()) == 2, "nothing was begun"
+    assert "is given without inputs" in run("--prompt-template", "t.jinja", code=2)
     assert "'prompt_template' only" in run("in.csv", "--prompt-template", "t.jinja", "--long", "refine", code=2)
 
 
