@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rayspec.batch.report_page import Timeline, report_page
+from rayspec.batch.report_page import Timeline, report_page, setting_of
 from rayspec.batch.rows import Row
 from rayspec.choices import described
 from rayspec.command.terminal import EXIT_BUDGET, EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
@@ -194,7 +194,8 @@ class RunReport:
         more = self.num_rows - len(self.listed)
         more_rows = f"{more} more rows are in the output file." if more else ""
         plans = [_plan_cells(one) for one in stats.plans[-_MAX_LISTED:]]
-        parts = [f"# {_inert(title)}", self._setting(config), _table(("what", "value"), totals)]
+        setting = f"{_inert(setting_of(config))}. The same with charts: {REPORT_NAMES[1]}."
+        parts = [f"# {_inert(title)}", setting, _table(("what", "value"), totals)]
         if self.errors:
             kinds = [(kind, str(count), self.examples.get(kind, "")) for kind, count in self.errors.most_common()]
             parts += ["## Failed rows", _table(("kind", "rows", "for example"), kinds)]
@@ -251,22 +252,6 @@ class RunReport:
         for name, number in (("engines replaced", len(stats.died_at_s)), ("stages replaced", stats.num_replays)):
             lines += [(name, str(number))] * bool(number)
         return [line for line in lines if line[1] not in _NOTHING]
-
-    @staticmethod
-    def _setting(config: Mapping[str, Any]) -> str:
-        speculation = config.get("speculation", {})
-        setting = ", ".join(
-            f"{name} {_inert(str(value))}"
-            for name, value in (
-                ("model", config.get("model")),
-                ("dtype", config.get("dtype")),
-                ("device", config.get("device")),
-                ("threads", config.get("num_threads") or "as measured"),
-                ("strategy", speculation.get("strategy")),
-                ("verification", speculation.get("verification")),
-            )
-        )
-        return f"With {setting}. The same with charts: {REPORT_NAMES[1]}."
 
 
 @contextmanager

@@ -57,7 +57,6 @@ _REMEDIES = {
     "non_finite_logits": "The model overflowed: use --dtype float32 or bfloat16.",
     "unfinished_form": "Raise --max-tokens: the output ended before its form was complete.",
 }
-_READ_MESSAGE = "See the message."
 
 
 class Timeline:
@@ -152,7 +151,7 @@ def report_page(
     page: str = template.render(
         style=style(),
         title=title,
-        setting=f"{_setting(config)}. rayspec {rayspec.__version__}, {dt.datetime.now(tz=dt.timezone.utc):%d %B %Y}.",
+        setting=f"{setting_of(config)}. rayspec {rayspec.__version__}, {dt.datetime.now(tz=dt.timezone.utc):%d %B %Y}.",
         cards=_cards(report, price),
         sources=token_sources(stats) if stats.num_generated_tokens else [],
         times=times,
@@ -164,7 +163,7 @@ def report_page(
         drafting=f"{drafting[0].upper()}{drafting[1:]}.",
         **_choice_maps(stats.plans),
         errors=[
-            (kind, count, report.examples.get(kind, ""), _REMEDIES.get(kind, _READ_MESSAGE))
+            (kind, count, report.examples.get(kind, ""), _REMEDIES.get(kind, "See the message."))
             for kind, count in report.errors.most_common()
         ],
         texts=report.texts,
@@ -176,9 +175,12 @@ def report_page(
     return page
 
 
-def _setting(config: Mapping[str, Any]) -> str:
-    strategy = config.get("speculation", {}).get("strategy")
-    return f"Model {config.get('model')}, {config.get('dtype')} on {config.get('device')}, strategy {strategy}"
+def setting_of(config: Mapping[str, Any]) -> str:
+    """Return the main options in words."""
+    speculation, threads = config.get("speculation", {}), config.get("num_threads") or "as measured"
+    where = f"{config.get('dtype')} on {config.get('device')}, threads {threads}"
+    how = f"strategy {speculation.get('strategy')}, verification {speculation.get('verification')}"
+    return f"Model {config.get('model')}, {where}, {how}"
 
 
 def _cards(report: Reported, price: float | None) -> list[tuple[str, str, str]]:

@@ -81,7 +81,8 @@ def located(
 
     Meanwhile its loader parses a GGUF file once, and sees only the tensors that are `wanted`, by their names in the
     file. By itself it parses the file anew for config and weights, 2 s each time for a vocabulary of 49k tokens, and
-    turns every tensor into numbers, also those that a span of layers leaves out. Raises the errors of `find_gguf`.
+    turns every tensor into numbers, also those that a span of layers leaves out. It makes the map of names anew for
+    every module. Raises the errors of `find_gguf`.
     """
     file = find_gguf(model, revision)
     if file is None:
@@ -96,12 +97,12 @@ def located(
         return SimpleNamespace(fields=parsed.fields, tensors=[each for each in parsed.tensors if wanted(each.name)])
 
     with _LOCK, _quiet():
-        parsed, own = _parsed(file, file.stat().st_mtime_ns), library.GGUFReader
-        library.GGUFReader = read
+        parsed, own, map_of = _parsed(file, file.stat().st_mtime_ns), library.GGUFReader, library.get_tensor_name_map
+        library.GGUFReader, library.get_tensor_name_map = read, lru_cache(map_of)
         try:
             yield str(file.parent), {"gguf_file": file.name}
         finally:
-            library.GGUFReader = own
+            library.GGUFReader, library.get_tensor_name_map = own, map_of
 
 
 @contextmanager
