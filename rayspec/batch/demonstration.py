@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,8 +37,8 @@ from rayspec.types import CheckpointError, ConfigError, EngineStats
 
 _REAL = "smollm2"
 _BUNDLED = "demo"
-_MAX_MODEL_LEN = 2048  # so that the longest document needs more than one prompt
-_MAX_TOKENS = 96
+_MAX_MODEL_LEN = 1024  # so that the longest document needs more than one prompt
+_MAX_TOKENS = 64
 _PROMPT = "Extract the key facts of the following document as a list.\n\n{text}"
 _FOLDERS: Final[dict[Strategy, str]] = {"ar": "plain", "auto": "auto"}
 _NUM_SHOWN = 2
@@ -61,8 +60,8 @@ def run_demo(
         typer.Option(help="folder, name on the hub, smollm2 or demo; none: smollm2 if it can be fetched, else demo"),
     ] = None,
     with_ray: Annotated[
-        bool | None, typer.Option("--ray/--no-ray", help="run the jobs on Ray; none: if Ray is installed")
-    ] = None,
+        bool, typer.Option("--ray/--no-ray", help="run the jobs on Ray, where an engine has a process of its own")
+    ] = False,
     price: Annotated[float, typer.Option(help="dollars per hour of this machine, for the cost in the report")] = _PRICE,
 ) -> None:
     """Try it: a job on twelve documents, with plain decoding and with `auto`, and a report that compares them.
@@ -174,10 +173,7 @@ def _settings(model: str, strategy: Strategy) -> Settings:
     )
 
 
-def _backend(with_ray: bool | None) -> LocalBackend:
-    """Return where the jobs run. A cluster at RAY_ADDRESS is used only if it is asked for: it may lack the model."""
-    if with_ray is None:
-        with_ray = find_spec("ray") is not None and "RAY_ADDRESS" not in os.environ
+def _backend(with_ray: bool) -> LocalBackend:
     if not with_ray:
         return LocalBackend()
     from rayspec.batch.ray_backend import RayBackend  # noqa: PLC0415 - brings Ray

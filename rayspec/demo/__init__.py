@@ -21,7 +21,7 @@ from rayspec.errors import ConfigError
 BUNDLED: Mapping[str, str] = {"demo": "model", "demo-plain": "model_plain"}
 _MAX_DOCUMENTS = 100_000  # with one seed
 _NUM_EXAMPLES = 12
-_EXAMPLE_PAGES = ("with", "class", "exceptions", "async", "raise", "import")  # topics of Python's `help()`
+_EXAMPLE_PAGES = ("with", "class", "exceptions", "async", "for", "context-managers")  # topics of Python's `help()`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
