@@ -20,7 +20,7 @@ import pyarrow as pa
 import yaml
 from pydantic import Field
 
-from rayspec.batch.local_backend import Changed, LocalBackend, Order, Source, compared
+from rayspec.batch.local_backend import SCAN_SCHEMA, Changed, LocalBackend, Order, Source, compared
 from rayspec.batch.parts import FileFormat
 from rayspec.batch.report import REPORT_NAMES, RunReport, showing_progress
 from rayspec.batch.result_cache import ResultCache, is_repeatable
@@ -373,13 +373,14 @@ class Job:
 
 class _SharedResults:
     """Gives equal rows of a job one result, and takes and keeps results in a folder that jobs share. It does nothing
-    for rows whose texts differ each time. twins: scanned rows that wait for the result of an equal row, by their hash.
-    """
+    for rows whose texts differ each time. twins: indices in `left` of the rows that wait for the result of an equal
+    row, by its hash."""
 
     def __init__(self, job: Job, source: Source, folder: RunFolder, report: RunReport) -> None:
         self._folder, self._source, self._report = folder, source, report
         self._is_off = not is_repeatable(job.task.settings.sampling)
-        self._twins: dict[str, list[Row]] = {}
+        self._twins: dict[str, list[int]] = {}
+        self._left = SCAN_SCHEMA.empty_table()
         self._cache: ResultCache | None = None
         if job.cache is not None and self._is_off:
             say("option 'cache' has no effect: each run has other texts without a seed or temperature 0")
@@ -392,16 +393,17 @@ class _SharedResults:
         """Take the rows of a scan whose results are there. Return the others, of equal rows the first."""
         if self._is_off:
             return left
-        first, seen = list[int](), set[str]()
-        for index, digest in enumerate(left["input_hash"].to_pylist()):
-            if digest in seen:
-                self._twins.setdefault(digest, []).append(self._row(left, index))
-            elif self._cache is not None and (found := self._cache.find(digest)) is not None:
-                self._give(found, self._row(left, index))
-                continue
+        self._left, first = left, list[int]()
+        hashes = left["input_hash"].combine_chunks().dictionary_encode()
+        is_seen = bytearray(len(hashes.dictionary))
+        for index, code in enumerate(hashes.indices.to_pylist()):
+            if is_seen[code]:
+                self._twins.setdefault(hashes.dictionary[code].as_py(), []).append(index)
+            elif self._cache and (found := self._cache.find(hashes.dictionary[code].as_py())) is not None:
+                self._give(found, self._row(index))
             else:
                 first.append(index)
-            seen.add(digest)
+                is_seen[code] = True
         return left.take(pa.array(first, pa.int64()))
 
     def first_to_do(self, rows: Iterator[Row]) -> list[Row]:
@@ -423,16 +425,16 @@ class _SharedResults:
                 say(f"the cache cannot be written ({error_detail(error)}): the job goes on without it")
                 self._cache = None
         for twin in self._twins.pop(row.input_hash or "", ()):
-            self._give(row, twin)
+            self._give(row, self._row(twin))
 
     def check(self) -> None:
         """Add errors for the rows that have no result because the row equal to them has changed since the scan."""
-        for twin in itertools.chain.from_iterable(self._twins.values()):
+        for twin in map(self._row, itertools.chain.from_iterable(self._twins.values())):
             error = UnreadableFileError(f"{twin.source}: a row with the same text changed; run the same command again")
             self._give(twin.refused(error), twin)
 
-    def _row(self, left: pa.Table, index: int) -> Row:
-        fields = left.slice(index, 1).to_pylist()[0]
+    def _row(self, index: int) -> Row:
+        fields = self._left.slice(index, 1).to_pylist()[0]
         source = self._source.pieces[fields["piece"]].source(fields["number"])
         return Row(id=fields["id"], source=source, input_hash=fields["input_hash"])
 
