@@ -47,6 +47,7 @@ def self_test(runner: Runner) -> None:
         if not largest <= _ALLOWED[parts.dtype]:
             fault = f"they differ from plain PyTorch by {largest:.1e} of the largest output"
     except Exception as error:  # noqa: BLE001 - Triton, CUDA and libraries raise errors of many types
+        runner.note_loss(error)
         fault = reason_of(error)
     if fault is not None:
         ways = [runner.give_up() for _ in range(1 + (runner.graphs is not None))]
@@ -55,6 +56,7 @@ def self_test(runner: Runner) -> None:
             if not torch.equal(_outputs(runner), launched):
                 fault = "replays have other bits than launches"
         except Exception as error:  # noqa: BLE001
+            runner.note_loss(error)
             fault = reason_of(error)
         ways = [runner.give_up()] if fault is not None else []
     if fault is not None:

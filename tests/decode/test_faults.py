@@ -247,14 +247,20 @@ def test_graphs_whose_replays_differ_in_a_bit_are_given_up(
     assert stages.runner.buffers is not None
 
 
+@pytest.mark.parametrize("lost", [False, True])
 def test_buffers_that_raise_an_error_are_given_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    lost: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """If the error has made the GPU unusable, the load ends soon, and the next one avoids the kernels."""
     engine, stages = _engine()
+    reasons: list[str] = []
+    stages.runner.on_loss = reasons.append
+    monkeypatch.setattr("rayspec.decode.runner.is_lost", lambda device: lost)
     monkeypatch.setattr(Staging, "upload", _failing(Staging.upload, ERRORS[0], lambda *_: True))
     with _one_warning(caplog):
         self_test(stages.runner)
         _texts_are_right(engine)
+    assert len(reasons) == lost
 
 
 def test_an_engine_tests_its_weights_before_the_first_request(
