@@ -166,7 +166,7 @@ def _settings(model: str, strategy: Strategy) -> Settings:
             model=model,
             dtype="float32",
             max_num_seqs=1,
-            max_model_len=_MAX_MODEL_LEN,
+            max_model_len=_MAX_MODEL_LEN * (2 if model in BUNDLED else 1),  # reports are read whole
             speculation=SpeculationOptions(strategy=strategy),
         ),
         sampling=SUMMARY_SAMPLING if model in BUNDLED else SUMMARY_SAMPLING.replace(max_tokens=_MAX_TOKENS),
