@@ -20,8 +20,7 @@ from rayspec.serve.access import Admission
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.replies import NO_UPGRADE, NOT_JSON, OVERRUN, Refused, invalid, too_large, too_slow
 
-_LARGE = 2**18
-_LARGE_BODIES = 8  # of the largest size, in memory at once; bodies of at most _LARGE bytes do not count
+_LARGE_BODIES = 8  # of the largest size, in memory at once; bodies of at most SMALL bytes do not count
 SMALL = 2**16
 _BYTES_OF_ITEM, _BYTES_OF_OBJECT = 40, 250  # in memory, once they are parsed
 _JSON, _FORM = "application/json", "multipart/form-data"
@@ -64,7 +63,7 @@ class BodyReader:
             raise Refused(NO_UPGRADE)
         num_objects = content.count(b"{") + content.count(b"[")
         num_bytes = _BYTES_OF_ITEM * content.count(b",") + _BYTES_OF_OBJECT * num_objects  # of the parsed values
-        if num_bytes > _LARGE:
+        if num_bytes > SMALL:
             held.enter_context(self._large.admit(num_bytes))
         return await self._parsing.run(partial(kind.read, content), len(content)), content
 
@@ -72,15 +71,16 @@ class BodyReader:
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
             raise Refused(too_large(self._max_bytes))
-        body, is_large = bytearray(), False
+        body, num_counted = bytearray(), 0
         async for piece in request.stream():
             body += piece
             if len(body) > SMALL:  # large bodies take turns; meanwhile uvicorn reads no more, as its buffer is full
                 async with self._turn:
                     await asyncio.sleep(0)
-            if len(body) > _LARGE and not is_large:
-                held.enter_context(self._large.admit(int(announced) if announced.isdecimal() else self._max_bytes))
-                is_large = True
+            if len(body) > max(SMALL, num_counted):
+                num_bytes = int(announced) if announced.isdecimal() else len(body)
+                held.enter_context(self._large.admit(num_bytes))
+                num_counted += num_bytes
             if len(body) > self._max_bytes:
                 raise Refused(too_large(self._max_bytes))
         return bytes(body)
