@@ -40,6 +40,7 @@ _MAX_KEPT_BYTES = 2**27
 # Seconds of a core to follow a form, at first and for each token. A slow form is not drafted for, and not kept, because
 # its states may take much memory; a form that is too slow fails its sequence.
 _SLOW_S, _TOO_SLOW_S = (0.1, 0.003), (0.5, 0.01)
+_LIGHT = 8192  # characters of a JSON schema without expressions, whose masks take 15 ms at most
 _PATIENCE_S = 0.02  # how long other sequences wait for work on a form
 
 
@@ -47,12 +48,14 @@ _PATIENCE_S = 0.02  # how long other sequences wait for work on a form
 class CompiledForm:
     """A form for the tokens of one model. initial: its state before the output, which must be copied for use. It has
     made the first mask, unless that took long, because copies would then be large. mask: the first, int32 [W].
-    mask_s: seconds of a core that it took. num_bytes: about how much memory the form takes."""
+    mask_s: seconds of a core that it took. num_bytes: about how much memory the form takes. is_light: its masks
+    are made at once, because only long texts, expressions and grammars make a mask take long."""
 
     initial: LLMatcher
     mask: Tensor
     mask_s: float
     num_bytes: int
+    is_light: bool
 
 
 class _FairThreads:
@@ -173,7 +176,10 @@ class Grammars:
             raise GrammarError(f"structured_outputs.{name}: {problem_of(first)}")
         self._drop_large(num_bytes)
         mask_s = time.thread_time() - start_s
-        return CompiledForm(first if mask_s < _PATIENCE_S else matcher, mask, mask_s, num_bytes)
+        schema = repr(form.json)
+        is_short = form.json is not None and len(schema) <= _LIGHT and form.whitespace_pattern is None
+        is_light = is_short and not any(word in schema for word in ("attern", "multipleOf"))
+        return CompiledForm(first if mask_s < _PATIENCE_S else matcher, mask, mask_s, num_bytes, is_light)
 
     def _drop_large(self, num_bytes: int) -> None:
         """Keep no more compiled forms than have room, together with a new one of that size."""
@@ -236,7 +242,7 @@ class Constraint:
         self._todo: deque[tuple[Callable[[], None], int]] = deque([(self._take_first, num_prompt_tokens)])
         self._since_s = time.perf_counter()  # since when there has been some
         self._changed = threading.Condition()
-        self._num_followed = -1
+        self._num_followed, self._is_light = -1, False
         self._late: set[tuple[int, ...]] = set()
         # The work's own; others read what is complete.
         self._work_s = self._counted_s = 0.0  # seconds of a core, and the thread's time up to which they are counted
@@ -335,7 +341,10 @@ class Constraint:
         self._submit()
 
     def _submit(self) -> None:
-        (self._lanes.slow if self.is_slow else self._lanes.fast).submit(self._work)
+        if self._is_light and not self.is_slow:  # another thread would cost more than the work
+            self._work()
+        else:
+            (self._lanes.slow if self.is_slow else self._lanes.fast).submit(self._work)
 
     def _work(self) -> None:
         self._counted_s = time.thread_time()
@@ -366,7 +375,7 @@ class Constraint:
     def _take_first(self) -> None:
         compiled = self._compiled.result()
         self._work_s = compiled.mask_s
-        self._masks[()] = compiled.mask
+        self._masks[()], self._is_light = compiled.mask, compiled.is_light
 
     def _extend(self, new: list[int]) -> None:
         self._masks, self._failures = {}, {}
