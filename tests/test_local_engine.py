@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rayspec.choices import FULL, SKIP, Choice
 from rayspec.config import EngineConfig, SamplingParams
@@ -56,7 +55,7 @@ def test_copies_are_taken_as_long_as_they_fit(caplog: pytest.LogCaptureFixture) 
 
 def test_a_span_has_copies_of_its_own_sublayers() -> None:
     parts = modules_of(checkpoint("llama"))
-    sizes = quantised_bytes(parts.config, "int4", dtype=torch.float32)
+    sizes = quantised_bytes(parts.config, "int4")
     head = 2 * parts.lm_head.weight.numel()  # type: ignore[operator, union-attr]
     most = head + sum(sizes) // 2
     half = config(choices=("int4",), extra_weight_bytes=most)

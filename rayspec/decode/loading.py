@@ -229,8 +229,7 @@ def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weight
     head_bytes = 2 * parts.lm_head.weight.numel() if may_copy_head(parts.lm_head) else 0
     try:
         by_weights = {
-            weights: head_bytes
-            + sum(quantised_bytes(parts.config, weights, dtype=parts.dtype, tensor=num_ranks)[first : last + 1])
+            weights: head_bytes + sum(quantised_bytes(parts.config, weights, tensor=num_ranks)[first : last + 1])
             for weights in config.speculation.draft_weights
             if parts.device.type == "cpu" or has_kernels(config, parts)
         }

@@ -293,8 +293,9 @@ def group_size(num_columns: int) -> int:
     return size
 
 
-def num_bytes(weights: Weights, num_rows: int, num_columns: int, *, dtype: torch.dtype) -> int:
-    """Return the bytes of a quantised copy of a matrix of `dtype`.
+def num_bytes(weights: Weights, num_rows: int, num_columns: int) -> int:
+    """Return the bytes of a quantised copy of a matrix. The int4 copy has more groups in a 4-bit checkpoint, and larger
+    scales on a GPU in float32.
 
     Raises ValueError for int4 if no group size divides `num_columns`.
     """
@@ -302,7 +303,7 @@ def num_bytes(weights: Weights, num_rows: int, num_columns: int, *, dtype: torch
         return num_rows * (num_columns + torch.float32.itemsize)
     num_groups = num_columns // group_size(num_columns)
     padded_rows = num_rows + -num_rows % _ROW_MULTIPLE
-    return padded_rows * (num_columns // 2 + num_groups * 2 * dtype.itemsize)
+    return padded_rows * (num_columns // 2 + num_groups * 2 * torch.bfloat16.itemsize)
 
 
 def _product_of_int8_rows(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:

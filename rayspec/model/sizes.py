@@ -139,7 +139,7 @@ def model_sizes(
                     _bytes_of(each, size, linear_bytes, tensor) for each in weights or [list(layer.parameters())]
                 ),
                 copy_bytes=sum(
-                    _copy_bytes(one, each, dtype, tensor)
+                    _copy_bytes(one, each, tensor)
                     for one in sublayers
                     for each in (draft_weights if quantization is None else ())
                 ),
@@ -161,21 +161,19 @@ def model_sizes(
     )
 
 
-def quantised_bytes(
-    config: PretrainedConfig, weights: Weights, *, dtype: torch.dtype, tensor: int = 1
-) -> tuple[int, ...]:
-    """Return the bytes of each sublayer's quantised copy, in order, on one of `tensor` ranks of a model in `dtype`;
-    nothing for a model that does not split.
+def quantised_bytes(config: PretrainedConfig, weights: Weights, *, tensor: int = 1) -> tuple[int, ...]:
+    """Return the bytes of each sublayer's quantised copy, in order, on one of `tensor` ranks; nothing for a model that
+    does not split.
 
     A sublayer whose layout has no copy counts 0. The check at load has the last word: it may leave out copies.
 
     Raises UnsupportedModelError as `model_sizes`.
     """
     _, parts = _meta_model(config)
-    return tuple(_copy_bytes(one, weights, dtype, tensor) for one in (parts.sublayers if parts is not None else ()))
+    return tuple(_copy_bytes(one, weights, tensor) for one in (parts.sublayers if parts is not None else ()))
 
 
-def _copy_bytes(sublayer: Sublayer, weights: Weights, dtype: torch.dtype, tensor: int) -> int:
+def _copy_bytes(sublayer: Sublayer, weights: Weights, tensor: int) -> int:
     """Return the bytes of a sublayer's copy on one rank, 0 if it has none.
 
     Several ranks share the rows of the first matrix. The last matrix then has no copy, because ranks sum its products.
@@ -185,7 +183,7 @@ def _copy_bytes(sublayer: Sublayer, weights: Weights, dtype: torch.dtype, tensor
         sizes = [(sum(each.out_features for each in first) // tensor, first[0].in_features)]
         if tensor == 1 and isinstance(last, nn.Linear):
             sizes.append((last.out_features, last.in_features))
-        return sum(num_bytes(weights, rows, columns, dtype=dtype) for rows, columns in sizes)
+        return sum(num_bytes(weights, rows, columns) for rows, columns in sizes)
     except (AttributeError, ValueError):
         return 0
 

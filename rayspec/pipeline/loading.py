@@ -135,7 +135,7 @@ def _sizes(config: EngineConfig, options: ParallelOptions, model: PretrainedConf
     dtype = getattr(torch, config.dtype, None) or getattr(model, "dtype", None) or torch.float32
     # Copies that drafts will have, if every stage has an even share of them.
     by_weights = {
-        weights: -(-sum(quantised_bytes(model, weights, dtype=dtype, tensor=options.tensor)) // options.stages)
+        weights: -(-sum(quantised_bytes(model, weights, tensor=options.tensor)) // options.stages)
         for weights in config.speculation.draft_weights
     }
     return model_sizes(

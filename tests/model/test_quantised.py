@@ -61,8 +61,8 @@ def test_it_computes_the_product_with_the_dequantised_matrix(make: Make, kind: W
     layers = linears(39, 32, 5, bias=(True, False, True), dtype=dtype)
     matrix = make(kind, layers)
     assert (matrix.num_rows, matrix.num_columns) == (76, COLUMNS)
-    assert matrix.num_bytes <= num_bytes(kind, 76, COLUMNS, dtype=dtype)
-    assert matrix.num_bytes == num_bytes(kind, 76, COLUMNS, dtype=torch.bfloat16) or dtype == torch.float32
+    if dtype == torch.bfloat16:
+        assert matrix.num_bytes == num_bytes(kind, 76, COLUMNS)
     bias = torch.cat([layers[0].bias, torch.zeros(32), layers[2].bias]).float()
     exact = dequantised(matrix)
     for num_rows in ROW_COUNTS:

@@ -83,7 +83,7 @@ def test_a_tensor_rank_has_its_share_and_all_norms() -> None:
     assert rank.layers[0].sublayer_bytes == ((attention - norm) // 4 + norm, (mlp - norm) // 4 + norm)
     assert rank.layers[0].kv_bytes_per_token == whole.layers[0].kv_bytes_per_token // 4
     assert (rank.num_parameters, rank.head_bytes) == (whole.num_parameters, whole.head_bytes)
-    alone, half = (quantised_bytes(LLAMA_70B, "int8", dtype=BF16, tensor=tensor)[1] for tensor in (1, 2))
+    alone, half = (quantised_bytes(LLAMA_70B, "int8", tensor=tensor)[1] for tensor in (1, 2))
     assert half * 3 == pytest.approx(alone, rel=1e-3), "ranks share the copies of the first matrices only"
     many = model_sizes(LLAMA_70B, dtype=BF16, tensor=16)
     assert many.layers[0].kv_bytes_per_token == whole.layers[0].kv_bytes_per_token // 8  # one head at least
@@ -132,13 +132,13 @@ def test_copies_weigh_what_the_loaded_ones_do(family: str) -> None:
         bodies = [sublayer.quantised[weights] for sublayer in fused.sublayers if weights in sublayer.quantised]
         matrices = [matrix for body in bodies if isinstance(body, FusedLayer) for matrix in (body.first, body.last)]
         num_bytes = sum(matrix.num_bytes for matrix in matrices if isinstance(matrix, LinearMap))
-        sizes = quantised_bytes(read_config(checkpoint(family)), weights, dtype=torch.float32)
+        sizes = quantised_bytes(read_config(checkpoint(family)), weights)
         assert sum(sizes) == num_bytes
         assert [bool(size) for size in sizes] == [bool(sublayer.quantised) for sublayer in fused.sublayers]
 
 
 def test_sizes_of_layers_hold_the_copies_that_are_asked_for() -> None:
-    int4, int8 = (sum(quantised_bytes(LLAMA_70B, weights, dtype=BF16)[:2]) for weights in ("int4", "int8"))
+    int4, int8 = (sum(quantised_bytes(LLAMA_70B, weights)[:2]) for weights in ("int4", "int8"))
     both = model_sizes(LLAMA_70B, dtype=BF16, draft_weights=("int4", "int8"))
     assert {layer.copy_bytes for layer in both.layers} == {int4 + int8}
     quantized = model_sizes(LLAMA_70B, dtype=BF16, quantization="int8", draft_weights=("int4",))

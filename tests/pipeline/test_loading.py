@@ -89,7 +89,7 @@ def layer_bytes(*, stages: int = 2, tensor: int = 1, **options: Any) -> list[int
 def copy_bytes(*kinds: str, tensor: int = 1) -> list[int]:
     """By layer of the same model."""
     found = [
-        quantised_bytes(read_config(checkpoint("qwen3_moe")), kind, dtype=torch.float32, tensor=tensor)  # type: ignore[arg-type]
+        quantised_bytes(read_config(checkpoint("qwen3_moe")), kind, tensor=tensor)  # type: ignore[arg-type]
         for kind in kinds
     ]
     return [sum(each[2 * layer] + each[2 * layer + 1] for each in found) for layer in range(4)]
