@@ -97,10 +97,10 @@ def test_the_saved_config_repeats_the_run(run: Run, tmp_path: Path) -> None:
 def test_files_of_other_types_are_said_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     write_rows(tmp_path / "in" / "a.jsonl", "no json")
-    (tmp_path / "in" / "b.pdf").touch()
+    (tmp_path / "in" / "b.odt").touch()
     result = run("summarize", "in", "-o", "out.jsonl", *PLAIN)
     assert result.exit_code == 1, "every row has failed"
-    assert result.stderr.startswith("1 file skipped: .pdf (1); known are ")
+    assert result.stderr.startswith("1 file skipped: .odt (1); known are ")
     assert len(read_rows(tmp_path / "out.jsonl")) == 1
 
 

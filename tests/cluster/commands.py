@@ -108,6 +108,8 @@ def parse(command: Any, arguments: Sequence[str]) -> Any:
     name = ""
     while hasattr(command, "commands"):
         name, *arguments = arguments
+        if any(name in parameter.opts for parameter in command.params):  # as --version, after which nothing runs
+            return None
         if name not in command.commands:
             raise ValueError(f"no command {name!r}")
         command = command.commands[name]

@@ -25,7 +25,10 @@ DOCUMENTS = (
 _WITHOUT_COMMANDS = ("docs/security.md", "docs/guides/monitor.md", "docs/guides/offload.md")
 TROUBLES = "docs/troubleshooting.md"
 SOURCES = [path for folder in ("rayspec", "jobs", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
-_KEYS_OF_OTHERS = {"error_kind", "auth_token", "min_workers", "max_workers"}  # of outputs and of Ray
+_KEYS_OF_OTHERS = {
+    *("error_kind", "json_id", "auth_token", "min_workers", "max_workers"),  # of outputs and of Ray
+    *("bind_tools", "output_type", "use_responses_api", "web_search", "with_structured_output"),  # of clients
+}
 _KIND_ROW = re.compile(r"^\| ((?:`[a-z0-9_]+`(?:, )?)+) \|", re.MULTILINE)
 
 

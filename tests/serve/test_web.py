@@ -114,7 +114,7 @@ class Page:
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
         urls = [urlsplit(params["request"]["url"]) for params in sent]
-        return {url.hostname for url in urls if url.scheme != "chrome"}  # of the browser's own first page
+        return {url.hostname for url in urls if url.scheme in {"http", "https", "ws", "wss"}}
 
 
 @pytest.fixture(scope="module")
