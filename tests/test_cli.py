@@ -64,7 +64,7 @@ def test_summaries_of_good_and_bad_rows(run: Run, tmp_path: Path) -> None:
         assert rows[row["id"]]["num_prompt_tokens"] > 50
         assert rows[row["id"]]["num_output_tokens"] <= 60
     assert "6 rows, 3 failed" in result.stdout
-    assert "rows are in out.parquet, report and picture are in out.parquet.run" in result.stdout
+    assert "rows are in out.parquet, the report is in out.parquet.run" in result.stdout
     saved = yaml.safe_load((tmp_path / "out.parquet.run" / "config.yaml").read_text(encoding="utf-8"))
     assert (saved["model"], saved["dtype"], saved["sampling"]["max_tokens"]) == ("demo", "float32", 60)
     assert "malformed_row" in (tmp_path / "out.parquet.run" / "report.md").read_text(encoding="utf-8")

@@ -54,6 +54,11 @@ class Columns:
         return None if self.id == NO_ID_COLUMN else self.id or _DEFAULT_ID_COLUMN
 
     @property
+    def of_whole_files(self) -> str:
+        """The column of the text of a file that is one row; `{{ text }}` in a template."""
+        return self.text if self.template is None else "text"
+
+    @property
     def names(self) -> list[str]:
         contents = [self.text, self.messages] if self.template is None else _compiled(self.template)[1]
         return [name for name in (self.id_name, *contents) if name is not None]

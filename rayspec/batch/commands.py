@@ -268,8 +268,8 @@ def _run_documents(
     console = output_console()
     console.print(table)
     folder, file, _ = output_places(place, None)
-    where = f"rows are in {file}, report and picture" if file is not None else "rows, report and picture"
-    console.print(f"{where} are in {folder}", soft_wrap=True)
+    where = f"rows are in {file}, the report" if file is not None else "rows and report"
+    console.print(f"{where} {'is' if file is not None else 'are'} in {folder}", soft_wrap=True)
     raise typer.Exit(code)
 
 

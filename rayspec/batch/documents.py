@@ -131,7 +131,7 @@ class _Document:
 
 def check_template(pieces: Sequence[Piece], columns: Columns) -> None:
     """Check that the rows at the beginning have the columns of the template. Raises ConfigError."""
-    first = itertools.islice(read_piece(pieces[0], replace(columns, reads_all=True), with_text=False), _NUM_CHECKED)
+    first = itertools.islice(read_piece(pieces[0], replace(columns, reads_all=True)), _NUM_CHECKED)
     rows = [row for _, row in first]
     if all(row.error_kind == MissingColumnError.kind for row in rows):
         raise ConfigError(str(rows[0].error))
@@ -206,7 +206,7 @@ def _row_of(fields: _Fields, source: str, columns: Columns, *, with_text: bool) 
         if isinstance(fields, InputFileError):
             raise fields
         row_id = columns.row_id(fields, source)
-        document = fields.get(columns.text)
+        document = fields.get(columns.of_whole_files)
         if isinstance(document, _Document):
             row = Row(id=row_id, source=source, input_hash=document.digest)
             return _row_of_document(row, document, columns) if with_text else row
@@ -220,7 +220,7 @@ def _row_of_document(row: Row, document: _Document, columns: Columns) -> Row:
     """Return the row with the document's text. A failure is the row's result: the same bytes have it again."""
     source = row.source or ""
     try:
-        return replace(row, document=columns.content({columns.text: document.text(source)}, source)[0])
+        return replace(row, document=columns.content({columns.of_whole_files: document.text(source)}, source)[0])
     except InputFileError as error:
         return row.failed(error)
 
@@ -242,7 +242,7 @@ def _read(location: Location, piece: Piece, columns: Columns, wanted: AbstractSe
             is_text = suffix in TEXT_SUFFIXES
             if content := _whole(file, piece.name, _MAX_TEXT_BYTES if is_text else _MAX_WHOLE_BYTES):
                 text = _decoded(content, piece.name) if is_text else _Document(suffix=suffix, content=content)
-                yield 0, {columns.text: text, columns.id_name: piece.name}
+                yield 0, {columns.of_whole_files: text, columns.id_name: piece.name}
         elif suffix in _ROW_READERS:
             rows = _ROW_READERS[suffix](cast("IO[bytes]", file), piece, columns)
             yield from (row for row in rows if wanted is None or row[0] in wanted)

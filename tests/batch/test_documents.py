@@ -544,7 +544,12 @@ def test_a_template_makes_the_text_of_the_columns(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([row | {"more": 1} for row in rows]), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet", columns=columns)[0].document == "Ada: x y {{ 7 * 7 }}"
     (tmp_path / "a.html").write_text("one")
-    assert read(tmp_path / "a.html", columns=Columns(template="Sum up: {{ text }}"))[0].document == "Sum up: one"
+    (tmp_path / "a.txt").write_text("one")
+    of_file = Columns(text="prompt", template="Sum up: {{ text }}")
+    for name in ("a.html", "a.txt"):
+        assert read(tmp_path / name, columns=of_file)[0].document == "Sum up: one"
+        with pytest.raises(ConfigError, match=f"^{name}: .*'prompt' is undefined; the row has 'text'"):
+            check_template(pieces_of([str(tmp_path / name)]), Columns(text="prompt", template="{{ prompt }}"))
     check_template(pieces_of([lines]), columns)
     for name in ("a.jsonl", "a.parquet"):
         with pytest.raises(ConfigError, match=f"^{name}:1: .*'nam' is undefined; the row has .*'name', .*'body'"):
