@@ -117,7 +117,7 @@ def test_a_job_that_goes_on_keeps_its_data_type(
 
 @pytest.mark.exhaustive
 def test_a_job_that_is_stopped_leaves_the_rows_so_far(tmp_path: Path, own_ray_folder: Path) -> None:
-    write_lines(tmp_path / "a.jsonl", [{"id": str(n), "text": "The annual review."} for n in range(20_000)])
+    write_lines(tmp_path / "a.jsonl", [{"id": str(n), "text": f"Review {n}."} for n in range(20_000)])
     job = start(tmp_path, "a.jsonl", "--output", "out", *FAST, "--max-model-len", "64", "--max-tokens", "2")
     try:
         wait_until(lambda: num_committed(tmp_path / "out") > 0, process=job)

@@ -251,10 +251,11 @@ def test_knapspec_drafts_with_plans_of_the_coordinator_and_a_lost_stage_is_an_er
         num_sublayers = stages_of(engine).num_sublayers
         with plans_of(engine, make_strategy(engine.config, num_sublayers, latency(num_sublayers))):
             deadline = time.monotonic() + PATIENCE_S
-            while not engine.stats.plans:  # a search runs in the gaps between passes, and may take longer than a text
+            while not any(
+                plan.optimise_s > 0 for plan in engine.stats.plans
+            ):  # a search runs in the gaps between passes, and may take longer than a text
                 assert tokens_of(complete(engine, prompts, params)) == expected
                 assert time.monotonic() < deadline
-        assert engine.stats.plans[0].optimise_s > 0
         assert engine.latency is not None
         assert engine.latency.hop_s > 0
         assert set(engine.latency.stages) == {0, 1}
