@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-from jinja2 import Template
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -25,7 +24,7 @@ from rayspec.batch.job import Job, JobOptions
 from rayspec.batch.local_backend import LocalBackend, Source
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import RunReport
-from rayspec.batch.report_page import dollars_per_million, style, token_sources
+from rayspec.batch.report_page import dollars_per_million, page_of, token_sources
 from rayspec.batch.rows import Row
 from rayspec.command.locations import Location
 from rayspec.command.settings import Settings
@@ -44,7 +43,6 @@ _FOLDERS: Final[dict[Strategy, str]] = {"ar": "plain", "auto": "auto"}
 _NUM_SHOWN = 2
 _SHOWN_CHARS = 700
 _PRICE = 0.1
-_PAGE = Path(__file__).with_name("comparison.html")
 
 app = typer.Typer()
 
@@ -266,8 +264,9 @@ class SideBySide:
         """Return the report: one page without scripts or outside resources. price: dollars per hour of the machine."""
         plain, fast = self.decoding
         before, cost = (dollars_per_million(price, rate) for rate in self.in_all)
-        template = Template(_PAGE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
-        page: str = template.render(
+        return page_of(
+            "comparison.html",
+            title="rayspec demo",
             headline=self.headline[:1].upper() + self.headline[1:],
             setting=f"{len(self.pairs)} documents, model {self.model}, float32, one document at a time, on "
             f"{num_cores()} cores ({cpu_name()}). rayspec {rayspec.__version__}, "
@@ -279,13 +278,11 @@ class SideBySide:
                 (f"{self.num_same} of {len(self.pairs)}", "texts are the same", "compared with plain decoding"),
                 (cost, "per million output tokens", f"plain: {before}, both at ${price:.2f} per hour of this machine"),
             ),
-            style=style(),
             sources=token_sources(self.fast),
             examples=self.examples,
             pairs=self.pairs,
             widest=max((pair.speed_up or 0.0 for pair in self.pairs), default=0.0) or 1.0,
         )
-        return page
 
 
 def _rate(stats: EngineStats, without_s: float = 0.0) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import yaml
-from jinja2 import Template
+from jinja2 import Environment, FileSystemLoader
 
 import rayspec
 from rayspec.choices import Choice, described
@@ -104,8 +104,12 @@ class Reported(Protocol):
     def tokens_per_s(self) -> float: ...
 
 
-def style() -> str:
-    return (_HERE / "report.css").read_text(encoding="utf-8")
+def page_of(name: str, **values: Any) -> str:
+    """Return one of the pages here, with its style: a file without scripts or outside resources."""
+    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True)
+    style = (_HERE / "report.css").read_text(encoding="utf-8")
+    page: str = environment.get_template(name).render(style=style, **values)
+    return page
 
 
 def token_sources(stats: EngineStats) -> list[tuple[str, float]]:
@@ -147,10 +151,10 @@ def report_page(
     ]
     restarts = _restarts(report, len(rates) * report.timeline.bar_s)
     drafting = stats.gate_reason or "no rows were decoded, or the strategy never drafts"
-    template = Template((_HERE / "report.html").read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
-    page: str = template.render(
-        style=style(),
-        title=title,
+    return page_of(
+        "report.html",
+        title=f"{title}: rayspec report",
+        headline=title,
         setting=f"{setting_of(config)}. rayspec {rayspec.__version__}, {dt.datetime.now(tz=dt.timezone.utc):%d %B %Y}.",
         cards=_cards(report, price),
         sources=token_sources(stats) if stats.num_generated_tokens else [],
@@ -172,7 +176,6 @@ def report_page(
         more=f"Tokens per second: of one row, after its first token; rows share the engine. {rows['more']}",
         **{name: value for name, value in rows.items() if name != "more"},
     )
-    return page
 
 
 def setting_of(config: Mapping[str, Any]) -> str:

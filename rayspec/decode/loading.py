@@ -106,11 +106,14 @@ def prepare_span(
     weight_bytes = sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta")
     if config.own_bits and parts.device.type != "cpu":
         raise ConfigError(f"option 'own_bits' works on a CPU, and the model is on {parts.device}: leave it out")
+    copies = copies_for_drafts(config, parts)
+    if config.own_bits and "int4" not in copies:
+        copies.append("int4")
     parts = fuse(
         parts,
         apart_from=offloaded.sublayers if offloaded else (),
         use_operators=has_kernels(config, parts),
-        quantised={*copies_for_drafts(config, parts), *(("int4",) if config.own_bits else ())},
+        quantised=copies,
         own_bits=config.own_bits,
     )
     install_adapters(parts, config.lora_modules)

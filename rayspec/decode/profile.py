@@ -241,7 +241,7 @@ def model_key(runner: Runner) -> dict[str, Any]:
         "row_counts": str(runner.row_counts),
         "choices": {kind: list(ways) for kind, ways in runner.choices_by_kind.items()},
         "fused": [sublayer.index for sublayer in runner.parts.sublayers if sublayer.body is not None],
-        "head": type(runner.parts.lm_head).__name__,
+        "matrices": sorted({type(getattr(each.body, "first", None)).__name__ for each in runner.parts.sublayers}),
         "graphs": "passes" if runner.graphs is not None else "none",
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -27,13 +27,15 @@ from rayspec.decode.engine_loop import EngineLoop
 from rayspec.decode.profile import LoadLock, chosen_threads, fastest_number, measure, measurements
 from rayspec.decode.runner import Runner, Threads
 from rayspec.local_engine import load_engine
+from rayspec.model import fused
 from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import KVCache
+from rayspec.model.matrices import Int4Matrix
 from rayspec.model.sublayers import Decomposition
 from rayspec.planning.latency import HEAD, LatencyModel
 from rayspec.types import Request
 from tests.engines import ALL_CHOICES, step_buffers, ways_of
-from tests.families import checkpoint, operator_parts_of, parts_of
+from tests.families import checkpoint, modules_of, operator_parts_of, parts_of
 from tests.graph_driver import RecordingDriver
 
 CPU = torch.device("cpu")
@@ -106,9 +108,13 @@ def test_another_model_dtype_thread_count_or_mode_is_measured_for_itself(
     assert len(count_measured) == 2
     load_or_measure(_runner(parts_of(checkpoint("llama"), "bfloat16")), str(tmp_path))
     assert len(count_measured) == 3
+    monkeypatch.setattr(fused, "_has_own_bits", lambda matrix: isinstance(matrix, Int4Matrix))
+    with_own_bits = fused.fuse(modules_of(checkpoint("llama")), quantised=["int4"], own_bits=True)
+    load_or_measure(_runner(with_own_bits), str(tmp_path))
+    assert len(count_measured) == 4
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     load_or_measure(_runner(llama), str(tmp_path))
-    assert len(count_measured) == 4
+    assert len(count_measured) == 5
     monkeypatch.undo()
 
 
