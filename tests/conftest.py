@@ -1,7 +1,5 @@
 """What all tests share: no network, nothing left in the user's folders."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """The bundled model for tests: loaded once, with short documents to summarize."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

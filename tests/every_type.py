@@ -3,8 +3,6 @@
 `python -m tests.every_type` runs all of them, one after another, and writes docs/supported_models.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

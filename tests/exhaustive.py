@@ -1,7 +1,5 @@
 """What runs in every `make test`, and what only in `make test-all`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

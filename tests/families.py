@@ -1,7 +1,5 @@
 """Tiny random checkpoints of the model families, on disk once a session and loaded the way any checkpoint is."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Writes GGUF files of tiny models, as llama.cpp's converter names their tensors and fields."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where this process listens."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 

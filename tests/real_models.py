@@ -1,7 +1,5 @@
 """Real models, fetched once into the user's cache. Tests that need them skip where no registry is reached."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from pathlib import Path

@@ -1,8 +1,6 @@
 """JSON schemas for tests: made at random of what llguidance supports, those of common programs, and those of
 llguidance's own tests (https://github.com/guidance-ai/llguidance, MIT licence)."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

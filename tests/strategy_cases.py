@@ -1,7 +1,5 @@
 """What tests of strategies have in common: rounds and answers made up, and real engines that must change no token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any

@@ -1,7 +1,5 @@
 """LoRA adapters, saved by peft: each text is that of the model into which peft has merged its adapter."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The command as a user runs it: real files, the bundled model, and for signals real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

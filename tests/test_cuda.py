@@ -1,8 +1,6 @@
 """On a GPU: the texts of all families, the kernels and the captured graphs. Run by `pytest -m gpu tests/test_cuda.py`;
 without a GPU they are skipped, and other runs leave them out."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Iterator

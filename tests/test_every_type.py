@@ -1,7 +1,5 @@
 """Every model type that transformers maps to a causal LM generates transformers' own tokens, or is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The scripts in examples/ run as they are, with the bundled model."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import subprocess

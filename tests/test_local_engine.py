@@ -1,7 +1,5 @@
 """Engines from their options: which choices drafts have, where copies are not allowed, not wanted or not possible."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from itertools import product

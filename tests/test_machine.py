@@ -1,7 +1,5 @@
 """Memory and cores of this process, by made-up files of the kernel, and in real control groups if they can be made."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

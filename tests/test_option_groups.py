@@ -1,7 +1,5 @@
 """Every group of options survives `replace`, and what is dumped is read back: nothing depends on what was given."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin

@@ -1,7 +1,5 @@
 """The documents and what the package says are in plain English: no private words, no long sentences."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

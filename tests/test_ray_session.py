@@ -1,7 +1,5 @@
 """Starting and losing a private Ray, each in a process of its own: signals end processes."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import signal

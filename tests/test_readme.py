@@ -1,7 +1,5 @@
 """What README.md and docs/ show runs as it stands, and prints what stands beneath it; links lead somewhere."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

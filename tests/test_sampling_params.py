@@ -1,7 +1,5 @@
 """What each sampling parameter does to the texts of an LLM, whatever drafts for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

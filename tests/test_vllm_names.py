@@ -1,7 +1,5 @@
 """vLLM's names: each is an option here, or the table says what becomes of it, and the documentation shows the table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints

@@ -1,8 +1,6 @@
 """Scripts that were written for vLLM run with their imports changed. examples/ has others: offline.py, chat.py, and
 endpoint.py for a server."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers of the bundled model with chat templates that describe tools."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rayspec import demo

@@ -1,7 +1,5 @@
 """A job whose cluster loses the node of its engine in mid-run: `job_node_loss.py FOLDER`, for notes and output."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

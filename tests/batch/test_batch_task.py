@@ -1,7 +1,5 @@
 """Lines of a batch file as rows of a job, and back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`rayspec demo` as a newcomer runs it: without a network, with the bundled model, in this process."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

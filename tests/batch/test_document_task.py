@@ -1,7 +1,5 @@
 """What decides the rows of a job over documents."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Signals to this process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

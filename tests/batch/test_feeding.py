@@ -1,7 +1,5 @@
 """Rows through a pool that does what their texts say; `test_job.py` has real engines."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ A driver that is killed is in tests/jobs/test_summarize.py.
 The engine is the bundled model; a task around it notes which rows were begun and ended, and does harm at a chosen one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """An input compared with the rows that are done."""
 
-from __future__ import annotations
-
 import pyarrow as pa
 import pytest
 

@@ -1,7 +1,5 @@
 """Long documents: the decisions by their properties, the calls with an engine that records them, and for real."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

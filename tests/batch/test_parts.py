@@ -1,7 +1,5 @@
 """Parts, and which of their rows count. It must not depend on how the rows came."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -1,7 +1,5 @@
 """The task of the processor, with the bundled model and without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

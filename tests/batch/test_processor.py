@@ -1,7 +1,5 @@
 """The processor on a real Ray, with the bundled model."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Mapping
 from pathlib import Path

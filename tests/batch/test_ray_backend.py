@@ -1,7 +1,5 @@
 """How jobs read their rows: on a real Ray, and in this process."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time

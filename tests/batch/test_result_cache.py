@@ -1,7 +1,5 @@
 """Rows with the same request have one result, within a job and, with a folder, across jobs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

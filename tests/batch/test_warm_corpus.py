@@ -1,7 +1,5 @@
 """A job that goes on copies from the rows that it has."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Strategies under measurement, with a tiny model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The arithmetic on made-up samples, and the page for people."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Strategies side by side: which, in which order, with what, and the command as a user runs it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The self-check as a user runs it; and what its checks must find."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`rayspec tune` as a user runs it, on the bundled model and on tiny ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

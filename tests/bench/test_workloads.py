@@ -1,7 +1,5 @@
 """Prompts with the bundled tokenizer; no model runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What Ray Data costs: a small measurement that runs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

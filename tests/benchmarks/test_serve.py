@@ -1,8 +1,6 @@
 """The load on an endpoint: what is asked, what is counted, and which texts are held to be wrong. The requests
 themselves are in tests/serve/test_load.py, where there is an endpoint."""
 
-from __future__ import annotations
-
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app

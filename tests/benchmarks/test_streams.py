@@ -1,7 +1,5 @@
 """Streams of prompts whose domain changes."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

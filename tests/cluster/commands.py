@@ -1,7 +1,5 @@
 """Commands of documents, held against the command lines that they are for, without running them."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

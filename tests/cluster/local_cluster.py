@@ -6,8 +6,6 @@ command: `add` (another worker), `drain NODE_ID`, `remove NODE_ID`. It ends with
 input. Its token is in the environment.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

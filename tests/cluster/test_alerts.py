@@ -1,7 +1,5 @@
 """The alerts: what the operator takes, and of metrics that are exported."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Documents of users and operators name commands, options, metrics, alerts and texts that there are."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

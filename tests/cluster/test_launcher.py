@@ -1,7 +1,5 @@
 """The launcher files: Ray takes them, they are safe by default, and what they run is there and pinned."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

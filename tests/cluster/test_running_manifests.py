@@ -4,8 +4,6 @@ Ray runs here as the manifest describes it, token and all; KubeRay's part is pla
 API.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

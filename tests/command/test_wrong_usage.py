@@ -1,7 +1,5 @@
 """What a command line cannot ask for is a line with the remedy and code 2, before anything is loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Samplers for tests, and what they make of raw logits, one sequence alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

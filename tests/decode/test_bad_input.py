@@ -1,7 +1,5 @@
 """One bad request is one bad request: it gets a typed error that says what to do, and the others complete."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Faults in passes with static buffers and graphs: the texts of transformers' generate, and one warning."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ lookup in the sequence's own text, Jacobi windows, keys and values of accepted b
 gives the same statistic every time; its bound is the one of `test_distribution.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from itertools import product

@@ -1,7 +1,5 @@
 """Greedy decoding equals `generate(do_sample=False)`, whatever generation_config.json of the checkpoint asks for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Outputs with a form: they have it, and they are those of plain decoding, whatever is drafted."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,8 +1,6 @@
 """Promise 1: greedy tokens are those of transformers' generate, whatever is drafted, batched, cut or preempted; with a
 seed, sampled text does not depend on it either."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights on disk under a whole engine: no token changes, and plans skip what is slow to fetch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

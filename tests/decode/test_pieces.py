@@ -1,7 +1,5 @@
 """Pieces of a stream: joined without a loss, in order, whatever the threads do; the first and the end do not wait."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Sequences that begin alike share keys and values, and no text depends on it."""
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import Future
 from itertools import product

@@ -1,7 +1,5 @@
 """Latency profiles, numbers of threads, and who waits for whom among processes that load and measure."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

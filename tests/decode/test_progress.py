@@ -1,7 +1,5 @@
 """Which threads are stuck: fake clocks for the limits, real threads for what the clocks of the system say."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Log-probabilities of prompts are those of transformers, wherever the prompt is computed and however often."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,8 +1,6 @@
 """Processing and sampling: all rows of all sequences at once against one row at a time by plain operations: the same
 bits, whatever the batch. The noise is Philox's, and has the distribution it claims."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Where sequences end, what their streams tell, and the texts of single tokens."""
 
-from __future__ import annotations
-
 import time
 from functools import cache
 from typing import Any

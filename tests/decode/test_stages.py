@@ -1,7 +1,5 @@
 """Where the passes of an engine in this process run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Passes in static buffers and captured graphs: the texts of transformers' generate, and few questions to devices."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

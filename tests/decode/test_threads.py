@@ -1,7 +1,5 @@
 """Work in a thread that ends with it."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

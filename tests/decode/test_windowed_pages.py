@@ -1,7 +1,5 @@
 """Sliding-window layers give pages back, and no row misses a key that it sees."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

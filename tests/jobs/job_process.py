@@ -1,7 +1,5 @@
 """A job in a process of its own, and the processes around it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Its token is in the environment. By cluster_utils, because `ray.init` gives the 
 which another Ray here may have.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 Each job is a process of its own with a private Ray. Its other processes are found by their names and killed.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

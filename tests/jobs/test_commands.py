@@ -1,7 +1,5 @@
 """Jobs that are commands: they start as scripts, in a process of their own, and say what they take."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A job submitted to a cluster of its own, through Ray's Jobs API, with its token."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

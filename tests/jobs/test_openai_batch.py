@@ -1,7 +1,5 @@
 """An OpenAI batch file through the job; the official types read what comes out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

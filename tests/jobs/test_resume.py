@@ -1,8 +1,6 @@
 """What a next run makes of an output whose input is another, or goes by another name. In this process; jobs on Ray run
 the same code."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The job as a user runs it: in a process of its own, on a Ray that is there or on one that it starts and stops."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention of one row by its definition, in float64, and batches of random rows over caches of random content."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

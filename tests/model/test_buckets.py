@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 
 from rayspec.model.rows import MAX_TREE_ROWS, RowSpan, bucket_of, one_run, padded_rows

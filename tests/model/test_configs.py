@@ -1,7 +1,5 @@
 """Checkpoints that cannot run here are refused by their config alone, in one sentence that says what to do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which data type `dtype: auto` takes on a CPU."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

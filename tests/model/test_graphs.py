@@ -1,7 +1,5 @@
 """Which passes are captured, which graphs are replayed and switched, and that they compute what eager launches do."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import torch
 
 from rayspec.model.kv_cache import KVCache, LayerShape

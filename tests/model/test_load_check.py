@@ -1,7 +1,5 @@
 """The load check finds what is wrong in rows other than the first of a prompt."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import sys

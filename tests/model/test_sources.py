@@ -1,7 +1,5 @@
 """Names of models, and what a hub answers: a real server on this machine stands in for the hub."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer

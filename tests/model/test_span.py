@@ -1,7 +1,5 @@
 """A span of a checkpoint's layers: loaded by itself, exactly the whole model's tensors; run in turn, its logits."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

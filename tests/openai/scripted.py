@@ -1,7 +1,5 @@
 """An engine that does as it is told, with the tokenizer of the bundled model."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence

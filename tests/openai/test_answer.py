@@ -1,7 +1,5 @@
 """Requests on the bundled model: chunks that join to the answer, errors in time, and nothing left running."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Batch files in and out: bad lines stay alone, ids stay the same, and the bundled model answers a whole file."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Errors as HTTP tells them, and JSON that is none."""
 
-from __future__ import annotations
-
 import openai.types as official
 import pytest
 

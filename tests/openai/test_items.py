@@ -1,7 +1,5 @@
 """The Responses API on the bundled model: what a body asks for, its items, and the events that build them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

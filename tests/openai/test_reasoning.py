@@ -1,7 +1,5 @@
 """Reasoning is found in the texts of each style, wherever the text is cut, and has its place in answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

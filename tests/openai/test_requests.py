@@ -1,7 +1,5 @@
 """What request bodies mean, and what is refused and how."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Responses, whole and in chunks, that the official client can read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rayspec.decode.output import TokenTexts

@@ -1,7 +1,5 @@
 """Tokens of texts and conversations, and back."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from functools import partial

@@ -1,7 +1,5 @@
 """Calls are found in the texts of each format, wherever the text is cut."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Requests with tools on the bundled model: what is called, in each format, as a whole and as a stream."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,7 +1,5 @@
 """What tests of plans share: models without weights, each built once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

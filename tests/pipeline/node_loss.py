@@ -1,7 +1,5 @@
 """A driver whose cluster loses a node in mid-batch, and which ends without cleaning up: `node_loss.py REPORT`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

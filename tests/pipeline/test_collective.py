@@ -1,7 +1,5 @@
 """Ranks are threads of this process, where one is not to die; the backend is gloo."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

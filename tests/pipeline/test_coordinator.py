@@ -1,7 +1,5 @@
 """The plan search over stages finds what the search in one process finds, bit by bit, and gives way to failures."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any

@@ -1,7 +1,5 @@
 """Endpoints and an engine's transport, in this process. Tests of whole replicas show the rest."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

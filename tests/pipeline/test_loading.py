@@ -1,7 +1,5 @@
 """How layers are dealt to stages that turn out to be uneven."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A rule of drafting arrives as it was sent; what is no message is refused. Tests of the pipeline send the rest."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Placement groups, on a real Ray."""
 
-from __future__ import annotations
-
 import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group

@@ -1,7 +1,5 @@
 """Real shards in real processes: tokens are those of generate, and what dies or freezes in mid-batch is replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

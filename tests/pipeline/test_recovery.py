@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from concurrent.futures import Future
 
 from rayspec.pipeline.recovery import Pulse, Restarts, Status

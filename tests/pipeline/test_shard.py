@@ -1,7 +1,5 @@
 """A shard's inbox, and its ranks' common step."""
 
-from __future__ import annotations
-
 import heapq
 from typing import Any
 

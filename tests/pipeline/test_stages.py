@@ -1,7 +1,5 @@
 """The pipeline without Ray: whatever the cut, the plan and the order of messages, tokens are those of one process."""
 
-from __future__ import annotations
-
 import logging
 import random
 from itertools import product

@@ -1,7 +1,5 @@
 """Two ranks, started once, split every family in both ways; the tests look at what they reported."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

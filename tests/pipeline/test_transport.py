@@ -1,7 +1,5 @@
 """Transports talk to each other in this process, and to strangers who speak plain bytes."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import select

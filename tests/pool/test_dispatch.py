@@ -1,7 +1,5 @@
 """Which engine gets an item, and which item is blamed. Engines are sets of items, and time does not pass."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable

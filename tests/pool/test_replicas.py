@@ -1,7 +1,5 @@
 """Replicas on a real Ray: two engines of the bundled model, each an actor of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

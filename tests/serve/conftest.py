@@ -1,7 +1,5 @@
 """An endpoint that several files of tests use."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

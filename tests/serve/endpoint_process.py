@@ -1,7 +1,5 @@
 """`rayspec serve` as a process of its own, for tests that load it, kill parts of it, and end it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

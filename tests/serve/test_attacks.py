@@ -1,7 +1,5 @@
 """What one client with a key may try: others are answered all the while, no process dies, memory stays bounded."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

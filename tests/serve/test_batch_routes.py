@@ -1,7 +1,5 @@
 """The routes of files, with a slow store and without a server."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor

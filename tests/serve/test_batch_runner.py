@@ -1,7 +1,5 @@
 """Batches as they run: what is stored is never lost or doubled, whenever the run is lost; endings; lost lines."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

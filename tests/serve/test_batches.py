@@ -1,7 +1,5 @@
 """Files and batches over HTTP with OpenAI's own client, and what happens when a process is lost in the middle."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

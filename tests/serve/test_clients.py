@@ -1,7 +1,5 @@
 """What other clients send, against a real endpoint."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The Grafana dashboard: it can be laid out, and asks only for what is exported."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The endpoint as clients meet it: a real Serve with two models, one of which takes one request at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

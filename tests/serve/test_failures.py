@@ -1,7 +1,5 @@
 """Parts of a running endpoint are killed or frozen under load: what clients get, and how it comes back."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

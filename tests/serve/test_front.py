@@ -1,7 +1,5 @@
 """The HTTP server under clients that are slow, strange or hostile, with a small application behind it."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Whatever is sent, the answer is one that the document describes, and comes soon."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

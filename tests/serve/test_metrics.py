@@ -1,7 +1,5 @@
 """Metrics: what is recorded of stats and requests, and what Ray's agents export of a real engine."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import defaultdict

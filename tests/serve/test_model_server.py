@@ -1,7 +1,5 @@
 """A replica on a real Ray whose engine gets stuck in a pass."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """What may be asked of an endpoint, and how what is wrong is told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each API key has its own corpus of outputs."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """`rayspec serve` as a process: where it listens, and how it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

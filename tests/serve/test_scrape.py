@@ -1,7 +1,5 @@
 """Metrics of several nodes as one text."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """Tools at a real endpoint, by OpenAI's client."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

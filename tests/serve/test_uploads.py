@@ -1,7 +1,5 @@
 """Forms in any pieces: the same parts, or the same error."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

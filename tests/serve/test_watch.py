@@ -1,7 +1,5 @@
 """Which replicas count as well, as silent, and as lost; and the rates that they report."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

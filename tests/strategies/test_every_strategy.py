@@ -3,8 +3,6 @@
 What makes a strategy what it is has a test in its own file.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Rounds with made-up times; the gate must come close to always knowing the faster way."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace

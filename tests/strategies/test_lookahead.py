@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from rayspec import demo
 from rayspec.choices import FULL
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions

@@ -1,7 +1,5 @@
 """The example of docs/adding_a_strategy.md: one file outside the package is enough for a strategy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

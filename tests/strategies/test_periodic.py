@@ -1,7 +1,5 @@
 """Strategies that ask at an interval: when they ask, by ASD, and what CLaSp and ASD make of the answers."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from typing import Any
 

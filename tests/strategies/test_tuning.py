@@ -1,7 +1,5 @@
 """Tuning by real generation. What tokens cost is made up where speed decides, so that the best plan is known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import ne
 from pathlib import Path

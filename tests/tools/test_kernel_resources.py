@@ -1,7 +1,5 @@
 """The kernels compiled for GPUs, in processes without Triton's interpreter. No GPU is needed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

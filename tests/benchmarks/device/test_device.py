@@ -1,7 +1,5 @@
 """`python -m benchmarks.device` on this machine, and the page of what is predicted for others."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

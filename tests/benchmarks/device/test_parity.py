@@ -1,7 +1,5 @@
 """What the comparisons of logits must find, on a driver that stands in for a GPU's graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`python -m benchmarks figures` as a user runs it, on the bundled model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The driver on CUDA, as far as a machine without a GPU can run it: with doubles of torch's graphs."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from itertools import count
 from unittest.mock import MagicMock, call, create_autospec

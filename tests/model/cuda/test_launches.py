@@ -1,7 +1,5 @@
 """The kernels in Triton's interpreter. What runs on a GPU is the same source, compiled."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The trial of the GPU kernels: in Triton's interpreter, with kernels and processes that fail like real ones."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

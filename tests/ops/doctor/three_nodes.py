@@ -1,7 +1,5 @@
 """What the doctor says of a cluster of three nodes on this machine: `three_nodes.py REPORT`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

@@ -4,8 +4,6 @@ KubeRay's resources by its own definitions (v1.7.0), where a checkout has them; 
 others, and the rules of the operator, by tests/data.
 """
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Dockerfile: linted, pinned, without privileges, and of files that exist."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sysconfig

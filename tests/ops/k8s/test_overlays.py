@@ -1,7 +1,5 @@
 """The files under k8s/: built as kustomize does, and held against schemas, KubeRay's rules and Ray's readers."""
 
-from __future__ import annotations
-
 import copy
 import re
 import shlex

@@ -1,7 +1,5 @@
 """From a model and GPUs to pods: the numbers, what is refused and why, and the command."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Configs of models without weights, for tests of plans."""
 
-from __future__ import annotations
-
 from transformers import LlamaConfig
 
 

@@ -1,7 +1,5 @@
 """`LLM(parallel="auto")` chooses what `rayspec plan` recommends. Its GPUs are named here: none is needed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

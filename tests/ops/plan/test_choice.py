@@ -1,7 +1,5 @@
 """`rayspec plan`, `rayspec placement` and `rayspec k8s render` choose the same layout, and take each other's flags."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable, Iterator
