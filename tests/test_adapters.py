@@ -94,11 +94,7 @@ def requests(found: dict[str | None, str]) -> list[LoRARequest | None]:
 
 @pytest.mark.parametrize(
     "family",
-    [
-        "llama",
-        "gemma2",
-        *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("qwen3", "mistral", "granite")),
-    ],
+    ["llama", "gemma2", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("qwen3", "mistral", "granite"))],
 )
 @pytest.mark.parametrize("speculation", [{"strategy": "ar"}, COPIES], ids=["ar", "copies"])
 def test_adapters_beside_one_another_equal_merged_models(family: str, speculation: Any, folder: Path) -> None:

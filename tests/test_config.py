@@ -7,14 +7,7 @@ import torch
 from rayspec import config as config_module
 from rayspec.batch.processor import ProcessorConfig
 from rayspec.choices import FULL, SKIP
-from rayspec.config import (
-    REPLACED,
-    EngineConfig,
-    EngineKeywords,
-    Options,
-    SamplingParams,
-    SpeculationOptions,
-)
+from rayspec.config import REPLACED, EngineConfig, EngineKeywords, Options, SamplingParams, SpeculationOptions
 from rayspec.generation import DecodingParams
 from rayspec.types import ConfigError
 

@@ -119,10 +119,7 @@ _TEXTS = pa.array(["a", "b", "c"])
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [
-        (
-            {"text": pa.array([b"a", b"caf\xe9", b"c"]).cast(pa.string(), safe=False)},
-            ["a", "not_utf8", "c"],
-        ),
+        ({"text": pa.array([b"a", b"caf\xe9", b"c"]).cast(pa.string(), safe=False)}, ["a", "not_utf8", "c"]),
         ({"id": _DATES, "text": _TEXTS}, ["a", "invalid_value", "c"]),
         ({"id": _TEXTS, "text": _DATES}, ["invalid_value"] * 3),
         ({"id": _TEXTS.dictionary_encode(), "text": _TEXTS.cast(pa.large_string())}, ["a", "b", "c"]),

@@ -91,11 +91,7 @@ def test_only_the_row_that_the_engine_dies_of_fails(tmp_path: Path, undisturbed:
     deadly = documents()[30].id
     task = noted(tmp_path, deadly=frozenset({deadly}))
     report = job(task, tmp_path / "out").run(Source(rows=documents()))
-    assert (report.num_rows, dict(report.errors), report.exit_code()) == (
-        NUM_ROWS,
-        {"engine_killed": 1},
-        3,
-    )
+    assert (report.num_rows, dict(report.errors), report.exit_code()) == (NUM_ROWS, {"engine_killed": 1}, 3)
     rows = rows_of(tmp_path / "out")
     assert "engines died of this row, also where it was the only row" in rows[deadly]["error"]
     assert rows[deadly]["source"] == deadly

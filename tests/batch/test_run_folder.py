@@ -25,13 +25,7 @@ IDENTITY = {"model": "demo", "sampling": {"temperature": 0.0, "max_tokens": 64},
 
 def open_folder(location: Path | Location, **changes: Any) -> RunFolder:
     place = location if isinstance(location, Location) else Location.parse(str(location))
-    options = {
-        "identity": IDENTITY,
-        "overwrite": False,
-        "text_column": "summary",
-        "file_format": "parquet",
-        **changes,
-    }
+    options = {"identity": IDENTITY, "overwrite": False, "text_column": "summary", "file_format": "parquet", **changes}
     options.setdefault("merged", place.join(f"summaries.{options['file_format']}"))
     return RunFolder(place, **options)
 

@@ -67,10 +67,7 @@ def test_the_baseline_is_first_and_all_are_those_that_lack_nothing(given: BenchO
         (options("knn-ssd"), "strategy 'knn-ssd' needs option 'warm_start'"),
         (options("ar", plans=SAVED), "option 'plans' has 's.json' for 'self-sd', which does not run"),
         (options("clasp", plans={"clasp": "s.json"}), "does not work with strategy 'clasp'"),
-        (
-            options("clasp", warm_start="p.json", strategy="auto"),
-            "name the strategy that the saved plans are for",
-        ),
+        (options("clasp", warm_start="p.json", strategy="auto"), "name the strategy that the saved plans are for"),
     ],
 )
 def test_a_strategy_that_lacks_something_is_named(given: BenchOptions, message: str) -> None:

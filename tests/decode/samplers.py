@@ -21,12 +21,7 @@ def sampler_of(
     eos: Sequence[int] = (),
 ) -> TokenSampler:
     spec = SamplerSpec(
-        sequence_id="s",
-        params=params,
-        seed=seed,
-        prompt_token_ids=prompt,
-        output_token_ids=output,
-        eos_token_ids=eos,
+        sequence_id="s", params=params, seed=seed, prompt_token_ids=prompt, output_token_ids=output, eos_token_ids=eos
     )
     return TokenSampler(spec, vocab_size=vocab_size, device="cpu")
 

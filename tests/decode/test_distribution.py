@@ -218,14 +218,7 @@ def test_joint_of_several_rounds(toy: Toy, rule: Callable[..., tuple[Tensor, Ten
     assert joint_excess(toy, generate(toy, 100_000, lengths_of, rule=rule)) < 1
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        plant_recovered_from_target,
-        plant_lenient,
-        plant_shared_noise,
-    ],
-)
+@pytest.mark.parametrize("plant", [plant_recovered_from_target, plant_lenient, plant_shared_noise])
 @pytest.mark.parametrize("toy", ["everything"], indirect=True)
 def test_joint_flags_planted_biases(monkeypatch: pytest.MonkeyPatch, toy: Toy, plant: Callable[..., None]) -> None:
     plant(monkeypatch)

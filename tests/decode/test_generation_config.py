@@ -138,13 +138,7 @@ def test_what_cannot_be_done_is_refused_by_name(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        {"repetition_penalty": "a"},
-        {"top_p": 7},
-        {"bad_words_ids": [[]]},
-        {"max_new_tokens": 1.5},
-    ],
+    "content", [{"repetition_penalty": "a"}, {"top_p": 7}, {"bad_words_ids": [[]]}, {"max_new_tokens": 1.5}]
 )
 def test_a_value_that_cannot_be_used_is_named(content: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"{next(iter(content))}.*generation_config 'none'"):

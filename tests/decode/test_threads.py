@@ -33,8 +33,7 @@ def test_engines_are_loaded_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
-    [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
+    ("asked", "expected"), [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
 )
 def test_idle_threads_spin_for_a_short_time(asked: dict[str, str], expected: str) -> None:
     """By what torch's own OpenMP prints when it is loaded after rayspec. What the user has set stays."""

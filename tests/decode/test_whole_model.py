@@ -92,10 +92,7 @@ def test_an_end_inside_a_draft_is_the_end(by: str) -> None:
     engine = load_engine(_config("opt", "recycling"), with_tokenizer=False)
     for _ in range(3):  # from the second time on, all that comes is known
         request = Request(
-            request_id="one",
-            params=SamplingParams(**({"temperature": 0} | ends)),
-            prompt_token_ids=prompt,
-            stream=True,
+            request_id="one", params=SamplingParams(**({"temperature": 0} | ends)), prompt_token_ids=prompt, stream=True
         )
         engine.add(request)
         new: list[int] = []

@@ -26,15 +26,7 @@ from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Decomposition, run
 from rayspec.model.weights import load_model
 from rayspec.types import CheckpointError, UnsupportedModelError
-from tests.families import (
-    MATRIX,
-    build,
-    changed_checkpoint,
-    checkpoint,
-    fp8_checkpoint,
-    modules_of,
-    ragged_prompts,
-)
+from tests.families import MATRIX, build, changed_checkpoint, checkpoint, fp8_checkpoint, modules_of, ragged_prompts
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 4

@@ -22,12 +22,7 @@ from rayspec.openai.answer import stream as streamed
 from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.openai.responses import plain_body
-from rayspec.types import (
-    NonFiniteLogitsError,
-    PromptTooLongError,
-    RayspecError,
-    RequestError,
-)
+from rayspec.types import NonFiniteLogitsError, PromptTooLongError, RayspecError, RequestError
 from tests.demo_model import demo_tokenizer
 from tests.openai.scripted import ScriptedEngine
 

@@ -12,10 +12,7 @@ import pytest
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.stages import StageLostError
 from rayspec.openai.batch import BatchLine, BatchResult, answer, read_batch
-from rayspec.types import (
-    OutOfMemoryError,
-    RayspecError,
-)
+from rayspec.types import OutOfMemoryError, RayspecError
 from tests.openai.scripted import ScriptedEngine
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"

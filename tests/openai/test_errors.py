@@ -6,11 +6,7 @@ import pytest
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.stages import StageLostError
 from rayspec.openai.errors import ApiError, InvalidRequestError, parse_json
-from rayspec.types import (
-    OutOfMemoryError,
-    PromptTooLongError,
-    RayspecError,
-)
+from rayspec.types import OutOfMemoryError, PromptTooLongError, RayspecError
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,7 @@ CASES: list[tuple[Make, str, Result]] = [
     (channels, f"{THINKS}<|channel|>final<|message|>So. < 3", ("Hm < 2.", "So. < 3", [])),
     (channels, f"{THINKS}<|channel|>commentary {TO_NOW}<|call|>", ("Hm < 2.", "", [("now", '{"a": 1}')])),
     (channels, ' to=functions.now<|channel|>commentary json<|message|>{"a": 1}', ("", "", [("now", '{"a": 1}')])),
-    (
-        channels,
-        f"<|channel|>commentary<|message|>Wait<|end|>{AGAIN * 2}",
-        ("", "Wait", [("now", '{"a": 1}')] * 2),
-    ),
+    (channels, f"<|channel|>commentary<|message|>Wait<|end|>{AGAIN * 2}", ("", "Wait", [("now", '{"a": 1}')] * 2)),
     (channels, f"{THINKS}<|channel|>analysis to=python code<|message|>1<|end|>", ("Hm < 2.\n\n1", "", [])),
     (without_tools, f"<|channel|>commentary {TO_NOW}<|call|>", ('{"a": 1}', "", [])),
     (channels, '{"a": "<|"}', ("", '{"a": "<|"}', [])),

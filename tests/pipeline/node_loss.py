@@ -36,8 +36,7 @@ def node_ids(engine: Any) -> dict[str, str]:
 
 def main() -> None:
     cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": FAST_CHECKS},
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": FAST_CHECKS}
     )
     workers = [cluster.add_node(num_cpus=1, include_dashboard=False) for _ in range(2)]
     ray.init(address=cluster.address, log_to_driver=False)

@@ -99,13 +99,7 @@ def answer_here(
     """The same question answered in one process, on the shards' keys, values and taps."""
     parts = parts_of(path, "float32", COPIES)
     cache = KVCache(
-        parts.shapes,
-        NUM_SLOTS,
-        dtype=torch.float32,
-        device=CPU,
-        num_spare=1,
-        budgets=TINY_BUDGETS,
-        notes_pages=True,
+        parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1, budgets=TINY_BUDGETS, notes_pages=True
     )
     assert cache.looked_at is not None
     shards = [run.replica.parts[stage_name(stage)] for stage in range(run.replica.num_stages)]
@@ -120,10 +114,7 @@ def answer_here(
     taps = [torch.stack([shard.span._taps[token] for token in tokens], 1) for shard in shards]
     boundaries = torch.cat([taps[0], *(states[1:] for states in taps[1:])])
     search = PlanSearch(
-        Runner(parts, cache, device=CPU, row_counts=None),
-        boundaries,
-        rows,
-        shards[-1].head.next_tokens(tokens),
+        Runner(parts, cache, device=CPU, row_counts=None), boundaries, rows, shards[-1].head.next_tokens(tokens)
     )
     return finished(answer(question, search, num_sublayers=2 * NUM_LAYERS))
 

@@ -67,9 +67,7 @@ class _Clock:
         return self.now
 
 
-def test_rounds_overtake_prefills_and_those_searches_for_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rounds_overtake_prefills_and_those_searches_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = _Clock()
     monkeypatch.setattr(shard_module, "time", clock)
     later = Begin(work=Round(id=3, entries=[], plan=no_draft(8, "test")))

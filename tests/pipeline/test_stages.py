@@ -19,15 +19,7 @@ from rayspec.pipeline import endpoint as endpoint_module
 from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, stage_name
 from rayspec.pipeline.messages import Connect, Failed
 from rayspec.types import OutOfMemoryError, Plan
-from tests.engines import (
-    complete,
-    engine_with,
-    finish,
-    plant_trees,
-    requests_for,
-    require_idle,
-    tokens_of,
-)
+from tests.engines import complete, engine_with, finish, plant_trees, requests_for, require_idle, tokens_of
 from tests.exhaustive import few_of
 from tests.families import FAMILIES, Cases, cases, checkpoint, parts_of
 from tests.pipeline.loop import NUM_LAYERS, Chaos, LoopEngine, LoopReplica, TravellingPlans, cut, loop_engine

@@ -240,10 +240,7 @@ def relay(server: socket.socket, onward: socket.socket, seen: bytearray) -> None
 
 def test_nobody_can_read_along(make_transport: NewTransport) -> None:
     here, friend, seen = make_transport("here"), make_transport("friend"), bytearray()
-    with (
-        socket.create_server((LOOPBACK, 0)) as server,
-        socket.create_connection(host_and_port(here)) as onward,
-    ):
+    with socket.create_server((LOOPBACK, 0)) as server, socket.create_connection(host_and_port(here)) as onward:
         relaying = threading.Thread(target=relay, args=(server, onward, seen))
         relaying.start()
         friend.connect({"here": f"tcp://{LOOPBACK}:{server.getsockname()[1]}"})

@@ -4,13 +4,7 @@ from pathlib import Path
 import pytest
 
 from rayspec.planning import learning
-from rayspec.planning.learning import (
-    AnswerLength,
-    Discounted,
-    PrefillPace,
-    StopRecord,
-    StopRule,
-)
+from rayspec.planning.learning import AnswerLength, Discounted, PrefillPace, StopRecord, StopRule
 from rayspec.strategies import gate
 
 

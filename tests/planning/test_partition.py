@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayspec.planning.partition import (
-    Device,
-    LayerCost,
-    ModelCosts,
-    StageCost,
-    bytes_missing,
-    partition,
-    stage_costs,
-)
+from rayspec.planning.partition import Device, LayerCost, ModelCosts, StageCost, bytes_missing, partition, stage_costs
 from rayspec.types import ConfigError
 
 GIB = 2**30

@@ -12,15 +12,7 @@ import openai
 import pytest
 
 from tests.serve.conftest import MAX_FILE_BYTES, MAX_LINES
-from tests.serve.endpoint_process import (
-    ENGINE,
-    EndpointProcess,
-    begun,
-    client_of,
-    ended,
-    line_of,
-    serving,
-)
+from tests.serve.endpoint_process import ENGINE, EndpointProcess, begun, client_of, ended, line_of, serving
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -20,11 +20,7 @@ def test_a_key_has_a_name_that_does_not_show_it() -> None:
 
 
 def test_outputs_are_copied_by_requests_of_the_same_key_only() -> None:
-    config = LLMConfig(
-        model_loading_config={"model_id": "demo"},
-        engine_kwargs=ENGINE,
-        log_engine_metrics=False,
-    )
+    config = LLMConfig(model_loading_config={"model_id": "demo"}, engine_kwargs=ENGINE, log_engine_metrics=False)
     asked = {
         "model": "demo",
         "prompt": "The meeting",

@@ -93,14 +93,7 @@ def test_a_slow_form_has_a_limit_as_a_whole(pause_s: float) -> None:
     assert time.monotonic() - start_s < 2
 
 
-@pytest.mark.parametrize(
-    "disposition",
-    [
-        "name*=unicode_escape''%5Cud800",
-        'name=a; filename="x',
-        "",
-    ],
-)
+@pytest.mark.parametrize("disposition", ["name*=unicode_escape''%5Cud800", 'name=a; filename="x', ""])
 def test_odd_headers_are_refused(disposition: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         read(form((disposition, b"x")))

@@ -8,12 +8,7 @@ from rayspec.choices import FULL, SKIP
 from rayspec.config import SamplingParams, SpeculationOptions
 from rayspec.local_engine import load_engine
 from rayspec.strategies.knapspec import KnapSpec
-from rayspec.strategies.saved_plans import (
-    ModelIdentity,
-    SavedPlan,
-    SavedPlans,
-    known_candidates,
-)
+from rayspec.strategies.saved_plans import ModelIdentity, SavedPlan, SavedPlans, known_candidates
 from rayspec.types import ConfigError
 from tests.engines import complete, tokens_of
 from tests.families import cases, checkpoint, small_config

@@ -36,10 +36,7 @@ def _tried(asker: Asker) -> list[Choices]:
 
 @pytest.mark.parametrize(
     ("agreed", "num_tries", "reason"),
-    [
-        ([30, 31], 2, "a set agrees on 96.9% of the tokens"),
-        ([3, 4, *[4] * 999], 302, "300 sets were tried in vain"),
-    ],
+    [([30, 31], 2, "a set agrees on 96.9% of the tokens"), ([3, 4, *[4] * 999], 302, "300 sets were tried in vain")],
     ids=["good enough", "no gain"],
 )
 def test_the_search_ends(agreed: list[int], num_tries: int, reason: str) -> None:

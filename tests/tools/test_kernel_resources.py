@@ -94,9 +94,7 @@ def test_decode_and_verify_run_the_same_code(answers: list[list[str]]) -> None:
     assert answers[2] == ["True False"] * 5
 
 
-def test_bfloat16_is_rounded_to_nearest_and_products_are_rounded_before_their_sum(
-    answers: list[list[str]],
-) -> None:
+def test_bfloat16_is_rounded_to_nearest_and_products_are_rounded_before_their_sum(answers: list[list[str]]) -> None:
     """The interpreter cannot show it."""
     rounded, fused = map(int, answers[3][0].split())
     assert rounded > 0

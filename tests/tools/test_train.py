@@ -7,11 +7,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tools.demo_model.tokenizer import load_tokenizer
-from tools.demo_model.train import (
-    chunked_attention,
-    save_atomically,
-    train,
-)
+from tools.demo_model.train import chunked_attention, save_atomically, train
 
 
 @pytest.fixture(scope="module", autouse=True)

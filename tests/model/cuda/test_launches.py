@@ -250,10 +250,7 @@ def test_products_with_quantised_matrices(
 def test_a_row_of_a_product_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     (int8, int8_scales), (int4, int4_scales) = _quantised(40, 96, 32)
     rows = torch.randn(40, 96).to(dtype)
-    products = [
-        (launches.int8_product, (int8, int8_scales)),
-        (launches.int4_product, (int4, int4_scales.to(dtype))),
-    ]
+    products = [(launches.int8_product, (int8, int8_scales)), (launches.int4_product, (int4, int4_scales.to(dtype)))]
     for product, matrix in products:
         few = product(rows[:8], *matrix).run()
         for count in (1, 7):

@@ -145,10 +145,7 @@ def test_the_claim_has_room_for_the_model() -> None:
         ("redis:6380", {"podSelector": {}}),
         (
             "redis.state.svc.cluster.local:6380",
-            {
-                "podSelector": {},
-                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "state"}},
-            },
+            {"podSelector": {}, "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "state"}}},
         ),
         ("mine.cache.example.com:6380", {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}}),
     ],

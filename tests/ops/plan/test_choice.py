@@ -62,10 +62,7 @@ def rendered(tmp_path: Path) -> Callable[..., ClusterPlan]:
     return make
 
 
-@pytest.mark.parametrize(
-    "gpus",
-    ["1xH100", "3xH100", "2x4xH100", "5xA-8G@1000", "16xA-3G@900"],
-)
+@pytest.mark.parametrize("gpus", ["1xH100", "3xH100", "2x4xH100", "5xA-8G@1000", "16xA-3G@900"])
 def test_all_three_choose_the_same(gpus: str, rendered: Callable[..., ClusterPlan]) -> None:
     best = planned(SMALL, gpus)
     if not best.fits:

@@ -1,12 +1,7 @@
 import pytest
 
 from rayspec.errors import ConfigError
-from rayspec.ops.plan.gpus import (
-    KNOWN_GPUS,
-    gpu_called,
-    gpus_of_a_node,
-    parse_gpus,
-)
+from rayspec.ops.plan.gpus import KNOWN_GPUS, gpu_called, gpus_of_a_node, parse_gpus
 
 
 def test_gpus_are_listed_in_order() -> None:
