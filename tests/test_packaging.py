@@ -1,9 +1,12 @@
+import os
+import re
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 import rayspec
@@ -45,6 +48,18 @@ def test_the_list_of_commands_has_the_help_of_each(name: str) -> None:
     first, _, _ = command.help.partition("\n\n")
     assert " ".join(first.split()).startswith(LAZY_HELP[name].rstrip(".")), "of a command that is loaded when it runs"
     assert command.name == name
+
+
+def test_what_a_release_needs_is_there_and_names_things_that_exist() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == rayspec.__version__
+    files = [*ROOT.glob(".github/*/*.yml"), ROOT / ".pre-commit-config.yaml", ROOT / ".devcontainer/devcontainer.json"]
+    assert len(files) == 6
+    text = "".join(path.read_text(encoding="utf-8") for path in files if yaml.safe_load(path.read_text()))
+    targets = set(re.findall(r"make (\w+)", text))
+    scripts = re.findall(r"run: (\.ci/\w+)", text)
+    assert (targets, scripts) == ({"setup", "lint"}, [".ci/run", ".ci/release"])
+    assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for target in targets)
+    assert all(os.access(ROOT / script, os.X_OK) for script in scripts)
 
 
 def test_an_interpreter_completes_the_public_names() -> None:
