@@ -37,6 +37,8 @@ NUM_NEW_TOKENS = 12
 _MODELS: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "data" / "every_type.yaml").read_text("utf-8"))
 _SIZES, _OPTIONS, VARIANTS = _MODELS["sizes"], _MODELS["options"], _MODELS["variants"]
 CASES = (*TYPES, *VARIANTS)
+# Types with recurrent layers that people run.
+RECURRENT = ("qwen3_next", "qwen3_5", "granitemoehybrid", "nemotron_h", "falcon_h1", "lfm2", "mamba2")
 PAGE = Path(__file__).parents[1] / "docs" / "supported_models.md"
 
 

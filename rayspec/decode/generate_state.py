@@ -26,6 +26,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 from rayspec.decode.lockstep import Lockstep, step_rows, stepping
 from rayspec.model.architecture import max_positions
+from rayspec.model.layer_chain import cached_bytes
 from rayspec.model.load_check import boundaries
 from rayspec.model.weights import in_one_line
 from rayspec.planning.latency import HEAD, Curve, LatencyModel, Measurement
@@ -307,18 +308,9 @@ def check_cuts(model: PreTrainedModel, cuts: Cuts) -> None:
 def cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
     """Return the bytes that a sequence keeps for each token, and for itself: recurrent state, with the copy of a
     verify. A sliding window counts as if it kept every token."""
-    few, many = (_num_bytes(_prefilled(model, count, None).cache) for count in (_FEW_TOKENS, 2 * _FEW_TOKENS))
+    few, many = (cached_bytes(_prefilled(model, count, None).cache) for count in (_FEW_TOKENS, 2 * _FEW_TOKENS))
     of_token = math.ceil((many - few) / _FEW_TOKENS)
     return of_token, 2 * max(0, few - _FEW_TOKENS * of_token)
-
-
-def _num_bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if type(value).__name__.endswith(("Cache", "Layer")):
-        value = vars(value)
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return sum(map(_num_bytes, parts))
 
 
 def _prefilled(model: PreTrainedModel, num_tokens: int, cuts: Cuts | None) -> GenerateState:

@@ -15,6 +15,7 @@ from rayspec.choices import Weights
 from rayspec.model.architecture import attention_calls, outline
 from rayspec.model.fused import matrices_of
 from rayspec.model.kv_cache import LayerShape, bytes_per_slot
+from rayspec.model.layer_chain import decoder_layers, layer_chain
 from rayspec.model.matrices import num_bytes
 from rayspec.model.sublayers import Decomposition, Sublayer, window_of
 from rayspec.model.weights import in_one_line
@@ -32,13 +33,15 @@ class LayerSizes:
     """Sizes of one decoder layer on one rank.
 
     sublayer_bytes: weights of attention and of MLP, each with its norms; a single number if the family's layout is
-        unknown. copy_bytes: quantised copies for drafts. kv_bytes_per_token: keys and values. window: the sliding
-        window in tokens, None for full attention.
+        unknown. copy_bytes: quantised copies for drafts. kv_bytes_per_token: keys and values. state_bytes: recurrent
+        state of a sequence, with the copy that a verify keeps. window: the sliding window in tokens, None for full
+        attention.
     """
 
     sublayer_bytes: tuple[int, ...]
     copy_bytes: int = 0
     kv_bytes_per_token: int
+    state_bytes: int = 0
     window: int | None
 
     @property
@@ -55,7 +58,8 @@ class ModelSizes:
     """Bytes on one tensor-parallel rank. num_parameters: parameters of the whole model, a tied matrix counted once.
 
     embedding_bytes: all matrices before the layers. norm_bytes, head_bytes: final norm and LM head. head_bytes counts
-    the head's matrix even if it is `tied` to the embedding.
+    the head's matrix even if it is `tied` to the embedding. why_whole: why stages cannot divide the layers; empty if
+    they can.
     """
 
     num_parameters: int
@@ -64,6 +68,7 @@ class ModelSizes:
     norm_bytes: int
     head_bytes: int
     tied: bool
+    why_whole: str = ""
 
     @property
     def window(self) -> int | None:
@@ -119,9 +124,16 @@ def model_sizes(
     num_heads = int(getattr(text, "num_attention_heads", 1))
     if tensor < 1 or num_heads % tensor:
         raise ConfigError(f"option 'tensor' is {tensor}: it must divide the model's {num_heads} attention heads")
-    model, parts = _meta_model(config)
-    layers = _decoder_layers(model, config)
-    calls = _keys_and_values(model, parts, layers, text)
+    model, parts = _meta_model(config, dtype)
+    layers = decoder_layers(model, config)
+    chain, why_whole = None, ""
+    if parts is None:
+        try:
+            chain = layer_chain(model)
+            why_whole = chain.why_whole
+        except UnsupportedModelError as error:
+            why_whole = str(error)
+    calls = _keys_and_values(model, parts, layers, text) if chain is None else [()] * len(layers)
     head = list(model.get_output_embeddings().parameters())
     known = {id(parameter) for parameter in (*layers.parameters(), *head)}
     tied = any(parameter is model.get_input_embeddings().weight for parameter in head)
@@ -147,7 +159,10 @@ def model_sizes(
                 kv_bytes_per_token=bytes_per_slot(
                     [LayerShape(math.ceil(call.num_heads / tensor), call.key_dim, call.value_dim) for call in own],
                     dtype,
-                ),
+                )
+                if chain is None
+                else chain.token_bytes[number],
+                state_bytes=2 * chain.state_bytes[number] if chain is not None else 0,
                 window=window_of(getattr(layer, "self_attn", None), text),
             )
         )
@@ -158,6 +173,7 @@ def model_sizes(
         norm_bytes=_bytes_of((parameter for parameter in ends if parameter.ndim == 1), size, size),
         head_bytes=_bytes_of(head, size, size),
         tied=tied,
+        why_whole=why_whole,
     )
 
 
@@ -197,13 +213,13 @@ def _bytes_of(parameters: Iterable[nn.Parameter], itemsize: int, linear_bytes: f
     )
 
 
-def _meta_model(config: PretrainedConfig) -> tuple[Any, Decomposition | None]:
-    """Build the model without weights, and split it. A model that does not split decodes plainly."""
+def _meta_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> tuple[Any, Decomposition | None]:
+    """Build the model without weights, and split it; None for a model that does not split."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # before transformers lists all its model types
         raise UnsupportedModelError(f"{config.model_type}: by this config alone, not a causal LM in transformers")
     try:
         with torch.device("meta"):  # unlike accelerate's init_empty_weights it leaves tied matrices tied
-            model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise UnsupportedModelError(
             f"{config.model_type}: not a causal LM that can be built: {in_one_line(error)}"
@@ -212,15 +228,6 @@ def _meta_model(config: PretrainedConfig) -> tuple[Any, Decomposition | None]:
         return model, outline(model)
     except UnsupportedModelError:
         return model, None
-
-
-def _decoder_layers(model: Any, config: PretrainedConfig) -> nn.ModuleList:
-    """Return the decoder layers of the language model, which may be a part of the model."""
-    count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
-    for module in [*model.get_decoder().modules(), *model.modules()]:
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise UnsupportedModelError(f"{config.model_type}: no list of {count} decoder layers")
 
 
 def _keys_and_values(

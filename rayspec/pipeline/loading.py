@@ -149,7 +149,8 @@ def _sizes(config: EngineConfig, options: ParallelOptions, model: PretrainedConf
 
 def _costs(config: EngineConfig, options: ParallelOptions, sizes: ModelSizes, max_model_len: int) -> ModelCosts:
     """Return the costs of one rank. Time is given as bytes of weights, which decoding reads. Memory includes the KV
-    cache of one full context, and copies of weights for drafts. Offloaded weights count as no memory."""
+    cache of one full context, the recurrent state of all sequences, and copies of weights for drafts. Offloaded weights
+    count as no memory."""
 
     def cost(weight_bytes: int, kv_bytes: int = 0, copy_bytes: int = 0) -> LayerCost:
         resident = 0 if config.offload else weight_bytes
@@ -160,7 +161,12 @@ def _costs(config: EngineConfig, options: ParallelOptions, sizes: ModelSizes, ma
     return ModelCosts(
         embedding=embedding,
         layers=tuple(
-            cost(layer.weight_bytes, layer.kv_bytes_read(max_model_len), layer.copy_bytes) for layer in sizes.layers
+            cost(
+                layer.weight_bytes,
+                layer.kv_bytes_read(max_model_len) + config.max_num_seqs * layer.state_bytes,
+                layer.copy_bytes,
+            )
+            for layer in sizes.layers
         ),
         head=cost(sizes.last_stage_bytes(options.stages)),
     )

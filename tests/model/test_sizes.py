@@ -2,12 +2,15 @@ import pytest
 import torch
 from transformers import AutoConfig, Gemma3Config
 
+from rayspec.decode.generate_state import GenerateState, cache_bytes
 from rayspec.model.fused import FusedLayer, fuse
 from rayspec.model.kv_cache import bytes_per_slot
+from rayspec.model.layer_chain import cached_bytes
 from rayspec.model.matrices import QUANTISED, LinearMap
 from rayspec.model.sizes import model_sizes, quantised_bytes
 from rayspec.model.weights import read_config
 from rayspec.types import ConfigError
+from tests import every_type
 from tests.families import FAMILIES, HARD_FAMILIES, WHOLE_FAMILIES, WINDOW, checkpoint, modules_of, reference
 from tests.ops.plan.models import LLAMA_70B, llama
 
@@ -141,3 +144,20 @@ def test_sizes_of_layers_hold_the_copies_that_are_asked_for() -> None:
     assert {layer.copy_bytes for layer in both.layers} == {int4 + int8}
     quantized = model_sizes(LLAMA_70B, dtype=BF16, quantization="int8", draft_weights=("int4",))
     assert {layer.copy_bytes for layer in quantized.layers} == {0}, "there are no copies of what is quantized"
+
+
+@pytest.mark.parametrize("family", every_type.RECURRENT)
+def test_what_a_sequence_keeps_is_known_without_weights(family: str) -> None:
+    """Recurrent state, twice while a verify is under way, and keys and values: all that the engine allocates."""
+    model, num_tokens = every_type.build(family), 8
+    sizes = model_sizes(every_type.config_of(family), dtype=torch.float32)
+    of_token = sum(layer.kv_bytes_per_token for layer in sizes.layers)
+    of_sequence = sum(layer.state_bytes for layer in sizes.layers)
+    assert of_sequence > 0
+    assert not sizes.why_whole
+    assert cache_bytes(model) == (of_token, of_sequence)
+    state = GenerateState(model, [5] * num_tokens, cuts="step")
+    state.run(state.prompt)
+    state.try_rows([6, 7])
+    kept = cached_bytes(state.cache) + sum(cached_bytes(then) for _, then in state._copy[1:])
+    assert kept == of_sequence + of_token * (num_tokens + num_tokens + 2)

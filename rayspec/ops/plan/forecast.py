@@ -266,7 +266,7 @@ def predicted(
             )
         model = replace(profile, curves=curves, stages=stages, hop_s=hop_s, link_s=())
         return model, model
-    num_heads = int(text.num_attention_heads)
+    num_heads = int(getattr(text, "num_attention_heads", 1))
     # Per prompt row and attended token, in one layer: for the scores and the weighted sum.
     score_flops = 4 * num_heads * int(getattr(text, "head_dim", None) or text.hidden_size // num_heads)
     bytes_per_weight = BYTES_PER_LINEAR_WEIGHT[options.quantization] if options.quantization else itemsize
@@ -276,7 +276,8 @@ def predicted(
     for stage, layer, index, num_bytes in sublayers:
         gpu, context = weakest[stage], options.num_tokens
         # The share of the context that the layer's attention reads.
-        seen = layer.kv_bytes_read(context) / (layer.kv_bytes_per_token * context) if index == 0 else 0
+        has_keys = index == 0 and layer.kv_bytes_per_token > 0
+        seen = layer.kv_bytes_read(context) / (layer.kv_bytes_per_token * context) if has_keys else 0
         name = f"{num_bytes} bytes, {seen:g} of context, {gpu.label}"
         base = exchanging(_weights(num_bytes, bytes_per_weight, gpu), gpu)
         decode[name] = replace(base, kv_s=seen * layer.kv_bytes_per_token / (gpu.bandwidth_gb_s * _GB * EFFICIENCY))

@@ -157,10 +157,14 @@ def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions
     """Place a model of known sizes, as `place` does. options: with a context. sizes: of one of the `num_ranks`."""
     groups = _tensor_groups(parse_gpus(options.gpus), options.num_ranks)
     num_stages, choice = _num_stages(sizes, groups, options)
-    if not sizes.splits and num_stages * options.num_ranks > 1:
+    if num_stages > 1 and sizes.why_whole:
         raise UnsupportedModelError(
-            "the model does not split into attention and MLP sublayers, so one GPU holds all of it: set options "
-            "'stages' and 'tensor' to 1"
+            f"option 'stages' is {num_stages}, but stages cannot divide the model: {sizes.why_whole}; set it to 1"
+        )
+    if not sizes.splits and options.num_ranks > 1:
+        raise UnsupportedModelError(
+            f"option 'tensor' is {options.num_ranks}, but the model does not split into attention and MLP sublayers, "
+            "so each layer is on one GPU: set it to 1"
         )
     costs, devices = _costs(sizes, groups[:num_stages], options)
     spread = devices
@@ -187,7 +191,8 @@ def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions
 def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int | None = None) -> Iterator[Layout]:
     """Yield for each tensor-parallel degree one replica with as many stages as the GPUs allow, two with half as many,
     and so on, whether they fit or not; and one with the fewest stages that fit. A model that does not split has one
-    stage and one rank. max_replicas: may leave GPUs unused. Raises ConfigError, and the errors of `model_sizes`.
+    rank, and one stage unless stages can divide its layers. max_replicas: may leave GPUs unused. Raises ConfigError,
+    and the errors of `model_sizes`.
     """
     gpus = parse_gpus(options.gpus)
     dtype = placed_dtype(options.dtype, config)
@@ -197,7 +202,7 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
             continue
         stages = {min(num_groups // replicas, len(sizes.layers)) for replicas in range(1, num_groups + 1)}
         most = min(options.concurrency, max_replicas or num_groups)
-        replicas_of = {count: min(num_groups // count, most) for count in (sorted(stages) if sizes.splits else [1])}
+        replicas_of = {count: min(num_groups // count, most) for count in ([1] if sizes.why_whole else sorted(stages))}
         fewest = _placed(sizes, dtype, options, gpus, tensor=tensor)
         if fewest.fits:
             replicas_of.setdefault(len(fewest.stages), 1)
@@ -336,7 +341,7 @@ def _num_stages(
                 "more GPUs"
             )
         return asked, f"{asked} stages as asked"
-    most = min(len(groups), len(sizes.layers)) if sizes.splits else 1
+    most = 1 if sizes.why_whole else min(len(groups), len(sizes.layers))
     for count in range(1, most + 1):
         if not bytes_missing(*_costs(sizes, groups[:count], options)):
             return count, f"{count} of up to {most} stages, the fewest that fit with tensor {options.num_ranks}"
@@ -347,7 +352,7 @@ def _costs(
     sizes: ModelSizes, groups: Sequence[tuple[Device, float]], options: PlacementOptions
 ) -> tuple[ModelCosts, list[Device]]:
     """Return the costs of the model, and the devices. One step reads each weight once, including all experts of a
-    mixture, and the KV cache of all sequences. It reads almost nothing of the embedding."""
+    mixture, and what the caches of all sequences hold. It reads almost nothing of the embedding."""
     bandwidths = [bandwidth for _, bandwidth in groups]
     engine = EngineConfig(
         model="planned", max_num_seqs=options.concurrency, parallel=ParallelOptions(stages=len(groups))
@@ -361,8 +366,9 @@ def _costs(
     layers = tuple(
         cost(
             layer.weight_bytes + layer.copy_bytes,
-            kv_bytes=layer.kv_bytes_per_token * size.slots_of(layer.window),
-            bytes_read=layer.weight_bytes + layer.kv_bytes_read(options.num_tokens) * options.concurrency,
+            kv_bytes=layer.kv_bytes_per_token * size.slots_of(layer.window) + layer.state_bytes * options.concurrency,
+            bytes_read=layer.weight_bytes
+            + (layer.kv_bytes_read(options.num_tokens) + layer.state_bytes // 2) * options.concurrency,
         )
         for layer in sizes.layers
     )

@@ -4,16 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Gemma3TextConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from rayspec.cli import app
 from rayspec.config import EngineConfig
 from rayspec.decode.loading import cache_size
-from rayspec.model.sizes import quantised_bytes
-from rayspec.ops.plan.options import PlacementOptions
+from rayspec.model.sizes import model_sizes, quantised_bytes
+from rayspec.ops.plan.forecast import rank_layouts
+from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.ops.plan.placement import Placement, place
 from rayspec.types import ConfigError
+from tests import every_type
 from tests.families import checkpoint
 from tests.ops.plan.models import LLAMA_70B, LLAMA_405B
 
@@ -152,4 +155,20 @@ def test_a_model_that_does_not_split_has_no_sublayers(run: Run, tmp_path: Path) 
     assert json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))["stages"][0]["sublayers"] is None
     refused = run("--model", checkpoint("gpt2"), "--gpus", "2xL4", "--stages", "2")
     assert refused.exit_code == 1
-    assert "does not split into attention and MLP sublayers" in refused.stderr
+    assert "'stages' is 2, but stages cannot divide the model: gpt2: it does not run without weights" in refused.stderr
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+def test_recurrent_state_counts_for_each_sequence(family: str, run: Run, tmp_path: Path) -> None:
+    config = every_type.config_of(family)
+    layers = model_sizes(config, dtype=torch.float32).layers
+    asked = {"context": 100, "concurrency": 7, "dtype": "float32"}
+    found = placed(config, "2xL4", stages=2, **asked)
+    for stage in found.stages:
+        own = [layers[number] for number in stage.layers]
+        assert stage.kv_bytes == sum(7 * (layer.state_bytes + 100 * layer.kv_bytes_per_token) for layer in own) > 0
+    config.save_pretrained(tmp_path)
+    refused = run("--model", tmp_path, "--gpus", "2xL4", "--tensor", "2")
+    assert "option 'tensor' is 2" in refused.stderr
+    [*_, best] = rank_layouts(config, PlanOptions(gpus="2xL4", context=100, output_tokens=50, concurrency=7)).candidates
+    assert sum(stage.kv_bytes for stage in best.layout.groups[0].stages) > 0
