@@ -174,7 +174,7 @@ LAYER = "base_model.model.model.layers.1"
         ),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(
+def test_an_adapter_that_does_not_fit_is_refused(
     change: dict[str, Any], message: str, folder: Path, tmp_path: Path
 ) -> None:
     place = changed(adapters("llama", folder)["a"], tmp_path / "changed", **change)

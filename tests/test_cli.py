@@ -102,7 +102,7 @@ def test_files_of_other_types_are_said_before_the_model_is_loaded(run: Run, tmp_
     assert len(read_rows(tmp_path / "out.jsonl")) == 1
 
 
-def test_a_run_that_is_repeated_does_the_rows_that_are_left_and_its_output_is_no_input(
+def test_a_repeated_run_does_the_rest_and_reads_no_output(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = report_rows(4)
@@ -234,9 +234,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
-def test_a_full_disk_is_one_line_that_says_where_the_rows_are_and_the_run_can_go_on(
-    run: Run, tmp_path: Path, small_disk: Path
-) -> None:
+def test_a_full_disk_is_one_line_and_the_run_can_go_on(run: Run, tmp_path: Path, small_disk: Path) -> None:
     write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(200)))
     output = small_disk / "out.jsonl"
     arguments = ("generate", "in.jsonl", "-o", output, *PLAIN, "--max-tokens", "4")

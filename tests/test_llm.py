@@ -345,9 +345,7 @@ def test_a_bad_conversation_is_an_output_with_an_error(llm: LLM, conversation: A
         ),
     ],
 )
-def test_a_call_with_arguments_of_another_type_says_what_to_give(
-    llm: LLM, call: Callable[[Any], Any], message: str
-) -> None:
+def test_a_call_with_a_wrong_type_says_what_to_give(llm: LLM, call: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         call(llm)
     assert not llm.engine.has_unfinished

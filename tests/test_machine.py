@@ -51,9 +51,7 @@ def _machine(root: Path, *, mounts: str, groups: str, files: Mapping[str, str]) 
         pytest.param({"cpu.max": "50000 100000"}, 32, 64, 1, id="half a core"),
     ],
 )
-def test_a_container_of_cgroup_v2(
-    tmp_path: Path, files: Mapping[str, str], available: int, total: int, cores: int
-) -> None:
+def test_in_cgroup_v2(tmp_path: Path, files: Mapping[str, str], available: int, total: int, cores: int) -> None:
     root = _machine(tmp_path, mounts=V2_MOUNT, groups="0::/", files=files)
     assert bytes_available(root) == available * GIB
     assert bytes_in_total(root) == total * GIB
@@ -88,9 +86,7 @@ def test_a_group_that_cannot_be_seen_counts_by_the_mount(tmp_path: Path, groups:
     ("limit", "quota", "available", "total", "cores"),
     [(V1_UNLIMITED, "-1", 32, 64, 16), (str(6 * GIB), "450000", 5, 6, 4)],
 )
-def test_a_container_of_cgroup_v1(
-    tmp_path: Path, limit: str, quota: str, available: int, total: int, cores: int
-) -> None:
+def test_in_cgroup_v1(tmp_path: Path, limit: str, quota: str, available: int, total: int, cores: int) -> None:
     files = {
         "memory/memory.limit_in_bytes": limit,
         "memory/memory.usage_in_bytes": str(4 * GIB),

@@ -99,7 +99,7 @@ STARTING = """
 @pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.parametrize("number", few_of([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
-def test_a_signal_while_ray_starts_ends_with_its_code_and_leaves_no_processes(
+def test_a_signal_while_ray_starts_ends_it_cleanly(
     number: signal.Signals, ray_folder: Path, ray_environment: None
 ) -> None:
     folder = ray_folder / number.name

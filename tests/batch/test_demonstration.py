@@ -21,9 +21,7 @@ def invoke(*arguments: str) -> Any:
 
 
 @pytest.mark.slow
-def test_without_a_registry_the_bundled_model_shows_its_gain_and_the_same_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_registry_the_bundled_model_shows_its_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(name: str, say: Any) -> Path:
         raise CheckpointError(f"model {name!r} could not be fetched: no network")
 
@@ -58,9 +56,7 @@ def test_without_a_registry_the_bundled_model_shows_its_gain_and_the_same_texts(
     assert "Review of the " in result.stdout
 
 
-def test_without_the_package_for_gguf_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_gguf_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(demonstration, "find_spec", lambda name: None)
     assert demonstration._available_model() == "demo"
     assert "pip install 'rayspec[gguf]'" in capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_what_decides_only_the_speed_is_not(options: dict[str, Any]) -> None:
         ({}, "x", (None, SAID)),
     ],
 )
-def test_reasoning_is_a_column_where_a_parser_is_named(
+def test_a_parser_makes_a_reasoning_column(
     options: dict[str, Any], prompt: str, expected: tuple[str | None, str]
 ) -> None:
     sampling = {"max_tokens": 9} | options.pop("sampling", {})

@@ -125,7 +125,7 @@ _TEXTS = pa.array(["a", "b", "c"])
         ({"id": _TEXTS.dictionary_encode(), "text": _TEXTS.cast(pa.large_string())}, ["a", "b", "c"]),
     ],
 )
-def test_parquet_values_of_other_types_are_text_or_one_bad_row(
+def test_other_parquet_types_are_text_or_a_bad_row(
     tmp_path: Path, columns: dict[str, Any], expected: list[str]
 ) -> None:
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
@@ -145,9 +145,7 @@ def test_parquet_values_of_other_types_are_text_or_one_bad_row(
         ("a.txt", b"", "empty_file"),
     ],
 )
-def test_what_cannot_be_read_is_one_error_and_the_rest_is_read(
-    tmp_path: Path, name: str, content: bytes | None, kind: str
-) -> None:
+def test_an_unreadable_file_is_one_error(tmp_path: Path, name: str, content: bytes | None, kind: str) -> None:
     path, good = tmp_path / name, tmp_path / "good.txt"
     (tmp_path / "folder").mkdir()
     if content is not None:

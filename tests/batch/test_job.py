@@ -105,9 +105,7 @@ def test_only_the_row_that_the_engine_dies_of_fails(tmp_path: Path, undisturbed:
 
 
 @exhaustive
-def test_a_node_that_is_lost_with_the_engine(
-    tmp_path: Path, undisturbed: dict[str, str], ray_environment: None
-) -> None:
+def test_a_node_is_lost_with_its_engine(tmp_path: Path, undisturbed: dict[str, str], ray_environment: None) -> None:
     script = Path(__file__).parent / "job_node_loss.py"
     process = subprocess.run(
         [sys.executable, "-m", f"tests.batch.{script.stem}", str(tmp_path)],
@@ -174,9 +172,7 @@ def test_an_engine_that_dies_again_and_again_ends_the_job_which_keeps_its_rows(t
 
 
 @on_ray
-def test_a_replica_that_is_killed_is_replaced_while_the_other_goes_on(
-    tmp_path: Path, undisturbed: dict[str, str]
-) -> None:
+def test_a_killed_replica_is_replaced_while_the_other_goes_on(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     task = noted(tmp_path, kill_engine, after=20, parallel={"replicas": 2, "cpus_per_shard": 0.25})
     report = job(task, tmp_path / "out").run(Source(rows=documents()))
     assert (report.num_rows, report.num_failed) == (NUM_ROWS, 0)
@@ -186,9 +182,7 @@ def test_a_replica_that_is_killed_is_replaced_while_the_other_goes_on(
 
 
 @on_ray
-def test_sigterm_ends_what_is_under_way_and_the_next_run_does_the_rest(
-    tmp_path: Path, undisturbed: dict[str, str]
-) -> None:
+def test_sigterm_finishes_the_rows_under_way_and_a_run_the_rest(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     task = noted(tmp_path, partial(terminate, os.getpid()), after=30)
     with pytest.raises(SystemExit) as exit_:
         job(task, tmp_path / "out", drain_s=30).run(Source(rows=documents()))

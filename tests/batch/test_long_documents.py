@@ -266,9 +266,7 @@ def test_refine_carries_its_answer_along_and_a_text_is_never_taken_for_a_templat
 
 
 @pytest.mark.parametrize("mode", ["map-reduce", "refine"])
-def test_a_failing_part_fails_the_document_and_keeps_what_was_finished(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_part_fails_its_document_and_keeps_the_others(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayspec.batch.long_documents._MAX_PARTS_IN_FLIGHT", 1)
     good = RecordingEngine()
     completed(long_documents(good, long=mode)(document(reports(5))))

@@ -89,9 +89,7 @@ def test_rows_are_completed_as_by_an_llm_and_a_bad_row_is_one_bad_row(processor:
 
 
 @pytest.mark.exhaustive
-def test_an_engine_killed_in_mid_dataset_is_replaced_and_every_row_comes_once(
-    processor: Processor, tmp_path: Path
-) -> None:
+def test_a_killed_engine_is_replaced_and_every_row_comes_once(processor: Processor, tmp_path: Path) -> None:
     disturbed = by_id(processor(texts(40, {20: str(tmp_path / "first"), 30: str(tmp_path / "second")})))
     assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
     assert [row[ERROR_COLUMN] for row in disturbed.values()] == [""] * 40

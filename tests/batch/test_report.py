@@ -202,9 +202,7 @@ UNREADABLE = bad("unreadable_file")
         ([], 1, 1),
     ],
 )
-def test_failed_rows_may_be_accepted_but_not_files_that_could_not_be_read(
-    rows: list[Row], code: int, accepting: int
-) -> None:
+def test_failed_rows_may_be_accepted_but_not_unreadable_files(rows: list[Row], code: int, accepting: int) -> None:
     run = RunReport()
     for row in rows:
         run.add(row)

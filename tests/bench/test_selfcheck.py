@@ -24,9 +24,7 @@ def test_a_quick_check_of_this_installation(tmp_path: Path) -> None:
     assert all(f"| {check['name']} | passed |" in result.stdout for check in saved["checks"])
 
 
-def test_one_other_text_fails_and_a_check_that_breaks_stops_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_another_text_fails_and_a_broken_check_stops_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
 
     def run_bench(options: Any, say: object) -> dict[str, Any]:

@@ -189,9 +189,7 @@ def test_commands_are_shell_and_name_files_that_are_mounted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_it_mounts_is_there_and_enough_to_install(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_mounts_are_enough_to_install(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = load(name)["file_mounts"]
     copied = {word for line in dockerfile("COPY") for word in line.split()[:-1] if not word.startswith("--")}
     needed = {path.removeprefix("./") for path in copied} - {"/opt/venv", "k8s/docker/entrypoint.sh"}

@@ -107,9 +107,7 @@ def test_a_file_fills_the_corpus_at_the_start(tmp_path: Path, suffix: str) -> No
         ("bad.parquet", b"PAR1 no more", "arquet"),
     ],
 )
-def test_a_file_that_is_no_corpus_is_refused_before_the_model_is_loaded(
-    tmp_path: Path, name: str, content: bytes | None, reason: str
-) -> None:
+def test_a_file_that_is_no_corpus_is_refused(tmp_path: Path, name: str, content: bytes | None, reason: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=rf"option 'corpus' is .*{re.escape(name)}.*{reason}.*leave the option out"):

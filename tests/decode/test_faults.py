@@ -79,7 +79,7 @@ def _once(number: int) -> Callable[..., bool]:
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_replay_that_fails_ends_graphs_and_not_the_text(
+def test_a_failed_replay_ends_graphs(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, stages = _engine()
@@ -114,7 +114,7 @@ def test_an_error_that_comes_back_ends_graphs_and_buffers(
     assert (stages.runner.buffers is None) == (not has_buffers)
 
 
-def test_memory_that_runs_out_releases_graphs_first_and_then_divides_passes(
+def test_without_memory_graphs_go_before_passes_are_cut(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """From then on at most half of the rows run at once, and no request fails."""
@@ -139,7 +139,7 @@ def test_memory_that_runs_out_releases_graphs_first_and_then_divides_passes(
     assert sizes[1:] == [0], "the graphs are released before a pass is divided"
 
 
-def test_memory_that_runs_out_at_the_head_releases_graphs_and_the_round_runs_again(
+def test_without_memory_at_the_head_graphs_go_and_the_round_runs_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, stages = _engine()
@@ -209,7 +209,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_buffers_whose_attention_is_wrong_in_any_kind_of_pass_are_given_up(
+def test_buffers_with_wrong_attention(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, stages = _engine()

@@ -95,7 +95,7 @@ def test_a_profile_of_a_smaller_cache_is_measured_again_and_one_of_a_larger_is_n
     assert load_or_measure(small, str(tmp_path)) == load_or_measure(large, str(tmp_path)) == several
 
 
-def test_another_model_dtype_thread_count_or_mode_is_measured_for_itself(
+def test_each_model_and_mode_is_measured(
     tmp_path: Path, count_measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llama = parts_of(checkpoint("llama"))
@@ -131,7 +131,7 @@ def test_every_way_to_run_a_kind_is_measured(family: str) -> None:
     assert "pages" not in latency.choices_of(1), "an MLP reads no keys"
 
 
-def test_a_damaged_profile_is_measured_again_and_replaced(
+def test_a_damaged_profile_is_replaced(
     tmp_path: Path, count_measured: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = _runner(parts_of(checkpoint("llama")))
@@ -147,7 +147,7 @@ def test_a_damaged_profile_is_measured_again_and_replaced(
     assert str(path.name) in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_no_obstacle(
+def test_a_read_only_folder_will_do(
     tmp_path: Path, count_measured: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -213,9 +213,7 @@ class _Impatient(LoadLock):
         return super().take(timeout_s)
 
 
-def test_beside_a_load_that_never_ends_a_coarse_profile_is_measured_and_not_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_beside_an_endless_load_a_coarse_profile_is_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with LoadLock(tmp_path) as loading, _Impatient(tmp_path) as mine:
         assert loading.share()
         assert mine.share()

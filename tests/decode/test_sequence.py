@@ -201,9 +201,7 @@ def test_a_long_run_of_byte_tokens_costs_no_more_than_its_length() -> None:
 
 @pytest.mark.parametrize("stop", [(), ("never there",)])
 @pytest.mark.parametrize("include", [False, True])
-def test_the_text_of_the_token_that_ends_a_sequence_is_dropped_unless_asked_for(
-    stop: tuple[str, ...], include: bool
-) -> None:
+def test_the_text_of_a_token_that_ends_it_is_dropped_unless_asked_for(stop: tuple[str, ...], include: bool) -> None:
     words, (end,) = _encode("some words"), _encode("!")
     for params in ({"stop_token_ids": [end]}, {"eos": end}):
         options = {"stop": stop, "include_stop_str_in_output": include} | params

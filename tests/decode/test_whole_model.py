@@ -42,9 +42,7 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("family", WHOLE_FAMILIES)
-def test_a_family_that_does_not_split_copies_its_drafts_and_says_so(
-    family: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_family_that_does_not_split_copies_and_says_so(family: str, caplog: pytest.LogCaptureFixture) -> None:
     known = cases(checkpoint(family), LENGTHS, 20)
     prompts, expected = _repetitive(), greedy(checkpoint(family), _repetitive(), 40)
     engine = load_engine(_config(family, kv_cache_tokens=200, max_num_batched_tokens=32), with_tokenizer=False)

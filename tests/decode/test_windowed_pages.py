@@ -17,9 +17,7 @@ from tests.families import WINDOW, cases, checkpoint, parts_of
 
 @pytest.mark.parametrize("family", few_of(["gemma2", "gemma3_text", "mistral", "phi3", "mixtral"], ["gemma3_text"]))
 @pytest.mark.parametrize("way", ["plain", "static", "deterministic"])
-def test_long_texts_equal_generate_in_a_store_of_few_pages(
-    family: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_texts_equal_generate_with_few_pages(family: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All runs of windows are read in place, though they are short."""
     monkeypatch.setattr(attention, "_LONG_RUN_BYTES", 1)
     parts = parts_of(checkpoint(family))

@@ -214,9 +214,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_nothing_is_lost_doubled_or_changed_by_kills_at_random(
-    jobs: Jobs, seed: int, undisturbed: dict[str, str]
-) -> None:
+def test_random_kills_lose_double_or_change_nothing(jobs: Jobs, seed: int, undisturbed: dict[str, str]) -> None:
     """100 kills over 20 jobs of four layouts. The driver that is killed is started again."""
     chance = random.Random(seed)
     write_lines(jobs.folder / "in.jsonl", documents(160))

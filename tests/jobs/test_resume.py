@@ -188,9 +188,7 @@ def test_a_budget_ends_a_run_that_can_be_taken_further(folder: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_fields_of_pdf_files_are_extracted_by_a_job_that_is_killed_twice(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_killed_twice_extracts_fields_of_pdf_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a kill comes before or after the job's end, every file has its typed fields, or the error that its output
     has no end within --max-tokens."""
     (folder / "docs").mkdir()

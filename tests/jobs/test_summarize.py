@@ -20,9 +20,7 @@ NUM_ROWS = 96
 pytestmark = pytest.mark.ray
 
 
-def test_documents_become_summaries_and_a_report(
-    tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_summaries_and_a_report_are_made(tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     samples = demo.sample_documents(5, num_sentences=8)
     lines = [json.dumps({"id": sample.id, "body": sample.text}) for sample in samples]
@@ -61,9 +59,7 @@ def test_documents_become_summaries_and_a_report(
 
 
 @pytest.mark.exhaustive
-def test_a_job_that_is_killed_goes_on_with_the_rows_that_are_left(
-    tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_job_goes_on_with_its_rest(tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     monkeypatch.chdir(tmp_path)
     samples = demo.sample_documents(NUM_ROWS, num_sentences=4)
@@ -94,9 +90,7 @@ def test_a_job_that_is_killed_goes_on_with_the_rows_that_are_left(
     assert {row["id"]: row["summary"] for row in whole} == {row_id: row["summary"] for row_id, row in rows.items()}
 
 
-def test_a_job_that_goes_on_keeps_its_data_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
-) -> None:
+def test_a_resumed_job_keeps_its_data_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None) -> None:
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "a.jsonl", [{"id": "a", "text": "The annual review."}])
     chosen = ["--device", "cpu", "--num-threads", "1", "--strategy", "ar", "--max-tokens", "2"]

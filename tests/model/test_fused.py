@@ -51,7 +51,7 @@ def test_the_head_is_packed_and_the_embedding_stays(tied: bool) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("has_instructions", [False, True])
 @torch.inference_mode()
-def test_drafts_with_copies_of_float32_weights_have_a_head_in_bfloat16(
+def test_copies_of_float32_have_a_head_in_bfloat16(
     tied: bool, has_instructions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if has_instructions and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -108,9 +108,7 @@ def dequantise_linears(parts: Decomposition, copies: Decomposition, weights: Wei
 
 @pytest.mark.parametrize("use_operators", [False, True])
 @pytest.mark.parametrize(("weights", "tolerance"), [("int8", 0.06), ("int4", 0.02)])
-def test_copies_compute_what_modules_do_with_their_weights(
-    weights: Weights, tolerance: float, use_operators: bool
-) -> None:
+def test_copies_compute_what_their_modules_do(weights: Weights, tolerance: float, use_operators: bool) -> None:
     """int8 also rounds what the matrices are multiplied by, and int4 does so to bfloat16 on a CPU."""
     modules = modules_of(checkpoint("llama"))
     fused = fuse(modules_of(checkpoint("llama")), use_operators=use_operators, quantised=[weights])
@@ -134,9 +132,7 @@ def test_few_rows_are_multiplied_by_the_own_bits_of_a_checkpoint(caplog: pytest.
     assert "option 'own_bits' has no effect" in caplog.text
 
 
-def test_a_copy_that_is_far_off_or_cannot_be_made_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copy_that_is_far_off_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """No group of columns fits 72."""
     fused = fuse(decompose(build("llama", intermediate_size=72)), quantised=["int8", "int4"])
     left = [list(sublayer.quantised) for sublayer in fused.sublayers[:2]]
@@ -148,7 +144,7 @@ def test_a_copy_that_is_far_off_or_cannot_be_made_is_left_out(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_offloaded_sublayers_have_copies_that_fetch_nothing(
+def test_copies_of_offloaded_sublayers_fetch_nothing(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resident = fuse(modules_of(checkpoint(family)), quantised=["int8", "int4"])

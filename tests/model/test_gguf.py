@@ -80,7 +80,7 @@ def test_drafts_do_not_change_what_generate_writes(folder: Path) -> None:
         assert list(output.outputs[0].token_ids) == written[0, 20:].tolist()
 
 
-def test_loading_says_one_line_of_ours(
+def test_loading_says_one_line(
     folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     load_model(_config(folder / "llama.gguf", dtype="bfloat16"))
@@ -156,9 +156,7 @@ def test_without_the_package_its_name_is_said(folder: Path, monkeypatch: pytest.
         load_config(_config(folder / "llama.gguf"))
 
 
-def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_read(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_too_large_for_memory_is_refused_unread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rayspec.model.gguf, "bytes_available", lambda: 1000)
     with pytest.raises(CheckpointError, match=r"0\.0 GiB of memory are free: choose a smaller data type"):
         load_model(_config(folder / "llama.gguf"))

@@ -77,7 +77,7 @@ passes = st.lists(
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @settings(max_examples=12, deadline=None)
 @given(works=passes)
-def test_any_sequence_of_passes_is_that_of_eager_launches_to_the_bit(
+def test_passes_have_the_bits_of_eager_ones(
     works: list[tuple[tuple[int, ...], list[bool], int, int]], family: str
 ) -> None:
     """Each pass is cut in two, and what the one before has left enters it as its hidden states, from the buffer."""

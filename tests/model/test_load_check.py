@@ -106,9 +106,7 @@ def test_what_only_later_rows_show_is_found(
         decompose(build(family))
 
 
-def test_a_model_that_fails_the_check_only_copies(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_fails_only_copies(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     path, prompts = checkpoint("diffllama"), ragged_prompts([40, 7])
     expected = greedy(path, prompts, 8)
     _calls_that_share_heads(monkeypatch)
@@ -182,7 +180,7 @@ def test_modules_run_in_place_of_fused_bodies_that_are_wrong(
 
 
 @pytest.mark.parametrize(("beta", "dtype"), [(0.5, torch.float32), (0.01, torch.bfloat16)])
-def test_queries_that_a_body_does_not_scale_are_found(
+def test_queries_that_are_not_scaled_are_found(
     beta: float, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In bfloat16, too, where rounding is larger than the difference."""

@@ -20,9 +20,7 @@ def linears(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [(False, False, False), (True, True, True), (True, False, True)])
 @torch.inference_mode()
-def test_it_computes_what_its_linear_layers_do_side_by_side(
-    blocked: bool, dtype: torch.dtype, bias: Sequence[bool]
-) -> None:
+def test_it_computes_what_its_linear_layers_do(blocked: bool, dtype: torch.dtype, bias: Sequence[bool]) -> None:
     layers = linears(7, 16, 5, bias=bias, dtype=dtype)
     if blocked and not has_blocked_layout(layers[0].weight):
         pytest.skip("this processor has no such layout for this type")

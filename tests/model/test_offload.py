@@ -66,7 +66,7 @@ def test_weights_lie_in_their_cache_lines_as_before(shift: int, tmp_path: Path) 
     assert {parameter.data_ptr() % 64 for parameter in parts.sublayers[5].block.parameters()} == {shift}
 
 
-def test_a_skipped_sublayer_fetches_nothing_and_what_comes_next_is_read_ahead(
+def test_a_skipped_sublayer_fetches_nothing_and_the_next_is_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = _parts()
@@ -116,7 +116,7 @@ def test_sublayers_of_a_span_keep_their_numbers(tmp_path: Path) -> None:
         offload(span, [1], to="disk", folder=tmp_path)
 
 
-def test_a_file_is_read_in_pieces_and_one_that_cannot_be_read_back_is_an_error(
+def test_a_file_is_read_in_pieces_and_a_damaged_one_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = _parts()
@@ -130,9 +130,7 @@ def test_a_file_is_read_in_pieces_and_one_that_cannot_be_read_back_is_an_error(
         logits_of(parts, TOKENS[:1])
 
 
-def test_a_folder_that_cannot_take_the_weights_is_an_error_and_the_model_stays_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_for_the_weights_the_model_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = _parts()
     expected = logits_of(parts, TOKENS[:3])
     with pytest.raises(ConfigError, match=r"folder.*nowhere"):

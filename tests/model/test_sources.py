@@ -114,9 +114,7 @@ def test_a_hub_that_is_not_there_is_not_waited_for(hub: HTTPServer, monkeypatch:
         check_source("org/name")
 
 
-def test_what_is_in_the_cache_is_not_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: HTTPServer
-) -> None:
+def test_cached_files_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: HTTPServer) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--org--name"
     (repository / "refs").mkdir(parents=True)

@@ -209,9 +209,7 @@ def test_more_logprobs_than_memory_is_good_for_are_refused(engine: AsyncEngine) 
         assert len(run(answer_module._prompts(many.model_copy(update=fewer), engine))) == 1024
 
 
-def test_an_answer_with_many_logprobs_is_made_beside_the_event_loop(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_logprobs_are_made_beside_the_event_loop(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     made_in, whole = list[str](), answer_module.Answer.whole
 
     def noted(*args: Any) -> Any:
@@ -234,9 +232,7 @@ def test_a_text_that_is_to_be_cut_has_a_limit_too(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.parametrize(("shape", "as_chat"), [("ab ", True), ("😀", False)])
-def test_a_text_that_is_much_too_long_is_refused_before_all_of_it_is_tokenized(
-    engine: AsyncEngine, shape: str, as_chat: bool
-) -> None:
+def test_a_text_much_too_long_is_refused_before_it_is_tokenized(engine: AsyncEngine, shape: str, as_chat: bool) -> None:
     text = shape * (4_000_000 // len(shape))
     body = CHAT | {"messages": [{"role": "user", "content": text}]} if as_chat else TEXT | {"prompt": ["a", text]}
     start_s = time.process_time()

@@ -60,7 +60,7 @@ GOOD = json.loads(line_of("good"))
         ({"bodi": {}}, "good", "unknown_parameter", "bodi"),
     ],
 )
-def test_a_line_that_is_no_request_is_reported_and_the_others_are_read(
+def test_a_bad_line_is_reported(
     line: bytes | dict[str, Any], custom_id: str | None, code: str, param: str | None
 ) -> None:
     content = line if isinstance(line, bytes) else json.dumps(GOOD | line).encode()
@@ -124,7 +124,7 @@ def test_a_bad_body_is_an_error_of_its_line(line: BatchLine, status: int, code: 
 
 
 @pytest.mark.parametrize("error", [EngineDeadError("gone"), StageLostError("gone"), OutOfMemoryError("too much")])
-def test_a_prompt_that_fails_ends_the_others_and_a_line_has_no_answer_when_the_engine_is_gone(
+def test_a_failing_prompt_ends_the_others_and_a_dead_engine_leaves_no_answer(
     error: RayspecError,
 ) -> None:
     engine = ScriptedEngine({5: "wait", 6: error})

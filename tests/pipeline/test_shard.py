@@ -82,7 +82,7 @@ def test_rounds_overtake_prefills_and_those_searches_for_a_while(monkeypatch: py
 
 
 @pytest.mark.parametrize(("rank", "num_forgotten"), [(0, 1), (1, 0)])
-def test_in_a_new_epoch_the_leader_forgets_and_the_other_ranks_wait_for_its_word(
+def test_in_a_new_epoch_ranks_wait_for_the_leader(
     rank: int, num_forgotten: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def new_epoch() -> None:

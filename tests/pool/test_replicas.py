@@ -79,7 +79,7 @@ def kill_one_when_both_work(llm: LLM) -> threading.Thread:
     return thread
 
 
-def test_replicas_answer_as_one_engine_does_and_share_the_requests(
+def test_replicas_answer_as_one_engine_and_share_requests(
     llm: LLM, prompts: list[Any], expected: list[list[int]]
 ) -> None:
     before = llm.stats.num_generated_tokens
@@ -89,7 +89,7 @@ def test_replicas_answer_as_one_engine_does_and_share_the_requests(
     assert len(engine_processes()) == 2
 
 
-def test_one_that_is_killed_is_replaced_and_its_requests_begin_anew(
+def test_a_killed_one_is_replaced_and_its_requests_rerun(
     llm: LLM, prompts: list[Any], expected: list[list[int]]
 ) -> None:
     thread = kill_one_when_both_work(llm)

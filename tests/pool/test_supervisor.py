@@ -272,9 +272,7 @@ class TestSeveralEngines:
         late = [row for row in self.MANY if done_at[row] == max(done_at.values())]
         assert len(late) < len(self.MANY) / 2, "most rows were done last"
 
-    def test_one_that_can_never_be_loaded_again_is_lost_and_the_others_do_its_rows(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_an_engine_that_cannot_load_again_leaves_its_rows_to_others(self, caplog: pytest.LogCaptureFixture) -> None:
         async def loading(number: int) -> None:
             if number > 2:
                 raise ConfigError("the device is broken")

@@ -152,9 +152,7 @@ def own_endpoint(folder: Path) -> AbstractContextManager[EndpointProcess]:
 
 
 @pytest.mark.exhaustive
-def test_what_is_killed_in_mid_batch_and_an_endpoint_that_starts_again_go_on(
-    ray_environment: None, tmp_path: Path
-) -> None:
+def test_killed_parts_and_a_restarted_endpoint_go_on(ray_environment: None, tmp_path: Path) -> None:
     names = [f"request {number}" for number in range(150)]
     titles = ("ray::ServeReplica:rayspec:Model", "ray::ServeReplica:rayspec-batches")
     with own_endpoint(tmp_path) as first:

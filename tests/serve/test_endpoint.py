@@ -152,9 +152,7 @@ class TestAnswers:
         assert answer.choices[0].text in words
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_schema_that_cannot_be_served_is_refused_with_its_place(
-        self, client: openai.OpenAI, stream: bool
-    ) -> None:
+    def test_a_schema_with_an_error_is_refused_with_its_place(self, client: openai.OpenAI, stream: bool) -> None:
         schema = {"type": "object", "properties": {"x": {"type": "strin"}}}
         form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         with pytest.raises(openai.BadRequestError, match=r"schema.properties.x: Invalid type: strin") as refused:

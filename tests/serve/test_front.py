@@ -221,9 +221,7 @@ class TestRestOfABodyThatNobodyNeeds:
             assert not is_open
 
 
-def test_methods_that_a_client_invents_make_no_series(
-    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invented_methods_make_no_series(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     methods = set()
     monkeypatch.setattr(Counter, "inc", lambda *_, tags: methods.add(tags["method"]))
     for method in (b"DELETE", *(b"M%d" % number for number in range(20))):

@@ -43,9 +43,7 @@ def test_a_key_with_a_space_is_refused() -> None:
     assert (result.exit_code, "key 1" in result.stderr) == (2, True), result.output
 
 
-def test_a_model_that_is_not_there_is_told_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_model_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path / "absent")])
     assert (result.exit_code, result.stderr.startswith("error: ")) == (2, True), result.output

@@ -284,7 +284,7 @@ def test_text_arrives_whole_and_stays_text_and_the_key_goes_nowhere_else(trouble
 
 
 @pytest.mark.parametrize(("asked", "why"), [("full", "the endpoint is full"), ("starting", "the model is starting")])
-def test_an_endpoint_that_is_full_or_starts_is_asked_again_when_it_said(
+def test_a_full_or_starting_endpoint_is_asked_again_in_time(
     troubled: Troubled, page: Page, asked: str, why: str
 ) -> None:
     page.ask(asked)

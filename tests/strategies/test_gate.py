@@ -70,9 +70,7 @@ def simulate(
     ],
     ids=["collapse", "hardly matters", "pays", "comes to pay", "stops paying"],
 )
-def test_close_to_the_oracle(
-    gain: Callable[[int], float], num_rounds: int, most_lost: float, least_right: float
-) -> None:
+def test_near_the_oracle(gain: Callable[[int], float], num_rounds: int, most_lost: float, least_right: float) -> None:
     """That a draft has come to pay is seen in trials only, and how often these happen is what bounds their cost."""
     lost, right = zip(*(simulate(seed, gain, num_rounds) for seed in range(4)), strict=True)
     assert np.mean(lost) < most_lost

@@ -34,9 +34,7 @@ def _knapspec(latency: LatencyModel, **options: Any) -> Auto:
 
 
 @pytest.mark.parametrize("verification", few_of(["coupled", "rejection"], ["coupled"]))
-def test_on_the_demo_model_it_finds_plans_that_draft_and_changes_no_token(
-    demo_latency: LatencyModel, verification: str
-) -> None:
+def test_on_the_demo_model_its_plans_draft_and_change_no_token(demo_latency: LatencyModel, verification: str) -> None:
     prompts = demo_prompts(2, 12)
     strategy = _knapspec(demo_latency, gate=False)
     engine = engine_with(
@@ -111,9 +109,7 @@ def _with_transfers(transfer_s: float) -> LatencyModel:
     [(30, 0.0, False), (256, 0.0, True), (30, 0.02, True)],
     ids=["too little to save", "enough to save", "weights on disk: much to save"],
 )
-def test_the_first_search_costs_a_small_share_of_what_a_plan_may_save(
-    num_tokens: int, transfer_s: float, searches: bool
-) -> None:
+def test_the_first_search_costs_little_of_what_it_may_save(num_tokens: int, transfer_s: float, searches: bool) -> None:
     state = replace(batch_state(), num_outstanding_tokens=num_tokens, elapsed_s=0.0)
     strategy = KnapSpec(SpeculationOptions(), _with_transfers(transfer_s))
     asker = Asker(lambda question: Found([FoundDraft((FULL,) * 31 + (SKIP,), 0.9, 3, 0.9, 0.5)], 8, 0.25))

@@ -14,9 +14,7 @@ from tests.families import greedy
 DOCUMENT = Path(__file__).parents[2] / "docs" / "adding_a_strategy.md"
 
 
-def test_a_strategy_in_one_file_of_at_most_40_lines_drafts_and_changes_no_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strategy_of_at_most_40_lines_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = DOCUMENT.read_text().split("```python\n")[1].split("```")[0]
     assert len(source.splitlines()) <= 40
     (tmp_path / "my_strategy.py").write_text(source)

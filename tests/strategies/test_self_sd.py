@@ -38,7 +38,7 @@ def test_the_threshold_step_by_step() -> None:
 @pytest.mark.parametrize(
     ("saved", "option", "first"), [(0.33, 0.5, 0.5), (0.33, None, 0.33), (None, 0.5, 0.5), (None, None, 0.6)]
 )
-def test_the_first_threshold_is_the_options_or_the_saved_or_the_published(
+def test_the_first_threshold_is_of_options_or_saved_plans(
     saved: float | None, option: float | None, first: float
 ) -> None:
     strategy = SelfSD.of(saved_plan(threshold=saved), _options(draft_threshold=option))

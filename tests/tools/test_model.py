@@ -37,7 +37,7 @@ def test_the_checkpoint_names_no_path_and_is_complete() -> None:
         ),
     ],
 )
-def test_most_lines_of_held_out_answers_are_exact(
+def test_most_lines_are_exact(
     model: PreTrainedModel, domain: str, size: int, num_tasks: int, least_share: float
 ) -> None:
     tasks = sample_tasks(domain, num_tasks, size=size, seed=77)

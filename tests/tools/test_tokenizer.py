@@ -25,9 +25,7 @@ def test_the_chat_template_renders_later_turns(tokenizer: PreTrainedTokenizerBas
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
-def test_the_chat_template_renders_tasks_as_the_model_was_taught_them(
-    tokenizer: PreTrainedTokenizerBase, domain: str
-) -> None:
+def test_the_chat_template_renders_tasks_as_taught(tokenizer: PreTrainedTokenizerBase, domain: str) -> None:
     (task,) = sample_tasks(domain, 1)
     turns = filter(None, (task.document, task.question))
     messages = [{"role": "user", "content": content} for content in turns]

@@ -126,7 +126,7 @@ def test_chunks_of_prompts(window: int, dtype: torch.dtype) -> None:
         [(DECODE_OR_VERIFY, 0, (4, 2))],
     ),
 )
-def test_bits_are_the_same_in_any_company(
+def test_the_same_bits_in_any_batch(
     dtype: torch.dtype, bucket: tuple[int, int], window: int, heads: tuple[int, int]
 ) -> None:
     """Verified together, decoded one by one, among others in any order, on other pages, with padding."""

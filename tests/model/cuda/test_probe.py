@@ -165,9 +165,7 @@ def test_a_missing_compiler_is_looked_for_at_each_start(
     assert len(caplog.records) == 1
 
 
-def test_an_old_gpu_does_not_get_them(
-    gpu: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_old_gpu_has_none(gpu: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert not has_kernels(EngineConfig(model="m"), gpu)
     assert "need compute capability 8.0, this GPU has 7.5" in caplog.text

@@ -75,9 +75,7 @@ def test_pods_hold_the_stages_of_the_plan() -> None:
 
 
 @pytest.mark.parametrize(("stages", "gpus_per_node", "pods", "gpus_of_a_pod"), [(14, 8, 2, 7), (16, 6, 3, 6)])
-def test_stages_are_spread_over_as_few_nodes_as_will_do(
-    stages: int, gpus_per_node: int, pods: int, gpus_of_a_pod: int
-) -> None:
+def test_stages_are_on_as_few_nodes_as_will_do(stages: int, gpus_per_node: int, pods: int, gpus_of_a_pod: int) -> None:
     plan = planned(**LLAMA_70B, gpus="16xH100-80G", stages=stages, gpus_per_node=gpus_per_node)
     [shape] = plan.pods
     assert (shape.num_pods, shape.num_gpus) == (pods, gpus_of_a_pod)

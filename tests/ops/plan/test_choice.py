@@ -154,9 +154,7 @@ CASES = (
 
 
 @pytest.mark.parametrize(("gpus", "more"), CASES, ids=[gpus for gpus, _ in CASES])
-def test_printed_flags_make_that_layout_where_they_are_pasted(
-    gpus: str, more: tuple[Any, ...], run: Run, tmp_path: Path
-) -> None:
+def test_printed_flags_make_that_layout(gpus: str, more: tuple[Any, ...], run: Run, tmp_path: Path) -> None:
     made = run(
         "plan", "--model", "small", "--gpus", gpus, "--context", 33, "--output-tokens", 32, *more, "--json", "p.json"
     )

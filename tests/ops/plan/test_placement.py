@@ -72,9 +72,7 @@ def test_copies_for_drafts_take_memory_and_no_time() -> None:
         (LLAMA_405B, "8xH200", {"concurrency": 32}, 225.0),
     ],
 )
-def test_a_step_is_bytes_over_bandwidth(
-    config: LlamaConfig, gpus: str, options: dict[str, int], milliseconds: float
-) -> None:
+def test_bytes_over_bandwidth(config: LlamaConfig, gpus: str, options: dict[str, int], milliseconds: float) -> None:
     assert 1000 * placed(config, gpus, **options).step_s == pytest.approx(milliseconds, rel=0.005)
 
 

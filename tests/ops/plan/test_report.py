@@ -74,9 +74,7 @@ def test_a_step_is_what_the_table_of_floors_has(
 
 
 @pytest.mark.parametrize(("size", "milliseconds"), [("70B", 5.4), ("8B", 1.1)])
-def test_tensor_parallel_steps_are_the_tables_and_the_part_of_the_head_that_every_rank_reads(
-    size: str, milliseconds: float
-) -> None:
+def test_tensor_parallel_steps_are_the_tables_and_the_heads(size: str, milliseconds: float) -> None:
     """The table splits the LM head over the ranks, which ours does not."""
     model, _ = costs_of(size, tensor=8)
     head_ms = 1000 * EFFICIENCY * model.head_s(1) * (1 - 1 / 8)
