@@ -182,8 +182,8 @@ async def _prompts(
         prompts.append((token_ids, params[length]))
     num_prompt_tokens = sum(one.n * len(token_ids) for token_ids, one in prompts)  # each sequence has its own
     if num_prompt_tokens > _MOST_PROMPT_TOKENS:
-        message = f"n: prompts of {num_prompt_tokens} tokens, n times; at most {_MOST_PROMPT_TOKENS} here in all"
-        raise InvalidRequestError(f"{message}, split the request", param="n", code="invalid_value")
+        problem = f"prompts of {num_prompt_tokens} tokens, n times; at most {_MOST_PROMPT_TOKENS} here in all"
+        raise InvalidRequestError.of("n", f"{problem}, split the request")
     of_outputs = sum(one.n * (one.max_tokens or 0) for _, one in prompts)
     of_prompts = sum(len(token_ids) for token_ids, _ in prompts)
     for name, num_tokens, count in (
@@ -191,12 +191,8 @@ async def _prompts(
         ("prompt_logprobs", of_prompts, request.num_prompt_logprobs),
     ):
         if count is not None and num_tokens * (1 + count) > _MOST_LOGPROBS:
-            raise InvalidRequestError(
-                f"{name}: {1 + count} for each of up to {num_tokens} tokens; at most {_MOST_LOGPROBS} "
-                "here in all, lower max_tokens or split the request",
-                param=name,
-                code="invalid_value",
-            )
+            problem = f"{1 + count} for each of up to {num_tokens} tokens; at most {_MOST_LOGPROBS} here in all"
+            raise InvalidRequestError.of(name, f"{problem}, lower max_tokens or split the request")
     return prompts
 
 

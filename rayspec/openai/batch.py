@@ -106,7 +106,7 @@ class BatchLine:
         body = parse_json(self.text.encode())["body"]
         request = ENDPOINTS[self.url].parse(body)
         if request.stream:
-            raise InvalidRequestError("stream: not in a batch; leave it out", param="stream", code="unsupported_value")
+            raise InvalidRequestError.of("stream", "not in a batch; leave it out", code="unsupported_value")
         return request
 
     @property

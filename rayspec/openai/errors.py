@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from pydantic_core import from_json
+from pydantic_core import PydanticCustomError, from_json
+from typing_extensions import Self
 
 from rayspec.types import NonFiniteLogitsError, OutOfMemoryError, PromptTooLongError, RayspecError, RequestError
 
@@ -25,6 +26,16 @@ class InvalidRequestError(RequestError):
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(_short(message))
         self.param, self.code, self.status = None if param is None else _short(param), code, status
+
+    @classmethod
+    def of(cls, param: str, problem: str, *, code: str = "invalid_value", status: int = 400) -> Self:
+        """Make the error of a field. problem: what follows the field's name in the message."""
+        return cls(f"{param}: {problem}", param=param, code=code, status=status)
+
+
+def invalid(field: str, problem: str) -> PydanticCustomError:
+    """Make the error of a field, for a validator of pydantic."""
+    return PydanticCustomError("invalid_value", "{problem}", {"problem": problem, "field": field})
 
 
 def parse_json(content: bytes, *, max_bytes: int | None = None) -> Any:

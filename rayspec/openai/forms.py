@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic_core import PydanticCustomError
-
 from rayspec.errors import ConfigError, GrammarError, RequestError
-from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.errors import InvalidRequestError, invalid
 from rayspec.structured import FORMS, StructuredOutputsParams
 
 # vLLM's older fields, each with its name in `structured_outputs`.
@@ -34,12 +32,12 @@ def asked_form(body: Mapping[str, Any]) -> tuple[str, StructuredOutputsParams] |
     if guided := {name: body[field] for field, name in GUIDED.items() if field in body}:
         found.append((next(field for field in GUIDED if field in body), guided))
     if len(found) > 1:
-        raise _invalid(found[1][0], f"{found[0][0]} is set, too: give one of them")
+        raise invalid(found[1][0], f"{found[0][0]} is set, too: give one of them")
     for field, values in found:
         try:
             form = StructuredOutputsParams.of(values)
         except ConfigError as error:
-            raise _invalid(field, str(error).removeprefix("structured_outputs: ")) from None
+            raise invalid(field, str(error).removeprefix("structured_outputs: ")) from None
         name = next(name for name in FORMS if getattr(form, name) is not None)
         return f"{field}.{name}" if field == "structured_outputs" else field, form
     return None
@@ -60,18 +58,14 @@ def _response_format(value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] 
     kind = value.get("type")
     known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
     if kind not in ("text", "json_object", "json_schema"):
-        raise _invalid("response_format.type", "it must be 'text', 'json_object' or 'json_schema'")
+        raise invalid("response_format.type", "it must be 'text', 'json_object' or 'json_schema'")
     if unknown := [name for name in value if name not in known]:
-        raise _invalid(f"response_format.{unknown[0]}", "unknown field; leave it out")
+        raise invalid(f"response_format.{unknown[0]}", "unknown field; leave it out")
     if kind != "json_schema":
         return None if kind == "text" else ("response_format", {"json_object": True})
     inner = value.get("json_schema")
     if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping):
-        raise _invalid("response_format.json_schema", 'it must be an object with a "schema", which is an object')
+        raise invalid("response_format.json_schema", 'it must be an object with a "schema", which is an object')
     if unknown := [name for name in inner if name not in _SCHEMA_FIELDS]:
-        raise _invalid(f"response_format.json_schema.{unknown[0]}", "unknown field; leave it out")
+        raise invalid(f"response_format.json_schema.{unknown[0]}", "unknown field; leave it out")
     return "response_format.json_schema.schema", {"json": inner["schema"]}
-
-
-def _invalid(field: str, problem: str) -> PydanticCustomError:
-    return PydanticCustomError("invalid_value", "{problem}", {"problem": problem, "field": field})

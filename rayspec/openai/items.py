@@ -100,7 +100,7 @@ class ResponsesBody(StrictBody):
         for at, tool in enumerate(self.tools):
             if tool.get("type") != "function":
                 problem = f"{tool.get('type')!r}: the server runs no tools; give functions, and run them yourself"
-                raise _invalid(f"tools.{at}.type", problem)
+                raise InvalidRequestError.of(f"tools.{at}.type", problem)
         form, choice = self.text.format, self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":
             choice = _nested(choice, "function")
@@ -127,7 +127,9 @@ class ResponsesBody(StrictBody):
             place, kind = f"input.{at}", item.get("type", "message" if "role" in item else None)
             if kind == "message":
                 if item.get("role") not in _ROLES:
-                    raise _invalid(f"{place}.role", f"it is {item.get('role')!r}; give one of {', '.join(_ROLES)}")
+                    raise InvalidRequestError.of(
+                        f"{place}.role", f"it is {item.get('role')!r}; give one of {', '.join(_ROLES)}"
+                    )
                 message = {"role": item.get("role"), "content": _content(item, "content", place)}
             elif kind == "function_call":
                 function = {"name": _text(item, "name", place), "arguments": _text(item, "arguments", place)}
@@ -142,7 +144,7 @@ class ResponsesBody(StrictBody):
                 message = {"role": "assistant", "reasoning_content": text}
             else:
                 remedy = "nothing is stored here; send the item itself" if kind == "item_reference" else "leave it out"
-                raise _invalid(f"{place}.type", f"{kind!r}: not supported here; {remedy}")
+                raise InvalidRequestError.of(f"{place}.type", f"{kind!r}: not supported here; {remedy}")
             last = messages[-1] if messages else {}
             may_join = kind == "function_call" or (kind == "message" and last.keys() == {"role", "reasoning_content"})
             if may_join and last.get("role") == message["role"] == "assistant":
@@ -159,11 +161,13 @@ def _content(item: Mapping[str, Any], name: str, place: str) -> Any:
     if isinstance(parts, str) and item.get("type") != "reasoning":
         return parts
     if not isinstance(parts, list):
-        raise _invalid(f"{place}.{name}", "give a text, or a list of parts with text")
+        raise InvalidRequestError.of(f"{place}.{name}", "give a text, or a list of parts with text")
     for at, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _OF_TEXT:
-            raise _invalid(f"{place}.{name}.{at}.type", f"{kind!r}: not supported here; give parts with text only")
+            raise InvalidRequestError.of(
+                f"{place}.{name}.{at}.type", f"{kind!r}: not supported here; give parts with text only"
+            )
         text = _text(part, "refusal" if kind == "refusal" else "text", f"{place}.{name}.{at}")
         found.append({"type": "text", "text": text})
     return found
@@ -171,17 +175,13 @@ def _content(item: Mapping[str, Any], name: str, place: str) -> Any:
 
 def _text(item: Mapping[str, Any], name: str, place: str) -> str:
     if not isinstance(item.get(name), str):
-        raise _invalid(f"{place}.{name}", "it must be text")
+        raise InvalidRequestError.of(f"{place}.{name}", "it must be text")
     return str(item[name])
 
 
 def _nested(flat: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return an object in the form of chat requests, where all fields but the type are in an object of their own."""
     return {"type": flat["type"], name: {key: value for key, value in flat.items() if key != "type"}}
-
-
-def _invalid(param: str, problem: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param}: {problem}", param=param, code="invalid_value")
 
 
 def _told_here(error: RequestError) -> RequestError:

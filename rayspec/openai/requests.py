@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self, TypeIs
 
 from rayspec.config import SamplingParams
-from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.errors import InvalidRequestError, invalid
 from rayspec.openai.forms import asked_form, refusal
 from rayspec.openai.strict_body import Refusals, StrictBody
 from rayspec.openai.tools import MOST_TOOLS, Tool, ToolUse, check_tools, read_choice, schema_beside_tools
@@ -37,6 +37,7 @@ _PLAINLY = Rendering()
 ONLY_TIER = ("auto", "default")  # OpenAI's other tiers promise a price or a speed
 
 Name = Annotated[str, Field(max_length=256)]
+Stop = Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS)]
 Input = str | list[int] | list[dict[str, Any]]
 """A prompt: a text, token ids, or a conversation for the chat template."""
 
@@ -103,8 +104,7 @@ def rendering_of(
 ) -> Rendering:
     """Return how the chat template makes the prompt. Raises PydanticCustomError for what excludes each other."""
     if continue_final_message and add_generation_prompt is not False:
-        message = "give add_generation_prompt: false, too"
-        raise PydanticCustomError("invalid_value", message, {"field": "continue_final_message"})
+        raise invalid("continue_final_message", "give add_generation_prompt: false, too")
     return Rendering(
         add_generation_prompt=add_generation_prompt is not False,
         continue_final_message=continue_final_message,
@@ -121,8 +121,7 @@ class StreamOptions(StrictBody):
     @model_validator(mode="after")
     def _usage_is_included(self) -> Self:
         if self.continuous_usage_stats and not self.include_usage:
-            message = "only with include_usage: true"
-            raise PydanticCustomError("invalid_value", message, {"field": "continuous_usage_stats"})
+            raise invalid("continuous_usage_stats", "only with include_usage: true")
         return self
 
 
@@ -167,13 +166,7 @@ class GenerationRequest(StrictBody):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    stop: (
-        Annotated[
-            list[Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS)]],
-            Field(max_length=_MAX_STOP_STRINGS, fail_fast=True),
-        ]
-        | None
-    ) = None
+    stop: Annotated[list[Stop], Field(max_length=_MAX_STOP_STRINGS, fail_fast=True)] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -184,13 +177,7 @@ class GenerationRequest(StrictBody):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], FewTokens] | None = None
-    bad_words: (
-        Annotated[
-            list[Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS)]],
-            Field(max_length=_MAX_BAD_WORDS, fail_fast=True),
-        ]
-        | None
-    ) = None
+    bad_words: Annotated[list[Stop], Field(max_length=_MAX_BAD_WORDS, fail_fast=True)] | None = None
     allowed_token_ids: Annotated[list[int], Field(max_length=_MAX_ALLOWED, fail_fast=True)] | None = None
     truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool | None = None
@@ -213,36 +200,21 @@ class GenerationRequest(StrictBody):
         return [stop] if isinstance(stop, str) else stop
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> Self:
+    def _consistent(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("invalid_value", "only with stream: true", {"field": "stream_options"})
+            raise invalid("stream_options", "only with stream: true")
         if self.stream and self.num_prompt_logprobs is not None:
             field = "echo" if self.prompt_logprobs is None else "prompt_logprobs"
-            message = "a stream has no log-probabilities of the prompt: give stream: false"
-            raise PydanticCustomError("invalid_value", message, {"field": field})
-        return self
-
-    @model_validator(mode="after")
-    def _one_form(self) -> Self:
+            raise invalid(field, "a stream has no log-probabilities of the prompt: give stream: false")
         asked_form(self._given)
-        return self
-
-    @model_validator(mode="after")
-    def _few_sequences(self) -> Self:
-        if self.num_sequences > _MAX_SEQUENCES:
-            message = f"{self.num_sequences} sequences (prompts times n); at most {_MAX_SEQUENCES}, split the request"
-            raise PydanticCustomError("invalid_value", message, {"field": "n"})
-        rules = {
-            "allowed_token_ids": len(self.allowed_token_ids or ()),
-            "bad_words": sum(map(len, self.bad_words or ())),
-        }
-        for field, number in rules.items():
-            if number * self.num_sequences > _MAX_RULES:
-                message = (
-                    f"{number} tokens or characters for each of {self.num_sequences} sequences; "
-                    f"at most {_MAX_RULES} in all, split the request"
-                )
-                raise PydanticCustomError("invalid_value", message, {"field": field})
+        count = self.num_sequences
+        if count > _MAX_SEQUENCES:
+            raise invalid("n", f"{count} sequences (prompts times n); at most {_MAX_SEQUENCES}, split the request")
+        rules = {"allowed_token_ids": self.allowed_token_ids or (), "bad_words": "".join(self.bad_words or ())}
+        for field, rule in rules.items():
+            if len(rule) * count > _MAX_RULES:
+                of_each = f"{len(rule)} tokens or characters for each of {count} sequences"
+                raise invalid(field, f"{of_each}; at most {_MAX_RULES} in all, split the request")
         return self
 
     @property
@@ -307,13 +279,6 @@ class GenerationRequest(StrictBody):
         """Return the end of a prompt, if the request asks for that."""
         return truncated(token_ids, self.truncate_prompt_tokens, max_model_len, self._asked_tokens(0))
 
-    def _lengths_and_logprobs(self, num_output_tokens: int) -> dict[str, Any]:
-        return {
-            "max_tokens": num_output_tokens,
-            "logprobs": self.num_logprobs,
-            "prompt_logprobs": self.num_prompt_logprobs,
-        }
-
     def tool_use(self, tokenizer: Any, parser: str | None) -> ToolUse | None:
         """Return how the model calls tools; None: it calls none. parser: see `ToolUse.of`. Raises RequestError."""
         return None
@@ -323,8 +288,8 @@ class GenerationRequest(StrictBody):
         InvalidRequestError for a value that SamplingParams refuses."""
         asked = {name: value for name, value in self._given.items() if name in SamplingParams.model_fields}
         form = asked_form(self._given)
-        own = self._lengths_and_logprobs(num_output_tokens) | {"structured_outputs": form and form[1]}
-        own |= needed or {}
+        own = {"logprobs": self.num_logprobs, "prompt_logprobs": self.num_prompt_logprobs}
+        own |= {"max_tokens": num_output_tokens, "structured_outputs": form and form[1], **(needed or {})}
         try:
             return SamplingParams(**asked | own)
         except ConfigError as error:
@@ -371,21 +336,19 @@ class ChatRequest(GenerationRequest):
         return rendering_of(self.add_generation_prompt, self.continue_final_message, variables)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _tools_fit(self) -> Self:
         self.rendering  # noqa: B018 - raises
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError("invalid_value", "only with logprobs: true", {"field": "top_logprobs"})
+            raise invalid("top_logprobs", "only with logprobs: true")
         check_tools(self.tools or ())
         names = [tool.function.name for tool in self.tools or ()]
         if isinstance(self.tool_choice, Mapping) and (name := self.tool_choice["function"]["name"]) not in names:
-            message = f"tools have no function {name!r}"
-            raise PydanticCustomError("invalid_value", "{message}", {"message": message, "field": "tool_choice"})
+            raise invalid("tool_choice", f"tools have no function {name!r}")
         if self.tool_choice == "required" and not names:
-            raise PydanticCustomError("invalid_value", "only with tools", {"field": "tool_choice"})
+            raise invalid("tool_choice", "only with tools")
         form = asked_form(self._given)
         if names and self.tool_choice != "none" and form is not None and schema_beside_tools(form[1]) is None:
-            message = "tools are given, too: give a JSON schema only, or tool_choice 'none'"
-            raise PydanticCustomError("invalid_value", "{message}", {"message": message, "field": form[0]})
+            raise invalid(form[0], "tools are given, too: give a JSON schema only, or tool_choice 'none'")
         return self
 
     def tool_use(self, tokenizer: Any, parser: str | None) -> ToolUse | None:
@@ -491,9 +454,9 @@ class CompletionRequest(GenerationRequest):
         """Whether nothing is generated, as evaluation harnesses ask for to get the log-probabilities of a prompt."""
         return self.echo and self.max_tokens == 0
 
-    def _lengths_and_logprobs(self, num_output_tokens: int) -> dict[str, Any]:
+    def sampling_params(self, num_output_tokens: int, needed: Mapping[str, Any] | None = None) -> SamplingParams:
         # The engine always chooses a token, which the answer then leaves out.
-        return super()._lengths_and_logprobs(1 if self.only_echoes else num_output_tokens)
+        return super().sampling_params(1 if self.only_echoes else num_output_tokens, needed)
 
     def _asked_tokens(self, room: int) -> int:
         default: int = SamplingParams.model_fields["max_tokens"].default

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 from pydantic import model_validator
-from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.errors import InvalidRequestError, invalid
 from rayspec.openai.requests import Conversation, TokenIds, Tools, check_served, rendering_of
 from rayspec.openai.strict_body import Refusals, StrictBody
 from rayspec.prompts import InvalidMessageError, Rendering, conversation_text, text_tokens
@@ -101,9 +100,10 @@ def _num_characters(messages: Messages, rendering: Rendering) -> int:
     """Return about how many characters a chat template makes of the messages, at most. Raises InvalidRequestError."""
     num_repeated = len(repr(rendering.variables)) * len(messages)
     if num_repeated > _MOST_IN_TEMPLATE:
-        field, of_messages = "chat_template_kwargs", f"{num_repeated} characters for {len(messages)} messages"
-        message = f"{field}: {of_messages}; at most {_MOST_IN_TEMPLATE} here, shorten it"
-        raise InvalidRequestError(message, param=field, code="invalid_value")
+        problem = (
+            f"{num_repeated} characters for {len(messages)} messages; at most {_MOST_IN_TEMPLATE} here, shorten it"
+        )
+        raise InvalidRequestError.of("chat_template_kwargs", problem)
     return len(repr((messages, rendering.tools))) + num_repeated
 
 
@@ -152,18 +152,13 @@ class TokenizeRequest(StrictBody):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("invalid_value", "give it or messages, and not both", {"field": "prompt"})
+            raise invalid("prompt", "give it or messages, and not both")
         if self.messages is not None and self.add_special_tokens:
-            message = "the chat template adds its own; leave it out"
-            raise PydanticCustomError("invalid_value", message, {"field": "add_special_tokens"})
+            raise invalid("add_special_tokens", "the chat template adds its own; leave it out")
         if self.messages is None:
             for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
                 if getattr(self, name) not in (None, False):
-                    raise PydanticCustomError("invalid_value", "only with messages", {"field": name})
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_rendered(self) -> Self:
+                    raise invalid(name, "only with messages")
         self.rendering  # noqa: B018 - raises
         return self
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.errors import InvalidRequestError, invalid
 from rayspec.openai.reasoning import HarmonyParser
 from rayspec.openai.strict_body import StrictBody
 from rayspec.openai.tool_formats import HERMES, CallParser, ToolFormat, format_of
@@ -66,10 +66,10 @@ def check_tools(tools: Sequence[Tool]) -> None:
     """Raise PydanticCustomError for two functions of one name, and for more text than a grammar takes."""
     names = [tool.function.name for tool in tools]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise _invalid("tools", f"two functions are called {min(twice)!r}: give each its own name")
+        raise invalid("tools", f"two functions are called {min(twice)!r}: give each its own name")
     num_characters = len(json.dumps([tool.for_template for tool in tools]))
     if num_characters > _MOST_CHARACTERS:
-        raise _invalid("tools", f"{num_characters} characters of JSON; at most {_MOST_CHARACTERS} here, shorten them")
+        raise invalid("tools", f"{num_characters} characters of JSON; at most {_MOST_CHARACTERS} here, shorten them")
 
 
 def read_choice(choice: Any) -> Any:
@@ -121,11 +121,8 @@ class ToolUse:
         if choice == "auto" and (not is_known or form is None):
             obstacle = "does not describe tools" if not is_known else "asks for calls in a format that is not known"
             remedy = "" if not is_known else ", or start the server with --tool-call-parser"
-            raise InvalidRequestError(
-                f"tools: the model's chat template {obstacle}: give tool_choice 'required' or a function{remedy}",
-                param="tools",
-                code="unsupported_parameter",
-            )
+            problem = f"the model's chat template {obstacle}: give tool_choice 'required' or a function{remedy}"
+            raise InvalidRequestError.of("tools", problem, code="unsupported_parameter")
         # Templates of Llama 3 and gpt-oss take one call at a time.
         has_one = form is not None and (form.may_be_bare or form.has_channels)
         takes_one = is_named or (choice == "required" and has_one)
@@ -175,8 +172,7 @@ class ToolUse:
             try:
                 needed["structured_outputs"] = StructuredOutputsParams(grammar=self._grammar())
             except ConfigError as error:
-                message = f"tools: {str(error).removeprefix('structured_outputs: ')}"
-                raise InvalidRequestError(message, param="tools", code="invalid_value") from None
+                raise InvalidRequestError.of("tools", str(error).removeprefix("structured_outputs: ")) from None
         return needed
 
     def _grammar(self) -> str:
@@ -252,7 +248,3 @@ def schema_beside_tools(form: StructuredOutputsParams) -> dict[str, Any] | None:
 
 def _json_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': _ONE_LINE})}"
-
-
-def _invalid(field: str, problem: str) -> PydanticCustomError:
-    return PydanticCustomError("invalid_value", "{problem}", {"problem": problem, "field": field})

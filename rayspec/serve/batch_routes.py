@@ -119,17 +119,17 @@ async def _upload(request: Request, store: BatchStore, options: ServeOptions) ->
                 async for piece in part.pieces:
                     num_bytes += len(piece)
                     if num_bytes > max_bytes:
-                        message = f"file: it has more than {max_bytes} bytes; split it"
-                        raise InvalidRequestError(message, param="file", code="request_too_large", status=413)
+                        problem = f"it has more than {max_bytes} bytes; split it"
+                        raise InvalidRequestError.of("file", problem, code="request_too_large", status=413)
                     await asyncio.to_thread(content.write, piece)
             elif part.name == "purpose":
                 purpose = await part.text()
             else:
-                raise _invalid(f"{part.name}: not supported here; leave it out", part.name, "unknown_parameter")
+                raise InvalidRequestError.of(part.name, "not supported here; leave it out", code="unknown_parameter")
         if purpose != "batch":
-            raise _invalid(f"purpose: it is {purpose!r} and must be 'batch'", "purpose")
+            raise InvalidRequestError.of("purpose", f"it is {purpose!r} and must be 'batch'")
         if content is None:
-            raise _invalid("file: it is missing", "file", "missing_required_parameter")
+            raise InvalidRequestError.of("file", "it is missing", code="missing_required_parameter")
         await asyncio.to_thread(kept.close)
     return await asyncio.to_thread(store.file, file_id)
 
@@ -138,7 +138,3 @@ async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
     with file:
         while piece := await asyncio.to_thread(file.read, _PIECE):
             yield piece
-
-
-def _invalid(message: str, param: str, code: str = "invalid_value") -> InvalidRequestError:
-    return InvalidRequestError(message, param=param, code=code)

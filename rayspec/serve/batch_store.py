@@ -125,11 +125,8 @@ class BatchStore:
     def new_batch(self, asked: BatchRequest) -> Batch:
         """Save and return a new batch. Raises InvalidRequestError where its input was not uploaded for batches."""
         if self.file(asked.input_file_id).purpose != "batch":
-            raise InvalidRequestError(
-                f"input_file_id: {asked.input_file_id!r} was not uploaded with purpose 'batch'; upload it again so",
-                param="input_file_id",
-                code="invalid_value",
-            )
+            problem = f"{asked.input_file_id!r} was not uploaded with purpose 'batch'; upload it again so"
+            raise InvalidRequestError.of("input_file_id", problem)
         now = int(self.clock())
         batch = Batch(
             id=new_id("batch_"),
