@@ -167,16 +167,20 @@ class TokenizeRequest(StrictBody):
         plain = rendering_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
         return replace(plain, tools=[tool.for_template for tool in self.tools or ()])
 
-    def tokens(self, engine: AsyncEngine) -> list[int]:
-        """Return the token ids. Raises InvalidMessagesError."""
+    def answer(self, engine: AsyncEngine, served: Sequence[str]) -> TokenizeResponse:
+        """served: names of the model that a body may use. Raises RequestError."""
+        check_served(self.model or served[0], (*served, *engine.adapters))
         if self.messages is not None:
             messages = [message.for_template for message in self.messages]
-            return prompt_tokens(engine, messages, self.rendering)
-        assert self.prompt is not None
-        if self.add_special_tokens is False:
-            _check_length(self.prompt, engine)
-            return text_tokens(self.prompt, engine.tokenizer, add_special_tokens=False)
-        return prompt_tokens(engine, self.prompt)
+            token_ids = prompt_tokens(engine, messages, self.rendering)
+        elif self.add_special_tokens is False:
+            _check_length(str(self.prompt), engine)
+            token_ids = text_tokens(str(self.prompt), engine.tokenizer, add_special_tokens=False)
+        else:
+            token_ids = prompt_tokens(engine, str(self.prompt))
+        strings: Any = engine.tokenizer.convert_ids_to_tokens(token_ids) if self.return_token_strs else None
+        length = engine.max_model_len
+        return TokenizeResponse(count=len(token_ids), max_model_len=length, tokens=token_ids, token_strs=strings)
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,27 +198,17 @@ class DetokenizeRequest(StrictBody):
     model: str | None = None
     tokens: TokenIds
 
+    def answer(self, engine: AsyncEngine, served: Sequence[str]) -> DetokenizeResponse:
+        """served: names of the model that a body may use. Raises RequestError."""
+        check_served(self.model or served[0], (*served, *engine.adapters))
+        if len(self.tokens) > engine.max_model_len:
+            message = f"tokens: {len(self.tokens)}; at most {engine.max_model_len} of this model at once"
+            raise PromptTooLongError(message)
+        check_tokens(self.tokens, engine.tokenizer)
+        return DetokenizeResponse(prompt=str(engine.tokenizer.decode(self.tokens)))
+
 
 class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     """prompt: the text, which includes the texts of special tokens."""
 
     prompt: str
-
-
-def tokenize(request: TokenizeRequest, engine: AsyncEngine, served: Sequence[str]) -> TokenizeResponse:
-    """Answer a request. served: names of the model that a body may use. Raises RequestError."""
-    check_served(request.model or served[0], (*served, *engine.adapters))
-    token_ids = request.tokens(engine)
-    strings: Any = engine.tokenizer.convert_ids_to_tokens(token_ids) if request.return_token_strs else None
-    return TokenizeResponse(
-        count=len(token_ids), max_model_len=engine.max_model_len, tokens=token_ids, token_strs=strings
-    )
-
-
-def detokenize(request: DetokenizeRequest, engine: AsyncEngine, served: Sequence[str]) -> DetokenizeResponse:
-    """Answer a request. served: names of the model that a body may use. Raises RequestError."""
-    check_served(request.model or served[0], (*served, *engine.adapters))
-    if len(request.tokens) > engine.max_model_len:
-        raise PromptTooLongError(f"tokens: {len(request.tokens)}; at most {engine.max_model_len} of this model at once")
-    check_tokens(request.tokens, engine.tokenizer)
-    return DetokenizeResponse(prompt=str(engine.tokenizer.decode(request.tokens)))

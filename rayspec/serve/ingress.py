@@ -25,12 +25,7 @@ from rayspec.openai.errors import ApiError
 from rayspec.openai.items import ResponsesBody, ResponsesRequest
 from rayspec.openai.requests import ChatRequest, CompletionRequest, check_served
 from rayspec.openai.responses import ChatCompletion, Completion, ModelCard, ModelList
-from rayspec.openai.tokenizing import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-)
+from rayspec.openai.tokenizing import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from rayspec.serve.access import Admission, AdmissionControl, ApiKeys, Entry, error_response, json_response
 from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.bodies import SMALL, BodyReader
@@ -108,7 +103,7 @@ class Ingress:
             return error_response(first) if isinstance(first, ApiError) else _EventStream(call, first, held.pop_all())
 
     async def tokenize(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
-        """Answer a request to tokenize or detokenize. Raises RequestError and Refused."""
+        """Raises RequestError and Refused."""
         with ExitStack() as held:
             asked, body = await self.bodies.read(request, kind, held)
             model = self._ready_model(asked.model or next(iter(self.models)))
@@ -227,10 +222,7 @@ def _add_operator_routes(app: FastAPI, ingress: Ingress, described: Description)
             return error_response(unable(503, "unhealthy", "; ".join(problems)))
         return JSONResponse({"status": "ok"})
 
-    @app.get("/ping")
-    @app.post("/ping")
-    async def ping() -> Response:
-        return await health()
+    app.get("/ping")(app.post("/ping")(health))
 
     @app.get("/version")
     async def version() -> Response:

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from typing import Any
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
@@ -14,7 +15,7 @@ from rayspec.choices import SKIP
 from rayspec.config import SamplingParams
 from rayspec.decode.stages import StageUse
 from rayspec.llm import AsyncEngine
-from rayspec.serve.metric_table import METRICS
+from rayspec.serve.scrape import METRICS
 from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestOutput
 
 _NUMBERS = re.compile(r"\b(\d+(\.\d+)?|inf)x?\b")
@@ -31,14 +32,11 @@ def ray_recorder(*, model: str, replica: str) -> Record:
     specs = {spec.name: spec for spec in METRICS}
     instruments: dict[str, Counter | Gauge | Histogram] = {}
     for spec in METRICS:
-        text = f"{spec.meaning} [{spec.unit}]"
-        if spec.kind == "histogram":
-            instruments[spec.name] = Histogram(spec.name, text, boundaries=list(spec.boundaries), tag_keys=spec.labels)
-        else:
-            instruments[spec.name] = (Counter if spec.kind == "counter" else Gauge)(
-                spec.name, text, tag_keys=spec.labels
-            )
-        instruments[spec.name].set_default_tags({"model": model, "replica": replica})
+        kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[spec.kind]
+        bounds = {"boundaries": list(map(float, spec.buckets.split()))} if spec.kind == "histogram" else {}
+        instrument = kind(spec.name, f"{spec.meaning} [{spec.unit}]", tag_keys=spec.labels, **bounds)
+        instrument.set_default_tags({"model": model, "replica": replica})
+        instruments[spec.name] = instrument
 
     def record(name: str, value: float, label: str) -> None:
         spec, instrument = specs[_PREFIX + name], instruments[_PREFIX + name]

@@ -21,15 +21,7 @@ from rayspec.openai.batch import BatchLine, BatchResult, answer
 from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import Request
 from rayspec.openai.responses import ModelCard, Response, json_body
-from rayspec.openai.tokenizing import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    detokenize,
-    in_thread_if_large,
-    tokenize,
-)
+from rayspec.openai.tokenizing import DetokenizeRequest, TokenizeRequest, in_thread_if_large
 from rayspec.pool.stopped import Place
 from rayspec.ray_session import forget_reserved_threads
 from rayspec.serve.metrics import EngineMetrics, MeteredEngine, ray_recorder
@@ -69,8 +61,8 @@ class ModelServer:
         self._problem: str | None = None
         self._rates = RecentRates()
         self._created = int(time.time())
-        for work in (self._sample(), self._ping()):
-            self._tasks.append(asyncio.get_running_loop().create_task(work))
+        loop = asyncio.get_running_loop()
+        self._tasks += [loop.create_task(work) for work in (self._sample(), self._ping())]
 
     async def respond(self, kind: type[Request], body: bytes, name: str, owner: str = "") -> bytes | ApiError:
         """Return the whole answer. body: a valid `kind`; parsed here again, because a parsed body of a megabyte takes
@@ -93,11 +85,8 @@ class ModelServer:
     ) -> bytes | ApiError:
         """Turn text into tokens, or tokens into text."""
 
-        def work() -> TokenizeResponse | DetokenizeResponse:
-            request = kind.read(body)
-            if isinstance(request, TokenizeRequest):
-                return tokenize(request, self._engine, self._served)
-            return detokenize(request, self._engine, self._served)
+        def work() -> Any:
+            return kind.read(body).answer(self._engine, self._served)
 
         return await _encoded(in_thread_if_large(work, len(body)), name)
 
@@ -133,7 +122,10 @@ class ModelServer:
     async def record_routing_stats(self) -> ReplicaReport:
         """Return the report at once. Serve runs only methods of this name and `check_health` without a wait behind
         other requests, see `watch.py`."""
-        status = ModelStatus.of(self._served[0], self._engine.client, self._rates, self._num_sublayers, self._health)
+        health: EngineHealth = "stuck" if self._problem is not None else "ready"
+        health = "engine dead" if self._failure is not None else health
+        health = "recovering" if self._engine.client.is_recovering else health
+        status = ModelStatus.of(self._served[0], self._engine.client, self._rates, self._num_sublayers, health)
         return ReplicaReport(status=status, place=self._place, problem=self._problem)
 
     def __del__(self) -> None:
@@ -142,14 +134,6 @@ class ModelServer:
             task.cancel()
         if hasattr(self, "_engine"):
             self._engine.stop()
-
-    @property
-    def _health(self) -> EngineHealth:
-        if self._engine.client.is_recovering:
-            return "recovering"
-        if self._failure is not None:
-            return "engine dead"
-        return "stuck" if self._problem is not None else "ready"
 
     async def _ping(self) -> None:
         """Let the engine answer again and again. An idle pipeline then asks its stages, so a lost stage is noticed

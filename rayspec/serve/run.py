@@ -7,14 +7,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.handle import DeploymentHandle
 
 from rayspec.command.terminal import exit_on_sigterm, say
 from rayspec.demo import BUNDLED
@@ -102,11 +100,19 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
 
 def _serve(options: ServeOptions, address: Address, listener: socket.socket, announce: Callable[[str], None]) -> None:
     """Start the models and serve until a signal. Raises ConfigError and DeploymentError."""
-    say(
-        f"loading {', '.join(config.model_id for config in options.llm_configs)}; the first start measures this machine"
-    )
-    names = [_APP if index == 0 else f"{_APP}-{index + 1}" for index in range(len(options.llm_configs))]
-    handles = _start_models(options, names)
+    models = [config.model_id for config in options.llm_configs]
+    say(f"loading {', '.join(models)}; the first start measures this machine")
+    names = [_APP if index == 0 else f"{_APP}-{index + 1}" for index in range(len(models))]
+    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
+    targets = [
+        serve.RunTarget(target=model, name=name, route_prefix=None, logging_config=_QUIET)
+        for name, model in zip(names, bind_models(options).values(), strict=True)
+    ]
+    serve.start(proxy_location="Disabled", logging_config=_QUIET)
+    try:
+        handles = dict(zip(models, serve.run_many(targets), strict=True))
+    except RuntimeError as error:
+        raise DeploymentError(f"the endpoint could not be started: {error}") from error
     runner, batches = None, bind_runner(options, handles)
     if batches is not None:
         runner = serve.run(batches, name=_RUNNER_APP, route_prefix=None, logging_config=_QUIET)
@@ -135,22 +141,6 @@ def allowed_hosts(options: ServeOptions, address: Address) -> frozenset[str]:
     if options.allowed_hosts is not None:
         return frozenset(name.lower() for name in options.allowed_hosts)
     return frozenset() if is_loopback(address.host) else frozenset({ANY})
-
-
-def _start_models(options: ServeOptions, names: Sequence[str]) -> dict[str, DeploymentHandle[Any]]:
-    """Start the models, each as an application of its own, and return their handles by model id. Raises ConfigError
-    and DeploymentError."""
-    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
-    targets = [
-        serve.RunTarget(target=model, name=name, route_prefix=None, logging_config=_QUIET)
-        for name, model in zip(names, bind_models(options).values(), strict=True)
-    ]
-    serve.start(proxy_location="Disabled", logging_config=_QUIET)
-    try:
-        handles = serve.run_many(targets)
-    except RuntimeError as error:
-        raise DeploymentError(f"the endpoint could not be started: {error}") from error
-    return dict(zip((config.model_id for config in options.llm_configs), handles, strict=True))
 
 
 def _wait_until(reached: Callable[[], bool], *, timeout_s: float) -> None:

@@ -1,11 +1,14 @@
-"""The metrics of all nodes as one text, from Ray's agents."""
+"""The metrics of the endpoint as data, and their values on all nodes as one text, from Ray's agents."""
 
 from __future__ import annotations
 
 import asyncio
+import csv
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,12 +17,38 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from rayspec.serve.metric_table import UNREACHABLE_NODES
-
 logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+COMMON_LABELS = ("model", "replica")
+UNREACHABLE_NODES = "rayspec_scrape_unreachable_nodes"  # added by `merged`, not recorded by an engine
 _OURS = re.compile(r"^(?:# \w+ )?ray_(?:rayspec|serve)_.*\n", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """One metric. kind: counter, gauge or histogram. label: name of its label in addition to COMMON_LABELS, if any.
+    buckets: upper bounds of a histogram's, in its unit; vLLM's, so that its dashboards and alerts work here too."""
+
+    kind: str
+    name: str
+    unit: str
+    label: str
+    buckets: str
+    meaning: str
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return (*COMMON_LABELS, self.label) if self.label else COMMON_LABELS
+
+    @property
+    def exported_name(self) -> str:
+        """Name under which Ray's agents export the metric."""
+        return f"ray_{self.name}_total" if self.kind == "counter" else f"ray_{self.name}"
+
+
+with Path(__file__).with_name("metrics.csv").open(encoding="utf-8", newline="") as _table:
+    METRICS: tuple[MetricSpec, ...] = tuple(MetricSpec(**row) for row in csv.DictReader(_table))
 
 
 async def scrape(*, timeout_s: float = 2.0) -> str:
@@ -42,12 +71,9 @@ async def scrape_agents(addresses: Sequence[str], *, timeout_s: float) -> str:
     return await asyncio.to_thread(merged, found, num_unreachable=texts.count(None))
 
 
-class _Families(Collector):
-    def __init__(self) -> None:
-        self.by_name: dict[str, Metric] = {}
-
+class _Families(dict[str, Metric], Collector):
     def collect(self) -> Iterable[Metric]:
-        return self.by_name.values()
+        return self.values()
 
 
 def merged(texts: Sequence[str], *, num_unreachable: int = 0) -> str:
@@ -56,7 +82,7 @@ def merged(texts: Sequence[str], *, num_unreachable: int = 0) -> str:
     families, seen = _Families(), set()
     for text in texts:
         for found in text_string_to_metric_families("".join(_OURS.findall(text))):
-            family = families.by_name.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
             for sample in found.samples if found.type == family.type else ():
                 series = (sample.name, *sorted(sample.labels.items()))
                 if series not in seen:
@@ -64,7 +90,7 @@ def merged(texts: Sequence[str], *, num_unreachable: int = 0) -> str:
                     family.samples.append(sample)
     missing = Metric(UNREACHABLE_NODES, "Nodes whose metrics are missing here.", "gauge")
     missing.add_sample(UNREACHABLE_NODES, {}, num_unreachable)
-    families.by_name[UNREACHABLE_NODES] = missing
+    families[UNREACHABLE_NODES] = missing
     return generate_latest(families).decode()
 
 

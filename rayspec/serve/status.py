@@ -49,12 +49,8 @@ class RecentRates:
         if not self._counts:
             return EngineStats()
         first, last = self._counts[0][1], self._counts[-1][1]
-        return EngineStats(
-            num_rounds=last.num_rounds - first.num_rounds,
-            num_plain_rounds=last.num_plain_rounds - first.num_plain_rounds,
-            num_draft_tokens=last.num_draft_tokens - first.num_draft_tokens,
-            num_accepted_tokens=last.num_accepted_tokens - first.num_accepted_tokens,
-        )
+        names = ("num_rounds", "num_plain_rounds", "num_draft_tokens", "num_accepted_tokens")
+        return EngineStats(**{name: getattr(last, name) - getattr(first, name) for name in names})
 
 
 class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,15 +66,8 @@ class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, record: PlanRecord) -> PlanStatus:
-        return cls(
-            choices=list(record.plan.choices),
-            num_draft_tokens=record.plan.num_draft_tokens,
-            source=record.plan.source,
-            reason=record.reason,
-            estimated_acceptance=record.estimated_acceptance,
-            predicted_tpt=record.predicted_tpt,
-            plain_tpt=record.plain_tpt,
-        )
+        named = {name: getattr(record.plan, name, getattr(record, name, None)) for name in cls.__struct_fields__}
+        return cls(**named | {"choices": list(record.plan.choices)})
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,13 +70,9 @@ class WatchedReplica:
 
     async def ask(self) -> None:
         """Get the next report, or learn that the process is stopped or has ended."""
-
-        async def report() -> ReplicaReport:
-            found: ReplicaReport = await self.actor.record_routing_stats.remote()
-            return found
-
+        place = None if self.report is None else self.report.place
         try:
-            self.answered(await answer_of(None if self.report is None else self.report.place, report()))
+            self.answered(await answer_of(place, self.actor.record_routing_stats.remote()))
         except RayError:
             self.answered(None)
         except ProcessStoppedError:
@@ -145,8 +142,10 @@ class Watch:
             if not handle.is_initialized:
                 handle.options()  # from now on Serve tells the handle about replicas
             names, known = replicas_of(handle.app_name, handle.deployment_name), self.replicas.get(model, {})
-            actors = {name: await asyncio.to_thread(_actor, name) for name in names - known.keys()}
-            new = {name: WatchedReplica(actor) for name, actor in actors.items() if actor is not None}
+            new = dict[str, WatchedReplica]()
+            for name in names - known.keys():
+                with suppress(ValueError):  # the actor has ended meanwhile
+                    new[name] = WatchedReplica(await asyncio.to_thread(ray.get_actor, name, namespace=_NAMESPACE))
             found = {name: one for name, one in sorted((known | new).items()) if name in names}
             if found or handle.running_replicas_populated():
                 self.replicas[model] = found
@@ -179,14 +178,6 @@ class Watch:
         elif since_s is None:
             self._ill_since_s[model] = now_s
             logger.warning("model %r: %s", model, problem)
-
-
-def _actor(name: str) -> Any:
-    """Return the actor with this name; None where it has ended meanwhile."""
-    try:
-        return ray.get_actor(name, namespace=_NAMESPACE)
-    except ValueError:
-        return None
 
 
 def add_router(router: RequestRouter) -> None:

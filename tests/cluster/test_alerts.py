@@ -9,7 +9,7 @@ import promql_parser
 import pytest
 import yaml
 
-from rayspec.serve.metric_table import UNREACHABLE_NODES
+from rayspec.serve.scrape import UNREACHABLE_NODES
 from tests.ops.k8s.schemas import problems
 from tests.serve.test_dashboard import exported, labels_in, parsed, selectors
 

@@ -16,9 +16,7 @@ from rayspec.openai.tokenizing import (
     DetokenizeRequest,
     Messages,
     TokenizeRequest,
-    detokenize,
     in_thread_if_large,
-    tokenize,
 )
 from rayspec.prompts import Rendering, conversation_tokens
 from rayspec.types import InvalidMessagesError, InvalidTokenError, PromptTooLongError
@@ -54,7 +52,7 @@ class DemoTokens:
 
 
 def asked(**body: Any) -> Any:
-    return plain_body(tokenize(TokenizeRequest.parse(body), DemoTokens(), SERVED))
+    return plain_body(TokenizeRequest.parse(body).answer(DemoTokens(), SERVED))
 
 
 def test_a_text_is_told_as_vllm_tells_it() -> None:
@@ -80,7 +78,7 @@ def test_tools_are_in_the_prompt(tmp_path: Path) -> None:
     class WithTools(DemoTokens):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_with(HERMES, tmp_path))
 
-    found = tokenize(TokenizeRequest.parse({"messages": CHAT, "tools": TOOLS}), WithTools(), SERVED)
+    found = TokenizeRequest.parse({"messages": CHAT, "tools": TOOLS}).answer(WithTools(), SERVED)
     assert "the time of day" in WithTools.tokenizer.decode(found.tokens)
     with pytest.raises(InvalidMessagesError, match="chat template has no tools"):
         asked(messages=CHAT, tools=TOOLS)
@@ -108,14 +106,14 @@ def test_what_cannot_be_tokenized_is_refused_by_name(body: dict[str, Any], param
 @pytest.mark.parametrize("text", ["Fee é was <|assistant|> paid", ""])
 def test_tokens_become_the_text_that_they_came_of(text: str) -> None:
     tokens = asked(prompt=text)["tokens"]
-    assert plain_body(detokenize(DetokenizeRequest.parse({"tokens": tokens}), DemoTokens(), SERVED)) == {"prompt": text}
+    assert plain_body(DetokenizeRequest.parse({"tokens": tokens}).answer(DemoTokens(), SERVED)) == {"prompt": text}
 
 
 @pytest.mark.parametrize("token_id", [-1, len(demo_tokenizer()), 10**30])
 def test_tokens_of_another_model_are_refused(token_id: int) -> None:
     tokens = [5, token_id, 6]
     with pytest.raises(InvalidTokenError, match=f"{token_id} is no token"):
-        detokenize(DetokenizeRequest.parse({"tokens": tokens}), DemoTokens(), SERVED)
+        DetokenizeRequest.parse({"tokens": tokens}).answer(DemoTokens(), SERVED)
 
 
 def test_a_field_that_the_template_drops_is_named() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import promql_parser
 import pytest
 
-from rayspec.serve.metric_table import METRICS
+from rayspec.serve.scrape import METRICS
 
 PATH = Path(__file__).parents[2] / "k8s" / "grafana" / "rayspec.json"
 BOARD: dict[str, Any] = json.loads(PATH.read_text(encoding="utf-8"))

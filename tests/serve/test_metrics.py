@@ -15,9 +15,8 @@ from rayspec.choices import FULL, SKIP, Choices, choices_of
 from rayspec.command.settings import make_settings
 from rayspec.command.terminal import load_llm
 from rayspec.decode.stages import StageUse
-from rayspec.serve.metric_table import METRICS, UNREACHABLE_NODES
 from rayspec.serve.metrics import EngineMetrics, MeteredEngine, ray_recorder
-from rayspec.serve.scrape import scrape
+from rayspec.serve.scrape import METRICS, UNREACHABLE_NODES, scrape
 from rayspec.types import (
     CompletionOutput,
     EngineLoad,

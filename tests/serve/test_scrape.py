@@ -9,8 +9,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayspec.serve.metric_table import UNREACHABLE_NODES
-from rayspec.serve.scrape import merged, scrape_agents
+from rayspec.serve.scrape import UNREACHABLE_NODES, merged, scrape_agents
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
