@@ -288,7 +288,7 @@ class GenerationRequest(StrictBody):
         InvalidRequestError for a value that SamplingParams refuses."""
         asked = {name: value for name, value in self._given.items() if name in SamplingParams.model_fields}
         form = asked_form(self._given)
-        own = {"logprobs": self.num_logprobs, "prompt_logprobs": self.num_prompt_logprobs}
+        own: dict[str, Any] = {"logprobs": self.num_logprobs, "prompt_logprobs": self.num_prompt_logprobs}
         own |= {"max_tokens": num_output_tokens, "structured_outputs": form and form[1], **(needed or {})}
         try:
             return SamplingParams(**asked | own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -66,8 +66,10 @@ class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, record: PlanRecord) -> PlanStatus:
-        named = {name: getattr(record.plan, name, getattr(record, name, None)) for name in cls.__struct_fields__}
-        return cls(**named | {"choices": list(record.plan.choices)})
+        found: dict[str, Any] = {name: getattr(record, name) for name in cls.__struct_fields__ if hasattr(record, name)}
+        plan = record.plan
+        found |= {"num_draft_tokens": plan.num_draft_tokens, "source": plan.source}
+        return cls(choices=list(plan.choices), **found)
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
