@@ -56,6 +56,7 @@ LAZY = {
     "rayspec.ops.commands": {
         "placement": "Say which layers go on which GPUs, what fits, and how fast a decode step could be.",
         "plan": "Recommend stages x tensor x replicas: simulate what fits, with drafts and without.",
+        "models": "Say which model types draft, only copy tokens, or decode plainly, and why.",
         "doctor": "Check this machine, and every node of a cluster: versions, GPUs, network, disks, model files; say "
         "what to do.",
         "k8s": "Manifests for Kubernetes with KubeRay, computed from where a model's layers go.",
@@ -65,7 +66,7 @@ LAZY_HELP = {name: text for commands in LAZY.values() for name, text in commands
 
 
 _GROUPS = {
-    "Try it": ("demo", "chat", "doctor"),
+    "Try it": ("demo", "chat", "models", "doctor"),
     "Run": ("summarize", "generate", "job", "serve", "fetch"),
     "Plan a cluster": ("placement", "plan", "k8s"),
     "Measure and check": ("bench", "tune", "profile", "selfcheck", "version"),

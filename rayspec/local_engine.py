@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -67,6 +68,13 @@ def _load(config: EngineConfig, with_tokenizer: bool, lock: LoadLock) -> Engine:
         return _whole_engine(config, model, str(error), info)
     parts, offloaded, _ = prepare_span(config, model, parts)
     return _local_engine(config, parts, info, lock, offloaded)
+
+
+def way_of(engine: Engine) -> Literal["drafts", "copies", "plain"]:
+    """Return how a local engine can draft: by skipping as well, by copied and recycled tokens only, or not at all."""
+    if not isinstance(engine.stages, WholeModelStages):
+        return "drafts"
+    return "plain" if engine.stages.cuts is None else "copies"
 
 
 def load_adapter(engine: Engine | None, name: str, folder: str) -> None:

@@ -1,16 +1,15 @@
 """Tiny random models of every type that transformers maps to a causal LM, and what an engine makes of each.
 
-`python -m tests.every_type` runs all of them, one after another, and writes docs/supported_models.md.
+`python -m tests.every_type` runs all of them, one after another, and writes `supported_models.csv` and its page,
+docs/supported_models.md.
 """
 
+import csv
 import dataclasses
 import json
-import logging
 import random
-import re
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
-from rayspec.decode.stages import LocalStages
 from rayspec.decode.whole_model import WholeModelStages
-from rayspec.local_engine import engine_like, load_engine
+from rayspec.local_engine import engine_like, load_engine, way_of
 from rayspec.model.weights import WITH_TEXT_PART
+from rayspec.ops.supported import TABLE, Supported, read_table, reason, recorded_warnings
 from rayspec.strategies.fixed import FixedPlan, lookup_plan
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 from tests.engines import complete, tokens_of
@@ -108,46 +107,39 @@ def generated(folder: str, auto_class: Any = AutoModelForCausalLM) -> list[tuple
     return outputs
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """way: "drafts", "copies", "plain" or "refused". reason: why there are no drafts of its own, or none at all, or why
-    it is refused."""
+def outcome(case: str, folder: Path) -> Supported:
+    """Return the row of the case in the table of supported models, without names of models.
 
-    way: str
-    reason: str = ""
-
-
-def outcome(case: str, folder: Path) -> Outcome:
-    """Load the case's model, and require that it is refused in one sentence or generates what `generate` does."""
+    Load the case's model, and require that it is refused in one sentence or generates what `generate` does."""
     missing = _save(case, folder)
-    with _warnings() as warnings:
+    with recorded_warnings() as warnings:
         try:
             engine = load_engine(engine_config(str(folder), "auto"), with_tokenizer=False)
         except (CheckpointError, UnsupportedModelError, ConfigError) as error:
-            return _refused(error, folder, missing)
-    splits = isinstance(engine.stages, LocalStages)
-    strategies = ("static", "ar") if splits else ()
+            return _refused(case, error, folder, missing)
+    way = way_of(engine)
+    strategies = ("static", "ar") if way == "drafts" else ()
     engines = [engine, *(engine_like(engine, engine_config(str(folder), strategy)) for strategy in strategies)]
     expected = generated(str(folder))
     for each in engines:
         assert each is not None, "the engine's weights cannot be shared"
         require(each, expected, case)
-    copies = False
     if isinstance(engine.stages, WholeModelStages):  # in every round, whatever is expected to pay
-        copies = engine.stages.cuts is not None
         engine.replace_strategy(FixedPlan(lookup_plan(engine.stages.num_sublayers, 5)))
         if not any("one after another" in warning for warning in warnings):
             engine.stages.fewest_in_lockstep = 2
         require(engine, expected, case)
-        assert (engine.stats.num_draft_tokens > 0) == copies
-    return Outcome("drafts" if splits else "copies" if copies else "plain", "; ".join(warnings))
+        assert (engine.stats.num_draft_tokens > 0) == (way == "copies")
+    # Of a tiny model, matrices may be too narrow for int4.
+    return Supported(case, "", way, reason([warning for warning in warnings if "no int4 copy" not in warning]))
 
 
-def _refused(error: Exception, folder: Path, missing: str) -> Outcome:
-    reason = str(error).replace(str(folder), "...")
-    assert "\n" not in reason
-    assert len(reason) < 400, reason
-    return Outcome("refused", missing if missing and isinstance(error, CheckpointError) else reason)
+def _refused(case: str, error: Exception, folder: Path, missing: str) -> Supported:
+    why = str(error).replace(str(folder), "...")
+    assert "\n" not in why
+    assert len(why) < 400, why
+    why = missing if missing and isinstance(error, CheckpointError) else reason([why])
+    return Supported(case, "", "refused", why)
 
 
 def _save(case: str, folder: Path) -> str:
@@ -187,63 +179,53 @@ def engine_config(folder: str, strategy: str) -> EngineConfig:
     )
 
 
-@contextmanager
-def _warnings() -> Iterator[list[str]]:
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rayspec").addHandler(handler)
-    try:
-        yield found
-    finally:
-        logging.getLogger("rayspec").removeHandler(handler)
-
-
-def documented() -> dict[str, str]:
-    """The way of each case, by the page."""
-    return dict(re.findall(r"^\| (\S+) \| (drafts|copies|plain|refused) \|", PAGE.read_text(), re.MULTILINE))
-
-
-def page(outcomes: Mapping[str, Outcome]) -> str:
-    """The page that documents these outcomes, in Markdown."""
-    ways = [outcomes[case].way for case in TYPES]
-    rows = [f"| {case} | {found.way} | {_cell(found.reason)} |" for case, found in sorted(outcomes.items())]
+def page(rows: Sequence[Supported]) -> str:
+    """Return the page that shows these rows, in Markdown."""
+    ways = [row.way for row in rows if "#" not in row.type]
+    popular, others = [row for row in rows if row.models], [row for row in rows if not row.models]
     return (
         "# Supported models\n\n"
-        f"transformers {transformers.__version__} maps {len(TYPES)} model types to a causal LM:\n\n"
+        f"transformers {transformers.__version__} maps {len(ways)} model types to a causal LM:\n\n"
         f"- **drafts**: {ways.count('drafts')} types split into attention and MLP, and generate with drafts;\n"
         f"- **copies**: {ways.count('copies')} types do not split. Their drafts are copied or recycled tokens, which "
         "transformers' own\n  forward verifies;\n"
         f"- **plain**: {ways.count('plain')} types generate without drafts, through transformers' own forward;\n"
         f"- **refused**: {ways.count('refused')} types are refused at load. The column says why.\n\n"
-        "`python -m tests.every_type` writes this page. It makes a tiny random model of each type, and requires the "
-        "tokens of\n`generate(do_sample=False)` for prompts of 1, 33 and 300 tokens, alone and together. Rows with `#` "
-        "are variants of a type.\nThe check at load decides for each checkpoint; a checkpoint can differ from the tiny "
-        "model of its type.\n\n"
+        "`rayspec models` prints this table. `rayspec models MODEL` loads a model and says what it does: a "
+        "checkpoint can differ from the\ntiny model of its type. `python -m tests.every_type` writes the table. It "
+        "makes a tiny random model of each type, and requires the tokens\nof `generate(do_sample=False)` for prompts "
+        "of 1, 33 and 300 tokens, alone and together. Rows with `#` are variants of a type.\n\n"
         f"A checkpoint with vision of type {', '.join(WITH_TEXT_PART[:-1])} or {WITH_TEXT_PART[-1]} loads its language "
-        "model only: prompts are texts.\n\n"
-        "| type | way | why |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+        "model only: prompts are texts.\n\n## Popular models\n\n"
+        "| type | models | way | why |\n|---|---|---|---|\n"
+        + "".join(f"| {row.type} | {row.models} | {row.way} | {_cell(row.why)} |\n" for row in popular)
+        + "\n## Other types\n\n| type | way | why |\n|---|---|---|\n"
+        + "".join(f"| {row.type} | {row.way} | {_cell(row.why)} |\n" for row in others)
     )
 
 
-def _cell(reason: str) -> str:
-    """The reason without what is the same in every row."""
-    for same in (r"speculation is off for this model, which decodes plainly: ",
-                 r"drafts of this model are only copied or recycled tokens: ",
-                 r"(^|; )measuring how fast this machine [^;]*; the profile is [^;]*",
-                 r"^[\w.-]+: ", r" \((largest difference|by) [^)]*\)", r"of this model: "):  # fmt: skip
-        reason = re.sub(same, "", reason)
-    return reason.replace("|", "\\|")
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def save(rows: Sequence[Supported]) -> None:
+    """Write the table and its page."""
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [each.name for each in dataclasses.fields(Supported)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(dataclasses.asdict, rows))
+    PAGE.write_text(page(rows), encoding="utf-8")
 
 
 def main() -> None:
-    """Write the page. Raises AssertionError at the first type whose text is wrong."""
+    """Write the table and its page. Raises AssertionError at the first type whose text is wrong."""
     torch.set_num_threads(1)
-    outcomes = {}
-    for case in CASES:
+    before = {row.type: row.models for row in read_table()}
+    rows = []
+    for case in (*(case for case in before if case in CASES), *sorted(set(CASES) - before.keys())):
         with tempfile.TemporaryDirectory(prefix="rayspec-types-") as folder:
-            outcomes[case] = outcome(case, Path(folder))
-    PAGE.write_text(page(outcomes))
+            rows.append(dataclasses.replace(outcome(case, Path(folder)), models=before.get(case, "")))
+    save(rows)
 
 
 if __name__ == "__main__":

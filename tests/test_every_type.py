@@ -7,7 +7,8 @@ from transformers import AutoModelForImageTextToText
 
 from rayspec.local_engine import load_engine
 from rayspec.model.weights import WITH_TEXT_PART, load_model
-from tests.every_type import CASES, build, documented, engine_config, generated, outcome, require
+from rayspec.ops.supported import read_table
+from tests.every_type import CASES, PAGE, build, engine_config, generated, outcome, page, require
 from tests.exhaustive import few_of
 
 # Kinds: split, attention of many kinds, recurrent state, no cache, positions of its own, composite.
@@ -20,7 +21,7 @@ FEW = (
 
 @pytest.mark.parametrize("case", few_of(CASES, FEW))
 def test_a_type_generates_what_transformers_does_or_is_refused_by_name(case: str, tmp_path: Path) -> None:
-    assert outcome(case, tmp_path).way == documented()[case]
+    assert outcome(case, tmp_path).way == {row.type: row.way for row in read_table()}[case]
 
 
 @pytest.mark.parametrize("case", few_of(WITH_TEXT_PART, ("mistral3",)))
@@ -33,5 +34,6 @@ def test_a_model_with_vision_makes_of_a_text_what_its_language_model_does(case: 
     assert sum(each.num_parameters() for each in (first, last)) == load_model(engine.config).num_parameters()
 
 
-def test_the_page_has_every_type() -> None:
-    assert set(documented()) == set(CASES)
+def test_the_page_shows_the_table_which_has_every_type() -> None:
+    assert sorted(row.type for row in read_table()) == sorted(CASES)
+    assert PAGE.read_text(encoding="utf-8") == page(read_table())

@@ -1,4 +1,5 @@
-"""`rayspec placement`, `rayspec plan`, `rayspec doctor` and `rayspec k8s`; tables of `rayspec profile`."""
+"""`rayspec placement`, `rayspec plan`, `rayspec models`, `rayspec doctor`, `rayspec k8s`; tables of
+`rayspec profile`."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from rayspec.ops.doctor import machine
 from rayspec.ops.doctor.machine import Finding, findings_table, skipped
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
+from rayspec.ops.supported import supported, supported_table
 from rayspec.planning.latency import LatencyModel
 
 app = typer.Typer()
@@ -75,6 +77,22 @@ def plan(*, model: Model, asked: Asked, json_: Json = None) -> None:
         output_console().print(plan_table(report), highlight=False, markup=False, crop=False)
         save_json(plan_json(report), json_)
     raise typer.Exit(0 if report.fits else EXIT_FAILED)
+
+
+@app.command()
+def models(
+    *,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="type, folder, hub id, or 'demo'")] = None,
+    json_: Json = None,
+) -> None:
+    """Say which model types draft, only copy tokens, or decode plainly, and why.
+
+    A model whose weights are here is loaded as for generation. Exit code 1 if it is refused.
+    """
+    with clean_exit():
+        rows = supported(model)
+        output_console().print(supported_table(rows, model), highlight=False)
+        save_json({"models": [asdict(row) for row in rows]}, json_)
 
 
 @app.command()
