@@ -23,7 +23,7 @@ from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pool.supervisor import start_supervisor
-from rayspec.pool.worker import answer, call, num_engines
+from rayspec.pool.worker import answer, errors_of_actor, num_engines
 from rayspec.prompts import without_nulls
 from rayspec.types import ConfigError, RayspecError, RequestError, RequestOutput
 
@@ -125,7 +125,8 @@ class Processor:
         if self._supervisor is None:
             supervisor = start_supervisor(RowEngineFactory(self._task), max_restarts=self._config.max_engine_restarts)
             try:
-                call(supervisor.begin.remote())
+                with errors_of_actor():
+                    ray.get(supervisor.begin.remote())
             except BaseException:
                 ray.kill(supervisor)
                 raise

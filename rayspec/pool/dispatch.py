@@ -65,19 +65,17 @@ class Slot:
         self.restarts_alone.renew()
 
 
-@dataclass(frozen=True, slots=True)
-class _Queued:
-    turn: asyncio.Future[tuple[Slot, RemoteEngine]]
-    hashes: tuple[PartHash, ...]
+Turn = asyncio.Future[tuple[Slot, RemoteEngine]]
 
 
 @dataclass(slots=True)
 class _Isolated:
-    """rank: random, because items that kill engines are often neighbours."""
+    """rank: random, because items that kill engines are often neighbours. judgement: of a culprit."""
 
     rank: float
     num_deaths: int = 0
     num_deaths_alone: int = 0
+    judgement: EngineKilledError | None = None
 
 
 class Dispatch:
@@ -89,20 +87,19 @@ class Dispatch:
 
     def __init__(self, slots: Sequence[Slot], *, max_items: int | None) -> None:
         self._slots, self._max_items = slots, max_items
-        self._waiting: dict[int, _Queued] = {}
+        self._waiting: dict[int, tuple[Turn, tuple[PartHash, ...]]] = {}
         self._router = Router()
         self._isolated: dict[int, _Isolated] = {}
         self._isolating: Slot | None = None
-        self._culprits: dict[int, EngineKilledError] = {}
         self._random = random.Random(0)
 
     @property
     def has_waiting(self) -> bool:
         return bool(self._waiting)
 
-    def turn(self, number: int, hashes: tuple[PartHash, ...]) -> asyncio.Future[tuple[Slot, RemoteEngine]]:
-        turn: asyncio.Future[tuple[Slot, RemoteEngine]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = _Queued(turn, hashes)
+    def turn(self, number: int, hashes: tuple[PartHash, ...]) -> Turn:
+        turn: Turn = asyncio.get_running_loop().create_future()
+        self._waiting[number] = turn, hashes
         return turn
 
     def withdraw(self, number: int) -> None:
@@ -112,13 +109,12 @@ class Dispatch:
         """Forget an item, which is done, failed or given up."""
         for slot in self._slots:
             slot.under_way.discard(number)
-        self._culprits.pop(number, None)
         self._isolated.pop(number, None)
 
     def fail(self, error: Exception) -> None:
-        for waiting in self._waiting.values():
-            if not waiting.turn.done():
-                waiting.turn.set_exception(error)
+        for turn, _ in self._waiting.values():
+            if not turn.done():
+                turn.set_exception(error)
 
     def deal(self) -> None:
         """Give waiting items to engines that have room for them."""
@@ -135,7 +131,7 @@ class Dispatch:
             if slot.engine is not None and slot is not isolating and self._has_room(slot)
         }
         for number in [number for number in self._waiting if number not in self._isolated] if loads else ():
-            slot = self._slots[self._router.choose(self._waiting[number].hashes, loads)]
+            slot = self._slots[self._router.choose(self._waiting[number][1], loads)]
             self._give(number, slot)
             loads[slot.number] += 1
             if not self._has_room(slot):
@@ -160,12 +156,12 @@ class Dispatch:
             isolated.num_deaths_alone += 1
             if isolated.num_deaths_alone == _DEATHS_ALONE:
                 message = f"engines died of this row, also where it was the only row, the last time so: {error}"
-                self._culprits[number] = EngineKilledError(message)
+                isolated.judgement = EngineKilledError(message)
             return isolated.num_deaths_alone
         return 0
 
     def judgement(self, number: int) -> EngineKilledError | None:
-        return self._culprits.get(number)
+        return isolated.judgement if (isolated := self._isolated.get(number)) is not None else None
 
     def _slot_for_isolated(self) -> Slot | None:
         """Return the slot for isolated items; None without such items, or while that slot has no engine.
@@ -182,7 +178,7 @@ class Dispatch:
         return self._max_items is None or len(slot.under_way) < self._max_items
 
     def _give(self, number: int, slot: Slot) -> None:
-        turn = self._waiting.pop(number).turn
+        turn, _ = self._waiting.pop(number)
         if not turn.done() and slot.engine is not None:
             slot.under_way.add(number)
             turn.set_result((slot, slot.engine))
@@ -226,5 +222,4 @@ class Router:
 
     def forget(self, engine: int) -> None:
         """Forget which prompts the engine was given, because a new engine has replaced it."""
-        for part in [part for part, owner in self._given.items() if owner == engine]:
-            del self._given[part]
+        self._given = OrderedDict((part, owner) for part, owner in self._given.items() if owner != engine)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -69,13 +68,8 @@ class Replicas:
     def stage_use(self) -> Sequence[StageUse]:
         return ()
 
-    def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
-        return self.submit_all([request], listener)[0]
-
     def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:
-        if self._death is not None:
-            raise EngineDeadError(*self._death.args)
-        return [self._submit(request, listener) for request in requests]
+        return [self.submit(request, listener) for request in requests]
 
     def ping(self) -> Future[None]:
         return self._pool.ask(self._pool.supervisor.ping())
@@ -87,7 +81,9 @@ class Replicas:
 
     shutdown = stop
 
-    def _submit(self, request: Request, listener: Listener | None) -> Future[RequestOutput]:
+    def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
+        if self._death is not None:
+            raise EngineDeadError(*self._death.args)
         if request.params.seed is None:  # a request that starts again must give the same tokens
             request = dataclasses.replace(request, params=request.params.replace(seed=secrets.randbits(63)))
         stream = ResumedStream(listener) if request.stream and listener is not None else None
@@ -112,21 +108,16 @@ class Replicas:
 
 class ResumedStream:
     """Gives each part of a stream to its listener once, however often the stream starts again with the same seed.
-
-    It counts tokens and characters by index of the completion: those of the present run, and the most of any run.
-    """
+    It counts tokens and characters of each completion: those of the present run, and the most of any run."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._tokens: Counter[int] = Counter()
-        self._characters: Counter[int] = Counter()
-        self._tokens_given: Counter[int] = Counter()
-        self._characters_given: Counter[int] = Counter()
+        self._run: dict[int, tuple[int, int]] = {}
+        self._given: dict[int, tuple[int, int]] = {}
 
     def begin(self) -> Callable[[RequestOutput], None]:
         """Prepare for a run from the start. Return the function that takes its parts."""
-        self._tokens.clear()
-        self._characters.clear()
+        self._run.clear()
         return self._take
 
     def last_part(self, output: RequestOutput) -> RequestOutput:
@@ -139,13 +130,10 @@ class ResumedStream:
             self._listener(part)
 
     def _rest(self, piece: CompletionOutput) -> CompletionOutput:
-        index = piece.index
-        num_tokens = max(0, self._tokens_given[index] - self._tokens[index])
-        num_characters = max(0, self._characters_given[index] - self._characters[index])
-        self._tokens[index] += len(piece.token_ids)
-        self._characters[index] += len(piece.text)
-        self._tokens_given[index] = max(self._tokens_given[index], self._tokens[index])
-        self._characters_given[index] = max(self._characters_given[index], self._characters[index])
+        before, given = self._run.get(piece.index, (0, 0)), self._given.get(piece.index, (0, 0))
+        num_tokens, num_characters = max(0, given[0] - before[0]), max(0, given[1] - before[1])
+        now = before[0] + len(piece.token_ids), before[1] + len(piece.text)
+        self._run[piece.index], self._given[piece.index] = now, (max(given[0], now[0]), max(given[1], now[1]))
         return dataclasses.replace(
             piece,
             text=piece.text[num_characters:],

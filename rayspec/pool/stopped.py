@@ -41,11 +41,8 @@ class Place:
 
 
 async def answer_of(place: Place | None, question: Awaitable[T]) -> T:
-    """Return the answer of a process. While it is silent, ask its node now and then whether the process is stopped.
-
-    place: None where it is not known; then wait as long as it takes. Raises ProcessStoppedError and the errors of the
-    question.
-    """
+    """Return the answer of a process. While it is silent, ask its node now and then whether it is stopped. place: None:
+    not known; then wait as long as it takes. Raises ProcessStoppedError and the errors of the question."""
     answer = asyncio.ensure_future(question)
     try:
         while not (await asyncio.wait({answer}, timeout=_DOUBT_AFTER_S))[0]:

@@ -169,7 +169,6 @@ class EngineSupervisor:
 
     @property
     def num_up(self) -> int:
-        """Number of engines that take items."""
         return len(self._engines)
 
     async def stop(self) -> None:
@@ -201,7 +200,6 @@ class EngineSupervisor:
 
     @property
     def _engines(self) -> list[RemoteEngine]:
-        """The engines that run."""
         return [slot.engine for slot in self._slots if slot.engine is not None]
 
     @property
@@ -229,9 +227,9 @@ class EngineSupervisor:
             delay_s = (slot.restarts_alone if num_alone else slot.restarts).next_delay_s()
         if delay_s is None:
             self._lose(slot, self._spent(error))
-            return
-        slot.delay_s = delay_s
-        logger.warning("%s; the %s rows that it had are given to an engine again", error, num_items)
+        else:
+            slot.delay_s = delay_s
+            logger.warning("%s; the %s rows that it had are given to an engine again", error, num_items)
 
     def _start_missing(self) -> None:
         for slot in self._slots:
@@ -329,7 +327,6 @@ class EnginePool:
         self._thread = LoopThread("rayspec-pool")
 
     def begin(self) -> Any:
-        """Do `EngineSupervisor.begin`."""
         return self.ask(self.supervisor.begin()).result()
 
     def submit(self, item: Any, listen: Callable[[], Callback] | None = None) -> Future[Any]:
@@ -372,13 +369,9 @@ def supervision(factory: EngineFactory, max_restarts: int) -> dict[str, Any]:
 def start_supervisor(factory: EngineFactory, *, max_restarts: int) -> Any:
     """Start an EngineSupervisor in an actor, for callers in other processes. If the actor ends, Ray starts it again,
     with new engines, and repeats the calls."""
-    options = {
-        "num_cpus": 0,
-        "max_concurrency": _MAX_CONCURRENT_ROWS,
-        "max_restarts": -1,
-        "max_task_retries": -1,
-    }
-    return ray.remote(EngineSupervisor).options(**options).remote(**supervision(factory, max_restarts))
+    again = {"max_restarts": -1, "max_task_retries": -1}
+    kind: Any = ray.remote(EngineSupervisor).options(num_cpus=0, max_concurrency=_MAX_CONCURRENT_ROWS, **again)
+    return kind.remote(**supervision(factory, max_restarts))
 
 
 def merged_stats(parts: Sequence[EngineStats]) -> EngineStats:

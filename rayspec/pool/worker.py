@@ -76,11 +76,8 @@ class EngineFactory(Protocol):
 
 
 class EngineWorker:
-    """Owns a model and the loop that runs it. A plain class: `start_worker` makes it an actor.
-
-    A call of an actor costs both processes about a millisecond, whatever its size. So one message brings all items that
-    were handed in meanwhile, and one stream returns the outputs of all items in the order in which they are ready.
-    """
+    """Owns a model and the loop that runs it. A call of an actor costs both processes about a millisecond. So a message
+    brings all items that came meanwhile, and one stream returns the outputs in the order in which they are ready."""
 
     _engine: LoadedEngine
 
@@ -105,11 +102,10 @@ class EngineWorker:
     async def take(self, items: Sequence[tuple[int, bytes]]) -> None:
         """Begin to handle pickled items, each with a number that is unique among the items of the caller."""
         for number, item in items:
-            if number == _TEXTS:
-                if (engine := self._engine.client.engine) is not None:
-                    engine.remember(_restored(item, "a text"))
-                continue
-            self._tasks[number] = asyncio.create_task(self._handle(number, item))
+            if number != _TEXTS:
+                self._tasks[number] = asyncio.create_task(self._handle(number, item))
+            elif (engine := self._engine.client.engine) is not None:
+                engine.remember(_restored(item, "a text"))
 
     async def cancel(self, number: int) -> None:
         if (task := self._tasks.get(number)) is not None:
@@ -207,12 +203,6 @@ class CommonDType:
     name: str | None = None
 
 
-@dataclass(slots=True)
-class _UnderWay:
-    future: asyncio.Future[Any]
-    callback: Callback | None
-
-
 class RemoteEngine:
     """An EngineWorker in its actor, for coroutines of one event loop. Errors of Ray about the actor's end become
     EngineDeadError or NodeLostError. common: of the engines of the pool; None: the engine is alone."""
@@ -223,7 +213,7 @@ class RemoteEngine:
         self._actor = start_worker(factory)
         self._place: Place | None = None
         self._numbers = itertools.count()
-        self._under_way: dict[int, _UnderWay] = {}
+        self._under_way: dict[int, tuple[asyncio.Future[Any], Callback | None]] = {}
         self._unsent: list[tuple[int, bytes]] = []
         self._texts: deque[bytes] = deque(maxlen=_MAX_MESSAGES)  # of other engines, unsent
         self.share: Callable[[bytes], None] = lambda texts: None  # takes finished texts for the other engines
@@ -260,12 +250,13 @@ class RemoteEngine:
             self._reader = loop.create_task(self._read())
         packed = _pickled(item, "the item")
         number = next(self._numbers)
-        under_way = self._under_way[number] = _UnderWay(loop.create_future(), callback)
+        result = loop.create_future()
+        self._under_way[number] = result, callback
         if not self._unsent:
             loop.call_soon(self._send)
         self._unsent.append((number, packed))
         try:
-            return await under_way.future
+            return await result
         except asyncio.CancelledError:
             loop.call_soon(partial(self._actor.cancel.remote, number))  # after the item itself
             raise
@@ -316,15 +307,15 @@ class RemoteEngine:
             self._fail(self._death(error))
 
     def _settle(self, number: int, value: Any, *, is_error: bool = False, is_last: bool = True) -> None:
-        under_way = self._under_way.get(number)
-        if under_way is None or under_way.future.done():
+        result, callback = self._under_way.get(number, (None, None))
+        if result is None or result.done():
             return
         if is_error:
-            under_way.future.set_exception(value)
+            result.set_exception(value)
         elif is_last:
-            under_way.future.set_result(value)
-        elif under_way.callback is not None:
-            under_way.callback(value)
+            result.set_result(value)
+        elif callback is not None:
+            callback(value)
 
     def _fail(self, error: Exception) -> None:
         self._end = self._end or error
@@ -361,7 +352,8 @@ class RemoteEngine:
         """Convert Ray's error about the actor's end: NodeLostError if no item can be to blame, else EngineDeadError."""
         reason = str(error).splitlines()[0]
         message = f"the engine's process has ended: {reason} Was it killed, or out of memory?"
-        is_node_lost = self._place is not None and not is_node_alive(self._place.node_id)
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+        is_node_lost = self._place is not None and self._place.node_id not in alive
         is_preempted = isinstance(error, RayActorError) and error.preempted
         return NodeLostError(message) if is_node_lost or is_preempted else EngineDeadError(message)
 
@@ -413,22 +405,10 @@ def num_engines(config: EngineConfig) -> int:
     return config.parallel.replicas if config.parallel is not None else 1
 
 
-def cpus_to_reserve(num_cpus: float) -> float:
-    """Return the CPUs to reserve for an engine in a cluster of `num_cpus`. The engine may use more than it reserves.
-    Ray Data starts only if a whole CPU stays unreserved, in addition to those that it reads with."""
-    return 1.0 if num_cpus >= _MIN_CPUS_TO_RESERVE else 0.0
-
-
 def cpus_of_replica(wanted: float, config: EngineConfig, num_cpus: float) -> float:
     """Return the CPUs to reserve for each of several engines that run on CPUs, in a cluster of `num_cpus`. It is less
     than `wanted` if otherwise no whole CPU would be left for Ray Data."""
     return round(min(wanted, max(0.0, num_cpus - 1) / num_engines(config)), 4)
-
-
-def is_node_alive(node_id: str) -> bool:
-    """Return whether the cluster still has this node."""
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return any(node["NodeID"] == node_id and node["Alive"] for node in nodes)
 
 
 @contextmanager
@@ -442,14 +422,8 @@ def errors_of_actor() -> Iterator[None]:
         raise
 
 
-def call(reference: Any) -> Any:
-    """Do `ray.get`, with errors of the actor as they were raised."""
-    with errors_of_actor():
-        return ray.get(reference)
-
-
 async def answer(reference: Awaitable[Any]) -> Any:
-    """Await a reference, with errors as in `call`."""
+    """Await a reference, with errors of the actor as they were raised."""
     with errors_of_actor():
         return await reference
 
@@ -462,4 +436,5 @@ def _resources(whole: EngineConfig, one: EngineConfig) -> dict[str, Any]:
         wanted = whole.parallel.cpus_per_shard
         cpus = wanted if num_gpus else cpus_of_replica(wanted, whole, num_cpus)
         return {"num_cpus": cpus, "num_gpus": num_gpus, "label_selector": whole.parallel.labels or None}
-    return {"num_cpus": cpus_to_reserve(num_cpus), "num_gpus": 1 if wants_gpu(one) else 0}
+    # Ray Data starts only if a whole CPU stays unreserved, beside those that it reads with.
+    return {"num_cpus": float(num_cpus >= _MIN_CPUS_TO_RESERVE), "num_gpus": 1 if wants_gpu(one) else 0}
