@@ -9,8 +9,7 @@ import logging
 import platform
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal
@@ -99,33 +98,23 @@ class Peer:
 
 def cluster_findings(address: str, model: str | None) -> list[Finding]:
     """Check the cluster at `address`, in the form of ray.init, or the cluster that this process is connected to."""
-    if not _listens(address):
+    place, is_ours = urlsplit(address if "//" in address else f"//{address}"), not ray.is_initialized()
+    try:
+        if place.hostname is not None and place.port is not None:  # Ray itself would try for half a minute
+            socket.create_connection((place.hostname, place.port), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError:
         remedy = "start Ray there (ray start --head), name another address, or open the port between here and there"
         return [problem("cluster", f"nothing answers at {address}", remedy)]
     try:
-        with _attached(address):
-            return _findings(alive_nodes(), model)
+        if is_ours:
+            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+        return _findings(model)
     except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-        return [
-            problem("cluster", f"{address}: {first_line(error)}", "is it running, and the same Ray and Python here?")
-        ]
-
-
-def alive_nodes() -> list[Node]:
-    """Return the nodes that are alive, named by address and, on one machine, by the beginning of the id. Ray must be
-    initialised."""
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    alive = sorted((each for each in nodes if each["Alive"]), key=itemgetter("NodeManagerAddress"))
-    num_alike = Counter(each["NodeManagerAddress"] for each in alive)
-    return [
-        Node(
-            node_id=str(each["NodeID"]),
-            name=f"{address}#{each['NodeID'][:6]}" if num_alike[address] > 1 else str(address),
-            num_gpus=int(each["Resources"].get("GPU", 0)),
-        )
-        for each in alive
-        for address in (each["NodeManagerAddress"],)
-    ]
+        remedy = "is it running, and the same Ray and Python here?"
+        return [problem("cluster", f"{address}: {first_line(error)}", remedy)]
+    finally:
+        if is_ours:
+            ray.shutdown()
 
 
 def check_agreement(facts: Mapping[str, NodeFacts], *, with_model: bool = False) -> list[Finding]:
@@ -158,15 +147,13 @@ def _same(name: str, values: Mapping[str, str], remedy: str) -> Finding:
 
 def check_counted_gpus(node: Node, usable: int) -> Finding:
     """Compare the number of GPUs that Ray counts with the number that torch can use."""
-    if node.num_gpus == 0 and usable == 0:
-        return skipped(f"{node.name}: GPUs in Ray", "no GPU")
-    found = f"Ray counts {node.num_gpus}, torch can use {usable}"
+    name, found = f"{node.name}: GPUs in Ray", f"Ray counts {node.num_gpus}, torch can use {usable}"
     if node.num_gpus == usable:
-        return ok(f"{node.name}: GPUs in Ray", found)
+        return ok(name, found) if usable else skipped(name, "no GPU")
     remedy = f"ray start --num-gpus {usable} there; in Kubernetes, resources.limits of nvidia.com/gpu: {usable}"
     if node.num_gpus > usable:
-        return problem(f"{node.name}: GPUs in Ray", found, remedy)
-    return warning(f"{node.name}: GPUs in Ray", found, f"{remedy}, unless some are meant for others")
+        return problem(name, found, remedy)
+    return warning(name, found, f"{remedy}, unless some are meant for others")
 
 
 def check_reach(nodes: Sequence[Node], backend: Literal["gloo", "nccl"]) -> Finding:
@@ -199,7 +186,14 @@ def check_reach(nodes: Sequence[Node], backend: Literal["gloo", "nccl"]) -> Find
     return problem(name, "; ".join(failed), remedy)
 
 
-def _findings(nodes: Sequence[Node], model: str | None) -> list[Finding]:
+def _findings(model: str | None) -> list[Finding]:
+    alive = [each for each in ray.nodes() if each["Alive"]]  # type: ignore[no-untyped-call]
+    addresses = Counter(each["NodeManagerAddress"] for each in alive)
+    nodes = []
+    for each in sorted(alive, key=itemgetter("NodeManagerAddress")):
+        name = str(each["NodeManagerAddress"])
+        name += f"#{each['NodeID'][:6]}" if addresses[name] > 1 else ""  # several nodes of one machine
+        nodes.append(Node(node_id=str(each["NodeID"]), name=name, num_gpus=int(each["Resources"].get("GPU", 0))))
     describe = ray.remote(describe_node)
     answers = _answers([describe.options(**node.only, max_retries=0).remote(model) for node in nodes])
     findings = [ok("cluster", f"{len(nodes)} nodes, {sum(node.num_gpus for node in nodes)} GPUs")]
@@ -215,30 +209,6 @@ def _findings(nodes: Sequence[Node], model: str | None) -> list[Finding]:
     findings += check_agreement(facts, with_model=model is not None)
     reachable = [node for node in nodes if node.name in facts]
     return [*findings, check_reach(reachable, "gloo"), check_reach(reachable, "nccl")]
-
-
-def _listens(address: str) -> bool:
-    """Return whether the address accepts connections; Ray itself would try for half a minute. True without a port."""
-    place = urlsplit(address if "//" in address else f"//{address}")
-    if place.hostname is None or place.port is None:
-        return True
-    try:
-        socket.create_connection((place.hostname, place.port), timeout=_CONNECT_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
-
-
-@contextmanager
-def _attached(address: str) -> Iterator[None]:
-    if ray.is_initialized():
-        yield
-        return
-    try:
-        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _answers(references: Sequence[Any]) -> list[Any]:

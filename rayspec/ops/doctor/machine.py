@@ -10,12 +10,12 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from packaging.requirements import Requirement
 from rich import box
@@ -174,26 +174,22 @@ def check_gpus(*, hidden_too: bool = False) -> tuple[Finding, int]:
         told = ask_torch(hidden_too=hidden_too)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         return problem("GPUs", f"{found}; torch: {_reason(error)}", _CUDA_BUILD), 0
-    return _usable(found, len(rows), told), len(told["names"])
-
-
-def _usable(found: str, num_gpus: int, told: Mapping[str, Any]) -> Finding:
-    """Check what torch says of the GPUs. found: what the driver says."""
-    if told["cuda"] is None:
-        return problem("GPUs", f"{found}; torch {told['torch']} is a build for the CPU", _CUDA_BUILD)
-    found += f", torch {told['torch']} for CUDA {told['cuda']}"
-    if not told["names"]:
-        remedy = (
-            f"update the driver to one for CUDA {told['cuda']}, or install torch for an older CUDA; unset "
-            "CUDA_VISIBLE_DEVICES"
-        )
-        return problem("GPUs", f"{found}, which can use none of them", remedy)
-    if len(told["names"]) < num_gpus:
-        found += f", which sees {len(told['names'])} of them"
-        return warning("GPUs", found, "unset CUDA_VISIBLE_DEVICES, unless it is meant")
-    if not told["has_nccl"]:
-        return problem("GPUs", f"{found}, without NCCL", f"{_CUDA_BUILD}: shards on GPUs need NCCL")
-    return ok("GPUs", found)
+    num_usable, cuda = len(told["names"]), told["cuda"]
+    if cuda is None:
+        finding = problem("GPUs", f"{found}; torch {told['torch']} is a build for the CPU", _CUDA_BUILD)
+        return finding, num_usable
+    found += f", torch {told['torch']} for CUDA {cuda}"
+    if not num_usable:
+        remedy = f"update the driver to one for CUDA {cuda}, or install torch for an older CUDA"
+        finding = problem("GPUs", f"{found}, which can use none of them", f"{remedy}; unset CUDA_VISIBLE_DEVICES")
+    elif num_usable < len(rows):
+        found += f", which sees {num_usable} of them"
+        finding = warning("GPUs", found, "unset CUDA_VISIBLE_DEVICES, unless it is meant")
+    elif not told["has_nccl"]:
+        finding = problem("GPUs", f"{found}, without NCCL", f"{_CUDA_BUILD}: shards on GPUs need NCCL")
+    else:
+        finding = ok("GPUs", found)
+    return finding, num_usable
 
 
 def _reason(error: Exception) -> str:

@@ -66,14 +66,12 @@ class Forecast:
     @property
     def best(self) -> Performance:
         """Performance with the higher throughput."""
-        drafted = self.drafted
-        return drafted if drafted is not None and drafted.tokens_per_s > self.plain.tokens_per_s else self.plain
+        return max(filter(None, (self.plain, self.drafted)), key=lambda one: one.tokens_per_s)
 
     @property
     def alone_token_s(self) -> float:
         """Seconds per token of a request alone, with or without drafts, whichever is faster."""
-        outcomes = [self.plain, *([self.drafted] if self.drafted else [])]
-        return min(outcome.alone_token_s for outcome in outcomes)
+        return min(one.alone_token_s for one in (self.plain, self.drafted) if one is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +113,14 @@ def rank_layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas
         best = candidate.best
         return best.dollars(num_gpus, 1.0) if options.goal == "cost" else -best.tokens_per_s, num_gpus
 
-    def forecast(layout: Layout) -> Forecast:
+    candidates = []
+    for layout in (one for one in found if one.fits):
         plain = _performance(config, options, layout, profile, drafts=False)
         drafted = _performance(config, options, layout, profile, drafts=True) if layout.sizes.splits else None
-        return Forecast(layout=layout, plain=plain, drafted=drafted)
-
+        candidates.append(Forecast(layout=layout, plain=plain, drafted=drafted))
     return Ranking(
         options=options,
-        candidates=tuple(sorted((forecast(layout) for layout in found if layout.fits), key=cost)),
+        candidates=tuple(sorted(candidates, key=cost)),
         others=tuple(sorted((one for one in found if not one.fits), key=lambda layout: layout.missing_bytes)),
         measured_on=str(key.get("device", "an unknown device")) if profile else None,
     )
@@ -170,20 +168,13 @@ def _performance(
             concurrency=1 if alone else layout.concurrency,
             chunk_tokens=options.max_num_batched_tokens,
         )
-        return simulate(
-            costs[number][0],
-            load,
-            cohorts=1 if alone else cohorts,
-            drafting=draftings[number],
-            prefill=costs[number][1],
-            num_tokens=num_tokens,
-        )
+        decode, prefill = costs[number]
+        how = {"cohorts": 1 if alone else cohorts, "num_tokens": num_tokens}
+        return simulate(decode, load, drafting=draftings[number], prefill=prefill, **how)
 
     num_tokens = min(options.output_tokens, max(_MIN_TOKENS, _TOKENS_TIMES_STAGES // layout.stages))
-    loaded = [
-        simulated(number, options.output_tokens, num_tokens * layout.concurrency, alone=False)
-        for number in range(len(layout.groups))
-    ]
+    in_all, groups = num_tokens * layout.concurrency, range(len(layout.groups))
+    loaded = [simulated(number, options.output_tokens, in_all, alone=False) for number in groups]
     waits = [wait for one in loaded for wait in one.first_token_s]
     first = draftings[0]
     return Performance(
@@ -255,10 +246,12 @@ def predicted(
     ]
     stages, hop_s = tuple(stage for stage, *_ in sublayers), options.hop_us / 1e6
     if profile is not None:
-        curves = {
-            name: curve if name == profile.head else exchanging(_shared(curve, num_ranks), weakest[0])
-            for name, curve in profile.curves.items()
-        }
+        curves = dict(profile.curves)
+        for name, curve in profile.curves.items():  # all but the head are shared by the ranks
+            if name != profile.head:
+                base_s = tuple(base_s / num_ranks for base_s in curve.base_s)
+                of_rank = replace(curve, base_s=base_s, kv_s=curve.kv_s / num_ranks, score_s=curve.score_s / num_ranks)
+                curves[name] = exchanging(of_rank, weakest[0])
         if len(profile.sublayers) != len(sublayers):
             raise ConfigError(
                 f"option 'profile' is of a model with {len(profile.sublayers)} sublayers, and this one has "
@@ -301,12 +294,6 @@ def load_profile(path: Path) -> tuple[LatencyModel, dict[str, Any]]:
         raise ConfigError(
             f"option 'profile' is {str(path)!r}, which is no profile that can be read ({error}): run rayspec profile"
         ) from error
-
-
-def _shared(curve: Curve, num_ranks: int) -> Curve:
-    """Return a rank's share of a curve."""
-    base_s = tuple(base_s / num_ranks for base_s in curve.base_s)
-    return replace(curve, base_s=base_s, kv_s=curve.kv_s / num_ranks, score_s=curve.score_s / num_ranks)
 
 
 def _weights(num_bytes: int, bytes_per_weight: float, gpu: Gpu) -> Curve:

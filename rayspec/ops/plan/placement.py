@@ -289,10 +289,16 @@ def placements_json(placements: Sequence[Placement]) -> dict[str, Any]:
     """Return options, stages and totals as JSON values: bytes, seconds, and numbers of the first and last layer.
 
     Placements of copies on other kinds of GPUs than the first copy are under `unlike_copies`."""
-    totals = (
-        *("num_parameters", "dtype", "choice", "missing_bytes", "loading_bytes_missing"),
-        *("num_copies", "fits", "step_s"),
-    )
+    totals = [
+        "num_parameters",
+        "dtype",
+        "choice",
+        "missing_bytes",
+        "loading_bytes_missing",
+        "num_copies",
+        "fits",
+        "step_s",
+    ]
     found = []
     for placement in placements:
         stages = []

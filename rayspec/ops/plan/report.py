@@ -77,6 +77,27 @@ def plan_table(plan: Ranking) -> Group:
             f"{fastest.idle_share:.0%}",
             *([f"{fastest.dollars(layout.num_gpus, options.price):.2f}"] if options.price else []),
         )
+    is_published = options.acceptance == PUBLISHED_ACCEPTANCE
+    given = "as published for drafts like these (0.85 to 0.95): give --acceptance" if is_published else "as given"
+    certainty = (
+        f"how sure: not very: rooflines, {EFFICIENCY:.0%} of which is taken; engines reach 63% to 80%, so tokens/s may "
+        "be 12% lower or 11% higher; give --profile, a file that `rayspec profile` has saved on one such GPU"
+    )
+    if plan.measured_on is not None:
+        certainty = (
+            f"how sure: fairly, where a stage is one GPU: passes as measured on {plan.measured_on}; such predictions "
+            "may be off by a fifth; tensor-parallel ranks are taken to share evenly"
+        )
+    drafts = f"drafts leave out {options.skip:.0%} of the layers; acceptance {options.acceptance:.2f}, {given}"
+    assumed = (
+        f"assumed, not measured: {options.hop_us:g} us for a hop between stages, {options.all_reduce_us:g} us and more "
+        f"for an all-reduce; prompts are read {options.max_num_batched_tokens} tokens between two rounds"
+    )
+    legend = (
+        "layout: stages x tensor-parallel ranks x replicas; first token: median under this load; alone: a request that "
+        "has a replica to itself"
+    )
+    others = [f"{len(plan.others)} other layouts do not fit"] if plan.others else []
     flags = flags_of(best, options)
     pasted = {
         "jobs, rayspec serve": flags["engine"],
@@ -88,7 +109,11 @@ def plan_table(plan: Ranking) -> Group:
         f"recommended for {options.goal}: {best.title}; for {options.concurrency} sequences at once, of "
         f"{options.num_tokens} tokens with an answer of {options.output_tokens}",
         table,
-        *_notes(plan),
+        f"{drafts}. Lookup is not counted.",
+        assumed,
+        legend,
+        certainty,
+        *others,
         Text("to use the recommended layout:"),
         # Each on one unbroken line.
         *(Text(f"  {f'{name}:':21}{text}", no_wrap=True, overflow="ignore") for name, text in pasted.items()),
@@ -123,34 +148,3 @@ def plan_json(plan: Ranking) -> dict[str, Any]:
         "flags": flags_of(plan.best, plan.options) if plan.fits else None,
         "candidates": candidates,
     }
-
-
-def _notes(plan: Ranking) -> list[str]:
-    options = plan.options
-    is_published = options.acceptance == PUBLISHED_ACCEPTANCE
-    given = "as published for drafts like these (0.85 to 0.95): give --acceptance" if is_published else "as given"
-    certainty = (
-        f"how sure: not very: rooflines, {EFFICIENCY:.0%} of which is taken; engines reach 63% to 80%, so tokens/s may "
-        "be 12% lower or 11% higher; give --profile, a file that `rayspec profile` has saved on one such GPU"
-    )
-    if plan.measured_on is not None:
-        certainty = (
-            f"how sure: fairly, where a stage is one GPU: passes as measured on {plan.measured_on}; such predictions "
-            "may be off by a fifth; tensor-parallel ranks are taken to share evenly"
-        )
-    return [
-        (
-            f"drafts leave out {options.skip:.0%} of the layers; acceptance {options.acceptance:.2f}, {given}. Lookup "
-            "is not counted."
-        ),
-        (
-            f"assumed, not measured: {options.hop_us:g} us for a hop between stages, {options.all_reduce_us:g} us and "
-            f"more for an all-reduce; prompts are read {options.max_num_batched_tokens} tokens between two rounds"
-        ),
-        (
-            "layout: stages x tensor-parallel ranks x replicas; first token: median under this load; alone: a request "
-            "that has a replica to itself"
-        ),
-        certainty,
-        *([f"{len(plan.others)} other layouts do not fit"] if plan.others else []),
-    ]
