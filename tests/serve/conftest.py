@@ -8,6 +8,7 @@ import pytest
 
 import rayspec
 from tests.serve.endpoint_process import ENGINE, PAGE, EndpointProcess, serving
+from tests.tool_templates import HERMES, tokenizer_with
 
 MAX_BYTES = 8 * 2**20
 MAX_QUEUED = 200
@@ -38,3 +39,14 @@ def demo_endpoint(ray_environment: None, tmp_path_factory: pytest.TempPathFactor
     limits |= {"max_request_bytes": MAX_BYTES, "engine_timeout_s": 30.0, "body_timeout_s": 5.0, "header_timeout_s": 5.0}
     with serving(folder, environment, llm_configs=models, **limits) as endpoint:
         yield endpoint
+
+
+@pytest.fixture(scope="session")
+def tools_endpoint(ray_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EndpointProcess]:
+    """With the demo model and a chat template that describes tools."""
+    folder = tmp_path_factory.mktemp("endpoint")
+    loading = {"model_id": "demo", "model_source": "demo", "tokenizer_source": tokenizer_with(HERMES, folder / "own")}
+    model = {"model_loading_config": loading, "engine_kwargs": dict(ENGINE)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with serving(folder, environment, llm_configs=[model], engine_timeout_s=30.0) as running:
+        yield running

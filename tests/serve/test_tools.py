@@ -1,10 +1,8 @@
 """Tools at a real endpoint, by OpenAI's client."""
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ import pydantic
 import pytest
 
 import rayspec
-from tests.serve.endpoint_process import ENGINE, EndpointProcess, serving
-from tests.tool_templates import HERMES, tokenizer_with
+from tests.serve.endpoint_process import EndpointProcess
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -36,18 +33,8 @@ MESSAGES: Any = [{"role": "user", "content": "What did the Parks Council spend i
 NAMED: Any = {"type": "function", "function": {"name": "budget"}}
 
 
-@pytest.fixture(scope="module")
-def endpoint(ray_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EndpointProcess]:
-    folder = tmp_path_factory.mktemp("endpoint")
-    loading = {"model_id": "demo", "model_source": "demo", "tokenizer_source": tokenizer_with(HERMES, folder / "own")}
-    model = {"model_loading_config": loading, "engine_kwargs": dict(ENGINE)}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with serving(folder, environment, llm_configs=[model], engine_timeout_s=30.0) as running:
-        yield running
-
-
-def test_a_loop_with_tools(endpoint: EndpointProcess) -> None:
-    client = openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", timeout=60)
+def test_a_loop_with_tools(tools_endpoint: EndpointProcess) -> None:
+    client = openai.OpenAI(base_url=f"{tools_endpoint.url}/v1", api_key="none", timeout=60)
     first = client.chat.completions.create(messages=MESSAGES, tool_choice=NAMED, **ASKED)
     (call,) = first.choices[0].message.tool_calls or ()
     assert call.type == "function"
@@ -71,8 +58,8 @@ class Year(pydantic.BaseModel):
     year: int = pydantic.Field(ge=2000, le=2030)
 
 
-def test_a_loop_by_the_responses_api(endpoint: EndpointProcess) -> None:
-    client = openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", timeout=60)
+def test_a_loop_by_the_responses_api(tools_endpoint: EndpointProcess) -> None:
+    client = openai.OpenAI(base_url=f"{tools_endpoint.url}/v1", api_key="none", timeout=60)
     asked: Any = {"model": "demo", "temperature": 0.0, "max_output_tokens": 100}
     tool: Any = {"type": "function", "name": "budget", "strict": True, "parameters": PARAMETERS}
     forced: Any = {"tools": [tool], "tool_choice": {"type": "function", "name": "budget"}}
@@ -102,9 +89,9 @@ def test_a_loop_by_the_responses_api(endpoint: EndpointProcess) -> None:
     assert caught.value.param == "previous_response_id"
 
 
-def test_the_example_runs(endpoint: EndpointProcess) -> None:
+def test_the_example_runs(tools_endpoint: EndpointProcess) -> None:
     script = Path(rayspec.__file__).parents[1] / "examples" / "tools.py"
-    done = subprocess.run([sys.executable, script, endpoint.url], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, script, tools_endpoint.url], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith('budget({"agency": "')
     assert "million dollars in" in done.stdout.splitlines()[0]
