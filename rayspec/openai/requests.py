@@ -94,11 +94,6 @@ Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
 Conversation = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]
 
 
-def num_characters(messages: Sequence[ChatMessage]) -> int:
-    """Return about how many characters a chat template makes of the messages."""
-    return sum(message.num_characters for message in messages)
-
-
 def rendering_of(
     add_generation_prompt: bool | None, continue_final_message: bool, variables: Mapping[str, Any] | None
 ) -> Rendering:
@@ -161,7 +156,7 @@ class GenerationRequest(StrictBody):
 
     model: str
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     n: Annotated[int, Field(ge=1, le=_MAX_N)] | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -201,7 +196,7 @@ class GenerationRequest(StrictBody):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise invalid("stream_options", "only with stream: true")
         if self.stream and self.num_prompt_logprobs is not None:
             field = "echo" if self.prompt_logprobs is None else "prompt_logprobs"
@@ -229,16 +224,6 @@ class GenerationRequest(StrictBody):
     def num_sequences(self) -> int:
         """Number of sequences that the engine decodes for the request."""
         return self.num_prompts * (self.n or 1)
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk that has `usage`."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def has_continuous_usage(self) -> bool:
-        """Whether each chunk of a stream has the `usage` so far."""
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -278,10 +263,6 @@ class GenerationRequest(StrictBody):
     def cut(self, token_ids: list[int], max_model_len: int) -> list[int]:
         """Return the end of a prompt, if the request asks for that."""
         return truncated(token_ids, self.truncate_prompt_tokens, max_model_len, self._asked_tokens(0))
-
-    def tool_use(self, tokenizer: Any, parser: str | None) -> ToolUse | None:
-        """Return how the model calls tools; None: it calls none. parser: see `ToolUse.of`. Raises RequestError."""
-        return None
 
     def sampling_params(self, num_output_tokens: int, needed: Mapping[str, Any] | None = None) -> SamplingParams:
         """Return the parameters for at most so many output tokens. needed: those that go before the body's. Raises
@@ -352,6 +333,7 @@ class ChatRequest(GenerationRequest):
         return self
 
     def tool_use(self, tokenizer: Any, parser: str | None) -> ToolUse | None:
+        """Return how the model calls tools; None: it calls none. parser: see `ToolUse.of`. Raises RequestError."""
         if not self.tools or self.tool_choice == "none":
             return None
         form = asked_form(self._given)
@@ -383,7 +365,7 @@ class ChatRequest(GenerationRequest):
     def num_characters(self) -> int:
         """Number of characters that must be tokenized, here and in CompletionRequest."""
         others = (*(self.tools or ()), self.chat_template_kwargs)
-        return num_characters(self.messages) + sum(len(repr(one)) for one in others)
+        return sum(message.num_characters for message in self.messages) + sum(len(repr(one)) for one in others)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -260,6 +260,7 @@ class Answer:
         self._offsets: dict[int, TextOffsets] = {}
         self._latest: dict[int, RequestOutput] = {}
         self._num_output_tokens = 0
+        self._skips_special = request.skip_special_tokens is not False
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Response:
         """Make the response from the outputs of all prompts, finished and without an error. Their completions become
@@ -290,7 +291,7 @@ class Answer:
 
     def end(self) -> Iterator[Response]:
         """Yield the chunk without choices that ends the stream, if the request asks for it."""
-        if self._request.include_usage:
+        if self._request.stream_options.include_usage:
             yield self._chunk([], usage=self._usage(self._latest.values(), self._num_output_tokens))
 
     def _usage(self, outputs: Collection[RequestOutput], num_output_tokens: int | None) -> Usage:
@@ -344,7 +345,11 @@ class Answer:
         self._begun.add(index)
         text, token_ids, rows = one.text, list(one.token_ids), list[Row](one.logprobs or ())
         if is_first and self._request.echo:
-            text = self._prompt_text(self._request, prompt_index, output) + text
+            prompt: Any = self._request.prompts[prompt_index]
+            if not isinstance(prompt, str) or self._request.truncate_prompt_tokens is not None:
+                ids, skip = list(output.prompt_token_ids), self._skips_special
+                prompt = self._texts.tokenizer.decode(ids, skip_special_tokens=skip)
+            text = prompt + text
             token_ids = [*output.prompt_token_ids, *token_ids]
             rows = [*(output.prompt_logprobs or ()), *rows]
         if index not in self._offsets:
@@ -378,17 +383,6 @@ class Answer:
         self._num_characters += len(thought) + len(content) + sum(len(call.function.arguments) for call in calls)
         return replace(one, text=content), calls, thought
 
-    @property
-    def _skips_special(self) -> bool:
-        return self._request.skip_special_tokens is not False
-
-    def _prompt_text(self, request: CompletionRequest, prompt_index: int, output: RequestOutput) -> str:
-        prompt = request.prompts[prompt_index]
-        if isinstance(prompt, str) and request.truncate_prompt_tokens is None:
-            return prompt
-        token_ids = list(output.prompt_token_ids)
-        return str(self._texts.tokenizer.decode(token_ids, skip_special_tokens=self._skips_special))
-
     def _of_prompt(self, output: RequestOutput) -> dict[str, Any]:
         """Return the fields about a prompt, if the request asks for them."""
         fields: dict[str, Any] = {}
@@ -403,8 +397,8 @@ class Answer:
 
     def _chunk(self, choices: Sequence[Any], **fields: Any) -> Response:
         kind = {"object": "chat.completion.chunk"} if self._is_chat else {}
-        usage: Usage | UnsetType | None = None if self._request.include_usage else UNSET
-        if self._request.has_continuous_usage:
+        usage: Usage | UnsetType | None = None if self._request.stream_options.include_usage else UNSET
+        if self._request.stream_options.continuous_usage_stats:
             usage = Usage.of(self._latest.values(), self._num_output_tokens)
         return self._body(choices, **{"usage": usage, **kind, **fields})
 

@@ -61,7 +61,8 @@ def allowed_host(header: str | None, names: Collection[str]) -> bool:
     names in addition to the loopback names, in lower case; ANY allows all."""
     if header is None or ANY in names:
         return True
-    name = _name_of(header)
+    match = re.fullmatch(r"(?:\[([^]]*)\]|([^:\[]*?)\.?)(?::[0-9]*)?", header.strip().lower())
+    name = (match[1] or match[2] or "") if match is not None else ""  # without port and brackets
     return name in names or is_loopback(name)
 
 
@@ -83,12 +84,6 @@ def is_loopback(name: str) -> bool:
         return ip_address(name).is_loopback
     except ValueError:
         return False
-
-
-def _name_of(header: str) -> str:
-    """Return the host name in a Host header, without port and brackets; empty where the header is malformed."""
-    match = re.fullmatch(r"(?:\[([^]]*)\]|([^:\[]*?)\.?)(?::[0-9]*)?", header.strip().lower())
-    return (match[1] or match[2] or "") if match is not None else ""
 
 
 class Admission:

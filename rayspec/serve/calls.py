@@ -31,11 +31,7 @@ class ModelCall:
 
     async def result(self) -> Any:
         """Return the result, of any type. Raises Refused where the call failed."""
-
-        async def outcome() -> Any:
-            return await self._response
-
-        return await self._in_time(outcome())
+        return await self._in_time(self._response)
 
     async def next(self) -> Any:
         """Return the next item of a stream. Raises StopAsyncIteration, and Refused where the call failed."""

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -158,8 +158,7 @@ class ModelServer:
 
 
 async def _parsed(kind: type[Request], body: bytes) -> Request:
-    read: Callable[[bytes], Request] = kind.read
-    return await in_thread_if_large(partial(read, body), len(body))
+    return await in_thread_if_large(lambda: kind.read(body), len(body))
 
 
 async def _encoded(work: Awaitable[Any], name: str) -> bytes | ApiError:

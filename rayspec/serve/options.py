@@ -185,7 +185,8 @@ class ServeOptions(Options):
             if not (key.isascii() and key.isprintable() and key) or " " in key:
                 raise ValueError(f"option 'api_keys': key {number} must be printable ASCII without spaces")
         for origin in self.cors:
-            if not _is_origin(origin):
+            parts = urlsplit(origin)  # a scheme, a host and perhaps a port, as browsers send an origin
+            if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
                 raise ValueError(f"option 'cors' has {origin!r}: write an origin, as 'https://app.example', or '*'")
         return self
 
@@ -208,12 +209,6 @@ class ServeOptions(Options):
 
 _NUM_REFUSED_AT_ONCE = 256
 _UNLIMITED = 100_000
-
-
-def _is_origin(text: str) -> bool:
-    """Return whether the text is "*", or a scheme, a host and perhaps a port, as browsers send an origin."""
-    parts = urlsplit(text)
-    return text == "*" or (bool(parts.netloc) and text == f"{parts.scheme}://{parts.netloc}")
 
 
 def serve_options(args: Mapping[str, Any], *, environment: Mapping[str, str]) -> ServeOptions:

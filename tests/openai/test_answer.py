@@ -149,7 +149,7 @@ def test_chunks_join_to_the_answer(engine: AsyncEngine, name: str) -> None:
     chunks = run(chunks_of(request, engine))
     check_same(chunks, whole)
     assert len(chunks) >= 2
-    if request.include_usage:
+    if request.stream_options.include_usage:
         assert [chunk["usage"] for chunk in chunks] == [None] * (len(chunks) - 1) + [whole["usage"]]
         assert chunks[-1]["choices"] == []
     else:
