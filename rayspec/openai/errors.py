@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic_core import PydanticCustomError, from_json
@@ -63,35 +63,32 @@ def _has_more(most: int, signs_of: bytes, content: bytes) -> bool:
     return bool(np.count_nonzero(signs >> 1 > is_in_text) > most)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ApiError:
     """An error in the form of HTTP and the protocol. `code` is stable."""
 
     status: int
-    message: str
-    type: Literal["invalid_request_error", "server_error"]
-    param: str | None
     code: str
+    message: str
+    param: str | None = None
 
     @classmethod
     def of(cls, error: RayspecError) -> ApiError:
         """Convert an error. Status: 400 for an invalid request, 500 for a request that made the model fail, 503 for an
         engine that is gone. Messages of the server's own errors are hidden from clients."""
         if not isinstance(error, RequestError):
-            message = "The engine cannot serve this request now. Please try again later."
-            return cls(status=503, message=message, type="server_error", param=None, code=error.kind)
+            return cls(503, error.kind, "The engine cannot serve this request now. Please try again later.")
+        message = _short(str(error))
         if isinstance(error, OutOfMemoryError | NonFiniteLogitsError):
-            return cls(status=500, message=_short(str(error)), type="server_error", param=None, code=error.kind)
-        status, param, code = 400, None, error.kind
-        if isinstance(error, PromptTooLongError):
-            code = "context_length_exceeded"
-        elif isinstance(error, InvalidRequestError):
-            status, param, code = error.status, error.param, error.code or error.kind
-        return cls(status=status, message=_short(str(error)), type="invalid_request_error", param=param, code=code)
+            return cls(500, error.kind, message)
+        if isinstance(error, InvalidRequestError):
+            return cls(error.status, error.code or error.kind, message, error.param)
+        return cls(400, "context_length_exceeded" if isinstance(error, PromptTooLongError) else error.kind, message)
 
     @property
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        kind = "server_error" if self.status >= 500 or self.status == 429 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def _short(text: str) -> str:

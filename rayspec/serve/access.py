@@ -1,4 +1,5 @@
-"""Who may use the endpoint, and how many requests may be under way: keys, hosts, origins, limits."""
+"""Who may use the endpoint, and how many requests may be under way: keys, hosts, origins, limits; and the errors with
+which the endpoint refuses the others."""
 
 from __future__ import annotations
 
@@ -20,11 +21,53 @@ from typing_extensions import Self
 
 from rayspec.openai.errors import ApiError
 from rayspec.openai.responses import json_body
-from rayspec.serve.replies import BUSY, ENDING, OVERRUN, UNAUTHORIZED, WRONG_HOST, WRONG_ORIGIN, Refused
 
 ANY = "*"
 _PATIENCE_S = 1.0  # for a body, while other requests find no place
 _RETRY_AFTER_S = 5  # about the time a replica of a small model takes to restart
+
+# Errors that the endpoint itself answers with.
+UNAUTHORIZED = ApiError(401, "invalid_api_key", "No valid API key: send one as 'Authorization: Bearer KEY'.")
+BUSY = ApiError(429, "rate_limit_exceeded", "The model has too many requests waiting. Please try again later.")
+STARTING = ApiError(503, "starting", "No replica of the model can serve now; another starts. Please try again later.")
+GONE = ApiError(503, "engine_dead", "The engine cannot serve this request now. Please try again later.")
+ENDING = ApiError(503, "shutting_down", "The endpoint is shutting down. Please try another, or again later.")
+OVERRUN = ApiError(429, "rate_limit_exceeded", "The endpoint has too many requests at once. Please try again later.")
+INTERNAL = ApiError(500, "internal_error", "The server failed on this request.")
+
+NOT_JSON = ApiError(
+    415, "unsupported_media_type", "Send the body as JSON, with the header 'Content-Type: application/json'."
+)
+WRONG_HOST = ApiError(
+    403, "host_not_allowed", "The Host header names no host of this endpoint: use another, or have it allowed there."
+)
+WRONG_ORIGIN = ApiError(403, "origin_not_allowed", "Pages of this origin may not send such a request to this endpoint.")
+MALFORMED = ApiError(400, "invalid_http", "This is no valid HTTP/1.1 request.")
+
+# Java's client asks for HTTP/2 by default. Serve's proxy goes on with HTTP/1.1 then, without the body.
+NO_UPGRADE = ApiError(
+    400, "upgrade_unsupported", "The body was lost: have the client use HTTP/1.1 and not ask for an upgrade."
+)
+
+
+def timed_out(timeout_s: float) -> ApiError:
+    return ApiError(504, "timeout", f"The answer took longer than {timeout_s:g} s.")
+
+
+def too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, "request_too_large", f"The body has more than {max_bytes} bytes.")
+
+
+def too_slow(timeout_s: float) -> ApiError:
+    return ApiError(408, "request_timeout", f"The body did not come within {timeout_s:g} s.")
+
+
+class Refused(Exception):  # noqa: N818 - an answer, and no error of the program
+    """A request that is answered with `error` and goes no further."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
 @dataclass(frozen=True, slots=True)

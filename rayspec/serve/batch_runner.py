@@ -17,10 +17,10 @@ import msgspec
 
 from rayspec.openai.batch import FINAL, Batch, BatchError, BatchErrors, BatchLine, BatchResult, RequestCounts
 from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.serve.access import BUSY, Refused
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.calls import fetch
 from rayspec.serve.options import ServeOptions
-from rayspec.serve.replies import BUSY, Refused
 from rayspec.types import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,11 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.openai.strict_body import StrictBody
 from rayspec.openai.tokenizing import LargeWork
-from rayspec.serve.access import Admission
+from rayspec.serve.access import NO_UPGRADE, NOT_JSON, OVERRUN, Admission, Refused, too_large, too_slow
 from rayspec.serve.options import ServeOptions
-from rayspec.serve.replies import NO_UPGRADE, NOT_JSON, OVERRUN, Refused, invalid, too_large, too_slow
 
 _LARGE_BODIES = 8  # of the largest size, in memory at once; bodies of at most SMALL bytes do not count
 SMALL = 2**16
@@ -90,7 +89,7 @@ def _check_encoding(request: Request) -> None:
     name = request.headers.get("content-encoding", "").strip().lower()
     if name not in {"", "identity"}:
         message = f"Content-Encoding {name[:100]!r} is not supported here: send the body without compression."
-        raise Refused(invalid(415, "unsupported_encoding", message))
+        raise Refused(ApiError(415, "unsupported_encoding", message))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from rayspec.openai.errors import ApiError
 from rayspec.openai.responses import END_OF_EVENTS, event
-from rayspec.serve.replies import BUSY, GONE, INTERNAL, Refused, timed_out
+from rayspec.serve.access import BUSY, GONE, INTERNAL, Refused, timed_out
 
 T = TypeVar("T")
 

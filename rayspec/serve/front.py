@@ -23,8 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rayspec.openai.errors import ApiError
 from rayspec.openai.responses import json_body
-from rayspec.serve.access import error_response
-from rayspec.serve.replies import MALFORMED, invalid
+from rayspec.serve.access import MALFORMED, error_response
 
 _ID = "x-request-id"
 _LENGTHS = {"content-length", "transfer-encoding"}
@@ -193,7 +192,7 @@ class _Connection(H11Protocol):
             self.transport.abort()
         elif self.conn.trailing_data[0]:
             message = f"The headers did not come within {self.header_timeout_s:g} s."
-            self._refuse(invalid(408, "request_timeout", message))
+            self._refuse(ApiError(408, "request_timeout", message))
         else:
             self.transport.close()
 

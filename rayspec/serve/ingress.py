@@ -26,13 +26,24 @@ from rayspec.openai.items import ResponsesBody, ResponsesRequest
 from rayspec.openai.requests import ChatRequest, CompletionRequest, check_served
 from rayspec.openai.responses import ChatCompletion, Completion, ModelCard, ModelList
 from rayspec.openai.tokenizing import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from rayspec.serve.access import Admission, AdmissionControl, ApiKeys, Entry, error_response, json_response
+from rayspec.serve.access import (
+    BUSY,
+    INTERNAL,
+    OVERRUN,
+    STARTING,
+    Admission,
+    AdmissionControl,
+    ApiKeys,
+    Entry,
+    Refused,
+    error_response,
+    json_response,
+)
 from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.bodies import SMALL, BodyReader
 from rayspec.serve.calls import ModelCall, fetch, while_connected
 from rayspec.serve.description import ERRORS, PAGE_HEADERS, Description
 from rayspec.serve.options import ServeOptions
-from rayspec.serve.replies import BUSY, INTERNAL, OVERRUN, STARTING, Refused, invalid, unable
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
 from rayspec.serve.status import EndpointStatus
 from rayspec.serve.watch import Watch
@@ -219,7 +230,7 @@ def _add_operator_routes(app: FastAPI, ingress: Ingress, described: Description)
     async def health() -> Response:
         problems = await ingress.watch.problems()
         if problems:
-            return error_response(unable(503, "unhealthy", "; ".join(problems)))
+            return error_response(ApiError(503, "unhealthy", "; ".join(problems)))
         return JSONResponse({"status": "ok"})
 
     app.get("/ping")(app.post("/ping")(health))
@@ -264,7 +275,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case HTTPException():  # of the router: an unknown path, a wrong method
             code = HTTPStatus(error.status_code).name.lower()
             message = f"{request.method} {request.url.path}: {error.detail}."
-            return error_response(invalid(error.status_code, code, message), error.headers)
+            return error_response(ApiError(error.status_code, code, message), error.headers)
         case ClientDisconnect():  # nobody reads this; it is no server error
             return Response(status_code=400)
     return error_response(INTERNAL)  # Starlette raises the error again afterwards, so Serve logs it

@@ -24,9 +24,9 @@ from rayspec.openai.responses import ModelCard, Response, json_body
 from rayspec.openai.tokenizing import DetokenizeRequest, TokenizeRequest, in_thread_if_large
 from rayspec.pool.stopped import Place
 from rayspec.ray_session import forget_reserved_threads
+from rayspec.serve.access import INTERNAL
 from rayspec.serve.metrics import EngineMetrics, MeteredEngine, ray_recorder
 from rayspec.serve.options import LLMConfig
-from rayspec.serve.replies import INTERNAL
 from rayspec.serve.status import EngineHealth, ModelStatus, RecentRates, ReplicaReport
 from rayspec.types import RayspecError, RequestError
 

@@ -17,10 +17,10 @@ import pytest
 from rayspec.command.locations import Location
 from rayspec.openai.batch import Batch, BatchLine, BatchRequest, BatchResult
 from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.serve.access import GONE
 from rayspec.serve.batch_runner import BatchRun, BatchRunner
 from rayspec.serve.batch_store import BatchStore, new_id
 from rayspec.serve.options import ServeOptions
-from rayspec.serve.replies import GONE
 from rayspec.types import ConfigError
 
 Answer = Callable[[BatchLine], Awaitable[BatchResult | ApiError]]

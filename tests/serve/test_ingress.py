@@ -16,10 +16,9 @@ import pytest
 from ray.exceptions import RayError
 
 from rayspec.serve import access
-from rayspec.serve.access import ANY, Admission, ApiKeys, allowed_host
+from rayspec.serve.access import ANY, BUSY, Admission, ApiKeys, Refused, allowed_host
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
-from rayspec.serve.replies import BUSY, Refused
 from rayspec.serve.watch import WatchedReplica
 from tests.serve.endpoint_process import head_of, served
 from tests.waiting import wait_until

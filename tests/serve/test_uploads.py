@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.openai.errors import InvalidRequestError
+from rayspec.serve.access import Refused
 from rayspec.serve.bodies import read_form
-from rayspec.serve.replies import Refused
 
 TYPE = 'multipart/form-data; boundary="b-o"'
 Parts = list[tuple[str, str | None, bytes]]

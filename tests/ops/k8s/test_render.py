@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from rayspec.cli import app
 from rayspec.ops.k8s.options import RenderOptions
-from rayspec.ops.k8s.render import manifests, render
-from rayspec.ops.k8s.sizing import GIB, ClusterPlan, plan_cluster
+from rayspec.ops.k8s.render import GIB, ClusterPlan, manifests, plan_cluster, render
 from rayspec.types import ConfigError
 from tests.ops.k8s.schemas import cluster_spec, has_ray_schemas, open_rules, problems, violations
 

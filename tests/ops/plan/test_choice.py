@@ -15,7 +15,7 @@ from rayspec.cli import app
 from rayspec.config import EngineConfig
 from rayspec.errors import ConfigError
 from rayspec.ops.k8s.options import RenderOptions
-from rayspec.ops.k8s.sizing import ClusterPlan, plan_cluster
+from rayspec.ops.k8s.render import ClusterPlan, plan_cluster
 from rayspec.ops.plan.forecast import place_best, rank_layouts
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.ops.plan.placement import Layout, Placement, place
