@@ -134,10 +134,7 @@ def check_tokens(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -
 class TokenizeRequest(StrictBody):
     """The body of /tokenize: a text, or a conversation that goes through the chat template."""
 
-    refused: ClassVar[Refusals] = {
-        "chat_template": (),
-        "mm_processor_kwargs": ({},),
-    }
+    refused: ClassVar[Refusals] = {"chat_template": (), "mm_processor_kwargs": ({},)}
 
     model: str | None = None
     prompt: str | None = None

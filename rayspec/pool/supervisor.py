@@ -19,15 +19,7 @@ from rayspec.decode.engine_loop import EngineDeadError, LoopThread
 from rayspec.pipeline.placement import PlacementError
 from rayspec.pipeline.recovery import Restarts
 from rayspec.pool.dispatch import Dispatch, Slot, part_hashes
-from rayspec.pool.worker import (
-    Beginning,
-    Callback,
-    CommonDType,
-    EngineFactory,
-    RemoteEngine,
-    WorkerMethod,
-    num_engines,
-)
+from rayspec.pool.worker import Beginning, Callback, CommonDType, EngineFactory, RemoteEngine, WorkerMethod, num_engines
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
 _MAX_CONCURRENT_ROWS = 4096

@@ -56,9 +56,7 @@ class PlacementOptions(LoadOptions):
     """
 
     stages: int | None = Field(
-        None,
-        ge=1,
-        description="pipeline stages; without stages, tensor and layers: as rayspec plan recommends",
+        None, ge=1, description="pipeline stages; without stages, tensor and layers: as rayspec plan recommends"
     )
     tensor: int | None = Field(None, ge=1, description="GPUs that share each stage")
     layers: Annotated[tuple[int, ...] | None, Commas] = Field(None, description="layers of each stage, as 20,30,30")
