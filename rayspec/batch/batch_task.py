@@ -77,8 +77,8 @@ def answered(row: Row, result: BatchResult) -> Row:
     return replace(
         row.without_input(),
         text=result.json_line(),
-        num_prompt_tokens=usage.get("prompt_tokens", 0),
-        num_output_tokens=usage.get("completion_tokens", 0),
+        num_prompt_tokens=usage.get("prompt_tokens", usage.get("input_tokens", 0)),
+        num_output_tokens=usage.get("completion_tokens", usage.get("output_tokens", 0)),
         finish_reason="error" if result.failed else "stop",
         error_kind=result.error_code,
         error=result.json_line().strip() if result.failed else None,

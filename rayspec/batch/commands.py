@@ -187,7 +187,7 @@ def openai_batch(
     output: Annotated[str, typer.Option("--output", "-o", help="folder for the answers; path or URI")],
     served_model_name: Annotated[str | None, typer.Option(help="what lines call the model; none: as --model")] = None,
 ) -> None:
-    """Answer the requests of an OpenAI batch file: each line is for /v1/chat/completions or /v1/completions.
+    """Answer the requests of an OpenAI batch file: /v1/chat/completions, /v1/completions, /v1/responses.
 
     It writes output.jsonl and errors.jsonl, in OpenAI's format.
     """

@@ -24,7 +24,8 @@ from typing_extensions import Self
 
 from rayspec.openai.answer import BackgroundLimit, respond
 from rayspec.openai.errors import ApiError, InvalidRequestError, parse_json
-from rayspec.openai.requests import ENDPOINTS, Request
+from rayspec.openai.items import ResponsesRequest
+from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.openai.responses import plain_body
 from rayspec.openai.strict_body import StrictBody
 from rayspec.openai.tokenizing import in_thread_if_large
@@ -36,7 +37,12 @@ if TYPE_CHECKING:
 _MAX_LINE_BYTES = 16 * 2**20  # as many as a body may have by default
 _MAX_CUSTOM_ID = 512
 
-Url = Literal["/v1/chat/completions", "/v1/completions"]
+Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+_REQUESTS: Mapping[Url, type[ChatRequest | CompletionRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+}
 Purpose = Literal["batch", "batch_output"]
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 FINAL: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
@@ -57,7 +63,8 @@ class BatchError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A response as HTTP would have returned it. body: a ChatCompletion, a Completion, or {"error": ...}."""
+    """A response as HTTP would have returned it. body: a ChatCompletion, a Completion, a Response, or
+    {"error": ...}."""
 
     status_code: int
     request_id: str
@@ -104,7 +111,7 @@ class BatchLine:
     def request(self) -> Request:
         """Return the validated body. Raises InvalidRequestError."""
         body = parse_json(self.text.encode())["body"]
-        request = ENDPOINTS[self.url].parse(body)
+        request = _REQUESTS[self.url].parse(body)
         if request.stream:
             raise InvalidRequestError.of("stream", "not in a batch; leave it out", code="unsupported_value")
         return request

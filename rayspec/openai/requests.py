@@ -451,10 +451,6 @@ class CompletionRequest(GenerationRequest):
 
 
 Request = ChatRequest | CompletionRequest
-ENDPOINTS: Mapping[str, type[ChatRequest | CompletionRequest]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-}
 
 
 def check_served(model: str, served: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import openai.types as official
 import openai.types.chat as official_chat
 import pytest
+from openai.types.responses import Response
 from typer.testing import CliRunner
 
 from rayspec.cli import app
@@ -18,11 +19,14 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 
 def request(number: int, **changes: Any) -> dict[str, Any]:
-    """Chats and plain prompts by turns."""
-    body: dict[str, Any] = {"model": "demo", "max_tokens": 3, "temperature": 0}
-    url = "/v1/completions" if number % 2 else "/v1/chat/completions"
+    """Chats, plain prompts and inputs of the Responses API by turns."""
     text = f"The annual review number {number}."
-    body |= {"prompt": text} if number % 2 else {"messages": [{"role": "user", "content": text}]}
+    url, own = (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "max_tokens": 3}),
+        ("/v1/completions", {"prompt": text, "max_tokens": 3}),
+        ("/v1/responses", {"input": text, "max_output_tokens": 3}),
+    )[number % 3]
+    body = {"model": "demo", "temperature": 0, **own}
     return {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body} | changes
 
 
@@ -53,11 +57,9 @@ def test_fifty_lines_of_which_five_are_wrong(tmp_path: Path, monkeypatch: pytest
     assert {line["custom_id"] for line in answers} == {f"r{number}" for number in range(NUM_GOOD)}
     for line in answers:
         assert line["response"]["status_code"] == 200
-        is_chat = int(line["custom_id"][1:]) % 2 == 0
-        kind = official_chat.ChatCompletion if is_chat else official.Completion
-        answer = kind.model_validate(line["response"]["body"], strict=True)
-        assert answer.usage is not None
-        assert 0 < answer.usage.completion_tokens <= 3
+        kind = (official_chat.ChatCompletion, official.Completion, Response)[int(line["custom_id"][1:]) % 3]
+        usage: Any = kind.model_validate(line["response"]["body"], strict=kind is not Response).usage
+        assert 0 < (usage.output_tokens if kind is Response else usage.completion_tokens) <= 3
     assert sorted(str(line["custom_id"]) for line in failures) == ["None", "r0", "r101", "r102", "r103"]
     for line in failures:
         if line["error"] is not None:
