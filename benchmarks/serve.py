@@ -19,7 +19,8 @@ from benchmarks.serve_client import Answer, Ask, Choice, send
 from benchmarks.serve_mix import Mix
 from rayspec.bench.result import describe_environment
 from rayspec.llm import Prompt
-from rayspec.openai.requests import ENDPOINTS, is_token_ids
+from rayspec.openai.batch import ENDPOINTS
+from rayspec.openai.requests import is_token_ids
 from rayspec.types import RayspecError, RequestOutput
 
 _PERCENTILES = (50, 90, 99)

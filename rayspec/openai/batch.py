@@ -38,7 +38,7 @@ _MAX_LINE_BYTES = 16 * 2**20  # as many as a body may have by default
 _MAX_CUSTOM_ID = 512
 
 Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
-_REQUESTS: Mapping[Url, type[ChatRequest | CompletionRequest]] = {
+ENDPOINTS: Mapping[str, type[ChatRequest | CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
@@ -111,7 +111,7 @@ class BatchLine:
     def request(self) -> Request:
         """Return the validated body. Raises InvalidRequestError."""
         body = parse_json(self.text.encode())["body"]
-        request = _REQUESTS[self.url].parse(body)
+        request = ENDPOINTS[self.url].parse(body)
         if request.stream:
             raise InvalidRequestError.of("stream", "not in a batch; leave it out", code="unsupported_value")
         return request

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.serve_mix import Mix
-from rayspec.openai.requests import ENDPOINTS
+from rayspec.openai.batch import ENDPOINTS
 
 MIX = Mix(model="demo", num_requests=200, max_tokens=32, cut_share=0.2)
 
