@@ -46,7 +46,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 @app.command()
 def papers(*, json: Json = None) -> None:
-    """Print published speed-ups beside our predictions. Runs nothing."""
+    """Print published speed-ups next to our predictions. Runs nothing."""
     with clean_exit():
         output_console().print(run_paper(json), markup=False, highlight=False, soft_wrap=True)
 
@@ -56,17 +56,17 @@ def papers(*, json: Json = None) -> None:
 def pipeline(
     *,
     asked: Asked,
-    cases: Annotated[str, typer.Option(help="stages x cohorts, with commas")] = "1x1,2x1,2x4",
+    cases: Annotated[str, typer.Option(help="stages x microbatches, with commas")] = "1x1,2x1,2x4",
     input_: Input = "demo",
     context: Context = 256,
     strategies: Strategies = "ar,knapspec",
     max_tokens: MaxTokens = 128,
-    batch: Annotated[int, typer.Option(min=1, help="sequences of a cohort")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="sequences of a microbatch")] = 1,
     repeats: Repeats = 3,
     widen: Widen = 1,
     json: Json = None,
 ) -> None:
-    """Compare a model cut into stages, with one or more cohorts under way, with the model in one process.
+    """Compare a model cut into stages, with one or more microbatches under way, with the model in one process.
 
     Exit code 1 if any output differs from the tokens of plain decoding in one process.
     """

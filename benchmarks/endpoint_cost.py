@@ -1,4 +1,4 @@
-"""What the endpoint costs beside an engine that computes nothing: CPU seconds per token of each process.
+"""What the endpoint costs in addition to an engine that computes nothing: CPU seconds per token of each process.
 
     python -m benchmarks.endpoint_cost --way front --num-streams 64 --seconds 20
 

@@ -50,7 +50,7 @@ def parse_cases(text: str) -> tuple[Case, ...]:
     for name in filter(None, map(str.strip, text.split(","))):
         match = _CASE.fullmatch(name)
         if match is None:
-            raise ConfigError(f"option 'cases' is {text!r}: {name!r} is not stages x cohorts, as in 1x1,2x1,2x4")
+            raise ConfigError(f"option 'cases' is {text!r}: {name!r} is not stages x microbatches, as 1x1,2x1,2x4")
         cases.append(Case(stages=int(match[1]), cohorts=int(match[2])))
     if not cases:
         raise ConfigError(f"option 'cases' is {text!r}: name at least one, as 2x4")

@@ -165,7 +165,7 @@ def pipeline_markdown(result: dict[str, Any]) -> str:
     heading = (
         f"{options['engine']['model']}{width} in {options['engine']['dtype']} on {environment['hardware']}, commit "
         f"{environment['commit']}; {len(prompt_tokens)} prompts of {min(prompt_tokens)} to {max(prompt_tokens)} "
-        f"tokens, {options['max_tokens']} tokens each, {options['batch']} sequences a cohort, "
+        f"tokens, {options['max_tokens']} tokens each, {options['batch']} sequences a microbatch, "
         f"{options['repeats']} repeats"
     )
     parts = [heading, _speed_table(rows), _round_table(rows)]
@@ -178,7 +178,16 @@ def pipeline_markdown(result: dict[str, Any]) -> str:
 
 def _speed_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(
-        ("stages x cohorts", "strategy", "tokens/s", "min to max", "vs one process", "ms a round", "idle", "identical"),
+        (
+            "stages x microbatches",
+            "strategy",
+            "tokens/s",
+            "min to max",
+            "vs one process",
+            "ms a round",
+            "idle",
+            "identical",
+        ),
         [
             (
                 row["case"],

@@ -1,4 +1,7 @@
-"""Answer a conversation, and have the answer continued: python examples/chat.py [MODEL]"""
+"""Answer a conversation, and have the answer continued: python examples/chat.py [MODEL]
+
+The bundled model only knows audit reports. For sentences that make sense: `rayspec fetch smollm2`, and MODEL smollm2.
+"""
 
 import sys
 

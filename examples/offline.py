@@ -1,4 +1,7 @@
-"""Complete prompts. With vLLM only the import and the model differ: python examples/offline.py [MODEL]"""
+"""Complete prompts. With vLLM only the import and the model differ: python examples/offline.py [MODEL]
+
+The bundled model only knows audit reports. For sentences that make sense: `rayspec fetch smollm2`, and MODEL smollm2.
+"""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""Let a model call a function, and answer with its result, at an endpoint: python examples/tools.py [URL]"""
+"""Let a model call a function, and answer with its result, at an endpoint: python examples/tools.py [URL]
+
+The model's chat template must describe tools, as that of Qwen 3 does. The bundled model's does not.
+"""
 
 import json
 import os

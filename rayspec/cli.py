@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +18,9 @@ from rayspec.bench.commands import app as bench_app
 from rayspec.bench.options import TuneOptions
 from rayspec.command.help import LongCommand, format_groups
 from rayspec.command.options import Asked, with_settings
-from rayspec.command.terminal import clean_exit, load_llm, output_console, say
+from rayspec.command.terminal import EXIT_FAILED, EXIT_USAGE, clean_exit, fail, load_llm, output_console, say
 from rayspec.config import REPLACED, ParallelOptions, SamplingParams
+from rayspec.errors import plainly
 from rayspec.types import ConfigError
 
 # Commands that have left the package, and what runs them in a checkout of the project.
@@ -73,8 +75,26 @@ _GROUPS = {
 }
 
 
+_UsageError: Any = typer.BadParameter.__base__  # typer has no public name for it
+
+
 class _Commands(TyperGroup):
     """The commands. Commands and flags that are gone give an error that says what replaced them."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run a command. Wrong usage ends with one line, as other errors do."""
+        try:
+            result = super().main(*args, **{**options, "standalone_mode": False})
+        except typer.Abort:
+            sys.exit(EXIT_FAILED)
+        except _UsageError as error:
+            message = error.format_message()
+            if message.startswith("Usage:"):  # the help, where there are no arguments
+                error.show()
+                sys.exit(EXIT_USAGE)
+            place = "rayspec" if error.ctx is None else error.ctx.command_path
+            fail(f"{message[0].lower()}{plainly(message[1:]).rstrip('.?')}; help: {place} -h", EXIT_USAGE)
+        sys.exit(result if isinstance(result, int) else 0)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         format_groups(self, ctx, formatter, _GROUPS)
@@ -188,28 +208,28 @@ def serve(
     model_or_file: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL | APP.yaml]",
+            metavar="MODEL | APP.yaml",
             help="as --model; or a file with llm_configs, in place of the model and engine options",
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="address to listen at; the default is reached from this machine only")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free")] = 8000,
-    served_model_name: Annotated[str | None, typer.Option(help="what requests call the model")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen at; 0: any free one")] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(help="name of the model in requests")] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="opens the endpoint; repeatable; also in RAYSPEC_API_KEYS, with commas")
+        list[str] | None, typer.Option(help="key that requests need; repeatable; also in RAYSPEC_API_KEYS, with commas")
     ] = None,
     cors: Annotated[
         list[str] | None,
-        typer.Option(metavar="ORIGIN", help="whose web pages may use the endpoint; repeatable; *: all"),
+        typer.Option(metavar="ORIGIN", help="origin whose web pages may use the endpoint; repeatable; *: all"),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="by which clients may call the endpoint on loopback; repeatable; *: any"),
+        typer.Option(metavar="NAME", help="host name for calls of an endpoint on loopback; repeatable; *: any"),
     ] = None,
     batches: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="where /v1/files and /v1/batches keep files; none: neither")
+        str | None, typer.Option(metavar="FOLDER", help="folder of /v1/files and /v1/batches; without it, both are off")
     ] = None,
 ) -> None:
     """Answer OpenAI requests over HTTP, with Ray Serve, until SIGTERM or Ctrl-C. Prints the URL when it is ready.
@@ -251,9 +271,7 @@ def serve(
 def chat(
     *,
     asked: Asked,
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="answered alone; none: lines of stdin")
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="one prompt; else lines of stdin")] = None,
     system: Annotated[str | None, typer.Option(help="the system message")] = None,
 ) -> None:
     """Answer a prompt, or hold a conversation on the terminal. Ctrl-D ends it."""

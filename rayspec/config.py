@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from typing_extensions import Self
 
 from rayspec.choices import FULL, QUANTISED_WEIGHTS, SKIP, Choice, Weights, combinations, keys_of, weights_of
-from rayspec.errors import ConfigError
+from rayspec.errors import ConfigError, plainly
 from rayspec.machine import has_nvidia_gpu
 from rayspec.structured import StructuredOutputsParams
 from rayspec.vllm_names import ENGINE, SAMPLING, from_vllm
@@ -119,7 +119,7 @@ def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
             "a folder, a name on the hub such as org/name, a GGUF file, or 'demo'" if name == "model" else "a value"
         )
         return f"option {name!r} is missing: give it {remedy}"
-    value, message = error["input"], str(error["msg"]).removeprefix("Value error, ")
+    value, message = error["input"], plainly(str(error["msg"]))
     if isinstance(error.get("ctx", {}).get("error"), ConfigError):
         return f"in {name!r}: {message}"
     if error["type"] == "literal_error" and isinstance(value, str):
@@ -294,7 +294,7 @@ class TuningOptions(Options):
     """How plans are tuned on calibration prompts. Numeric defaults are those of Self-SD, which tunes on 8 prompts."""
 
     num_tries: int = Field(1000, ge=1, description="plans that are tried on the prompts")
-    max_seconds: float = Field(3600.0, gt=0.0, description="after which no other plan is tried")
+    max_seconds: float = Field(3600.0, gt=0.0, description="seconds after which no further plan is tried")
     max_tokens: int = Field(32, ge=2, description="tokens generated from each prompt")
 
 
@@ -532,13 +532,13 @@ class EngineConfig(Options):
         None,
         gt=0,
         le=1,
-        description="of the free memory, for a KV cache of no named size; unset: 0.8 of a GPU's, else 0.25",
+        description="share of the free memory for the KV cache; unset: 0.8 of a GPU's, else 0.25",
     )
     gpu_memory_utilization: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="of a GPU's whole memory, for model and KV cache; kv_cache_share and kv_cache_tokens win over it",
+        description="share of a GPU's memory for model and KV cache; kv_cache_share and kv_cache_tokens win over it",
     )
     enable_prefix_caching: bool = Field(True, description="sequences that begin alike share keys and values")
     deterministic: bool = Field(False, description="fixed kernel shapes: same tokens in bf16 whatever the batch")

@@ -118,3 +118,8 @@ def naming_the_extra() -> Iterator[None]:
 def reason_of(error: BaseException) -> str:
     """Return the type of an error and the first line of its text."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def plainly(message: str) -> str:
+    """Return pydantic's reason in the words of our own errors."""
+    return message.removeprefix("Value error, ").replace("Input should be", "it must be").partition(", unable to")[0]

@@ -74,6 +74,8 @@ class LLM:
     def __init__(self, model: str, *, seed: int | None = None, **options: Unpack[LLMKeywords]) -> None:
         self._seeds = None if seed is None else random.Random(seed)
         config = _with_base(_config_of(demo.local_path(model), options))
+        if config.tokenizer is not None:
+            config = config.replace(tokenizer=demo.local_path(config.tokenizer, option="tokenizer"))
         self._resources = ExitStack()
         self.client: Client = EngineLoop(load_engine(config)) if config.parallel is None else self._with_ray(config)
         # A copy of a fast tokenizer, which keeps the settings of a call, such as truncation: the engine has its own.

@@ -125,12 +125,15 @@ def test_a_repeated_run_does_the_rest_and_reads_no_output(
     ("arguments", "message"),
     [
         (["-o", "out.jsonl"], "error: option 'model' is missing: give it a folder, a name on the hub"),
-        (["-o", "out.jsonl", *PLAIN, "--truncate"], "option '--truncate' is now '--long truncate'"),
+        (
+            ["-o", "out.jsonl", *PLAIN, "--truncate"],
+            "error: option '--truncate' is now '--long truncate'; help: ",
+        ),
         (["-o", "/proc/out.jsonl", *PLAIN], "error: option 'output' is '/proc/out.jsonl.run', which cannot be used"),
         ([".", "-o", "in.jsonl", "--overwrite", *PLAIN], "error: option 'output' is 'in.jsonl', which is an input too"),
         (["-o", "out.jsonl", *FAST, "--set", "speculation.gat=1"], "unknown option 'gat'; did you mean 'gate'?"),
         (["-o", "out.jsonl", *PLAIN, "--prompt", "Sum up"], "error: option 'prompt' is 'Sum up': it must hold {text}"),
-        (["-o", "out.jsonl", *FAST, "--modle", "x"], "No such option: --modle"),
+        (["-o", "out.jsonl", *FAST, "--modle", "x"], "error: no such option: --modle"),
         (["no*.txt", "-o", "out.jsonl", *FAST], "error: input 'no*.txt': it matches nothing"),
         (["-o", "out.jsonl", "--model", "demoo"], "error: option 'model' is 'demoo', and there is no such folder; did"),
         (

@@ -171,5 +171,5 @@ def test_the_keywords_of_llm_are_the_options_of_the_engine() -> None:
 )
 def test_data_types_have_the_names_of_vllm_and_torch_too(given: Any, dtype: str) -> None:
     assert EngineConfig(model="demo", dtype=given).dtype == dtype
-    with pytest.raises(ConfigError, match="'float8': Input should be"):
+    with pytest.raises(ConfigError, match="'float8': it must be"):
         EngineConfig(model="demo", dtype="float8")  # type: ignore[arg-type]

@@ -15,17 +15,16 @@ SAID = {
     "scores.py": ["tokens: 'The report was published in May.'", "tokens: 'The report were publish on in May.'"],
     "stream.py": ["Review of the zoning program of the Parks Council in Linton, 2001\nFinding 1: "],
     "compare.py": ["ar: ", "auto: ", " tokens/s, prompts not counted", "same texts: True"],
+    "adapters.py": ["None: 'Review of the zoning program of the ", "\nlegal: '", "\nmedical: '"],
     "ray_data.py": ["report-0-0: Review of the ", "report-0-1: Review of the ", "report-0-2: Review of the "],
 }
+LONG = {"adapters.py": [pytest.mark.exhaustive], "ray_data.py": [pytest.mark.ray, pytest.mark.exhaustive]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.ray, pytest.mark.exhaustive] if name == "ray_data.py" else [])
-        for name in SAID
-    ],
+    [pytest.param(name, marks=LONG.get(name, ())) for name in SAID],
 )
 def test_an_example_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process, which has imported already what takes most of the time of a script."""

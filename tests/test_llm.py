@@ -89,7 +89,7 @@ def test_a_checkpoint_is_run_with_its_generation_config(tmp_path: Path) -> None:
     )
     model.save_pretrained(tmp_path)
     prompt = [5, 9, 7] * 5
-    options: dict[str, Any] = OPTIONS | {"tokenizer": demo.tokenizer_path(), "speculation": STATIC | {"skip": [1, 4]}}
+    options: dict[str, Any] = OPTIONS | {"tokenizer": "demo", "speculation": STATIC | {"skip": [1, 4]}}
     mask = torch.ones(1, len(prompt), dtype=torch.int64)
     expected = model.generate(torch.tensor([prompt]), attention_mask=mask, do_sample=False)[0, len(prompt) :].tolist()
     with LLM(str(tmp_path), **options) as one:

@@ -13,7 +13,12 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 WEB_PAGES = sorted((ROOT / "rayspec").rglob("*.html"))
-MODULES = [path for path in sorted((ROOT / "rayspec").rglob("*.py")) if path.parts[-2:] != ("demo", "corpus.py")]
+MODULES = [
+    path
+    for folder in ("rayspec", "jobs", "benchmarks", "tools", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if path.parts[-2:] != ("demo", "corpus.py")
+]
 # Words with a private meaning, and what to write in their place. In code, a name of the code may stand.
 BETTER = {
     r"beside": "next to, in addition to, together with",
@@ -37,6 +42,17 @@ BETTER = {
     r"found out": "detected",
     r"fused bod(?:y|ies)": "fused layer",
     r"doors?": "interface",
+    r"situations?": "case, state",
+    r"openings?": "beginning",
+    r"flights?": "running, under way",
+    r"land(?:s|ed|ing)?": "arrive, complete",
+    r"news": "result, message",
+    r"evidence": "measurement, observation",
+    r"woke|wak(?:es|ing)": "start",
+    r"page tables?": "block table",
+    r"slots? lists?": "slot mapping",
+    r"recipes?": "factory",
+    r"surveys?": "scan",
 }
 # These name things in the code; where users read, they are private words.
 BETTER_FOR_USERS = {
@@ -45,11 +61,15 @@ BETTER_FOR_USERS = {
     r"verdicts?": "result",
     r"told|tells?": "say, show",
     r"pieces?": "chunk, part",
+    r"cohorts?": "microbatch",
+    r"(?:its|without a|what the) gate|gate (?:limits|compares|says|is)": "speculation switch",
 }
 FOR_DEVELOPERS = {"internals.md", "tried.md", "architecture.md", "adding_a_strategy.md", "figures.md"}
 
 
 def _found(words: dict[str, str], text: str) -> list[str]:
+    if not re.search(rf"\b(?:{'|'.join(words)})\b", text, re.IGNORECASE):
+        return []
     shown = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
     return [
         f"{match[0]!r} in {shown[max(0, match.start() - 30) : match.end() + 30]!r}: write {better}"
@@ -59,8 +79,10 @@ def _found(words: dict[str, str], text: str) -> list[str]:
 
 
 def _texts(module: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the texts of a module, and whether each is a docstring."""
-    tree = ast.parse(module.read_text(encoding="utf-8"))
+    """Yield the texts of a module, and whether each is a docstring or a comment."""
+    source = module.read_text(encoding="utf-8")
+    yield from ((comment, True) for comment in re.findall(r"(?:^|\s)# (.*)$", source, re.MULTILINE))
+    tree = ast.parse(source)
     docstrings = {
         id(node.body[0].value)
         for node in ast.walk(tree)

@@ -99,7 +99,7 @@ def test_names_of_options_that_are_called_otherwise_here(given: dict[str, Any], 
         ({"seed": 5}, "'seed' is 5: only `LLM"),
         ({"speculative_config": {"model": "m"}}, "'speculative_config' is .*: the model drafts for itself"),
         ({"tensor_parallel_sise": 2}, "unknown option 'tensor_parallel_sise'; did you mean 'tensor_parallel_size'"),
-        ({"max_model_len": "16k"}, "^option 'max_model_len' is '16k': Input should be a valid integer[^;]*$"),
+        ({"max_model_len": "16k"}, "^option 'max_model_len' is '16k': it must be a valid integer[^;]*$"),
         ({"tensor_parallel_size": "two"}, "in 'parallel': option 'tensor' is 'two'"),
     ],
 )

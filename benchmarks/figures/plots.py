@@ -83,7 +83,7 @@ def _colors(speed_ups: Sequence[SpeedUp]) -> dict[str, str]:
 def plot_tpt(experiment: TptExperiment, path: Path) -> None:
     """Draw measured tokens per second against predicted TPT, and against estimated acceptance."""
     found = experiment.correlations()
-    with _figure(path, "What tells which plan is fast?", panels=2) as (tpt, acceptance):
+    with _figure(path, "Which quantity shows which plan is fast?", panels=2) as (tpt, acceptance):
         _draw_points(tpt, experiment.points, [point.predicted_tpt for point in experiment.points])
         tpt.scatter([experiment.plain_tpt], [experiment.plain.median], marker="*", s=130, color=INK, zorder=4)
         tpt.annotate(

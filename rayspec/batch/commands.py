@@ -42,7 +42,7 @@ _ON_RAY = "job"
 Inputs = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="INPUT...",
+        metavar="INPUT",
         help=f"files ({KNOWN_TYPES}), folders or patterns; also s3://, gs://, abfs://, hdfs://",
     ),
 ]
@@ -65,8 +65,8 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
     id_column: str | None = Field(
         None, description="column of the row's id; unset: 'id', else file and row number; none: always the latter"
     )
-    limit: int | None = Field(None, ge=1, description="only the first so many rows")
-    sample: float | None = Field(None, ge=0, le=1, description="only this share of the rows, always the same ones")
+    limit: int | None = Field(None, ge=1, description="most rows to process, the first ones")
+    sample: float | None = Field(None, ge=0, le=1, description="share of the rows to process, always the same ones")
     json_schema: str | None = Field(None, description="file with a JSON schema that every output must have")
     prompt_template: str | None = Field(
         None, description="file with a Jinja template that makes the prompt of a row's columns, by their names"
@@ -118,7 +118,7 @@ def summarize(
     output: Output = None,
     text_column: Annotated[str, typer.Option(help="column of the document's text")] = "text",
     prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="what to ask; {text} stands for the document")
+        str | None, typer.Option(metavar="TEXT", help="the prompt; {text} stands for the document")
     ] = None,
 ) -> None:
     """Summarize documents, one row per document. A .txt file is one document.

@@ -92,23 +92,21 @@ class Drain:
 class JobOptions(Options):
     """Options of a job over rows. changed: how rows are treated whose text has changed, see `local_backend.Changed`."""
 
-    overwrite: bool = Field(False, description="begin again, in place of what an earlier run has left there")
-    changed: Changed = Field("keep", description="what becomes of rows with other text than when they were done")
+    overwrite: bool = Field(False, description="start over, and replace the rows of an earlier run")
+    changed: Changed = Field("keep", description="how to treat rows whose text has changed since they were done")
     max_engine_restarts: int = Field(
         3, ge=0, description="on Ray: engines started again in a row, without a row completed in between"
     )
-    format: FileFormat | None = Field(None, description="of an output folder: parquet or jsonl; unset: parquet")
+    format: FileFormat | None = Field(None, description="format of an output folder; unset: parquet")
     drain_s: float = Field(2.0, ge=0, description="seconds for rows under way, after SIGTERM")
-    order: Order = Field(
-        "input", description="of the rows: longest (first), or prefix (rows that begin alike are neighbours)"
-    )
+    order: Order = Field("input", description="order of the rows; longest: first; prefix: equal beginnings together")
     price: float | None = Field(
         None, gt=0, description="dollars per hour of all machines of the job, for the cost in the report"
     )
     max_total_tokens: int | None = Field(
-        None, ge=1, description="of prompts and outputs: a run begins no row that may exceed it, and ends with code 4"
+        None, ge=1, description="budget of prompt and output tokens; when it is spent, the run ends with code 4"
     )
-    max_hours: float | None = Field(None, gt=0, description="a run begins no row after them, and ends with code 4")
+    max_hours: float | None = Field(None, gt=0, description="hours; when they are spent, the run ends with code 4")
     accept_failed_rows: bool = Field(
         False, description="exit code 0 when every row has its result, also an error: the same command would do nothing"
     )

@@ -61,7 +61,7 @@ class LongDocumentOptions(Options):
     holds for all higher levels. The answer about the whole document has `max_tokens` of the sampling parameters.
     """
 
-    long: Mode = Field("fail", description="what becomes of documents beyond the context")
+    long: Mode = Field("fail", description="how to treat documents longer than the context")
     chunk_tokens: int | None = Field(None, ge=1, description="tokens of a part of a long document; unset: what fits")
     overlap_tokens: int = Field(0, ge=0, description="tokens that a part shares with the one before")
     level_tokens: tuple[int, ...] = Field(

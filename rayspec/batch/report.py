@@ -183,7 +183,8 @@ class RunReport:
             time_left = f"about {hours} h {minutes} min left" if hours else f"about {minutes} min left"
             if seconds < 2 * _MINUTE_S:
                 time_left = f"about {max(1, round(seconds / _ABOUT_S)) * _ABOUT_S:.0f} s left"
-        return f"{self}, {num_to_do} rows to do, {time_left}" if num_to_do else f"{self}, all rows are done"
+        rows = f"{num_to_do} row{'s' * (num_to_do > 1)}"
+        return f"{self}, {rows} to do, {time_left}" if num_to_do else f"{self}, all rows are done"
 
     def write(
         self, folder: Path, *, config: Mapping[str, Any], title: str, price: float | None = None
@@ -239,7 +240,7 @@ class RunReport:
             ("wall time", f"{self.elapsed_s:.1f} s"),
             ("throughput", f"{self.tokens_per_s:.1f} output tokens/s"),
             ("draft acceptance", _share(stats.acceptance_rate)),
-            ("tokens a drafted round", _number(stats.mean_accepted_length)),
+            ("mean tokens per round with drafts", _number(stats.mean_accepted_length)),
             ("output tokens by source", _sources(stats)),
             ("rounds", f"{stats.num_rounds}, {stats.num_plain_rounds} without a draft"),
             *((f"time in {name}", _share(part / stats.total_s if stats.total_s else None)) for name, part in seconds),

@@ -39,7 +39,7 @@ class BenchOptions(WorkloadOptions):
     max_tokens: int = Field(128, ge=2, description="output tokens of a prompt")
     batch: int = Field(1, ge=1, description="sequences decoded at once")
     repeats: int = Field(3, ge=1, description="rounds in which everything is measured once")
-    widen: int = Field(1, ge=1, description="make the model so many times as wide, with the same text")
+    widen: int = Field(1, ge=1, description="make the model this many times as wide, with the same text")
     plans: Annotated[dict[str, str], Pairs] = Field(
         default_factory=dict, description="STRATEGY=FILE: saved plans for one strategy, as self-sd=a.json; repeatable"
     )
@@ -72,7 +72,7 @@ class TuneOptions(TuningOptions):
     context: int = Field(1024, ge=2, description="prompt tokens; documents are cut to it")
     num_prompts: int = Field(8, ge=1, description="of each domain, at most")
     batch: int = Field(1, ge=1, description="sequences decoded at once")
-    widen: int = Field(1, ge=1, description="make the model so many times as wide, as in bench")
+    widen: int = Field(1, ge=1, description="make the model this many times as wide, as in bench")
     overwrite: bool = Field(False, description="replace an output that exists")
 
     @model_validator(mode="after")

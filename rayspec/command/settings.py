@@ -38,7 +38,7 @@ _DECIDING = (
 )
 # Sampling parameters without effect on rows, which have one output each, and its text. The values ask for nothing.
 OF_ONE_ROW: Mapping[str, Any] = {"n": 1, "prompt_logprobs": None, "detokenize": True}
-# What PyYAML raises for some texts, beside its own errors: `!!bool x`, `!!timestamp x`, `2024-13-45`, `[[[[...`.
+# PyYAML raises them for some texts, next to its own errors: `!!bool x`, `!!timestamp x`, `2024-13-45`, `[[[[...`.
 _OTHER_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 

@@ -79,14 +79,14 @@ def clean_exit() -> Iterator[None]:
         with naming_the_extra():
             yield
     except ConfigError as error:
-        _fail(error, EXIT_USAGE)
+        fail(error, EXIT_USAGE)
     except RayspecError as error:
-        _fail(error, EXIT_FAILED)
+        fail(error, EXIT_FAILED)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
         place = "an output" if error.filename is None else repr(error.filename)
-        _fail(f"{place} cannot be written ({error.strerror}): make room or choose another place", EXIT_FAILED)
+        fail(f"{place} cannot be written ({error.strerror}): make room or choose another place", EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     finally:
@@ -104,7 +104,8 @@ def _terminate(number: int, frame: object) -> NoReturn:
     raise SystemExit(EXIT_TERMINATED)
 
 
-def _fail(error: RayspecError | str, code: int) -> NoReturn:
+def fail(error: RayspecError | str, code: int) -> NoReturn:
+    """End the process with a line on stderr and an exit code."""
     message = " ".join(str(error).split())
     error_console().print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
     sys.exit(code)

@@ -185,7 +185,7 @@ def fastest_number(runner: Runner, numbers: Sequence[int], clock: Callable[[], f
 
         def seconds(number: int, end: int) -> float:
             torch.set_num_threads(number)
-            runner.run(batch, hidden, end=end)  # wakes the threads
+            runner.run(batch, hidden, end=end)  # starts the threads
             started = clock()
             runner.run(batch, hidden, end=end)
             return clock() - started

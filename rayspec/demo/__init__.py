@@ -38,11 +38,11 @@ def model_path(name: str = "demo") -> str:
     return str(Path(__file__).parent / BUNDLED[name])
 
 
-def local_path(model: str) -> str:
+def local_path(model: str, *, option: str = "model") -> str:
     """Return the place of a bundled or fetched model for its name; return any other name or path unchanged. Raises
     ConfigError for a model that has not been fetched."""
     if model in FETCHABLE and not (path := cached_path(model)).exists():
-        raise ConfigError(f"option 'model' is {model!r}, which is not at {path}: rayspec fetch {model}")
+        raise ConfigError(f"option {option!r} is {model!r}, which is not at {path}: rayspec fetch {model}")
     return model_path(model) if model in BUNDLED else str(cached_path(model)) if model in FETCHABLE else model
 
 

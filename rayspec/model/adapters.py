@@ -21,7 +21,7 @@ from rayspec.types import CheckpointError
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _KEY = re.compile(r"(?P<path>.*\blayers\.(?P<layer>\d+)\..*?(?P<module>\w+))\.lora_[AB]\.weight")
 _MERGE = "merge it into the model with merge_and_unload() of peft, and load the result"
-# What an adapter may hold or change beside its products, and the values with which it does not.
+# What an adapter may hold or change in addition to its products, and the values with which it does not.
 _MORE: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the model's own weights

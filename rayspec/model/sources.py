@@ -102,7 +102,7 @@ def _ask_hub(name: str, option: str, revision: str | None) -> None:
     Raises CheckpointError if the repository is missing, restricted or unreachable. Other errors of the hub, such as an
     overload, are ignored: the loader retries.
     """
-    asked = f"{option} {name!r} is no folder here, and"
+    asked = f"{option} {name!r} is not a local folder, and"
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
     except GatedRepoError as error:

@@ -19,7 +19,7 @@ from rayspec.openai.responses import Answer, StreamEvent, Usage
 from rayspec.openai.strict_body import Refusals, StrictBody
 from rayspec.types import RequestOutput
 
-# Names of the chat request, each with its name here. Errors of the chat request are told by the latter.
+# Names of the chat request, each with its name here. Errors of the chat request are reported by the latter.
 _HERE = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",

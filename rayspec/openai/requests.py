@@ -34,7 +34,7 @@ _MAX_ALLOWED = 2**19  # more than any vocabulary
 _MAX_RULES = 2**22  # allowed tokens, and characters of bad words, of all sequences: the engine reads them for each
 
 _PLAINLY = Rendering()
-ONLY_TIER = ("auto", "default")  # OpenAI's other tiers promise a price or a speed
+ONLY_TIER = ("auto", "default")  # OpenAI's other tiers guarantee a price or a speed
 
 Name = Annotated[str, Field(max_length=256)]
 Stop = Annotated[str, Field(max_length=_MAX_STOP_CHARACTERS)]

@@ -98,11 +98,11 @@ def models(
 @app.command()
 def doctor(
     *,
-    model: Annotated[str | None, typer.Option(help="folder, hub id, or 'demo': are its files whole?")] = None,
+    model: Annotated[str | None, typer.Option(help="check its files, too: a folder, hub id, or 'demo'")] = None,
     address: Annotated[
-        str | None, typer.Option(help="of a Ray cluster: auto, host:port or ray://host:10001; else RAY_ADDRESS")
+        str | None, typer.Option(help="Ray cluster: auto, host:port or ray://host:10001; else RAY_ADDRESS")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="this machine only: for a container's start")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="check this machine only, as a container starts")] = False,
     json_: Json = None,
 ) -> None:
     """Check this machine, and every node of a cluster: versions, GPUs, network, disks, model files; say what to do.
@@ -134,7 +134,7 @@ def examine(*, model: str | None = None, address: str | None = None, quick: bool
     findings.append(machine.check_dtype())
     where = address or os.environ.get("RAY_ADDRESS")
     if where is None:
-        return [*findings, skipped("cluster", "none named: --address auto, host:port or ray://host:10001")]
+        return [*findings, skipped("cluster", "no cluster given: use --address auto, host:port or ray://host:10001")]
     from rayspec.ops.doctor.cluster import cluster_findings  # noqa: PLC0415
 
     return [*findings, *cluster_findings(where, model)]
@@ -206,7 +206,7 @@ def render(
     config: Annotated[Path | None, typer.Option(help="YAML file with any of these options; flags win over it")] = None,
     asked: Asked,
     inputs: Annotated[
-        list[str] | None, typer.Argument(metavar="INPUT...", help=RenderOptions.model_fields["inputs"].description)
+        list[str] | None, typer.Argument(metavar="INPUT", help=RenderOptions.model_fields["inputs"].description)
     ] = None,
 ) -> None:
     from rayspec.ops.k8s.render import render  # noqa: PLC0415 - brings torch, which others wait for

@@ -436,5 +436,5 @@ def _resources(whole: EngineConfig, one: EngineConfig) -> dict[str, Any]:
         wanted = whole.parallel.cpus_per_shard
         cpus = wanted if num_gpus else cpus_of_replica(wanted, whole, num_cpus)
         return {"num_cpus": cpus, "num_gpus": num_gpus, "label_selector": whole.parallel.labels or None}
-    # Ray Data starts only if a whole CPU stays unreserved, beside those that it reads with.
+    # Ray Data starts only if a whole CPU stays unreserved, in addition to those that it reads with.
     return {"num_cpus": float(num_cpus >= _MIN_CPUS_TO_RESERVE), "num_gpus": 1 if wants_gpu(one) else 0}

@@ -29,7 +29,7 @@ _RETRY_AFTER_S = 5  # about the time a replica of a small model takes to restart
 # Errors that the endpoint itself answers with.
 UNAUTHORIZED = ApiError(401, "invalid_api_key", "No valid API key: send one as 'Authorization: Bearer KEY'.")
 BUSY = ApiError(429, "rate_limit_exceeded", "The model has too many requests waiting. Please try again later.")
-STARTING = ApiError(503, "starting", "No replica of the model can serve now; another starts. Please try again later.")
+STARTING = ApiError(503, "starting", "The model is starting. Please try again later.")
 GONE = ApiError(503, "engine_dead", "The engine cannot serve this request now. Please try again later.")
 ENDING = ApiError(503, "shutting_down", "The endpoint is shutting down. Please try another, or again later.")
 OVERRUN = ApiError(429, "rate_limit_exceeded", "The endpoint has too many requests at once. Please try again later.")

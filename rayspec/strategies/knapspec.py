@@ -206,7 +206,7 @@ class KnapSpec:
             self._rates.clear()
             best = self._best_known(state).candidate
             if (None if best is None else self._candidates[best]) is not self._in_use:
-                why = "what was observed favours another candidate"
+                why = "the observed speed favours another plan"
                 return self._decide(state, why if self._has_searched else "before a search: quantised copies", 0.0)
         return None
 

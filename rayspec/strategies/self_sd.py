@@ -62,7 +62,7 @@ class SelfSD:
         reason: str = "a saved plan",
     ) -> None:
         self.threshold = threshold
-        self.record = PlanRecord(  # its situation is that of the first observed round
+        self.record = PlanRecord(  # its context and batch are those of the first observed round
             elapsed_s=0.0,
             context=0,
             batch=0,

@@ -155,6 +155,7 @@ def test_elsewhere_a_plain_line_comes_now_and_then(monkeypatch: pytest.MonkeyPat
         (100, 3, "97 rows to do, time left not known yet"),
         (100, 40, "60 rows to do, about 2 min left"),
         (100, 80, "20 rows to do, about 40 s left"),
+        (100, 99, "1 row to do, about 10 s left"),
         (100, 100, "all rows are done"),
         (10_000, 100, "9900 rows to do, about 5 h 40 min left"),
     ],

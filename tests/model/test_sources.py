@@ -85,7 +85,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HTTPServer]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("org/none", "'org/none' is no folder here, and the hub has none of that name"),
+        ("org/none", "'org/none' is not a local folder, and the hub has none of that name"),
         ("org/gated", "accept its terms on the hub"),
         ("org/old", "the hub has no revision 'main' of it"),
     ],

@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,16 @@ def test_a_batch_of_200_requests(client: openai.OpenAI) -> None:
     output = client.files.retrieve(batch.output_file_id)
     assert (output.purpose, output.bytes) == ("batch_output", len(client.files.content(output.id).content))
     assert client.batches.list(limit=1).data[0].id == batch.id
+
+
+def test_the_guide_runs_and_prints_what_it_says(demo_endpoint: EndpointProcess, tmp_path: Path) -> None:
+    guide = Path(__file__).parents[2] / "docs/guides/batches_api.md"
+    code = re.search(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    assert code is not None
+    script = code[1].replace("http://127.0.0.1:8000", demo_endpoint.url)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("completed BatchRequestCounts(completed=2, failed=0, total=2)\n{")
 
 
 def test_a_batch_with_bad_lines_fails_and_says_which(client: openai.OpenAI) -> None:

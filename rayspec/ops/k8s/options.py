@@ -48,11 +48,11 @@ class RenderOptions(Options):
         None, description="config.json that sizes are computed from; none: that of the model"
     )
     gpus: str | None = Field(
-        None, description="in order, as 8xH100-80G or 2x8xH100: of a copy of the model, if a layout is named"
+        None, description="GPUs, as 8xH100-80G or 2x8xH100; of one copy of the model, if a layout is named"
     )
     cpus: int | None = Field(None, ge=1, description="cores of a shard, in place of GPUs")
     gpus_per_node: int | None = Field(
-        None, ge=1, description="that a pod may ask for; none: as gpus names nodes, as 2x8xH100, else 8"
+        None, ge=1, description="GPUs that a pod may ask for; none: as gpus names nodes, as 2x8xH100, else 8"
     )
     stages: int | None = Field(
         None, ge=1, description="pipeline stages; none: the fewest that fit, without tensor as rayspec plan has it"
@@ -61,37 +61,37 @@ class RenderOptions(Options):
         None, ge=1, description="GPUs that share each stage; none: 1, without stages as rayspec plan has it"
     )
     context: int | None = Field(None, ge=2, description=CONTEXT_HELP)
-    concurrency: int = Field(32, ge=1, description="sequences at once, of what gpus are of")
-    quantization: Quantization | None = Field(None, description="of the checkpoint's linears, for their sizes")
-    dtype: DType = Field("auto", description="of the weights")
+    concurrency: int = Field(32, ge=1, description="sequences at once, on these GPUs")
+    quantization: Quantization | None = Field(None, description="quantization of the checkpoint, for its size")
+    dtype: DType = Field("auto", description="data type of the weights")
     replicas: int | None = Field(
         None, ge=1, description="copies of the model; none: 1, without a named layout as rayspec plan has it"
     )
     max_replicas: int | None = Field(None, ge=1, description="copies that the autoscaler may go up to; none: as many")
-    name: str = Field("rayspec", description="of the resource, and the beginning of others' names")
-    namespace: str | None = Field(None, description="none: that of kubectl")
-    image: str | None = Field(None, description="none: rayspec:VERSION-cuda, or -cpu")
-    served_model_name: str | None = Field(None, description="what requests call the model; none: its hub id or folder")
+    name: str = Field("rayspec", description="name of the resource, and prefix of other names")
+    namespace: str | None = Field(None, description="Kubernetes namespace; none: that of kubectl")
+    image: str | None = Field(None, description="container image; none: rayspec:VERSION-cuda or -cpu")
+    served_model_name: str | None = Field(None, description="name of the model in requests; none: its hub id or folder")
     inputs: tuple[str, ...] = Field((), description="documents of a job: s3://, gs://, abfs://, or paths in the pods")
-    output: str | None = Field(None, description="folder of a job's rows and report, likewise")
+    output: str | None = Field(None, description="folder of a job's rows and report: a URI, or a path in the pods")
     long: Literal["fail", "truncate", "map-reduce", "refine"] = Field(
         "fail", description="what a job does with documents beyond the context"
     )
-    retries: int = Field(1, ge=0, description="clusters that a failed job may have besides its first")
+    retries: int = Field(1, ge=0, description="how often a failed job starts again, on a new cluster")
     spot: bool = Field(False, description="workers on preemptible nodes, the head on others")
     node_selector: Annotated[dict[str, str], Pairs] = Field(
-        default_factory=dict, description="LABEL=VALUE, of workers, repeatable; none: by the GPU's product"
+        default_factory=dict, description="node label of workers, LABEL=VALUE; repeatable; none: the GPU's product"
     )
     gpu_resource: str = Field("nvidia.com/gpu", description="what the device plugin calls a GPU")
-    models_claim: str | None = Field(None, description="a volume claim for models that exists; none: one is made")
-    storage_class: str | None = Field(None, description="of the claim that is made; it must be ReadWriteMany")
+    models_claim: str | None = Field(None, description="existing volume claim for models; none: a new one")
+    storage_class: str | None = Field(None, description="storage class of a new claim; it must allow ReadWriteMany")
     hf_secret: str = Field("rayspec-hf-token", description="secret with the Hub's token under 'token', if there is one")
     bucket_secret: str = Field("rayspec-bucket", description="secret with the bucket's environment, if there is one")
     api_keys_secret: str = Field("rayspec-api-keys", description="secret with a service's keys under 'keys'")
     redis_address: str | None = Field(None, description="HOST:PORT of a Redis that keeps the head's state")
     redis_secret: str = Field("rayspec-redis", description="secret with its password under 'password'")
     operator_namespace: str = Field("default", description="where KubeRay's operator runs")
-    monitoring_namespace: str = Field("monitoring", description="whose pods may read metrics")
+    monitoring_namespace: str = Field("monitoring", description="namespace whose pods may read metrics")
 
     @field_validator(
         "name", "namespace", "models_claim", "hf_secret", "bucket_secret", "api_keys_secret", "redis_secret"

@@ -27,15 +27,15 @@ class LoadOptions(Options):
     """
 
     gpus: str = Field(
-        description="in order, as 8xH100-80G, 2x8xH100 (two nodes), 4xH200,4xA100-80G or 2xNEW-96G@4000 (GB/s)"
+        description="GPUs, as 8xH100-80G, 2x8xH100 (two nodes), 4xH200,4xA100-80G or 2xNEW-96G@4000 (GB/s)"
     )
     context: int | None = Field(None, ge=1, description=CONTEXT_HELP)
     concurrency: int = Field(32, ge=1, description="sequences at once, over all copies that rayspec plan recommends")
-    quantization: Quantization | None = Field(None, description="of the layers' linears")
+    quantization: Quantization | None = Field(None, description="quantization of the linear layers")
     draft_weights: Annotated[tuple[DraftWeights, ...], Commas] = Field(
-        (), description="copies of the weights that drafts run by, which take memory, as int8"
+        (), description="quantized copies of the weights for drafts; they take memory"
     )
-    dtype: DType = Field("auto", description="of the weights")
+    dtype: DType = Field("auto", description="data type of the weights")
 
     @property
     def load(self) -> dict[str, Any]:
@@ -85,15 +85,15 @@ class PlanOptions(LoadOptions):
     profile: of this model. gpus_per_node: None: the smallest node that `gpus` names, else 8.
     """
 
-    output_tokens: int = Field(256, ge=1, description="of the context, the answer's")
-    goal: Goal = Field("throughput", description="what counts; latency is of a request alone")
-    profile: Path | None = Field(None, description="measured on one such GPU, as `rayspec profile` has saved it")
-    acceptance: float = Field(PUBLISHED_ACCEPTANCE, ge=0, le=1, description="of draft tokens; default: as published")
+    output_tokens: int = Field(256, ge=1, description="output tokens, a part of the context")
+    goal: Goal = Field("throughput", description="what to optimize; latency: of one request alone")
+    profile: Path | None = Field(None, description="latency profile of one such GPU, saved by `rayspec profile`")
+    acceptance: float = Field(PUBLISHED_ACCEPTANCE, ge=0, le=1, description="share of draft tokens that are accepted")
     skip: float = Field(0.5, gt=0, lt=1, description="share of the layers that drafts leave out")
     price: float | None = Field(None, gt=0, description="dollars per GPU hour")
     max_num_batched_tokens: int = Field(4096, ge=16, description="prompt tokens run between two decode rounds")
     hop_us: float = Field(200.0, ge=0, description="microseconds from a stage to the next one")
-    all_reduce_us: float = Field(10.0, ge=0, description="microseconds between tensor-parallel ranks, a sublayer")
+    all_reduce_us: float = Field(10.0, ge=0, description="microseconds of an all-reduce, per sublayer")
     gpus_per_node: int | None = Field(
         None, ge=1, description="the most tensor-parallel ranks; without it, as --gpus names nodes, else 8"
     )

@@ -172,7 +172,7 @@ def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions
         spread = [replace(device, bytes_free=costs.total_bytes) for device in devices]
     stages = stage_costs(costs, devices, partition(costs, spread, options.layers))
     ranks, short = options.num_ranks, [0]
-    # While it loads, a tensor-parallel rank holds a whole layer beside its share, but no KV cache yet.
+    # While it loads, a tensor-parallel rank holds a whole layer in addition to its share, but no KV cache yet.
     for stage in stages if ranks > 1 else ():
         whole_layer = ranks * max(sizes.layers[layer].weight_bytes for layer in stage.layers)
         short.append(stage.weight_bytes + whole_layer - stage.device.bytes_free)
