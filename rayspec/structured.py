@@ -7,11 +7,14 @@ import json as json_format
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rayspec.errors import ConfigError
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+THINK, END_OF_THINK = "<think>", "</think>"
+THINKING = ("deepseek_r1", "qwen3")  # values of option reasoning_parser whose models write these
+MOST_TOKENS_OF_THINK = 16  # with what stands around them at the end of a prompt
 _MAX_CHARACTERS = 1 << 18
 
 
@@ -25,7 +28,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: JSON on one line, with no space except after "," and ":"; then more of it is known
     beforehand, which is faster. whitespace_pattern: a regular expression of the space between two parts of JSON; by
     default one space, or a line break and at most 32 spaces or tabs. disable_additional_properties: an object has only
-    the properties that the schema names.
+    the properties that the schema names. reasoning: what may stand before the form, see `after`.
 
     Raises ConfigError for none or several forms, and for a value of another type. The engine compiles the form, and
     fails the request if that is impossible.
@@ -39,6 +42,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    reasoning: Literal["before", "inside"] | None = None
     structural_tag: str | None = None
 
     def __post_init__(self) -> None:
@@ -62,9 +66,7 @@ class StructuredOutputsParams:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise _wrong(name, value, "a text that is not empty")
-        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
-            if not isinstance(getattr(self, name), bool | None):
-                raise _wrong(name, getattr(self, name), "true or false")
+        _check_options(self)
         num_characters = len(repr((self.json, self.regex, self.choice, self.grammar, self.whitespace_pattern)))
         if num_characters > _MAX_CHARACTERS:
             raise ConfigError(f"structured_outputs: {given[0]} has more than {_MAX_CHARACTERS} characters: shorten it")
@@ -77,6 +79,22 @@ class StructuredOutputsParams:
         if unknown:
             raise ConfigError(f"structured_outputs: unknown field {unknown[0]!r}; valid: {', '.join(valid[:-1])}")
         return cls(**values)
+
+    def after(self, prompt: str) -> StructuredOutputsParams:
+        """Return the form with room for reasoning in <think> and </think> before it: "before", it may be left out;
+        "inside", the prompt has begun it. There is no room after a prompt that has ended it. prompt: its end."""
+        end = prompt.rstrip()
+        if self.reasoning is not None or end.endswith(END_OF_THINK):
+            return self
+        return dataclasses.replace(self, reasoning="inside" if end.endswith(THINK) else "before")
+
+
+def _check_options(form: StructuredOutputsParams) -> None:
+    for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
+        if not isinstance(getattr(form, name), bool | None):
+            raise _wrong(name, getattr(form, name), "true or false")
+    if form.reasoning not in (None, "before", "inside"):
+        raise _wrong("reasoning", form.reasoning, "'before', 'inside' or nothing")
 
 
 def _schema_text(schema: Any) -> str:

@@ -11,8 +11,9 @@ from rayspec.batch.rows import Handler, Row
 from rayspec.command.settings import Settings
 from rayspec.config import SamplingParams
 from rayspec.demo import BUNDLED
-from rayspec.openai.reasoning import THINK, ThinkParser, Thought
+from rayspec.openai.reasoning import ThinkParser, Thought
 from rayspec.prompts import text_tokens
+from rayspec.structured import MOST_TOKENS_OF_THINK, THINK, THINKING
 from rayspec.types import ConfigError, InvalidMessagesError, Request, RequestError, UnfinishedFormError
 
 if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
@@ -20,7 +21,6 @@ if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
 
 SUMMARY_SAMPLING = SamplingParams(temperature=0.0, max_tokens=256)
 _PLACE = "{text}"
-_MOST_TOKENS_OF_THINK = 8  # "<think>" and a line break
 _SUMMARY_PROMPT = f"Summarize the following document.\n\n{_PLACE}"
 
 
@@ -152,13 +152,13 @@ class DocumentTask:
                 options=self.long,
             )
 
-        finds_reasoning = self.settings.engine.reasoning_parser in {"deepseek_r1", "qwen3"}
+        finds_reasoning = self.settings.engine.reasoning_parser in THINKING
 
         def divided(row: Row, prompt: list[int]) -> Row:
             """Return the row with its reasoning apart from its text."""
-            if not finds_reasoning or row.text is None or params.structured_outputs is not None:
+            if not finds_reasoning or row.text is None:
                 return row
-            end = str(engine.tokenizer.decode(prompt[-_MOST_TOKENS_OF_THINK:])).rstrip()
+            end = str(engine.tokenizer.decode(prompt[-MOST_TOKENS_OF_THINK:])).rstrip()
             pieces = ThinkParser(None, is_inside=end.endswith(THINK)).feed(row.text, finished=True)
             thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
             return replace(row, reasoning=thoughts or None, text="".join(one for one in pieces if isinstance(one, str)))

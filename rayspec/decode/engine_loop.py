@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from rayspec.config import SamplingParams
 from rayspec.decode.output import NewOutput
-from rayspec.structured import StructuredOutputsParams
+from rayspec.structured import MOST_TOKENS_OF_THINK, THINKING, StructuredOutputsParams
 from rayspec.types import EngineLoad, EngineStats, RayspecError, Request, RequestError, RequestOutput
 
 if TYPE_CHECKING:  # the endpoint's ingress imports this module, but none of these
@@ -162,7 +163,7 @@ class EngineLoop:
         for request in requests:
             request_id, future = str(next(self._request_ids)), Future[RequestOutput]()
             future.add_done_callback(partial(self._on_done, request_id))
-            own = replace(request, request_id=request_id)
+            own = replace(request, request_id=request_id, params=self._params(request))
             arrivals[request_id] = _Arrival(request.request_id, own, future, listener)
         if arrivals:
             with self._lock:
@@ -174,6 +175,16 @@ class EngineLoop:
                 compiled = self.engine.model.grammars.compiled(arrival.form, arrival.is_wanted, arrival.request.owner)
                 compiled.add_done_callback(partial(self._admit_later, arrival))
         return [arrival.future for arrival in arrivals.values()]
+
+    def _params(self, request: Request) -> SamplingParams:
+        """Return the parameters of a request, whose form comes after the model's reasoning where there is some."""
+        params, form = request.params, request.params.structured_outputs
+        if form is None or self.tokenizer is None or self.info.config.reasoning_parser not in THINKING:
+            return params
+        end = request.prompt or ""
+        if request.prompt_token_ids is not None:
+            end = str(self.tokenizer.decode(list(request.prompt_token_ids[-MOST_TOKENS_OF_THINK:])))
+        return params.replace(structured_outputs=form.after(end))
 
     def ping(self) -> Future[None]:
         """Return a future that is done once the engine has answered; a stuck loop never does. Raises

@@ -135,7 +135,7 @@ def _compile(form: dict[str, Any], results: int) -> None:
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        grammar = _grammar_of(form)
+        grammar = _after_reasoning(_grammar_of(form), form["reasoning"])
         matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=parser_limits())
         problem = problem_of(matcher)
     except MemoryError:
@@ -167,6 +167,17 @@ def _grammar_of(form: dict[str, Any]) -> str:
         _close(schema)
     space: Any = {"whitespace_pattern": form["whitespace_pattern"] or _WHITESPACE}
     return LLMatcher.grammar_from_json_schema(schema, overrides=_ONE_LINE if form["disable_any_whitespace"] else space)
+
+
+def _after_reasoning(grammar: str, reasoning: str | None) -> str:
+    """Return the grammar of reasoning and then the form. reasoning: as in StructuredOutputsParams."""
+    if reasoning is None:
+        return grammar
+    (form,) = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
+    begin = "think SPACE" if reasoning == "inside" else '("<think>" think SPACE)?'
+    rules = r'think[suffix="</think>"]: /(.|\n)*/', r"SPACE: /[ \t\r\n]{0,8}/"
+    rest = "\n".join((f"start: {begin} @form", *rules))
+    return json.dumps({"grammars": [{"lark_grammar": rest}, {**form, "name": "form"}]})
 
 
 def _place_of(schema: Mapping[str, Any], problem: str) -> str:

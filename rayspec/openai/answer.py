@@ -12,12 +12,13 @@ from rayspec.config import SamplingParams
 from rayspec.decode.output import TokenTexts
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.openai.items import ItemAnswer, ResponsesRequest
-from rayspec.openai.reasoning import HARMONY, THINK, HarmonyParser, OutputParser, ThinkParser, reasoning_style
+from rayspec.openai.reasoning import HARMONY, HarmonyParser, OutputParser, ThinkParser, reasoning_style
 from rayspec.openai.requests import ChatRequest, Input, Request, check_served, is_token_ids
 from rayspec.openai.responses import END_OF_EVENTS, Answer, Response, event
 from rayspec.openai.tokenizing import check_tokens, in_thread_if_large, prompt_tokens
 from rayspec.openai.tools import ToolUse
 from rayspec.prompts import REASONING, Rendering, chat_template
+from rayspec.structured import MOST_TOKENS_OF_THINK, THINK
 from rayspec.types import ConfigError, EmptyPromptError, GrammarError, RequestOutput
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 Prompt = tuple[Sequence[int], SamplingParams]
 _MOST_PROMPT_TOKENS = 2**25
-_MOST_TOKENS_OF_THINK = 16
 _MOST_LOGPROBS = 500_000  # each takes about 500 bytes; the 20 most likely tokens at 23,000 places
 
 
@@ -144,8 +144,8 @@ async def _prepared(request: Request, engine: AsyncEngine, **options: Any) -> tu
     make_parser: Callable[[], OutputParser] | None = of_calls
     if style == HARMONY:
         make_parser = of_calls or partial(HarmonyParser, has_tools=False, is_parallel=False)
-    elif style is not None and not request.has_form:
-        end = str(engine.tokenizer.decode(list(prompts[0][0][-_MOST_TOKENS_OF_THINK:])))
+    elif style is not None:
+        end = str(engine.tokenizer.decode(list(prompts[0][0][-MOST_TOKENS_OF_THINK:])))
         make_parser = partial(ThinkParser, of_calls, is_inside=end.rstrip().endswith(THINK))
     kind: Any = ItemAnswer if isinstance(request, ResponsesRequest) else Answer
     options["has_short_ids"] = tool_use is not None and tool_use.form.has_short_ids

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rayspec.openai.tool_formats import CallParser, CallPiece
+from rayspec.structured import END_OF_THINK, THINK
 
-THINK, _CLOSE = "<think>", "</think>"
 HARMONY = "openai_gptoss"
 _SIGNS_OF_HARMONY = ("<|channel|>", "<|message|>")
 _SPACE = " \t\r\n"
@@ -58,9 +58,9 @@ class ThinkParser:
             elif finished or not THINK.startswith(begun):
                 self._at = "after"
         if self._at == "inside":
-            thought, mark, rest = self._held.partition(_CLOSE)
+            thought, mark, rest = self._held.partition(END_OF_THINK)
             if not mark and not finished:
-                thought = thought[: len(thought) - _num_begun(thought, (_CLOSE,))]
+                thought = thought[: len(thought) - _num_begun(thought, (END_OF_THINK,))]
             thought = thought.rstrip(_SPACE) if self._has_thought else thought.strip(_SPACE)
             if thought:
                 pieces.append(Thought(thought))

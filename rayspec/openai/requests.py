@@ -347,12 +347,6 @@ class ChatRequest(GenerationRequest):
             content=None if form is None else schema_beside_tools(form[1]),
         )
 
-    @property
-    def has_form(self) -> bool:
-        """Whether all of the answer has a form, so that the model does not reason before."""
-        is_called = bool(self.tools) and self.tool_choice not in (None, "none", "auto")
-        return is_called or asked_form(self._given) is not None
-
     def refusal(self, error: GrammarError) -> RequestError:
         if self.tools and self.tool_choice != "none":
             form = asked_form(self._given)

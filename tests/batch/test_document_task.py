@@ -53,7 +53,7 @@ def test_what_decides_only_the_speed_is_not(options: dict[str, Any]) -> None:
     [
         ({"reasoning_parser": "qwen3"}, "x", ("Hm.", "So.")),
         ({"reasoning_parser": "deepseek_r1"}, "x<think>", ("<think>Hm.", "So.")),
-        ({"reasoning_parser": "qwen3", "sampling": {"structured_outputs": {"regex": ".*"}}}, "x", (None, SAID)),
+        ({"reasoning_parser": "qwen3", "sampling": {"structured_outputs": {"regex": ".*"}}}, "x", ("Hm.", "So.")),
         ({}, "x", (None, SAID)),
     ],
 )

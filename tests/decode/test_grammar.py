@@ -204,6 +204,47 @@ def test_keywords_of_json_schema(llm: LLM, keyword: str) -> None:
         checker.validate(json.loads(text))
 
 
+FORM_OF_A = '{"a": 1}'
+FORMS_OF_A: list[dict[str, Any]] = [
+    {"json": {"properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False, "type": "object"}},
+    {"regex": r'\{"a": \d\}'},
+    {"choice": ['{"a": 1}', "no"]},
+    {"grammar": 'root ::= "{\\"a\\": " [0-9] "}"'},
+    {"grammar": 'start: "{\\"a\\": " N "}"\nN: /[0-9]/'},
+]
+
+
+@pytest.mark.parametrize("form", FORMS_OF_A, ids=lambda form: next(iter(form)))
+def test_reasoning_comes_before_a_form(form: dict[str, Any]) -> None:
+    grammars = _grammars()
+    for prompt, text, ends in (
+        ("<think>\n", f"Hm, {{ <b> </think>\n\n{FORM_OF_A}", True),
+        ("<think>\n", FORM_OF_A, False),
+        ("x", f"<think>Hm.</think>\n{FORM_OF_A}", True),
+        ("x", FORM_OF_A, True),
+        ("x", "Hm.", None),
+        ("<think>\n\n</think>\n\n", FORM_OF_A, True),
+        ("<think>\n\n</think>\n\n", "<think>", None),
+    ):
+        constraint = grammars.constraint(StructuredOutputsParams(**form).after(prompt), 0)
+        constraint.extend_to(demo_tokenizer()(text, add_special_tokens=False)["input_ids"])
+        assert constraint.wait(60)
+        assert bool(constraint.error) == (ends is None), text
+        if ends is not None:
+            assert (_bits(constraint, ()) == {EOS}) == ends, text
+
+
+@pytest.mark.parametrize("strategy", ["ar", "auto"])
+def test_an_engine_with_a_parser_of_reasoning_leaves_room_for_it(strategy: str) -> None:
+    forms: list[dict[str, Any]] = [{"choice": ["yes", "no"]}, {"choice": ["yes", "no"]}, {"json": {"type": "strin"}}]
+    params = [SamplingParams(temperature=0, max_tokens=20, structured_outputs=one) for one in forms]  # type: ignore[arg-type]
+    with LLM("demo", reasoning_parser="qwen3", speculation={"strategy": strategy}, **OPTIONS) as llm:
+        answer, thought, wrong = llm.generate(["Is it?", "Is it?<think>\n", "x"], params, use_tqdm=False)
+    assert answer.outputs[0].text in ("yes", "no")
+    assert (thought.outputs[0].finish_reason, len(thought.outputs[0].token_ids)) == ("length", 20)
+    assert str(wrong.error) == "structured_outputs.json: Invalid type: strin"
+
+
 def test_the_output_ends_with_its_form(llm: LLM) -> None:
     """Nothing can follow, so neither `ignore_eos` nor `min_tokens` goes on."""
     form = StructuredOutputsParams(choice=["yes", "no"])

@@ -176,12 +176,9 @@ def test_reasoning_is_apart_from_the_content_where_a_parser_is_named(parser: str
     assert again["choices"][0]["message"]["content"] == "So."
 
 
-def test_reasoning_stays_in_the_text_without_a_parser_and_before_a_form() -> None:
+def test_reasoning_stays_in_the_text_without_a_parser() -> None:
     whole, _ = asked(ChatRequest, Says("Hm.</think>So.", None), messages=messages("x<think>"))
     assert whole["choices"][0]["message"]["content"] == "Hm.</think>So."
-    form = {"type": "json_object"}
-    whole, _ = asked(ChatRequest, Says("{}", "qwen3"), messages=messages("x<think>"), response_format=form)
-    assert whole["choices"][0]["message"]["content"] == "{}"
 
 
 def test_channels_are_items_of_the_responses_api() -> None:
