@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,18 @@ def latency_profiles() -> Iterator[None]:
         patch.setattr(profile, "_CACHE_BYTES", 2**20)
         patch.setattr(profile, "measure", measure_once)
         yield
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`rayspec`, the test file's COMMAND and these words, in a folder of the test's own."""
+    from typer.testing import CliRunner  # noqa: PLC0415 - most tests need neither
+
+    from rayspec.cli import app  # noqa: PLC0415
+
+    monkeypatch.chdir(tmp_path)
+    command = getattr(request.module, "COMMAND", ())
+    return lambda *words: CliRunner().invoke(app, [*command, *map(str, words)])
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,6 @@ from tests.waiting import wait_until
 
 FAST = ("--model", "demo", "--dtype", "float32", "--num-threads", "1", "--max-model-len", "1024")
 PLAIN = (*FAST, "--strategy", "ar")
-
-Run = Callable[..., Any]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def write_rows(path: Path, *rows: dict[str, Any] | str) -> Path:
@@ -46,7 +38,7 @@ def report_rows(count: int) -> list[dict[str, Any]]:
     return [{"id": doc.id, "text": doc.text} for doc in demo.sample_documents(count, num_sentences=8)]
 
 
-def test_summaries_of_good_and_bad_rows(run: Run, tmp_path: Path) -> None:
+def test_summaries_of_good_and_bad_rows(run: Any, tmp_path: Path) -> None:
     good = report_rows(3)
     write_rows(tmp_path / "in.jsonl", *good, "no json", {"id": "long", "text": "word " * 3000})
     result = run("summarize", "in.jsonl", "absent.txt", "-o", "out.parquet", *FAST, "--max-tokens", "60")
@@ -69,7 +61,7 @@ def test_summaries_of_good_and_bad_rows(run: Run, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.parquet", "out.parquet.run"]
 
 
-def test_without_an_output_the_texts_are_printed_or_the_rows_and_nothing_is_kept(run: Run, tmp_path: Path) -> None:
+def test_without_an_output_the_texts_are_printed_or_the_rows_and_nothing_is_kept(run: Any, tmp_path: Path) -> None:
     one, other = report_rows(2)
     write_rows(tmp_path / "in.jsonl", one, {**other, "id": "with\u2028a break of its own"})
     arguments = ("summarize", "in.jsonl", *PLAIN, "--max-tokens", "5")
@@ -84,7 +76,7 @@ def test_without_an_output_the_texts_are_printed_or_the_rows_and_nothing_is_kept
     )
 
 
-def test_the_saved_config_repeats_the_run(run: Run, tmp_path: Path) -> None:
+def test_the_saved_config_repeats_the_run(run: Any, tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", *report_rows(2))
     assert run("summarize", "in.jsonl", "-o", "a.jsonl", *PLAIN, "--max-tokens", "20").exit_code == 0
     assert run("summarize", "in.jsonl", "-o", "b.jsonl", "--config", "a.jsonl.run/config.yaml").exit_code == 0
@@ -92,7 +84,7 @@ def test_the_saved_config_repeats_the_run(run: Run, tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_files_of_other_types_are_said_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
+def test_files_of_other_types_are_said_before_the_model_is_loaded(run: Any, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     write_rows(tmp_path / "in" / "a.jsonl", "no json")
     (tmp_path / "in" / "b.odt").touch()
@@ -103,7 +95,7 @@ def test_files_of_other_types_are_said_before_the_model_is_loaded(run: Run, tmp_
 
 
 def test_a_repeated_run_does_the_rest_and_reads_no_output(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = report_rows(4)
     write_rows(tmp_path / "in.jsonl", *rows[:2])
@@ -142,7 +134,7 @@ def test_a_repeated_run_does_the_rest_and_reads_no_output(
         ),
     ],
 )
-def test_wrong_usage_is_one_line_and_code_2(run: Run, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_wrong_usage_is_one_line_and_code_2(run: Any, tmp_path: Path, arguments: list[str], message: str) -> None:
     before = write_rows(tmp_path / "in.jsonl", *report_rows(1)).read_bytes()
     result = run("summarize", "in.jsonl", *arguments)
     assert result.exit_code == 2, result.output
@@ -153,7 +145,7 @@ def test_wrong_usage_is_one_line_and_code_2(run: Run, tmp_path: Path, arguments:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_model_that_is_not_there_is_one_line_and_code_1(run: Run, tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_one_line_and_code_1(run: Any, tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", *report_rows(1))
     result = run("summarize", "in.jsonl", "-o", "out.jsonl", "--model", "no/such-model")
     assert result.exit_code == 1
@@ -161,14 +153,14 @@ def test_a_model_that_is_not_there_is_one_line_and_code_1(run: Run, tmp_path: Pa
     assert "no/such-model" in result.stderr
 
 
-def test_profile_prints_what_sublayers_cost(run: Run) -> None:
+def test_profile_prints_what_sublayers_cost(run: Any) -> None:
     result = run("profile", *FAST)
     assert result.exit_code == 0, result.output
     assert "attention share" in result.stdout
     assert run("profile", *PLAIN).exit_code == 2
 
 
-def test_a_conversation_remembers_what_was_said(run: Run) -> None:
+def test_a_conversation_remembers_what_was_said(run: Any) -> None:
     alone = run("chat", "The meeting of the council", *PLAIN, "--max-tokens", "8", "--temperature", "0")
     assert alone.exit_code == 0, alone.output
     lines = "The meeting of the council\n\n" + "word " * 3000 + "\nAnd then?\n"
@@ -181,7 +173,7 @@ def test_a_conversation_remembers_what_was_said(run: Run) -> None:
     assert both.stdout != alone.stdout + other.stdout
 
 
-def test_version_names_what_it_stands_on(run: Run) -> None:
+def test_version_names_what_it_stands_on(run: Any) -> None:
     lines = run("version").stdout.splitlines()
     assert run("--version").stdout.splitlines() == lines
     assert [line.split()[0] for line in lines] == ["rayspec", "torch", "transformers", "ray", "pyarrow"]
@@ -217,7 +209,7 @@ def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.run"]
 
 
-def test_a_text_without_a_limit_ends_after_256_tokens_and_the_command_says_so(run: Run, tmp_path: Path) -> None:
+def test_a_text_without_a_limit_ends_after_256_tokens_and_the_command_says_so(run: Any, tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", {"id": "a", "prompt": "The annual review of"}, {"id": "b", "prompt": "In May"})
     result = run("generate", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--ignore-eos")
     assert result.exit_code == 0, result.output
@@ -237,7 +229,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
-def test_a_full_disk_is_one_line_and_the_run_can_go_on(run: Run, tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_disk_is_one_line_and_the_run_can_go_on(run: Any, tmp_path: Path, small_disk: Path) -> None:
     write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(200)))
     output = small_disk / "out.jsonl"
     arguments = ("generate", "in.jsonl", "-o", output, *PLAIN, "--max-tokens", "4")

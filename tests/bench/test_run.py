@@ -2,12 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from typer.testing import CliRunner
 
 from rayspec.bench import run as run_module
 from rayspec.bench.contenders import Writing
@@ -15,21 +14,15 @@ from rayspec.bench.options import BenchOptions, bench_options
 from rayspec.bench.result import Sample
 from rayspec.bench.run import Say, engine_config, strategy_names
 from rayspec.bench.workloads import Workload
-from rayspec.cli import app
 from rayspec.command.options import Asked
 from rayspec.config import EngineConfig, Strategy
 from rayspec.types import ConfigError, EngineStats
 
-Invoke = Callable[..., Any]
+COMMAND = ("bench",)
+
 
 SMALL = ("--model", "demo", "--dtype", "float32", "--num-threads", "1", "--context", "150", "--max-tokens", "12")
 ALL = ["ar", "auto", "knapspec", "lookup", "recycling", "swift", "layerskip", "clasp", "del", "asd", "lookahead"]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: CliRunner().invoke(app, ["bench", *map(str, arguments)])
 
 
 def options(
@@ -147,7 +140,7 @@ def rows_of(workload: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["strategy"]: row for row in workload["results"]}
 
 
-def test_strategies_on_the_same_prompts(run: Invoke, tmp_path: Path) -> None:
+def test_strategies_on_the_same_prompts(run: Any, tmp_path: Path) -> None:
     result = run(
         *(*SMALL, "--num-prompts", "3", "--batch", "2", "--repeats", "2", "--strategies", "static,asd", "--skip", "5"),
         *("--no-gate", "--input", "demo", "--input", "demo:ledger", "--json", "out/b.json", "--output", "results"),

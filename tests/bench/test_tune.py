@@ -1,19 +1,16 @@
 """`rayspec tune` as a user runs it, on the bundled model and on tiny ones."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import rayspec
 from rayspec import demo
 from rayspec.bench.options import TuneOptions
 from rayspec.bench.tune import calibration_prompts
 from rayspec.choices import SKIP
-from rayspec.cli import app
 from rayspec.config import EngineConfig
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.types import ConfigError
@@ -21,13 +18,7 @@ from rayspec.types import ConfigError
 MODEL = ("--model", "demo", "--dtype", "float32", "--num-threads", "1")
 FAST = ("--context", "150", "--num-prompts", "2", "--max-tokens", "4", "--num-tries", "2")
 
-Run = Callable[..., Any]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: CliRunner().invoke(app, ["tune", *(str(argument) for argument in arguments)])
+COMMAND = ("tune",)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +42,7 @@ def write_documents(path: Path, count: int) -> Path:
     return path
 
 
-def test_one_plan_a_domain_with_anchors(run: Run, tmp_path: Path) -> None:
+def test_one_plan_a_domain_with_anchors(run: Any, tmp_path: Path) -> None:
     write_documents(tmp_path / "audits.jsonl", 2)
     result = run(*MODEL, *FAST, "--input", "audits.jsonl", "--input", "plan=demo:schedule", "-o", "new/plans.json")
     assert result.exit_code == 0, result.output
@@ -73,7 +64,7 @@ def test_one_plan_a_domain_with_anchors(run: Run, tmp_path: Path) -> None:
     assert "saved in new/plans.json" in result.stderr
 
 
-def test_one_input_without_a_domain_gives_a_plan_for_any_text(run: Run, tmp_path: Path) -> None:
+def test_one_input_without_a_domain_gives_a_plan_for_any_text(run: Any, tmp_path: Path) -> None:
     result = run(*MODEL, *FAST, "--input", "demo:summary", "-o", "plans.json", "--num-tries", "1")
     assert result.exit_code == 0, result.output
     plan = load(tmp_path / "plans.json").only()

@@ -1,15 +1,12 @@
 """From a model and GPUs to pods: the numbers, what is refused and why, and the command."""
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from rayspec.cli import app
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.k8s.render import GIB, ClusterPlan, manifests, plan_cluster, render
 from rayspec.types import ConfigError
@@ -205,13 +202,10 @@ def test_what_cannot_be_is_refused_with_a_remedy(options: Manifest, message: str
         planned(**options)
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: CliRunner().invoke(app, ["k8s", *arguments])
+COMMAND = ("k8s",)
 
 
-def test_the_command_prints_what_render_makes(run: Callable[..., Any]) -> None:
+def test_the_command_prints_what_render_makes(run: Any) -> None:
     words = ("--model", "demo", "--cpus", "2", "--context", "1024", "--node-selector", "disk=fast")
     made = run("render", "--kind", "service", *words)
     assert made.exit_code == 0, made.output
@@ -222,7 +216,7 @@ def test_the_command_prints_what_render_makes(run: Callable[..., Any]) -> None:
     assert job["spec"]["entrypoint"].endswith("--output /shared/out /shared/a.parquet /shared/b")
 
 
-def test_the_command_ends_with_a_line_and_code_2(run: Callable[..., Any]) -> None:
+def test_the_command_ends_with_a_line_and_code_2(run: Any) -> None:
     made = run("render", "--model", "demo", "--context", "1024", "--gpus", "1xH1000", "--kind", "service")
     assert (made.exit_code, made.stdout) == (2, "")
     assert made.stderr.startswith("error: option 'gpus' is '1xH1000'")
@@ -230,7 +224,7 @@ def test_the_command_ends_with_a_line_and_code_2(run: Callable[..., Any]) -> Non
     assert "has no options.yaml" in run("overlays", ".").stderr
 
 
-def test_overlays_are_written_where_they_are_stale(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_overlays_are_written_where_they_are_stale(run: Any, tmp_path: Path) -> None:
     folder = tmp_path / "overlays" / "mine"
     folder.mkdir(parents=True)
     (folder / "options.yaml").write_text("{kind: service, model: demo, cpus: 2, context: 1024}", encoding="utf-8")

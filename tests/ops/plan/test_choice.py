@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from transformers import LlamaConfig
-from typer.testing import CliRunner
 
-from rayspec.cli import app
 from rayspec.config import EngineConfig
 from rayspec.errors import ConfigError
 from rayspec.ops.k8s.options import RenderOptions
@@ -135,16 +133,6 @@ def test_where_nothing_fits_it_is_the_layout_that_lacks_least() -> None:
     assert "which lack least" in placement.choice
 
 
-Run = Callable[..., Any]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    SMALL.save_pretrained(tmp_path / "small")
-    return lambda *arguments: CliRunner().invoke(app, [str(one) for one in arguments])
-
-
 CASES = (
     ("1xH100", ()),
     ("2x2xH200", ("--quantization", "fp8", "--dtype", "float16", "--max-num-batched-tokens", 2048)),
@@ -154,7 +142,8 @@ CASES = (
 
 
 @pytest.mark.parametrize(("gpus", "more"), CASES, ids=[gpus for gpus, _ in CASES])
-def test_printed_flags_make_that_layout(gpus: str, more: tuple[Any, ...], run: Run, tmp_path: Path) -> None:
+def test_printed_flags_make_that_layout(gpus: str, more: tuple[Any, ...], run: Any, tmp_path: Path) -> None:
+    SMALL.save_pretrained(tmp_path / "small")
     made = run(
         "plan", "--model", "small", "--gpus", gpus, "--context", 33, "--output-tokens", 32, *more, "--json", "p.json"
     )

@@ -1,14 +1,11 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import Gemma3TextConfig, LlamaConfig
-from typer.testing import CliRunner
 
-from rayspec.cli import app
 from rayspec.config import EngineConfig
 from rayspec.decode.loading import cache_size
 from rayspec.model.sizes import model_sizes, quantised_bytes
@@ -109,16 +106,10 @@ def test_wrong_options_say_so(options: dict[str, Any], message: str) -> None:
         placed(LLAMA_70B, "8xH100-80G", **options)
 
 
-Run = Callable[..., Any]
+COMMAND = ("placement",)
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: CliRunner().invoke(app, ["placement", *map(str, arguments)])
-
-
-def test_the_command_prints_and_saves_what_goes_where(run: Run, tmp_path: Path) -> None:
+def test_the_command_prints_and_saves_what_goes_where(run: Any, tmp_path: Path) -> None:
     LLAMA_70B.save_pretrained(tmp_path / "70b")
     result = run("--model", "70b", "--gpus", "8xH100-80G", "--tensor", 1, "--json", "out/p.json")
     assert result.exit_code == 0, result.output
@@ -135,7 +126,7 @@ def test_the_command_prints_and_saves_what_goes_where(run: Run, tmp_path: Path) 
     assert saved["step_s"] == pytest.approx(sum(stage["seconds"] for stage in saved["stages"]))
 
 
-def test_the_command_fails_where_it_does_not_fit(run: Run, tmp_path: Path) -> None:
+def test_the_command_fails_where_it_does_not_fit(run: Any, tmp_path: Path) -> None:
     LLAMA_405B.save_pretrained(tmp_path)
     result = run("--model", tmp_path / "config.json", "--gpus", "8xH100-80G", "--json", "p.json")
     assert result.exit_code == 1
@@ -147,7 +138,7 @@ def test_the_command_fails_where_it_does_not_fit(run: Run, tmp_path: Path) -> No
     assert f"{8 * missing / GIB:.1f} GiB are missing" in ranks.stdout
 
 
-def test_a_model_that_does_not_split_has_no_sublayers(run: Run, tmp_path: Path) -> None:
+def test_a_model_that_does_not_split_has_no_sublayers(run: Any, tmp_path: Path) -> None:
     result = run("--model", checkpoint("gpt2"), "--gpus", "L4", "--json", "p.json")
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))["stages"][0]["sublayers"] is None
@@ -157,7 +148,7 @@ def test_a_model_that_does_not_split_has_no_sublayers(run: Run, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
-def test_recurrent_state_counts_for_each_sequence(family: str, run: Run, tmp_path: Path) -> None:
+def test_recurrent_state_counts_for_each_sequence(family: str, run: Any, tmp_path: Path) -> None:
     config = every_type.config_of(family)
     layers = model_sizes(config, dtype=torch.float32).layers
     asked = {"context": 100, "concurrency": 7, "dtype": "float32"}

@@ -1,6 +1,5 @@
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -8,12 +7,10 @@ from typing import Any
 
 import pytest
 from transformers import AutoConfig, Gemma3Config, LlamaConfig
-from typer.testing import CliRunner
 
 from benchmarks.pipeline import parse_cases, run_pipeline_bench
 from rayspec.bench.options import BenchOptions
 from rayspec.bench.run import model_folder
-from rayspec.cli import app
 from rayspec.command.terminal import load_llm
 from rayspec.config import EngineConfig
 from rayspec.model.sizes import ModelSizes, model_sizes
@@ -180,16 +177,10 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
             load_profile(tmp_path / name)
 
 
-Run = Callable[..., Any]
+COMMAND = ("plan",)
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: CliRunner().invoke(app, ["plan", *map(str, arguments)])
-
-
-def test_the_command_recommends_and_saves(run: Run, tmp_path: Path) -> None:
+def test_the_command_recommends_and_saves(run: Any, tmp_path: Path) -> None:
     SMALL.save_pretrained(tmp_path / "small")
     arguments = ("--model", "small", "--gpus", "2xH100", "--context", 256, "--output-tokens", 16, "--concurrency", 4)
     result = run(*arguments, "--price", 2.5, "--json", "out/p.json")
@@ -204,7 +195,7 @@ def test_the_command_recommends_and_saves(run: Run, tmp_path: Path) -> None:
     assert run(*arguments, "--acceptance", 2).exit_code == 2
 
 
-def test_what_is_recommended_is_a_context_that_the_model_has(run: Run) -> None:
+def test_what_is_recommended_is_a_context_that_the_model_has(run: Any) -> None:
     demo = ("--model", "demo", "--gpus", "1xL4", "--concurrency", 4)
     result = run(*demo)
     assert result.exit_code == 0, result.output
@@ -215,7 +206,7 @@ def test_what_is_recommended_is_a_context_that_the_model_has(run: Run) -> None:
     assert "option 'context' is 16384, the model ends at 8192: lower it" in refused.stderr
 
 
-def test_a_model_with_an_image_tower_is_planned_as_its_language_model(run: Run, tmp_path: Path) -> None:
+def test_a_model_with_an_image_tower_is_planned_as_its_language_model(run: Any, tmp_path: Path) -> None:
     text = AutoConfig.from_pretrained(checkpoint("gemma3_text"))
     tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     parts = {"text_config": text.to_dict(), "vision_config": tower | {"image_size": 28, "patch_size": 14}}
@@ -233,7 +224,7 @@ def test_a_model_with_an_image_tower_is_planned_as_its_language_model(run: Run, 
     assert plans[0][0]["drafted"] is not None
 
 
-def test_a_model_whose_layers_differ_is_refused_in_one_sentence(run: Run, tmp_path: Path) -> None:
+def test_a_model_whose_layers_differ_is_refused_in_one_sentence(run: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "dots3_note"}')
     result = run("--model", tmp_path, "--gpus", "2xH100", "--context", 256, "--output-tokens", 16)
     assert result.exit_code == 1
@@ -241,7 +232,7 @@ def test_a_model_whose_layers_differ_is_refused_in_one_sentence(run: Run, tmp_pa
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_the_command_fails_where_nothing_fits(run: Run, tmp_path: Path) -> None:
+def test_the_command_fails_where_nothing_fits(run: Any, tmp_path: Path) -> None:
     SMALL.save_pretrained(tmp_path)
     result = run("--model", tmp_path, "--gpus", "1xTINY-2G@100", "--context", 4096, "--concurrency", 4096)
     assert result.exit_code == 1, result.output
