@@ -2,12 +2,18 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import json
+import random
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from rayspec import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.openai.answer import respond, stream
+from rayspec.openai.errors import ApiError
+from rayspec.openai.reasoning import OutputParser, Thought
+from rayspec.openai.responses import plain_body
 from rayspec.prompts import Rendering
 from rayspec.types import CompletionOutput, RayspecError, RequestOutput
 from tests.demo_model import demo_tokenizer
@@ -68,3 +74,56 @@ class ScriptedEngine:
             finished=reason is not None,
             error=outcome if isinstance(outcome, RayspecError) else None,
         )
+
+
+def whole_answer(request: Any, engine: Any) -> dict[str, Any]:
+    work = respond(request, engine, ("m",), name="7", created=9)
+    return plain_body(asyncio.run(asyncio.wait_for(work, 60)))
+
+
+def streamed_events(request: Any, engine: Any) -> list[dict[str, Any]]:
+    """What the events of a stream hold, without the [DONE] of chats. Those of the Responses API are named."""
+
+    async def read() -> bytes:
+        found = stream(request, engine, ("m",), name="7", created=9, failure=ApiError.of)
+        return b"".join([event async for event in found])
+
+    events = []
+    for one in asyncio.run(asyncio.wait_for(read(), 60)).decode().removesuffix("\n\n").split("\n\n"):
+        name, _, data = one.rpartition("data: ")
+        if data != "[DONE]":
+            events.append(json.loads(data))
+            assert name == (f"event: {events[-1]['type']}\n" if "sequence_number" in events[-1] else "")
+    return events
+
+
+Read = tuple[str, str, list[tuple[str, str]]]  # reasoning, content, names and arguments of calls
+
+
+def joined(parser: OutputParser, parts: Sequence[str]) -> Read:
+    """What a parser makes of a text that comes in these parts."""
+    thought, content, calls = "", "", list[tuple[str, str]]()
+    for at, part in enumerate(parts):
+        for piece in parser.feed(part, finished=at == len(parts) - 1):
+            if isinstance(piece, Thought):
+                thought += piece.text
+            elif isinstance(piece, str):
+                content += piece
+            else:
+                if piece.name is not None:
+                    assert piece.index == len(calls), "the name comes first, and once"
+                    calls.append((piece.name, ""))
+                calls[piece.index] = (calls[piece.index][0], calls[piece.index][1] + piece.arguments)
+    return thought, content, calls
+
+
+def require_one_reading(
+    make: Callable[[], OutputParser], words: Sequence[str], num_texts: int, *, keeps_text: bool = False
+) -> None:
+    """Of random texts of these words, wherever they are cut. keeps_text: nothing but calls is left out."""
+    for seed in range(num_texts):
+        chance = random.Random(seed)
+        text = "".join(chance.choices(words, k=chance.randrange(1, 14)))
+        whole, cut = joined(make(), [text]), chance.randrange(len(text) + 1)
+        assert joined(make(), list(text)) == joined(make(), [text[:cut], text[cut:]]) == whole, repr(text)
+        assert whole[2] or not keeps_text or whole[1] == text

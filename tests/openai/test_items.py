@@ -1,6 +1,5 @@
 """The Responses API on the bundled model: what a body asks for, its items, and the events that build them."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,10 +10,9 @@ import pytest
 
 from rayspec import LLM
 from rayspec.llm import AsyncEngine
-from rayspec.openai.answer import respond, stream
-from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.items import ResponsesRequest
-from rayspec.openai.responses import plain_body
+from tests.openai.scripted import streamed_events, whole_answer
 from tests.openai.test_tools import OPTIONS, WEATHER
 from tests.tool_templates import HERMES, tokenizer_with
 
@@ -36,23 +34,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
 
 
 def answer(engine: AsyncEngine, **changes: Any) -> dict[str, Any]:
-    work = respond(ResponsesRequest.parse(ASKED | changes), engine, ("m",), name="7", created=9)
-    return plain_body(asyncio.run(asyncio.wait_for(work, 60)))
-
-
-def events(engine: AsyncEngine, **changes: Any) -> list[dict[str, Any]]:
-    async def read() -> bytes:
-        request = ResponsesRequest.parse(ASKED | {"stream": True} | changes)
-        found = stream(request, engine, ("m",), name="7", created=9, failure=ApiError.of)
-        return b"".join([event async for event in found])
-
-    content = asyncio.run(asyncio.wait_for(read(), 60)).decode()
-    found = []
-    for one in content.removesuffix("\n\n").split("\n\n"):
-        name, data = one.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+    return whole_answer(ResponsesRequest.parse(ASKED | changes), engine)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +47,8 @@ def events(engine: AsyncEngine, **changes: Any) -> list[dict[str, Any]]:
     ids=["text", "schema", "call"],
 )
 def test_events_build_the_answer(engine: AsyncEngine, changes: dict[str, Any]) -> None:
-    whole, streamed = answer(engine, **changes), events(engine, **changes)
+    whole = answer(engine, **changes)
+    streamed = streamed_events(ResponsesRequest.parse(ASKED | {"stream": True} | changes), engine)
     official.Response.model_validate(whole, strict=True)
     assert [one["sequence_number"] for one in streamed] == list(range(len(streamed)))
     for one in streamed:

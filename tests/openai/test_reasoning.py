@@ -1,8 +1,5 @@
 """Reasoning is found in the texts of each style, wherever the text is cut, and has its place in answers."""
 
-import asyncio
-import json
-import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,17 +8,13 @@ import openai.types.chat as official
 import pytest
 
 from rayspec import SamplingParams
-from rayspec.openai.answer import respond, stream
-from rayspec.openai.errors import ApiError
 from rayspec.openai.items import ResponsesRequest
-from rayspec.openai.reasoning import HarmonyParser, OutputParser, ThinkParser, Thought, reasoning_style
+from rayspec.openai.reasoning import HarmonyParser, OutputParser, ThinkParser, reasoning_style
 from rayspec.openai.requests import ChatRequest
-from rayspec.openai.responses import plain_body
 from rayspec.openai.tool_formats import HERMES, CallParser
 from rayspec.types import CompletionOutput, RequestOutput
-from tests.openai.scripted import ScriptedEngine
+from tests.openai.scripted import Read, ScriptedEngine, joined, require_one_reading, streamed_events, whole_answer
 
-Result = tuple[str, str, list[tuple[str, str]]]
 Make = Callable[[], OutputParser]
 
 
@@ -49,7 +42,7 @@ CALL = '<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'
 TO_NOW = 'to=functions.now <|constrain|>json<|message|>{"a": 1}'
 AGAIN = f"<|start|>assistant<|channel|>commentary {TO_NOW}<|call|>"
 THINKS = "<|channel|>analysis<|message|>Hm < 2.<|end|><|start|>assistant"
-CASES: list[tuple[Make, str, Result]] = [
+CASES: list[tuple[Make, str, Read]] = [
     (tags, " Just text, a <think> and </think>. ", ("", " Just text, a <think> and </think>. ", [])),
     (tags, "<think>\nHm < 2.\n</think>\n\nSo.\n", ("Hm < 2.", "So.\n", [])),
     (tags, "<think>\n\n</think>\n\nSo.", ("", "So.", [])),
@@ -74,40 +67,18 @@ CASES: list[tuple[Make, str, Result]] = [
 ]
 
 
-def joined(make: Make, parts: Sequence[str]) -> Result:
-    parser, thought, content = make(), "", ""
-    calls = list[tuple[str, str]]()
-    for at, part in enumerate(parts):
-        for piece in parser.feed(part, finished=at == len(parts) - 1):
-            if isinstance(piece, Thought):
-                thought += piece.text
-            elif isinstance(piece, str):
-                content += piece
-            elif piece.name is not None:
-                calls.append((piece.name, piece.arguments))
-            else:
-                calls[piece.index] = (calls[piece.index][0], calls[piece.index][1] + piece.arguments)
-    return thought, content, calls
-
-
 @pytest.mark.parametrize(("make", "text", "result"), CASES)
-def test_reasoning_content_and_calls(make: Make, text: str, result: Result) -> None:
+def test_reasoning_content_and_calls(make: Make, text: str, result: Read) -> None:
     for at in range(len(text) + 1):
-        assert joined(make, [text[:at], text[at:]]) == result, f"cut at {at}"
-    assert joined(make, list(text)) == result
+        assert joined(make(), [text[:at], text[at:]]) == result, f"cut at {at}"
+    assert joined(make(), list(text)) == result
 
 
 @pytest.mark.parametrize("make", [tags, inside, with_calls, channels, without_tools])
 def test_any_text_has_one_reading(make: Make) -> None:
     words = ["<think>", "</think>", "<|channel|>", "<|start|>assistant", "<|message|>", "<|end|>", "<|call|>", "final"]
     words += [" to=functions.now", "commentary", "analysis", CALL, TO_NOW, THINKS, "<", "|", " ", "\n", "word"]
-    for seed in range(300):
-        chance = random.Random(seed)
-        text = "".join(chance.choices(words, k=chance.randrange(1, 12)))
-        whole = joined(make, [text])
-        assert joined(make, list(text)) == whole, repr(text)
-        cut = chance.randrange(len(text) + 1)
-        assert joined(make, [text[:cut], text[cut:]]) == whole, repr(text)
+    require_one_reading(make, words, 300)
 
 
 class Says(ScriptedEngine):
@@ -139,16 +110,8 @@ class Says(ScriptedEngine):
 
 def asked(kind: Any, engine: Says, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the whole response and the chunks."""
-
-    async def both() -> tuple[Any, bytes]:
-        whole = await respond(kind.parse({"model": "m", **body}), engine, ("m",), name="7", created=9)  # type: ignore[arg-type]
-        request = kind.parse({"model": "m", "stream": True, **body})
-        events = stream(request, engine, ("m",), name="7", created=9, failure=ApiError.of)  # type: ignore[arg-type]
-        return whole, b"".join([event async for event in events])
-
-    whole, content = asyncio.run(asyncio.wait_for(both(), 60))
-    lines = [line.removeprefix("data: ") for line in content.decode().split("\n") if line.startswith("data: {")]
-    return plain_body(whole), [json.loads(line) for line in lines]
+    whole = whole_answer(kind.parse({"model": "m", **body}), engine)
+    return whole, streamed_events(kind.parse({"model": "m", "stream": True, **body}), engine)
 
 
 def messages(text: str) -> list[dict[str, str]]:

@@ -1,13 +1,12 @@
 """Calls are found in the texts of each format, wherever the text is cut."""
 
 import json
-import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from rayspec.openai.tool_formats import FORMATS, CallParser, ToolFormat, format_of
+from tests.openai.scripted import joined, require_one_reading
 
 SCHEMAS: dict[str, Any] = {
     "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -21,19 +20,10 @@ VALUES = "<parameter=city>\n12\n</parameter>\n<parameter=days>\n3\n</parameter>\
 Result = tuple[str, list[tuple[str, str]]]
 
 
-def _joined(form: ToolFormat, parts: Sequence[str], *, is_parallel: bool = True) -> Result:
-    parser = CallParser(form, SCHEMAS, is_parallel=is_parallel)
-    content, calls = "", list[tuple[str, str]]()
-    for at, part in enumerate(parts):
-        for piece in parser.feed(part, finished=at == len(parts) - 1):
-            if isinstance(piece, str):
-                content += piece
-                continue
-            if piece.name is not None:
-                assert piece.index == len(calls), "the name comes first, and once"
-                calls.append((piece.name, ""))
-            calls[piece.index] = (calls[piece.index][0], calls[piece.index][1] + piece.arguments)
-    return content, calls
+def read(form: ToolFormat, *parts: str, is_parallel: bool = True) -> Result:
+    thought, *found = joined(CallParser(form, SCHEMAS, is_parallel=is_parallel), parts)
+    assert thought == ""
+    return tuple(found)  # type: ignore[return-value]
 
 
 CASES: list[tuple[ToolFormat, str, Result]] = [
@@ -90,11 +80,10 @@ CASES: list[tuple[ToolFormat, str, Result]] = [
 
 @pytest.mark.parametrize(("form", "text", "result"), CASES)
 def test_calls_and_content(form: ToolFormat, text: str, result: Result) -> None:
-    assert _joined(form, [text]) == result
+    assert read(form, text) == read(form, *text) == result
     for at in range(len(text) + 1):
-        assert _joined(form, [text[:at], text[at:]]) == result, f"cut at {at}"
-    assert _joined(form, list(text)) == result
-    assert _joined(form, [text], is_parallel=False) == (result[0], result[1][:1])
+        assert read(form, text[:at], text[at:]) == result, f"cut at {at}"
+    assert read(form, text, is_parallel=False) == (result[0], result[1][:1])
 
 
 @pytest.mark.parametrize("form", FORMATS[:-1], ids=lambda form: form.opens or form.begin)
@@ -104,15 +93,7 @@ def test_any_text_has_one_reading(form: ToolFormat) -> None:
     words += ['{"a": "', "\\", '"', "}", "{", "]", "[", " ", "\n", "word", "<parameter=city>", "</parameter>", "{}"]
     words += [word[: len(word) // 2] for word in words]
     words = [word for word in words if word]
-    for seed in range(1500):
-        chance = random.Random(seed)
-        text = "".join(chance.choices(words, k=chance.randrange(1, 14)))
-        whole = _joined(form, [text])
-        assert _joined(form, list(text)) == whole, repr(text)
-        cut = chance.randrange(len(text) + 1)
-        assert _joined(form, [text[:cut], text[cut:]]) == whole, repr(text)
-        if not whole[1]:
-            assert whole[0] == text, "nothing but calls is left out"
+    require_one_reading(lambda: CallParser(form, SCHEMAS, is_parallel=True), words, 1500, keeps_text=True)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)

@@ -15,17 +15,15 @@ from rayspec import LLM
 from rayspec.decode.grammar import Grammars
 from rayspec.errors import RequestError
 from rayspec.llm import AsyncEngine
-from rayspec.openai.answer import respond, stream
 from rayspec.openai.batch import BatchLine, read_batch
 from rayspec.openai.batch import answer as answer_line
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.openai.requests import ChatRequest
-from rayspec.openai.responses import plain_body
 from rayspec.openai.tool_formats import FORMATS, ToolFormat
 from rayspec.openai.tool_formats import HERMES as HERMES_FORM
 from rayspec.openai.tools import ToolUse
 from rayspec.prompts import Rendering
-from tests.openai.scripted import ScriptedEngine
+from tests.openai.scripted import ScriptedEngine, streamed_events, whole_answer
 from tests.tool_templates import HERMES, tokenizer_with
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 512}
@@ -70,18 +68,11 @@ def plain() -> Iterator[AsyncEngine]:
 
 
 def answer(engine: Any, **changes: Any) -> dict[str, Any]:
-    work = respond(ChatRequest.parse(CHAT | changes), engine, ("m",), name="7", created=9)
-    return plain_body(asyncio.run(asyncio.wait_for(work, 60)))
+    return whole_answer(ChatRequest.parse(CHAT | changes), engine)
 
 
 def chunks(engine: Any, **changes: Any) -> list[dict[str, Any]]:
-    async def read() -> bytes:
-        request = ChatRequest.parse(CHAT | {"stream": True} | changes)
-        events = stream(request, engine, ("m",), name="7", created=9, failure=ApiError.of)  # type: ignore[arg-type]
-        return b"".join([event async for event in events])
-
-    content = asyncio.run(asyncio.wait_for(read(), 60))
-    return [json.loads(one.removeprefix(b"data: ")) for one in content.split(b"\n\n")[:-2]]
+    return streamed_events(ChatRequest.parse(CHAT | {"stream": True} | changes), engine)
 
 
 def check_weather(call: dict[str, Any]) -> None:
