@@ -8,19 +8,24 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+from fastapi import FastAPI
 
 from rayspec.command.locations import Location
-from rayspec.openai.batch import Batch, BatchLine, BatchRequest, BatchResult
+from rayspec.openai.batch import Batch, BatchLine, BatchRequest, BatchResult, FileObject, Page
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.serve.access import GONE
+from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.batch_runner import BatchRun, BatchRunner
 from rayspec.serve.batch_store import BatchStore, new_id
-from rayspec.serve.options import ServeOptions
+from rayspec.serve.description import Description
+from rayspec.serve.options import LLMConfig, ModelLoadingConfig, ServeOptions
 from rayspec.types import ConfigError
 
 Answer = Callable[[BatchLine], Awaitable[BatchResult | ApiError]]
@@ -64,7 +69,7 @@ NAMES = [f"{'bad' if number % 7 == 0 else 'good'} {number}" for number in range(
 
 
 @pytest.mark.parametrize("num_lost", [0, 8])
-def test_lost_again_and_again_it_goes_on_where_it_stood(
+def test_often_lost_it_goes_on_where_it_stood(
     store: BatchStore, monkeypatch: pytest.MonkeyPatch, num_lost: int
 ) -> None:
     """The disk is full; some runs are cancelled, each at another moment; at last two run at the same time."""
@@ -102,9 +107,7 @@ def test_lost_again_and_again_it_goes_on_where_it_stood(
 
 
 @pytest.mark.parametrize(("num_losses", "num_asked", "fails"), [(3, 4, False), (100, 4, True)])
-def test_only_a_line_that_is_lost_again_and_again_fails(
-    store: BatchStore, num_losses: int, num_asked: int, fails: bool
-) -> None:
+def test_only_a_line_that_is_often_lost_fails(store: BatchStore, num_losses: int, num_asked: int, fails: bool) -> None:
     """A line that ends its replica takes with it the lines that run beside it."""
     batch = new_batch(store, [f"line {number}" for number in range(40)])
     running, struck, asked = set[str](), set[str](), Counter[str]()
@@ -128,9 +131,7 @@ def test_only_a_line_that_is_lost_again_and_again_fails(
     assert asked["line 17"] == num_asked
 
 
-def test_results_that_are_written_slowly_are_not_lost_when_the_lines_end(
-    store: BatchStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_written_slowly_are_not_lost_at_the_end(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last line is answered while results of earlier lines are still being written."""
     batch = new_batch(store, NAMES[:4])
     add_results, is_writing = BatchStore.add_results, threading.Event()
@@ -186,9 +187,7 @@ def statuses(store: BatchStore) -> Counter[str]:
     return Counter(store.batch(name).status for name in store.batch_ids())
 
 
-def test_few_batches_run_at_once_a_cancelled_one_need_not_wait_and_a_second_runner_waits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_few_batches_run_at_once_and_a_second_runner_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = BatchStore.at(str(tmp_path / "kept"))
     batches = [new_batch(store, NAMES[:3]) for _ in range(12)]
 
@@ -247,9 +246,7 @@ def test_long_lines_are_read_as_they_run(store: BatchStore) -> None:
     assert len(rows_of(store, store.batch(batch.id).output_file_id)) == len(names)
 
 
-def test_broken_entries_are_skipped_and_named_once(
-    store: BatchStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_entries_are_named_once(store: BatchStore, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     batches = [new_batch(store, NAMES[:3]) for _ in range(3)]
     kept = tmp_path / "kept"
     (kept / "files" / batches[0].input_file_id / "file.json").write_bytes(b"{")
@@ -289,9 +286,7 @@ def test_broken_entries_are_skipped_and_named_once(
         (b'{"custom_id":"a","' + b"a" * 10 * 2**20 + b'":1}\n', "unknown_parameter"),
     ],
 )
-def test_a_hostile_file_fails_and_its_errors_are_short(
-    store: BatchStore, tmp_path: Path, content: bytes, code: str
-) -> None:
+def test_a_hostile_file_has_short_errors(store: BatchStore, tmp_path: Path, content: bytes, code: str) -> None:
     batch = batch_of(store, [content])
     start_s = time.process_time()
     asyncio.run(run_of(store, batch).run())
@@ -341,3 +336,32 @@ def test_what_is_kept_is_for_its_owner_only(tmp_path: Path) -> None:
         (True, 0o700),
         (False, 0o600),
     }
+
+
+def test_lists_leave_threads_to_other_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_read = threading.Event()
+
+    def slow_list(*_: Any, **__: Any) -> Page[FileObject]:
+        is_read.wait(60)
+        return Page.of([], 1)
+
+    async def asked() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://here") as http:
+            lists = [asyncio.create_task(http.get("/v1/files")) for _ in range(24)]
+            await asyncio.sleep(0.05)
+            try:
+                await asyncio.wait_for(http.get(f"/v1/files/{file_id}/content"), timeout=30)
+            finally:
+                is_read.set()
+            assert {answer.status_code for answer in await asyncio.gather(*lists)} == {200}
+
+    store = BatchStore.at(str(tmp_path))
+    file_id = new_id("file-")
+    with store.new_file(file_id, "a", "batch") as content:
+        content.write(b"a")
+    monkeypatch.setattr(BatchStore, "files", slow_list)
+    app, config = FastAPI(), LLMConfig(model_loading_config=ModelLoadingConfig(model_id="demo"))
+    no_body: Any = None
+    add_batch_routes(app, Description(), ServeOptions(llm_configs=(config,), batches=str(tmp_path)), None, no_body)
+    asyncio.run(asked())
