@@ -86,7 +86,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @on_ray
-@pytest.mark.exhaustive
+@exhaustive
 def test_only_the_row_that_the_engine_dies_of_fails(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     deadly = documents()[30].id
     task = noted(tmp_path, deadly=frozenset({deadly}))
@@ -122,7 +122,7 @@ def test_a_node_is_lost_with_its_engine(tmp_path: Path, undisturbed: dict[str, s
     assert manifest_of(tmp_path / "out")["status"] == "complete"
 
 
-@pytest.mark.exhaustive
+@exhaustive
 @on_ray
 def test_an_engine_that_cannot_be_loaded_is_our_own_error_and_holds_nothing(tmp_path: Path) -> None:
     task = noted(tmp_path, model="no/such-model")
@@ -171,6 +171,7 @@ def test_an_engine_that_dies_again_and_again_ends_the_job_which_keeps_its_rows(t
     assert manifest_of(tmp_path / "out")["status"] == "interrupted"
 
 
+@exhaustive
 @on_ray
 def test_a_killed_replica_is_replaced_while_the_other_goes_on(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     task = noted(tmp_path, kill_engine, after=20, parallel={"replicas": 2, "cpus_per_shard": 0.25})

@@ -3,6 +3,7 @@
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -90,19 +91,18 @@ def test_a_killed_job_goes_on_with_its_rest(tmp_path: Path, ray_cluster: None, m
     assert {row["id"]: row["summary"] for row in whole} == {row_id: row["summary"] for row_id, row in rows.items()}
 
 
-def test_a_resumed_job_keeps_its_data_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_resumed_job_keeps_its_data_type(run: Any, tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"id": "a", "text": "The annual review."}])
     chosen = ["--device", "cpu", "--num-threads", "1", "--strategy", "ar", "--max-tokens", "2"]
-    arguments = ["a.jsonl", "--output", "out", "--model", "demo", *chosen]
-    assert CliRunner().invoke(app, ["job", "summarize", *arguments]).exit_code == 0
+    arguments = ["summarize", "a.jsonl", "--output", "out", "--model", "demo", *chosen]
+    assert run(*arguments).exit_code == 0
     manifest = tmp_path / "out" / "manifest.json"  # as if another kind of machine had begun the job
     chose = json.loads(manifest.read_text(encoding="utf-8"))
     (other,) = {"float32", "bfloat16"} - {chose["extra"]["config"]["dtype"]}
     chose["extra"]["config"]["dtype"] = other
     manifest.write_text(json.dumps(chose), encoding="utf-8")
     write_lines(tmp_path / "a.jsonl", [{"id": "a", "text": "The annual review."}, {"id": "b", "text": "The review."}])
-    assert CliRunner().invoke(app, ["job", "summarize", *arguments]).exit_code == 0
+    assert run(*arguments).exit_code == 0
     config = (tmp_path / "out" / "config.yaml").read_text(encoding="utf-8")
     assert yaml.safe_load(config)["dtype"] == other
 

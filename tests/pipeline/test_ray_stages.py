@@ -319,6 +319,7 @@ def finish_batch(engine: Engine, outputs: dict[str, Any], num_prompts: int) -> l
     return tokens_of(outputs[str(index)] for index in range(num_prompts))
 
 
+@pytest.mark.exhaustive
 def test_outputs_keep_their_form_when_a_shard_is_replaced() -> None:
     prompts = demo_prompts(4, 2)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=120, structured_outputs={"json": PERSON})  # type: ignore[arg-type]

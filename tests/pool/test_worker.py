@@ -256,14 +256,12 @@ def test_engines_of_a_pool_have_the_data_type_of_the_first(tmp_path: Path) -> No
         engines = [RemoteEngine(factory, common)]
         try:
             info = [await engines[0].load()]
-            engines.append(RemoteEngine(factory, meanwhile))
-            loading = asyncio.create_task(engines[1].load())
+            engines += [RemoteEngine(factory, meanwhile), RemoteEngine(factory, common)]
+            loading = [asyncio.create_task(engine.load()) for engine in engines[1:]]
             while num_choices() < 2:
                 await asyncio.sleep(0.01)
             meanwhile.name = common.name  # as if the first were of its pool, and had loaded now
-            info.append(await loading)
-            engines.append(RemoteEngine(factory, common))
-            info.append(await engines[2].load())
+            info += await asyncio.gather(*loading)
             document = input_row("a", source="a", text="A text.")
             texts = [(await engine.handle(document)).text for engine in engines]
             assert texts == [texts[0]] * 3
