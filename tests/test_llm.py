@@ -138,7 +138,7 @@ def _requests(prompts: Iterable[list[int]], params: SamplingParams) -> Iterator[
 
 
 def _wait_until_idle(llm: LLM) -> None:
-    wait_until(lambda: not llm.engine.has_unfinished, 10)
+    wait_until(lambda: not llm.engine.has_unfinished)
 
 
 def _tokens(outputs: Iterable[RequestOutput]) -> list[list[Sequence[int]]]:

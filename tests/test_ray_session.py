@@ -70,7 +70,7 @@ def processes_below(folder: Path) -> list[str]:
 
 
 def require_none_below(folder: Path) -> None:
-    wait_until(lambda: not processes_below(folder), 20)
+    wait_until(lambda: not processes_below(folder))
 
 
 @pytest.mark.exhaustive

@@ -26,4 +26,4 @@ def freeze(pid: int) -> None:
     """SIGSTOP returns before the threads of the process have stopped: on a busy machine one of them may still answer a
     message that was sent afterwards."""
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: is_stopped_here(pid), 30)
+    wait_until(lambda: is_stopped_here(pid))

@@ -34,9 +34,9 @@ def test_the_end_of_the_grace_period_ends(grace_s: float) -> None:
     started_s = time.monotonic()
     with pytest.raises(SystemExit) as exit_, Drain(grace_s).watching():
         terminate()
-        time.sleep(30)
+        time.sleep(120)
     assert exit_.value.code == 143
-    assert grace_s <= time.monotonic() - started_s + 0.05 < 10
+    assert grace_s <= time.monotonic() - started_s + 0.05 < 60
 
 
 @pytest.mark.ray

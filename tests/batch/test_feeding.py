@@ -78,7 +78,7 @@ def test_every_row_comes_once_and_no_more_are_under_way_than_are_wanted() -> Non
 def test_reading_begins_before_the_first_row_is_taken() -> None:
     pool = Pool()
     with completing(pool.submit, iter(documents("a", "b")), num_wanted=10) as results:
-        wait_until(lambda: len(pool.begun) >= 2, 10)
+        wait_until(lambda: len(pool.begun) >= 2)
         assert len(list(results)) == 2
 
 

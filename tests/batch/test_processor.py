@@ -56,7 +56,7 @@ def wait_until_all_is_free() -> None:
     def is_free() -> bool:
         return num_groups() == 0 and ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
 
-    wait_until(is_free, 30)
+    wait_until(is_free)
 
 
 @pytest.fixture(scope="module")

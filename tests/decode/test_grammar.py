@@ -382,7 +382,7 @@ def test_large_compiled_forms_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
         for at in range(3)
     ]
     grammars.compiled(StructuredOutputsParams(regex="a")).result()
-    wait_until(lambda: sum(one() is not None for one in gone) <= 1, 20)
+    wait_until(lambda: sum(one() is not None for one in gone) <= 1)
 
 
 def test_few_compiled_forms_are_kept() -> None:
@@ -395,7 +395,7 @@ def test_few_compiled_forms_are_kept() -> None:
     del first
     for number in range(_MAX_KEPT):
         grammars.compiled(StructuredOutputsParams(regex=f"a{number}")).result()
-    wait_until(lambda: gone() is None, 10)
+    wait_until(lambda: gone() is None)
 
 
 def test_many_choices_and_properties() -> None:

@@ -237,7 +237,7 @@ def test_a_huge_body_costs_little_and_its_error_is_short(body: bytes) -> None:
     start_s = time.process_time()
     with pytest.raises(InvalidRequestError) as caught:
         kind.read(body)
-    assert time.process_time() - start_s < 0.8
+    assert time.process_time() - start_s < 3
     assert len(str(caught.value)) + len(caught.value.param or "") <= 2000
 
 

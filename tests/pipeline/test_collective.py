@@ -17,7 +17,7 @@ from rayspec.pipeline.messages import Failed
 from rayspec.pipeline.transport import Secret, Transport
 from tests.listening import listening_hosts
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 SHORT_S = 0.5
 Joined = Callable[..., Sequence[TensorLink]]
 

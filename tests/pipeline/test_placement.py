@@ -36,11 +36,11 @@ def test_the_group_of_a_named_actor_that_was_killed_is_removed_and_no_other() ->
         remove_orphaned_groups()
         return states(groups[0]) == ["REMOVED"]
 
-    wait_until(removed, 30)
+    wait_until(removed)
     assert states(*groups[1:], here._group.id.hex()) == ["CREATED"] * 3
     ray.kill(owners[1])
-    wait_until(lambda: Bundles(ParallelOptions(cpus_per_shard=0.01), num_gpus=0.0, timeout_s=60.0).close() is None, 30)
-    wait_until(lambda: states(groups[1]) == ["REMOVED"], 30)
+    wait_until(lambda: Bundles(ParallelOptions(cpus_per_shard=0.01), num_gpus=0.0, timeout_s=60.0).close() is None)
+    wait_until(lambda: states(groups[1]) == ["REMOVED"])
     here.close()
     remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(groups[2]))))  # nobody else does
 

@@ -125,7 +125,7 @@ def test_a_bad_prompt_is_its_own_fault_and_an_aborted_request_ends(llm: LLM, pro
     stream = llm.stream([Request(request_id="a", params=LONG.replace(max_tokens=900), stream=True, **prompts[0])])
     assert isinstance(next(stream), RequestOutput)
     stream.close()
-    wait_until(lambda: not llm.client.load.num_running, 20)
+    wait_until(lambda: not llm.client.load.num_running)
 
 
 def test_a_ping_reaches_every_replica_that_is_up(llm: LLM) -> None:
@@ -152,7 +152,7 @@ def test_errors_of_loading_are_the_users_and_after_shutdown_nothing_is_left() ->
         llm.generate("a")
     with pytest.raises(EngineDeadError, match="it was stopped"):
         llm.client.submit_all([])
-    wait_until(lambda: Counter(engine_processes()) == before, 20)
+    wait_until(lambda: Counter(engine_processes()) == before)
 
 
 def test_a_replica_copies_what_another_has_finished_for_the_same_owner() -> None:

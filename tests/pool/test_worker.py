@@ -178,10 +178,8 @@ def test_a_stopped_process_is_a_dead_engine_and_a_silent_one_is_not(monkeypatch:
             await engine.load()
             process_id = process_of(engine)
             freeze(process_id)
-            started_s = time.monotonic()
             with pytest.raises(EngineDeadError, match=r"its process is stopped \(SIGSTOP\)"):
                 await engine.answer()
-            assert time.monotonic() - started_s < 5
             os.kill(process_id, signal.SIGCONT)
             await engine.answer()
         finally:

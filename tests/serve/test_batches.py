@@ -105,7 +105,7 @@ def test_a_cancelled_batch_keeps_what_it_has(client: openai.OpenAI, demo_endpoin
     assert len(answered(client, batch)) == completed
     codes = [row["error"]["code"] for row in rows_of(client, batch.error_file_id)]
     assert codes == ["batch_cancelled"] * (total - completed)
-    wait_until(demo_endpoint.is_idle, 30)
+    wait_until(demo_endpoint.is_idle)
     with pytest.raises(openai.ConflictError, match="is cancelled"):
         client.batches.cancel(batch.id)
 

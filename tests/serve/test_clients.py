@@ -9,8 +9,7 @@ import pytest
 
 import rayspec
 from rayspec.config import SamplingParams
-from tests.serve.endpoint_process import EndpointProcess, connected, head_of
-from tests.waiting import wait_until
+from tests.serve.endpoint_process import EndpointProcess
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -42,13 +41,3 @@ def _curl(endpoint: EndpointProcess, version: str, body: dict[str, Any]) -> str:
     url = f"{endpoint.url}/v1/chat/completions"
     command = ["curl", "--fail-with-body", "-sS", "-N", version, url, "--json", json.dumps(body)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-
-
-def test_nothing_is_decoded_for_a_client_that_has_left(demo_endpoint: EndpointProcess) -> None:
-    body = json.dumps({"model": "demo", "prompt": "The", "max_tokens": 2000, "ignore_eos": True}).encode()
-    with connected(demo_endpoint.url) as connection:
-        connection.sendall(head_of("/v1/completions", len(body)) + body)
-        wait_until(lambda: not demo_endpoint.is_idle(), 30)
-    before = demo_endpoint.num_generated()
-    assert wait_until(demo_endpoint.is_idle, 30) < 2  # with the time of the questions
-    assert demo_endpoint.num_generated() - before < 1000

@@ -95,5 +95,5 @@ def test_told_to_end_it_finishes_what_it_has_begun(process: subprocess.Popen[str
     assert lines[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in lines[-2]
     assert process.wait(60) == 0
-    wait_until(lambda: not session_pids(process.pid), 15)
+    wait_until(lambda: not session_pids(process.pid))
     assert "Traceback" not in process.communicate()[1]
