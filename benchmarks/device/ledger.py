@@ -51,8 +51,3 @@ def replayed_seconds(ledger: StepLedger, context: int, accelerator: Accelerator,
 def host_seconds(ledger: StepLedger, assumed: Assumptions) -> float:
     """Return the seconds to launch all kernels from Python, while the GPU works on earlier kernels."""
     return (ledger.num_kernels + ledger.num_all_reduces) * assumed.eager_s
-
-
-def eager_seconds(ledger: StepLedger, context: int, accelerator: Accelerator, assumed: Assumptions) -> float:
-    """Return the seconds of a step whose kernels are launched one by one: the longer of host and GPU time."""
-    return max(host_seconds(ledger, assumed), replayed_seconds(ledger, context, accelerator, assumed))

@@ -5,7 +5,6 @@ A driver that is killed is in tests/jobs/test_summarize.py.
 The engine is the bundled model; a task around it notes which rows were begun and ended, and does harm at a chosen one.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -30,6 +29,8 @@ from rayspec.batch.rows import Row
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.types import CheckpointError
 from tests.batch.noted_task import NotedTask, kill_engine, noted, terminate
+from tests.batch.test_documents import write_lines
+from tests.batch.test_run_folder import manifest_of
 
 NUM_ROWS = 60
 
@@ -68,11 +69,6 @@ def texts_of(folder: Path) -> dict[str, str]:
 def parts_of(folder: Path) -> list[list[str]]:
     """Ids of the committed rows, part by part."""
     return [pq.read_table(path)["id"].to_pylist() for path in sorted((folder / "rows").glob("part-*.parquet"))]
-
-
-def manifest_of(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    return content
 
 
 @pytest.fixture(scope="module")
@@ -226,9 +222,3 @@ def test_rows_under_way_longer_than_the_grace_period_are_given_up(tmp_path: Path
         job(task, tmp_path / "out", drain_s=0).run(Source(rows=documents()))
     assert exit_.value.code == 143
     assert sum(map(len, parts_of(tmp_path / "out"))) < len(task.read("begun"))
-
-
-def write_lines(path: Path, *rows: object) -> None:
-    """A file of JSON lines; bytes stand as they are."""
-    lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
-    path.write_bytes(b"".join(line + b"\n" for line in lines))

@@ -11,9 +11,9 @@ from openai.types.responses import Response
 from typer.testing import CliRunner
 
 from rayspec.cli import app
+from tests.jobs.job_process import FAST
 
 NUM_GOOD = 45
-FAST = ("--model", "demo", "--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--strategy", "ar")
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
