@@ -18,7 +18,7 @@ from benchmarks.streams import mixed
 from rayspec import demo
 from rayspec.bench.workloads import Workload
 from rayspec.config import EngineConfig
-from rayspec.openai.requests import ENDPOINTS
+from rayspec.openai.batch import ENDPOINTS
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from tests.strategy_cases import saved_plan
 
