@@ -10,7 +10,7 @@ import pytest
 import ray._private.authentication.authentication_constants as ray_texts
 import yaml
 
-from rayspec.serve import replies
+from rayspec.serve import access
 from tests.cluster.commands import blocks, faults, inline, inline_commands, options
 from tests.serve.test_dashboard import exported
 
@@ -153,9 +153,9 @@ def test_kinds_of_error_rows_are_those_of_the_errors() -> None:
 
 def test_codes_of_the_endpoint_are_its_own() -> None:
     constants = (
-        *(replies.UNAUTHORIZED, replies.BUSY, replies.GONE, replies.ENDING, replies.INTERNAL, replies.NO_UPGRADE),
-        *(replies.STARTING, replies.NOT_JSON, replies.WRONG_HOST, replies.WRONG_ORIGIN, replies.MALFORMED),
-        *(replies.timed_out(1.0), replies.too_large(1), replies.too_slow(1.0)),
+        *(access.UNAUTHORIZED, access.BUSY, access.GONE, access.ENDING, access.INTERNAL, access.NO_UPGRADE),
+        *(access.STARTING, access.NOT_JSON, access.WRONG_HOST, access.WRONG_ORIGIN, access.MALFORMED),
+        *(access.timed_out(1.0), access.too_large(1), access.too_slow(1.0)),
     )
     ours = {(one.status, one.code) for one in constants} | {
         (404, "model_not_found"),
