@@ -14,7 +14,7 @@ from rayspec.decode.output import NewOutput
 from rayspec.decode.stages import StageLostError
 from rayspec.types import EmptyPromptError, Request, RequestOutput
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def request(name: str, *, num_steps: int = 3, stream: bool = False) -> Request:

@@ -14,7 +14,7 @@ from rayspec.pipeline.messages import Connect, Follow, Moves
 from rayspec.pipeline.transport import Secret, Transport
 
 SECRET = Secret()
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.serve.test_ingress import ingress_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-ANSWER_S = 30.0
+ANSWER_S = 120.0
 BOUNDED = settings(
     max_examples=settings.default.max_examples // 4, database=None, suppress_health_check=list(HealthCheck)
 )
