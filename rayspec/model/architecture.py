@@ -56,6 +56,12 @@ LAYOUTS = (
     NormLayout(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     # Llama, Qwen2, Qwen3, Mistral, Phi3, GLM, SmolLM3, Granite, Qwen3-MoE, Mixtral
     NormLayout("input_layernorm", None, "post_attention_layernorm", None),
+    # VaultGemma
+    NormLayout("input_layernorm", None, "pre_feedforward_layernorm", None),
+    # Apertus
+    NormLayout("attention_layernorm", None, "feedforward_layernorm", None),
+    # AFMoE
+    NormLayout("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
 )
 
 

@@ -196,7 +196,9 @@ class Decomposition:
 
 def window_of(attention: nn.Module | None, config: PretrainedConfig) -> int | None:
     """Return the sliding window of an attention block, in tokens; None if it hides nothing. In families whose layers
-    are all alike, it is in the config."""
+    are all alike, it is in the config. In others, full attention may hold the window of the other layers."""
+    if not getattr(attention, "is_sliding", True):
+        return None
     return hiding_window(getattr(attention, "sliding_window", getattr(config, "sliding_window", None)), config)
 
 
