@@ -177,5 +177,6 @@ def _whole_engine(config: EngineConfig, model: PreTrainedModel, reason: str, inf
     # No plan can be searched, or have been saved.
     config = config.replace(speculation=options.replace(optimise_share=0.0, warm_start=None))
     latency = measured_passes(model, stages.cuts, sequences_s=sequences_s)
+    stages.rejected_s = latency.rejected_s
     strategy = make_strategy(config, stages.num_sublayers, latency)
     return make_engine(config, stages, strategy, info, CacheSize(num_slots), latency=latency)

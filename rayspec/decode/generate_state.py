@@ -87,6 +87,11 @@ class GenerateState:
         return self._token_ids.shape[1]
 
     @property
+    def is_pending(self) -> bool:
+        """Whether the next pass also runs rows that were kept before, because rows after them were taken back."""
+        return self._pending.shape[1] > 0
+
+    @property
     def cache(self) -> Any:
         """What the model keeps between passes, in transformers' or its own form; None if it keeps nothing."""
         return next((found for name in ALL_CACHE_NAMES if (found := self._arguments.get(name)) is not None), None)
@@ -414,6 +419,8 @@ def measured_passes(model: PreTrainedModel, cuts: Cuts, *, sequences_s: float) -
         head=HEAD,
         stages=(0,),
         transfer_s=(0.0,),
+        # The rows that were kept run again, with those of the next pass.
+        rejected_s=max(0.0, seconds[2] - seconds[1]) if cuts in ("copy", "step") else 0.0,
     )
 
 

@@ -130,7 +130,7 @@ class RoundPlanner:
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
         """Log the taps of a finished round, give the strategy its result, and let the strategy search. The strategy
         learns nothing from a round with chunks, because the round's own time is then unknown."""
-        step_s = (self._clock() - planned.started - result.queued_s) / result.num_steps
+        step_s = (self._clock() - planned.started - result.queued_s - result.owed_s) / result.num_steps
         self._taps.extend(planned.work.taps)
         num_ends = sum(sequence.finish_reason == "stop" for sequence in planned.sequences)
         self._answer_length.observe(num_tokens=num_tokens, num_ends=num_ends)

@@ -41,11 +41,14 @@ from rayspec.decode.work import (
 from rayspec.model.rows import RowSpan
 from rayspec.types import Logprob
 
+_MOST_OWED = 0.75  # of the seconds of a round, which are not less than a plain round's
+
 
 class WholeModelStages(Stages):
     """`Stages` that run an undivided model, each prompt in one pass. The model counts as one sublayer. threads: of its
     passes. cuts: see `find_cuts`; None: rounds have no drafts. fewest_in_lockstep: sequences of a round that run in
-    lockstep; None: sequences always run one after another. Raises as `check_generation` does."""
+    lockstep; None: sequences always run one after another. rejected_s: see `LatencyModel`. Raises as
+    `check_generation` does."""
 
     takes_trees = False
 
@@ -60,6 +63,7 @@ class WholeModelStages(Stages):
         self.cuts: Cuts | None = None
         self.lockstep = in_lockstep(model)
         self.fewest_in_lockstep: int | None = None
+        self.rejected_s = self._owed_s = 0.0
         self.model = model
         self._threads = threads
         self._head = Head(
@@ -130,6 +134,7 @@ class WholeModelStages(Stages):
         entries = work.entries
         if self.cuts is None:  # drafts that the form of an output forces come with any plan
             entries = [msgspec.structs.replace(entry, looked_up=(), parents=()) for entry in entries]
+        num_pending = sum(self._state(each.sequence_id).is_pending for each in entries)
         passes = script(msgspec.structs.replace(work, entries=entries, chunks=()), self._head)
         try:
             verify = next(passes)
@@ -143,7 +148,13 @@ class WholeModelStages(Stages):
             raise
         for entry, num_accepted in zip(entries, result.num_accepted, strict=True):
             self._states[entry.sequence_id].keep(1 + num_accepted)
-        return msgspec.structs.replace(result, prefilled=prefilled, prompt_logprobs=of_prompts, prefill_s=prefill_s)
+        # What rejected rows cost a later round without drafts is charged to the next verify.
+        owed_s = min(num_pending * self.rejected_s, _MOST_OWED * result.verify_s)
+        owed_s = -self._owed_s if any(draft.token_ids for draft in result.drafts) else owed_s
+        self._owed_s += owed_s
+        return msgspec.structs.replace(
+            result, prefilled=prefilled, prompt_logprobs=of_prompts, prefill_s=prefill_s, owed_s=owed_s
+        )
 
     def _begun(self, sampler: TokenSampler) -> GenerateState:
         return GenerateState(self.model, sampler.token_ids[: sampler.num_prompt_tokens], cuts=self.cuts)

@@ -217,6 +217,8 @@ class RoundResult(msgspec.Struct, frozen=True, tag=True):
     paths: rows of the accepted tokens, where row 0 is the newest token's; empty unless a branch was accepted, whose
     keys and values then lie in other places than their positions. probed: the target's likeliest token after each
     probe. queued_s: seconds for which the device was still busy with earlier work when the host began the round.
+    owed_s: seconds of a round without drafts that rows rejected before it took; negative where a verify is charged with
+    them.
     prefilled, prompt_logprobs: an item per chunk, as in PrefillResult. prefill_s: the chunks' share of the verify pass,
     by rows.
     likeliest: for each row of the entry's newest token and draft, the target's likeliest next tokens and their
@@ -232,6 +234,7 @@ class RoundResult(msgspec.Struct, frozen=True, tag=True):
     paths: Sequence[Sequence[int]] = ()
     probed: Sequence[Sequence[int]] = ()
     queued_s: float = 0.0
+    owed_s: float = 0.0
     prefilled: Sequence[Committed | None] = ()
     prefill_s: float = 0.0
     likeliest: Sequence[Sequence[tuple[Sequence[int], Sequence[float]]]] = ()

@@ -127,7 +127,8 @@ class LatencyModel:
     A forward hops from the first stage over the stages that run any sublayer to the last stage (head) and back; each
     hop takes hop_s and wake_s. link_s: measured seconds of a hop from each stage to the next, and from the last to the
     first; a hop that bypasses stages takes as long as the slowest link on its way. transfer_s: to fetch the weights of
-    each sublayer, for every run with the target's own weights. measured_context, measured_batch: the largest measured.
+    each sublayer, for every run with the target's own weights. rejected_s: that a later pass takes for a sequence of
+    which rows were rejected. measured_context, measured_batch: the largest measured.
     """
 
     sublayers: tuple[str, ...]
@@ -140,6 +141,7 @@ class LatencyModel:
     wake_s: float = 0.0
     stages: tuple[int, ...]
     transfer_s: tuple[float, ...]
+    rejected_s: float = 0.0
     measured_context: int = 0
     measured_batch: int = 1
     _lines: dict[tuple[float, float], tuple[float, float]] = field(

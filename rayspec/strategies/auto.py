@@ -140,6 +140,9 @@ class Auto:
             step_s = latency.draft_step_s(base.choices, context=context, batch=num_drafting) if num_drafting else 0.0
             rows = round(batch + sum(lengths) + num_drafting * self._drafted.value)
             verify_s = latency.verify_s(rows=rows, context=context, batch=batch)
+            if latency.rejected_s:
+                kept = (one[count - 1] for one, count in zip(survivals, lengths, strict=True) if count)
+                verify_s += latency.rejected_s * sum(1 - each for each in kept)
             return self._num_steps.value * step_s + verify_s + latency.round_s
 
         lengths, rate = best_lookup(survivals, seconds, committed_without=self._committed.value if base.drafts else 1.0)

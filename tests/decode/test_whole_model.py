@@ -8,11 +8,14 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
+from rayspec.decode.engine import Engine
 from rayspec.decode.generate_state import cache_bytes, check_cuts, find_cuts, in_lockstep
+from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.decode.whole_model import WholeModelStages
+from rayspec.decode.work import RoundResult
 from rayspec.local_engine import load_engine
 from rayspec.strategies.fixed import FixedPlan, lookup_plan
-from rayspec.types import CheckpointError, ConfigError, OutOfMemoryError, Request, UnsupportedModelError
+from rayspec.types import CheckpointError, ConfigError, OutOfMemoryError, Request, UnsupportedModelError, no_draft
 from tests import every_type
 from tests.engines import complete, tokens_of
 from tests.families import WHOLE_FAMILIES, build, cases, checkpoint, greedy, ragged_prompts
@@ -163,6 +166,44 @@ def test_recurrent_state_is_taken_back(family: str, tmp_path: Path) -> None:
         assert tokens_of(complete(engine, prompts, SamplingParams(temperature=0, max_tokens=24))) == expected
     assert engine.stats.num_preemptions > 0
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+    _require_charges(engine, prompts[0])
+
+
+class _Alternating(FixedPlan):
+    """Every second round verifies copies. It keeps the results and seconds of rounds."""
+
+    def __init__(self) -> None:
+        super().__init__(lookup_plan(1, 5))
+        self.rounds: list[tuple[RoundResult, float]] = []
+
+    def choose(self, state: BatchState) -> RoundPlan:
+        return RoundPlan(plan=no_draft(1, "plain")) if len(self.rounds) % 2 else super().choose(state)
+
+    def observe(
+        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
+    ) -> None:
+        self.rounds.append((result, seconds))
+
+
+def _require_charges(engine: Engine, prompt: list[int]) -> None:
+    """Require that what rejected rows cost a round without drafts is charged to the next verify."""
+    strategy = _Alternating()
+    engine.replace_strategy(strategy)
+    engine.forget_texts()
+    engine.stages.rejected_s = 1.0  # more than any round takes
+    complete(engine, [prompt], SamplingParams(temperature=0, max_tokens=40))
+    num_charged, owed_s, was_rejected = 0, 0.0, False
+    for result, seconds in strategy.rounds:
+        [draft], [num_accepted] = result.drafts, result.num_accepted
+        if draft.token_ids:
+            assert result.owed_s == -owed_s
+            num_charged += owed_s > 0
+        else:
+            assert (result.owed_s > 0) == (was_rejected and engine.stages.cuts != "crop")
+            assert seconds > 0
+        owed_s += result.owed_s
+        was_rejected = num_accepted < len(draft.token_ids)
+    assert (num_charged > 0) == (engine.stages.cuts != "crop")
 
 
 @pytest.mark.parametrize(("strategy", "fewest_in_lockstep"), [("ar", None), ("ar", 2), ("recycling", 2)])

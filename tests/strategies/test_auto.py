@@ -58,6 +58,9 @@ class World:
         rows = batch + sum(len(one.token_ids) for one in drafts)
         verify_s = self.latency.verify_s(rows=rows, context=1024, batch=batch)
         verify_s *= self.row_factor if rows > batch else 1.0
+        verify_s += self.latency.rejected_s * sum(
+            count < len(one.token_ids) for count, one in zip(accepted, drafts, strict=True)
+        )
         result = RoundResult(committed, drafts, accepted, 0, 0.0, verify_s)
         num_tokens = sum(len(one.token_ids) for one in committed)
         for proposal, one in zip(proposals, committed, strict=True):
@@ -75,8 +78,8 @@ class World:
         return next((at for at in range(length) if not self._is_right()), length)
 
 
-def world(right: float, row_factor: float = 1.0) -> World:
-    latency = model()
+def world(right: float, row_factor: float = 1.0, rejected_s: float = 0.0) -> World:
+    latency = replace(model(), rejected_s=rejected_s)
     return World(Auto(SpeculationOptions(strategy="auto"), latency), latency, right, row_factor)
 
 
@@ -114,6 +117,17 @@ def test_rows_that_cost_more_than_they_earn_are_not_verified() -> None:
     for _ in range(80):
         dear.play([FOUND, NOTHING])
     assert sum(plan.num_lookup_tokens > 0 for plan in dear.plans) < 20
+
+
+def test_rows_whose_rejection_costs_a_later_pass_are_verified_only_if_they_are_nearly_sure() -> None:
+    plain_s = model().verify_s(rows=1, context=1024, batch=1)
+    cheap, dear, sure = world(0.5), world(0.5, rejected_s=3 * plain_s), world(0.95, rejected_s=3 * plain_s)
+    rates = [sum(each.play([FOUND]) for _ in range(100)) / 100 for each in (cheap, dear, sure)]
+    counts = [sum(plan.num_lookup_tokens > 0 for plan in each.plans[-40:]) for each in (cheap, dear, sure)]
+    assert rates[1] > 0.97 / plain_s
+    assert rates[2] > 1.5 / plain_s
+    assert counts[1] < 5 < counts[0] < counts[2]
+    assert counts[2] > 35
 
 
 @pytest.mark.parametrize(
