@@ -168,9 +168,10 @@ class Scheduler:
     """Continuous batching over the pages of one KV cache: first come, first served. When no page is left, the youngest
     sequence is preempted.
 
-    Sequences of background requests wait behind the others, and are preempted first. They are admitted while less than
-    three quarters of `max_num_seqs` run. While none of them runs, the first keeps its place among the others, so that
-    at least one goes on under any load.
+    Sequences of background requests wait behind the others, and are preempted first, also for others that wait. They
+    are admitted while less than three quarters of `max_num_seqs` run. The last of them that runs is kept, and while
+    none runs, the first keeps its place among the others, so that at least one goes on under any load. Prompts of
+    others are read before theirs, which have a quarter of a step then.
 
     Running sequences are divided into `num_cohorts` cohorts, which are scheduled one at a time and run independently; a
     cohort with work under way is not changed. lookahead: how many tokens after its newest token a sequence may write in
@@ -241,19 +242,18 @@ class Scheduler:
         for sequence in self.members(cohort):
             while sequence not in step.preempted and not self._grow(sequence):
                 free = [one for one in self.running if one.cohort not in in_flight]
-                preempted = next((one for one in reversed(free) if one.background), free[-1])
-                self.kv.release(preempted)
-                preempted.metrics.num_preemptions += 1
-                self.running.remove(preempted)
-                self._put_back(preempted)
-                step.preempted.append(preempted)
+                self._preempt(next((one for one in reversed(free) if one.background), free[-1]), step)
         self._admit(cohort, step)
         members = self.members(cohort)
         step.decode = [sequence for sequence in members if sequence.prefilled and sequence.may_sample]
-        most = None
+        with_streams = self._max_prefill_tokens if most_with_streams is None else most_with_streams
+        with_round = self._max_prefill_tokens if most_with_round is None else most_with_round
+        most = most_of_background = self._max_prefill_tokens
         if step.decode:
-            most = most_with_streams if any(sequence.streams for sequence in step.decode) else most_with_round
-        self._cut_chunks(members, step, self._max_prefill_tokens if most is None else most)
+            most = with_streams if any(sequence.streams for sequence in step.decode) else with_round
+            is_alone = all(sequence.background for sequence in step.decode)
+            most_of_background = most if is_alone else min(most, with_streams)
+        self._cut_chunks(members, step, most, most_of_background)
         return step
 
     def restart(self) -> None:
@@ -268,27 +268,48 @@ class Scheduler:
     def _admit(self, cohort: int, step: Step) -> None:
         """Admit waiting sequences in order. A sequence whose shared pages are still being filled is passed over, and
         later ones may be admitted before it."""
-        num_members = len(self.members(cohort)) if self.waiting else 0
         for sequence in list(itertools.islice(self.waiting, self._max_num_seqs)):
-            if len(self.running) >= self._max_num_seqs or num_members >= self._max_cohort_seqs:
-                return
+            while len(self.running) >= self._max_num_seqs or len(self.members(cohort)) >= self._max_cohort_seqs:
+                if not self._give_way(sequence, cohort, step):
+                    return
             num_background = sum(one.background for one in self.running)
             has_room = len(self.running) < self._max_beside_background or not num_background
             if self.kv.is_in_work(sequence) or (sequence.background and not has_room):
                 continue
             pages = self.kv.find(sequence)
-            # While others run, a few more must be free, because the newest sequence would be preempted first.
-            num_spare = int(_SPARE_SHARE * self.kv.pool.num_pages) if self.running else 0
-            num_new = self._num_pages_needed(sequence) - len(pages)
-            if num_new + num_spare > self.kv.pool.num_free_without(pages):
-                return
+            while not self._has_pages(sequence, pages):
+                if not self._give_way(sequence, cohort, step):
+                    return
+                pages = self.kv.find(sequence)
             self.waiting.remove(sequence)
             self.running.append(sequence)
             self.kv.begin(sequence, pages)
             self._grow(sequence)
             sequence.cohort = cohort
-            num_members += 1
             step.admitted.append(sequence)
+
+    def _has_pages(self, sequence: SequenceState, found: Sequence[int]) -> bool:
+        """Return whether a sequence with these pages can be admitted. While others run, a few more must be free,
+        because the newest sequence would be preempted first."""
+        num_spare = int(_SPARE_SHARE * self.kv.pool.num_pages) if self.running else 0
+        num_new = self._num_pages_needed(sequence) - len(found)
+        return num_new + num_spare <= self.kv.pool.num_free_without(found)
+
+    def _give_way(self, sequence: SequenceState, cohort: int, step: Step) -> bool:
+        """Preempt the youngest background sequence of the cohort for one that is not, unless no other would run."""
+        youngest = next((one for one in reversed(self.members(cohort)) if one.background), None)
+        is_last = sum(one.background for one in self.running) == 1
+        if sequence.background or youngest is None or is_last:
+            return False
+        self._preempt(youngest, step)
+        return True
+
+    def _preempt(self, sequence: SequenceState, step: Step) -> None:
+        self.kv.release(sequence)
+        sequence.metrics.num_preemptions += 1
+        self.running.remove(sequence)
+        self._put_back(sequence)
+        step.preempted.append(sequence)
 
     @property
     def _first_of_background(self) -> int:
@@ -302,14 +323,15 @@ class Scheduler:
         """Let a sequence that has run wait before its equals."""
         self.waiting.insert(self._first_of_background if sequence.background else 0, sequence)
 
-    def _cut_chunks(self, members: Sequence[SequenceState], step: Step, budget: int) -> None:
-        for sequence in members:
+    def _cut_chunks(self, members: Sequence[SequenceState], step: Step, most: int, most_of_background: int) -> None:
+        unread = [one for one in members if not one.prefilled and one.num_computed < one.num_tokens]
+        kept = min(most_of_background, most // 4) if any(one.background for one in unread) else 0
+        room = {False: most - kept, True: most_of_background}
+        for sequence in sorted(unread, key=lambda one: one.background):
             num_left = sequence.num_tokens - sequence.num_computed
-            if sequence.prefilled or num_left <= 0:
+            num_tokens = min(num_left, room[sequence.background])
+            if num_tokens <= 0:
                 continue
-            if budget <= 0:
-                return
-            num_tokens = min(num_left, budget)
             first = sequence.num_computed
             if self._chunk_grid is not None:
                 if step.chunks:
@@ -333,7 +355,8 @@ class Scheduler:
                     replay=first >= sequence.num_prompt_tokens,
                 )
             )
-            budget -= num_tokens
+            room[sequence.background] -= num_tokens
+            room[True] = min(room[True], most - sum(len(one.token_ids) for one in step.chunks))
 
     def _num_pages_needed(self, sequence: SequenceState) -> int:
         num_tokens = min(len(sequence.token_ids) + self._lookahead, sequence.max_total_tokens)

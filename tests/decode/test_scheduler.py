@@ -266,12 +266,33 @@ def test_background_requests_leave_room_and_wait_behind_others() -> None:
     interactive = [_sequence(index, 2, 20) for index in range(100, 110)]
     for sequence in interactive:
         world.add(sequence)
-    assert world.step().admitted == interactive[:2]
+    step = world.step()
+    assert step.admitted == interactive[:7], "all but the last of the background give their places to them"
+    assert len(step.preempted) == 5
     while len(scheduler.running) == 8:
         world.step()
     world.step()
     assert scheduler.running == interactive[:8], "nothing of the background is admitted before them"
     world.run()
+
+
+def test_background_requests_give_pages_and_steps_to_others() -> None:
+    """Prompts of batches fill the cache, and take many steps to be read."""
+    scheduler = Scheduler(1024, max_num_seqs=8, max_prefill_tokens=64, lookahead=0)
+    world = _World(scheduler, 0, 0)
+    for index in range(3):
+        world.add(_sequence(index, 300, 5, background=True))
+    world.step()
+    interactive = _sequence(3, 150, 5)
+    world.add(interactive)
+    step = world.step()
+    assert [one.sequence_id for one in step.preempted] == ["2"]
+    assert [(one.sequence_id, len(one.token_ids)) for one in step.chunks] == [("3", 48), ("0", 16)]
+    while not interactive.prefilled:
+        world.step()
+    step = scheduler.schedule(most_with_round=64, most_with_streams=8)
+    assert step.decode == [interactive]
+    assert sum(len(one.token_ids) for one in step.chunks) == 8, "its text grows fast, also if nobody streams it"
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 4])
