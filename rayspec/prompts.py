@@ -224,7 +224,9 @@ class Rendering:
         template = chat_template(tokenizer, self.tools) if self.template is None else self.template
         for name in self.variables:
             if name in _OF_RENDERING or name not in template:
-                raise InvalidMessagesError(f"the model's chat template has no variable {name!r}: leave it out")
+                raise InvalidMessagesError(
+                    f"the model's chat template has no variable {reprlib.repr(name)}: leave it out"
+                )
         if self.tools and "tools" not in template:
             raise InvalidMessagesError("the model's chat template has no tools: leave them out")
         return template

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,29 +27,37 @@ if TYPE_CHECKING:
 Prompt = tuple[Sequence[int], SamplingParams]
 _MOST_PROMPT_TOKENS = 2**25
 _MOST_LOGPROBS = 500_000  # each takes about 500 bytes; the 20 most likely tokens at 23,000 places
+_FEW_LOGPROBS = 5_000
 
 
-class BackgroundLimit:
-    """Limits the sequences of background requests in an engine, which take memory while they wait. A prompt is
-    admitted, in the order of arrival, while fewer than `most` are in the engine; it may have more itself."""
+class Limit:
+    """Limits what takes memory in an engine: the sequences of background requests, also while they wait, or
+    log-probabilities. Work is admitted in the order of arrival, while fewer than `most` are under way; it may have more
+    itself."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._num_sequences = most, 0
+        self._most, self._count = most, 0
         self._turn, self._has_left = asyncio.Lock(), asyncio.Event()
 
     @asynccontextmanager
-    async def admit(self, num_sequences: int) -> AsyncIterator[None]:
-        """Wait for room, then count the sequences of a prompt while the context is open."""
+    async def admit(self, count: int, room: int = 1) -> AsyncIterator[None]:
+        """Wait until `room` are free, then count the work while the context is open."""
         async with self._turn:
-            while self._num_sequences >= self._most:
+            while self._count and self._count + room > self._most:
                 self._has_left.clear()
                 await self._has_left.wait()
-            self._num_sequences += num_sequences
+            self._count += count
         try:
             yield
         finally:
-            self._num_sequences -= num_sequences
+            self._count -= count
             self._has_left.set()
+
+
+def logprobs_limit() -> Limit:
+    """Return the limit of the log-probabilities of an engine's requests, or of its background requests: one large
+    request, or several together of half its size."""
+    return Limit(_MOST_LOGPROBS // 2)
 
 
 async def respond(
@@ -59,28 +67,30 @@ async def respond(
     *,
     name: str,
     created: int,
-    background: BackgroundLimit | None = None,
+    background: Limit | None = None,
+    logprobs: Limit | None = None,
 ) -> Response:
     """Run a request's prompts together and return the response. Raises RequestError, any other error of an output, and
     EngineDeadError. The first prompt that fails ends the others, and so does cancelling.
 
     served: names of the model that a body may use, and its adapters; responses show the first. name: the end of
     the response's id.
-    background: the request runs behind other requests, within this limit.
+    background: the request runs behind other requests, within this limit. logprobs: see `logprobs_limit`.
     """
     engine, model = _addressed(request.model, engine, served)
     answer, prompts = await _prepared(request, engine, name=name, created=created, model=model)
-    tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
-    try:
-        outputs = await asyncio.gather(*tasks)
-        rows = [row for one in outputs for row in one.prompt_logprobs or ()]
-        rows += [row for one in outputs for completion in one.outputs for row in completion.logprobs or ()]
-        num_logprobs = sum(len(row or ()) for row in rows)
-        return await in_thread_if_large(partial(answer.whole, outputs), num_logprobs)
-    except GrammarError as error:
-        raise request.refusal(error) from error
-    finally:
-        await _end(tasks)
+    async with _room_for(prompts, logprobs):
+        tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
+        try:
+            outputs = await asyncio.gather(*tasks)
+            rows = [row for one in outputs for row in one.prompt_logprobs or ()]
+            rows += [row for one in outputs for completion in one.outputs for row in completion.logprobs or ()]
+            num_logprobs = sum(len(row or ()) for row in rows)
+            return await in_thread_if_large(partial(answer.whole, outputs), num_logprobs)
+        except GrammarError as error:
+            raise request.refusal(error) from error
+        finally:
+            await _end(tasks)
 
 
 async def stream(
@@ -92,6 +102,7 @@ async def stream(
     created: int,
     failure: Callable[[Exception], ApiError],
     interval_s: float = 0.0,
+    logprobs: Limit | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """Run a request like `respond`, and yield the response as server-sent events, at least once. An error before the
     first events is raised, because the HTTP status can still change; a later one is the last event, by `failure`.
@@ -99,7 +110,8 @@ async def stream(
     engine, model = _addressed(request.model, engine, served)
     answer, prompts = await _prepared(request, engine, name=name, created=created, model=model)
     num_running, has_begun = len(prompts), False
-    async with aclosing(_stream_together(engine, prompts, interval_s)) as pieces:
+    together = _stream_together(engine, prompts, interval_s)
+    async with _room_for(prompts, logprobs), aclosing(together) as pieces:
         try:
             async for prompt_index, piece in pieces:
                 num_running -= piece.finished
@@ -184,16 +196,26 @@ async def _prompts(
     if num_prompt_tokens > _MOST_PROMPT_TOKENS:
         problem = f"prompts of {num_prompt_tokens} tokens, n times; at most {_MOST_PROMPT_TOKENS} here in all"
         raise InvalidRequestError.of("n", f"{problem}, split the request")
-    of_outputs = sum(one.n * (one.max_tokens or 0) for _, one in prompts)
-    of_prompts = sum(len(token_ids) for token_ids, _ in prompts)
-    for name, num_tokens, count in (
-        ("logprobs", of_outputs, request.num_logprobs),
-        ("prompt_logprobs", of_prompts, request.num_prompt_logprobs),
-    ):
-        if count is not None and num_tokens * (1 + count) > _MOST_LOGPROBS:
-            problem = f"{1 + count} for each of up to {num_tokens} tokens; at most {_MOST_LOGPROBS} here in all"
+    for name, count in _num_logprobs(prompts).items():
+        if count > _MOST_LOGPROBS:
+            problem = f"up to {count} for all tokens; at most {_MOST_LOGPROBS} here"
             raise InvalidRequestError.of(name, f"{problem}, lower max_tokens or split the request")
     return prompts
+
+
+def _num_logprobs(prompts: Sequence[Prompt]) -> dict[str, int]:
+    """Return the most log-probabilities of outputs and of prompts."""
+    total = {"logprobs": 0, "prompt_logprobs": 0}
+    for token_ids, one in prompts:
+        total["logprobs"] += 0 if one.logprobs is None else one.n * (one.max_tokens or 0) * (1 + one.logprobs)
+        total["prompt_logprobs"] += 0 if one.prompt_logprobs is None else len(token_ids) * (1 + one.prompt_logprobs)
+    return total
+
+
+def _room_for(prompts: Sequence[Prompt], logprobs: Limit | None) -> AbstractAsyncContextManager[None]:
+    """Return the context in which a request may run. A request with few log-probabilities does not wait."""
+    count = sum(_num_logprobs(prompts).values())
+    return nullcontext() if logprobs is None or count <= _FEW_LOGPROBS else logprobs.admit(count, room=count)
 
 
 def _tokens(prompt: Input, engine: AsyncEngine, rendering: Rendering, *, is_cut: bool) -> list[int]:
@@ -203,7 +225,7 @@ def _tokens(prompt: Input, engine: AsyncEngine, rendering: Rendering, *, is_cut:
     return token_ids
 
 
-async def _run(engine: AsyncEngine, prompt: Prompt, background: BackgroundLimit | None) -> RequestOutput:
+async def _run(engine: AsyncEngine, prompt: Prompt, background: Limit | None) -> RequestOutput:
     if background is None:
         output = await engine.run(*prompt)
     else:

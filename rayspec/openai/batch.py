@@ -22,7 +22,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-from rayspec.openai.answer import BackgroundLimit, respond
+from rayspec.openai.answer import Limit, respond
 from rayspec.openai.errors import ApiError, InvalidRequestError, parse_json
 from rayspec.openai.items import ResponsesRequest
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
@@ -201,14 +201,16 @@ async def answer(
     engine: AsyncEngine,
     served: tuple[str, ...],
     *,
-    background: BackgroundLimit | None = None,
+    background: Limit | None = None,
+    logprobs: Limit | None = None,
     clock: Callable[[], float] = time.time,
 ) -> BatchResult:
-    """Answer a line with an engine; an error of the line is in the result. served, background: see `respond`. Raises
-    EngineDeadError and StageLostError if the engine is gone; then another engine may answer the line."""
+    """Answer a line with an engine; an error of the line is in the result. served, background, logprobs: see `respond`.
+    Raises EngineDeadError and StageLostError if the engine is gone; then another engine may answer the line."""
     try:
         request = await in_thread_if_large(line.request, len(line.text))
-        response = await respond(request, engine, served, name=line.digest, created=int(clock()), background=background)
+        options: Any = {"created": int(clock()), "background": background, "logprobs": logprobs}
+        response = await respond(request, engine, served, name=line.digest, **options)
     except RequestError as error:
         failure = ApiError.of(error)
         return line.result(failure.status, failure.body)

@@ -40,6 +40,7 @@ _NEW: Mapping[str, Mapping[str, Any]] = {
 }
 _FIXED = {"object": "response", "error": None, "previous_response_id": None, "store": False, "truncation": "disabled"}
 _OF_BODY = ("instructions", "max_output_tokens", "metadata", "top_logprobs")
+_MOST_REPEATED = 2**20  # characters of the fields that a response repeats, and a stream of events three times
 _ROLES = ("system", "developer", "user", "assistant")
 _OF_TEXT = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
@@ -85,6 +86,14 @@ class ResponsesBody(StrictBody):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
     top_logprobs: int | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
+
+    @pydantic.model_validator(mode="after")
+    def _small(self) -> Self:
+        for name, value in (("metadata", self.metadata), ("text", self.text), ("instructions", self.instructions)):
+            if len(repr(value)) > _MOST_REPEATED:
+                problem = f"more than {_MOST_REPEATED} characters: shorten it"
+                raise PydanticCustomError("invalid_value", "{problem}", {"field": name, "problem": problem})
+        return self
 
     @classmethod
     def _takes_effect(cls, name: str, value: Any) -> bool:

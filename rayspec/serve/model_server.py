@@ -16,7 +16,7 @@ import ray
 from rayspec.command.terminal import load_llm
 from rayspec.llm import AsyncEngine
 from rayspec.model.weights import load_config, num_layers
-from rayspec.openai.answer import BackgroundLimit, respond, stream
+from rayspec.openai.answer import Limit, logprobs_limit, respond, stream
 from rayspec.openai.batch import BatchLine, BatchResult, answer
 from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import Request
@@ -55,7 +55,8 @@ class ModelServer:
             self._metrics = EngineMetrics(ray_recorder(model=self._served[0], replica=own_id))
             self._engine = MeteredEngine(llm, self._metrics)
         self._num_sublayers = 2 * num_layers(load_config(self._engine.llm.config))
-        self._background = BackgroundLimit(config.num_places)
+        self._background, self._logprobs = Limit(config.num_places), logprobs_limit()
+        self._background_logprobs = logprobs_limit()  # interactive requests do not wait for them
         self._place = Place.here()
         self._failure: RayspecError | None = None
         self._problem: str | None = None
@@ -71,14 +72,16 @@ class ModelServer:
 
         async def work() -> Response:
             request, created = await _parsed(kind, body), int(time.time())
-            return await respond(request, engine, self._served, name=name, created=created)
+            limit = self._logprobs
+            return await respond(request, engine, self._served, name=name, created=created, logprobs=limit)
 
         return await _encoded(work(), name)
 
     async def answer(self, line: BatchLine) -> BatchResult:
         """Return the result of a batch line; interactive requests go first. Raises EngineDeadError and StageLostError
         if the line has no answer yet."""
-        return await answer(line, self._engine, self._served, background=self._background)
+        limits = {"background": self._background, "logprobs": self._background_logprobs}
+        return await answer(line, self._engine, self._served, **limits)
 
     async def tokenize(
         self, kind: type[TokenizeRequest | DetokenizeRequest], body: bytes, name: str
@@ -106,6 +109,7 @@ class ModelServer:
             created=int(time.time()),
             failure=partial(_failure, name=name),
             interval_s=self._stream_interval_s,
+            logprobs=self._logprobs,
         )
         async with aclosing(events):
             yield await _encoded(anext(events), name)

@@ -17,7 +17,7 @@ from rayspec import LLM, demo
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.llm import AsyncEngine
 from rayspec.openai import answer as answer_module
-from rayspec.openai.answer import BackgroundLimit, respond
+from rayspec.openai.answer import Limit, logprobs_limit, respond
 from rayspec.openai.answer import stream as streamed
 from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
@@ -324,7 +324,7 @@ def test_a_prompt_that_fails_later_ends_the_others_after_what_came_before(error:
 
 def test_background_prompts_enter_in_order_while_few_sequences_are_in_the_engine() -> None:
     async def work() -> None:
-        limit, entered, ends = BackgroundLimit(4), list[int](), [asyncio.Event() for _ in range(6)]
+        limit, entered, ends = Limit(4), list[int](), [asyncio.Event() for _ in range(6)]
 
         async def prompt(number: int, num_sequences: int) -> None:
             async with limit.admit(num_sequences):
@@ -347,6 +347,33 @@ def test_background_prompts_enter_in_order_while_few_sequences_are_in_the_engine
         assert await settled() == [0, 1, 2, 4, 5]
         for end in ends:
             end.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(work())
+
+
+def test_requests_for_many_log_probabilities_run_in_turn() -> None:
+    """Half a million take 250 MB, of all requests together. A request with few does not wait."""
+
+    async def work() -> None:
+        engine: Any = ScriptedEngine({41: "wait"})
+        limit = logprobs_limit()
+        asked = TEXT | {"prompt": [41], "logprobs": 5}
+
+        async def settled(num_asked: int) -> None:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert engine.num_asked == num_asked
+
+        tasks = []
+        for num_asked, changes in ((1, {"max_tokens": 400, "n": 100}), (1, {"max_tokens": 400, "n": 10}), (2, {})):
+            request = parsed(asked, **changes)
+            tasks.append(asyncio.create_task(respond(request, engine, SERVED, logprobs=limit, **STAMP)))
+            await settled(num_asked)
+        tasks[0].cancel()
+        await settled(3)
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     run(work())
