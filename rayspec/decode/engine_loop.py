@@ -7,7 +7,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,7 +108,8 @@ class _Arrival:
 
 class EngineLoop:
     """Steps an engine while it has work, and sleeps otherwise. Two threads start with the first request or ping: one
-    runs the engine, the other decodes the tokens and delivers outputs in the order in which they were made.
+    runs the engine, the other decodes the tokens and delivers outputs in the order in which they were made, except for
+    those with thousands of log-probabilities.
 
     Two callers may use the same request id. The future of `submit` gives the finished output, whose `error` is set if
     the request failed; for a stream it gives the last output. Cancelling it aborts the request. When the loop ends,
@@ -131,6 +132,9 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # of the delivery thread
         self._deliverer = threading.Thread(target=self._deliver_all, name="rayspec-delivery", daemon=True)
+        self._large_outputs = ThreadPoolExecutor(
+            1, "rayspec-large-outputs"
+        )  # which would hold up the delivery of others
 
     @property
     def num_wanted(self) -> int:
@@ -295,7 +299,9 @@ class EngineLoop:
                 continue
             if output.finished:
                 del self._waiting[output.request_id]
-            self._jobs.put(partial(self._hand_over, arrival, output))
+            hand_over = partial(self._hand_over, arrival, output)
+            takes_long = output.finished and output.has_many_logprobs
+            self._jobs.put(partial(self._large_outputs.submit, hand_over) if takes_long else hand_over)
 
     def _deliver_all(self) -> None:
         while (job := self._jobs.get()) is not None:

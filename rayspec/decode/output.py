@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from rayspec.generation import DecodingParams
 
 
+_MANY_ROWS = 1000  # of log-probabilities; 20 in each take 50 ms
+
+
 class Detokenizer:
     """Decodes the growing tokens of a sequence, and detects its stop strings. What `take` has returned is the beginning
     of the text wherever the output ends. So it never splits a character, nor a run of byte tokens, as sentencepiece has
@@ -124,6 +127,12 @@ class NewOutput:
     @property
     def finished(self) -> bool:
         return self.output.finished
+
+    @property
+    def has_many_logprobs(self) -> bool:
+        """Whether the texts of its log-probabilities take long."""
+        rows = [self.output.prompt_logprobs or (), *(one.logprobs or () for one in self.output.outputs)]
+        return sum(map(len, rows)) > _MANY_ROWS
 
     def decoded(self) -> RequestOutput:
         """Return the output with its texts. May be called once, on any thread; for a stream, in order."""

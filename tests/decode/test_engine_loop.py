@@ -82,7 +82,14 @@ class CountingEngine:
             del self.left[name]
         return [
             _Counted(
-                RequestOutput(request_id=name, prompt=name, prompt_token_ids=(), outputs=[], finished=name in done),
+                RequestOutput(
+                    request_id=name,
+                    prompt=name,
+                    prompt_token_ids=(),
+                    outputs=[],
+                    finished=name in done,
+                    prompt_logprobs=[None] * 5000 if self.prompts[name] == "large" else None,
+                ),
                 read=self._read,
             )
             for name in [*done, *(self.streams & self.left.keys())]
@@ -221,6 +228,23 @@ def test_the_engine_goes_on_while_texts_are_made() -> None:
     assert whole.done()
     assert [piece.finished for piece in pieces] == [False] * 4
     assert engine.readers == {"rayspec-delivery"}
+    loop.stop()
+
+
+def test_an_output_with_many_logprobs_does_not_hold_up_the_others() -> None:
+    class Engine(CountingEngine):
+        def _read(self) -> None:
+            if threading.current_thread().name != "rayspec-delivery":
+                self.may_read.wait(60)
+
+    engine = Engine()
+    loop = loop_of(engine)
+    engine.may_read.clear()
+    large, small = loop.submit(request("large")), loop.submit(request("small", num_steps=9))
+    assert names_of([small]) == ["small"]
+    assert not large.done()
+    engine.may_read.set()
+    assert names_of([large]) == ["large"]
     loop.stop()
 
 
