@@ -65,12 +65,14 @@ class KVManager:
         return pages[:num_usable]
 
     def is_in_work(self, sequence: SequenceState) -> bool:
-        """Return whether another sequence is filling the first page of this sequence that cannot be found yet."""
+        """Return whether another sequence is filling the first page of this sequence that cannot be found yet. What a
+        background sequence fills takes too long for others."""
         if sequence.wants_prompt_logprobs:
             return False
         hashes = self._hashes(sequence, (sequence.num_tokens - 1) // PAGE_SIZE)
         num_found = len(self.pool.find(hashes))
-        return num_found < len(hashes) and hashes[num_found] in self._in_work
+        other = self._in_work.get(hashes[num_found]) if num_found < len(hashes) else None
+        return other is not None and (sequence.background or not other.background)
 
     def begin(self, sequence: SequenceState, pages: Sequence[int]) -> None:
         """Make the pages that `find` returned the sequence's first pages. It is about to fill the other full pages."""
@@ -246,10 +248,9 @@ class Scheduler:
         self._admit(cohort, step)
         members = self.members(cohort)
         step.decode = [sequence for sequence in members if sequence.prefilled and sequence.may_sample]
-        with_streams = self._max_prefill_tokens if most_with_streams is None else most_with_streams
-        with_round = self._max_prefill_tokens if most_with_round is None else most_with_round
         most = most_of_background = self._max_prefill_tokens
         if step.decode:
+            with_round, with_streams = (most if one is None else one for one in (most_with_round, most_with_streams))
             most = with_streams if any(sequence.streams for sequence in step.decode) else with_round
             is_alone = all(sequence.background for sequence in step.decode)
             most_of_background = most if is_alone else min(most, with_streams)

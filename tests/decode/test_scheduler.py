@@ -295,6 +295,16 @@ def test_background_requests_give_pages_and_steps_to_others() -> None:
     assert sum(len(one.token_ids) for one in step.chunks) == 8, "its text grows fast, also if nobody streams it"
 
 
+def test_others_do_not_wait_for_a_common_prompt_that_the_background_reads() -> None:
+    scheduler = Scheduler(4000, max_num_seqs=8, max_prefill_tokens=64, lookahead=0)
+    world, same = _World(scheduler, 0, 0), _sequence(1, 300, 5, prompt=[0] * 300)
+    world.add(_sequence(0, 300, 5, background=True))
+    world.step()
+    world.add(same)
+    assert world.step().admitted == [same]
+    world.run()
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 4])
 def test_one_background_request_goes_on_under_any_load(max_num_seqs: int) -> None:
     scheduler = Scheduler(400, max_num_seqs=max_num_seqs, max_prefill_tokens=500, lookahead=0)
