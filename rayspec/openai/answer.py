@@ -196,9 +196,11 @@ async def _prompts(
     if num_prompt_tokens > _MOST_PROMPT_TOKENS:
         problem = f"prompts of {num_prompt_tokens} tokens, n times; at most {_MOST_PROMPT_TOKENS} here in all"
         raise InvalidRequestError.of("n", f"{problem}, split the request")
+    repeats = isinstance(request, ResponsesRequest) and request.stream  # its last four events have all of them
+    most = _MOST_LOGPROBS // 4 if repeats else _MOST_LOGPROBS
     for name, count in _num_logprobs(prompts).items():
-        if count > _MOST_LOGPROBS:
-            problem = f"up to {count} for all tokens; at most {_MOST_LOGPROBS} here"
+        if count > most:
+            problem = f"up to {count} for all tokens; at most {most} here"
             raise InvalidRequestError.of(name, f"{problem}, lower max_tokens or split the request")
     return prompts
 

@@ -258,6 +258,7 @@ class Answer:
         self._created, self._model = created, model
         self._begun: set[int] = set()  # choices that were shown
         self._offsets: dict[int, TextOffsets] = {}
+        self._echoed: dict[int, str] = {}  # prompts as text
         self._latest: dict[int, RequestOutput] = {}
         self._num_output_tokens = 0
         self._skips_special = request.skip_special_tokens is not False
@@ -345,11 +346,7 @@ class Answer:
         self._begun.add(index)
         text, token_ids, rows = one.text, list(one.token_ids), list[Row](one.logprobs or ())
         if is_first and self._request.echo:
-            prompt: Any = self._request.prompts[prompt_index]
-            if not isinstance(prompt, str) or self._request.truncate_prompt_tokens is not None:
-                ids, skip = list(output.prompt_token_ids), self._skips_special
-                prompt = self._texts.tokenizer.decode(ids, skip_special_tokens=skip)
-            text = prompt + text
+            text = self._prompt_text(self._request, prompt_index, output) + text
             token_ids = [*output.prompt_token_ids, *token_ids]
             rows = [*(output.prompt_logprobs or ()), *rows]
         if index not in self._offsets:
@@ -358,6 +355,16 @@ class Answer:
         if self._request.logprobs is not None:
             shown = CompletionLogprobs.of(token_ids, rows, self._texts, self._offsets[index])
         return CompletionChoice(**common, text=text, logprobs=shown, **(self._of_prompt(output) if is_first else {}))
+
+    def _prompt_text(self, request: CompletionRequest, prompt_index: int, output: RequestOutput) -> str:
+        """Return the text of a prompt, which is decoded once for all its completions."""
+        if prompt_index not in self._echoed:
+            prompt: Any = request.prompts[prompt_index]
+            if not isinstance(prompt, str) or request.truncate_prompt_tokens is not None:
+                ids, skip = list(output.prompt_token_ids), self._skips_special
+                prompt = self._texts.tokenizer.decode(ids, skip_special_tokens=skip)
+            self._echoed[prompt_index] = prompt
+        return self._echoed[prompt_index]
 
     def _divided(self, index: int, one: CompletionOutput) -> tuple[CompletionOutput, list[ToolCall], str]:
         """Return new output of a choice with its content as text, what it adds to calls, and its reasoning."""

@@ -20,6 +20,7 @@ from rayspec.openai import answer as answer_module
 from rayspec.openai.answer import Limit, logprobs_limit, respond
 from rayspec.openai.answer import stream as streamed
 from rayspec.openai.errors import ApiError
+from rayspec.openai.items import ResponsesRequest
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.openai.responses import plain_body
 from rayspec.types import NonFiniteLogitsError, PromptTooLongError, RayspecError, RequestError
@@ -207,6 +208,15 @@ def test_more_logprobs_than_memory_is_good_for_are_refused(engine: AsyncEngine) 
         run(answer_module._prompts(many, engine))
     for fewer in ({"max_tokens": 20}, {"logprobs": 0}, {"logprobs": None}):
         assert len(run(answer_module._prompts(many.model_copy(update=fewer), engine))) == 1024
+
+
+def test_events_that_repeat_all_logprobs_have_fewer() -> None:
+    scripted: Any = ScriptedEngine()
+    scripted.max_model_len = scripted.kv_cache_tokens = 10_000
+    asked = {"model": SERVED[0], "input": "a", "top_logprobs": 20, "max_output_tokens": 8000}
+    assert run(answer_module._prompts(ResponsesRequest.parse(asked), scripted))
+    with pytest.raises(RequestError, match="at most 125000 here, lower max_tokens"):
+        run(answer_module._prompts(ResponsesRequest.parse(asked | {"stream": True}), scripted))
 
 
 def test_many_logprobs_are_made_beside_the_event_loop(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,6 +447,16 @@ def test_vllms_fields_about_tokens(engine: Any, body: dict[str, Any]) -> None:
 
 def text_of(choice: dict[str, Any]) -> str:
     return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+def test_an_echoed_prompt_is_decoded_once_for_all_completions(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_ids, decoded, decode = demo_tokenizer()(SENTENCE)["input_ids"], [], engine.tokenizer.decode
+    monkeypatch.setattr(engine.tokenizer, "decode", lambda ids, **how: (decoded.append(ids), decode(ids, **how))[1])
+    choices = _whole(engine, TEXT | {"prompt": token_ids, "n": 3, "echo": True, "max_tokens": 0})["choices"]
+    assert [one["text"] for one in choices] == [SENTENCE] * 3
+    assert decoded.count(token_ids) == 1
 
 
 def test_an_echo_is_streamed_before_the_text(engine: Any) -> None:
