@@ -130,7 +130,7 @@ class EngineLoop:
         self.death: EngineDeadError | None = None  # why the loop has ended
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # of the delivery thread
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # of the delivery thread
         self._deliverer = threading.Thread(target=self._deliver_all, name="rayspec-delivery", daemon=True)
         self._large_outputs = ThreadPoolExecutor(
             1, "rayspec-large-outputs"

@@ -80,7 +80,7 @@ class ModelServer:
     async def answer(self, line: BatchLine) -> BatchResult:
         """Return the result of a batch line; interactive requests go first. Raises EngineDeadError and StageLostError
         if the line has no answer yet."""
-        limits = {"background": self._background, "logprobs": self._background_logprobs}
+        limits: Any = {"background": self._background, "logprobs": self._background_logprobs}
         return await answer(line, self._engine, self._served, **limits)
 
     async def tokenize(
