@@ -140,7 +140,7 @@ async def _prepared(request: Request, engine: AsyncEngine, **options: Any) -> tu
     if not isinstance(request, ChatRequest):
         return Answer(request, texts, **options), await _prompts(request, engine)
     config = engine.llm.config
-    tool_use = request.tool_use(engine.tokenizer, config.tool_call_parser)
+    tool_use = ToolUse.of(request, engine.tokenizer, config.tool_call_parser)
     try:
         template = chat_template(engine.tokenizer)
     except ConfigError:

@@ -43,9 +43,8 @@ def asked_form(body: Mapping[str, Any]) -> tuple[str, StructuredOutputsParams] |
     return None
 
 
-def refusal(error: GrammarError, body: Mapping[str, Any]) -> RequestError:
+def refusal(error: GrammarError, asked: tuple[str, StructuredOutputsParams] | None) -> RequestError:
     """Return the error of a form that cannot be compiled, or kept, by the name that the body has for it."""
-    asked = asked_form(body)
     if asked is None:
         return error
     place = str(error).removeprefix("structured_outputs")

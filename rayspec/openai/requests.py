@@ -16,8 +16,9 @@ from rayspec.config import SamplingParams
 from rayspec.openai.errors import InvalidRequestError, invalid
 from rayspec.openai.forms import asked_form, refusal
 from rayspec.openai.strict_body import Refusals, StrictBody
-from rayspec.openai.tools import MOST_TOOLS, Tool, ToolUse, check_tools, read_choice, schema_beside_tools
+from rayspec.openai.tools import MOST_TOOLS, Tool, check_tools, read_choice, schema_beside_tools
 from rayspec.prompts import InvalidMessageError, Rendering, read_message, truncated
+from rayspec.structured import StructuredOutputsParams
 from rayspec.types import ConfigError, GrammarError, PromptTooLongError, RequestError, Role
 
 _MAX_LOGPROBS = 20
@@ -201,7 +202,7 @@ class GenerationRequest(StrictBody):
         if self.stream and self.num_prompt_logprobs is not None:
             field = "echo" if self.prompt_logprobs is None else "prompt_logprobs"
             raise invalid(field, "a stream has no log-probabilities of the prompt: give stream: false")
-        asked_form(self._given)
+        self.form  # noqa: B018 - raises
         count = self.num_sequences
         if count > _MAX_SEQUENCES:
             raise invalid("n", f"{count} sequences (prompts times n); at most {_MAX_SEQUENCES}, split the request")
@@ -216,9 +217,14 @@ class GenerationRequest(StrictBody):
     def _given(self) -> dict[str, Any]:
         return {name: value for name, value in self if value is not None}
 
+    @property
+    def form(self) -> tuple[str, StructuredOutputsParams] | None:
+        """The form that the body asks its output to have, with the field that has it. Raises PydanticCustomError."""
+        return asked_form(self._given)
+
     def refusal(self, error: GrammarError) -> RequestError:
         """Return the error of the output's form by the name that this body has for the form."""
-        return refusal(error, self._given)
+        return refusal(error, self.form)
 
     @property
     def num_sequences(self) -> int:
@@ -268,7 +274,7 @@ class GenerationRequest(StrictBody):
         """Return the parameters for at most so many output tokens. needed: those that go before the body's. Raises
         InvalidRequestError for a value that SamplingParams refuses."""
         asked = {name: value for name, value in self._given.items() if name in SamplingParams.model_fields}
-        form = asked_form(self._given)
+        form = self.form
         own: dict[str, Any] = {"logprobs": self.num_logprobs, "prompt_logprobs": self.num_prompt_logprobs}
         own |= {"max_tokens": num_output_tokens, "structured_outputs": form and form[1], **(needed or {})}
         try:
@@ -327,29 +333,14 @@ class ChatRequest(GenerationRequest):
             raise invalid("tool_choice", f"tools have no function {name!r}")
         if self.tool_choice == "required" and not names:
             raise invalid("tool_choice", "only with tools")
-        form = asked_form(self._given)
+        form = self.form
         if names and self.tool_choice != "none" and form is not None and schema_beside_tools(form[1]) is None:
             raise invalid(form[0], "tools are given, too: give a JSON schema only, or tool_choice 'none'")
         return self
 
-    def tool_use(self, tokenizer: Any, parser: str | None) -> ToolUse | None:
-        """Return how the model calls tools; None: it calls none. parser: see `ToolUse.of`. Raises RequestError."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        form = asked_form(self._given)
-        return ToolUse.of(
-            tokenizer,
-            self.tools,
-            self.tool_choice or "auto",
-            is_parallel=self.parallel_tool_calls,
-            rendering=self.rendering,
-            parser=parser,
-            content=None if form is None else schema_beside_tools(form[1]),
-        )
-
     def refusal(self, error: GrammarError) -> RequestError:
         if self.tools and self.tool_choice != "none":
-            form = asked_form(self._given)
+            form = self.form
             problem = str(error).removeprefix("structured_outputs.grammar: ")
             names = "tools" if form is None else f"tools, or {form[0]}"
             return InvalidRequestError(f"{names}: {problem}", param="tools", code="invalid_value")

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -18,6 +18,9 @@ from rayspec.openai.tool_formats import HERMES, CallParser, ToolFormat, format_o
 from rayspec.prompts import Rendering, chat_template
 from rayspec.structured import StructuredOutputsParams
 from rayspec.types import ConfigError
+
+if TYPE_CHECKING:
+    from rayspec.openai.requests import ChatRequest
 
 MOST_TOOLS = 128  # as OpenAI's
 _MOST_CHARACTERS = 1 << 17
@@ -99,21 +102,15 @@ class ToolUse:
     content: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(
-        cls,
-        tokenizer: Any,
-        tools: Sequence[Tool],
-        choice: Any,
-        *,
-        is_parallel: bool,
-        rendering: Rendering,
-        parser: str | None,
-        content: Mapping[str, Any] | None = None,
-    ) -> ToolUse:
-        """Raises InvalidRequestError where the model would not know what to write. parser: name of the format."""
+    def of(cls, request: ChatRequest, tokenizer: Any, parser: str | None) -> ToolUse | None:
+        """Return None for a request without calls. parser: name of the format. Raises InvalidRequestError where the
+        model would not know what to write."""
+        tools, choice = request.tools, request.tool_choice or "auto"
+        if not tools or choice == "none":
+            return None
         is_named = isinstance(choice, Mapping)
         try:
-            template = rendering.template or chat_template(tokenizer, [tool.for_template for tool in tools])
+            template = request.rendering.template or chat_template(tokenizer, [tool.for_template for tool in tools])
         except ConfigError:
             template = ""
         is_known = "tools" in template
@@ -132,10 +129,10 @@ class ToolUse:
             called=[tool for tool in tools if not is_named or tool.function.name == choice["function"]["name"]],
             form=form or HERMES,
             is_forced=choice != "auto",
-            is_parallel=is_parallel and not takes_one,
+            is_parallel=request.parallel_tool_calls and not takes_one,
             is_known=is_known,
             special=special,
-            content=content,
+            content=None if request.form is None else schema_beside_tools(request.form[1]),
         )
 
     def parser(self) -> CallParser | HarmonyParser:

@@ -79,13 +79,8 @@ class Coordinator(Server):
             reason = str(error)
         finally:
             search.end()
-        searched = wire.Searched(
-            search_id=message.search_id,
-            version=self._num_answers,
-            answer=found,
-            reason=reason,
-        )
-        endpoint.send(ENGINE, searched)
+        search_id, version = message.search_id, self._num_answers
+        endpoint.send(ENGINE, wire.Searched(search_id=search_id, version=version, answer=found, reason=reason))
 
 
 @dataclass(eq=False)

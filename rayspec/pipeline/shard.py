@@ -84,13 +84,6 @@ def rank_name(stage: int, rank: int) -> str:
     return stage_name(stage) if rank == 0 else f"{stage_name(stage)}.{rank}"
 
 
-def next_stage(stage: int, spans: Sequence[tuple[int, int]], work: Pass) -> int:
-    """Return the next stage with work in the pass; the last one, with the head, always has. Bypass the others. spans:
-    the sublayers [first, last) of every stage."""
-    last = len(spans) - 1
-    return next((number for number in range(stage + 1, last) if work.needs(*spans[number])), last)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A shard whose weights are loaded. ways: choices by which drafts may run each of its sublayers."""
@@ -299,8 +292,10 @@ class Shard(Server):
                 # Continue the script with the states before the head: send its next pass, or its result.
                 self._send(stage_name(0), wire.Forward(work=self._scripts[work.round_id].send(hidden)))
             else:
-                onward = stage_name(next_stage(self.stage, self._spans, work))
-                self._send(onward, wire.Forward(work=work, begin=begin), [hidden])
+                # Stages without work in the pass are bypassed; the last one, with the head, always has work.
+                last = len(self._spans) - 1
+                busy = (stage for stage in range(self.stage + 1, last) if work.needs(*self._spans[stage]))
+                self._send(stage_name(next(busy, last)), wire.Forward(work=work, begin=begin), [hidden])
         except StopIteration as end:
             del self._scripts[work.round_id]
             self._send(ENGINE, wire.Done(work_id=work.round_id, result=end.value))

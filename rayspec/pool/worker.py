@@ -366,7 +366,14 @@ def start_worker(factory: EngineFactory) -> Any:
         on_gpu = gpus_per_shard(factory.engine, factory.engine.parallel or ParallelOptions()) > 0
         usual = (on_gpu and config.gpu_memory_utilization) or KV_CACHE_SHARE["cuda" if on_gpu else "cpu"]
         config = config.replace(kv_cache_share=(config.kv_cache_share or usual) / num_sharing)
-    options = _resources(factory.engine, config) | {
+    whole, num_cpus = factory.engine, float(ray.cluster_resources().get("CPU", 0))  # type: ignore[no-untyped-call]
+    # Of the worker's own process: shards have reservations of their own. Ray Data needs a whole CPU besides.
+    reserved: dict[str, Any] = {"num_cpus": float(num_cpus >= _MIN_CPUS_TO_RESERVE), "num_gpus": int(wants_gpu(config))}
+    if whole.parallel is not None and config.parallel is None:
+        num_gpus, wanted = gpus_per_shard(whole, whole.parallel), whole.parallel.cpus_per_shard
+        cpus = wanted if num_gpus else cpus_of_replica(wanted, whole, num_cpus)
+        reserved = {"num_cpus": cpus, "num_gpus": num_gpus, "label_selector": whole.parallel.labels or None}
+    options = reserved | {
         "max_concurrency": _MAX_CONCURRENT_CALLS,
         "max_restarts": 0,
         "name": f"rayspec-engine-{secrets.token_hex(8)}",  # identifies the placement groups that this actor makes
@@ -426,15 +433,3 @@ async def answer(reference: Awaitable[Any]) -> Any:
     """Await a reference, with errors of the actor as they were raised."""
     with errors_of_actor():
         return await reference
-
-
-def _resources(whole: EngineConfig, one: EngineConfig) -> dict[str, Any]:
-    """Return what Ray reserves for the worker's own process; shards have reservations of their own."""
-    num_cpus: float = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
-    if whole.parallel is not None and one.parallel is None:
-        num_gpus = gpus_per_shard(whole, whole.parallel)
-        wanted = whole.parallel.cpus_per_shard
-        cpus = wanted if num_gpus else cpus_of_replica(wanted, whole, num_cpus)
-        return {"num_cpus": cpus, "num_gpus": num_gpus, "label_selector": whole.parallel.labels or None}
-    # Ray Data starts only if a whole CPU stays unreserved, in addition to those that it reads with.
-    return {"num_cpus": float(num_cpus >= _MIN_CPUS_TO_RESERVE), "num_gpus": 1 if wants_gpu(one) else 0}

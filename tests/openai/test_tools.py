@@ -22,7 +22,6 @@ from rayspec.openai.requests import ChatRequest
 from rayspec.openai.tool_formats import FORMATS, ToolFormat
 from rayspec.openai.tool_formats import HERMES as HERMES_FORM
 from rayspec.openai.tools import ToolUse
-from rayspec.prompts import Rendering
 from tests.openai.scripted import ScriptedEngine, streamed_events, whole_answer
 from tests.tool_templates import HERMES, tokenizer_with
 
@@ -195,10 +194,9 @@ def test_an_answer_without_calls_has_its_schema(engine: AsyncEngine) -> None:
         if not calls:
             assert list(json.loads(one["message"]["content"])) == ["cold"]
     for form_of, parser in ((HERMES_FORM, None), (FORMATS[-1], "openai")):
-        use = ToolUse.of(
-            engine.tokenizer, ChatRequest.parse(CHAT | {"tools": TOOLS}).tools or (), "auto", is_parallel=True,
-            rendering=Rendering(), parser=parser, content=schema,
-        )  # fmt: skip
+        request = ChatRequest.parse(CHAT | {"tools": TOOLS, "response_format": form})
+        use = ToolUse.of(request, engine.tokenizer, parser)
+        assert use is not None
         grammars = Grammars(lambda: engine.tokenizer, vocab_size=2048, eos_token_ids=(1,))
         initial = grammars.compiled(use.sampling["structured_outputs"]).result().initial
         begin = "<|channel|>final<|message|>" if use.form.has_channels else ""
