@@ -57,10 +57,6 @@ class Replicas:
         return 2 * self.info.config.max_num_seqs * self._num_replicas
 
     @property
-    def is_whole(self) -> bool:
-        return self._pool.supervisor.is_whole
-
-    @property
     def is_recovering(self) -> bool:
         """True while no replica is up."""
         return self._pool.supervisor.num_up == 0

@@ -155,11 +155,6 @@ class EngineSupervisor:
         await asyncio.gather(*(engine.ask("ping") for engine in self._engines))
 
     @property
-    def is_whole(self) -> bool:
-        """True if all engines that are not lost are up."""
-        return all(slot.engine is not None or slot.failure is not None for slot in self._slots)
-
-    @property
     def num_up(self) -> int:
         return len(self._engines)
 

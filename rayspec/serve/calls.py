@@ -12,14 +12,10 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.requests import ClientDisconnect, Request
 
-from rayspec.openai.errors import ApiError
 from rayspec.openai.responses import END_OF_EVENTS, event
 from rayspec.serve.access import BUSY, GONE, INTERNAL, Refused, timed_out
 
 T = TypeVar("T")
-
-# Errors that a handle raises: Serve's own and, where a replica has ended, Ray's.
-_CARRIER_ERRORS = (RayServeException, RayError, asyncio.TimeoutError)
 
 
 class ModelCall:
@@ -55,18 +51,17 @@ class ModelCall:
             self._response.cancel()
 
     async def _in_time(self, awaitable: Awaitable[Any]) -> Any:
+        left_s = None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
         try:
-            left_s = None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
             return await asyncio.wait_for(awaitable, left_s)
-        except _CARRIER_ERRORS as error:
-            raise Refused(self._failure(error)) from error
-
-    def _failure(self, error: BaseException) -> ApiError:
-        if isinstance(error, BackPressureError):
-            return BUSY
-        if isinstance(error, asyncio.TimeoutError):
-            return timed_out(self._timeout_s or 0.0)
-        return INTERNAL if isinstance(error, RayTaskError) else GONE
+        except BackPressureError as error:
+            raise Refused(BUSY) from error
+        except asyncio.TimeoutError as error:
+            raise Refused(timed_out(self._timeout_s or 0.0)) from error
+        except RayTaskError as error:
+            raise Refused(INTERNAL) from error
+        except (RayServeException, RayError) as error:  # Serve's own and, where a replica has ended, Ray's
+            raise Refused(GONE) from error
 
 
 async def fetch(response: Any, timeout_s: float | None) -> Any:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import msgspec
 import pydantic
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 
 _SCHEMAS = "#/components/schemas/"
@@ -66,7 +65,7 @@ class Description:
 
     def install(self, app: FastAPI, *, open_paths: frozenset[str], has_keys: bool) -> None:
         """Make the application, which has all its routes, serve the document. open_paths: paths that need no key."""
-        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        document = app.openapi()
         components: dict[str, Any] = document.setdefault("components", {})
         schemas = components.setdefault("schemas", {})
         schemas |= self._schemas
@@ -80,7 +79,6 @@ class Description:
         if has_keys:
             components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             document["security"] = [{"key": []}]
-        app.openapi = lambda: document  # type: ignore[method-assign]
         page = HTMLResponse(_page(document), headers=PAGE_HEADERS)
         app.add_api_route("/docs", lambda: page, include_in_schema=False)
 

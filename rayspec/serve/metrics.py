@@ -29,25 +29,22 @@ Record = Callable[[str, float, str], None]
 def ray_recorder(*, model: str, replica: str) -> Record:
     """Return a function that passes values on to Ray, whose agents export them seconds later, see MetricSpec. model:
     name under which the model is served."""
-    specs = {spec.name: spec for spec in METRICS}
-    instruments: dict[str, Counter | Gauge | Histogram] = {}
+    kinds: dict[str, tuple[Any, str]] = {
+        "counter": (Counter, "inc"),
+        "gauge": (Gauge, "set"),
+        "histogram": (Histogram, "observe"),
+    }
+    recorders: dict[str, tuple[Callable[..., None], str]] = {}
     for spec in METRICS:
-        kind: Any = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[spec.kind]
+        kind, method = kinds[spec.kind]
         bounds = {"boundaries": list(map(float, spec.buckets.split()))} if spec.kind == "histogram" else {}
         instrument = kind(spec.name, f"{spec.meaning} [{spec.unit}]", tag_keys=spec.labels, **bounds)
         instrument.set_default_tags({"model": model, "replica": replica})
-        instruments[spec.name] = instrument
+        recorders[spec.name] = getattr(instrument, method), spec.label
 
     def record(name: str, value: float, label: str) -> None:
-        spec, instrument = specs[_PREFIX + name], instruments[_PREFIX + name]
-        tags = {spec.label: label} if spec.label else {}
-        match instrument:
-            case Counter():
-                instrument.inc(value, tags=tags)
-            case Gauge():
-                instrument.set(value, tags=tags)
-            case Histogram():
-                instrument.observe(value, tags=tags)
+        put, label_name = recorders[_PREFIX + name]
+        put(value, tags={label_name: label} if label_name else {})
 
     return record
 

@@ -21,6 +21,7 @@ from rayspec.pool.worker import RemoteEngine
 from rayspec.types import CheckpointError, CompletionOutput, ConfigError, EmptyPromptError, Request, RequestOutput
 from tests.demo_model import demo_prompts
 from tests.engines import GREEDY, Pieces, tokens_of
+from tests.pool.test_supervisor import is_whole
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -58,7 +59,7 @@ def replicas_of(llm: LLM) -> Replicas:
 
 
 def wait_until_whole(llm: LLM) -> None:
-    wait_until(lambda: replicas_of(llm).is_whole)
+    wait_until(lambda: is_whole(replicas_of(llm)._pool.supervisor))
 
 
 def engine_processes() -> list[int]:
