@@ -20,11 +20,7 @@ import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]
-    ProcessGroup,
-    ProcessGroupGloo,
-    TCPStore,
-)
+from torch.distributed import ProcessGroup, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from rayspec.errors import TransportError
 
@@ -91,12 +87,26 @@ class TensorLink:
         host: IP address of this node that the other ranks can reach. timeout_s: the longest time of joining, of one
         send and of one receive. backend: by default NCCL on the current GPU if this process has one, else gloo.
         """
-        backend = backend or ("nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo")
+        by_nccl = backend == "nccl" or (backend is None and torch.cuda.is_available() and dist.is_nccl_available())
+        device = torch.device("cuda", torch.cuda.current_device()) if by_nccl else torch.device("cpu")
         try:
-            group = _group(backend, store_at(address, timeout_s), rank, size, host, timeout_s)
+            store = store_at(address, timeout_s)
+            group = ProcessGroup(store, rank, size)
+            if by_nccl:
+                nccl = dist.ProcessGroupNCCL.Options()
+                nccl._timeout = timedelta(seconds=timeout_s)
+                connections = dist.ProcessGroupNCCL(store, rank, size, nccl)
+                group._register_backend(device, ProcessGroup.BackendType.NCCL, connections)
+            else:
+                gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                gloo._timeout = timedelta(seconds=timeout_s)
+                # By default, gloo listens at the address that the host's name resolves to.
+                gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
+                transport = ProcessGroupGloo(store, rank, size, gloo)
+                group._register_backend(device, ProcessGroup.BackendType.GLOO, transport)
         except RuntimeError as error:
             raise TransportError(f"rank {rank} of {size} could not join at {address}: {error}") from error
-        link = cls(group, device=_device(backend))
+        link = cls(group, device=device)
         # NCCL connects a pair of ranks at its first tensor and blocks both without a timeout. So do it now, when all
         # ranks are there. All ranks take the pairs in the same order, so they do not wait in a circle.
         for sender, receiver in itertools.combinations(range(size), 2):
@@ -153,25 +163,3 @@ def store_at(address: str, timeout_s: float) -> TCPStore:
     return TCPStore(
         host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
-
-
-def _group(backend: Backend, store: TCPStore, rank: int, size: int, host: str, timeout_s: float) -> ProcessGroup:
-    group = ProcessGroup(store, rank, size)
-    if backend == "gloo":
-        gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._timeout = timedelta(seconds=timeout_s)
-        # By default, gloo listens at the address that the host's name resolves to.
-        gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        transport = ProcessGroupGloo(store, rank, size, gloo)
-        group._register_backend(_device(backend), ProcessGroup.BackendType.GLOO, transport)
-    else:
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timedelta(seconds=timeout_s)
-        group._register_backend(
-            _device(backend), ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL(store, rank, size, nccl)
-        )
-    return group
-
-
-def _device(backend: Backend) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

@@ -126,7 +126,9 @@ class Transport:
         self._require_open()
         link = None if to_rank is None else self._require_link()
         forms = tuple(_form(tensor) for tensor in tensors)
-        raw = [] if link is not None else [_raw(tensor) for tensor in tensors]
+        # Through uint8, because NumPy has no bfloat16.
+        flat = [] if link is not None else [tensor.cpu().contiguous().reshape(-1) for tensor in tensors]
+        raw = [tensor.view(torch.uint8).numpy().data for tensor in flat]
         connection = self._connections.get(peer)
         if connection is None:
             raise TransportError(f"{self.name} knows no peer {peer!r}; it knows {sorted(self._connections)}")
@@ -250,11 +252,6 @@ def _form(tensor: Tensor) -> TensorForm:
     if tensor.nbytes > MAX_TENSOR_BYTES:
         raise TransportError(f"a tensor of {tensor.nbytes} bytes cannot be sent; cut it to {MAX_TENSOR_BYTES} or less")
     return TensorForm(dtype=name, shape=tuple(tensor.shape))
-
-
-def _raw(tensor: Tensor) -> memoryview:
-    # Through uint8, because NumPy has no bfloat16.
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _tensor(dtype: torch.dtype, shape: Sequence[int], frame: zmq.Frame) -> Tensor:
