@@ -93,7 +93,6 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
         return str(error.get("code") or error.get("type") or self.response.status_code)
 
     def json_line(self) -> str:
-        """Return the result as a line of JSON, with its line break."""
         return msgspec.json.encode(self).decode() + "\n"
 
 
@@ -118,7 +117,6 @@ class BatchLine:
 
     @property
     def id(self) -> str:
-        """Identifier of the batch result."""
         return f"batch_req_{self.digest}"
 
     def result(self, status_code: int, body: Mapping[str, Any]) -> BatchResult:
@@ -126,7 +124,6 @@ class BatchLine:
         return BatchResult(id=self.id, custom_id=self.custom_id, response=response)
 
     def unanswered(self, code: str, message: str) -> BatchResult:
-        """Make the result of a request that was not answered."""
         return BatchResult(id=self.id, custom_id=self.custom_id, error=BatchError(code=code, message=message))
 
 
@@ -289,7 +286,6 @@ class Page(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, found: Iterable[T], limit: int) -> Self:
-        """Take the first `limit` of the objects."""
         data = list(itertools.islice(found, limit + 1))
         shown = data[:limit]
         ends = (shown[0].id, shown[-1].id) if shown else (None, None)

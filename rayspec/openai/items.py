@@ -165,7 +165,6 @@ class ResponsesBody(StrictBody):
 
 
 def _content(item: Mapping[str, Any], name: str, place: str) -> Any:
-    """Return a text, or parts, in the form of chat messages."""
     parts, found = item.get(name), []
     if isinstance(parts, str) and item.get("type") != "reasoning":
         return parts
@@ -253,7 +252,6 @@ class ItemAnswer(Answer):
         yield self._event(self._status, response=self._response(usage))
 
     def _added(self, choice: Any, text: Any) -> Iterator[StreamEvent]:
-        """Yield the events of new output of the chat."""
         self._held += choice.logprobs.content if choice.logprobs is not None else []
         if text.reasoning is not UNSET:
             yield from self._grow("reasoning", text.reasoning)

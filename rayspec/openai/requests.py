@@ -80,7 +80,6 @@ class ChatMessage(StrictBody):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The message in the form of chat templates."""
         given = self.model_dump(exclude_none=True)
         return {"role": given.pop("role"), "content": self.content} | given
 

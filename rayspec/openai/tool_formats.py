@@ -217,7 +217,6 @@ class CallParser:
         return True
 
     def _may_begin(self, body: str) -> bool:
-        """Return whether the text may be the beginning of a call."""
         if self._form.is_named and _PART_OF_NAME_HEAD.fullmatch(body):
             return True
         return not body or body.startswith("{") or (not self._form.is_named and _begins("<function=", body))
@@ -289,7 +288,6 @@ class CallParser:
             yield
 
     def _show(self, num_characters: int) -> None:
-        """Show the beginning of the rest as content."""
         if num_characters:
             self._pieces.append(self._rest[:num_characters])
             self._rest, self._has_content = self._rest[num_characters:], True

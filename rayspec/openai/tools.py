@@ -136,7 +136,6 @@ class ToolUse:
         )
 
     def parser(self) -> CallParser | HarmonyParser:
-        """Return a parser for one output."""
         if self.form.has_channels:
             return HarmonyParser(has_tools=True, is_parallel=self.is_parallel)
         schemas = {tool.function.name: tool.function.schema_of_arguments for tool in self.tools}

@@ -57,7 +57,6 @@ class Slot:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the slot has an engine, or will soon have one."""
         return self.failure is None and self.has_place
 
     def renew_restarts(self) -> None:
@@ -106,7 +105,6 @@ class Dispatch:
         self._waiting.pop(number, None)
 
     def leave(self, number: int) -> None:
-        """Forget an item, which is done, failed or given up."""
         for slot in self._slots:
             slot.under_way.discard(number)
         self._isolated.pop(number, None)
@@ -117,7 +115,6 @@ class Dispatch:
                 turn.set_exception(error)
 
     def deal(self) -> None:
-        """Give waiting items to engines that have room for them."""
         isolating = self._slot_for_isolated()
         if isolating is not None:
             num_free = -(-len(self._isolated) // _NUM_GROUPS) - len(isolating.under_way)

@@ -53,12 +53,10 @@ class Replicas:
 
     @property
     def num_wanted(self) -> int:
-        """Number of requests that keep all replicas busy."""
         return 2 * self.info.config.max_num_seqs * self._num_replicas
 
     @property
     def is_recovering(self) -> bool:
-        """True while no replica is up."""
         return self._pool.supervisor.num_up == 0
 
     def stage_use(self) -> Sequence[StageUse]:

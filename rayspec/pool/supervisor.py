@@ -288,7 +288,6 @@ class EngineSupervisor:
         )
 
     def _lose(self, slot: Slot, error: Exception) -> None:
-        """Give up a slot: no engine is started in it any more."""
         slot.failure = error
         self._changed.set()
         if self._num_lost == len(self._slots):
@@ -328,7 +327,6 @@ class EnginePool:
         return self.ask(self.supervisor.stats()).result()
 
     def ask(self, question: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine of the supervisor."""
         return self._thread.start(question)
 
     def stop(self) -> None:

@@ -323,7 +323,6 @@ class RemoteEngine:
             self._settle(number, self._end, is_error=True)
 
     async def ask(self, method: WorkerMethod) -> Any:
-        """Call a method of the worker."""
         return await self._answer(getattr(self._actor, method).remote())
 
     async def answer(self) -> None:

@@ -58,7 +58,6 @@ class BatchRunner:
         self._task = asyncio.get_running_loop().create_task(self._keep())
 
     async def wake(self) -> None:
-        """Look for new batches at once."""
         self._woken.set()
 
     def __del__(self) -> None:

@@ -118,7 +118,6 @@ class BatchStore:
     def files(
         self, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: Purpose | None
     ) -> Page[FileObject]:
-        """Return the files after the id `after`."""
         found = self._all("files", self.file, after=after, order=order)
         return Page.of((one for one in found if purpose in (None, one.purpose)), limit)
 
@@ -156,11 +155,9 @@ class BatchStore:
         self._place(batch.id).join("batch.json").write(msgspec.json.encode(batch))
 
     def batches(self, *, after: str | None, limit: int) -> Page[Batch]:
-        """Return the batches after the id `after`, newest first."""
         return Page.of(self._all("batches", self.batch, after=after, order="desc"), limit)
 
     def batch_ids(self) -> list[str]:
-        """Return the ids of all batches, oldest first."""
         return [one for one in self._ids("batches") if _ID.fullmatch(one)]
 
     def cancel(self, batch_id: str) -> Batch:

@@ -103,7 +103,6 @@ def _page(document: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """Return the type of a value as HTML."""
     if "$ref" in schema:
         name = schema["$ref"].removeprefix(_SCHEMAS)
         return f'<a href="#{name}">{name}</a>'

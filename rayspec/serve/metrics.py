@@ -60,7 +60,6 @@ class RequestObserver:
         self._has_first_token = self._finished = False
 
     def observe(self, output: RequestOutput) -> None:
-        """Record the next output of the request."""
         now, metrics = self._clock(), output.metrics
         for one in output.outputs:
             if one.token_ids and one.index in self._piece_s:
@@ -89,7 +88,6 @@ class RequestObserver:
                 self._record("request_time_per_output_token_seconds", each_s, "")
 
     def end(self, reason: str, error: BaseException | None) -> None:
-        """Count the request, if it is not counted yet."""
         if self._finished:
             return
         self._finished = True
@@ -178,7 +176,6 @@ class MeteredEngine(AsyncEngine):
 
 
 def _totals(stats: EngineStats) -> Iterator[tuple[str, float, str]]:
-    """Yield the totals of an engine since its creation, by name and label."""
     yield "prompt_tokens", stats.num_prompt_tokens, ""
     yield "prefix_cache_queries", stats.num_prefilled_tokens + stats.num_cached_tokens, ""
     yield "prefix_cache_hits", stats.num_cached_tokens, ""

@@ -86,7 +86,6 @@ class ModelServer:
     async def tokenize(
         self, kind: type[TokenizeRequest | DetokenizeRequest], body: bytes, name: str
     ) -> bytes | ApiError:
-        """Turn text into tokens, or tokens into text."""
 
         def work() -> Any:
             return kind.read(body).answer(self._engine, self._served)
@@ -166,7 +165,6 @@ async def _parsed(kind: type[Request], body: bytes) -> Request:
 
 
 async def _encoded(work: Awaitable[Any], name: str) -> bytes | ApiError:
-    """Return the body that the work returns, encoded, or its error."""
     try:
         body = await work
         return body if isinstance(body, bytes) else json_body(body)

@@ -110,12 +110,10 @@ class LLMConfig(Options):
 
     @property
     def max_ongoing_requests(self) -> int:
-        """Most requests of one replica at once."""
         return self.deployment_config.max_ongoing_requests or 2 * self.num_places
 
     @property
     def num_replicas(self) -> int:
-        """Largest possible number of replicas."""
         scaling = self.deployment_config.autoscaling_config
         return self.deployment_config.num_replicas or 1 if scaling is None else scaling.get("max_replicas") or 1
 

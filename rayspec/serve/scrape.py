@@ -95,7 +95,6 @@ def merged(texts: Sequence[str], *, num_unreachable: int = 0) -> str:
 
 
 async def _text_of(session: aiohttp.ClientSession, address: str) -> str | None:
-    """Return the export of an agent; None where the agent does not answer."""
     try:
         async with session.get(f"http://{address}/metrics", raise_for_status=True) as response:
             return await response.text(encoding="utf-8")

@@ -45,7 +45,6 @@ class RecentRates:
 
     @property
     def grown(self) -> EngineStats:
-        """The growth of the counters of rounds and draft tokens in the window."""
         if not self._counts:
             return EngineStats()
         first, last = self._counts[0][1], self._counts[-1][1]

@@ -69,7 +69,6 @@ class WatchedReplica:
         self.report, self.silent_s, self.has_ended, self.is_stopped = report, 0.0, report is None, False
 
     async def ask(self) -> None:
-        """Get the next report, or learn that the process is stopped or has ended."""
         place = None if self.report is None else self.report.place
         try:
             self.answered(await answer_of(place, self.actor.record_routing_stats.remote()))
@@ -106,7 +105,6 @@ class Watch:
 
     @property
     def known_problems(self) -> list[str]:
-        """One line per model with a problem."""
         found = [(model, self.problem(model)) for model in self._models]
         return [f"{model}: {problem}" for model, problem in found if problem is not None]
 
@@ -121,7 +119,6 @@ class Watch:
         return [one.report.status for one in answered if one.report is not None]
 
     async def keep(self) -> None:
-        """Look at the replicas again and again until cancelled."""
         while True:
             start_s = self._clock()
             try:

@@ -42,7 +42,6 @@ class Node:
 
     @property
     def only(self) -> dict[str, Any]:
-        """Options of a task or an actor that runs on this node."""
         return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node_id, soft=False)}
 
 
@@ -59,7 +58,6 @@ class NodeFacts:
 
 
 def describe_node(model: str | None) -> NodeFacts:
-    """Collect the facts of the node that runs this function."""
     findings, num_usable = check_machine(hidden_too=True)
     fingerprint = ""
     if model is not None:
@@ -135,7 +133,6 @@ def check_agreement(facts: Mapping[str, NodeFacts], *, with_model: bool = False)
 
 
 def _same(name: str, values: Mapping[str, str], remedy: str) -> Finding:
-    """Check that all nodes have the same value. values: by node."""
     where: dict[str, list[str]] = defaultdict(list)
     for node, value in values.items():
         where[value].append(node)
@@ -146,7 +143,6 @@ def _same(name: str, values: Mapping[str, str], remedy: str) -> Finding:
 
 
 def check_counted_gpus(node: Node, usable: int) -> Finding:
-    """Compare the number of GPUs that Ray counts with the number that torch can use."""
     name, found = f"{node.name}: GPUs in Ray", f"Ray counts {node.num_gpus}, torch can use {usable}"
     if node.num_gpus == usable:
         return ok(name, found) if usable else skipped(name, "no GPU")

@@ -59,7 +59,6 @@ ok, warning, problem, skipped = (partial(Finding, status) for status in _STYLES)
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """Return a table of the findings, with the number of each status below."""
     counts = Counter(finding.status for finding in findings)
     summary = ", ".join(f"{counts[status]} {status}" for status in _STYLES if counts[status])
     table = Table(box=box.SIMPLE_HEAD, caption=summary, caption_justify="left")
@@ -102,7 +101,6 @@ def check_memory(bytes_free: int | None = None) -> Finding:
 
 
 def check_shared_memory(num_bytes: int | None = None, memory: int | None = None) -> Finding:
-    """Check that Ray's object store fits /dev/shm."""
     size = shutil.disk_usage(_SHARED).total if num_bytes is None else num_bytes
     store = int(_STORE_SHARE * (bytes_in_total() if memory is None else memory))
     found = f"{_SHARED} has {size / _GIB:.1f} GiB"
@@ -193,7 +191,6 @@ def check_gpus(*, hidden_too: bool = False) -> tuple[Finding, int]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line of the process's errors, or of the exception."""
     said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
     return next((line for line in reversed(str(said).splitlines()) if line.strip()), type(error).__name__)
 

@@ -149,7 +149,6 @@ class RenderOptions(Options):
 
     @property
     def gpus_of_a_pod(self) -> int:
-        """Largest number of GPUs of a pod."""
         assert self.gpus is not None
         return self.gpus_per_node or gpus_of_a_node(self.gpus)
 
@@ -160,7 +159,6 @@ class RenderOptions(Options):
 
     @property
     def uses_hub(self) -> bool:
-        """Whether the model is kept on the volume for models."""
         return self.model not in BUNDLED
 
 

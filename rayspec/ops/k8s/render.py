@@ -84,7 +84,6 @@ class ClusterPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Tensor-parallel ranks per stage."""
         return self.placement.options.num_ranks
 
     @property

@@ -65,7 +65,6 @@ class Forecast:
 
     @property
     def best(self) -> Performance:
-        """Performance with the higher throughput."""
         return max(filter(None, (self.plain, self.drafted)), key=lambda one: one.tokens_per_s)
 
     @property

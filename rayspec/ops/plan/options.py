@@ -39,7 +39,6 @@ class LoadOptions(Options):
 
     @property
     def load(self) -> dict[str, Any]:
-        """The options of every `LoadOptions`, by name."""
         return {name: getattr(self, name) for name in LoadOptions.model_fields}
 
     @property
@@ -109,5 +108,4 @@ class PlanOptions(LoadOptions):
 
     @property
     def max_ranks(self) -> int:
-        """Largest number of tensor-parallel ranks of a stage."""
         return self.gpus_per_node or gpus_of_a_node(self.gpus)

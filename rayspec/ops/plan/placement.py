@@ -337,7 +337,6 @@ def placed_dtype(asked: DType, config: PretrainedConfig) -> torch.dtype:
 def _num_stages(
     sizes: ModelSizes, groups: Sequence[tuple[Device, float]], options: PlacementOptions
 ) -> tuple[int, str]:
-    """Return the number of stages, and the reason for it as text."""
     asked = options.stages if options.stages is not None or options.layers is None else len(options.layers)
     if asked is not None:
         if asked > len(groups):

@@ -50,7 +50,6 @@ def flags_of(layout: Layout, options: PlanOptions) -> dict[str, str | None]:
 
 
 def plan_table(plan: Ranking) -> Group:
-    """Return the plan as text and a table."""
     if not plan.fits:
         return Group(
             f"nothing fits: at least {plan.missing_bytes / _GIB:.1f} GiB are missing; use more or larger GPUs, "
