@@ -127,15 +127,13 @@ async def stream(
 
 
 def _addressed(model: str, engine: AsyncEngine, served: Sequence[str]) -> tuple[AsyncEngine, str]:
-    """Return the engine for requests that name this model, which may be an adapter, and the name that responses show.
-    Raises InvalidRequestError."""
+    """Return the engine of a model or adapter, and the name that responses show. Raises InvalidRequestError."""
     check_served(model, (*served, *engine.adapters))
     return (engine.with_adapter(model), model) if model in engine.adapters else (engine, served[0])
 
 
 async def _prepared(request: Request, engine: AsyncEngine, **options: Any) -> tuple[Answer, list[Prompt]]:
-    """Return what makes the response, and the prompts. Raises RequestError for all errors that are known before the
-    engine runs."""
+    """Return what makes the response, and the prompts. Raises RequestError for what is known before the engine runs."""
     texts = TokenTexts(engine.tokenizer)
     if not isinstance(request, ChatRequest):
         return Answer(request, texts, **options), await _prompts(request, engine)

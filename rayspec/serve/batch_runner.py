@@ -65,8 +65,7 @@ class BatchRunner:
             task.cancel()
 
     async def _keep(self) -> None:
-        """Lock the folder, and start the batches in it that have not ended: those that are cancelled or expired, then
-        the oldest."""
+        """Lock the folder, and start its batches that have not ended: the cancelled and expired, then the oldest."""
         while True:
             try:
                 if self._is_waiting:
@@ -187,8 +186,7 @@ class BatchRun:
         return {"status": "failed", "failed_at": self._now(), "errors": BatchErrors(data=errors)}
 
     async def _answer_lines(self) -> None:
-        """Run the lines without an answer, many at once, until all are answered, the batch is cancelled, or its
-        completion window ends."""
+        """Run the unanswered lines, many at once, until all are answered or the batch is cancelled or out of time."""
         await asyncio.to_thread(self._read_results)
         lines, running, has_more = self._unanswered(), set[asyncio.Task[None]](), True
         stop = asyncio.create_task(self._stop_asked())
@@ -221,8 +219,7 @@ class BatchRun:
             stop.result()
 
     async def _answer_one(self, line: BatchLine) -> None:
-        """Run a line. A line that is lost with a replica runs again while no other lost line does, so that only the
-        line that crashes replicas fails."""
+        """Run a line. Lines that are lost with a replica run again one by one, so that only the culprit fails."""
         found = await self.answer(line)
         if isinstance(found, ApiError):
             async with self._alone:

@@ -130,8 +130,7 @@ class Ingress:
         return self._cards[model]
 
     def _ready_model(self, name: str) -> Any:
-        """Return the handle of a model, or of an adapter's. Raises RequestError, and Refused while no replica can
-        serve."""
+        """Return the handle of a model, or of an adapter's. Raises RequestError, and Refused while none can serve."""
         check_served(name, tuple(self.model_of))
         own = self.model_of[name]
         if not (own in self._may_be_absent or self.watch.can_serve(own)):

@@ -139,8 +139,7 @@ class ModelServer:
             self._engine.stop()
 
     async def _ping(self) -> None:
-        """Let the engine answer again and again. An idle pipeline then asks its stages, so a lost stage is noticed
-        before the next request."""
+        """Let the engine answer again and again: so an idle pipeline notices a lost stage before the next request."""
         while True:
             try:
                 await self._engine.ping()

@@ -52,8 +52,7 @@ def check_model(model: str) -> tuple[Finding, str | None]:
 
 
 def _json_errors(folder: Path) -> list[str]:
-    """Return errors for an absent or unreadable config, unreadable indexes of the weights, and missing files that an
-    index names."""
+    """Return errors of an absent or unreadable config, of indexes of the weights, and of files that an index names."""
     errors = [] if (folder / "config.json").exists() else ["no config.json"]
     for file in sorted([*folder.glob("config.json"), *folder.glob(_INDEX)]):
         try:
