@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import IO, Any
 
 from fastapi import FastAPI, Request
@@ -21,7 +20,6 @@ from rayspec.serve.options import ServeOptions
 
 _DISABLED = "this endpoint keeps no files and runs no batches: it is to be started with --batches FOLDER"
 _PIECE = 2**18
-_MOST_BATCHES, _FEW_BATCHES, _MOST_FILES = 100, 20, 10_000
 _FORM = {
     "type": "object",
     "properties": {"purpose": {"const": "batch"}, "file": {"type": "string", "format": "binary"}},
@@ -56,8 +54,7 @@ def add_batch_routes(
     @app.get("/v1/batches", responses=described.answers(Page[Batch]))
     async def batches(request: Request) -> Response:
         query = PageRequest.parse(dict(request.query_params))
-        limit = min(query.limit or _FEW_BATCHES, _MOST_BATCHES)
-        return json_response(await asyncio.to_thread(store().batches, after=query.after, limit=limit))
+        return json_response(await asyncio.to_thread(store().batches, query))
 
     @app.get("/v1/batches/{batch_id}", responses=described.answers(Batch))
     async def batch(batch_id: str) -> Response:
@@ -87,10 +84,8 @@ def _add_file_routes(
     @app.get("/v1/files", responses=described.answers(Page[FileObject]))
     async def files(request: Request) -> Response:
         query = PageRequest.parse(dict(request.query_params))
-        limit, purpose = query.limit or _MOST_FILES, query.purpose
-        found = partial(store().files, after=query.after, limit=limit, order=query.order, purpose=purpose)
         async with listing:
-            return json_response(await asyncio.to_thread(found))
+            return json_response(await asyncio.to_thread(store().files, query))
 
     @app.get("/v1/files/{file_id}", responses=described.answers(FileObject))
     async def file(file_id: str) -> Response:

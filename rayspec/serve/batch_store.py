@@ -35,6 +35,7 @@ from rayspec.openai.batch import (
     BatchResult,
     FileObject,
     Page,
+    PageRequest,
     Purpose,
     limited_lines,
     read_batch,
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _MOST_NAME = 255
+_MOST_BATCHES, _FEW_BATCHES, _MOST_FILES = 100, 20, 10_000
 T = TypeVar("T")
 
 
@@ -115,11 +117,9 @@ class BatchStore:
         self._place(file_id).join("file.json").delete()
         self._place(file_id).delete_folder()
 
-    def files(
-        self, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: Purpose | None
-    ) -> Page[FileObject]:
-        found = self._all("files", self.file, after=after, order=order)
-        return Page.of((one for one in found if purpose in (None, one.purpose)), limit)
+    def files(self, query: PageRequest) -> Page[FileObject]:
+        found = self._all("files", self.file, after=query.after, order=query.order)
+        return Page.of((one for one in found if query.purpose in (None, one.purpose)), query.limit or _MOST_FILES)
 
     def new_batch(self, asked: BatchRequest) -> Batch:
         """Save and return a new batch. Raises InvalidRequestError where its input was not uploaded for batches."""
@@ -154,8 +154,9 @@ class BatchStore:
     def save(self, batch: Batch) -> None:
         self._place(batch.id).join("batch.json").write(msgspec.json.encode(batch))
 
-    def batches(self, *, after: str | None, limit: int) -> Page[Batch]:
-        return Page.of(self._all("batches", self.batch, after=after, order="desc"), limit)
+    def batches(self, query: PageRequest) -> Page[Batch]:
+        found = self._all("batches", self.batch, after=query.after, order="desc")
+        return Page.of(found, min(query.limit or _FEW_BATCHES, _MOST_BATCHES))
 
     def batch_ids(self) -> list[str]:
         return [one for one in self._ids("batches") if _ID.fullmatch(one)]

@@ -18,7 +18,7 @@ import pytest
 from fastapi import FastAPI
 
 from rayspec.command.locations import Location
-from rayspec.openai.batch import Batch, BatchLine, BatchRequest, BatchResult, FileObject, Page
+from rayspec.openai.batch import Batch, BatchLine, BatchRequest, BatchResult, FileObject, Page, PageRequest
 from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.serve.access import GONE
 from rayspec.serve.batch_routes import add_batch_routes
@@ -257,8 +257,8 @@ def test_broken_entries_are_named_once(store: BatchStore, tmp_path: Path, caplog
     (results / "0-a.jsonl").write_bytes(b'{"id": "x"}\n[]\n{"id')
     (kept / "batches" / batches[2].id / "cancel").write_bytes(b"")
     for _ in range(3):
-        assert len(store.files(after=None, limit=10, order="desc", purpose=None).data) == 2
-        assert [one.id for one in store.batches(after=None, limit=10).data] == [batches[2].id, batches[1].id]
+        assert len(store.files(PageRequest(limit=10)).data) == 2
+        assert [one.id for one in store.batches(PageRequest(limit=10)).data] == [batches[2].id, batches[1].id]
         assert store.batch(batches[2].id).status == "cancelling"
         with pytest.raises(InvalidRequestError, match="no object"):
             store.file(batches[0].input_file_id)

@@ -54,9 +54,7 @@ class PlacementOptions(LoadOptions):
     stages, tensor, layers: where all are None, `rayspec plan` chooses the layout.
     """
 
-    stages: int | None = Field(
-        None, ge=1, description="pipeline stages; without stages, tensor and layers: as rayspec plan recommends"
-    )
+    stages: int | None = Field(None, ge=1, description="pipeline stages; without a layout: as rayspec plan recommends")
     tensor: int | None = Field(None, ge=1, description="GPUs that share each stage")
     layers: Annotated[tuple[int, ...] | None, Commas] = Field(None, description="layers of each stage, as 20,30,30")
 
@@ -94,7 +92,7 @@ class PlanOptions(LoadOptions):
     hop_us: float = Field(200.0, ge=0, description="microseconds from a stage to the next one")
     all_reduce_us: float = Field(10.0, ge=0, description="microseconds of an all-reduce, per sublayer")
     gpus_per_node: int | None = Field(
-        None, ge=1, description="the most tensor-parallel ranks; without it, as --gpus names nodes, else 8"
+        None, ge=1, description="most tensor-parallel ranks; none: as gpus names them, else 8"
     )
 
     @model_validator(mode="after")
