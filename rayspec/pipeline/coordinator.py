@@ -51,7 +51,7 @@ class Coordinator(Server):
         torch.set_num_threads(1)
         endpoint = Endpoint(COORDINATOR, self._secret, host=node_address())
         with self.serving(endpoint):
-            self._address.set_result(endpoint.address)
+            self._address.set_result(endpoint.transport.address)
             while True:
                 self.serve_one(endpoint)
 

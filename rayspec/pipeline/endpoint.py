@@ -34,7 +34,7 @@ def stage_name(stage: int) -> str:
 class Endpoint:
     """Transport of a shard or the coordinator, for the thread that made it. Any thread may call `status`.
 
-    progress: the tasks of the thread. num_passes: how many of them were passes.
+    progress: the tasks of the thread. num_passes: how many of them were passes. transport: for this thread only.
     """
 
     def __init__(self, name: str, secret: Secret, *, host: str, rank: tuple[int, int] | None = None) -> None:
@@ -45,20 +45,12 @@ class Endpoint:
         self._host = host
         self._rank = rank
         self._ranks_ahead = {stage_name(stage): stage for stage in range(rank[0] + 1, rank[1])} if rank else {}
-        self._transport = Transport(name, secret, host=host)
-
-    @property
-    def epoch(self) -> int:
-        return self._transport.epoch
-
-    @property
-    def address(self) -> str:
-        return self._transport.address
+        self.transport = Transport(name, secret, host=host)
 
     def send(self, peer: str, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message to a peer. Nobody may write to the tensors afterwards."""
-        to_rank = self._ranks_ahead.get(peer) if self._transport.link and tensors else None
-        self._transport.send(peer, message, tensors, to_rank=to_rank)
+        to_rank = self._ranks_ahead.get(peer) if self.transport.link and tensors else None
+        self.transport.send(peer, message, tensors, to_rank=to_rank)
 
     def receive(self, timeout_s: float | None = None) -> Received | None:
         """Return the next message of this epoch; None if none comes in time. Raises TransportError, and NewEpoch, which
@@ -66,35 +58,35 @@ class Endpoint:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            received = self._transport.receive(left_s)
+            received = self.transport.receive(left_s)
             if received is None:
                 return None
             message, epoch = received.message, received.epoch
-            if isinstance(message, Connect) and epoch >= self.epoch:
-                self._transport.connect(message.peers)
-                if epoch > self.epoch:
-                    self._transport.epoch = epoch
+            if isinstance(message, Connect) and epoch >= self.transport.epoch:
+                self.transport.connect(message.peers)
+                if epoch > self.transport.epoch:
+                    self.transport.epoch = epoch
                     self._enter(message)
                     raise NewEpoch
             # A Follow is handled in any epoch, because the leader already waits in the operation that it announces.
-            elif isinstance(message, Follow) or epoch == self.epoch:
+            elif isinstance(message, Follow) or epoch == self.transport.epoch:
                 return received
 
     def status(self) -> Status:
         return Status(self.progress.problem() or "", self.progress.worked_s, self.num_passes)
 
     def close(self) -> None:
-        self._transport.close()
+        self.transport.close()
 
     def _enter(self, message: Connect) -> None:
         link_error = ""
-        if self._transport.link is not None:
-            self._transport.link.leave()
-            self._transport.link = None
+        if self.transport.link is not None:
+            self.transport.link.leave()
+            self.transport.link = None
         if message.link and self._rank is not None:
             rank, size = self._rank
             try:
-                self._transport.link = TensorLink.join(
+                self.transport.link = TensorLink.join(
                     rank=rank, size=size, address=message.link, host=self._host, timeout_s=_LINK_TIMEOUT_S
                 )
             except TransportError as error:
@@ -129,7 +121,7 @@ class Server:
         except Exception as error:
             if not self._address.done():
                 self._address.set_exception(error)
-            if endpoint.epoch:
+            if endpoint.transport.epoch:
                 endpoint.send(ENGINE, Broken(reason=f"{type(error).__name__}: {error}"))
                 time.sleep(0.2)  # for the message to leave
             raise

@@ -174,7 +174,7 @@ class Shard(Server):
         endpoint = Endpoint(self.name, self._secret, host=node_address(), rank=rank)
         with self.serving(endpoint):
             self.prepare(endpoint, size)
-            self._address.set_result(endpoint.address)
+            self._address.set_result(endpoint.transport.address)
             while True:
                 self.serve_epoch()
 

@@ -250,7 +250,7 @@ class LoopProcess:
 
     @property
     def address(self) -> str:
-        return self.endpoint.address
+        return self.endpoint.transport.address
 
     def ask(self, method: str) -> Future[Status]:
         future: Future[Status] = Future()

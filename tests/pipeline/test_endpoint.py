@@ -26,7 +26,7 @@ def endpoint() -> Iterator[Endpoint]:
 def test_what_a_leader_announced_is_followed_in_any_epoch(endpoint: Endpoint) -> None:
     """The leader waits in the middle of it, and will only then look what is new."""
     with closing(Transport(ENGINE, SECRET, host=LOOPBACK)) as engine:
-        engine.connect({"a": endpoint.address})
+        engine.connect({"a": endpoint.transport.address})
         engine.epoch = 2
         engine.send("a", Connect(peers={ENGINE: engine.address}))
         with pytest.raises(NewEpoch):
