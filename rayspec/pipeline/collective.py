@@ -88,8 +88,8 @@ class TensorLink:
         send and of one receive. backend: by default NCCL on the current GPU if this process has one, else gloo.
         """
         by_nccl = backend == "nccl" or (backend is None and torch.cuda.is_available() and dist.is_nccl_available())
-        device = torch.device("cuda", torch.cuda.current_device()) if by_nccl else torch.device("cpu")
         try:
+            device = torch.device("cuda", torch.cuda.current_device()) if by_nccl else torch.device("cpu")
             store = store_at(address, timeout_s)
             group = ProcessGroup(store, rank, size)
             if by_nccl:
