@@ -1,4 +1,4 @@
-"""Tools of a chat request: their definitions, how the prompt and the form of the output make the model call them."""
+"""How the prompt, and the form of the output, make the model call the tools of a chat request."""
 
 from __future__ import annotations
 
@@ -6,84 +6,20 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from pydantic import Field, field_validator
-from pydantic_core import PydanticCustomError
-
-from rayspec.openai.errors import InvalidRequestError, invalid
+from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.forms import Tool, schema_beside_tools
 from rayspec.openai.reasoning import HarmonyParser
-from rayspec.openai.strict_body import StrictBody
+from rayspec.openai.requests import ChatRequest
 from rayspec.openai.tool_formats import HERMES, CallParser, ToolFormat, format_of
 from rayspec.prompts import Rendering, chat_template
 from rayspec.structured import StructuredOutputsParams
 from rayspec.types import ConfigError
 
-if TYPE_CHECKING:
-    from rayspec.openai.requests import ChatRequest
-
-MOST_TOOLS = 128  # as OpenAI's
-_MOST_CHARACTERS = 1 << 17
-_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 # As most chat templates have it, and templates of transformers write JSON.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PARAMETER_END = "\n</parameter>\n"
-
-
-class Function(StrictBody):
-    """strict: in automatic calls, too, the arguments are sure to have their schema."""
-
-    name: str = Field(pattern=_NAME)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool = False
-
-    @field_validator("parameters")
-    @classmethod
-    def _is_schema_of_an_object(cls, given: dict[str, Any]) -> dict[str, Any]:
-        properties, required = given.get("properties", {}), given.get("required", [])
-        is_object = given.get("type", "object") == "object" and isinstance(properties, dict)
-        if not is_object or not isinstance(required, list) or not all(isinstance(one, str) for one in required):
-            raise PydanticCustomError("invalid_value", 'it must be a JSON schema of "type": "object"')
-        return given
-
-    @property
-    def schema_of_arguments(self) -> dict[str, Any]:
-        """The JSON schema of the arguments: an object without other properties than the named ones, unless it says so
-        itself."""
-        given = self.parameters or {}
-        is_plain = not given or "properties" in given
-        return {"type": "object"} | ({"additionalProperties": False} if is_plain else {}) | given
-
-
-class Tool(StrictBody):
-    type: Literal["function"]
-    function: Function
-
-    @property
-    def for_template(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
-
-
-def check_tools(tools: Sequence[Tool]) -> None:
-    """Raise PydanticCustomError for two functions of one name, and for more text than a grammar takes."""
-    names = [tool.function.name for tool in tools]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise invalid("tools", f"two functions are called {min(twice)!r}: give each its own name")
-    num_characters = len(json.dumps([tool.for_template for tool in tools]))
-    if num_characters > _MOST_CHARACTERS:
-        raise invalid("tools", f"{num_characters} characters of JSON; at most {_MOST_CHARACTERS} here, shorten them")
-
-
-def read_choice(choice: Any) -> Any:
-    """Return "none", "auto", "required", or the object that names a function. Raises PydanticCustomError."""
-    if choice in ("none", "auto", "required"):
-        return choice
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    if not isinstance(function, Mapping) or list(function) != ["name"] or len(choice) != 2:
-        known = '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
-        raise PydanticCustomError("invalid_value", "it must be {known}", {"known": known})
-    return choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,14 +168,6 @@ class ToolUse:
         return " ".join(
             f"<[{self.special[part]}]>" if part in self.special else json.dumps(part) for part in parts if part
         )
-
-
-def schema_beside_tools(form: StructuredOutputsParams) -> dict[str, Any] | None:
-    """Return the JSON schema of a form that outputs without calls may have; None for other forms."""
-    if form == StructuredOutputsParams(json_object=True):
-        return {"type": "object"}
-    is_plain = form.json is not None and form == StructuredOutputsParams(json=form.json)
-    return dict(json.loads(str(form.json))) if is_plain else None
 
 
 def _json_rule(schema: Mapping[str, Any]) -> str:
