@@ -42,6 +42,7 @@ _FIXED = {"object": "response", "error": None, "previous_response_id": None, "st
 _OF_BODY = ("instructions", "max_output_tokens", "metadata", "top_logprobs")
 _MOST_REPEATED = 2**20  # characters of the fields that a response repeats, and a stream of events three times
 _ROLES = ("system", "developer", "user", "assistant")
+_invalid = InvalidRequestError.of
 _OF_TEXT = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
@@ -109,7 +110,7 @@ class ResponsesBody(StrictBody):
         for at, tool in enumerate(self.tools):
             if tool.get("type") != "function":
                 problem = f"{tool.get('type')!r}: the server runs no tools; give functions, and run them yourself"
-                raise InvalidRequestError.of(f"tools.{at}.type", problem)
+                raise _invalid(f"tools.{at}.type", problem)
         form, choice = self.text.format, self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":
             choice = _nested(choice, "function")
@@ -136,9 +137,7 @@ class ResponsesBody(StrictBody):
             place, kind = f"input.{at}", item.get("type", "message" if "role" in item else None)
             if kind == "message":
                 if item.get("role") not in _ROLES:
-                    raise InvalidRequestError.of(
-                        f"{place}.role", f"it is {item.get('role')!r}; give one of {', '.join(_ROLES)}"
-                    )
+                    raise _invalid(f"{place}.role", f"it is {item.get('role')!r}; give one of {', '.join(_ROLES)}")
                 message = {"role": item.get("role"), "content": _content(item, "content", place)}
             elif kind == "function_call":
                 function = {"name": _text(item, "name", place), "arguments": _text(item, "arguments", place)}
@@ -153,7 +152,7 @@ class ResponsesBody(StrictBody):
                 message = {"role": "assistant", "reasoning_content": text}
             else:
                 remedy = "nothing is stored here; send the item itself" if kind == "item_reference" else "leave it out"
-                raise InvalidRequestError.of(f"{place}.type", f"{kind!r}: not supported here; {remedy}")
+                raise _invalid(f"{place}.type", f"{kind!r}: not supported here; {remedy}")
             last = messages[-1] if messages else {}
             may_join = kind == "function_call" or (kind == "message" and last.keys() == {"role", "reasoning_content"})
             if may_join and last.get("role") == message["role"] == "assistant":
@@ -169,13 +168,11 @@ def _content(item: Mapping[str, Any], name: str, place: str) -> Any:
     if isinstance(parts, str) and item.get("type") != "reasoning":
         return parts
     if not isinstance(parts, list):
-        raise InvalidRequestError.of(f"{place}.{name}", "give a text, or a list of parts with text")
+        raise _invalid(f"{place}.{name}", "give a text, or a list of parts with text")
     for at, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _OF_TEXT:
-            raise InvalidRequestError.of(
-                f"{place}.{name}.{at}.type", f"{kind!r}: not supported here; give parts with text only"
-            )
+            raise _invalid(f"{place}.{name}.{at}.type", f"{kind!r}: not supported here; give parts with text only")
         text = _text(part, "refusal" if kind == "refusal" else "text", f"{place}.{name}.{at}")
         found.append({"type": "text", "text": text})
     return found
@@ -183,7 +180,7 @@ def _content(item: Mapping[str, Any], name: str, place: str) -> Any:
 
 def _text(item: Mapping[str, Any], name: str, place: str) -> str:
     if not isinstance(item.get(name), str):
-        raise InvalidRequestError.of(f"{place}.{name}", "it must be text")
+        raise _invalid(f"{place}.{name}", "it must be text")
     return str(item[name])
 
 

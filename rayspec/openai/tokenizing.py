@@ -99,10 +99,8 @@ def prompt_tokens(
 def _num_characters(messages: Messages, rendering: Rendering) -> int:
     """Return about how many characters a chat template makes of the messages, at most. Raises InvalidRequestError."""
     num_repeated = len(repr(rendering.variables)) * len(messages)
-    if num_repeated > _MOST_IN_TEMPLATE:
-        problem = (
-            f"{num_repeated} characters for {len(messages)} messages; at most {_MOST_IN_TEMPLATE} here, shorten it"
-        )
+    if num_repeated > (most := _MOST_IN_TEMPLATE):
+        problem = f"{num_repeated} characters for {len(messages)} messages; at most {most} here, shorten it"
         raise InvalidRequestError.of("chat_template_kwargs", problem)
     return len(repr((messages, rendering.tools))) + num_repeated
 

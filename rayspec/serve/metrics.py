@@ -29,11 +29,7 @@ Record = Callable[[str, float, str], None]
 def ray_recorder(*, model: str, replica: str) -> Record:
     """Return a function that passes values on to Ray, whose agents export them seconds later, see MetricSpec. model:
     name under which the model is served."""
-    kinds: dict[str, tuple[Any, str]] = {
-        "counter": (Counter, "inc"),
-        "gauge": (Gauge, "set"),
-        "histogram": (Histogram, "observe"),
-    }
+    kinds: Any = {"counter": (Counter, "inc"), "gauge": (Gauge, "set"), "histogram": (Histogram, "observe")}
     recorders: dict[str, tuple[Callable[..., None], str]] = {}
     for spec in METRICS:
         kind, method = kinds[spec.kind]
