@@ -41,7 +41,8 @@ class ToolUse:
     def of(cls, request: ChatRequest, tokenizer: Any, parser: str | None) -> ToolUse | None:
         """Return None for a request without calls. parser: name of the format. Raises InvalidRequestError where the
         model would not know what to write."""
-        tools, choice = request.tools, request.tool_choice or "auto"
+        tools = request.tools
+        choice: Any = request.tool_choice or "auto"
         if not tools or choice == "none":
             return None
         is_named = isinstance(choice, Mapping)
