@@ -22,10 +22,7 @@ LONG = {"adapters.py": [pytest.mark.exhaustive], "ray_data.py": [pytest.mark.ray
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=LONG.get(name, ())) for name in SAID],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in SAID])
 def test_an_example_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process, which has imported already what takes most of the time of a script."""
     if name == "ray_data.py":  # it starts a Ray of its own

@@ -139,9 +139,7 @@ def test_without_memory_graphs_go_before_passes_are_cut(
     assert sizes[1:] == [0], "the graphs are released before a pass is divided"
 
 
-def test_without_memory_at_the_head_graphs_go_and_the_round_runs_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_memory_at_the_head_graphs_go_and_the_round_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, stages = _engine()
     _texts_are_right(engine)
     graphs = stages.runner.graphs

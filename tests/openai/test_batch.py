@@ -124,9 +124,7 @@ def test_a_bad_body_is_an_error_of_its_line(line: BatchLine, status: int, code: 
 
 
 @pytest.mark.parametrize("error", [EngineDeadError("gone"), StageLostError("gone"), OutOfMemoryError("too much")])
-def test_a_failing_prompt_ends_the_others_and_a_dead_engine_leaves_no_answer(
-    error: RayspecError,
-) -> None:
+def test_a_failing_prompt_ends_the_others_and_a_dead_engine_leaves_no_answer(error: RayspecError) -> None:
     engine = ScriptedEngine({5: "wait", 6: error})
     line = request(prompt=[[5], [6]])
     if isinstance(error, OutOfMemoryError):

@@ -12,12 +12,7 @@ from transformers import AutoTokenizer
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.requests import ChatRequest, CompletionRequest
 from rayspec.openai.responses import plain_body
-from rayspec.openai.tokenizing import (
-    DetokenizeRequest,
-    Messages,
-    TokenizeRequest,
-    in_thread_if_large,
-)
+from rayspec.openai.tokenizing import DetokenizeRequest, Messages, TokenizeRequest, in_thread_if_large
 from rayspec.prompts import Rendering, conversation_tokens
 from rayspec.types import InvalidMessagesError, InvalidTokenError, PromptTooLongError
 from tests.demo_model import demo_tokenizer
