@@ -19,6 +19,8 @@ PRIOR_TOKENS = 8.0
 # Logits added to estimates before any draft was in use: first plans on the demo model were estimated at 0.93 and
 # reached 0.75, because the search computes its drafts from the target's own keys.
 FIRST_OFFSET = -1.0
+# Mean confidence of drafted tokens, until some are known.
+USUAL_CONFIDENCE = 0.7
 # Prior shares: of the tokens to be rejected, and of the tokens to be accepted, how many end their draft.
 DETECTS, MISFIRES = 0.6, 0.05
 
@@ -93,7 +95,7 @@ class Correction:
     virtual tokens keep the offset near `prior_offset` at first."""
 
     def __init__(self, *, prior_offset: float = 0.0) -> None:
-        self._prior_offset = prior_offset
+        self.prior_offset = prior_offset
         self._accepted = Discounted(TOKENS_HALF_LIFE)
         self._expected = Discounted(TOKENS_HALF_LIFE)
 
@@ -106,9 +108,9 @@ class Correction:
     def offset(self) -> float:
         """Logits to add to an estimate; `prior_offset` before the first observation."""
         if not self._expected.is_known:
-            return self._prior_offset
+            return self.prior_offset
         expected = self._expected.value
-        believed = 1 / (1 + np.exp(-_logit(expected) - self._prior_offset))
+        believed = 1 / (1 + np.exp(-_logit(expected) - self.prior_offset))
         observed = self._accepted.with_prior(believed, PRIOR_TOKENS)
         return float(_logit(observed) - _logit(expected))
 
@@ -136,7 +138,8 @@ class Calibration:
     """Acceptance of a draft token, given its confidence (the draft's top-1 probability): the confidence plus the
     observed difference, in bins that are narrow near 1, where most tokens are. Old tokens fade; PRIOR_TOKENS virtual
     tokens in each bin count for what one offset for all confidences says, which few tokens suffice to learn: the tokens
-    of a copy of the model are right also where it is not sure."""
+    of a copy of the model are right also where it is not sure. At first the offset is the one by which tokens of usual
+    confidence have the acceptance that is expected of the draft."""
 
     def __init__(self) -> None:
         self._edges = 1.0 - np.linspace(1.0, 0.0, _NUM_BINS + 1) ** 2
@@ -153,9 +156,9 @@ class Calibration:
         for excess, total, count in zip(self._excess, sums.tolist(), counts.tolist(), strict=True):
             excess.observe(total, count)
 
-    @property
-    def curve(self) -> CalibrationCurve:
-        """The correction learned so far; at first, acceptance equals confidence."""
+    def curve(self, usual: float) -> CalibrationCurve:
+        """Return the correction learned so far. usual: the acceptance that is expected of the draft's tokens."""
+        self._offset.prior_offset = _logit(usual) - _logit(USUAL_CONFIDENCE)
         middles = (self._edges[1:] + self._edges[:-1]) / 2
         priors = (self._offset.apply(middles) - middles).tolist()
         excess = (one.with_prior(prior, PRIOR_TOKENS) for one, prior in zip(self._excess, priors, strict=True))

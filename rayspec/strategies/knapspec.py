@@ -148,14 +148,16 @@ class KnapSpec:
 
     def keep_drafting(self, state: BatchState, rate: float) -> DraftWhileWorth | None:
         """Return the rule to draft while the next token is expected to gain more than its time costs; None without a
-        plan. rate: expected tokens per second of the round, over the batch."""
+        plan. rate: expected tokens per second of the round, over the batch, on a machine as fast as the latency model
+        says."""
         candidate = self._in_use
         if candidate is None:
             return None
         context, batch = state.context, state.batch
+        usual = self.acceptance_of([candidate])[0]
         return DraftWhileWorth(
-            curve=self._calibration.curve,
-            usual=self.acceptance_of([candidate])[0],
+            curve=self._calibration.curve(usual),
+            usual=usual,
             rate=rate,
             step_s=self._latency.draft_step_s(self.plan.choices, context=context, batch=batch),
             row_s=self._latency.row_s(context=context, batch=batch),

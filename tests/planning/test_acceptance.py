@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 from rayspec.choices import FULL, SKIP, choices_of
 from rayspec.planning.acceptance import DraftWhileWorth, best_choice, tokens_per_time
 from rayspec.planning.latency import Curve, LatencyModel
-from rayspec.planning.learning import Calibration, CalibrationCurve, Correction, StopRule, expected_draft
+from rayspec.planning.learning import (
+    USUAL_CONFIDENCE,
+    Calibration,
+    CalibrationCurve,
+    Correction,
+    StopRule,
+    expected_draft,
+)
 from tests.exhaustive import few_of
 from tests.strategy_cases import verify_after_draft_s
 
@@ -152,17 +159,24 @@ def test_correction_learns_the_offset_and_applies_it_to_others() -> None:
 def test_calibration_learns_soon_that_a_draft_is_right_where_it_is_not_sure() -> None:
     calibration = Calibration()
     calibration.observe(np.full(40, 0.7), np.ones(40))
-    assert calibration.curve.acceptance([0.3, 0.5, 0.7, 0.95]).min() > 0.7
+    assert calibration.curve(0.7).acceptance([0.3, 0.5, 0.7, 0.95]).min() > 0.7
+
+
+def test_a_draft_that_is_expected_to_be_right_is_trusted_from_the_start() -> None:
+    at_first = Calibration().curve(0.95)
+    assert at_first.acceptance([0.3, 0.7]).tolist() == pytest.approx([0.77, 0.95], abs=0.03)
+    assert Calibration().curve(USUAL_CONFIDENCE).acceptance([0.3, 0.7]).tolist() == pytest.approx([0.3, 0.7])
 
 
 def test_calibration_learns_a_crooked_draft() -> None:
     calibration = Calibration()
     grid = np.linspace(0, 1, 21)
-    assert calibration.curve.acceptance(grid) == pytest.approx(grid)
+    assert calibration.curve(USUAL_CONFIDENCE).acceptance(grid) == pytest.approx(grid)
     rng = np.random.default_rng(0)
     for _ in range(400):
         confidence = 1 - rng.random(64) ** 2
         calibration.observe(confidence, rng.random(64) < confidence**2)
-    learned = calibration.curve.acceptance(grid[4:])
+    curve = calibration.curve(0.5)
+    learned = curve.acceptance(grid[4:])
     assert np.abs(learned - grid[4:] ** 2).max() < 0.1
-    assert ((calibration.curve.acceptance(grid) >= 0) & (calibration.curve.acceptance(grid) <= 1)).all()
+    assert ((curve.acceptance(grid) >= 0) & (curve.acceptance(grid) <= 1)).all()

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from rayspec import demo
-from rayspec.choices import SKIP
+from rayspec.choices import FULL, SKIP
 from rayspec.config import SamplingParams, SpeculationOptions
 from rayspec.decode.drafting.lookup import NOTHING, Proposal
 from rayspec.decode.search import Answer, Question
@@ -17,6 +17,7 @@ from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import CalibrationCurve
 from rayspec.planning.lookup import SINGLE, DraftUntilFound, LookupRecord, match_classes, survival
 from rayspec.strategies.auto import Auto
+from rayspec.strategies.knapspec import Candidate
 from rayspec.types import Plan
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
@@ -192,6 +193,37 @@ def test_drafts_go_on_by_what_lookup_has_learned() -> None:
     assert isinstance(rule, DraftUntilFound)
     assert (rule.worth, rule.by_class) == (worth, (0.25, 0.75))
     assert rule.drafting_gain > 1
+
+
+def test_drafts_are_as_long_on_a_machine_that_is_faster_or_slower_than_its_profile() -> None:
+    def lengths(slowness: float) -> list[int]:
+        latency = latency_model(4, sublayer_s=1e-3, row_s=1e-5)
+        draft = Candidate((SKIP,) * 4 + (FULL,) * 4, similarity=0.9, num_agreed=50, num_captured=50)
+        auto = Auto(SpeculationOptions(gate=False), latency, known=[draft], looks_up=False)
+        found = []
+        for _ in range(30):
+            auto.search(_batch_state(), _noting([]))
+            chosen, confidences = auto.choose(_batch_state()), [0.9]
+            if chosen.keep_drafting is None:
+                continue
+            while len(confidences) < 16 and chosen.keep_drafting([confidences])[0]:
+                confidences.append(0.9)
+            found.append(length := len(confidences))
+            committed = [Committed([1] * (length + 1), (), True)]
+            one = Draft([1] * length, confidences)
+            seconds = slowness * (length * latency.draft_step_s(chosen.plan.choices, context=1024, batch=1) + 9e-3)
+            auto.observe(
+                _batch_state(),
+                chosen,
+                RoundResult(committed, [one], [length], length, 0.0, seconds),
+                length + 1,
+                seconds,
+            )
+        return found
+
+    assert len(lengths(1.0)) > 20
+    assert max(lengths(1.0)) > 4
+    assert lengths(1 / 3) == lengths(1.0) == lengths(3.0)
 
 
 def _batch_state() -> BatchState:
