@@ -90,9 +90,14 @@ class ResponsesBody(StrictBody):
 
     @pydantic.model_validator(mode="after")
     def _small(self) -> Self:
-        for name, value in (("metadata", self.metadata), ("text", self.text), ("instructions", self.instructions)):
-            if len(repr(value)) > _MOST_REPEATED:
-                problem = f"more than {_MOST_REPEATED} characters: shorten it"
+        lengths = {
+            "instructions": len(self.instructions or ""),
+            "metadata": sum(len(name) + len(value) for name, value in self.metadata.items()),
+            "text": len(repr(self.text)),
+        }
+        for name, length in lengths.items():
+            if length > _MOST_REPEATED:
+                problem = f"{length} characters; at most {_MOST_REPEATED} here, shorten it"
                 raise PydanticCustomError("invalid_value", "{problem}", {"field": name, "problem": problem})
         return self
 

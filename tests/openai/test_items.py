@@ -132,8 +132,8 @@ def test_items_become_the_messages_of_a_chat() -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "no function 'x'"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "schema"),
-        ({"metadata": {"a": "b" * 2**20}}, "metadata", "more than 1048576 characters"),  # each event repeats them
-        ({"instructions": "b" * 2**20}, "instructions", "more than 1048576 characters"),
+        ({"metadata": {"a": "b" * 2**20}}, "metadata", "at most 1048576 here"),  # each event repeats them
+        ({"instructions": "b" * (2**20 + 1)}, "instructions", "at most 1048576 here"),
     ],
 )
 def test_a_bad_request_says_where(changes: dict[str, Any], param: str, message: str) -> None:
