@@ -19,7 +19,7 @@ def demo_parts(dtype: str = "float32", quantised: tuple[Weights, ...] = ()) -> D
 
 @cache
 def demo_tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(demo.tokenizer_path())
+    return AutoTokenizer.from_pretrained(demo.model_path())
 
 
 def demo_prompts(count: int, num_sentences: int, seed: int = 3) -> list[list[int]]:

@@ -26,7 +26,7 @@ def tokenizer_with(template: str, folder: Path, *, special: str = "") -> str:
     """Write the bundled model's tokenizer to a folder, with a chat template. special: a text that is a special token,
     in place of <|user|>."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in Path(demo.tokenizer_path()).iterdir():
+    for path in Path(demo.model_path()).iterdir():
         if path.suffix == ".json":
             text = path.read_text(encoding="utf-8")
             (folder / path.name).write_text(text.replace("<|user|>", special) if special else text, encoding="utf-8")

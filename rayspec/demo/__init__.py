@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from rayspec.demo.corpus import generate_report
 from rayspec.demo.registry import FETCHABLE as FETCHABLE
 from rayspec.demo.registry import cached_path
 from rayspec.demo.registry import fetch as fetch
@@ -46,24 +45,17 @@ def local_path(model: str, *, option: str = "model") -> str:
     return model_path(model) if model in BUNDLED else str(cached_path(model)) if model in FETCHABLE else model
 
 
-def tokenizer_path() -> str:
-    """Return the directory of the bundled tokenizer."""
-    return model_path()
-
-
 def sample_documents(n: int, *, num_sentences: int = 40, seed: int = 0) -> list[SampleDocument]:
     """Return `n` synthetic audit reports, the same for equal arguments; a sentence is about 15 tokens.
 
     With a seed below a million, none of the reports occurs in training. Raises `ValueError` unless 0 <= n <= 100000 and
     num_sentences >= 1.
     """
-    if not 0 <= n <= _MAX_DOCUMENTS:
-        raise ValueError(f"n={n} documents: n must be from 0 to {_MAX_DOCUMENTS}")
-    documents = []
-    for index in range(n):
-        report = generate_report(seed * _MAX_DOCUMENTS + index, num_sentences=num_sentences)
-        documents.append(SampleDocument(id=f"report-{seed}-{index}", text=report.text, summary=report.summary))
-    return documents
+    tasks = sample_tasks("summary", n, size=num_sentences, seed=seed)
+    return [
+        SampleDocument(id=f"report-{seed}-{index}", text=task.document, summary=task.answer)
+        for index, task in enumerate(tasks)
+    ]
 
 
 def sample_tasks(domain: str, n: int, *, size: int = 40, seed: int = 0) -> list[Task]:
@@ -73,7 +65,7 @@ def sample_tasks(domain: str, n: int, *, size: int = 40, seed: int = 0) -> list[
     for arguments that `generate_task` refuses.
     """
     if not 0 <= n <= _MAX_DOCUMENTS:
-        raise ValueError(f"n={n} tasks: n must be from 0 to {_MAX_DOCUMENTS}")
+        raise ValueError(f"n={n}: n must be from 0 to {_MAX_DOCUMENTS}")
     return [generate_task(domain, seed * _MAX_DOCUMENTS + index, size=size) for index in range(n)]
 
 
@@ -87,9 +79,3 @@ def example_documents(*, pages: bool) -> list[SampleDocument]:
         for report in sample_documents(1, num_sentences=8 + 4 * number, seed=number - 1)
     ]
     return [*reports, *(SampleDocument(id=f"python-{name}", text=topics[name], summary=None) for name in found)]
-
-
-def exact_lines(summary: str, reference: str) -> tuple[int, int]:
-    """Return how many lines of `reference` the summary has exactly, at the same place, and the lines of `reference`."""
-    expected, found = reference.splitlines(), summary.splitlines()
-    return sum(line == other for line, other in zip(expected, found, strict=False)), len(expected)

@@ -7,101 +7,21 @@ word until their half is used up: so a model needs only induction, to copy what 
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-
-def _split(words: str) -> tuple[str, ...]:
-    return tuple(words.split())
-
-
-WORDS: Mapping[str, tuple[str, ...]] = {
-    "sector": _split(
-        "Harbor Forest Transit Water Energy Housing Health Land School Court Postal Customs Fisheries Aviation Rail "
-        "Archive Census Bridge Grain Tariff Parks Coast Museum Prison"
-    ),
-    "body": _split("Office Bureau Agency Board Department Commission Authority Council Service Trust"),
-    "place": _split(
-        "Alder Barrow Calder Denby Elmswick Farrow Glenside Hartley Ilkeston Jarrow Kelso Linton Marlow Norwick Otley "
-        "Penrith Quarrington Redcar Selby Tarrant Ulverton Venn Wexley Yarm Zeal Ashby Brigg Corby Dover Exton Frome "
-        "Grays Holt Ives Kirkby Leek Maldon Neath Oakham Pinner"
-    ),
-    "program": _split(
-        "dredging licensing inspection procurement training maintenance relief leasing mapping recruitment "
-        "disposal storage modernization subsidy outreach monitoring insurance planning recycling zoning"
-    ),
-    "items": _split(
-        "contracts permits vehicles invoices claims records licences buildings pumps terminals boats bridges surveys "
-        "payments grants audits meters wells leases schools"
-    ),
-    "adjective": _split(
-        "regional annual internal revised interim joint central local special routine seasonal "
-        "external temporary national quarterly monthly"
-    ),
-    "month": _split("January February March April May June July August September October November December"),
-    "verb": _split(
-        "reviewed approved lost replaced delayed rejected sold repaired duplicated cancelled transferred renewed"
-    ),
-    "cause": (
-        "a shortage of staff",
-        "an outdated register",
-        "a late budget",
-        "poor supervision",
-        "a change of supplier",
-        "storm damage",
-        "a dispute with the union",
-        "missing receipts",
-        "weak controls",
-        "a faulty database",
-        "unclear guidance",
-        "a court order",
-    ),
-    "unit": ("million", "thousand"),
-    "year": tuple(str(year) for year in range(1990, 2030)),
-    "count": tuple(str(count) for count in (*range(2, 100), *range(100, 1000), *range(1000, 2001, 50))),
+_TEXTS: Mapping[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+WORDS: Mapping[str, Sequence[str]] = {
+    **_TEXTS["words"],
+    "year": [str(year) for year in range(1990, 2030)],
+    "count": [str(count) for count in (*range(2, 100), *range(100, 1000), *range(1000, 2001, 50))],
 }
-
-_FINDINGS = (
-    "the {office} {verb} {count} of {total} {items} in {year} because of {cause}",
-    "the {office} spent {money} on {items} in {place} without approval",
-    "{items} worth {money} were missing from the {adjective} register of the {office}",
-    "the {office} paid a supplier in {place} {money} more than agreed for {program}",
-    "the cost of {program} in {place} rose from {money} to {money} by {year}",
-    "{count} {items} in {place} had not been inspected since {year}",
-    "the {office} could not explain {money} of spending on {program}",
-    "the {office} closed {count} {items} in {place} after {cause}",
-    "the {office} met its target for {program} in {month} {year} only",
-    "{cause} delayed {program} in {place} until {month} {year}",
-    "the {office} {verb} {count} {items} without telling its staff in {place}",
-    "only {count} of {total} {items} in {place} met the {adjective} standard in {year}",
-)
-
-_BACKGROUND = (
-    "{party} was established in {year} to oversee {program} in {place}",
-    "in {month} {year}, {party} issued {adjective} guidance on {program}",
-    "{party} manages {count} {items} across {place} and {place}",
-    "its {adjective} budget for {year} was {money}",
-    "officials in {place} said that {program} had been under review since {year}",
-    "we interviewed {small} officials and examined {count} {items} from {year} to {later_year}",
-    "the {adjective} plan lists {count} {items} for {program}",
-    "{an_adjective} survey of {place} counted {count} {items}",
-    "{party} and its contractor share {an_adjective} building in {place}",
-    "about {small} percent of {items} are handled by contractors",
-    "{program} in {place} is paid for by {an_adjective} levy",
-    "the law of {year} requires {adjective} reports on {program}",
-    "table {digit} shows {items} by year from {year} to {later_year}",
-    "{party} agreed with {place} to move {count} {items} by {month}",
-    "staff in {place} keep {adjective} lists of {items}",
-    "{party} replied that {program} would improve after {year}",
-    "between {year} and {later_year}, spending on {program} grew by {small} percent",
-    "{party} told us that it had no record of {program} before {year}",
-    "the {adjective} budget pays for {items} in {place} and for {program} in {place}",
-    "we visited {place} in {month} {year} and met the staff who plan {program}",
-)
-
-_PARTIES = ("the agency", "the office", "the ministry", "the contractor", "the region")
-_HEADINGS = ("Background", "Scope", "Operations", "Finance", "Controls", "Comments", "Records", "Oversight")
+_FINDINGS, _BACKGROUND = _TEXTS["findings"], _TEXTS["background"]  # templates of sentences
+_PARTIES, _HEADINGS = _TEXTS["parties"], _TEXTS["headings"]
 _DEFAULT_FINDINGS = range(3, 9)
 
 
@@ -150,7 +70,7 @@ def generate_report(seed: int, *, num_sentences: int, num_findings: int | None =
 class _Words:
     """Fills the fields of a template. No word occurs twice before every other word of its kind has occurred once."""
 
-    def __init__(self, words: Mapping[str, tuple[str, ...]], rng: random.Random) -> None:
+    def __init__(self, words: Mapping[str, Sequence[str]], rng: random.Random) -> None:
         self._words = words
         self._rng = rng
         self._unused: dict[str, list[str]] = {}

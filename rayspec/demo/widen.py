@@ -21,40 +21,29 @@ def widen(model: PreTrainedModel, k: int) -> PreTrainedModel:
     by rounding, by about 1e-5 in float32; in bfloat16 weights are exact where k is a power of two. Raises `ValueError`
     if k < 1, for families other than Llama, Mistral, Qwen2 and Qwen3, and for quantized or tensor-parallel weights.
     """
-    _check(model, k)
+    if k < 1:
+        raise ValueError(f"k={k}: a model can be widened by 1 or more")
+    if (of_model := model.config.model_type) not in _FAMILIES:
+        raise ValueError(f"model_type={of_model!r} cannot be widened: only {', '.join(_FAMILIES)} can")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError("a quantized model cannot be widened: load it without quantization_config")
+    if {type(parameter.data) for parameter in model.parameters()} != {Tensor}:
+        raise ValueError("only plain tensors can be widened: load the model without tp_plan and without quantization")
     config = copy.deepcopy(model.config)
     config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for size in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
         setattr(config, size, getattr(config, size) * k)
-    wide = _without_weights(type(model), config, model)
+    family: Any = type(model)
+    with torch.device(model.device), no_init_weights():
+        wide: PreTrainedModel = family._from_config(
+            config, dtype=model.dtype, attn_implementation=model.config._attn_implementation
+        )
+    wide.tie_weights()
     narrow_parameters = dict(model.named_parameters())
     for name, parameter in wide.named_parameters():
         parameter.copy_(_widened(name, narrow_parameters[name], k))
     wide.generation_config = copy.deepcopy(model.generation_config)
     wide.train(model.training)
-    return wide
-
-
-def _check(model: PreTrainedModel, k: int) -> None:
-    if k < 1:
-        raise ValueError(f"k={k}: a model can be widened by 1 or more")
-    family = model.config.model_type
-    if family not in _FAMILIES:
-        raise ValueError(f"model_type={family!r} cannot be widened: only {', '.join(_FAMILIES)} can")
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError("a quantized model cannot be widened: load it without quantization_config")
-    sizes = {type(parameter.data) for parameter in model.parameters()}
-    if sizes != {Tensor}:
-        raise ValueError("only plain tensors can be widened: load the model without tp_plan and without quantization")
-
-
-def _without_weights(family: Any, config: Any, like: PreTrainedModel) -> PreTrainedModel:
-    """Make a model of this config with uninitialized parameters; device and data type are those of `like`."""
-    with torch.device(like.device), no_init_weights():
-        wide: PreTrainedModel = family._from_config(
-            config, dtype=like.dtype, attn_implementation=like.config._attn_implementation
-        )
-    wide.tie_weights()
     return wide
 
 

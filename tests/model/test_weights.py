@@ -90,7 +90,7 @@ def test_the_generation_config_has_the_word_on_the_end_of_a_text(
 def test_no_tokenizer_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="tokenizer"):
         load_tokenizer(_config(checkpoint("qwen2")))
-    config = EngineConfig(model=checkpoint("qwen2"), tokenizer=demo.tokenizer_path())
+    config = EngineConfig(model=checkpoint("qwen2"), tokenizer=demo.model_path())
     assert load_tokenizer(config).decode([5]) != ""
 
 

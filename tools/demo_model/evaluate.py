@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from rayspec.demo import Task, exact_lines, model_path, sample_tasks
+from rayspec.demo import Task, model_path, sample_tasks
 from tools.demo_model.tokenizer import load_tokenizer
 
 __all__ = ["Score", "complete", "score"]
@@ -61,6 +61,12 @@ def score(
         exact_answers=exact_answers,
         tasks=len(tasks),
     )
+
+
+def exact_lines(answer: str, reference: str) -> tuple[int, int]:
+    """Return how many lines of `reference` the answer has exactly, at the same place, and the lines of `reference`."""
+    expected, found = reference.splitlines(), answer.splitlines()
+    return sum(line == other for line, other in zip(expected, found, strict=False)), len(expected)
 
 
 @torch.inference_mode()

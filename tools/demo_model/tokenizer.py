@@ -16,7 +16,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rayspec.demo import tokenizer_path
+from rayspec.demo import model_path
 from rayspec.demo.corpus import generate_report
 
 __all__ = ["CHAT_TEMPLATE", "load_tokenizer", "train_tokenizer"]
@@ -42,7 +42,7 @@ CHAT_TEMPLATE = """\
 
 def load_tokenizer() -> PreTrainedTokenizerBase:
     """Load the bundled tokenizer."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(tokenizer_path())
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_path())
     return tokenizer
 
 
