@@ -115,18 +115,38 @@ class PlanRecord:
 
 
 @dataclass(slots=True, kw_only=True)
-class EngineStats:
-    """Counts and times of an engine since it was made. num_replays: how often lost stages were replaced.
-    num_lost_replicas: replicas that are lost for good. num_prefilled_tokens: tokens computed as parts of prompts, or
-    again after a preemption or a replay. num_cached_tokens: such tokens that were found in the KV cache instead.
-
-    Times are wall time in seconds. In one process `prefill_s`, `draft_s`, `verify_s` and `optimise_s` count no second
-    twice. In a pipeline `prefill_s` is the share of the prompts: work items at the same time share the time evenly.
-    There `draft_s` and `verify_s` are times at the stage with the head, summed over rounds that may overlap.
+class DraftCounts:
+    """Counts of an engine or a request. A *round* is one verify; rounds without a draft count too, and are called
+    *plain*. num_replays: how often lost stages were replaced. num_cached_tokens: tokens of prompts that were found in
+    the KV cache; of a request with several sequences, for the sequence that computed the prompt.
 
     accepted_by_source: accepted draft tokens that the model drafted ("model"), or that were copied from the sequence
     ("own text") or from finished outputs ("corpus"), or that the target found likely before ("recycled"), or that the
     form of the output forced ("form").
+    """
+
+    num_rounds: int = 0
+    num_plain_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_preemptions: int = 0
+    num_replays: int = 0
+    num_cached_tokens: int = 0
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats(DraftCounts):
+    """Counts and times of an engine since it was made. num_lost_replicas: replicas that are lost for good.
+    num_prefilled_tokens: tokens computed as parts of prompts, or again after a preemption or a replay.
+
+    Times are wall time in seconds. In one process `prefill_s`, `draft_s`, `verify_s` and `optimise_s` count no second
+    twice. In a pipeline `prefill_s` is the share of the prompts: work items at the same time share the time evenly.
+    There `draft_s` and `verify_s` are times at the stage with the head, summed over rounds that may overlap.
 
     compared_s: of the rounds for which the speed of plain decoding is known. plain_s: what their tokens would have
     taken without drafts, by the latency profile and the rounds without drafts. died_at_s: when engines died, as
@@ -135,14 +155,7 @@ class EngineStats:
 
     num_prompt_tokens: int = 0
     num_prefilled_tokens: int = 0
-    num_cached_tokens: int = 0
     num_generated_tokens: int = 0
-    num_rounds: int = 0
-    num_plain_rounds: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_preemptions: int = 0
-    num_replays: int = 0
     num_lost_replicas: int = 0
     prefill_s: float = 0.0
     draft_s: float = 0.0
@@ -152,7 +165,6 @@ class EngineStats:
     compared_s: float = 0.0
     plain_s: float = 0.0
     accepted_lengths: dict[int, int] = field(default_factory=dict)
-    accepted_by_source: dict[str, int] = field(default_factory=dict)
     gate_reason: str = ""
     plans: list[PlanRecord] = field(default_factory=list)
     died_at_s: list[float] = field(default_factory=list)
@@ -163,10 +175,6 @@ class EngineStats:
         return (
             self.plain_s / self.compared_s if self.compared_s and self.num_plain_rounds >= _ROUNDS_TO_COMPARE else None
         )
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     @property
     def cache_hit_rate(self) -> float | None:
@@ -246,26 +254,12 @@ class LoRARequest:
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestMetrics:
-    """Counts and times of one request. A *round* is one verify; rounds without a draft count too, and
-    are called *plain*. accepted_by_source: see `EngineStats`. num_cached_tokens: prompt tokens that were found in the
-    KV cache. If the request has several sequences, this is the number for the sequence that computed the prompt."""
+class RequestMetrics(DraftCounts):
+    """Counts and times of one request."""
 
-    num_rounds: int = 0
-    num_plain_rounds: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_preemptions: int = 0
-    num_replays: int = 0
-    num_cached_tokens: int = 0
-    accepted_by_source: dict[str, int] = field(default_factory=dict)
     arrival_s: float = 0.0
     first_token_s: float | None = None
     finished_s: float | None = None
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -98,10 +98,7 @@ def survival(by_class: Sequence[float], match_classes: Sequence[int]) -> list[fl
 
 
 def best_lookup(
-    survivals: Sequence[Sequence[float]],
-    seconds: Callable[[Sequence[int]], float],
-    *,
-    committed_without: float = 1.0,
+    survivals: Sequence[Sequence[float]], seconds: Callable[[Sequence[int]], float], *, committed_without: float = 1.0
 ) -> tuple[tuple[int, ...], float]:
     """Return how many looked-up tokens of each sequence to verify for the most tokens per second, and that rate: the
     likeliest tokens of the batch, a power of two of them or all. As survival falls, these are the first of a sequence.

@@ -52,14 +52,12 @@ class SimulatedLoad:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
     """Results of a simulation of `seconds`. round_s: mean seconds of a round, from its start to its commit.
-    tokens_per_round: mean of a sequence. idle_shares: of each stage. first_token_s: seconds from sending a request to
-    its first token."""
+    idle_shares: of each stage. first_token_s: seconds from sending a request to its first token."""
 
     seconds: float
     num_tokens: int
     num_rounds: int
     round_s: float
-    tokens_per_round: float
     idle_shares: tuple[float, ...]
     first_token_s: tuple[float, ...]
 
@@ -182,12 +180,20 @@ class _Replica:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._now = 0.0
-        self._num_tokens = self._num_rounds = self._num_sequence_rounds = self._num_sequence_tokens = 0
+        self._num_tokens = self._num_rounds = 0
         self._rounds_s = 0.0
         self._first_token_s: list[float] = []
 
     def run(self, num_cohorts: int, num_tokens: int) -> Simulated:
-        for cohort in self._cohorts(num_cohorts):
+        # Progress is spread evenly over the users, and users are distributed over the cohorts.
+        load, cohorts = self._workload, [_Cohort([]) for _ in range(num_cohorts)]
+        for place, user in enumerate(self._rng.permutation(load.concurrency).tolist()):
+            sequence = _Sequence(load.prompt_tokens, 0, _ENDLESS)
+            if load.output_tokens is not None:
+                num_done = int(load.output_tokens * (user + 0.5) / load.concurrency)
+                sequence = _Sequence(load.prompt_tokens + num_done, 0, max(1, load.output_tokens - num_done))
+            cohorts[place % num_cohorts].members.append(sequence)
+        for cohort in cohorts:
             self._start(cohort)
         while self._num_tokens < num_tokens:
             self._now, _, happen = heapq.heappop(self._events)
@@ -197,7 +203,6 @@ class _Replica:
             num_tokens=self._num_tokens,
             num_rounds=self._num_rounds,
             round_s=self._rounds_s / max(1, self._num_rounds),
-            tokens_per_round=self._num_sequence_tokens / max(1, self._num_sequence_rounds),
             idle_shares=tuple(max(0.0, 1 - stage.busy_s / self._now) for stage in self._servers[:-1]),
             first_token_s=tuple(self._first_token_s),
         )
@@ -234,17 +239,6 @@ class _Replica:
             self._serve(number)
 
         self._after(seconds, end)
-
-    def _cohorts(self, num_cohorts: int) -> list[_Cohort]:
-        """Return the cohorts. Progress is spread evenly over the users, and users are distributed over the cohorts."""
-        load, cohorts = self._workload, [_Cohort([]) for _ in range(num_cohorts)]
-        for place, user in enumerate(self._rng.permutation(load.concurrency).tolist()):
-            sequence = _Sequence(load.prompt_tokens, 0, _ENDLESS)
-            if load.output_tokens is not None:
-                num_done = int(load.output_tokens * (user + 0.5) / load.concurrency)
-                sequence = _Sequence(load.prompt_tokens + num_done, 0, max(1, load.output_tokens - num_done))
-            cohorts[place % num_cohorts].members.append(sequence)
-        return cohorts
 
     def _start(self, cohort: _Cohort) -> None:
         """Start the next prefill and round of a cohort that has no work under way."""
@@ -302,8 +296,6 @@ class _Replica:
             if drafting is not None and length:
                 rejected = 1 - drafting.acceptance
                 num_accepted = min(length, int(self._rng.geometric(rejected)) - 1) if rejected > 0 else length
-            self._num_sequence_rounds += 1
-            self._num_sequence_tokens += 1 + num_accepted
             self._commit(sequence, 1 + num_accepted)
         self._finish(cohort)
 
