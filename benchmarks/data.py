@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import rayspec
 from rayspec.batch.document_task import DocumentTask, PromptBuilder, summary_prompt
 from rayspec.batch.documents import input_row
-from rayspec.batch.job import completing
+from rayspec.batch.job import CompletedRows
 from rayspec.batch.local_backend import Source
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.ray_backend import RayBackend, quieten, reading
@@ -34,7 +34,7 @@ from rayspec.demo import Task
 from rayspec.machine import num_cores
 from rayspec.pool.supervisor import EnginePool
 from rayspec.ray_session import ray_session
-from rayspec.types import ConfigError
+from rayspec.types import ConfigError, Request
 
 _Way: TypeAlias = Callable[[Sequence[Row]], Iterable[Row]]
 
@@ -100,10 +100,10 @@ def _measured(options: BenchOptions, config: EngineConfig, say: Callable[[str], 
     template = summary_prompt(options.engine.model)
     with load_llm(config) as llm, _loaded_pool(config, params, template) as pool:
         (context,) = options.context
-        prompts = PromptBuilder(llm=llm, params=params, template=template, max_prompt_tokens=context)
+        prompts = PromptBuilder(llm=llm, template=template, max_prompt_tokens=context)
         documents = _documents(prompts, options)
         ways: dict[str, _Way] = {
-            BARE: partial(_by_llm, llm, prompts),
+            BARE: partial(_by_llm, llm, prompts, params),
             RAY_DATA: partial(_through_ray_data, pool, num_wanted=2 * config.max_num_seqs),
         }
         samples: dict[str, list[DataSample]] = {way: [] for way in ways}
@@ -142,10 +142,16 @@ def _loaded_pool(config: EngineConfig, params: SamplingParams, template: str) ->
         pool.stop()
 
 
-def _by_llm(llm: rayspec.LLM, prompts: PromptBuilder, documents: Sequence[Row]) -> Iterator[Row]:
+def _by_llm(
+    llm: rayspec.LLM, prompts: PromptBuilder, params: SamplingParams, documents: Sequence[Row]
+) -> Iterator[Row]:
     """Complete documents with the engine alone."""
     by_id = {str(number): row for number, row in enumerate(documents)}
-    for output in llm.stream(prompts.request(request_id, row) for request_id, row in by_id.items()):
+    requests = (
+        Request(request_id=request_id, params=params, prompt_token_ids=prompts.tokens(row))
+        for request_id, row in by_id.items()
+    )
+    for output in llm.stream(requests):
         yield by_id[output.request_id].completed(output)
 
 
@@ -153,7 +159,7 @@ def _through_ray_data(pool: EnginePool, documents: Sequence[Row], num_wanted: in
     """Complete documents in an engine's actor, while Ray Data reads the rows, as in a job."""
     backend, source = RayBackend(), Source(rows=documents)
     read = backend.rows(source, backend.scan(source).rows, "input")
-    with completing(pool.submit, read, num_wanted=num_wanted) as rows:
+    with CompletedRows(pool.submit, read, num_wanted=num_wanted) as rows:
         yield from rows
 
 

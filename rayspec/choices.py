@@ -13,16 +13,7 @@ Weights: TypeAlias = Literal["full", "int8", "int4"]
 # attention in the last verify.
 Keys: TypeAlias = Literal["all", "window", "pages"]
 Choice: TypeAlias = Literal[
-    "full",
-    "skip",
-    "int8",
-    "int4",
-    "window",
-    "pages",
-    "int8+window",
-    "int8+pages",
-    "int4+window",
-    "int4+pages",
+    "full", "skip", "int8", "int4", "window", "pages", "int8+window", "int8+pages", "int4+window", "int4+pages"
 ]
 
 # A choice for each sublayer of a model, in order.

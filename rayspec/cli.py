@@ -16,8 +16,7 @@ import rayspec
 from rayspec import demo
 from rayspec.bench.commands import app as bench_app
 from rayspec.bench.options import TuneOptions
-from rayspec.command.help import LongCommand, format_groups
-from rayspec.command.options import Asked, with_settings
+from rayspec.command.options import Asked, LongCommand, format_groups, with_settings
 from rayspec.command.terminal import EXIT_FAILED, EXIT_USAGE, clean_exit, fail, load_llm, output_console, say
 from rayspec.config import REPLACED, ParallelOptions, SamplingParams
 from rayspec.errors import plainly
@@ -48,7 +47,7 @@ _REPLACED_OF_COMMANDS = {
 LAZY = {
     "rayspec.batch.demonstration": {
         "demo": "Try it: a job on twelve documents, with plain decoding and with `auto`, and a report that compares "
-        "them.",
+        "them."
     },
     "rayspec.batch.commands": {
         "summarize": "Summarize documents, one row per document. A .txt file is one document.",
@@ -183,9 +182,7 @@ def profile(
 @app.command(cls=LongCommand)
 @with_settings(own=(TuneOptions, "Tuning"))
 def tune(
-    *,
-    asked: Asked,
-    output: Annotated[Path, typer.Option("--output", "-o", help="file of saved plans to write: .json")],
+    *, asked: Asked, output: Annotated[Path, typer.Option("--output", "-o", help="file of saved plans to write: .json")]
 ) -> None:
     """Find the draft plan that is fastest on calibration prompts, or one for each of their domains, and save them.
 

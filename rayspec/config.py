@@ -547,8 +547,7 @@ class EngineConfig(Options):
     )
     cuda_kernels: CudaKernels = Field("auto", description="Triton kernels on a GPU where they work; off: plain PyTorch")
     cuda_graphs: CudaGraphs = Field(
-        "auto",
-        description="on a GPU, launches captured once and replayed: a graph for each pass; auto: where possible",
+        "auto", description="on a GPU, launches captured once and replayed: a graph for each pass; auto: where possible"
     )
     speculation: SpeculationOptions = SpeculationOptions()
     offload: OffloadOptions | None = Field(None, description="unset: all weights on the device")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 # Packages that `pip install rayspec` leaves out, and the extra that brings each.
 _EXTRAS = {
@@ -20,7 +19,7 @@ _EXTRAS = {
 class RayspecError(Exception):
     """Base of every error rayspec raises on purpose. `kind` is a stable name for reports and output rows."""
 
-    kind: ClassVar[str] = "internal"
+    kind = "internal"
 
 
 class ConfigError(RayspecError, ValueError):
@@ -66,9 +65,13 @@ class InvalidMessagesError(RequestError):
 
 
 class InputFileError(RequestError):
-    """A file or row of the input could not be read, or has the wrong content."""
+    """A file or row of the input could not be read, or has the wrong content. kind: a stable name of what is wrong."""
 
     kind = "input"
+
+    def __init__(self, message: str, kind: str | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind or self.kind
 
 
 class GrammarError(RequestError):

@@ -17,7 +17,6 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -266,9 +265,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def _params_of(self, params: Any, count: int) -> list[SamplingParams]:
@@ -450,12 +447,7 @@ class AsyncEngine:
         await asyncio.wrap_future(self.client.ping())
 
     def _request(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        stream: bool = False,
-        background: bool = False,
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, stream: bool = False, background: bool = False
     ) -> Request:
         return Request(
             request_id=str(next(self._numbers)),

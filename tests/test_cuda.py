@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.device.kernels import kernel_differences
 from benchmarks.device.parity import replay_differences
-from rayspec.bench.selfcheck import run_selfcheck
+from rayspec.bench.run import run_selfcheck
 from rayspec.config import EngineConfig, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.stages import LocalStages

@@ -34,10 +34,7 @@ class BatchTask:
     @property
     def identity(self) -> dict[str, Any]:
         """The options that decide the content of the output rows."""
-        return {
-            "task": {"batch": "openai", "served": self.served},
-            "engine": self.settings.deciding,
-        }
+        return {"task": {"batch": "openai", "served": self.served}, "engine": self.settings.deciding}
 
     def handler(self, engine: AsyncEngine) -> Handler:
         served = (self.served, engine.llm.config.model)
@@ -64,8 +61,7 @@ def read_requests(path: str) -> tuple[list[Row], list[Row]]:
                 if isinstance(line, BatchResult):
                     refused.append(answered(Row(id=line.id, source=line.id), line))
                 else:
-                    row_id = line.id
-                    requests.append(input_row(row_id, source=row_id, text=json.dumps(asdict(line))))
+                    requests.append(input_row(line.id, source=line.id, text=json.dumps(asdict(line))))
     except FILE_ERRORS as error:
         raise ConfigError(f"batch file {path!r} could not be read: {error}") from error
     return requests, refused

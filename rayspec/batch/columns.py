@@ -19,17 +19,9 @@ from rayspec.types import ConfigError, InputFileError, InvalidMessagesError
 
 NO_ID_COLUMN = "none"
 _DEFAULT_ID_COLUMN = "id"
+MISSING_COLUMN = "missing_column"
+INVALID_VALUE = "invalid_value"  # a text or id that is null, empty or of the wrong type
 _MAX_EXACT_FLOAT = 2.0**53
-
-
-class MissingColumnError(InputFileError):
-    kind = "missing_column"
-
-
-class InvalidValueError(InputFileError):
-    """The text or id is null, empty or of the wrong type."""
-
-    kind = "invalid_value"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,16 +65,17 @@ class Columns:
         if self.id is None and is_null:
             return source
         if name not in row:
-            raise MissingColumnError(f"{source}: no column {name!r} for the id; {_present(row)}")
+            raise InputFileError(f"{source}: no column {name!r} for the id; {_present(row)}", MISSING_COLUMN)
         if isinstance(value, str) and value:
             return value
         if isinstance(value, int) and not isinstance(value, bool):
             return str(value)
         if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT_FLOAT:
             return str(int(value))  # pandas makes whole numbers floats where a null is among them
-        raise InvalidValueError(
+        raise InputFileError(
             f"{source}: the id is {reprlib.repr(value)}; it must be text or a whole number. Choose the column with "
-            f"--id-column; with --id-column {NO_ID_COLUMN} the row's place is its id"
+            f"--id-column; with --id-column {NO_ID_COLUMN} the row's place is its id",
+            INVALID_VALUE,
         )
 
     def content(self, row: Mapping[str, Any], source: str) -> tuple[str | None, Sequence[Mapping[str, Any]] | None]:
@@ -94,15 +87,17 @@ class Columns:
             try:
                 return None, read_conversation(conversation)
             except InvalidMessagesError as error:
-                raise InvalidValueError(f"{source}: column {self.messages!r} holds no conversation: {error}") from None
+                raise InputFileError(
+                    f"{source}: column {self.messages!r} holds no conversation: {error}", INVALID_VALUE
+                ) from None
         if self.text not in row:
-            raise MissingColumnError(f"{source}: no column {self.text!r} for the text; {_present(row)}")
+            raise InputFileError(f"{source}: no column {self.text!r} for the text; {_present(row)}", MISSING_COLUMN)
         value = row[self.text]
         if not isinstance(value, str):
             name = "null" if value is None else type(value).__name__
-            raise InvalidValueError(f"{source}: column {self.text!r} is {name}; it must be text")
+            raise InputFileError(f"{source}: column {self.text!r} is {name}; it must be text", INVALID_VALUE)
         if not value.strip():
-            raise InvalidValueError(f"{source}: column {self.text!r} is empty; there is nothing to work on")
+            raise InputFileError(f"{source}: column {self.text!r} is empty; there is nothing to work on", INVALID_VALUE)
         return value, None
 
 
@@ -128,10 +123,10 @@ def _rendered(template: str, row: Mapping[str, Any], source: str) -> str:
             if len(text) > MAX_CHARACTERS:
                 break
     except UndefinedError as error:
-        raise MissingColumnError(f"{source}: option 'prompt_template': {error}; {_present(row)}") from None
+        raise InputFileError(f"{source}: option 'prompt_template': {error}; {_present(row)}", MISSING_COLUMN) from None
     except Exception as error:  # noqa: BLE001 - a value of a type that the template does not expect
-        raise InvalidValueError(f"{source}: option 'prompt_template': {error}") from None
+        raise InputFileError(f"{source}: option 'prompt_template': {error}", INVALID_VALUE) from None
     if not text.strip() or len(text) > MAX_CHARACTERS:
         size = "no text" if not text.strip() else f"more than {MAX_CHARACTERS} characters"
-        raise InvalidValueError(f"{source}: option 'prompt_template' makes a prompt of {size}")
+        raise InputFileError(f"{source}: option 'prompt_template' makes a prompt of {size}", INVALID_VALUE)
     return text

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from pydantic import Field
@@ -18,14 +18,14 @@ from rich.table import Table
 from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
 from rayspec.batch.documents import check_template, input_row
-from rayspec.batch.input_files import KNOWN_TYPES, InputFiles, find_files
+from rayspec.batch.input_files import KNOWN_TYPES, find_files
 from rayspec.batch.job import Job, JobOptions
 from rayspec.batch.local_backend import LocalBackend, Source
 from rayspec.batch.long_documents import LongDocumentOptions
-from rayspec.batch.report import DOCUMENT_HEADINGS
+from rayspec.batch.report import ROW_HEADINGS
+from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import MANIFEST, output_places
-from rayspec.command.help import LongCommand
-from rayspec.command.options import Asked, with_settings
+from rayspec.command.options import Asked, LongCommand, with_settings
 from rayspec.command.settings import Settings
 from rayspec.command.terminal import clean_exit, output_console, say
 from rayspec.config import SamplingParams
@@ -42,8 +42,7 @@ _ON_RAY = "job"
 Inputs = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="INPUT",
-        help=f"files ({KNOWN_TYPES}), folders or patterns; also s3://, gs://, abfs://, hdfs://",
+        metavar="INPUT", help=f"files ({KNOWN_TYPES}), folders or patterns; also s3://, gs://, abfs://, hdfs://"
     ),
 ]
 Output = Annotated[
@@ -81,8 +80,9 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
         has no schema."""
         if self.json_schema is None:
             return settings
+        text = self.file("json_schema")
         try:
-            form = StructuredOutputsParams(json=self.file("json_schema"))
+            form = StructuredOutputsParams(json=text)
         except ConfigError as error:
             raise ConfigError(f"option 'json_schema' is {self.json_schema!r}: {error}") from None
         return replace(settings, sampling=settings.sampling.replace(structured_outputs=form))
@@ -140,13 +140,9 @@ def summarize(
             **options.of_prompts,
         )
         samples = [] if inputs else example_documents(pages=settings.engine.model not in BUNDLED)
-        source = Source(
-            inputs=_found(inputs or (), output, options),
-            columns=Columns(text=text_column, id=options.id_column, template=task.prompt_template),
-            rows=[input_row(sample.id, source=sample.id, text=sample.text) for sample in samples],
-            limit=options.limit,
-            sample=options.sample,
-        )
+        rows = [input_row(sample.id, source=sample.id, text=sample.text) for sample in samples]
+        columns = Columns(text=text_column, id=options.id_column, template=task.prompt_template)
+        source = _source(inputs or (), output, options, columns, rows)
         _run_documents(context, task, source, output, options, name="summaries", text_column="summary")
 
 
@@ -168,14 +164,10 @@ def generate(
         settings = options.in_force(asked.settings())
         chat = chat or options.system is not None
         task = DocumentTask(settings=settings, template="{text}", chat=chat, long=options, **options.of_prompts)
-        source = Source(
-            inputs=_found(inputs, output, options),
-            columns=Columns(
-                text=prompt_column, id=options.id_column, messages=messages_column, template=task.prompt_template
-            ),
-            limit=options.limit,
-            sample=options.sample,
+        columns = Columns(
+            text=prompt_column, id=options.id_column, messages=messages_column, template=task.prompt_template
         )
+        source = _source(inputs, output, options, columns)
         _run_documents(context, task, source, output, options, name="texts", text_column="text")
 
 
@@ -214,19 +206,6 @@ def openai_batch(
     raise typer.Exit(report.exit_code(accepts_failed=options.accept_failed_rows))
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Add `summarize` and `generate` to the commands, and the group `job` with the same on Ray."""
-    on_ray = typer.Typer(help="Jobs on Ray: the cluster at RAY_ADDRESS, or one on this machine.", no_args_is_help=True)
-    app.add_typer(on_ray, name=_ON_RAY)
-    summaries = with_settings(sampling=SUMMARY_SAMPLING, own=(DocumentOptions, "Job"))(summarize)
-    texts = with_settings(sampling=TEXT_SAMPLING, own=(DocumentOptions, "Job"))(generate)
-    for group in (app, on_ray):
-        group.command("summarize", cls=LongCommand, epilog=_EPILOG)(summaries)
-        group.command("generate", cls=LongCommand, epilog=_EPILOG)(texts)
-    lines = with_settings(own=(JobOptions, "Job"))(openai_batch)
-    on_ray.command("openai-batch", cls=LongCommand, epilog=_EPILOG)(lines)
-
-
 def _run_documents(
     context: typer.Context,
     task: DocumentTask,
@@ -238,9 +217,7 @@ def _run_documents(
     text_column: str,
 ) -> NoReturn:
     """Run the job, print the first rows, the totals of all rows, and where they are, and exit. Without an output, print
-    the texts or all rows instead."""
-    if source.columns.template is not None and source.pieces:
-        check_template(source.pieces, source.columns)
+    the texts, under their ids if there are several; with - the rows as JSON lines."""
     with TemporaryDirectory(prefix="rayspec-rows-") as kept:
         is_printed = output in (None, _STDOUT)
         place = f"{kept}/rows.jsonl" if is_printed else str(output)
@@ -256,41 +233,45 @@ def _run_documents(
         report = job.run(source)
         code = report.exit_code(accepts_failed=options.accept_failed_rows)
         if is_printed:
-            _print_rows(Path(place), None if output == _STDOUT else text_column)
+            file = Path(place)
+            # Not splitlines: texts may have other breaks.
+            lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
+            for line in lines:
+                row = json.loads(line)
+                title = f"{row['id']}\n" if len(lines) > 1 else ""
+                typer.echo(line if output == _STDOUT else f"{title}{row[text_column] or row['error']}\n")
             say(str(report))
             raise typer.Exit(code)
     table = Table(title=str(report), title_justify="left")
-    for heading in DOCUMENT_HEADINGS:
-        text = heading in {"id", "error"}
-        table.add_column(heading, justify="left" if text else "right", no_wrap=text)
+    for each in ROW_HEADINGS:
+        justify: Literal["right", "left"] = "right" if each[1] else "left"
+        table.add_column(", ".join(filter(None, each)), justify=justify, no_wrap=not each[1])
     for cells in report.listed:
         table.add_row(*cells)
     console = output_console()
     console.print(table)
-    folder, file, _ = output_places(place, None)
-    where = f"rows are in {file}, the report" if file is not None else "rows and report"
-    console.print(f"{where} {'is' if file is not None else 'are'} in {folder}", soft_wrap=True)
+    folder, merged, _ = output_places(place, None)
+    where = f"rows are in {merged}, the report is" if merged is not None else "rows and report are"
+    console.print(f"{where} in {folder}", soft_wrap=True)
     raise typer.Exit(code)
 
 
-def _print_rows(file: Path, text_column: str | None) -> None:
-    """Print the rows of a file: their texts, under their ids if there are several, or the lines as they are."""
-    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []  # texts may have other breaks
-    rows = [json.loads(line) for line in lines]
-    for line, row in zip(lines, rows, strict=True):
-        title = f"{row['id']}\n" if len(rows) > 1 else ""
-        typer.echo(line if text_column is None else f"{title}{row[text_column] or row['error']}\n")
-
-
-def _backend(context: typer.Context) -> LocalBackend:
-    if context.parent is None or context.parent.info_name != _ON_RAY:
+def backend_of(*, on_ray: bool) -> LocalBackend:
+    """Return where a job runs: on Ray, or in this process."""
+    if not on_ray:
         return LocalBackend()
     from rayspec.batch.ray_backend import RayBackend  # noqa: PLC0415 - brings Ray
 
     return RayBackend()
 
 
-def _found(inputs: Sequence[str], output: str | None, options: JobOptions) -> InputFiles:
+def _backend(context: typer.Context) -> LocalBackend:
+    return backend_of(on_ray=context.parent is not None and context.parent.info_name == _ON_RAY)
+
+
+def _source(
+    inputs: Sequence[str], output: str | None, options: DocumentOptions, columns: Columns, rows: Sequence[Row] = ()
+) -> Source:
     """Find the inputs. An output of an earlier run is none. Raises ConfigError for an output that is another input."""
     leave_out, file = list[str](), None
     if output is not None and output != _STDOUT:
@@ -305,8 +286,18 @@ def _found(inputs: Sequence[str], output: str | None, options: JobOptions) -> In
         say(found.warning)
     if file is not None and any(os.path.realpath(each.path) == os.path.realpath(file.path) for each in found.files):
         raise ConfigError(f"option 'output' is {file.name!r}, which is an input too: choose another name")
-    return found
+    source = Source(inputs=found, columns=columns, rows=rows, limit=options.limit, sample=options.sample)
+    if columns.template is not None and source.pieces:
+        check_template(source.pieces, columns)
+    return source
 
 
 app = typer.Typer()
-add_commands(app)
+_on_ray = typer.Typer(help="Jobs on Ray: the cluster at RAY_ADDRESS, or one on this machine.", no_args_is_help=True)
+app.add_typer(_on_ray, name=_ON_RAY)
+for _command, _sampling in ((summarize, SUMMARY_SAMPLING), (generate, TEXT_SAMPLING)):
+    _flagged = with_settings(sampling=_sampling, own=(DocumentOptions, "Job"))(_command)
+    for _group in (app, _on_ray):
+        _group.command(_command.__name__, cls=LongCommand, epilog=_EPILOG)(_flagged)
+_lines = with_settings(own=(JobOptions, "Job"))(openai_batch)
+_on_ray.command("openai-batch", cls=LongCommand, epilog=_EPILOG)(_lines)

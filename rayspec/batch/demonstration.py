@@ -6,6 +6,7 @@ import datetime as dt
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Final
@@ -17,14 +18,13 @@ from rich.text import Text
 
 import rayspec
 from rayspec import demo
-from rayspec.batch.columns import Columns
+from rayspec.batch.commands import backend_of
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
 from rayspec.batch.input_files import find_files
 from rayspec.batch.job import Job, JobOptions
 from rayspec.batch.local_backend import LocalBackend, Source
 from rayspec.batch.long_documents import LongDocumentOptions
-from rayspec.batch.report import RunReport
-from rayspec.batch.report_page import dollars_per_million, page_of, token_sources
+from rayspec.batch.report import dollars_per_million, page_of, token_sources
 from rayspec.batch.rows import Row
 from rayspec.command.locations import Location
 from rayspec.command.settings import Settings
@@ -71,7 +71,7 @@ def run_demo(
         name = model or _available_model()
         say(f"[2/4] the documents: in {output / 'documents'}")
         documents = example_files(output / "documents", pages=name not in BUNDLED)
-        comparison = compare(name, documents, output, backend=_backend(with_ray))
+        comparison = compare(name, documents, output, backend=backend_of(on_ray=with_ray))
         report = output / "report.html"
         report.write_text(comparison.html(price), encoding="utf-8")
         console = output_console()
@@ -92,55 +92,63 @@ def compare(model: str, documents: dict[str, SampleDocument], output: Path, *, b
 
     documents: by their names in `output / "documents"`. Raises the errors of `Job.run`.
     """
-    rows: dict[Strategy, dict[str, Row]] = {}
-    reports: dict[Strategy, RunReport] = {}
+    is_bundled = model in BUNDLED
+    rows: dict[Strategy, dict[str, Row]] = {strategy: {} for strategy in _FOLDERS}
+    stats: dict[Strategy, EngineStats] = {}
+    files = find_files([str(output / "documents")])
     with backend.session():  # one Ray for both jobs
         for number, (strategy, folder) in enumerate(_FOLDERS.items(), start=3):
             say(f"[{number}/4] {len(documents)} documents with {'plain decoding' if strategy == 'ar' else strategy}")
-            settings = _settings(model, strategy)
-            found = rows.setdefault(strategy, {})
-
-            def keep(read: Callable[[], Iterable[Row]], _: Location, found: dict[str, Row] = found) -> None:
-                found.update({row.id: row for row in read()})
-
+            engine = EngineConfig(
+                model=model,
+                dtype="float32",
+                max_num_seqs=1,
+                max_model_len=_MAX_MODEL_LEN * (2 if is_bundled else 1),  # reports are read whole
+                speculation=SpeculationOptions(strategy=strategy),
+            )
+            sampling = SUMMARY_SAMPLING if is_bundled else SUMMARY_SAMPLING.replace(max_tokens=_MAX_TOKENS)
+            task = DocumentTask(
+                settings=Settings(engine=engine, sampling=sampling),
+                template=summary_prompt(model) if is_bundled else _PROMPT,
+                long=LongDocumentOptions(long="map-reduce"),
+                instruct=not is_bundled,
+            )
             job = Job(
                 backend=backend,
-                task=DocumentTask(
-                    settings=settings,
-                    template=summary_prompt(model) if model in BUNDLED else _PROMPT,
-                    long=LongDocumentOptions(long="map-reduce"),
-                    instruct=model not in BUNDLED,
-                ),
+                task=task,
                 output=str(output / folder),
                 name="summaries",
                 text_column="summary",
                 options=JobOptions(overwrite=True),
-                export=keep,
+                export=partial(_keep, rows[strategy]),
             )
-            files = find_files([str(output / "documents")])
-            reports[strategy] = job.run(Source(inputs=files, columns=Columns()))
+            stats[strategy] = job.run(Source(inputs=files)).stats
     pairs = [
         Pair(name=name, document=document.text, plain=rows["ar"][name], fast=rows["auto"][name])
         for name, document in documents.items()
     ]
-    return SideBySide(model=model, pairs=pairs, plain=reports["ar"].stats, fast=reports["auto"].stats)
+    return SideBySide(model=model, pairs=pairs, plain=stats["ar"], fast=stats["auto"])
+
+
+def _keep(found: dict[str, Row], read: Callable[[], Iterable[Row]], _: Location) -> None:
+    found.update({row.id: row for row in read()})
 
 
 def example_files(folder: Path, *, pages: bool) -> dict[str, SampleDocument]:
     """Write the example documents into a folder of their own, and return them by file name. Raises ConfigError for a
     folder that has other files."""
-    documents = {f"{document.id}.txt": document for document in demo.example_documents(pages=pages)}
-    if folder.exists() and (others := {path.name for path in folder.iterdir()} - _example_names()):
+    of_both = {
+        has_pages: {f"{one.id}.txt": one for one in demo.example_documents(pages=has_pages)}
+        for has_pages in (True, False)
+    }
+    documents, known = of_both[pages], {*of_both[True], *of_both[False]}
+    if folder.exists() and (others := {path.name for path in folder.iterdir()} - known):
         raise ConfigError(f"folder {str(folder)!r} has other files, such as {min(others)!r}: use another --output")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name, document in documents.items():
         (folder / name).write_text(document.text, encoding="utf-8")
     return documents
-
-
-def _example_names() -> set[str]:
-    return {f"{document.id}.txt" for pages in (True, False) for document in demo.example_documents(pages=pages)}
 
 
 def _available_model() -> str:
@@ -156,27 +164,6 @@ def _available_model() -> str:
             return _REAL
     say(f"the bundled model is used, which only knows audit reports: {reason}")
     return _BUNDLED
-
-
-def _settings(model: str, strategy: Strategy) -> Settings:
-    return Settings(
-        engine=EngineConfig(
-            model=model,
-            dtype="float32",
-            max_num_seqs=1,
-            max_model_len=_MAX_MODEL_LEN * (2 if model in BUNDLED else 1),  # reports are read whole
-            speculation=SpeculationOptions(strategy=strategy),
-        ),
-        sampling=SUMMARY_SAMPLING if model in BUNDLED else SUMMARY_SAMPLING.replace(max_tokens=_MAX_TOKENS),
-    )
-
-
-def _backend(with_ray: bool) -> LocalBackend:
-    if not with_ray:
-        return LocalBackend()
-    from rayspec.batch.ray_backend import RayBackend  # noqa: PLC0415 - brings Ray
-
-    return RayBackend()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,14 +211,11 @@ class SideBySide:
 
     @property
     def headline(self) -> str:
-        return f"{_gain(*self.decoding)} plain decoding, {self.checked}"
-
-    @property
-    def checked(self) -> str:
-        num = len(self.pairs)
-        if self.num_same == num:
-            return f"same text (checked: {num} of {num})"
-        return f"but only {self.num_same} of {num} texts are the same"
+        num, ratio = len(self.pairs), _ratio(*self.decoding)
+        gain = f"{ratio:.1f}x {'faster than' if ratio >= 1.05 else 'as fast as'} plain decoding"
+        if self.num_same < num:
+            return f"{gain}, but only {self.num_same} of {num} texts are the same"
+        return f"{gain}, same text (checked: {num} of {num})"
 
     @property
     def examples(self) -> list[Pair]:
@@ -262,8 +246,6 @@ class SideBySide:
 
     def html(self, price: float = _PRICE) -> str:
         """Return the report: one page without scripts or outside resources. price: dollars per hour of the machine."""
-        plain, fast = self.decoding
-        before, cost = (dollars_per_million(price, rate) for rate in self.in_all)
         return page_of(
             "comparison.html",
             title="rayspec demo",
@@ -271,13 +253,11 @@ class SideBySide:
             setting=f"{len(self.pairs)} documents, model {self.model}, float32, one document at a time, on "
             f"{num_cores()} cores ({cpu_name()}). rayspec {rayspec.__version__}, "
             f"{dt.datetime.now(tz=dt.timezone.utc).date()}.",
-            cards=(
-                (f"{_ratio(plain, fast):.1f}x", "the speed of plain decoding", "measured: both jobs ran here"),
-                (f"{_ratio(*self.in_all):.1f}x", "with prompts included", "reading prompts is not faster"),
-                (f"{fast:.0f}", "decoded tokens per second", f"plain decoding: {plain:.0f}"),
-                (f"{self.num_same} of {len(self.pairs)}", "texts are the same", "compared with plain decoding"),
-                (cost, "per million output tokens", f"plain: {before}, both at ${price:.2f} per hour of this machine"),
-            ),
+            gains=(_ratio(*self.decoding), _ratio(*self.in_all)),
+            decoding=self.decoding,
+            num_same=self.num_same,
+            costs=[dollars_per_million(price, rate) for rate in self.in_all],
+            price=price,
             sources=token_sources(self.fast),
             examples=self.examples,
             pairs=self.pairs,
@@ -292,11 +272,6 @@ def _rate(stats: EngineStats, without_s: float = 0.0) -> float:
 
 def _ratio(plain: float, fast: float) -> float:
     return fast / plain if plain else 0.0
-
-
-def _gain(plain: float, fast: float) -> str:
-    ratio = _ratio(plain, fast)
-    return f"{ratio:.1f}x faster than" if ratio >= 1.05 else f"{ratio:.1f}x as fast as"
 
 
 def _beginning(text: str) -> str:

@@ -14,7 +14,7 @@ from rayspec.demo import BUNDLED
 from rayspec.openai.reasoning import ThinkParser, Thought
 from rayspec.prompts import text_tokens
 from rayspec.structured import MOST_TOKENS_OF_THINK, THINK, THINKING
-from rayspec.types import ConfigError, InvalidMessagesError, Request, RequestError, UnfinishedFormError
+from rayspec.types import ConfigError, InvalidMessagesError, RequestError, UnfinishedFormError
 
 if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
     from rayspec.llm import LLM, AsyncEngine
@@ -29,12 +29,6 @@ def summary_prompt(model: str) -> str:
     return _PLACE if model in BUNDLED else _SUMMARY_PROMPT
 
 
-def fitting_prompt_tokens(max_model_len: int, params: SamplingParams) -> int:
-    """Return the largest number of prompt tokens that leaves room for a whole output; for one token, if the output may
-    fill the context."""
-    return max(1, max_model_len - (params.max_tokens or 1))
-
-
 def _check_template(template: str) -> None:
     if _PLACE not in template:
         raise ConfigError(f"option 'prompt' is {template!r}: it must hold {_PLACE}, where the document goes")
@@ -42,7 +36,7 @@ def _check_template(template: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBuilder:
-    """Makes requests from rows.
+    """Makes prompts from rows.
 
     template: the prompt, in which "{text}" stands for the document. chat: the prompt becomes a user's message if the
     tokenizer has a chat template. max_prompt_tokens: documents with longer prompts are cut at their end; None leaves
@@ -51,7 +45,6 @@ class PromptBuilder:
     """
 
     llm: LLM | AsyncEngine
-    params: SamplingParams
     template: str = _PLACE
     chat: bool = True
     max_prompt_tokens: int | None = None
@@ -61,10 +54,6 @@ class PromptBuilder:
         _check_template(self.template)
         if self.system is not None and not self.llm.tokenizer.chat_template:
             raise ConfigError("option 'system' needs a model with a chat template: put it into the prompt instead")
-
-    def request(self, request_id: str, row: Row) -> Request:
-        """Make the request for a row. Raises RequestError."""
-        return Request(request_id=request_id, params=self.params, prompt_token_ids=self.tokens(row))
 
     def tokens(self, row: Row) -> list[int]:
         """Return the prompt tokens of a row. Raises RequestError, also for any error of the template or tokenizer."""
@@ -136,9 +125,9 @@ class DocumentTask:
         Raises ConfigError for options that cannot work with this context.
         """
         params = self.settings.sampling
-        system = self.system
-        prompts = PromptBuilder(llm=engine, params=params, template=self.template, chat=self.chat, system=system)
-        fitting = fitting_prompt_tokens(engine.max_model_len, params)
+        prompts = PromptBuilder(llm=engine, template=self.template, chat=self.chat, system=self.system)
+        # With room for a whole output; for one token of it, where it may fill the context.
+        fitting = max(1, engine.max_model_len - (params.max_tokens or 1))
         if self.long.long == "truncate":
             prompts = replace(prompts, max_prompt_tokens=fitting)
         long_documents: LongDocuments | None = None

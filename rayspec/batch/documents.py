@@ -31,7 +31,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rayspec.batch import extract
-from rayspec.batch.columns import Columns, InvalidValueError, MissingColumnError
+from rayspec.batch.columns import INVALID_VALUE, MISSING_COLUMN, Columns
 from rayspec.batch.input_files import (
     ARROW_SUFFIXES,
     CSV_SUFFIXES,
@@ -60,41 +60,8 @@ _MAX_TEXT_BYTES, _MAX_WHOLE_BYTES = 2**24, 2**30  # of a text, line or value; of
 csv.field_size_limit(_MAX_TEXT_BYTES)
 
 
-class EmptyFileError(InputFileError):
-    kind = "empty_file"
-
-
-class NotUtf8Error(InputFileError):
-    kind = "not_utf8"
-
-
-class MalformedRowError(InputFileError):
-    kind = "malformed_row"
-
-
-class DuplicateIdError(InputFileError):
-    kind = "duplicate_id"
-
-
-class DuplicateColumnError(InputFileError):
-    """Two columns of a file, or two keys of an object, have the same name. Either could be meant."""
-
-    kind = "duplicate_column"
-
-
-class TooLargeError(InputFileError):
-    """A text, line or value is larger than any that a job reads."""
-
-    kind = "too_large"
-
-    def __init__(self, source: str, most: int = _MAX_TEXT_BYTES) -> None:
-        super().__init__(f"{source}: it has more than {most >> 20} MiB; split it")
-
-
-class UnreadableDocumentError(InputFileError):
-    """A PDF, Word or HTML file holds no text, or none that can be taken out within the limits."""
-
-    kind = "unreadable_document"
+def _too_large(source: str, most: int = _MAX_TEXT_BYTES) -> InputFileError:
+    return InputFileError(f"{source}: it has more than {most >> 20} MiB; split it", "too_large")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +78,7 @@ class _Document:
         return _digest(f"{self.suffix} {version} ".encode() + self.content)
 
     def text(self, source: str) -> str:
-        """Take the text out, in a process of its own. Raises UnreadableDocumentError."""
+        """Take the text out, in a process of its own. Raises InputFileError."""
         command = [sys.executable, extract.__file__, self.suffix]
         try:
             done = subprocess.run(command, input=self.content, capture_output=True, timeout=_MAX_EXTRACT_S, check=True)  # noqa: S603
@@ -126,14 +93,14 @@ class _Document:
             if text.strip():
                 return text
             problem = "there is none; scanned pages need text recognition first"
-        raise UnreadableDocumentError(f"{source}: its text cannot be read: {problem or 'it was killed'}")
+        raise InputFileError(f"{source}: its text cannot be read: {problem or 'it was killed'}", "unreadable_document")
 
 
 def check_template(pieces: Sequence[Piece], columns: Columns) -> None:
     """Check that the rows at the beginning have the columns of the template. Raises ConfigError."""
     first = itertools.islice(read_piece(pieces[0], replace(columns, reads_all=True)), _NUM_CHECKED)
     rows = [row for _, row in first]
-    if all(row.error_kind == MissingColumnError.kind for row in rows):
+    if all(row.error_kind == MISSING_COLUMN for row in rows):
         raise ConfigError(str(rows[0].error))
 
 
@@ -186,14 +153,16 @@ def read_piece(
     if failure is None and num_missing:
         failure = UnreadableFileError(f"{piece.name}: {num_missing} rows are gone; do not change the input")
     elif failure is None and num_rows == 0:
-        failure = EmptyFileError(f"{piece.name}: the file is empty; give it rows or leave it out")
+        failure = InputFileError(f"{piece.name}: the file is empty; give it rows or leave it out", "empty_file")
     if failure is not None and (wanted is None or num_missing):
         yield 0, Row(id=piece.name, source=piece.name).refused(failure)
 
 
 def as_duplicate(row: Row, first: str | None) -> Row:
     """Return `row` as an error row, because the row at `first` has the same id."""
-    return row.refused(DuplicateIdError(f"{row.source}: id {row.id!r} is that of {first} too; ids must be unique"))
+    return row.refused(
+        InputFileError(f"{row.source}: id {row.id!r} is that of {first} too; ids must be unique", "duplicate_id")
+    )
 
 
 _Fields = Mapping[Any, Any] | InputFileError
@@ -207,21 +176,17 @@ def _row_of(fields: _Fields, source: str, columns: Columns, *, with_text: bool) 
             raise fields
         row_id = columns.row_id(fields, source)
         document = fields.get(columns.of_whole_files)
-        if isinstance(document, _Document):
-            row = Row(id=row_id, source=source, input_hash=document.digest)
-            return _row_of_document(row, document, columns) if with_text else row
-        text, messages = columns.content(fields, source)
+        if not isinstance(document, _Document):
+            text, messages = columns.content(fields, source)
+            return input_row(row_id, source=source, text=text, messages=messages)
     except InputFileError as error:
         return Row(id=row_id, source=source).refused(error)
-    return input_row(row_id, source=source, text=text, messages=messages)
-
-
-def _row_of_document(row: Row, document: _Document, columns: Columns) -> Row:
-    """Return the row with the document's text. A failure is the row's result: the same bytes have it again."""
-    source = row.source or ""
+    row = Row(id=row_id, source=source, input_hash=document.digest)
+    if not with_text:
+        return row
     try:
         return replace(row, document=columns.content({columns.of_whole_files: document.text(source)}, source)[0])
-    except InputFileError as error:
+    except InputFileError as error:  # the row's result: the same bytes have it again
         return row.failed(error)
 
 
@@ -251,17 +216,17 @@ def _read(location: Location, piece: Piece, columns: Columns, wanted: AbstractSe
                 if (wanted is None or number in wanted) and line.strip():
                     try:
                         if len(line) > _MAX_TEXT_BYTES:
-                            raise TooLargeError(piece.source(number))
+                            raise _too_large(piece.source(number))
                         yield number, _parsed(_decoded(line, piece.source(number)), piece.source(number))
                     except InputFileError as error:
                         yield number, error
 
 
 def _whole(file: Any, source: str, most: int) -> bytes:
-    """Return the content of a file. Raises TooLargeError."""
+    """Return the content of a file. Raises InputFileError if it is longer."""
     content: bytes = file.read(most + 1)
     if len(content) > most:
-        raise TooLargeError(source, most)
+        raise _too_large(source, most)
     return content
 
 
@@ -285,7 +250,9 @@ def _json_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
         fields, place = _parsed_at(text, place, piece.source(number))
         yield number, fields
     if text.startswith("[") and end == len(text):
-        raise MalformedRowError(f"{piece.name}: the array ends early, after {number} rows; it may have been cut off")
+        raise InputFileError(
+            f"{piece.name}: the array ends early, after {number} rows; it may have been cut off", "malformed_row"
+        )
 
 
 def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
@@ -295,7 +262,7 @@ def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
     def limited() -> Iterator[str]:
         while line := wrapped.readline(_MAX_TEXT_BYTES):
             if len(line) == _MAX_TEXT_BYTES:
-                raise TooLargeError(f"{piece.name}: a line")
+                raise _too_large(f"{piece.name}: a line")
             yield line
 
     lines = limited()
@@ -311,12 +278,13 @@ def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
         except StopIteration:
             return
         except csv.Error as error:
-            yield number, MalformedRowError(f"{source}: not valid CSV: {error}")
+            yield number, InputFileError(f"{source}: not valid CSV: {error}", "malformed_row")
         except UnicodeEncodeError:
-            yield number, NotUtf8Error(f"{source}: not UTF-8; convert the file to UTF-8")
+            yield number, InputFileError(f"{source}: not UTF-8; convert the file to UTF-8", "not_utf8")
         else:
             if None in fields or _NO_CELL in fields.values():
-                yield number, MalformedRowError(f"{source}: it has more or fewer cells than the first line")
+                problem = f"{source}: it has more or fewer cells than the first line"
+                yield number, InputFileError(problem, "malformed_row")
             else:
                 yield number, {name: cell or None for name, cell in fields.items()}
 
@@ -342,19 +310,19 @@ _ROW_READERS: Mapping[str, Callable[[IO[bytes], Piece, Columns], _Numbered]] = {
 
 
 def _check_unique(names: Sequence[str], columns: Columns, piece: Piece) -> list[str]:
-    """Return the columns that are asked for and there. Raises DuplicateColumnError if two have the same name."""
+    """Return the columns that are asked for and there. Raises InputFileError if two have the same name."""
     asked = [name for name in (names if columns.reads_all else columns.names) if name in names]
     twice = next((name for name in asked if names.count(name) > 1), None)
     if twice is not None:
-        raise DuplicateColumnError(f"{piece.name}: two columns are called {twice!r}; rename one")
+        raise InputFileError(f"{piece.name}: two columns are called {twice!r}; rename one", "duplicate_column")
     return asked
 
 
 def _parsed(text: str, source: str) -> dict[str, Any]:
-    """Return the fields of a line of JSON. Raises DuplicateColumnError and MalformedRowError."""
+    """Return the fields of a line of JSON. Raises InputFileError."""
     fields, end = _parsed_at(text, len(text) - len(text.lstrip()), source)
     if text[end:].strip():
-        raise MalformedRowError(f"{source}: not valid JSON: more follows at character {end}")
+        raise InputFileError(f"{source}: not valid JSON: more follows at character {end}", "malformed_row")
     return fields
 
 
@@ -364,14 +332,16 @@ def _parsed_at(text: str, place: int, source: str) -> tuple[dict[str, Any], int]
         row, end = _JSON.raw_decode(text, place)
         if "\\u" in text[place:end]:
             json.dumps(row, ensure_ascii=False).encode()
-    except DuplicateColumnError as error:
-        raise DuplicateColumnError(f"{source}: {error}") from error
+    except InputFileError as error:
+        raise InputFileError(f"{source}: {error}", error.kind) from error
     except UnicodeEncodeError as error:
-        raise MalformedRowError(f"{source}: holds half of a surrogate pair, which is no character") from error
+        raise InputFileError(
+            f"{source}: holds half of a surrogate pair, which is no character", "malformed_row"
+        ) from error
     except (ValueError, RecursionError) as error:  # a whole number of more than 4300 digits is a ValueError
-        raise MalformedRowError(f"{source}: not valid JSON: {error}") from error
+        raise InputFileError(f"{source}: not valid JSON: {error}", "malformed_row") from error
     if not isinstance(row, dict):
-        raise MalformedRowError(f"{source}: a row must be a JSON object, not {type(row).__name__}")
+        raise InputFileError(f"{source}: a row must be a JSON object, not {type(row).__name__}", "malformed_row")
     return row, end
 
 
@@ -379,7 +349,7 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         twice = next(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
-        raise DuplicateColumnError(f"key {twice!r} stands twice in one object; leave one out")
+        raise InputFileError(f"key {twice!r} stands twice in one object; leave one out", "duplicate_column")
     return fields
 
 
@@ -388,14 +358,14 @@ _GAP = re.compile(r"[\s,]*")
 
 
 def _decoded(content: bytes, source: str) -> str:
-    """Return a text without its byte-order mark. Raises NotUtf8Error."""
+    """Return a text without its byte-order mark. Raises InputFileError."""
     if b"\0" in content[:4]:
-        raise NotUtf8Error(f"{source}: not UTF-8, but like UTF-16 or UTF-32; convert the file to UTF-8")
+        raise InputFileError(f"{source}: not UTF-8, but like UTF-16 or UTF-32; convert the file to UTF-8", "not_utf8")
     try:
         return content.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
-        raise NotUtf8Error(
-            f"{source}: not UTF-8 at byte {error.start}: {error.reason}; convert the file to UTF-8"
+        raise InputFileError(
+            f"{source}: not UTF-8 at byte {error.start}: {error.reason}; convert the file to UTF-8", "not_utf8"
         ) from error
 
 
@@ -426,14 +396,18 @@ def _arrow_fields(batch: pa.RecordBatch, numbers: Sequence[int], piece: Piece) -
     for index, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
         source = piece.source(number)
         if length > _MAX_TEXT_BYTES:
-            yield TooLargeError(source)
+            yield _too_large(source)
             continue
         try:
             yield {name: batch.column(name)[index].as_py() for name in batch.schema.names}
         except UnicodeDecodeError as error:
-            yield NotUtf8Error(f"{source}: not UTF-8 at byte {error.start}: {error.reason}; write the file again")
+            yield InputFileError(
+                f"{source}: not UTF-8 at byte {error.start}: {error.reason}; write the file again", "not_utf8"
+            )
         except (ValueError, OverflowError) as error:
-            yield InvalidValueError(f"{source}: a value cannot be read ({error}); text and ids must be text")
+            yield InputFileError(
+                f"{source}: a value cannot be read ({error}); text and ids must be text", INVALID_VALUE
+            )
 
 
 def _num_at_once(group: pq.RowGroupMetaData, names: Sequence[str]) -> int:
@@ -461,26 +435,19 @@ def pieces_of(inputs: Iterable[str] | InputFiles) -> list[Piece]:
     files = find_files(inputs).files
     if len(files) >= _NUM_FILES_TO_SPLIT:
         return list(files)
-    return [piece for file in files for piece in _pieces_of_file(file)]
-
-
-def _pieces_of_file(file: Piece) -> Iterator[Piece]:
-    first = num_rows = num_before = num_bytes = 0
-    groups = _row_groups(file)
-    for number, group in enumerate(groups, start=1):
-        num_rows, num_bytes = num_rows + group.num_rows, num_bytes + group.total_byte_size
-        if num_bytes >= _BYTES_PER_PIECE or (number == len(groups) and first > 0):
-            yield replace(file, groups=(first, number - first), num_before=num_before)
-            first, num_before, num_bytes = number, num_rows, 0
-    if first == 0:
-        yield file
-
-
-def _row_groups(file: Piece) -> list[pq.RowGroupMetaData]:
-    """Return what a Parquet file says of its row groups; an empty list for other files and those that are damaged."""
-    with suppress(*FILE_ERRORS, UnreadableFileError):
-        location = Location.parse(file.path)
-        if location.suffix in PARQUET_SUFFIXES:
-            with location.open() as content, pq.ParquetFile(content) as parquet:
-                return [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
-    return []
+    pieces = list[Piece]()
+    for file in files:
+        groups = list[pq.RowGroupMetaData]()  # empty for other files than Parquet, and those that are damaged
+        with suppress(*FILE_ERRORS, UnreadableFileError):
+            location = Location.parse(file.path)
+            if location.suffix in PARQUET_SUFFIXES:
+                with location.open() as content, pq.ParquetFile(content) as parquet:
+                    groups = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
+        first = num_rows = num_before = num_bytes = 0
+        for number, group in enumerate(groups, start=1):
+            num_rows, num_bytes = num_rows + group.num_rows, num_bytes + group.total_byte_size
+            if num_bytes >= _BYTES_PER_PIECE or (number == len(groups) and first > 0):
+                pieces.append(replace(file, groups=(first, number - first), num_before=num_before))
+                first, num_before, num_bytes = number, num_rows, 0
+        pieces += [file] if first == 0 else []
+    return pieces

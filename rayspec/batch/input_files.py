@@ -157,8 +157,13 @@ class _Search:
             if not self._keep_known(*location.below()):
                 reason = f"the folder holds no file of a known type{self._shown_types()}"
         elif kind is None and location.is_pattern:
-            matches = location.glob()
-            if not sum([self._keep_known(*_files_of(match)) for match in matches]):
+            matches, num_kept = location.glob(), 0
+            for match in matches:
+                files = [match], list[Location]()
+                with suppress(UnreadableFileError):  # reading a circular link reports the error
+                    files = match.below() if match.is_folder else files
+                num_kept += self._keep_known(*files)
+            if not num_kept:
                 found = f"no file of a known type{self._shown_types()}" if matches else "nothing"
                 raise ConfigError(f"input {name!r}: it matches {found}; correct it, or leave it out")
         elif kind is None:
@@ -181,7 +186,12 @@ class _Search:
             parts = self._canonical(file)
             if any(parts[: len(output)] == output for output in self._outputs):
                 continue
-            _refuse_table("/".join(parts[len(self.bases[-1]) :]), file)
+            for pattern, table, package, function in _TABLES:  # whose other files may hold rows that were deleted
+                if pattern.fullmatch("/".join(parts[len(self.bases[-1]) :])):
+                    raise ConfigError(
+                        f"input {file.name!r} is a file of {table}: install {package}, and write its rows to Parquet "
+                        f"files with ray.data.{function}(...).write_parquet(...), or use rayspec.data on that dataset"
+                    )
             if _ABOUT_OTHERS.fullmatch(file.file_name):
                 self.left_out[file.absolute().name] = file.file_name
             elif file_type(file.file_name) is None:
@@ -196,27 +206,8 @@ class _Search:
         return f" ({_counts(Counter(self.left_out.values()))} left out)" if self.left_out else ""
 
 
-def _refuse_table(name: str, file: Location) -> None:
-    """Refuse a file of a table, whose other files may hold rows that were deleted. Raises ConfigError."""
-    for pattern, table, package, function in _TABLES:
-        if pattern.fullmatch(name):
-            raise ConfigError(
-                f"input {file.name!r} is a file of {table}: install {package}, and write its rows to Parquet files "
-                f"with ray.data.{function}(...).write_parquet(...), or use rayspec.data on that dataset"
-            )
-
-
 def _parts(location: Location) -> tuple[str, ...]:
     return tuple(location.canonical_name.split("/"))
-
-
-def _files_of(match: Location) -> tuple[list[Location], list[Location]]:
-    """Return the files at a match of a pattern, and the folders that cannot be listed. Reading a circular link reports
-    the error."""
-    try:
-        return match.below() if match.is_folder else ([match], [])
-    except UnreadableFileError:
-        return [match], []
 
 
 def _counts(by_suffix: Mapping[str, int]) -> str:

@@ -6,23 +6,21 @@ import itertools
 import math
 import queue
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 import yaml
 from pydantic import Field
 
-from rayspec.batch.local_backend import SCAN_SCHEMA, Changed, LocalBackend, Order, Source, compared
+from rayspec.batch.local_backend import SCAN_SCHEMA, Changed, LocalBackend, Order, Scan, Source, compared
 from rayspec.batch.parts import FileFormat
-from rayspec.batch.report import REPORT_NAMES, RunReport, showing_progress
+from rayspec.batch.report import REPORT_NAMES, RunReport, report_pages, showing_progress
 from rayspec.batch.result_cache import ResultCache, is_repeatable
 from rayspec.batch.rows import Row, RowEngineFactory, RowTask
 from rayspec.batch.run_folder import RunFolder, output_places
@@ -112,38 +110,32 @@ class JobOptions(Options):
     )
 
 
-@contextmanager
-def completing(
-    submit: Callable[[Row], Future[Row]], rows: Iterator[Row], *, num_wanted: int
-) -> Iterator[Iterator[Row]]:
-    """Give the block an iterator over completed rows, in no particular order. Reading begins with the block.
+class CompletedRows:
+    """Gives a block an iterator over completed rows, in no particular order. Reading begins with the block.
 
     submit: gives a row to the engines. num_wanted: number of rows under way at a time. When the engines take no more
     rows, reading ends. The iterator still yields the rows under way, some of which are not final (`Row.is_final`). It
     raises the errors of reading.
     """
-    feeder = _Feeder(submit, rows, num_wanted)
-    thread = threading.Thread(target=feeder.feed, name="rayspec-feeder", daemon=True)
-    thread.start()
-    try:
-        yield feeder.completed()
-    finally:
-        feeder.end()
-        thread.join(_JOIN_S)
 
-
-class _Feeder:
-    """Reads rows and submits them to the pool while fewer than `num_wanted` rows are under way."""
-
-    def __init__(self, submit: Callable[[Row], Future[Row]], rows: Iterator[Row], num_wanted: int) -> None:
+    def __init__(self, submit: Callable[[Row], Future[Row]], rows: Iterator[Row], *, num_wanted: int) -> None:
         self._submit, self._rows = submit, rows
+        self._thread = threading.Thread(target=self._feed, name="rayspec-feeder", daemon=True)
         self._room = threading.Semaphore(num_wanted)
         self._done: queue.SimpleQueue[Row | Exception | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_ended = False
         self._num_given = 0
 
-    def feed(self) -> None:
+    def __enter__(self) -> Iterator[Row]:
+        self._thread.start()
+        return self._completed()
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self._thread.join(_JOIN_S)
+
+    def _feed(self) -> None:
         try:
             for row in self._rows:
                 self._room.acquire()
@@ -173,15 +165,15 @@ class _Feeder:
             self._done.put(error)
             return
         if not result.is_final:
-            self.end()
+            self._end()
         self._done.put(result)
 
-    def completed(self) -> Iterator[Row]:
+    def _completed(self) -> Iterator[Row]:
         num_taken = 0
         while not self._is_ended or num_taken < self._num_given:
             match self._done.get():
                 case None:
-                    self.end()
+                    self._end()
                 case Exception() as error:
                     raise error
                 case row:
@@ -189,7 +181,7 @@ class _Feeder:
                     self._room.release()
                     yield row
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Give no more rows to the pool."""
         with self._lock:
             self._is_ended = True
@@ -266,12 +258,12 @@ class Job:
         """Take all rows that need no engine: rows of earlier runs, unreadable rows, duplicates. Return the scanned rows
         that are left. Raises ConfigError."""
         scan = self.backend.scan(source)
-        found = compared(scan, folder.done, is_whole=source.is_whole)
+        found = compared(scan, folder.parts.done, is_whole=source.is_whole)
         found.check(self.options.changed)
         redone = found.changed if self.options.changed == "redo" else {}
         folder.redo(pa.array(redone, pa.large_string()))
-        if kinds := folder.kinds:
-            report.add_earlier(kinds, folder.rows)
+        if kinds := folder.parts.kinds:
+            report.add_earlier(kinds, folder.parts.rows)
             say(f"going on with a run that has {kinds.total()} rows")
         if changes := found.describe():
             done_again = f"{len(redone)} are done again" if redone else "the earlier results are kept"
@@ -290,7 +282,7 @@ class Job:
         # With `redo`, these are also the rows that are replaced.
         drafts = self.task.settings.engine.speculation
         most = _CHARACTERS_PER_TOKEN * drafts.corpus_tokens
-        texts = folder.newest_texts(most) if drafts.strategy == "auto" else ()
+        texts = folder.parts.newest_texts(most) if drafts.strategy == "auto" else ()
         pool = self.backend.pool(self.factory(dtype, texts), max_restarts=self.options.max_engine_restarts)
         drain.on_request = pool.drain
         if drain.requested:  # SIGTERM came before the pool existed
@@ -298,7 +290,7 @@ class Job:
         engine, failure = self.task.settings.engine, None
         num_wanted = 2 * engine.max_num_seqs * (engine.parallel.replicas if engine.parallel is not None else 1)
         try:
-            with completing(pool.submit, rows, num_wanted=num_wanted) as completed:
+            with CompletedRows(pool.submit, rows, num_wanted=num_wanted) as completed:
                 say(f"loading model {engine.model!r}")
                 config = pool.begin()
                 folder.location.join(CONFIG_NAME).write(yaml.safe_dump(config, sort_keys=False).encode())
@@ -361,12 +353,10 @@ class Job:
         }
         folder.finish(counts, is_whole=not report.stopped)
         if self.export is not None:
-            self.export(folder.rows, folder.location)
-        config = folder.manifest.extra.get("config", {})
-        with tempfile.TemporaryDirectory() as scratch:
-            title, price = self.name.capitalize(), self.options.price
-            for path in report.write(Path(scratch), config=config, title=title, price=price):
-                folder.location.join(path.name).write(path.read_bytes())
+            self.export(folder.parts.rows, folder.location)
+        config, title = folder.manifest.extra.get("config", {}), self.name.capitalize()
+        for name, page in report_pages(report, config=config, title=title, price=self.options.price).items():
+            folder.location.join(name).write(page.encode())
 
 
 class _SharedResults:
@@ -375,10 +365,10 @@ class _SharedResults:
     row, by its hash."""
 
     def __init__(self, job: Job, source: Source, folder: RunFolder, report: RunReport) -> None:
-        self._folder, self._source, self._report = folder, source, report
+        self._folder, self._report = folder, report
         self._is_off = not is_repeatable(job.task.settings.sampling)
         self._twins: dict[str, list[int]] = {}
-        self._left = SCAN_SCHEMA.empty_table()
+        self._left = Scan(rows=SCAN_SCHEMA.empty_table(), pieces=source.pieces)
         self._cache: ResultCache | None = None
         if job.cache is not None and self._is_off:
             say("option 'cache' has no effect: each run has other texts without a seed or temperature 0")
@@ -391,14 +381,14 @@ class _SharedResults:
         """Take the rows of a scan whose results are there. Return the others, of equal rows the first."""
         if self._is_off:
             return left
-        self._left, first = left, list[int]()
+        self._left, first = replace(self._left, rows=left), list[int]()
         hashes = left["input_hash"].combine_chunks().dictionary_encode()
         is_seen = bytearray(len(hashes.dictionary))
         for index, code in enumerate(hashes.indices.to_pylist()):
             if is_seen[code]:
                 self._twins.setdefault(hashes.dictionary[code].as_py(), []).append(index)
             elif self._cache and (found := self._cache.find(hashes.dictionary[code].as_py())) is not None:
-                self._give(found, self._row(index))
+                self._give(found, self._left.row(index))
             else:
                 first.append(index)
                 is_seen[code] = True
@@ -423,18 +413,13 @@ class _SharedResults:
                 say(f"the cache cannot be written ({error_detail(error)}): the job goes on without it")
                 self._cache = None
         for twin in self._twins.pop(row.input_hash or "", ()):
-            self._give(row, self._row(twin))
+            self._give(row, self._left.row(twin))
 
     def check(self) -> None:
         """Add errors for the rows that have no result because the row equal to them has changed since the scan."""
-        for twin in map(self._row, itertools.chain.from_iterable(self._twins.values())):
+        for twin in map(self._left.row, itertools.chain.from_iterable(self._twins.values())):
             error = UnreadableFileError(f"{twin.source}: a row with the same text changed; run the same command again")
             self._give(twin.refused(error), twin)
-
-    def _row(self, index: int) -> Row:
-        fields = self._left.slice(index, 1).to_pylist()[0]
-        source = self._source.pieces[fields["piece"]].source(fields["number"])
-        return Row(id=fields["id"], source=source, input_hash=fields["input_hash"])
 
     def _give(self, result: Row, row: Row) -> None:
         same = replace(

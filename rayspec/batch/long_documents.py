@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
-from rayspec.batch.rows import RequestTotals, Row
+from rayspec.batch.rows import Row
 from rayspec.config import Options, SamplingParams
-from rayspec.types import ConfigError, RequestError
+from rayspec.types import ConfigError, RequestError, RequestOutput
 
 if TYPE_CHECKING:
     from rayspec.llm import AsyncEngine
@@ -213,7 +213,7 @@ class _Document:
     """A document and its answers so far. by_start: the answered parts without a parent, by their first token."""
 
     text: TokenizedText
-    totals: RequestTotals = field(default_factory=RequestTotals)
+    outputs: list[RequestOutput] = field(default_factory=list)
     by_start: dict[int, _Part] = field(default_factory=dict)
 
     @property
@@ -223,7 +223,7 @@ class _Document:
 
     def counted(self, row: Row) -> Row:
         tree = [part.tree() for part in self.roots]
-        return replace(row.counted(self.totals), tree=json.dumps(tree) if tree else None)
+        return replace(row.counted(self.outputs), tree=json.dumps(tree) if tree else None)
 
 
 class LongDocuments:
@@ -332,7 +332,7 @@ class LongDocuments:
         form = whole.structured_outputs if part.is_final else None
         params = whole.replace(max_tokens=budget, min_tokens=min_tokens, seed=seed, structured_outputs=form)
         output = await self._engine.run(tokens, params)
-        document.totals.add(output)
+        document.outputs.append(output)
         if output.error is not None:
             raise _PartFailedError(part.name, output.error)
         completion = output.outputs[0]

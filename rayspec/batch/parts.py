@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import fields
 from typing import IO, Any, Final, Literal
 
 import numpy as np
@@ -64,16 +65,12 @@ class DamagedOutputError(RayspecError):
 
 def output_schema(text_column: str) -> pa.Schema:
     """Return the columns of the output. text_column: the name of the column of the generated text."""
-    integers = {"num_prompt_tokens", "num_output_tokens", "num_draft_tokens", "num_accepted_tokens"}
-    reals = {"acceptance_rate", "latency_s", "decode_s"}
     token = {"token": pa.string(), "logprob": pa.float64()}
-    others = {"logprobs": pa.list_(pa.struct(token | {"top": pa.list_(pa.struct(token))}))}
+    logprobs = pa.list_(pa.struct(token | {"top": pa.list_(pa.struct(token))}))
+    kinds = {"int": pa.int64(), "float | None": pa.float64(), "list[dict[str, Any]] | None": logprobs}  # else text
+    columns = (field for field in fields(Row) if field.name in OUTPUT_COLUMNS)
     return pa.schema(
-        (
-            text_column if name == "text" else name,
-            pa.int64() if name in integers else pa.float64() if name in reals else others.get(name, pa.string()),
-        )
-        for name in OUTPUT_COLUMNS
+        (text_column if one.name == "text" else one.name, kinds.get(str(one.type), pa.string())) for one in columns
     )
 
 

@@ -7,7 +7,6 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -159,9 +158,7 @@ class Processor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 
@@ -170,11 +167,7 @@ class RowClient:
     functions or the engine fail gets an error column."""
 
     def __init__(
-        self,
-        supervisor: Any,
-        preprocess: RowFunction | None,
-        postprocess: RowFunction | None,
-        should_continue: bool,
+        self, supervisor: Any, preprocess: RowFunction | None, postprocess: RowFunction | None, should_continue: bool
     ) -> None:
         self._supervisor = supervisor
         self._preprocess, self._postprocess, self._should_continue = preprocess, postprocess, should_continue

@@ -1,28 +1,36 @@
-"""The rows of a run as they come: counts with the exit code they add up to, a progress line, and the report."""
+"""The rows of a run as they come: counts with the exit code they add up to, and a progress line. And the report of the
+run: one HTML file, without scripts and outside resources, and a short form in Markdown."""
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, zip_longest
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import yaml
+from jinja2 import Environment, FileSystemLoader, select_autoescape
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rayspec.batch.report_page import Timeline, report_page, setting_of
+import rayspec
 from rayspec.batch.rows import Row
 from rayspec.choices import described
 from rayspec.command.terminal import EXIT_BUDGET, EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
 from rayspec.types import EngineStats, PlanRecord
 
-REPORT_NAMES = ("report.md", "report.html")
+# Of `RunReport.listed`: names with units; None: a text.
+ROW_HEADINGS = (
+    ("id", ""), ("prompt", "tokens"), ("output", "tokens"), ("decoding", "tokens/s"), ("acceptance", "of drafts"),
+    ("error", None),
+)  # fmt: skip
 _MAX_LISTED = 50
 _MAX_KINDS = 4
 _MAX_TEXTS = 3
@@ -30,18 +38,57 @@ _PASSING_KINDS = frozenset({"unreadable_file"})
 _PLAIN_INTERVAL_S = 5.0
 _MINUTE_S = 60.0
 _ABOUT_S = 10.0  # the time left is given in steps of so many seconds below two minutes
-_NOTHING = frozenset({"-", "0 %"})
+_MAX_BARS = 96
+REPORT_NAMES = ("report.md", "report.html")
+_HERE = Path(__file__).parent
+_LEAST_SHARE = 0.005
+_MAX_PLANS = 50
+_MAX_MAPS = 12
 _MARKUP = re.compile(r"[\\`*\[\]<>|~]|(?<![^\W_])_|_(?![^\W_])")
+_NOTHING = frozenset({"-", "0 %"})
+_SOURCES = {
+    "own text": "copied from the document or from the text so far",
+    "corpus": "copied from earlier texts",
+    "recycled": "recycled: the tokens that were likely after the same token before",
+    "model": "drafted by the model with cheaper or skipped sublayers",
+    "form": "given by the form of the output",
+}
+_BY_MODEL = "written by the full model, token by token"
+
+
+class Timeline:
+    """Tokens over time, in at most `_MAX_BARS` bars whose width `bar_s` grows with the run."""
+
+    def __init__(self) -> None:
+        self.bar_s = 0.5
+        self.bars: list[float] = []
+
+    def add(self, num_tokens: int, begin_s: float, end_s: float) -> None:
+        """Spread tokens evenly over a time; seconds since the start."""
+        begin_s = max(0.0, min(begin_s, end_s))
+        while end_s >= self.bar_s * _MAX_BARS:
+            self.bars = [sum(pair) for pair in zip_longest(self.bars[::2], self.bars[1::2], fillvalue=0.0)]
+            self.bar_s *= 2
+        first, last = int(begin_s / self.bar_s), int(end_s / self.bar_s)
+        self.bars += [0.0] * (last + 1 - len(self.bars))
+        for at in range(first, last + 1):
+            covered_s = min(end_s, (at + 1) * self.bar_s) - max(begin_s, at * self.bar_s)
+            self.bars[at] += num_tokens * (covered_s / (end_s - begin_s) if end_s > begin_s else 1.0)
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second in each bar."""
+        return [tokens / self.bar_s for tokens in self.bars]
 
 
 @dataclass(slots=True, kw_only=True)
 class RunReport:
-    """Collects rows as they come. At the end it writes `report.html` and its short form, `report.md`.
+    """Collects rows as they come, for the line of progress and for `report_pages`.
 
     clock: returns seconds. num_left: the rows that this run has to do; None while that is not known. num_under_way:
     rows that must be done before the time left is estimated, because the first rows to finish are short. num_cut: rows
     whose text ended at `max_tokens`. num_shared: rows with the result of an equal row. stopped: the option whose budget
-    is spent, so that rows are left. listed: table rows for the first rows, under DOCUMENT_HEADINGS. examples: one error
+    is spent, so that rows are left. listed: table rows for the first rows, under ROW_HEADINGS. examples: one error
     message for every kind. texts: ids and texts of the first rows of this run. stats: of the engines, once the run is
     done. timeline: output tokens over the run.
     """
@@ -142,8 +189,7 @@ class RunReport:
 
     def exit_code(self, *, accepts_failed: bool = False) -> int:
         """Return the exit code: 0 if every row succeeded, 1 if none did, 3 if some failed, 4 if a budget ended the run.
-        accepts_failed: it is 0 even
-        if rows failed, unless a file could not be read, because another run may succeed in reading it."""
+        accepts_failed: it is 0 even if rows failed, unless a file could not be read, which another run may read."""
         if self.stopped:
             return EXIT_BUDGET
         is_final = not self.errors.keys() & _PASSING_KINDS
@@ -186,74 +232,6 @@ class RunReport:
         rows = f"{num_to_do} row{'s' * (num_to_do > 1)}"
         return f"{self}, {rows} to do, {time_left}" if num_to_do else f"{self}, all rows are done"
 
-    def write(
-        self, folder: Path, *, config: Mapping[str, Any], title: str, price: float | None = None
-    ) -> tuple[Path, Path]:
-        """Write the report into `folder`, which must exist. Return the paths of REPORT_NAMES. price: dollars per hour
-        of all machines."""
-        stats, totals = self.stats, self._totals()
-        more = self.num_rows - len(self.listed)
-        more_rows = f"{more} more rows are in the output file." if more else ""
-        plans = [_plan_cells(one) for one in stats.plans[-_MAX_LISTED:]]
-        setting = f"{_inert(setting_of(config))}. The same with charts: {REPORT_NAMES[1]}."
-        parts = [f"# {_inert(title)}", setting, _table(("what", "value"), totals)]
-        if self.errors:
-            kinds = [(kind, str(count), self.examples.get(kind, "")) for kind, count in self.errors.most_common()]
-            parts += ["## Failed rows", _table(("kind", "rows", "for example"), kinds)]
-        if self.texts:
-            parts += ["## Texts", _table(("id", "text"), self.texts)]
-        parts += ["## Documents", _table(DOCUMENT_HEADINGS, self.listed)]
-        parts += [more_rows] * bool(more)
-        if plans:
-            note = "Rates are of one sequence: as predicted, as measured in use, and as predicted without a draft."
-            parts += ["## Plans", note, _table([_heading(*each) for each in _PLAN_HEADINGS], plans)]
-        page = report_page(
-            self,
-            config=config,
-            title=title,
-            price=price,
-            totals=totals,
-            rows={
-                "row_headings": _ROW_HEADINGS, "rows": self.listed, "more": more_rows,
-                "plan_headings": _PLAN_HEADINGS, "plans": plans,
-            },
-        )  # fmt: skip
-        short, full = (folder / name for name in REPORT_NAMES)
-        short.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-        full.write_text(page, encoding="utf-8")
-        return short, full
-
-    def _totals(self) -> list[tuple[str, str]]:
-        """Return names and values. Totals that are zero or unknown are left out."""
-        stats = self.stats
-        seconds = (
-            ("prefill", stats.prefill_s),
-            ("draft", stats.draft_s),
-            ("verify", stats.verify_s),
-            ("plan search", stats.optimise_s),
-        )
-        lines = [
-            ("rows", f"{self.num_rows}, {self.num_failed} failed"),
-            ("prompt tokens", f"{self.num_prompt_tokens}"),
-            ("prompt tokens found in the KV cache", _share(stats.cache_hit_rate)),
-            ("output tokens", f"{self.num_output_tokens}"),
-            ("wall time", f"{self.elapsed_s:.1f} s"),
-            ("throughput", f"{self.tokens_per_s:.1f} output tokens/s"),
-            ("draft acceptance", _share(stats.acceptance_rate)),
-            ("mean tokens per round with drafts", _number(stats.mean_accepted_length)),
-            ("output tokens by source", _sources(stats)),
-            ("rounds", f"{stats.num_rounds}, {stats.num_plain_rounds} without a draft"),
-            *((f"time in {name}", _share(part / stats.total_s if stats.total_s else None)) for name, part in seconds),
-            ("drafting", stats.gate_reason or "-"),
-        ]
-        if stats.num_lost_replicas:
-            lines.append(("replicas lost for good", str(stats.num_lost_replicas)))
-        if stats.speed_up is not None:
-            lines.append(("speed over plain decoding, estimated", f"{stats.speed_up:.2f}x"))
-        for name, number in (("engines replaced", len(stats.died_at_s)), ("stages replaced", stats.num_replays)):
-            lines += [(name, str(number))] * bool(number)
-        return [line for line in lines if line[1] not in _NOTHING]
-
 
 @contextmanager
 def showing_progress(report: RunReport, console: Console) -> Iterator[Callable[[], None]]:
@@ -275,50 +253,6 @@ def showing_progress(report: RunReport, console: Console) -> Iterator[Callable[[
         yield show
 
 
-def _sources(stats: EngineStats) -> str:
-    """Return which share of the tokens was drafted by the model, copied or recycled; the rest was decoded plainly."""
-    sources = sorted(stats.accepted_by_source.items(), key=itemgetter(1), reverse=True)
-    return ", ".join(f"{_share(count / stats.num_generated_tokens)} {source}" for source, count in sources) or "-"
-
-
-# Names with units; None: a text.
-_ROW_HEADINGS = (
-    ("id", ""), ("prompt", "tokens"), ("output", "tokens"), ("decoding", "tokens/s"), ("acceptance", "of drafts"),
-    ("error", None),
-)  # fmt: skip
-_PLAN_HEADINGS = (
-    ("chosen at", "s"), ("context", "tokens"), ("batch", "sequences"), ("attention", None), ("MLP", None),
-    ("draft", "tokens"), ("estimated", "acceptance"), ("observed", "acceptance"), ("predicted", "tokens/s"),
-    ("measured", "tokens/s"), ("plain", "tokens/s"), ("search", "ms"), ("reason", None),
-)  # fmt: skip
-
-
-def _heading(name: str, unit: str | None) -> str:
-    return f"{name}, {unit}" if unit else name
-
-
-DOCUMENT_HEADINGS = tuple(_heading(*each) for each in _ROW_HEADINGS)
-
-
-def _plan_cells(record: PlanRecord) -> tuple[str, ...]:
-    choices = record.plan.choices
-    return (
-        f"{record.elapsed_s:.1f}",
-        str(record.context),
-        str(record.batch),
-        described(choices[::2]),
-        described(choices[1::2]),
-        str(record.plan.num_draft_tokens) if record.plan.drafts else "none",
-        _share(record.estimated_acceptance if record.plan.drafts else None),
-        _share(record.observed_acceptance),
-        _number(record.predicted_tpt),
-        _number(record.measured_tpt),
-        _number(record.plain_tpt),
-        f"{1000 * record.optimise_s:.0f}",
-        record.reason,
-    )
-
-
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
 
@@ -327,11 +261,131 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *([_inert(" ".join(cell.split())) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def page_of(name: str, **values: Any) -> str:
+    """Return one of the pages here. An HTML page has its style, and neither scripts nor outside resources."""
+    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=select_autoescape(), trim_blocks=True)
+    environment.filters["inert"] = lambda text: _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
+    style = (_HERE / "report.css").read_text(encoding="utf-8")
+    page: str = environment.get_template(name).render(style=style, **values)
+    return page.rstrip() + "\n"
 
 
-def _inert(text: str) -> str:
-    """Escape a text for Markdown, so that it never becomes markup: no link, no image, no other column."""
-    return _MARKUP.sub(r"\\\g<0>", text)
+def token_sources(stats: EngineStats) -> list[tuple[str, float]]:
+    """Return shares of the tokens by where they came from, largest first, without shares that would round to nothing.
+    The full model's own tokens are last."""
+    num_tokens = max(1, stats.num_generated_tokens)
+    by_source = sorted(stats.accepted_by_source.items(), key=itemgetter(1), reverse=True)
+    shares = [(_SOURCES.get(name, name), count / num_tokens) for name, count in by_source]
+    left = 1 - sum(share for _, share in shares)
+    return [*((name, share) for name, share in shares if share >= _LEAST_SHARE), (_BY_MODEL, left)]
+
+
+def dollars_per_million(price: float, tokens_per_s: float) -> str:
+    """Return the cost of a million tokens, formatted. price: dollars per hour."""
+    return f"${price / 3600 * 1e6 / tokens_per_s:,.2f}" if tokens_per_s else "-"
+
+
+def report_pages(
+    report: RunReport, *, config: Mapping[str, Any], title: str, price: float | None = None
+) -> dict[str, str]:
+    """Return the contents of the report's files, by REPORT_NAMES. price: dollars per hour of all machines."""
+    stats, rates, more = report.stats, report.timeline.rates, report.num_rows - len(report.listed)
+    seconds = {
+        "reading prompts": stats.prefill_s,
+        "drafting by the model": stats.draft_s,
+        "verifying, and decoding without drafts": stats.verify_s,
+        "searching plans": stats.optimise_s,
+    }
+    shown_s, began_s = len(rates) * report.timeline.bar_s, time.time() - report.elapsed_s
+    mapped = sorted((one for one in stats.plans if one.plan.drafts), key=lambda one: one.num_tokens)[-_MAX_MAPS:]
+    drafting = stats.gate_reason or "no rows were decoded, or the strategy never drafts"
+    speculation, threads = config.get("speculation", {}), config.get("num_threads") or "as measured"
+    setting = (
+        f"Model {config.get('model')}, {config.get('dtype')} on {config.get('device')}, threads {threads}, "
+        f"strategy {speculation.get('strategy')}, verification {speculation.get('verification')}"
+    )
+    values: dict[str, Any] = {
+        "title": f"{title}: rayspec report",
+        "headline": title,
+        "model": setting,
+        "setting": f"{setting}. rayspec {rayspec.__version__}, {dt.datetime.now(tz=dt.timezone.utc):%d %B %Y}.",
+        "report": report,
+        "cost": None if price is None else dollars_per_million(price, report.tokens_per_s),
+        "price": price,
+        "sources": token_sources(stats) if stats.num_generated_tokens else [],
+        "times": [
+            (name, part_s / stats.total_s)
+            for name, part_s in seconds.items()
+            if stats.total_s and part_s / stats.total_s >= _LEAST_SHARE
+        ],
+        "bars": rates,
+        "most": max(rates, default=0.0) or 1.0,
+        "bar_s": report.timeline.bar_s,
+        "restarts": [min(1.0, (at_s - began_s) / shown_s) for at_s in stats.died_at_s if shown_s],
+        "drafting": f"{drafting[0].upper()}{drafting[1:]}.",
+        "used": {choice for one in mapped for choice in one.plan.choices},
+        "maps": [
+            (one.context, described(one.plan.choices), one.plan.choices)
+            for one in sorted(mapped, key=lambda one: one.context)
+        ],
+        "errors": [(kind, str(count), report.examples.get(kind, "")) for kind, count in report.errors.most_common()],
+        "texts": report.texts,
+        "totals": _totals(report),
+        "row_headings": ROW_HEADINGS,
+        "rows": report.listed,
+        "more": f"{more} more rows are in the output file." if more else "",
+        "plan_headings": [(name, unit) for name, unit, _ in _PLAN_COLUMNS],
+        "plans": [[cell(one) for *_, cell in _PLAN_COLUMNS] for one in stats.plans[-_MAX_PLANS:]],
+        "options": yaml.safe_dump(dict(config), sort_keys=False),
+    }
+    return {name: page_of(name, **values) for name in REPORT_NAMES}
+
+
+def _totals(report: RunReport) -> list[tuple[str, str]]:
+    """Return names and values. Totals that are zero or unknown are left out."""
+    stats = report.stats
+    by_source = sorted(stats.accepted_by_source.items(), key=itemgetter(1), reverse=True)
+    sources = [f"{_share(count / stats.num_generated_tokens)} {source}" for source, count in by_source]
+    seconds = {
+        "prefill": stats.prefill_s, "draft": stats.draft_s, "verify": stats.verify_s, "plan search": stats.optimise_s,
+    }  # fmt: skip
+    lines = [
+        ("rows", f"{report.num_rows}, {report.num_failed} failed"),
+        ("prompt tokens", f"{report.num_prompt_tokens}"),
+        ("prompt tokens found in the KV cache", _share(stats.cache_hit_rate)),
+        ("output tokens", f"{report.num_output_tokens}"),
+        ("wall time", f"{report.elapsed_s:.1f} s"),
+        ("throughput", f"{report.tokens_per_s:.1f} output tokens/s"),
+        ("draft acceptance", _share(stats.acceptance_rate)),
+        ("mean tokens per round with drafts", _number(stats.mean_accepted_length)),
+        ("output tokens by source", ", ".join(sources) or "-"),
+        ("rounds", f"{stats.num_rounds}, {stats.num_plain_rounds} without a draft"),
+        *(
+            (f"time in {name}", _share(part_s / stats.total_s if stats.total_s else None))
+            for name, part_s in seconds.items()
+        ),
+        ("drafting", stats.gate_reason or "-"),
+        ("replicas lost for good", str(stats.num_lost_replicas or "-")),
+        ("speed over plain decoding, estimated", "-" if stats.speed_up is None else f"{stats.speed_up:.2f}x"),
+        ("engines replaced", str(len(stats.died_at_s) or "-")),
+        ("stages replaced", str(stats.num_replays or "-")),
+    ]
+    return [line for line in lines if line[1] not in _NOTHING]
+
+
+# Of plans: name, unit (None: a text), and cell.
+_PLAN_COLUMNS: Sequence[tuple[str, str | None, Callable[[PlanRecord], str]]] = (
+    ("chosen at", "s", lambda one: f"{one.elapsed_s:.1f}"),
+    ("context", "tokens", lambda one: str(one.context)),
+    ("batch", "sequences", lambda one: str(one.batch)),
+    ("attention", None, lambda one: described(one.plan.choices[::2])),
+    ("MLP", None, lambda one: described(one.plan.choices[1::2])),
+    ("draft", "tokens", lambda one: str(one.plan.num_draft_tokens) if one.plan.drafts else "none"),
+    ("estimated", "acceptance", lambda one: _share(one.estimated_acceptance if one.plan.drafts else None)),
+    ("observed", "acceptance", lambda one: _share(one.observed_acceptance)),
+    ("predicted", "tokens/s", lambda one: _number(one.predicted_tpt)),
+    ("measured", "tokens/s", lambda one: _number(one.measured_tpt)),
+    ("plain", "tokens/s", lambda one: _number(one.plain_tpt)),
+    ("search", "ms", lambda one: f"{1000 * one.optimise_s:.0f}"),
+    ("reason", None, lambda one: one.reason),
+)

@@ -23,15 +23,8 @@ from rayspec.config import SamplingParams
 from rayspec.types import UnfinishedFormError
 
 _KEPT: Final = (
-    "text",
-    "finish_reason",
-    "num_prompt_tokens",
-    "num_output_tokens",
-    "tree",
-    "reasoning",
-    "logprobs",
-    "error_kind",
-    "error",
+    *("text", "finish_reason", "num_prompt_tokens", "num_output_tokens", "tree", "reasoning", "logprobs"),
+    *("error_kind", "error"),
 )
 _LIBRARIES: Final = ("torch", "transformers")
 
@@ -71,12 +64,7 @@ class ResultCache:
     def _place(self, input_hash: str) -> Location | None:
         if not self._key:
             engine = self._identity["engine"]
-            names = [
-                engine["model"],
-                engine["tokenizer"],
-                engine["generation_config"],
-                *engine["lora_modules"].values(),
-            ]
+            names = [*map(engine.get, ("model", "tokenizer", "generation_config")), *engine["lora_modules"].values()]
             files = {name: found for name in names if name and (found := _state(name, engine["revision"]))}
             if engine["model"] not in files:
                 return None

@@ -33,7 +33,7 @@ class Row:
     `document` and `messages`, which are not written.
 
     text: the generated text. error_kind: a stable name; None for a row that succeeded. latency_s: from the first
-    request's arrival at the engine to the last token. decode_s: from the first token to the last, see RequestTotals.
+    request's arrival at the engine to the last token. decode_s: from the first token to the last, see `counted`.
     tree: the parts of a hierarchical summary, as JSON. reasoning: the text in <think>, which `text` then lacks; see
     option reasoning_parser. logprobs: of each token, with the likeliest ones; with option logprobs.
     """
@@ -59,11 +59,6 @@ class Row:
     messages: str | None = None
 
     @property
-    def is_input_error(self) -> bool:
-        """Whether the row could not be read, or has the id of another row."""
-        return self.error_kind is not None and self.input_hash is None
-
-    @property
     def is_final(self) -> bool:
         """Whether the row would be the same if it were done again."""
         return self.error_kind not in TRANSIENT_KINDS and self.finish_reason != "abort"
@@ -73,10 +68,9 @@ class Row:
 
     def completed(self, output: RequestOutput) -> Row:
         """Return the row with the first completion of a finished request. A failed request keeps its text so far."""
-        totals, completion = RequestTotals(), output.outputs[0] if output.outputs else None
-        totals.add(output)
+        completion = output.outputs[0] if output.outputs else None
         row = replace(
-            self.counted(totals),
+            self.counted([output]),
             text=completion.text if completion is not None else None,
             finish_reason=completion.finish_reason if completion is not None else None,
             logprobs=_logprobs(completion) if completion is not None else None,
@@ -92,17 +86,24 @@ class Row:
         """Return the row with an error of the input, for which no engine is needed."""
         return replace(self.failed(error), input_hash=None)
 
-    def counted(self, totals: RequestTotals) -> Row:
-        """Return the row without its input, with the counts and times of all its requests."""
+    def counted(self, outputs: Sequence[RequestOutput]) -> Row:
+        """Return the row without its input, with the counts and times of all its requests. `decode_s` is a sum, also
+        over requests that ran at the same time."""
+        metrics = [one.metrics for one in outputs]
+        num_draft, num_accepted = (
+            sum(getattr(one, name) for one in metrics) for name in ("num_draft_tokens", "num_accepted_tokens")
+        )
+        spans = [(one.arrival_s, one.first_token_s, one.finished_s) for one in metrics if one.finished_s is not None]
+        decoding_s = [end_s - first_s for _, first_s, end_s in spans if first_s is not None]
         return replace(
             self.without_input(),
-            num_prompt_tokens=totals.num_prompt_tokens,
-            num_output_tokens=totals.num_output_tokens,
-            num_draft_tokens=totals.num_draft_tokens,
-            num_accepted_tokens=totals.num_accepted_tokens,
-            acceptance_rate=totals.num_accepted_tokens / totals.num_draft_tokens if totals.num_draft_tokens else None,
-            latency_s=totals.latency_s,
-            decode_s=totals.decode_s,
+            num_prompt_tokens=sum(len(one.prompt_token_ids) for one in outputs),
+            num_output_tokens=sum(len(completion.token_ids) for one in outputs for completion in one.outputs),
+            num_draft_tokens=num_draft,
+            num_accepted_tokens=num_accepted,
+            acceptance_rate=num_accepted / num_draft if num_draft else None,
+            latency_s=max(end_s for *_, end_s in spans) - min(arrival_s for arrival_s, *_ in spans) if spans else None,
+            decode_s=sum(decoding_s) if decoding_s else None,
         )
 
 
@@ -119,40 +120,6 @@ def _logprobs(completion: CompletionOutput) -> list[dict[str, Any]] | None:
 
 
 OUTPUT_COLUMNS = tuple(field.name for field in fields(Row) if field.name not in {"document", "messages"})
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestTotals:
-    """Counts and times of all requests for a row. `decode_s` is a sum, also over requests that ran at the same time.
-    The times are None until a request has finished."""
-
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    decode_s: float | None = None
-    arrival_s: float | None = None
-    finished_s: float | None = None
-
-    def add(self, output: RequestOutput) -> None:
-        metrics, finished_s = output.metrics, output.metrics.finished_s
-        self.num_prompt_tokens += len(output.prompt_token_ids)
-        self.num_output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        self.num_draft_tokens += metrics.num_draft_tokens
-        self.num_accepted_tokens += metrics.num_accepted_tokens
-        if finished_s is None:
-            return
-        if metrics.first_token_s is not None:
-            self.decode_s = (self.decode_s or 0.0) + finished_s - metrics.first_token_s
-        self.arrival_s = metrics.arrival_s if self.arrival_s is None else min(self.arrival_s, metrics.arrival_s)
-        self.finished_s = finished_s if self.finished_s is None else max(self.finished_s, finished_s)
-
-    @property
-    def latency_s(self) -> float | None:
-        """Seconds from the first request's arrival to the end of the last request."""
-        if self.arrival_s is None or self.finished_s is None:
-            return None
-        return self.finished_s - self.arrival_s
 
 
 Handler = Callable[[Any], Awaitable[Any]]

@@ -19,12 +19,10 @@ import re
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
-from types import TracebackType
 from typing import IO, Any, Final, Literal
 
 import msgspec
@@ -73,41 +71,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, Any] = {}
     extra: dict[str, Any] = {}
 
-    @classmethod
-    def read(cls, location: Location) -> Manifest:
-        """Read a manifest. Raises DamagedOutputError, OSError."""
-        try:
-            return msgspec.json.decode(location.read(), type=cls)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise DamagedOutputError(
-                f"{location}: not a manifest that can be read ({error}); choose another folder or pass --overwrite"
-            ) from error
-
-
-def _check_equal(before: Manifest, fresh: Manifest, location: Location) -> None:
-    """Check that a run with the manifest `fresh` may continue the job of `before`. Raises ConfigError.
-
-    An option that was left to the engine has the value that the engine gave it, where `fresh` names a value.
-    """
-    then, now = (
-        _flat(each.identity | {name: getattr(each, name) for name in ("text_column", "file_format", "version")})
-        for each in (before, fresh)
-    )
-    config = _flat({"engine": before.extra.get("config", {})})
-    for name in config.keys() & then.keys() & now.keys():
-        if then[name] in _LEFT_TO_THE_ENGINE and now[name] not in _LEFT_TO_THE_ENGINE:
-            then[name] = config[name]
-    differences = [
-        f"{name} was {then.get(name, 'not given')[:_MAX_SHOWN]} and is {now.get(name, 'not given')[:_MAX_SHOWN]}"
-        for name in sorted({*then, *now})
-        if then.get(name) != now.get(name)
-    ]
-    if differences:
-        raise ConfigError(
-            f"option 'output' is {location.name!r}, whose rows were made with other options: "
-            f"{'; '.join(differences)}: choose another folder, or pass --overwrite to begin again"
-        )
-
 
 def _locked(location: Location) -> IO[bytes] | None:
     """Take the lock of a folder, see `Location.lock`. Raises ConfigError for a file and if another process holds the
@@ -136,7 +99,8 @@ class RunFolder:
     (after some hours, 1/1000 of the time so far). A driver that is killed loses uncommitted rows, and the next run does
     them again. Safe to use from several threads.
 
-    is_merged: whether the merged file has the same rows as the parts. manifest: as it was written last.
+    is_merged: whether the merged file has the same rows as the parts. manifest: as it was written last. parts: the
+    committed rows, which may be read while others are committed.
     """
 
     def __init__(
@@ -171,48 +135,39 @@ class RunFolder:
         self._timer: threading.Timer | None = None
         self._is_overdue = False
         self._opened_s = time.monotonic()
-        self._lock: IO[bytes] | None = None
+        self._held = ExitStack()  # the lock
         try:
-            self._lock = _locked(location)
+            if (lock := _locked(location)) is not None:
+                self._held.enter_context(lock)
             before = _begin(location, fresh, merged, report_files) if overwrite else _continue(location, fresh, merged)
             _remove_leftovers(location, merged)
-            self._parts = Parts(location.join(_ROWS), text_column=text_column, json_schema=json_schema)
-            self.is_merged = before.status == "complete" and merged.exists and not self._parts.ignores_some
+            self.parts = Parts(location.join(_ROWS), text_column=text_column, json_schema=json_schema)
+            self.is_merged = before.status == "complete" and merged.exists and not self.parts.ignores_some
             session = Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
             # last: a folder that cannot be read stays unchanged
             self._save(before, status="running", sessions=(*before.sessions, session))
         except BaseException as error:
-            self._release()
+            self._held.close()
             if not isinstance(error, UnreadableFileError | OSError):
                 raise
             raise ConfigError(
                 f"option 'output' is {location.name!r}, which cannot be used ({error_detail(error)}): choose another"
             ) from error
 
-    @property
-    def done(self) -> pa.Table:
-        """Table of `id` and `input_hash` of the committed rows that an engine has done. It grows with every commit."""
-        with self._guard:
-            return self._parts.done
-
-    @property
-    def kinds(self) -> Counter[str | None]:
-        """Numbers of the committed rows that are final, by kind of error; None is the kind of those that succeeded."""
-        with self._guard:
-            return self._parts.kinds
-
     def redo(self, row_ids: pa.Array) -> None:
         """Mark rows to be done again."""
         if len(row_ids):
             with self._guard:
-                self._parts.redo(row_ids)
+                self.parts.redo(row_ids)
                 self.is_merged = False
 
     def add(self, row: Row) -> None:
         """Add a row. Raises OutputError if rows cannot be committed; they are then committed with the next rows."""
         with self._guard:
             self._buffer.append(row)
-            if self._is_overdue or len(self._buffer) >= self._rows_per_part:
+            # Parts grow with the number of rows, so that their number stays small.
+            size = max(_MIN_ROWS_PER_PART, min(self.parts.num_stored // _MIN_PARTS, _MAX_ROWS_PER_PART))
+            if self._is_overdue or len(self._buffer) >= size:
                 self.commit()
             elif self._timer is None:
                 # At most 0.1 % of the time so far is lost in a crash, and a long job has a few thousand parts.
@@ -228,19 +183,10 @@ class RunFolder:
             if not self._buffer:
                 return
             with self._naming_output():
-                self._parts.append(self._buffer, self.manifest.sessions[-1].run_id)
+                self.parts.append(self._buffer, self.manifest.sessions[-1].run_id)
             self.is_merged = False
             self._buffer.clear()
             self._is_overdue = False
-
-    def rows(self, *, with_text: bool = True) -> Iterator[Row]:
-        """Yield the committed rows that count (see Parts). Raises DamagedOutputError."""
-        return self._parts.rows(with_text=with_text)
-
-    def newest_texts(self, most: int) -> list[str]:
-        """See `Parts.newest_texts`. Raises DamagedOutputError."""
-        with self._guard:
-            return self._parts.newest_texts(most)
 
     def note(self, extra: dict[str, Any]) -> None:
         """Write further content of the manifest now, so that a run that is killed leaves it. Raises OutputError."""
@@ -256,7 +202,7 @@ class RunFolder:
         with self._guard, self._naming_output():
             self.commit()
             self._merge()
-            status: Status = "complete" if is_whole and self._parts.is_complete else "interrupted"
+            status: Status = "complete" if is_whole and self.parts.is_complete else "interrupted"
             self._end_session(status, counts)
 
     def close(self) -> None:
@@ -269,30 +215,18 @@ class RunFolder:
                 if self.manifest.status == "running":
                     with suppress(OSError, pa.ArrowException, DamagedOutputError):
                         # The output that the user named, which is not in the run folder, has the rows so far.
-                        if not self._merged.is_in(self.location) and len(self._parts):
+                        if not self._merged.is_in(self.location) and len(self.parts):
                             self._merge()
                     with suppress(OSError):  # a manifest that says "running" is that of a killed driver
                         self._end_session("interrupted", self.manifest.counts)
             finally:
-                self._release()
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+                self._held.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def _rows_per_part(self) -> int:
-        """Rows of one part. It grows with the number of rows, so that the number of parts stays small."""
-        return max(_MIN_ROWS_PER_PART, min(self._parts.num_stored // _MIN_PARTS, _MAX_ROWS_PER_PART))
 
     def _commit_overdue(self) -> None:
         try:
@@ -307,13 +241,13 @@ class RunFolder:
         except (OSError, pa.ArrowException) as error:
             raise OutputError(
                 f"the output {self.location.name!r} cannot be written ({error_detail(error)}): make room or repair it, "
-                f"then run the same command again; {self.kinds.total()} rows are in it"
+                f"then run the same command again; {self.parts.kinds.total()} rows are in it"
             ) from error
 
     def _merge(self) -> None:
         if not self.is_merged:
             with self._merged.writing() as file:
-                self._parts.write(file, self.manifest.file_format)
+                self.parts.write(file, self.manifest.file_format)
             self.is_merged = True
 
     def _stop_timer(self) -> None:
@@ -323,7 +257,7 @@ class RunFolder:
 
     def _end_session(self, status: Status, counts: dict[str, Any]) -> None:
         *before, session = self.manifest.sessions
-        kinds = self.kinds
+        kinds = self.parts.kinds
         self._save(
             self.manifest,
             status=status,
@@ -358,10 +292,33 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
     DamagedOutputError."""
     manifest = location.join(MANIFEST)
     if manifest.exists:
-        previous = Manifest.read(manifest)
+        try:
+            previous = msgspec.json.decode(manifest.read(), type=Manifest)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise DamagedOutputError(
+                f"{manifest}: not a manifest that can be read ({error}); choose another folder or pass --overwrite"
+            ) from error
         if not parts_in(location.join(_ROWS)):
             return msgspec.structs.replace(fresh, sessions=previous.sessions)
-        _check_equal(previous, fresh, location)
+        # An option that was left to the engine has the value that the engine gave it, where `fresh` names a value.
+        then, now = (
+            _flat(each.identity | {name: getattr(each, name) for name in ("text_column", "file_format", "version")})
+            for each in (previous, fresh)
+        )
+        config = _flat({"engine": previous.extra.get("config", {})})
+        for name in config.keys() & then.keys() & now.keys():
+            if then[name] in _LEFT_TO_THE_ENGINE and now[name] not in _LEFT_TO_THE_ENGINE:
+                then[name] = config[name]
+        differences = [
+            f"{name} was {then.get(name, 'not given')[:_MAX_SHOWN]} and is {now.get(name, 'not given')[:_MAX_SHOWN]}"
+            for name in sorted({*then, *now})
+            if then.get(name) != now.get(name)
+        ]
+        if differences:
+            raise ConfigError(
+                f"option 'output' is {location.name!r}, whose rows were made with other options: "
+                f"{'; '.join(differences)}: choose another folder, or pass --overwrite to begin again"
+            )
         return previous
     if merged.exists and not merged.is_in(location):
         raise ConfigError(f"option 'output' is {merged.name!r}, which exists: choose another name or pass --overwrite")

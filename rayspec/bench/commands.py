@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rayspec.bench.options import BenchOptions, bench_options
-from rayspec.command.help import LongCommand
-from rayspec.command.options import Asked, with_settings
+from rayspec.command.options import Asked, LongCommand, with_settings
 from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console, save_json, say
 from rayspec.config import DType
 
@@ -66,7 +65,7 @@ def selfcheck(
     with clean_exit():
         # Imported here, so that other commands do not wait for torch.
         from rayspec.bench.result import markdown_table  # noqa: PLC0415
-        from rayspec.bench.selfcheck import run_selfcheck  # noqa: PLC0415
+        from rayspec.bench.run import run_selfcheck  # noqa: PLC0415
 
         found = run_selfcheck(device=device, dtype=dtype, num_threads=num_threads, quick=quick, say=say)
         save_json(found, json)

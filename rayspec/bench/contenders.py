@@ -146,11 +146,9 @@ class HfGenerate:
             do_sample=False,
             pad_token_id=self._pad,
         )
-        return [self._until_end(row) for row in output[:, width:].tolist()]
-
-    def _until_end(self, tokens: list[int]) -> list[int]:
-        end = next((index for index, token in enumerate(tokens) if token in self._eos), len(tokens) - 1)
-        return tokens[: end + 1]
+        rows = output[:, width:].tolist()
+        ends = (next((index for index, token in enumerate(row) if token in self._eos), len(row)) for row in rows)
+        return [row[: end + 1] for row, end in zip(rows, ends, strict=True)]
 
 
 Contender: TypeAlias = Ours | HfGenerate

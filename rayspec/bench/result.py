@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,16 +18,13 @@ from typing import Any
 import torch
 
 from rayspec.machine import cpu_name, installed_version
-from rayspec.types import EngineStats, PlanRecord
+from rayspec.types import EngineStats
 
 BASELINE, HF = "ar", "hf"
 
 _PACKAGES = ("rayspec", "torch", "transformers", "ray", "numpy")
+_OF_PLANS = ("context", "predicted_tpt", "measured_tpt", "estimated_acceptance", "observed_acceptance", "num_tokens")
 _LEAST_S = 1e-9  # lower bound of divisors
-_HEADINGS = (
-    *("strategy", "tokens/s", "min to max", "vs ar", "vs hf", "all/s", "vs ar", "vs hf"),
-    *("acceptance", "tokens a round", "identical"),
-)
 _NOTE = "tokens/s: decoding; all/s: with prompts"
 
 
@@ -43,19 +41,14 @@ class Sample:
         return sum(map(len, self.token_ids))
 
     @property
-    def num_decoded_tokens(self) -> int:
-        """Number of tokens without the first token of each output, which prefill gives."""
-        return max(0, self.num_tokens - len(self.token_ids))
-
-    @property
     def end_to_end_tokens_per_s(self) -> float:
         """Tokens per second of the whole run, prefill included."""
         return self.num_tokens / max(_LEAST_S, self.seconds)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of decoding, without the prefill time."""
-        return self.num_decoded_tokens / max(_LEAST_S, self.seconds - self.prefill_s)
+        """Tokens per second of decoding, without prefill and the first token of each output, which prefill gives."""
+        return max(0, self.num_tokens - len(self.token_ids)) / max(_LEAST_S, self.seconds - self.prefill_s)
 
 
 def bench_row(name: str, samples: Mapping[str, Sequence[Sample]], stats: EngineStats) -> dict[str, Any]:
@@ -67,14 +60,10 @@ def bench_row(name: str, samples: Mapping[str, Sequence[Sample]], stats: EngineS
     """
     own, plain, hf = samples[name], samples[BASELINE], samples.get(HF)
 
+    speed, whole_speed = attrgetter("tokens_per_s"), attrgetter("end_to_end_tokens_per_s")
+
     def ratios(other: Sequence[Sample] | None, rate: Callable[[Sample], float]) -> list[float]:
         return [rate(a) / max(_LEAST_S, rate(b)) for a, b in zip(own, other or (), strict=other is not None)]
-
-    def speed(sample: Sample) -> float:
-        return sample.tokens_per_s
-
-    def whole_speed(sample: Sample) -> float:
-        return sample.end_to_end_tokens_per_s
 
     predicted = [one for one in stats.plans if one.predicted_tpt > 0]
     predicted_s = sum(one.num_tokens / one.predicted_tpt for one in predicted)
@@ -101,7 +90,12 @@ def bench_row(name: str, samples: Mapping[str, Sequence[Sample]], stats: EngineS
         "total": len(own) * len(reference),
         "num_output_tokens": own[0].num_tokens,
         "gate_reason": stats.gate_reason or None,
-        "plans": [_plan(record) for record in stats.plans],
+        "plans": [
+            {"choices": list(one.plan.choices)}
+            | {name: getattr(one.plan, name) for name in ("num_draft_tokens", "num_lookup_tokens")}
+            | {name: getattr(one, name) for name in _OF_PLANS}
+            for one in stats.plans
+        ],
     }
 
 
@@ -115,13 +109,6 @@ def _divided(value: float, divisor: float) -> float | None:
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": median(values), "max": max(values)}
-
-
-def _plan(record: PlanRecord) -> dict[str, Any]:
-    names = ("context", "predicted_tpt", "measured_tpt", "estimated_acceptance", "observed_acceptance", "num_tokens")
-    plan = record.plan
-    lengths = {"num_draft_tokens": plan.num_draft_tokens, "num_lookup_tokens": plan.num_lookup_tokens}
-    return {"choices": list(plan.choices)} | lengths | {name: getattr(record, name) for name in names}
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int | None = None) -> str:
@@ -158,7 +145,8 @@ def bench_markdown(result: Mapping[str, Any]) -> str:
         left_out = f", {workload['num_left_out']} longer ones left out" if workload["num_left_out"] else ""
         prompts = f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens{left_out}."
         lines += ["", f"## {workload['name']}", "", prompts, ""]
-        lines += [markdown_table(_HEADINGS, map(_cells, rows), num_left=1)]
+        cells = [[cell(row) for _, cell in _COLUMNS] for row in rows]
+        lines += [markdown_table([heading for heading, _ in _COLUMNS], cells, num_left=1)]
     return "\n".join([*lines, "", f"{_NOTE}.", ""])
 
 
@@ -170,29 +158,33 @@ def _speedup_rows(workloads: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         best = max(row["speedup_vs_ar"] for row in found.values())
         for cells in rows:
             row = found[cells[0]]
-            spread, shown = row["speedup_spread"], _times(row["speedup_vs_ar"])
+            spread, shown = row["speedup_spread"], _shown(row["speedup_vs_ar"])
             shown = f"**{shown}**" if row["speedup_vs_ar"] == best else shown
             cells.append(f"{shown} ({spread['min']:.2f} to {spread['max']:.2f})")
     return rows
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    acceptance, length = row["acceptance_rate"], row["mean_accepted_length"]
-    return [
-        row["strategy"],
-        f"{row['tokens_per_s']:.1f}",
-        f"{row['spread']['min']:.1f} to {row['spread']['max']:.1f}",
-        *(_times(row[key]) for key in ("speedup_vs_ar", "speedup_vs_hf")),
-        f"{row['end_to_end_tokens_per_s']:.1f}",
-        *(_times(row[key]) for key in ("end_to_end_speedup_vs_ar", "end_to_end_speedup_vs_hf")),
-        "-" if acceptance is None else f"{100 * acceptance:.1f} %",
-        "-" if length is None else f"{length:.1f}",
-        f"{row['identical']} of {row['total']}",
-    ]
+def _shown(value: float | None, form: str = "{:.2f}x") -> str:
+    return "-" if value is None else form.format(value)
 
 
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
+# Headings, and cells of a row.
+_COLUMNS: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
+    ("strategy", lambda row: row["strategy"]),
+    ("tokens/s", lambda row: f"{row['tokens_per_s']:.1f}"),
+    ("min to max", lambda row: f"{row['spread']['min']:.1f} to {row['spread']['max']:.1f}"),
+    ("vs ar", lambda row: _shown(row["speedup_vs_ar"])),
+    ("vs hf", lambda row: _shown(row["speedup_vs_hf"])),
+    ("all/s", lambda row: f"{row['end_to_end_tokens_per_s']:.1f}"),
+    ("vs ar", lambda row: _shown(row["end_to_end_speedup_vs_ar"])),
+    ("vs hf", lambda row: _shown(row["end_to_end_speedup_vs_hf"])),
+    ("acceptance", lambda row: _shown(row["acceptance_rate"], "{:.1%}").replace("%", " %")),
+    (
+        "tokens a round",
+        lambda row: _shown(row["mean_accepted_length"], "{:.1f}"),
+    ),
+    ("identical", lambda row: f"{row['identical']} of {row['total']}"),
+)
 
 
 def describe_environment() -> dict[str, object]:

@@ -17,7 +17,6 @@ from rayspec.batch.document_task import PromptBuilder
 from rayspec.batch.documents import read_documents
 from rayspec.batch.rows import Row
 from rayspec.bench.options import WorkloadOptions
-from rayspec.config import SamplingParams
 from rayspec.demo import Task
 from rayspec.types import ConfigError, InputFileError
 
@@ -72,7 +71,7 @@ def _of_input(llm: rayspec.LLM, name: str, context: int, options: WorkloadOption
             yield Workload(domain=each, prompts=demo_prompts(llm, each, **size), context=context)
     elif (by_category := read_questions(name)) is not None:
         for category, questions in by_category.items():
-            prompts = list(map(_text_encoder(llm), questions))
+            prompts = list(map(PromptBuilder(llm=llm).fitting_tokens, questions))
             fitting = [prompt for prompt in prompts if len(prompt) <= context]
             yield Workload(
                 domain=category,
@@ -81,7 +80,7 @@ def _of_input(llm: rayspec.LLM, name: str, context: int, options: WorkloadOption
                 num_left_out=len(prompts) - len(fitting),
             )
     else:
-        builder = PromptBuilder(llm=llm, params=SamplingParams(), template=template, max_prompt_tokens=context)
+        builder = PromptBuilder(llm=llm, template=template, max_prompt_tokens=context)
         documents = file_documents(name, options.num_prompts)
         prompts = [builder.tokens(document) for document in documents]
         yield Workload(domain=Path(name).stem, prompts=prompts, context=context)
@@ -90,7 +89,7 @@ def _of_input(llm: rayspec.LLM, name: str, context: int, options: WorkloadOption
 def demo_prompts(llm: rayspec.LLM, domain: str, *, context: int, num_prompts: int, seed: int = 0) -> list[list[int]]:
     """Return token ids of prompts of a demo domain, sized to fit uncut into `context` tokens. A ledger or a schedule
     may be smaller. Raises ConfigError for an unknown domain, or if even the smallest prompts do not fit."""
-    encode = _text_encoder(llm)
+    encode = PromptBuilder(llm=llm).fitting_tokens  # texts are user messages if there is a chat template
 
     def tokens(task: Task) -> list[int]:
         """Bundled models have their own task tokens; other models get a user's message."""
@@ -161,8 +160,3 @@ def read_questions(name: str) -> dict[str, list[str]] | None:
             raise ConfigError(f"option 'input': {name}:{number} has no first turn: give it one or leave it out")
         by_category.setdefault(question.category, []).append(question.turns[0])
     return by_category or None
-
-
-def _text_encoder(llm: rayspec.LLM) -> Callable[[str], list[int]]:
-    """Return an encoder of texts, which are user messages if the tokenizer has a chat template."""
-    return PromptBuilder(llm=llm, params=SamplingParams()).fitting_tokens

@@ -88,7 +88,12 @@ class Location:
         uri = _URI.fullmatch(name)
         if uri is None:
             return cls(Store(filesystem=fs.LocalFileSystem()), name)
-        _refuse_secrets(uri)
+        user, at, _ = uri["authority"].rpartition("@")
+        if (at and ":" in user) or "secret" in (uri["query"] or ""):  # names appear in rows, reports and logs
+            raise ConfigError(
+                f"a {uri['scheme']} URI holds a password or secret: leave it out, and give credentials as the store's "
+                "own tools take them (environment, configuration file, role of the machine)"
+            )
         path = unquote(uri["path"], errors="surrogateescape").strip("/")
         _refuse_impossible(path)
         return cls(_open_store(uri, name), path)
@@ -98,7 +103,10 @@ class Location:
         """The path or URI, for messages and for `parse`."""
         if not self.store.uri:
             return self.path
-        return f"{self.store.uri}/{_escaped(self.path)}{self.store.query}"
+        escaped = self.path.replace("%", "%25").replace("?", "%3F")
+        # Bytes that are not UTF-8, too.
+        escaped = "".join(f"%{ord(char) - 0xDC00:02X}" if "\udc80" <= char <= "\udcff" else char for char in escaped)
+        return f"{self.store.uri}/{escaped}{self.store.query}"
 
     def __str__(self) -> str:
         return self.name
@@ -254,7 +262,11 @@ class Location:
         except BaseException:
             partial.delete()
             raise
-        _sync_folder(self.local_path.parent)
+        descriptor = os.open(self.local_path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # so that the new name survives a crash
+        finally:
+            os.close(descriptor)
 
     def _upload(self, path: str, partial: Location) -> None:
         """Copy a file to this place of a remote store, in one call, which no signal interrupts: closing a stream early
@@ -264,10 +276,7 @@ class Location:
             store.filesystem.create_dir(posixpath.dirname(self._address), recursive=True)
         try:
             fs.copy_files(
-                path,
-                target._address,
-                source_filesystem=fs.LocalFileSystem(),
-                destination_filesystem=store.filesystem,
+                path, target._address, source_filesystem=fs.LocalFileSystem(), destination_filesystem=store.filesystem
             )
             if target is partial:
                 store.filesystem.move(partial._address, self._address)
@@ -388,22 +397,6 @@ def _refuse_impossible(name: str) -> None:
         raise ConfigError(f"{name!r}: no file has such a name, which holds a null or half of a surrogate pair")
 
 
-def _refuse_secrets(uri: re.Match[str]) -> None:
-    """Refuse URIs with secrets, because names appear in rows, reports and logs. Raises ConfigError."""
-    user, at, _ = uri["authority"].rpartition("@")
-    if (at and ":" in user) or "secret" in (uri["query"] or ""):
-        raise ConfigError(
-            f"a {uri['scheme']} URI holds a password or secret: leave it out, and give credentials as the store's own "
-            "tools take them (environment, configuration file, role of the machine)"
-        )
-
-
-def _escaped(path: str) -> str:
-    """Escape a path for a URI: "%", "?" and bytes that are not UTF-8 become "%xx"."""
-    escaped = path.replace("%", "%25").replace("?", "%3F")
-    return "".join(f"%{ord(char) - 0xDC00:02X}" if "\udc80" <= char <= "\udcff" else char for char in escaped)
-
-
 def _walk(root: str) -> Iterator[tuple[str, Kind | None]]:
     """Yield the files and folders below a folder of this machine, each with its kind; None is a folder that cannot be
     listed. Other objects, such as pipes, are left out, and so are names with a leading dot.
@@ -434,9 +427,7 @@ def _walk(root: str) -> Iterator[tuple[str, Kind | None]]:
             if os.path.isdir(path):
                 yield path, "folder"
                 (folders.append if entry.is_symlink() else folders.appendleft)(path)
-            elif os.path.isfile(path) or not os.path.exists(
-                path
-            ):  # reading a broken or circular link reports the error
+            elif os.path.isfile(path) or not os.path.exists(path):  # reading a broken link reports the error
                 yield path, "file"
 
 
@@ -453,12 +444,3 @@ def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     if not parts or (parts[0].startswith(".") and not pattern[0].startswith(".")):
         return False
     return fnmatchcase(parts[0], pattern[0]) and _matches(parts[1:], pattern[1:])
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush a folder to disk, so that new names in it survive a crash."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,5 @@
-"""Makes command-line flags from option groups, the only place of names, help and defaults."""
+"""Makes command-line flags from option groups, the only place of names, help and defaults. The help of a command has
+the most used options, and all of them, in groups, where that is asked for."""
 
 from __future__ import annotations
 
@@ -14,13 +15,22 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from typer.core import TyperCommand, TyperGroup
 
-from rayspec.command.help import show_all
 from rayspec.command.settings import OF_ONE_ROW, Settings, make_settings
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, SpeculationOptions
 from rayspec.vllm_names import ENGINE
 
 _RAY_ADDRESS = "RAY_ADDRESS"
+_SHOWS_ALL = "rayspec.help_all"
+_OPTIONS = "Options"
+_FIRST = "model"
+# Panels with many options, of which the short help shows only these.
+_MANY = frozenset({"Engine", "Speculation", "Shards", "Sampling", "Job"})
+_MOST_USED = frozenset({
+    _FIRST, "config", "device", "dtype", "limit", "long", "max_model_len", "max_num_seqs", "max_tokens", "overwrite",
+    "replicas", "stages", "strategy", "temperature", "tensor",
+})  # fmt: skip
 
 _Command = Callable[..., None]
 OwnOptions = TypeVar("OwnOptions", bound=Options)
@@ -58,13 +68,10 @@ class Asked:
 
 
 def with_settings(
-    *,
-    sampling: SamplingParams | None = None,
-    own: tuple[type[Options], str] | None = None,
-    takes_vllm: bool = False,
+    *, sampling: SamplingParams | None = None, own: tuple[type[Options], str] | None = None, takes_vllm: bool = False
 ) -> Callable[[_Command], _Command]:
     """Give a typer command the flags of the engine; its parameter `asked` is an Asked with their values. The class of
-    the command should be `help.LongCommand`.
+    the command should be LongCommand.
 
     sampling: defaults of the sampling flags; None gives no such flags. own: a group of options that the command has in
     addition to the engine's, and the title of its flags. takes_vllm: also vLLM's flags, which help does not list.
@@ -123,6 +130,51 @@ def _with(command: _Command, flags: Sequence[inspect.Parameter], asked: Callable
     return wrapper
 
 
+def show_all(context: typer.Context, is_asked: bool) -> None:
+    """The callback of --help-all."""
+    if is_asked:
+        context.meta[_SHOWS_ALL] = True
+        print(context.get_help())  # noqa: T201 - a command's output
+        raise typer.Exit
+
+
+class LongCommand(TyperCommand):
+    """A command whose help has the most used options only, and with --help-all a section for each group of options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        shows_all = ctx.meta.get(_SHOWS_ALL, False)
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], _OPTIONS: []}
+        num_left_out = 0
+        for param in sorted(self.get_params(ctx), key=lambda param: param.name != _FIRST):
+            if (record := param.get_help_record(ctx)) is None:
+                continue
+            panel = getattr(param, "rich_help_panel", None) or _OPTIONS
+            if param.param_type_name == "argument":
+                panel = "Arguments"
+            elif not shows_all:
+                if panel in _MANY and param.name not in _MOST_USED:
+                    num_left_out += 1
+                    continue
+                panel = _OPTIONS
+            sections.setdefault(panel, []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+        if num_left_out:
+            formatter.write_paragraph()
+            formatter.write_text(f"{num_left_out} more options: {ctx.command_path} --help-all")
+
+
+def format_groups(group: TyperGroup, ctx: Any, formatter: Any, titles: Mapping[str, tuple[str, ...]]) -> None:
+    """Write the commands of a group in sections: names by title. Each command has the first sentence of its help."""
+    for title, names in titles.items():
+        commands = [(name, group.get_command(ctx, name)) for name in names]
+        rows = [(name, command.get_short_help_str(1000)) for name, command in commands if command is not None]
+        with formatter.section(title):
+            formatter.write_dl(rows)
+
+
 def _parameter(name: str, kind: Any, *names: str, **about: Any) -> inspect.Parameter:
     annotation = Annotated[kind | None, typer.Option(*names, **about)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -170,20 +222,15 @@ def _flag_type(info: FieldInfo) -> Any:
     """Return the type of a flag, or None. Values are validated later. A mapping has one if it has a description."""
     if get_origin(info.annotation) is dict:
         return list[str] if info.description else None
-    kinds = {_plain_type(kind) for kind in _members(info.annotation)}
+    is_union = get_origin(info.annotation) in (Union, types.UnionType)
+    kinds = set[Any]()
+    for kind in get_args(info.annotation) if is_union else (info.annotation,):
+        origin = get_origin(kind)
+        if origin is tuple or origin is Literal:
+            kinds.add(list[str] if origin is tuple else str)
+        elif kind is not type(None):
+            kinds.add(kind if kind in (bool, int, float, str, Path) else None)
     return kinds.pop() if len(kinds) == 1 else None
-
-
-def _plain_type(annotation: Any) -> Any:
-    origin = get_origin(annotation)
-    if origin is tuple:
-        return list[str]
-    return str if origin is Literal else annotation if annotation in (bool, int, float, str, Path) else None
-
-
-def _members(annotation: Any) -> list[Any]:
-    is_union = get_origin(annotation) in (Union, types.UnionType)
-    return [one for one in get_args(annotation) if one is not type(None)] if is_union else [annotation]
 
 
 def _help(info: FieldInfo, default: Any) -> str:

@@ -15,26 +15,14 @@ from rayspec.types import ConfigError
 from rayspec.vllm_names import ENGINE
 
 _SAMPLING = "sampling"
-_SPECULATION = "speculation"
-_PARALLEL = "parallel"
 _GROUPS: dict[tuple[str, ...], type[Options]] = {
     (): EngineConfig,
-    (_PARALLEL,): ParallelOptions,
-    (_SPECULATION,): SpeculationOptions,
+    ("parallel",): ParallelOptions,
+    ("speculation",): SpeculationOptions,
 }
 _DECIDING = (
-    "model",
-    "tokenizer",
-    "revision",
-    "generation_config",
-    "dtype",
-    "quantization_config",
-    "lora_modules",
-    "adapter",
-    "tool_call_parser",
-    "reasoning_parser",
-    "max_model_len",
-    "deterministic",
+    *("model", "tokenizer", "revision", "generation_config", "dtype", "quantization_config", "lora_modules"),
+    *("adapter", "tool_call_parser", "reasoning_parser", "max_model_len", "deterministic"),
 )
 # Sampling parameters without effect on rows, which have one output each, and its text. The values ask for nothing.
 OF_ONE_ROW: Mapping[str, Any] = {"n": 1, "prompt_logprobs": None, "detokenize": True}
@@ -61,7 +49,7 @@ class Settings:
     def deciding(self) -> dict[str, Any]:
         """The engine options that decide the text of an output. Options of speed are not among them."""
         engine = self.engine.model_dump(mode="json")
-        return {name: engine[name] for name in _DECIDING} | {"verification": engine[_SPECULATION]["verification"]}
+        return {name: engine[name] for name in _DECIDING} | {"verification": engine["speculation"]["verification"]}
 
 
 def make_settings(

@@ -20,15 +20,8 @@ from rayspec.errors import naming_the_extra
 from rayspec.types import ConfigError, RayspecError
 
 # 3: some rows failed. 4: a budget is spent. Above 128: 128 plus the number of the signal that ended the process.
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_FAILED, EXIT_BUDGET, EXIT_INTERRUPTED, EXIT_TERMINATED = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    130,
-    143,
-)
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_FAILED, EXIT_BUDGET = range(5)
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 _PLAIN_WIDTH = 120  # width of tables in a file or a log
 
@@ -97,11 +90,7 @@ def clean_exit() -> Iterator[None]:
 def exit_on_sigterm() -> None:
     """Unwind on SIGTERM, so that files are closed. Does nothing outside the main thread, which receives the signals."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
-
-
-def _terminate(number: int, frame: object) -> NoReturn:
-    raise SystemExit(EXIT_TERMINATED)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
 
 
 def fail(error: RayspecError | str, code: int) -> NoReturn:

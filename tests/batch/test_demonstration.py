@@ -14,6 +14,7 @@ from rayspec.batch.demonstration import Pair, SideBySide
 from rayspec.batch.rows import Row
 from rayspec.cli import app
 from rayspec.types import CheckpointError, EngineStats
+from tools.demo_model.evaluate import exact_lines
 
 
 def invoke(*arguments: str) -> Any:
@@ -36,7 +37,8 @@ def test_without_a_registry_the_bundled_model_shows_its_gain(tmp_path: Path, mon
     (gain,) = re.findall(
         r"^(\d+\.\d)x .* plain decoding, same text \(checked: 12 of 12\)$", result.stdout, re.MULTILINE
     )
-    assert float(gain) > 1.0
+    (by_model,) = re.findall(r"(\d+) % written by the full model", result.stdout)
+    assert int(by_model) < 100, "drafts were accepted"
     assert "failed" not in result.output
     assert "not drafting" not in result.output
 
@@ -48,7 +50,7 @@ def test_without_a_registry_the_bundled_model_shows_its_gain(tmp_path: Path, mon
     assert {name: row["summary"] for name, row in plain.items()} == {name: row["summary"] for name, row in fast.items()}
     expected = {f"{document.id}.txt": document for document in demo.example_documents(pages=False)}
     assert fast.keys() == expected.keys() == {path.name for path in (out / "documents").iterdir()}
-    exact = [demo.exact_lines(fast[name]["summary"], document.summary or "") for name, document in expected.items()]
+    exact = [exact_lines(fast[name]["summary"], document.summary or "") for name, document in expected.items()]
     assert sum(right for right, _ in exact) > 0.9 * sum(lines for _, lines in exact)
     page = (out / "report.html").read_text(encoding="utf-8")
     assert f"{gain}x faster than plain decoding, same text (checked: 12 of 12)" in page

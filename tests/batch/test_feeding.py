@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from rayspec.batch.documents import input_row
-from rayspec.batch.job import completing
+from rayspec.batch.job import CompletedRows
 from rayspec.batch.rows import Row
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pool.dispatch import EngineKilledError
@@ -57,7 +57,7 @@ def documents(*texts: str) -> list[Row]:
 
 
 def complete(pool: Pool, rows: Iterator[Row]) -> list[Row]:
-    with completing(pool.submit, rows, num_wanted=10) as results:
+    with CompletedRows(pool.submit, rows, num_wanted=10) as results:
         return list(results)
 
 
@@ -77,7 +77,7 @@ def test_every_row_comes_once_and_no_more_are_under_way_than_are_wanted() -> Non
 
 def test_reading_begins_before_the_first_row_is_taken() -> None:
     pool = Pool()
-    with completing(pool.submit, iter(documents("a", "b")), num_wanted=10) as results:
+    with CompletedRows(pool.submit, iter(documents("a", "b")), num_wanted=10) as results:
         wait_until(lambda: len(pool.begun) >= 2)
         assert len(list(results)) == 2
 
@@ -120,9 +120,9 @@ def test_what_is_no_rows_fault_is_raised(where: str) -> None:
 
 def test_closed_early_it_reads_no_further_and_leaves_no_thread() -> None:
     rows = iter(documents(*["a"] * 10_000))
-    with completing(Pool().submit, rows, num_wanted=10) as results:
+    with CompletedRows(Pool().submit, rows, num_wanted=10) as results:
         next(results)
-    with pytest.raises(ConfigError), completing(Pool().submit, rows, num_wanted=10):
+    with pytest.raises(ConfigError), CompletedRows(Pool().submit, rows, num_wanted=10):
         raise ConfigError("no engine can be loaded")
     assert not any(thread.name == "rayspec-feeder" for thread in threading.enumerate())
     assert sum(1 for _ in rows) > 9_000

@@ -5,9 +5,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from rayspec import demo
-from rayspec.batch.document_task import PromptBuilder, fitting_prompt_tokens
+from rayspec.batch.document_task import PromptBuilder
 from rayspec.batch.documents import input_row
-from rayspec.config import SamplingParams
 from rayspec.prompts import conversation_tokens
 from rayspec.types import ConfigError, InvalidMessagesError
 
@@ -20,7 +19,7 @@ class DemoTokens:
     """The bundled tokenizer, as an LLM would offer it."""
 
     def __init__(self) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(demo.tokenizer_path())
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(demo.model_path())
 
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return conversation_tokens(messages, self.tokenizer)
@@ -30,7 +29,7 @@ def builder(chat_template: str | None = "of the model", **options: Any) -> Promp
     llm: Any = DemoTokens()
     if chat_template != "of the model":
         llm.tokenizer.chat_template = chat_template
-    return PromptBuilder(llm=llm, params=SamplingParams(max_tokens=10), **options)
+    return PromptBuilder(llm=llm, **options)
 
 
 def prompt_of(builder: PromptBuilder, **content: Any) -> str:
@@ -82,8 +81,3 @@ def test_a_long_document_is_cut_at_its_end_to_fit(limit: int) -> None:
     assert "\ufffd" not in body
     if limit > 100:
         assert num_tokens > limit - 8
-
-
-def test_an_output_has_its_room() -> None:
-    assert fitting_prompt_tokens(1000, SamplingParams(max_tokens=300)) == 700
-    assert fitting_prompt_tokens(100, SamplingParams(max_tokens=300)) == 1

@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from html import escape
 from itertools import repeat
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -13,8 +12,7 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 
 from rayspec.batch import report
-from rayspec.batch.report import RunReport, showing_progress
-from rayspec.batch.report_page import Timeline
+from rayspec.batch.report import RunReport, Timeline, report_pages, showing_progress
 from rayspec.batch.rows import Row
 from rayspec.choices import Choice
 from rayspec.types import EngineStats, Plan, PlanRecord, no_draft
@@ -63,14 +61,13 @@ def stats_of(records: list[PlanRecord]) -> EngineStats:
 
 
 @pytest.mark.parametrize(("num_records", "drafts"), [(0, True), (1, False), (300, True)])
-def test_the_report_and_its_short_form_say_what_happened(tmp_path: Path, num_records: int, drafts: bool) -> None:
+def test_the_report_and_its_short_form_say_what_happened(num_records: int, drafts: bool) -> None:
     rng = random.Random(0)
     records = [record(rng, drafts=drafts, num_tokens=rng.choice([0, 200])) for _ in range(num_records)]
     run = RunReport(stats=stats_of(records))
     for row in (GOOD, bad(), Row(id="other", text="A text | of\ntwo lines."), *repeat(GOOD, 60)):
         run.add(row)
-    written = run.write(tmp_path, config=CONFIG, title="Run", price=2.0)
-    text, page = (path.read_text(encoding="utf-8") for path in written)
+    text, page = report_pages(run, config=CONFIG, title="Run", price=2.0).values()
     assert text.startswith("# Run\n")
     assert "| rows | 63, 1 failed |" in text
     assert "| time in verify | 50 % |" in text
@@ -119,13 +116,13 @@ MARKUP = [
 ]
 
 
-def test_texts_of_others_are_no_markup(tmp_path: Path) -> None:
+def test_texts_of_others_are_no_markup() -> None:
     run = RunReport()
     for text in MARKUP:
         run.add(Row(id=text, finish_reason="error", error_kind="k", error=text))
-    path, page = run.write(tmp_path, config=CONFIG | {"model": MARKUP[0]}, title=MARKUP[1])
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(path.read_text(encoding="utf-8"))
-    for html in (body, page.read_text(encoding="utf-8")):
+    text, page = report_pages(run, config=CONFIG | {"model": MARKUP[0]}, title=MARKUP[1]).values()
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    for html in (body, page):
         assert re.findall(r"<(?:a|img|code|em|script)\b[^>]{0,20}", html) == []
     for text in MARKUP:
         assert f"<td>{escape(text)}</td>" in body

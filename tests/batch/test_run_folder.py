@@ -47,7 +47,7 @@ def merged_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def done_ids(folder: RunFolder) -> set[str]:
-    return set(folder.done["id"].to_pylist())
+    return set(folder.parts.done["id"].to_pylist())
 
 
 def done(row_id: str, text: str = "a summary") -> Row:
@@ -70,7 +70,7 @@ def test_a_job_from_beginning_to_end(tmp_path: Path, file_format: str) -> None:
             folder.add(row)
         folder.note({"note": "x"})
         folder.finish({"output_tokens": 7})
-        assert list(folder.rows()) == [*rows, failed("bad", "prompt_too_long")]
+        assert list(folder.parts.rows()) == [*rows, failed("bad", "prompt_too_long")]
     out = tmp_path / "new" / "out"
     assert sorted(p.name for p in out.iterdir()) == [".lock", "manifest.json", "rows", f"summaries.{file_format}"]
     assert [name[:12] for name in parts_of(out)] == ["part-000001-", "part-000002-", "part-000003-"]
@@ -88,10 +88,10 @@ def test_a_job_goes_on_where_it_was(tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder:
         for number in range(40):
             folder.add(done(str(number)))
-        assert len(folder.done) == 32
+        assert len(folder.parts.done) == 32
     assert manifest_of(tmp_path)["status"] == "interrupted"
     with open_folder(tmp_path) as folder:
-        assert (len(folder.done), len(folder.manifest.sessions)) == (40, 2)
+        assert (len(folder.parts.done), len(folder.manifest.sessions)) == (40, 2)
         assert done_ids(folder) == {str(number) for number in range(40)}
         assert manifest_of(tmp_path)["status"] == "running"
         folder.add(done("40"))
@@ -99,7 +99,7 @@ def test_a_job_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [name[:12] for name in parts_of(tmp_path)] == ["part-000001-", "part-000002-", "part-000003-"]
     assert [session["finished"] is None for session in manifest_of(tmp_path)["sessions"]] == [False, False]
     with open_folder(tmp_path) as folder:
-        assert [row.id for row in folder.rows()] == [str(number) for number in range(41)]
+        assert [row.id for row in folder.parts.rows()] == [str(number) for number in range(41)]
 
 
 def test_a_commit_that_fails_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_rows_are_committed_some_time_after_the_first(tmp_path: Path, monkeypatc
         folder._opened_s -= 1_000_000.0  # then after 1/1000 of the time so far
         folder.add(done("c"))
         time.sleep(0.2)
-        assert len(folder.done) == 2
+        assert len(folder.parts.done) == 2
 
 
 def _raise_disk_full(*_: object) -> None:
@@ -145,7 +145,7 @@ def test_rows_that_failed_for_no_fault_of_theirs_are_done_again(tmp_path: Path) 
         folder.add(done("a"))
         folder.add(done("c", "all of it"))
         folder.finish({})
-        assert sorted((row.id, row.error_kind, row.text) for row in folder.rows()) == [
+        assert sorted((row.id, row.error_kind, row.text) for row in folder.parts.rows()) == [
             ("a", None, "a summary"),
             ("b", "empty_prompt", None),
             ("c", None, "all of it"),
@@ -234,7 +234,7 @@ def test_overwriting_removes_what_a_job_left_and_nothing_else(tmp_path: Path) ->
     for name in ("report.md", "precious.txt", "rows/mine.parquet"):
         (tmp_path / name).touch()
     with open_folder(tmp_path, identity={"model": "other"}, overwrite=True, report_files=["report.md"]) as folder:
-        assert (len(folder.done), len(folder.manifest.sessions)) == (0, 1)
+        assert (len(folder.parts.done), len(folder.manifest.sessions)) == (0, 1)
     # What killed writers left is removed at every start.
     ours = [".manifest.json.0a1b2c3d.partial", ".summaries.jsonl.0a1b2c3d.partial"]
     for name in [*ours, "rows/.part-000001-0a1b2c3d.parquet.0a1b2c3d.partial", ".other.jsonl.partial"]:
@@ -359,7 +359,7 @@ def test_a_job_in_a_remote_store(bucket: Location) -> None:
             folder.add(done("both"))
             folder.commit()
     with open_folder(bucket) as folder:
-        assert sorted(row.id for row in folder.rows()) == ["a", "b", "both", "c", "d"]
+        assert sorted(row.id for row in folder.parts.rows()) == ["a", "b", "both", "c", "d"]
 
 
 _WRITER = """
@@ -373,7 +373,7 @@ merged = location.join("rows.parquet")
 with RunFolder(
     location, merged=merged, identity={}, overwrite=False, text_column="text", file_format="parquet"
 ) as folder:
-    done = set(folder.done["id"].to_pylist())
+    done = set(folder.parts.done["id"].to_pylist())
     for number in range(num_rows):
         if str(number) not in done:
             folder.add(Row(id=str(number), text=f"text {number} " * 20))
@@ -404,7 +404,7 @@ def test_a_driver_that_is_killed_again_and_again_loses_nothing_that_was_committe
             assert reported <= done_ids(folder)
     assert num_killed >= 2
     with open_folder(tmp_path, identity={}, text_column="text") as folder:
-        rows = list(folder.rows())
+        rows = list(folder.parts.rows())
     assert sorted(int(row.id) for row in rows) == list(range(num_rows))
     assert all(row.text == f"text {row.id} " * 20 for row in rows)
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".partial"]

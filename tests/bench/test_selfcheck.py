@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rayspec.bench import selfcheck
+from rayspec.bench import run
 from rayspec.cli import app
 
 
@@ -34,7 +34,7 @@ def test_another_text_fails_and_a_broken_check_stops_no_other(monkeypatch: pytes
         found = {"ar": 3, "static": 3, "hf": 2}
         return {"workloads": [{"results": [{"strategy": k, "identical": n, "total": 3} for k, n in found.items()]}]}
 
-    monkeypatch.setattr(selfcheck, "run_bench", run_bench)
+    monkeypatch.setattr(run, "run_bench", run_bench)
     result = invoke("--quick", "--json", tmp_path / "c.json")
     assert result.exit_code == 1
     assert 'raise RuntimeError("no luck")' in result.stderr

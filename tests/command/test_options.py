@@ -4,8 +4,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rayspec.command.help import LongCommand
-from rayspec.command.options import Asked, with_settings
+from rayspec.command.options import Asked, LongCommand, with_settings
 from rayspec.command.settings import Settings
 from rayspec.config import EngineConfig, OffloadOptions, ParallelOptions, SamplingParams, SpeculationOptions
 from rayspec.types import ConfigError

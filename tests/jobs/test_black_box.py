@@ -113,9 +113,9 @@ def undisturbed() -> dict[str, str]:
     with LLM(
         model="demo", dtype="float32", device="cpu", num_threads=1, max_model_len=256, speculation={"strategy": "ar"}
     ) as llm:
-        prompts = PromptBuilder(llm=llm, params=params, template=summary_prompt("demo"))
-        outputs = llm.stream(prompts.request(row.id, row) for row in rows)
-        return {output.request_id: output.outputs[0].text for output in outputs}
+        prompts = PromptBuilder(llm=llm, template=summary_prompt("demo"))
+        outputs = llm.generate([prompts.tokens(row) for row in rows], params)
+        return {row.id: output.outputs[0].text for row, output in zip(rows, outputs, strict=True)}
 
 
 def test_quick_kills_from_outside_condemn_no_row(jobs: Jobs, undisturbed: dict[str, str]) -> None:
