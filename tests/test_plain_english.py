@@ -12,7 +12,11 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "k8s/README.md", "cluster/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-WEB_PAGES = sorted((ROOT / "rayspec").rglob("*.html"))
+WEB_PAGES = [
+    *sorted((ROOT / "rayspec").rglob("*.html")),
+    ROOT / "rayspec/batch/report.md",
+    ROOT / "rayspec/vllm_names.json",
+]
 MODULES = [
     path
     for folder in ("rayspec", "jobs", "benchmarks", "tools", "examples")
