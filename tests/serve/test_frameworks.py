@@ -224,7 +224,7 @@ class TestLMEval:
             {"task": "roll", "output_type": "loglikelihood_rolling", "doc_to_text": ""},
         ]
         metrics = {"score": "acc", "write": "exact_match", "roll": "word_perplexity"}
-        model = {"base_url": f"{url}/completions", "model": "demo", "tokenizer": str(demo.tokenizer_path())}
+        model = {"base_url": f"{url}/completions", "model": "demo", "tokenizer": str(demo.model_path())}
         found = package.simple_evaluate(
             model="local-completions",
             model_args=model | {"num_concurrent": 2, "max_length": 512, "max_retries": 1},
