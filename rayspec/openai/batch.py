@@ -26,7 +26,7 @@ from rayspec.openai.answer import Limit, respond
 from rayspec.openai.errors import ApiError, InvalidRequestError, parse_json
 from rayspec.openai.items import ResponsesRequest
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
-from rayspec.openai.responses import plain_body
+from rayspec.openai.responses import json_body, plain_body
 from rayspec.openai.strict_body import StrictBody
 from rayspec.openai.tokenizing import in_thread_if_large
 from rayspec.types import RequestError
@@ -68,7 +68,7 @@ class BatchResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     status_code: int
     request_id: str
-    body: Mapping[str, Any]
+    body: Any
 
 
 class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +119,7 @@ class BatchLine:
     def id(self) -> str:
         return f"batch_req_{self.digest}"
 
-    def result(self, status_code: int, body: Mapping[str, Any]) -> BatchResult:
+    def result(self, status_code: int, body: Any) -> BatchResult:
         response = BatchResponse(status_code=status_code, request_id=f"req_{self.digest}", body=body)
         return BatchResult(id=self.id, custom_id=self.custom_id, response=response)
 
@@ -200,10 +200,12 @@ async def answer(
     *,
     background: Limit | None = None,
     logprobs: Limit | None = None,
+    encode: Callable[[Any], Any] = plain_body,
     clock: Callable[[], float] = time.time,
 ) -> BatchResult:
     """Answer a line with an engine; an error of the line is in the result. served, background, logprobs: see `respond`.
-    Raises EngineDeadError and StageLostError if the engine is gone; then another engine may answer the line."""
+    encode: makes the body of the result. Raises EngineDeadError and StageLostError if the engine is gone; then another
+    engine may answer the line."""
     try:
         request = await in_thread_if_large(line.request, len(line.text))
         options: Any = {"created": int(clock()), "background": background, "logprobs": logprobs}
@@ -211,7 +213,12 @@ async def answer(
     except RequestError as error:
         failure = ApiError.of(error)
         return line.result(failure.status, failure.body)
-    return line.result(200, plain_body(response))
+    return line.result(200, encode(response))
+
+
+def as_json(response: Any) -> msgspec.Raw:
+    """Return a response that is to be sent on: many log-probabilities take ten times as much memory in plain types."""
+    return msgspec.Raw(json_body(response))
 
 
 class FileObject(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,16 +2,18 @@
 
 import asyncio
 import json
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import openai.types as official
 import openai.types.chat as official_chat
 import pytest
 
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.stages import StageLostError
-from rayspec.openai.batch import BatchLine, BatchResult, answer, read_batch
+from rayspec.openai.batch import BatchLine, BatchResult, answer, as_json, read_batch
 from rayspec.types import OutOfMemoryError, RayspecError
 from tests.openai.scripted import ScriptedEngine
 
@@ -47,6 +49,17 @@ def error_of(result: BatchResult) -> official.ErrorObject:
 
 
 GOOD = json.loads(line_of("good"))
+
+
+def test_an_answer_may_be_sent_on_as_json() -> None:
+    """In plain types, many log-probabilities would take ten times as much memory."""
+    plain, encoded = (
+        asyncio.run(answer(request(), ScriptedEngine(), SERVED, clock=lambda: 5.0, **how))
+        for how in ({}, {"encode": as_json})
+    )
+    sent_on = pickle.loads(pickle.dumps(encoded))
+    assert isinstance(sent_on.response.body, msgspec.Raw)
+    assert json.loads(sent_on.json_line()) == json.loads(plain.json_line())
 
 
 @pytest.mark.parametrize(
