@@ -11,7 +11,6 @@ batches/ID/results/   lines of answers, in parts that never change
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import re
 import secrets
@@ -49,6 +48,17 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _MOST_NAME = 255
 _MOST_BATCHES, _FEW_BATCHES, _MOST_FILES = 100, 20, 10_000
 T = TypeVar("T")
+
+
+class _Status(msgspec.Struct):
+    status_code: int
+
+
+class _Outcome(msgspec.Struct):
+    """What the store reads of a result, which may take a hundred megabytes if all of it is read."""
+
+    id: str
+    response: _Status | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,15 +223,13 @@ class BatchStore:
             with part.open() as file:
                 for line in file:
                     try:
-                        row = json.loads(line)
-                        name, response = row["id"], row["response"]
-                        has_failed = response is None or response["status_code"] != 200
-                    except (ValueError, TypeError, KeyError, RecursionError) as error:
+                        row = msgspec.json.decode(line, type=_Outcome)
+                    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                         self._report(part, error)
                         continue
-                    if name not in seen:
-                        seen.add(name)
-                        yield name, has_failed, line
+                    if row.id not in seen:
+                        seen.add(row.id)
+                        yield row.id, row.response is None or row.response.status_code != 200, line
 
     def output_file_id(self, batch_id: str, kind: Literal["output", "errors"]) -> str:
         """Return the same id each time, so that a batch that is finished twice has one file of each kind."""

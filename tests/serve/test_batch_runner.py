@@ -246,6 +246,16 @@ def test_long_lines_are_read_as_they_run(store: BatchStore) -> None:
     assert len(rows_of(store, store.batch(batch.id).output_file_id)) == len(names)
 
 
+def test_of_a_large_result_little_is_read(store: BatchStore) -> None:
+    batch = new_batch(store, NAMES[:1])
+    store.add_results(batch.id, [b'{"id":"a","response":{"status_code":200,"body":[%s{}]}}\n' % (b"{}," * 100_000)])
+    tracemalloc.start()
+    assert [(name, failed) for name, failed, _ in store.results(batch.id)] == [("a", False)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * 2**20
+
+
 def test_broken_entries_are_named_once(store: BatchStore, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     batches = [new_batch(store, NAMES[:3]) for _ in range(3)]
     kept = tmp_path / "kept"
