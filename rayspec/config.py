@@ -204,11 +204,11 @@ class SamplingParams(Options):
     top_p: float | None = Field(
         None, gt=0.0, le=1.0, description=f"sample from the likeliest tokens of this total; {_UNSET}1"
     )
-    top_k: int | None = Field(None, ge=-1, description=f"sample from so many tokens; {_UNSET}0, which is all")
+    top_k: int | None = Field(None, ge=-1, description=f"sample from this many likeliest tokens; {_UNSET}0: all")
     min_p: float | None = Field(
         None, ge=0.0, le=1.0, description=f"least probability as a share of the largest; {_UNSET}0"
     )
-    seed: int | None = Field(None, description="of sampling; unset: another in each run")
+    seed: int | None = Field(None, description="seed of sampling; unset: another in each run")
     stop: tuple[str, ...] | None = Field(None, description=f"texts that end the output; {_UNSET}none")
     stop_token_ids: Annotated[tuple[int, ...], Commas] = Field((), description="tokens that end the output")
     bad_words: tuple[str, ...] = Field((), description="words whose tokens the output never has, nor after a space")
@@ -218,15 +218,17 @@ class SamplingParams(Options):
     ignore_eos: bool = Field(False, description="go on after the token that ends a text")
     max_tokens: int | None = Field(16, ge=1, description="most tokens of the output")
     min_tokens: int | None = Field(None, ge=0, description=f"fewest tokens of the output; {_UNSET}0")
-    logprobs: int | None = Field(None, ge=0, le=20, description="log probabilities of so many tokens at each place")
+    logprobs: int | None = Field(
+        None, ge=0, le=20, description="log-probabilities of this many tokens at each position"
+    )
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="the same for the prompt")
     logit_bias: dict[int, float] = Field(default_factory=dict)
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
-    spaces_between_special_tokens: bool = Field(True, description="where special tokens are kept")
+    spaces_between_special_tokens: bool = Field(True, description="spaces between special tokens that are kept")
     include_stop_str_in_output: bool = Field(False, description="keep the text of the stop string or token")
     detokenize: bool = Field(True, description="return texts, not only token ids")
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="keep only so many tokens at the end of a prompt; -1: as many as fit"
+        None, ge=-1, description="keep only this many tokens at the end of a prompt; -1: as many as fit"
     )
     structured_outputs: StructuredOutputsParams | None = Field(None, description="the form that the output must have")
 
@@ -312,7 +314,7 @@ class SpeculationOptions(Options):
     """
 
     strategy: Strategy | str = Field("auto", description="how drafts are made; ar: none")
-    verification: Verification = Field("coupled", description="of drafts; only sampled text differs")
+    verification: Verification = Field("coupled", description="how drafts are verified; only sampled text differs")
     max_draft_tokens: int = Field(16, ge=1, le=127, description="the most tokens of a draft")
     corpus_tokens: int = Field(
         1 << 20,
@@ -353,7 +355,7 @@ class SpeculationOptions(Options):
     skip: Annotated[tuple[int, ...], Commas] = Field((), description="static only: sublayers the draft leaves out")
     static_choice: Choice = Field("full", description="static only: how the draft runs the others")
     gate: bool = Field(True, description="turn drafting off where it is measured not to pay")
-    optimise_share: float = Field(0.02, ge=0.0, le=1.0, description="of elapsed time, for plan search")
+    optimise_share: float = Field(0.02, ge=0.0, le=1.0, description="share of the time for plan searches")
     warm_start: str | None = Field(
         None, description="file of saved plans: what self-sd and knn-ssd draft by, and knapspec and auto begin with"
     )
@@ -444,7 +446,9 @@ class ParallelOptions(Options):
     labels: dict[str, str] = Field(default_factory=dict)
     topology: dict[str, Placement] | None = None
     cpus_per_shard: float = Field(1.0, ge=0.0, description="Ray CPUs reserved for a shard, and its torch threads")
-    gpus_per_shard: float | None = Field(None, ge=0.0, description="unset: one on CUDA; less than 1 shares a GPU")
+    gpus_per_shard: float | None = Field(
+        None, ge=0.0, description="GPUs of a shard; unset: one on CUDA; below 1: shared"
+    )
     data_plane: DataPlane = Field(
         "auto", description="hidden states in encrypted frames, or by NCCL (gloo on CPU); auto: NCCL between GPUs"
     )

@@ -64,7 +64,7 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
     id_column: str | None = Field(
         None, description="column of the row's id; unset: 'id', else file and row number; none: always the latter"
     )
-    limit: int | None = Field(None, ge=1, description="most rows to process, the first ones")
+    limit: int | None = Field(None, ge=1, description="process only the first rows, this many")
     sample: float | None = Field(None, ge=0, le=1, description="share of the rows to process, always the same ones")
     json_schema: str | None = Field(None, description="file with a JSON schema that every output must have")
     prompt_template: str | None = Field(

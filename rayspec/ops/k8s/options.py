@@ -43,7 +43,7 @@ class RenderOptions(Options):
     """
 
     kind: Kind = Field("job", description="a RayJob that summarizes, a RayService, or a RayCluster to work on")
-    model: str = Field(description="what the pods load: hub id, a folder in the pods, or 'demo'")
+    model: str = Field(description="model that the pods load: hub id, a folder in the pods, or 'demo'")
     sizes_from: str | None = Field(
         None, description="config.json that sizes are computed from; none: that of the model"
     )
@@ -55,19 +55,19 @@ class RenderOptions(Options):
         None, ge=1, description="GPUs that a pod may ask for; none: as gpus names nodes, as 2x8xH100, else 8"
     )
     stages: int | None = Field(
-        None, ge=1, description="pipeline stages; none: the fewest that fit, without tensor as rayspec plan has it"
+        None, ge=1, description="pipeline stages; unset: as rayspec plan recommends, or with tensor the fewest"
     )
     tensor: int | None = Field(
-        None, ge=1, description="GPUs that share each stage; none: 1, without stages as rayspec plan has it"
+        None, ge=1, description="GPUs that share each stage; unset: as rayspec plan recommends, or 1 with stages"
     )
     context: int | None = Field(None, ge=2, description=CONTEXT_HELP)
     concurrency: int = Field(32, ge=1, description="sequences at once, on these GPUs")
     quantization: Quantization | None = Field(None, description="quantization of the checkpoint, for its size")
     dtype: DType = Field("auto", description="data type of the weights")
     replicas: int | None = Field(
-        None, ge=1, description="copies of the model; none: 1, without a named layout as rayspec plan has it"
+        None, ge=1, description="copies of the model; unset: as rayspec plan recommends, or 1 with a named layout"
     )
-    max_replicas: int | None = Field(None, ge=1, description="copies that the autoscaler may go up to; none: as many")
+    max_replicas: int | None = Field(None, ge=1, description="most copies for the autoscaler; none: as many")
     name: str = Field("rayspec", description="name of the resource, and prefix of other names")
     namespace: str | None = Field(None, description="Kubernetes namespace; none: that of kubectl")
     image: str | None = Field(None, description="container image; none: rayspec:VERSION-cuda or -cpu")
@@ -75,14 +75,14 @@ class RenderOptions(Options):
     inputs: tuple[str, ...] = Field((), description="documents of a job: s3://, gs://, abfs://, or paths in the pods")
     output: str | None = Field(None, description="folder of a job's rows and report: a URI, or a path in the pods")
     long: Literal["fail", "truncate", "map-reduce", "refine"] = Field(
-        "fail", description="what a job does with documents beyond the context"
+        "fail", description="how a job treats documents longer than the context"
     )
     retries: int = Field(1, ge=0, description="how often a failed job starts again, on a new cluster")
     spot: bool = Field(False, description="workers on preemptible nodes, the head on others")
     node_selector: Annotated[dict[str, str], Pairs] = Field(
         default_factory=dict, description="node label of workers, LABEL=VALUE; repeatable; none: the GPU's product"
     )
-    gpu_resource: str = Field("nvidia.com/gpu", description="what the device plugin calls a GPU")
+    gpu_resource: str = Field("nvidia.com/gpu", description="name of a GPU for the device plugin")
     models_claim: str | None = Field(None, description="existing volume claim for models; none: a new one")
     storage_class: str | None = Field(None, description="storage class of a new claim; it must allow ReadWriteMany")
     hf_secret: str = Field("rayspec-hf-token", description="secret with the Hub's token under 'token', if there is one")
