@@ -115,9 +115,10 @@ def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
         near = difflib.get_close_matches(name, [*valid, *of_vllm], n=1)
         return f"unknown option {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid)}")
     if error["type"] == "missing":
-        remedy = (
-            "a folder, a name on the hub such as org/name, a GGUF file, or 'demo'" if name == "model" else "a value"
-        )
+        remedy = "a folder, a name on the hub such as org/name, a GGUF file, or 'demo'"
+        if name != "model":
+            field = options.model_fields.get(name)
+            remedy = (field and field.description) or "a value"
         return f"option {name!r} is missing: give it {remedy}"
     value, message = error["input"], plainly(str(error["msg"]))
     if isinstance(error.get("ctx", {}).get("error"), ConfigError):

@@ -25,7 +25,7 @@ BASELINE, HF = "ar", "hf"
 _PACKAGES = ("rayspec", "torch", "transformers", "ray", "numpy")
 _OF_PLANS = ("context", "predicted_tpt", "measured_tpt", "estimated_acceptance", "observed_acceptance", "num_tokens")
 _LEAST_S = 1e-9  # lower bound of divisors
-_NOTE = "tokens/s: decoding; all/s: with prompts"
+_NOTE = "tokens/s: decoding; all/s: with prompts; identical: texts that equal ar's (bfloat16 has near-ties)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -234,7 +234,7 @@ def run_selfcheck(*, device: str, dtype: DType, num_threads: int | None, quick: 
             status = "passed" if all(row["identical"] == row["total"] for row in numbers) else "failed"
             told = "; ".join(
                 f"{row['model']}, {'transformers generate' if row['strategy'] == HF else row['strategy']}: "
-                f"{row['identical']} of {row['total']} texts are plain's"
+                f"{row['identical']} of {row['total']} texts equal plain decoding"
                 for row in numbers
                 if row["strategy"] != BASELINE
             )

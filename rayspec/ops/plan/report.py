@@ -77,10 +77,12 @@ def plan_table(plan: Ranking) -> Group:
             *([f"{fastest.dollars(layout.num_gpus, options.price):.2f}"] if options.price else []),
         )
     is_published = options.acceptance == PUBLISHED_ACCEPTANCE
-    given = "as published for drafts like these (0.85 to 0.95): give --acceptance" if is_published else "as given"
+    given = (
+        "as published for drafts like these (0.85 to 0.95): --acceptance sets another" if is_published else "as given"
+    )
     certainty = (
-        f"how sure: not very: rooflines, {EFFICIENCY:.0%} of which is taken; engines reach 63% to 80%, so tokens/s may "
-        "be 12% lower or 11% higher; give --profile, a file that `rayspec profile` has saved on one such GPU"
+        f"how sure: not very: speeds are {EFFICIENCY:.0%} of the roofline; engines reach 63% to 80%, so tokens/s may "
+        "be 12% lower or 11% higher; better with --profile, a file that `rayspec profile` saves on one such GPU"
     )
     if plan.measured_on is not None:
         certainty = (
