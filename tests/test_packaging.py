@@ -60,6 +60,10 @@ def test_what_a_release_needs_is_there_and_names_things_that_exist() -> None:
     assert (targets, scripts) == ({"setup", "lint"}, [".ci/run", ".ci/release"])
     assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for target in targets)
     assert all(os.access(ROOT / script, os.X_OK) for script in scripts)
+    (included,) = re.findall(
+        r"sdist\]\ninclude = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert {"README.md", "CITATION.cff", ".ci", ".github"} <= set(re.findall(r'"(.+?)"', included))
 
 
 def test_an_interpreter_completes_the_public_names() -> None:
