@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
@@ -120,7 +120,7 @@ class Bundles:
         """Start the actor `kind(*arguments)` in the bundle of a stage. Ray does not restart it."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=stage)
         place = {"num_cpus": self._cpus, "num_gpus": self._gpus, "scheduling_strategy": strategy}
-        return _started(kind, arguments, name, place)
+        return start_process(kind, *arguments, name=name, **place)
 
     def close(self) -> None:
         """Remove the placement group, which ends all its actors."""
@@ -150,12 +150,8 @@ def _lives(name: str) -> bool:
     return True
 
 
-def start_beside(kind: type, *arguments: object, name: str) -> Process:
-    """Start the actor `kind(*arguments)` outside the bundles; it may compute next to nothing."""
-    return _started(kind, arguments, name, {"num_cpus": 0})
-
-
-def _started(kind: type, arguments: Sequence[object], name: str, place: Mapping[str, Any]) -> Process:
+def start_process(kind: type, *arguments: object, name: str, **place: Any) -> Process:
+    """Start the actor `kind(*arguments)`. place: Ray's options for where it runs."""
     options = {**place, "max_concurrency": _MAX_CONCURRENCY, "max_restarts": 0}
     return Process(name, ray.remote(kind).options(**options).remote(*arguments))
 

@@ -10,7 +10,7 @@ from rayspec.model.kv_cache import CacheSize
 from rayspec.pipeline.collective import Rendezvous, node_address
 from rayspec.pipeline.coordinator import Coordinator
 from rayspec.pipeline.endpoint import COORDINATOR, stage_name
-from rayspec.pipeline.placement import Bundles, Process, start_beside, wait_for
+from rayspec.pipeline.placement import Bundles, Process, start_process, wait_for
 from rayspec.pipeline.shard import Blueprint, Loaded, rank_name
 from rayspec.pipeline.transport import Secret
 from rayspec.planning.partition import Device, partition
@@ -74,7 +74,8 @@ class Replica:
     def start_coordinator(self) -> None:
         """Start a coordinator, which replaces the present one. Do not wait for it."""
         self.end_coordinator()
-        self.coordinator = start_beside(Coordinator, self.spans, self.secret, name=COORDINATOR)
+        # Outside the bundles: it computes next to nothing.
+        self.coordinator = start_process(Coordinator, self.spans, self.secret, name=COORDINATOR, num_cpus=0)
         self.coordinator.serve()
 
     def end_coordinator(self) -> None:

@@ -20,6 +20,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -303,16 +304,6 @@ class _SpanModel(nn.Module):
         self.layers = nn.ModuleList(layers)
 
 
-@dataclass(frozen=True, slots=True)
-class _ParallelUnit:
-    """Keeps DeepSpeed from making a group of its own, which would outlive the ranks."""
-
-    group: Any
-
-    def get_model_parallel_group(self) -> Any:
-        return self.group
-
-
 def _has_deepspeed() -> bool:
     try:
         importlib.import_module("deepspeed")
@@ -331,7 +322,9 @@ def _split_by_deepspeed(
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
     ranks = distributed.group.WORLD
-    sizes = {"tp_size": group.size, "tp_grain_size": 1, "tp_group": ranks, "mpu": _ParallelUnit(ranks)}
+    # With a unit, DeepSpeed makes no group of its own, which would outlive the ranks.
+    unit = SimpleNamespace(get_model_parallel_group=lambda: ranks)
+    sizes = {"tp_size": group.size, "tp_grain_size": 1, "tp_group": ranks, "mpu": unit}
     with redirect_stdout(io.StringIO()):  # DeepSpeed prints what it recognised
         deepspeed.init_inference(
             _SpanModel(config, layers),
