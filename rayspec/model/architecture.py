@@ -56,6 +56,8 @@ LAYOUTS = (
     NormLayout(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     # Llama, Qwen2, Qwen3, Mistral, Phi3, GLM, SmolLM3, Granite, Qwen3-MoE, Mixtral
     NormLayout("input_layernorm", None, "post_attention_layernorm", None),
+    # HyperCLOVA X, whose norms after sublayers may be absent
+    NormLayout("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
     # VaultGemma
     NormLayout("input_layernorm", None, "pre_feedforward_layernorm", None),
     # Apertus
@@ -159,7 +161,7 @@ def outline(model: PreTrainedModel, *, layers: range | None = None) -> Decomposi
         raise UnsupportedModelError(f"{config.model_type}: layers share keys and values, so they cannot be skipped")
     trunk, all_layers = trunk_and_layers(model)
     numbers = range(len(all_layers)) if layers is None else layers
-    norms = {name for name, _ in all_layers[numbers[0]].named_children() if name.endswith("norm")}
+    norms = {name for name, _ in all_layers[numbers[0]].named_children() if name.rstrip("12").endswith("norm")}
     layout = next((layout for layout in LAYOUTS if set(filter(None, layout)) == norms), None)
     if layout is None:
         raise UnsupportedModelError(f"{config.model_type}: unknown arrangement of norms {sorted(norms)}")
