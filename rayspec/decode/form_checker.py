@@ -42,9 +42,10 @@ class FormChecker:
 
     def grammar(self, form: Mapping[str, Any], most_s: int = MOST_S) -> tuple[str, int]:
         """Return a form as llguidance reads it, and about how many bytes it takes when it is compiled. form: the fields
-        of StructuredOutputsParams. Raises ValueError for a form that cannot be compiled, within limits of time, memory
-        and depth; its message begins with the place of the problem in a JSON schema, as ".properties.age: ". Raises
-        TimeoutError for a form that may take longer than `most_s`, of at most `MOST_S`."""
+        of StructuredOutputsParams, and the `marks` of `_after_reasoning`. Raises ValueError for a form that cannot be
+        compiled, within limits of time, memory and depth; its message begins with the place of the problem in a JSON
+        schema, as ".properties.age: ". Raises TimeoutError for a form that may take longer than `most_s`, of at most
+        `MOST_S`."""
         process: subprocess.Popen[bytes] | None = getattr(self._own, "process", None)
         if process is None or process.poll() is not None:
             program = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
@@ -135,7 +136,7 @@ def _compile(form: dict[str, Any], results: int) -> None:
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        grammar = _after_reasoning(_grammar_of(form), form["reasoning"])
+        grammar = _after_reasoning(_grammar_of(form), form["reasoning"], form["marks"])
         matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=parser_limits())
         problem = problem_of(matcher)
     except MemoryError:
@@ -169,15 +170,22 @@ def _grammar_of(form: dict[str, Any]) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides=_ONE_LINE if form["disable_any_whitespace"] else space)
 
 
-def _after_reasoning(grammar: str, reasoning: str | None) -> str:
-    """Return the grammar of reasoning and then the form. reasoning: as in StructuredOutputsParams."""
+def _after_reasoning(grammar: str, reasoning: str | None, marks: Mapping[str, int]) -> str:
+    """Return the grammar of reasoning and then the form. reasoning: as in StructuredOutputsParams. marks: the tokens
+    <think> and </think> where the tokenizer has them, which are no text for llguidance; they may be spelled, too."""
     if reasoning is None:
         return grammar
     (form,) = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
-    begin = "think SPACE" if reasoning == "inside" else '("<think>" think SPACE)?'
-    rules = r'think[suffix="</think>"]: /(.|\n)*/', r"SPACE: /[ \t\r\n]{0,8}/"
-    rest = "\n".join((f"start: {begin} @form", *rules))
-    return json.dumps({"grammars": [{"lark_grammar": rest}, {**form, "name": "form"}]})
+    begin = f'("<think>" | <[{marks["<think>"]}]>)' if "<think>" in marks else '"<think>"'
+    end = f" | TEXT <[{marks['</think>']}]>" if "</think>" in marks else ""
+    thought = f"(spelled{end}) SPACE"
+    rules = (
+        f"start: {thought} @form" if reasoning == "inside" else f"start: ({begin} {thought})? @form",
+        r'spelled[suffix="</think>"]: /(.|\n)*/',
+        r"TEXT: /(.|\n)*/",
+        r"SPACE: /[ \t\r\n]{0,8}/",
+    )
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, {**form, "name": "form"}]})
 
 
 def _place_of(schema: Mapping[str, Any], problem: str) -> str:

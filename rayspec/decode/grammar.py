@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rayspec.decode.form_checker import MOST_S, QUICK_S, FormChecker, parser_limits, problem_of, without_state
 from rayspec.errors import ConfigError, GrammarError, naming_the_extra
-from rayspec.structured import FORMS, StructuredOutputsParams
+from rayspec.structured import END_OF_THINK, FORMS, THINK, StructuredOutputsParams
 
 if TYPE_CHECKING:  # an extra
     from llguidance import LLMatcher, LLTokenizer
@@ -100,6 +100,7 @@ class Grammars:
         self._wishes: dict[StructuredOutputsParams, list[Callable[[], bool]]] = {}  # of forms that wait
         self._checker = FormChecker()
         self._tokenizer: LLTokenizer | None = None
+        self._marks: dict[str, int] = {}  # the tokens around reasoning, once there is a tokenizer
         self._lock, self._tokenizer_lock = threading.Lock(), threading.Lock()
         self._threads, self._patient = _FairThreads(_NUM_THREADS), _FairThreads(1)
         self._patience_s = patience_s
@@ -159,7 +160,7 @@ class Grammars:
                 from llguidance import LLMatcher  # noqa: PLC0415
 
             tokenizer = self._own_tokenizer()
-            grammar, num_bytes = self._checker.grammar(dataclasses.asdict(form), most_s)
+            grammar, num_bytes = self._checker.grammar({**dataclasses.asdict(form), "marks": self._marks}, most_s)
             matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
         except TimeoutError:
             raise
@@ -198,6 +199,8 @@ class Grammars:
                 tokenizer = self._load()
                 if not isinstance(tokenizer, PreTrainedTokenizerFast):
                     raise ConfigError("the engine has no fast tokenizer, which a form of the output needs")
+                added = tokenizer.added_tokens_decoder.items()
+                self._marks = {str(token): at for at, token in added if str(token) in (THINK, END_OF_THINK)}
                 num_tokens = max(self._vocab_size, len(tokenizer))
                 eos = [token for token in self._eos_token_ids if 0 <= token < num_tokens]
                 self._tokenizer = from_tokenizer(tokenizer, n_vocab=num_tokens, eos_token=eos or None)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from functools import cache, partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -25,6 +26,7 @@ from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import RandomPlans, engine_with
 from tests.exhaustive import few_of
 from tests.schemas import KEYWORDS, NESTED, PERSON, PUBLISHED, random_schema
+from tests.tool_templates import tokenizer_with
 from tests.waiting import wait_until
 
 DOUBLING = {str(at): {"allOf": 2 * [{"$ref": f"#/$defs/{at + 1}"}]} for at in range(24)} | {"24": {"pattern": "^a+$"}}
@@ -232,6 +234,35 @@ def test_reasoning_comes_before_a_form(form: dict[str, Any]) -> None:
         assert bool(constraint.error) == (ends is None), text
         if ends is not None:
             assert (_bits(constraint, ()) == {EOS}) == ends, text
+
+
+def test_a_model_thinks_in_tokens_of_its_own_and_then_has_its_form(tmp_path: Path) -> None:
+    """As models do that have learned to. This one ends a thought by chance."""
+    folder = tokenizer_with("", tmp_path, special="</think>")
+    content = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    (mark,) = (one for one in content["added_tokens"] if one["content"] == "</think>")
+    mark["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    params = [
+        _params(schema, temperature=0.8, disable_any_whitespace=True).replace(
+            logit_bias={mark["id"]: 9}, max_tokens=160
+        )
+        for schema in SCHEMAS[2:8]
+    ]
+    prompts, found = [f"The report {number}<think>\n" for number in range(len(params))], []
+    for strategy in ("ar", "auto"):
+        speculation = {"strategy": strategy, **STRATEGIES.get(strategy, {})}
+        with LLM("demo", tokenizer=folder, reasoning_parser="qwen3", speculation=speculation, **OPTIONS) as llm:
+            found.append(_texts(llm.generate(prompts, params, use_tqdm=False)))
+            num_forced = llm.stats.accepted_by_source.get("form", 0)
+        assert strategy == "ar" or num_forced > 0
+    assert found[0] == found[1]
+    whole = [text.split("</think>") for text, reason in found[0] if reason == "stop"]
+    assert len(whole) > 1
+    assert any(thought.strip() for thought, _ in whole), whole
+    for (text, reason), schema in zip(found[0], SCHEMAS[2:8], strict=True):
+        if reason == "stop":
+            jsonschema.validate(json.loads(text.split("</think>")[1]), schema, cls=jsonschema.Draft202012Validator)
 
 
 @pytest.mark.parametrize("strategy", ["ar", "auto"])
@@ -481,7 +512,7 @@ def test_drafts_whose_masks_are_late_are_dropped(
 def test_a_grammar_that_becomes_too_hard_fails_its_request_alone(llm: LLM) -> None:
     hard = "start: " + " | ".join(f'"a{number}"' for number in range(20_000))
     forms: list[dict[str, Any]] = [{"grammar": hard}, {"regex": "((ab){400}c){400}"}, {"choice": ["ab"]}]
-    params = [SamplingParams(temperature=0, max_tokens=300, structured_outputs=one) for one in forms]
+    params = [SamplingParams(temperature=0, max_tokens=160, structured_outputs=one) for one in forms]
     failed, slow, other = llm.generate(["x"] * 3, params, use_tqdm=False)
     assert isinstance(failed.error, GrammarError)
     assert "max is" in str(failed.error)
