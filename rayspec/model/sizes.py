@@ -130,7 +130,7 @@ def model_sizes(
     if parts is None:
         try:
             chain = layer_chain(model)
-            why_whole = chain.why_whole
+            why_whole = chain.why_whole or "its layers do not split into attention and MLP sublayers"
         except UnsupportedModelError as error:
             why_whole = str(error)
     calls = _keys_and_values(model, parts, layers, text) if chain is None else [()] * len(layers)

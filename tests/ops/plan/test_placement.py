@@ -152,7 +152,7 @@ def test_recurrent_state_counts_for_each_sequence(family: str, run: Any, tmp_pat
     config = every_type.config_of(family)
     layers = model_sizes(config, dtype=torch.float32).layers
     asked = {"context": 100, "concurrency": 7, "dtype": "float32"}
-    found = placed(config, "2xL4", stages=2, **asked)
+    found = placed(config, "2xL4", **asked)
     for stage in found.stages:
         own = [layers[number] for number in stage.layers]
         assert stage.kv_bytes == sum(7 * (layer.state_bytes + 100 * layer.kv_bytes_per_token) for layer in own) > 0
