@@ -267,7 +267,7 @@ class Gated:
         ways = {PLAIN: Proposed(self._no_draft, plain_rate)}
         own = self._strategy.choose(state)
         self._has_drafted = self._has_drafted or own.plan.drafts
-        if self._has_drafted:
+        if self._has_drafted and self._may_pay(own.plan, state, plain_rate):
             ways[STRATEGY] = Proposed(own.plan, plain_rate * max(self._gain, 1.0))
         taken = self._gate.choose(state, ways)
         return replace(taken, keep_drafting=own.keep_drafting, capture=own.capture and self._may_search)
@@ -293,6 +293,12 @@ class Gated:
             self._gain = record.predicted_tpt / record.plain_tpt
         self._searching_s += self._clock() - started
         return record
+
+    def _may_pay(self, plan: Plan, state: BatchState, plain_rate: float) -> bool:
+        """Whether copies would be faster than plain decoding if all were right. If not, they get no trial either."""
+        num_tokens = state.batch * (1 + plan.num_lookup_tokens)
+        verify_s = self._latency.verify_s(rows=num_tokens, context=state.context, batch=state.batch)
+        return plan.num_lookup_tokens == 0 or plan.num_draft_tokens > 0 or num_tokens > plain_rate * verify_s
 
     @property
     def _may_search(self) -> bool:

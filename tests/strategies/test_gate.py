@@ -12,7 +12,7 @@ from rayspec.choices import FULL, SKIP
 from rayspec.decode.search import Values
 from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.decode.work import RoundResult
-from rayspec.strategies.fixed import FixedPlan
+from rayspec.strategies.fixed import FixedPlan, lookup_plan
 from rayspec.strategies.gate import PLAIN, Gate, Gated, Proposed
 from rayspec.types import Plan, no_draft
 from tests.exhaustive import few_of
@@ -274,3 +274,17 @@ def test_rounds_in_which_nobody_may_draft_say_nothing() -> None:
     for _ in range(100):
         gated.observe(state(), gated.choose(state()), nothing, 1, 50.0)
     assert gated.status == status
+
+
+@pytest.mark.parametrize(("row_s", "is_tried"), [(1.2, False), (0.1, True)])  # of a sublayer that takes 1 s for a row
+def test_copies_that_could_not_pay_if_all_were_right_are_not_tried(row_s: float, is_tried: bool) -> None:
+    gated = Gated(FixedPlan(lookup_plan(4, 10)), latency_model(2, row_s=row_s))
+    drafted: list[bool] = []
+
+    def seconds(plan: Plan) -> float:
+        drafted.append(plan.drafts)
+        return 1.0
+
+    for _ in range(40):
+        run_round(gated, ASKER, seconds=seconds)
+    assert any(drafted) == is_tried
