@@ -31,7 +31,8 @@ BASEMENT = frozenset(
 )
 PLANNING = BASEMENT | {"rayspec.planning"}
 MODEL = PLANNING | {"rayspec.model"}
-DECODE = MODEL | {"rayspec.decode"}
+FORMS = BASEMENT | {"rayspec.forms"}
+DECODE = MODEL | FORMS | {"rayspec.decode"}
 STRATEGIES = DECODE | {"rayspec.strategies"}
 RAY_SESSION = BASEMENT | {"rayspec.ray_session"}
 PIPELINE = STRATEGIES | {"rayspec.pipeline"}
@@ -60,6 +61,7 @@ FLOORS = (
     Floor(name="rayspec.generation", below=BASEMENT, only=frozenset({"pydantic"})),
     Floor(name="rayspec.planning", below=PLANNING, only=frozenset({"msgspec", "numpy", "scipy", "typing_extensions"})),
     Floor(name="rayspec.model", below=MODEL, without=NO_RAY),
+    Floor(name="rayspec.forms", below=FORMS, without=NO_RAY),
     Floor(name="rayspec.decode", below=DECODE, without=NO_RAY),
     Floor(name="rayspec.strategies", below=STRATEGIES, without=NO_RAY),
     # The documents of the demo are plain Python; what makes and changes the model needs torch.

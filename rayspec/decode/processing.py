@@ -15,9 +15,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rayspec.decode.grammar import Constraint
 from rayspec.decode.runner import integers
 from rayspec.decode.work import SamplerSpec
+from rayspec.forms.grammar import Constraint
 from rayspec.generation import DecodingParams
 from rayspec.types import InvalidTokenError
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from rayspec.config import Verification
 from rayspec.decode.drafting.lookup import LookupIndex
-from rayspec.decode.grammar import Grammars
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.runner import Stopwatch, integers, queued_s, seconds
 from rayspec.decode.sampling import Drafts, Noise, Rows, draft_tokens, finite_rows, tokens_after, top_logprobs
@@ -44,6 +43,7 @@ from rayspec.decode.work import (
     Work,
     num_rows,
 )
+from rayspec.forms.grammar import Grammars
 from rayspec.planning.lookup import DraftUntilFound
 from rayspec.types import Logprob
 

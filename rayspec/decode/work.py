@@ -15,7 +15,7 @@ import msgspec
 
 from rayspec.choices import SKIP, Choices
 from rayspec.decode.drafting.lookup import LookupIndex
-from rayspec.decode.grammar import Constraint
+from rayspec.forms.grammar import Constraint
 from rayspec.generation import DecodingParams
 from rayspec.model.rows import RowSpan, Runs
 from rayspec.types import Logprob, Plan, RayspecError

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rayspec.choices import Choice
 from rayspec.config import EngineConfig, ParallelOptions
-from rayspec.decode.grammar import Grammars
 from rayspec.decode.loading import (
     affordable_slots,
     choices_here,
@@ -33,6 +32,7 @@ from rayspec.decode.search import PlanSearch
 from rayspec.decode.stages import SpanRunner, out_of_memory
 from rayspec.decode.work import Pass, Prefill, Result, TapsGoneError
 from rayspec.errors import TransportError
+from rayspec.forms.grammar import Grammars
 from rayspec.model.architecture import decompose
 from rayspec.model.generation_config import eos_token_ids
 from rayspec.model.kv_cache import CacheSize

@@ -18,8 +18,8 @@ import pytest
 from rayspec import LLM, SamplingParams, StructuredOutputsParams
 from rayspec.decode.drafting.proposer import _FORCING
 from rayspec.decode.engine import Engine
-from rayspec.decode.grammar import _MAX_KEPT, Constraint, Grammars
 from rayspec.errors import ConfigError, GrammarError
+from rayspec.forms.grammar import _MAX_KEPT, Constraint, Grammars
 from rayspec.types import Request, RequestOutput
 from tests.decode.test_losslessness import LookingUp
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
@@ -382,7 +382,7 @@ def _await(event: threading.Event) -> None:
 
 
 def test_owners_have_their_forms_compiled_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayspec.decode.grammar._NUM_THREADS", 1)
+    monkeypatch.setattr("rayspec.forms.grammar._NUM_THREADS", 1)
     grammars, event, order = _grammars(), threading.Event(), list[str]()
     grammars._threads.submit("", partial(_await, event))
     futures = []
@@ -406,7 +406,7 @@ def test_a_form_that_takes_long_does_not_hold_up_others() -> None:
 
 
 def test_large_compiled_forms_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayspec.decode.grammar._MAX_KEPT_BYTES", 1 << 20)
+    monkeypatch.setattr("rayspec.forms.grammar._MAX_KEPT_BYTES", 1 << 20)
     grammars = _grammars()
     gone = [
         weakref.ref(grammars.compiled(StructuredOutputsParams(choice=[f"{at}{number}" for number in range(10_000)])))

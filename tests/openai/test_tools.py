@@ -12,8 +12,8 @@ import openai.types.chat as official
 import pytest
 
 from rayspec import LLM
-from rayspec.decode.grammar import Grammars
 from rayspec.errors import RequestError
+from rayspec.forms.grammar import Grammars
 from rayspec.llm import AsyncEngine
 from rayspec.openai.batch import BatchLine, read_batch
 from rayspec.openai.batch import answer as answer_line

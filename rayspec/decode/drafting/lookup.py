@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.decode.grammar import Constraint
+from rayspec.forms.grammar import Constraint
 from rayspec.planning.lookup import AMBIGUOUS, OWN_TEXT, SINGLE, UNANIMOUS, match_classes
 
 _MAX_PLACES = 8  # the latest occurrences of an n-gram, which are compared

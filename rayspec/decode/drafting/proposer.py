@@ -16,9 +16,9 @@ from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.corpus import Corpus, OwnedText, index_of
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal, newest_of
 from rayspec.decode.drafting.recycle import NUM_SUCCESSORS, Likeliest, Successors
-from rayspec.decode.grammar import Constraint
 from rayspec.decode.requests import SequenceState
 from rayspec.decode.work import Draft, RoundEntry
+from rayspec.forms.grammar import Constraint
 from rayspec.planning.lookup import FORCED, LookupRecord, source_of, survival
 
 _NGRAM = 3  # tokens that must match where a draft is looked up

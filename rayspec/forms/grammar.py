@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rayspec.decode.form_checker import MOST_S, QUICK_S, FormChecker, parser_limits, problem_of, without_state
 from rayspec.errors import ConfigError, GrammarError, naming_the_extra
+from rayspec.forms.checker import MOST_S, QUICK_S, FormChecker, parser_limits, problem_of, without_state
 from rayspec.structured import END_OF_THINK, FORMS, THINK, StructuredOutputsParams
 
 if TYPE_CHECKING:  # an extra
