@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
