@@ -132,9 +132,8 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()  # of the delivery thread
         self._deliverer = threading.Thread(target=self._deliver_all, name="rayspec-delivery", daemon=True)
-        self._large_outputs = ThreadPoolExecutor(
-            1, "rayspec-large-outputs"
-        )  # which would hold up the delivery of others
+        # Large outputs would hold up the delivery of others.
+        self._large_outputs = ThreadPoolExecutor(1, "rayspec-large-outputs")
 
     @property
     def num_wanted(self) -> int:
