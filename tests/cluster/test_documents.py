@@ -41,7 +41,7 @@ def source() -> str:
 
 @cache
 def words() -> set[str]:
-    return set(re.findall(r"\w+", source()))
+    return set(re.findall(r"\w+", source() + (ROOT / "rayspec" / "vllm_names.json").read_text(encoding="utf-8")))
 
 
 @cache
@@ -145,10 +145,9 @@ def test_texts_are_said_by_the_source(heading: str) -> None:
 
 
 def test_kinds_of_error_rows_are_those_of_the_errors() -> None:
-    kinds = set(re.findall(r'^    kind = "(\w+)"', source(), re.MULTILINE))
     named = {kind for cells in _KIND_ROW.findall(section(TROUBLES, "A job")) for kind in inline(cells)}
     assert len(named) > 12
-    assert named <= kinds
+    assert named <= set(messages().splitlines())
 
 
 def test_codes_of_the_endpoint_are_its_own() -> None:
