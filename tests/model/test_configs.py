@@ -56,5 +56,6 @@ def test_a_config_with_its_own_code_is_not_refused_by_its_type(tmp_path: Path) -
 def test_a_model_that_does_not_split_is_not_cut_into_stages(family: str, tmp_path: Path) -> None:
     build(family).save_pretrained(tmp_path)
     config = EngineConfig(model=str(tmp_path), device="cpu", max_model_len=128, parallel=ParallelOptions(stages=2))
-    with pytest.raises(UnsupportedModelError, match=f"{family}: .*does not split .* remove option 'parallel'"):  # before Ray starts
+    match = f"{family}: .*does not split .* remove option 'parallel'"
+    with pytest.raises(UnsupportedModelError, match=match):  # before Ray starts
         load_pipeline(config, with_tokenizer=False)
