@@ -99,13 +99,11 @@ class Auto:
         complete the draft: those that followed the drafted tokens earlier in the text."""
         if not taken.plan.num_draft_tokens:
             return None
-        # The rule compares with predicted seconds. Where the machine is slower than predicted, it is so for all ways.
-        pace = self._gate.factor(PLAIN)
-        rate, plain_rate = (self._gate.rate(way, taken.rates) / pace for way in (taken.way, PLAIN))
+        rate, plain_rate = (self._gate.rate(way, taken.rates) for way in (taken.way, PLAIN))
         worth = self._knapspec.keep_drafting(state, max(rate, plain_rate))
         if worth is None or not self._looks_up:
             return worth
-        best = max(self._gate.rate(way, taken.rates) for way in taken.rates) / pace
+        best = max(self._gate.rate(way, taken.rates) for way in taken.rates)
         return DraftUntilFound(
             worth=worth,
             by_class=tuple(state.by_class()),

@@ -61,6 +61,7 @@ _MAX_HALVINGS = 5  # of the budget, after searches in vain
 # Acceptance of drafts that run all sublayers by a copy of these weights, until anything is known of the model.
 _COPIES: Mapping[Weights, float] = {"int4": 0.95, "int8": 0.99}
 
+_HALF_LIFE = 16.0  # rounds after which the seconds of a round's draft steps count half
 _CONTEXT_GRID = 64  # tokens; predicted rates are cached in steps of this many, since they change little between
 
 
@@ -112,6 +113,7 @@ class KnapSpec:
         self._correction = Correction(prior_offset=FIRST_OFFSET)
         self._calibration = Calibration()
         self._stops = StopRecord()
+        self._slowness = Discounted(_HALF_LIFE, prior=1.0)  # measured over predicted seconds of draft steps
         # Searches.
         self._trigger = trigger or Trigger()
         self._rounds_to_price = 0
@@ -148,8 +150,7 @@ class KnapSpec:
 
     def keep_drafting(self, state: BatchState, rate: float) -> DraftWhileWorth | None:
         """Return the rule to draft while the next token is expected to gain more than its time costs; None without a
-        plan. rate: expected tokens per second of the round, over the batch, on a machine as fast as the latency model
-        says."""
+        plan. rate: expected tokens per second of the round, over the batch."""
         candidate = self._in_use
         if candidate is None:
             return None
@@ -159,8 +160,8 @@ class KnapSpec:
             curve=self._calibration.curve(usual),
             usual=usual,
             rate=rate,
-            step_s=self._latency.draft_step_s(self.plan.choices, context=context, batch=batch),
-            row_s=self._latency.row_s(context=context, batch=batch),
+            step_s=self._latency.draft_step_s(self.plan.choices, context=context, batch=batch) * self._slowness.value,
+            row_s=self._latency.row_s(context=context, batch=batch) * self._slowness.value,
         )
 
     def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
@@ -178,6 +179,9 @@ class KnapSpec:
             ended = tested == len(one.token_ids) < plan.num_draft_tokens
             self._stops.observe(num_accepted=accepted, num_tested=tested, ended=ended)
         candidate = self._in_use
+        if result.num_draft_steps:
+            step_s = self._latency.draft_step_s(plan.choices, context=state.context, batch=state.batch)
+            self._slowness.observe(result.draft_s, result.num_draft_steps * step_s, age=1)
         if num_tested and candidate is not None:
             self._calibration.observe(confidences, outcomes)
             self._correction.observe(candidate.estimate, num_accepted=num_accepted, num_tested=num_tested)

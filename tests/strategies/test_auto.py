@@ -211,14 +211,10 @@ def test_drafts_are_as_long_on_a_machine_that_is_faster_or_slower_than_its_profi
             found.append(length := len(confidences))
             committed = [Committed([1] * (length + 1), (), True)]
             one = Draft([1] * length, confidences)
-            seconds = slowness * (length * latency.draft_step_s(chosen.plan.choices, context=1024, batch=1) + 9e-3)
-            auto.observe(
-                _batch_state(),
-                chosen,
-                RoundResult(committed, [one], [length], length, 0.0, seconds),
-                length + 1,
-                seconds,
-            )
+            draft_s = slowness * length * latency.draft_step_s(chosen.plan.choices, context=1024, batch=1)
+            verify_s = slowness * 9e-3
+            result = RoundResult(committed, [one], [length], length, draft_s, verify_s)
+            auto.observe(_batch_state(), chosen, result, length + 1, draft_s + verify_s)
         return found
 
     assert len(lengths(1.0)) > 20
