@@ -152,7 +152,7 @@ def test_errors_of_loading_are_the_users_and_after_shutdown_nothing_is_left() ->
     with pytest.raises(ConfigError, match="has been shut down"):
         llm.generate("a")
     with pytest.raises(EngineDeadError, match="it was stopped"):
-        llm.client.submit_all([])
+        llm.client.submit_all([Request(request_id="a", prompt="a", params=SamplingParams())])
     wait_until(lambda: Counter(engine_processes()) == before)
 
 
