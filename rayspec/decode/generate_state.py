@@ -26,7 +26,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 from rayspec.decode.lockstep import Lockstep, step_rows, stepping
 from rayspec.model.architecture import max_positions
-from rayspec.model.layer_chain import cached_bytes
+from rayspec.model.layer_bytes import cached_bytes
 from rayspec.model.load_check import boundaries
 from rayspec.model.weights import in_one_line
 from rayspec.planning.latency import HEAD, Curve, LatencyModel, Measurement

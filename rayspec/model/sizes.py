@@ -15,7 +15,7 @@ from rayspec.choices import Weights
 from rayspec.model.architecture import attention_calls, outline
 from rayspec.model.fused import matrices_of
 from rayspec.model.kv_cache import LayerShape, bytes_per_slot
-from rayspec.model.layer_chain import decoder_layers, layer_chain
+from rayspec.model.layer_bytes import decoder_layers, layer_bytes
 from rayspec.model.matrices import num_bytes
 from rayspec.model.sublayers import Decomposition, Sublayer, window_of
 from rayspec.model.weights import in_one_line
@@ -126,14 +126,14 @@ def model_sizes(
         raise ConfigError(f"option 'tensor' is {tensor}: it must divide the model's {num_heads} attention heads")
     model, parts = _meta_model(config, dtype)
     layers = decoder_layers(model, config)
-    chain, why_whole = None, ""
+    kept, why_whole = None, ""
     if parts is None:
         try:
-            chain = layer_chain(model)
-            why_whole = chain.why_whole or "its layers do not split into attention and MLP sublayers"
+            kept = layer_bytes(model)
+            why_whole = "its layers do not split into attention and MLP sublayers"
         except UnsupportedModelError as error:
             why_whole = str(error)
-    calls = _keys_and_values(model, parts, layers, text) if chain is None else [()] * len(layers)
+    calls = _keys_and_values(model, parts, layers, text) if kept is None else [()] * len(layers)
     head = list(model.get_output_embeddings().parameters())
     known = {id(parameter) for parameter in (*layers.parameters(), *head)}
     tied = any(parameter is model.get_input_embeddings().weight for parameter in head)
@@ -160,9 +160,9 @@ def model_sizes(
                     [LayerShape(math.ceil(call.num_heads / tensor), call.key_dim, call.value_dim) for call in own],
                     dtype,
                 )
-                if chain is None
-                else chain.token_bytes[number],
-                state_bytes=2 * chain.state_bytes[number] if chain is not None else 0,
+                if kept is None
+                else kept[number][0],
+                state_bytes=2 * kept[number][1] if kept is not None else 0,
                 window=window_of(getattr(layer, "self_attn", None), text),
             )
         )

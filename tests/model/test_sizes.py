@@ -5,7 +5,7 @@ from transformers import AutoConfig, Gemma3Config
 from rayspec.decode.generate_state import GenerateState, cache_bytes
 from rayspec.model.fused import FusedLayer, fuse
 from rayspec.model.kv_cache import bytes_per_slot
-from rayspec.model.layer_chain import cached_bytes
+from rayspec.model.layer_bytes import cached_bytes
 from rayspec.model.matrices import QUANTISED, LinearMap
 from rayspec.model.sizes import model_sizes, quantised_bytes
 from rayspec.model.weights import read_config
