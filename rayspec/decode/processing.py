@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
 import msgspec
 import torch
@@ -177,6 +177,11 @@ class TokenSampler:
         has_sequences = bool(self.biased or self.bad_words or self.ngrams)
         return self.params.has_penalties or has_sequences or self.constraint is not None
 
+    @cached_property
+    def reads_depth(self) -> bool:
+        """Whether a change depends on the number or on the values of the tokens before a row."""
+        return self.reads_history or not self.changes.isdisjoint(_DUE)
+
     @property
     def is_argmax(self) -> bool:
         """Whether this and all later tokens are the argmax of the raw logits. May become true after `min_tokens`."""
@@ -253,13 +258,31 @@ def process(scores: Tensor, rows: Sequence[LogitRow]) -> Tensor:
     occurs. With top_p the host synchronises once with the device. Raises InvalidTokenError for a token in `before` that
     a penalty cannot count.
     """
-    asked = frozenset[_Change]().union(*(row.sampler.changes for row in rows))
+    return changed(scores, changes_of(rows, len(scores), scores.device))
+
+
+def changes_of(rows: Sequence[LogitRow], num_rows: int, device: torch.device) -> list[RowsChange]:
+    """Return what `process` does with these rows of scores [num_rows, V]."""
+    asked, changes = frozenset[_Change]().union(*(row.sampler.changes for row in rows)), list[RowsChange]()
     for change in _CHANGES:
         is_due = _DUE.get(change)
         if change in asked and (
-            changed := [row for row in rows if change in row.sampler.changes and (is_due is None or is_due(row))]
+            due := [row for row in rows if change in row.sampler.changes and (is_due is None or is_due(row))]
         ):
-            _apply(change, scores, changed)
+            where = [row.at for row in due]
+            changes.append((change, due, None if where == list(range(num_rows)) else integers(where, device)))
+    return changes
+
+
+def changed(scores: Tensor, changes: Sequence[RowsChange]) -> Tensor:
+    """Apply the changes in place, and return `scores`."""
+    for change, rows, where in changes:
+        if where is None:
+            change(scores, rows)
+        else:
+            part = scores[where]
+            change(part, rows)
+            scores.index_copy_(0, where, part)
     return scores
 
 
@@ -271,17 +294,7 @@ def check_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None
 
 
 _Change = Callable[[Tensor, Sequence[LogitRow]], None]  # changes scores [n, V] in place
-
-
-def _apply(change: _Change, scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    where = [row.at for row in rows]
-    if where == list(range(len(scores))):
-        change(scores, rows)
-        return
-    index = integers(where, scores.device)
-    part = scores[index]
-    change(part, rows)
-    scores.index_copy_(0, index, part)
+RowsChange = tuple[_Change, Sequence[LogitRow], Tensor | None]  # with the rows, and where they are if not in order
 
 
 def _leave_allowed(scores: Tensor, rows: Sequence[LogitRow]) -> None:
@@ -371,7 +384,7 @@ def _force(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 
 def _scale(scores: Tensor, rows: Sequence[LogitRow]) -> None:
     """Divide by the temperature, after a shift to a maximum of 0 so that no temperature causes an overflow."""
-    scores.sub_(scores.amax(1, keepdim=True)).div_(_column([row.params.temperature for row in rows], scores))
+    scores.sub_(scores.amax(1, keepdim=True)).div_(_column([row.sampler.params.temperature for row in rows], scores))
 
 
 def _cut_to_min_p(scores: Tensor, rows: Sequence[LogitRow]) -> None:
@@ -444,7 +457,13 @@ _DUE: Mapping[_Change, Callable[[LogitRow], bool]] = {
 
 
 def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.tensor(values, dtype=dtype).unsqueeze(1).to(like.device, non_blocking=True)
+    return _kept_column(tuple(values), dtype, like.device)
+
+
+@lru_cache(maxsize=64)
+def _kept_column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the values as [n, 1]. A batch asks for the same values in each step, so it copies them once."""
+    return torch.tensor(values, dtype=dtype).unsqueeze(1).to(device, non_blocking=True)
 
 
 def _places(

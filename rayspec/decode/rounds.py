@@ -23,7 +23,7 @@ from rayspec.config import Verification
 from rayspec.decode.drafting.lookup import LookupIndex
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.runner import Stopwatch, integers, queued_s, seconds
-from rayspec.decode.sampling import Drafts, Noise, Rows, draft_tokens, finite_rows, tokens_after, top_logprobs
+from rayspec.decode.sampling import Drafts, Noise, PlainSteps, Rows, draft_tokens, finite_rows, top_logprobs
 from rayspec.decode.verify import Verdict, verify_coupled, verify_rejection
 from rayspec.decode.work import (
     Chunk,
@@ -306,7 +306,7 @@ def _steps(work: Round, head: Head, samplers: Sequence[TokenSampler]) -> Generat
     """Decode several tokens of each entry without a draft. Their passes follow one another on the device, and the host
     looks once, at the end: so it prepares each pass while the device runs the one before."""
     started = head.stopwatch.mark()
-    drawn, noise = [], Noise(samplers, work.num_steps)
+    drawn, steps = [], PlainSteps(samplers, Noise(samplers, work.num_steps))
     for ahead in range(work.num_steps):
         step = Pass(
             round_id=work.id,
@@ -314,7 +314,7 @@ def _steps(work: Round, head: Head, samplers: Sequence[TokenSampler]) -> Generat
             rows=[entry.rows(entry.length - 1 + ahead, 1) for entry in work.entries],
         )
         logits = head.logits((yield step))
-        head.drawn = tokens_after(logits, [Rows(one, at, [0] * ahead) for at, one in enumerate(samplers)], noise)
+        head.drawn = steps.tokens(logits, ahead)
         drawn.append(torch.stack((head.drawn, finite_rows(logits))))
     verdicts = []
     for tokens, finite in torch.stack(drawn, -1).transpose(0, 1).tolist():

@@ -4,9 +4,10 @@ The coupled rule: the token at a position is argmax(processed logits + Gumbel(se
 softmax(processed logits), and a pure function of the committed tokens and the seed (Gumbel-max trick).
 
 The noise is counter-based: every number is a pure function of (seed, position, stream), on any device, in any batch.
-Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11; constants and known answers from
-Random123). The seed is the key; the counter is (block, position, origin, stream) and yields four 32-bit words. Floats
-are made from them in float64 and rounded once, so devices agree up to the last bit of their float64 logarithm.
+SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) gives the n-th output
+of a generator without the outputs before. Each row has a generator of its own: its state is output (position, origin,
+stream) of the generator with the request's seed. An output of 64 bits serves two neighbouring tokens. Devices agree up
+to the last bits of their float32 logarithms.
 """
 
 from __future__ import annotations
@@ -15,30 +16,31 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rayspec.config import Verification
-from rayspec.decode.processing import LogitRow, TokenSampler, check_tokens, process
+from rayspec.decode.processing import LogitRow, RowsChange, TokenSampler, changed, changes_of, check_tokens, process
 from rayspec.decode.runner import integers
 from rayspec.decode.work import depths_of
 from rayspec.types import Logprob
 
 Integers = Sequence[int] | Tensor
+Words = TypeVar("Words", Tensor, NDArray[np.int64])
 
-_NUM_ROUNDS = 10
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_LOW = 0xFFFFFFFF
-_NUM_WORDS = 4
-_CHUNK_BLOCKS = {"cpu": 1 << 16}  # blocks computed at once: few enough to stay in the cache
-_CHUNK_BLOCKS_ELSEWHERE = 1 << 22  # the same on other devices: well under a GB
+_STEP = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's constants, as int64
+_SHIFTS, _FACTORS = (30, 27, 31), (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64, 1)
+_NUM_HALVES = 2  # numbers of 32 bits in a word
+# Words computed at once: on a CPU few enough to stay in the cache, elsewhere half a GB.
+_CHUNK_WORDS, _CHUNK_WORDS_ELSEWHERE = 1 << 15, 1 << 24
 # The most numbers of noise that are computed ahead. If only the likeliest tokens may be sampled, a 16th of it.
 _MOST_AHEAD, _MOST_AHEAD_ELSEWHERE = 1 << 18, 1 << 26
-_SPREAD = 27.0  # more than the width of the Gumbel noise's range (-3.2, 22.9), plus rounding
+_SPREAD = 27.0  # more than the width of the Gumbel noise's range (-2.9, 22.2), plus rounding
 
 
 class Stream(IntEnum):
@@ -54,19 +56,17 @@ class Stream(IntEnum):
     RECOVER = 3
 
 
-def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the four 32-bit words of Philox-4x32-10, as int64, for a `counter` of four and a `key` of two 32-bit words
-    (int64 tensors that broadcast together)."""
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)  # type: ignore[no-untyped-call]
-    even, odd = torch.stack((c0, c2)), torch.stack((c1, c3))
-    keys = torch.stack(list(key))
-    factors = integers([*_MULTIPLIERS, *(one * at for at in range(_NUM_ROUNDS) for one in _WEYL)], c0.device)
-    factors = factors.view(_NUM_ROUNDS + 1, 2, *[1] * c0.dim())
-    for step in factors[1:].unbind():  # int64 products wrap: their 64 bits are the unsigned ones
-        products = (even * factors[0]).flip(0)
-        even, odd = (products >> 32).bitwise_xor_(odd).bitwise_xor_(keys + step).bitwise_and_(_LOW), products
-    odd = odd & _LOW  # until here, only the low 32 bits of `odd` and of the keys count
-    return even[0], odd[0], even[1], odd[1]
+def splitmix(state: Words, at: Words) -> Words:
+    """Return output `at`, counted from 0, of the generator SplitMix64 with this state: 64-bit words, as int64. The
+    arguments are both tensors or both arrays, and broadcast together."""
+    word = state + (at + 1) * _STEP  # int64 sums and products wrap, as unsigned ones do
+    for shift, factor in zip(_SHIFTS, _FACTORS, strict=True):
+        high = word >> shift
+        high &= (1 << 64 - shift) - 1  # the sign bit does not count
+        word ^= high
+        if factor != 1:
+            word *= factor
+    return word
 
 
 def gumbel(
@@ -80,20 +80,22 @@ def gumbel(
 ) -> Tensor:
     """Return standard Gumbel noise for every token, float32 [N, vocab_size], N = len(seeds): argmax(log p + noise) ~ p.
 
-    seeds: 64-bit integers (negative ones are taken modulo 2**64). positions, origins: in [0, 2**32). stream: one
-    `Stream`, or int64 [N]. Token v's number does not depend on vocab_size. Resolution 2**-32: values lie in
-    (-3.2, 22.9), and tokens of probability far below 2**-32 are not resolved.
+    seeds: 64-bit integers (negative ones are taken modulo 2**64). positions, origins: in [0, 2**31). stream: one
+    `Stream`, or int64 [N]. Token v's number does not depend on vocab_size. Resolution 2**-31: values lie in
+    (-2.9, 22.2), and tokens of probability far below 2**-31 are not resolved.
     """
-    key, position, origin, kind = _columns(seeds, positions, origins, stream, device)
-    num_rows, num_blocks = position.shape[0], -(-vocab_size // _NUM_WORDS)
-    block = torch.arange(num_blocks, device=device)
-    noise = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=device)
-    step = max(1, _chunk_blocks(noise) // max(1, num_blocks))
-    for at in range(0, num_rows, step):
-        here = slice(at, at + step)
-        words = philox((block, position[here], origin[here], kind[here]), [half[here] for half in key])
-        noise[here] = _gumbel_of(torch.stack(words, dim=-1).flatten(1)[:, :vocab_size])
-    return noise
+    states = _states(seeds, positions, origins, stream, device).unsqueeze(1)
+    num_words, on_cpu = -(-vocab_size // _NUM_HALVES), states.device.type == "cpu"
+    num_rows = max(1, (_CHUNK_WORDS if on_cpu else _CHUNK_WORDS_ELSEWHERE) // max(1, num_words))
+    at, chunks = torch.arange(num_words, device=device), []
+    for first in range(0, len(states), num_rows):
+        some = states[first : first + num_rows]
+        if on_cpu:  # NumPy's products and logarithms are two to three times as fast as torch's
+            words = splitmix(some.numpy(), at.numpy())
+            chunks.append(torch.from_numpy(_gumbel_of(words.view(np.int32), np)))
+        else:
+            chunks.append(_gumbel_of(splitmix(some, at).view(torch.int32), torch))
+    return (chunks[0] if len(chunks) == 1 else torch.cat(chunks))[:, :vocab_size]
 
 
 def noisy(
@@ -107,24 +109,19 @@ def noisy(
 ) -> Tensor:
     """Return new scores: `scores` [N, V], float32, plus `gumbel` of the other arguments.
 
-    winner_only: tokens too unlikely to have the largest sum in their row may get no noise. The host synchronises once
-    with the device.
+    winner_only: on a CPU, tokens too unlikely to have the largest sum in their row may get no noise. Elsewhere the host
+    would have to wait for the device to know these tokens.
     """
-    num_rows, vocab_size = scores.shape
-    padded = pad(scores, (0, -vocab_size % _NUM_WORDS), value=-math.inf)
-    blocks = padded.view(num_rows, padded.shape[1] // _NUM_WORDS, _NUM_WORDS)
-    least = scores.amax(1, keepdim=True) - (_SPREAD if winner_only else math.inf)
-    row, block = (blocks.amax(2) > least).nonzero().unbind(1)
-    if 2 * len(row) > blocks[..., 0].numel():  # it costs less not to choose
-        return scores + gumbel(seeds, positions, vocab_size, stream, scores.device, origins=origins)
-    key, *counter = _columns(seeds, positions, origins, stream, scores.device)
-    step = _chunk_blocks(scores)
-    for at in range(0, len(row), step):
-        rows, chunk = row[at : at + step], block[at : at + step]
-        position, origin, kind = (column[rows, 0] for column in counter)
-        words = philox((chunk, position, origin, kind), [half[rows, 0] for half in key])
-        blocks[rows, chunk] += _gumbel_of(torch.stack(words, dim=-1))
-    return padded[:, :vocab_size]
+    if scores.device.type == "cpu":
+        least = scores.amax(1, keepdim=True) - (_SPREAD if winner_only else math.inf)
+        row, token = (scores > least).nonzero().unbind(1)
+        if 4 * len(row) < scores.numel():  # else it costs less not to choose
+            states, sums = _states(seeds, positions, origins, stream, scores.device)[row], scores.clone()
+            halves = splitmix(states, token // _NUM_HALVES).view(torch.int32).view(-1, _NUM_HALVES)
+            own = halves.gather(1, token.unsqueeze(1) % _NUM_HALVES).squeeze(1)
+            sums[row, token] += torch.from_numpy(_gumbel_of(own.numpy(), np))
+            return sums
+    return scores + gumbel(seeds, positions, scores.shape[1], stream, scores.device, origins=origins)
 
 
 def uniform(
@@ -136,29 +133,33 @@ def uniform(
     origins: Integers | None = None,
 ) -> Tensor:
     """Return uniform noise, float64 [N], strictly inside (0, 1): 52 bits, cell-centred. Arguments as in `gumbel`."""
-    key, position, origin, kind = _columns(seeds, positions, origins, stream, device)
-    words = philox((torch.zeros_like(position), position, origin, kind), key)
-    return ((words[0] << 20 | words[1] >> 12).to(torch.float64) + 0.5).mul_(2.0**-52).squeeze(1)
+    states = _states(seeds, positions, origins, stream, device)
+    words = splitmix(states, torch.zeros_like(states))
+    return ((words >> 12 & (1 << 52) - 1).to(torch.float64) + 0.5).mul_(2.0**-52)
 
 
-def _gumbel_of(words: Tensor) -> Tensor:
-    """Return the Gumbel noise, float32, of 32-bit words."""
-    uniforms = words.to(torch.float64).add_(0.5).mul_(2.0**-32)
-    return uniforms.log_().neg_().log_().neg_().to(torch.float32)
+def _gumbel_of(halves: Any, library: Any) -> Any:
+    """Return the Gumbel noise, float32, of 32-bit numbers, int32: a tensor or an array of the library, torch or numpy.
+    An exponential number near 0, which wins, is as precise as float32 can hold it; the largest is 16.6."""
+    sizes = library.asarray(halves & 0x7FFFFFFF, dtype=library.float32)
+    sizes *= 2.0**-55 - 2.0**-31  # never -1
+    sizes -= 2.0**-32
+    library.negative(library.log1p(sizes, out=sizes), out=sizes)
+    return library.negative(library.log(sizes, out=sizes), out=sizes)
 
 
-def _chunk_blocks(like: Tensor) -> int:
-    return _CHUNK_BLOCKS.get(like.device.type, _CHUNK_BLOCKS_ELSEWHERE)
-
-
-def _columns(
+def _states(
     seeds: Integers, positions: Integers, origins: Integers | None, stream: int | Tensor, device: torch.device | str
-) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor]:
-    """Return the key words, positions, origins and streams, each int64 [N, 1]."""
-    seed, position = integers(seeds, device).unsqueeze(1), integers(positions, device).unsqueeze(1)
-    origin = torch.zeros_like(position) if origins is None else integers(origins, device).unsqueeze(1)
-    kind = stream.unsqueeze(1) if isinstance(stream, Tensor) else torch.full_like(position, int(stream))
-    return (seed & _LOW, seed >> 32 & _LOW), position, origin, kind
+) -> Tensor:
+    """Return the state of each row's generator, int64 [N] on the device. It is computed there if some argument is a
+    tensor; else on the host, and copied."""
+    given = (seeds, positions) if origins is None else (seeds, positions, origins)
+    if isinstance(stream, Tensor) or any(isinstance(one, Tensor) for one in given):
+        seed, position, *origin = (integers(one, device) for one in given)
+        return splitmix(seed, position << 33 | (origin[0] << 2 if origin else 0) | stream)
+    numbers = integers([number for one in given for number in one], "cpu").numpy().reshape(len(given), -1)
+    last = numbers[2] << 2 if len(numbers) > 2 else 0
+    return integers(torch.from_numpy(splitmix(numbers[0], numbers[1] << 33 | last | stream)), device)
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -215,28 +216,44 @@ class Noise:
     `num_at_once` positions of all `samplers` that are not greedy, if these are few enough."""
 
     def __init__(self, samplers: Sequence[TokenSampler], num_at_once: int) -> None:
-        sampled = [sampler for sampler in samplers if not sampler.greedy]
-        self._at = {sampler: at for at, sampler in enumerate(sampled)}
-        self._cuts = any(one.params.top_p < 1 or one.params.top_k > 0 or one.params.min_p > 0 for one in sampled)
+        self._samplers = [sampler for sampler in samplers if not sampler.greedy]
+        self._at = {sampler: at for at, sampler in enumerate(self._samplers)}
+        params = [sampler.params for sampler in self._samplers]
+        self._cuts = any(one.top_p < 1 or one.top_k > 0 or one.min_p > 0 for one in params)
         self._num_at_once = num_at_once
         self._known: Tensor | None = None  # float32 [depths * sequences, V]
 
     def of(self, rows: Sequence[LogitRow], like: Tensor) -> Tensor | None:
         """Return the noise of each row, float32 [n, V]; None if it costs less to compute only a part of it. like:
         scores [N, V]."""
-        size, device, num_depths = len(self._at), like.device, 1 + max(len(row.before) for row in rows)
+        size, depths, samplers = len(self._samplers), [len(row.before) for row in rows], [row.sampler for row in rows]
+        if (known := self._up_to(max(depths), len(rows), like)) is None:
+            return None
+        if samplers == self._samplers and depths.count(depths[0]) == size:
+            return known[depths[0] * size :][:size]
+        places = [depth * size + self._at[one] for depth, one in zip(depths, samplers, strict=True)]
+        return known[integers(places, like.device)]
+
+    def at_depth(self, depth: int, like: Tensor) -> Tensor | None:
+        """Return the noise of the row of each sequence after `depth` tokens; None as above, and if one is greedy."""
+        size = len(self._samplers)
+        known = self._up_to(depth, size, like) if size == len(like) else None
+        return None if known is None else known[depth * size :][:size]
+
+    def _up_to(self, depth: int, num_rows: int, like: Tensor) -> Tensor | None:
+        size, num_depths = len(self._samplers), depth + 1
         first = 0 if self._known is None else len(self._known) // size
         if self._known is None or num_depths > first:
-            depths = range(first, max(first + self._num_at_once, num_depths))
-            most = (_MOST_AHEAD if device.type == "cpu" else _MOST_AHEAD_ELSEWHERE) >> 4 * self._cuts
-            is_wasteful = len(depths) * size > 2 * self._num_at_once * len(rows)
-            if is_wasteful or depths.stop * size * like.shape[1] > most:
+            new = range(first, max(first + self._num_at_once, num_depths))
+            most = (_MOST_AHEAD if like.device.type == "cpu" else _MOST_AHEAD_ELSEWHERE) >> 4 * self._cuts
+            is_wasteful = len(new) * size > 2 * self._num_at_once * num_rows
+            if is_wasteful or new.stop * size * like.shape[1] > most:
                 return None
-            seeds = [sampler.seed for sampler in self._at] * len(depths)
-            positions = [sampler.position + depth for depth in depths for sampler in self._at]
-            new = gumbel(seeds, positions, like.shape[1], Stream.TARGET, device)
-            self._known = new if self._known is None else torch.cat((self._known, new))
-        return self._known[integers([len(row.before) * size + self._at[row.sampler] for row in rows], device)]
+            seeds = [sampler.seed for sampler in self._samplers] * len(new)
+            positions = [sampler.position + depth for depth in new for sampler in self._samplers]
+            noise = gumbel(seeds, positions, like.shape[1], Stream.TARGET, like.device)
+            self._known = noise if self._known is None else torch.cat((self._known, noise))
+        return self._known
 
 
 def target_tokens(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = None) -> Tensor:
@@ -244,8 +261,8 @@ def target_tokens(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = No
     the device. Greedy rows, and rows that belong to no sequence, take the argmax."""
     if all(row.sampler.is_argmax for row in rows):
         return logits.argmax(-1)
-    changed = _changed(rows)
-    return _with_noise(process(logits.to(torch.float32, copy=True), changed), Stream.TARGET, changed, noise).argmax(-1)
+    own = _changed(rows)
+    return _with_noise(process(logits.to(torch.float32, copy=True), own), Stream.TARGET, own, noise).argmax(-1)
 
 
 def draft_tokens(
@@ -274,14 +291,31 @@ def draft_tokens(
     )
 
 
-def tokens_after(logits: Tensor, rows: Sequence[Rows], noise: Noise) -> Tensor:
-    """Return the token that plain decoding takes after *all* pending tokens of each sequence, from raw logits [S, V] of
-    the target: int64 [S], on the device. `start` is ignored."""
-    if all(row.sampler.is_argmax for row in rows):
-        return logits.argmax(-1)
-    histories = _histories(rows)
-    scores = process(logits.to(torch.float32, copy=True), histories)
-    return _with_noise(scores, Stream.TARGET, histories, noise).argmax(-1)
+class PlainSteps:
+    """Chooses tokens by plain decoding at several positions of sequences that read no history, without the tokens
+    between. Most preparations are made once."""
+
+    def __init__(self, samplers: Sequence[TokenSampler], noise: Noise) -> None:
+        self._is_argmax = all(sampler.is_argmax for sampler in samplers)
+        self._reads_depth = any(sampler.reads_depth for sampler in samplers)
+        self._samplers, self._noise = samplers, noise
+        self._changes: Sequence[RowsChange] | None = None
+
+    def tokens(self, logits: Tensor, ahead: int) -> Tensor:
+        """Return the token of each sequence after `ahead` tokens, from raw logits [S, V] of the target: int64 [S], on
+        the device."""
+        if self._is_argmax:
+            return logits.argmax(-1)
+        if self._changes is None or self._reads_depth:
+            self._changes = changes_of(self._rows(ahead), len(logits), logits.device)
+        scores = changed(logits.to(torch.float32, copy=True), self._changes)
+        known = self._noise.at_depth(ahead, scores)
+        if known is not None:
+            return scores.add_(known).argmax(-1)
+        return _with_noise(scores, Stream.TARGET, self._rows(ahead), self._noise).argmax(-1)
+
+    def _rows(self, ahead: int) -> list[LogitRow]:
+        return [LogitRow(at, sampler, (0,) * ahead) for at, sampler in enumerate(self._samplers)]
 
 
 def processed_logits(logits: Tensor, rows: Sequence[Rows]) -> Tensor:

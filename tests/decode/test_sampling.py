@@ -1,11 +1,13 @@
 """Processing and sampling: all rows of all sequences at once against one row at a time by plain operations: the same
-bits, whatever the batch. The noise is Philox's, and has the distribution it claims."""
+bits, whatever the batch. The noise is SplitMix64's, and has the distribution it claims."""
 
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import scipy.stats
 import torch
@@ -16,12 +18,13 @@ from rayspec.decode import processing, sampling
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.sampling import (
     Noise,
+    PlainSteps,
     Rows,
     Stream,
     draft_tokens,
     gumbel,
-    philox,
     processed_logits,
+    splitmix,
     target_tokens,
     top_logprobs,
     uniform,
@@ -110,7 +113,8 @@ def test_noise_that_a_round_keeps_changes_no_token(most_ahead: int, monkeypatch:
     of all positions is computed once."""
     calls = []
     monkeypatch.setattr(sampling, "_MOST_AHEAD", most_ahead)
-    monkeypatch.setattr(sampling, "philox", lambda *numbers: calls.append(None) or philox(*numbers))
+    states = sampling._states
+    monkeypatch.setattr(sampling, "_states", lambda *numbers: calls.append(None) or states(*numbers))
     names = ["all", "greedy", "greedy_penalties", "all", "all"]
     own = [sampler_of(PARAMS[name], [1] * at, seed=at) for at, name in enumerate(names)]
     noise = Noise(own, 4)
@@ -124,6 +128,27 @@ def test_noise_that_a_round_keeps_changes_no_token(most_ahead: int, monkeypatch:
     for step, tokens in zip(steps, kept, strict=False):
         assert torch.equal(tokens, draft_tokens(random_logits(len(step)), step, "coupled").token_ids)
     assert torch.equal(kept[-1], target_tokens(random_logits(21), rows))
+
+
+@pytest.mark.parametrize("most_ahead", [0, 1 << 18])
+@pytest.mark.parametrize("names", [["plain"], ["plain", "cut"], ["plain", "greedy", "begin"]])
+def test_plain_steps_choose_what_a_verify_chooses(
+    names: list[str], most_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_MOST_AHEAD", most_ahead)
+    params = {
+        "plain": DecodingParams(temperature=0.7),
+        "cut": DecodingParams(temperature=0.9, top_k=5, top_p=0.9),
+        "greedy": DecodingParams(temperature=0.0),
+        "begin": DecodingParams(min_tokens=3, stop_token_ids=tuple(range(2, 39))),
+    }
+    own = [sampler_of(params[name], [1], seed=at) for at, name in enumerate(names)]
+    steps, logits = PlainSteps(own, Noise(own, 2)), random_logits(4 * len(own)).view(4, len(own), V)
+    for ahead in range(4):
+        rows = [Rows(one, (ahead + 1) * at, [0] * ahead) for at, one in enumerate(own)]
+        spread = logits[ahead].repeat_interleave(ahead + 1, 0)
+        want = target_tokens(spread, rows).view(len(own), ahead + 1)[:, -1]
+        assert torch.equal(steps.tokens(logits[ahead], ahead), want)
 
 
 def test_top_logprobs() -> None:
@@ -284,31 +309,39 @@ def test_the_number_of_torch_calls_does_not_grow_with_the_number_of_sequences() 
 
 EXTREME_SEEDS = [0, 1, -1, 2**31, 2**32, -(2**32), 2**63 - 1, -(2**63), 0x123456789ABCDEF]
 
-# Random123, tests/kat_vectors, the lines "philox4x32 10": counter, key, answer.
+# The first outputs of Vigna's splitmix64.c with the state 1234567, as Rosetta Code lists them.
 KNOWN_ANSWERS = [
-    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-    (
-        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-        [0xA4093822, 0x299F31D0],
-        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-    ),
+    6457827717110365317,
+    3203168211198807973,
+    9817491932198370423,
+    4593380528125082431,
+    16408922859458223821,
 ]
 
 
-@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
-def test_philox_gives_the_known_answers(counter: list[int], key: list[int], answer: list[int]) -> None:
-    words = philox([torch.tensor([word]) for word in counter], [torch.tensor([word]) for word in key])
-    assert torch.cat(words).tolist() == answer
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_splitmix_gives_the_known_answers(kind: Callable[[list[int]], Any]) -> None:
+    assert [word % 2**64 for word in splitmix(kind([1234567]), kind(list(range(5)))).tolist()] == KNOWN_ANSWERS
 
 
 def test_seed_position_origin_and_stream_are_where_the_documentation_says() -> None:
-    words = philox(
-        [torch.tensor([word]) for word in (0, 7, 5, Stream.RECOVER)], [torch.tensor([word]) for word in (0x9, 0x1)]
-    )
-    uniforms = (torch.cat(words).double() + 0.5) * 2.0**-32
-    expected = -(-uniforms.log()).log()
-    assert torch.equal(gumbel([0x100000009], [7], 4, Stream.RECOVER, "cpu", origins=[5])[0], expected.float())
+    at = 7 << 33 | 5 << 2 | Stream.RECOVER
+    words = splitmix(splitmix(torch.tensor([0x100000009]), torch.tensor([at])), torch.arange(2)).tolist()
+    halves = [half for word in words for half in (word & 0x7FFFFFFF, word >> 32 & 0x7FFFFFFF)]
+    expected = [-math.log(-math.log1p(-(half + 0.5) / 2**31)) for half in halves]
+    noise = gumbel([0x100000009], [7], 4, Stream.RECOVER, "cpu", origins=[5])[0]
+    torch.testing.assert_close(noise, torch.tensor(expected), rtol=0, atol=1e-6)
+    assert uniform([0x100000009], [7], Stream.RECOVER, origins=[5]).item() == ((words[0] % 2**64 >> 12) + 0.5) / 2**52
+
+
+def test_the_ends_of_the_noise() -> None:
+    """NumPy on a CPU and torch elsewhere agree, and the noise is finite for every number."""
+    halves = torch.tensor([0, 1, 2**31 - 1, -1, -(2**31), *range(2**30, 2**30 + 60)], dtype=torch.int32)
+    noise = sampling._gumbel_of(halves, torch)
+    assert noise.isfinite().all()
+    assert noise.min() > -2.9
+    assert noise.max() < 22.2
+    torch.testing.assert_close(torch.from_numpy(sampling._gumbel_of(halves.numpy(), np)), noise, rtol=0, atol=2e-6)
 
 
 def test_a_row_does_not_depend_on_its_batch_or_its_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +349,7 @@ def test_a_row_does_not_depend_on_its_batch_or_its_vocabulary(monkeypatch: pytes
     whole = gumbel(EXTREME_SEEDS, positions, 103, Stream.TARGET, "cpu")
     for row, (seed, position) in enumerate(zip(EXTREME_SEEDS, positions, strict=True)):
         assert torch.equal(gumbel([seed], [position], 50, Stream.TARGET, "cpu")[0], whole[row, :50])
-    monkeypatch.setitem(sampling._CHUNK_BLOCKS, "cpu", 60)  # two rows at a time
+    monkeypatch.setattr(sampling, "_CHUNK_WORDS", 110)  # two rows at a time
     assert torch.equal(gumbel(EXTREME_SEEDS, positions, 103, Stream.TARGET, "cpu"), whole)
     streams = torch.tensor([position % 4 for position in positions])
     mixed = gumbel(torch.tensor(EXTREME_SEEDS), torch.tensor(positions), 103, streams, "cpu")
