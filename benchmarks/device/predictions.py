@@ -16,10 +16,8 @@ _CONTEXTS = (1024, 8192, 32768, 131072)
 _MEMORY_BYTES = {"H100": 80e9, "H200": 141e9}
 
 # Of a plain greedy step, by batch: the host's milliseconds as `benchmarks.host_time` measures them for 64 sublayers, a
-# median on two busy cores of an AMD EPYC. A step of vLLM 0.10 with 8B on one H100, by a published fit: fixed seconds,
-# seconds a sequence, and seconds a token of context.
+# median on two busy cores of an AMD EPYC.
 _HOST_MS = {1: 0.13, 8: 0.17, 64: 0.55, 256: 3.0}
-_VLLM_S = (5.886e-3 + 1.21e-3, 21.0e-6, 39.3e-9)
 _CONTEXT = 1024
 
 _HEAD = """\
@@ -63,9 +61,6 @@ steps while the GPU runs the step before. So the truth lies between "overlapped"
 
 The GPU was slower when it was measured: 7.2 ms at batch 1 (138 tokens/s), and 16.8 ms at 64, with the host's work and
 the attention kernels as they were then.
-
-vLLM's numbers are not measured here. They follow from a published fit of vLLM 0.10: {fixed:.2f} ms a step,
-{sequence:.0f} µs a sequence, {token:.1f} ns a token of context.
 """
 
 
@@ -80,26 +75,22 @@ def predictions_page() -> str:
     )
     columns = [f"{name}, {unit}" for name in _MEMORY_BYTES for unit in ("ms", "tokens/s")]
     headings = ["model", "batch", "context", "kernels", "host, ms", "GB", *columns]
-    fixed_s, sequence_s, token_s = _VLLM_S
-    with_host = _WITH_HOST.format(context=_CONTEXT, fixed=fixed_s * 1e3, sequence=sequence_s * 1e6, token=token_s * 1e9)
     tables = (
         markdown_table(headings, _rows(assumed), num_left=1),
         markdown_table(
-            ["batch", "H100, ms", "host, ms", "overlapped, tokens/s", "in turn, tokens/s", "vLLM, tokens/s"],
+            ["batch", "H100, ms", "host, ms", "overlapped, tokens/s", "in turn, tokens/s"],
             _rows_with_host(assumed),
             num_left=0,
         ),
     )
-    return f"{head}\n{tables[0]}\n\n{with_host}\n{tables[1]}\n"
+    return f"{head}\n{tables[0]}\n\n{_WITH_HOST.format(context=_CONTEXT)}\n{tables[1]}\n"
 
 
 def _rows_with_host(assumed: Assumptions) -> Iterator[list[str]]:
-    fixed_s, sequence_s, token_s = _VLLM_S
     for batch, host_ms in _HOST_MS.items():
         ledger = step_ledger(SHAPES["Llama-3.1-8B"], batch)
         gpu_s, host_s = replayed_seconds(ledger, _CONTEXT, ACCELERATORS["H100"], assumed), host_ms / 1e3
-        vllm_s = fixed_s + batch * (sequence_s + _CONTEXT * token_s)
-        speeds = (f"{batch / seconds:,.0f}" for seconds in (max(gpu_s, host_s), gpu_s + host_s, vllm_s))
+        speeds = (f"{batch / seconds:,.0f}" for seconds in (max(gpu_s, host_s), gpu_s + host_s))
         yield [str(batch), f"{gpu_s * 1e3:.1f}", f"{host_ms:.2f}", *speeds]
 
 

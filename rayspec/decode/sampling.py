@@ -36,8 +36,8 @@ Words = TypeVar("Words", Tensor, NDArray[np.int64])
 _STEP = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's constants, as int64
 _SHIFTS, _FACTORS = (30, 27, 31), (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64, 1)
 _NUM_HALVES = 2  # numbers of 32 bits in a word
-# Words computed at once: on a CPU few enough to stay in the cache, elsewhere half a GB.
-_CHUNK_WORDS, _CHUNK_WORDS_ELSEWHERE = 1 << 15, 1 << 24
+# Words computed at once: on a CPU few enough to stay in the cache, elsewhere a few 32 MiB.
+_CHUNK_WORDS, _CHUNK_WORDS_ELSEWHERE = 1 << 15, 1 << 22
 # The most numbers of noise that are computed ahead. If only the likeliest tokens may be sampled, a 16th of it.
 _MOST_AHEAD, _MOST_AHEAD_ELSEWHERE = 1 << 18, 1 << 26
 _SPREAD = 27.0  # more than the width of the Gumbel noise's range (-2.9, 22.2), plus rounding
@@ -87,15 +87,18 @@ def gumbel(
     states = _states(seeds, positions, origins, stream, device).unsqueeze(1)
     num_words, on_cpu = -(-vocab_size // _NUM_HALVES), states.device.type == "cpu"
     num_rows = max(1, (_CHUNK_WORDS if on_cpu else _CHUNK_WORDS_ELSEWHERE) // max(1, num_words))
-    at, chunks = torch.arange(num_words, device=device), []
+    at, noise = torch.arange(num_words, device=device), torch.empty(0)
     for first in range(0, len(states), num_rows):
         some = states[first : first + num_rows]
         if on_cpu:  # NumPy's products and logarithms are two to three times as fast as torch's
-            words = splitmix(some.numpy(), at.numpy())
-            chunks.append(torch.from_numpy(_gumbel_of(words.view(np.int32), np)))
+            numbers = torch.from_numpy(_gumbel_of(splitmix(some.numpy(), at.numpy()).view(np.int32), np))
         else:
-            chunks.append(_gumbel_of(splitmix(some, at).view(torch.int32), torch))
-    return (chunks[0] if len(chunks) == 1 else torch.cat(chunks))[:, :vocab_size]
+            numbers = _gumbel_of(splitmix(some, at).view(torch.int32), torch)
+        if len(some) == len(states):
+            return numbers[:, :vocab_size]
+        noise = numbers.new_empty(len(states), vocab_size) if first == 0 else noise
+        noise[first : first + num_rows] = numbers[:, :vocab_size]
+    return noise
 
 
 def noisy(
