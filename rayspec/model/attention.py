@@ -24,6 +24,7 @@ from rayspec.model.few_keys import FewPages, NewestRows, block_tables, few_pages
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache
 from rayspec.model.matrices import Norm
 from rayspec.model.rows import Path, RowSpan, Run, Runs, joined, runs_between, slots_between
+from rayspec.types import UnsupportedModelError
 
 IMPLEMENTATION = "rayspec"
 # Up to this number of rows, query heads that share a key head are folded into rows: keys are read once, not per head.
@@ -270,10 +271,13 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Implement transformers' attention signature. query: [1, H, N, D]; key: [1, H_kv, N, D]; value: [1, H_kv, N, D_v];
-    returns [1, N, H, D_v]."""
+    returns [1, N, H, D_v]. Raises UnsupportedModelError for attention with sinks, `s_aux`."""
+    if s_aux is not None:  # a check by numbers could miss sinks that are small for its rows
+        raise UnsupportedModelError(f"{module.config.model_type}: attention has sinks")
     layer: int = module.layer_idx  # type: ignore[assignment]
     kind = AttentionKind(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     return packed.attend(layer, query[0], key[0], value[0], kind)[None], None

@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -5,11 +6,15 @@ import torch
 from transformers import AutoConfig
 
 from rayspec.config import EngineConfig
+from rayspec.decode import loading
 from rayspec.decode.loading import resolve_max_model_len
+from rayspec.decode.whole_model import WholeModelStages
+from rayspec.local_engine import load_engine
 from rayspec.model import architecture
 from rayspec.model.architecture import NormLayout, decompose, max_positions
 from rayspec.model.attention import IMPLEMENTATION
 from rayspec.types import ConfigError, UnsupportedModelError
+from tests import every_type
 from tests.families import FAMILIES, WHOLE_FAMILIES, build, checkpoint, modules_of
 
 
@@ -57,6 +62,22 @@ def test_a_split_that_is_wrong_is_found(wrong: NormLayout, monkeypatch: pytest.M
     monkeypatch.setattr(architecture, "LAYOUTS", (wrong,))
     with pytest.raises(UnsupportedModelError, match="llama: layer 0 is not attention, then MLP"):
         decompose(build("llama"))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "granite_swa"])
+def test_attention_with_sinks_never_runs_by_our_attention(
+    family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also if its sinks are so small that no number shows them. So the model asks for no GPU kernels either."""
+    model = every_type.build(family)
+    for layer in model.base_model.layers:
+        torch.nn.init.constant_(layer.self_attn.sinks, -1e4)
+    with pytest.raises(UnsupportedModelError, match=f"{family}: attention has sinks"):
+        decompose(model)
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(loading, "has_kernels", lambda config, parts: pytest.fail("the kernels were asked for"))
+    engine = load_engine(every_type.engine_config(str(tmp_path), "auto"), with_tokenizer=False)
+    assert isinstance(engine.stages, WholeModelStages)
 
 
 def test_one_odd_layer_in_the_middle_is_found() -> None:
