@@ -14,6 +14,7 @@ from rayspec.decode.generate_state import cache_bytes, find_cuts, measured_passe
 from rayspec.decode.loading import (
     affordable_slots,
     affordable_tokens,
+    bytes_of_passes,
     cache_size,
     choices_here,
     copies_for_drafts,
@@ -113,9 +114,11 @@ def _local_engine(
     offloaded: OffloadedWeights | None = None,
 ) -> Engine:
     device = resolve_device(config.device)
-    num_slots = whole_pages(
-        config.kv_cache_tokens or min(config.max_num_seqs * info.max_model_len, affordable_slots(config, parts, device))
-    )
+    num_tokens = config.kv_cache_tokens
+    if num_tokens is None:
+        fitting = affordable_slots(config, parts, device, pass_bytes=bytes_of_passes(config, parts))
+        num_tokens = min(config.max_num_seqs * info.max_model_len, fitting)
+    num_slots = whole_pages(num_tokens)
     window = max(parts.windows.values(), default=None)
     size = cache_size(config, num_slots, window)
     runner = make_runner(config, parts, size, info.max_model_len)

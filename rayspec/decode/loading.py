@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from array import array
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from rayspec.decode.drafting.corpus_file import read_texts
 from rayspec.decode.engine import Engine
 from rayspec.decode.pages import WindowedPages
 from rayspec.decode.profile import cache_file
+from rayspec.decode.rehearsal import empty_caches, rehearse
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.runner import Runner
 from rayspec.decode.scheduler import Scheduler
@@ -375,10 +375,34 @@ def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
     return config.max_model_len
 
 
-def affordable_slots(config: EngineConfig, parts: Decomposition, device: torch.device, *, num_sharing: int = 1) -> int:
-    """Return how many tokens' keys and values fit into the part of the free memory that the options allow. num_sharing:
-    processes that share this memory. Raises CheckpointError for fewer than 16."""
-    budget = _cache_budget(config, device, num_sharing)
+def bytes_of_passes(config: EngineConfig, parts: Decomposition) -> int:
+    """Return the memory that the largest passes take on a GPU, which run once for it; 0 on a CPU."""
+    max_model_len = resolve_max_model_len(config, parts.config)
+
+    def make(cache: KVCache) -> Runner:
+        buffers = make_buffers(config, parts, cache, max_model_len)
+        runner = Runner(parts, cache, device=parts.device, row_counts=None, buffers=buffers)
+        if buffers is not None:
+            runner.on_loss = partial(_note_loss, _verdict_file(config, parts))
+        return runner
+
+    return rehearse(
+        parts,
+        make,
+        num_prompt_rows=config.max_num_batched_tokens,
+        num_sequences=config.max_num_seqs,
+        rows_each=1 + _num_draft_tokens(config),
+        max_model_len=max_model_len,
+    )
+
+
+def affordable_slots(
+    config: EngineConfig, parts: Decomposition, device: torch.device, *, pass_bytes: int = 0, num_sharing: int = 1
+) -> int:
+    """Return how many tokens' keys and values fit into the part of the free memory that the options allow. pass_bytes:
+    of the largest passes, see `bytes_of_passes`. num_sharing: processes that share this memory. Raises CheckpointError
+    for fewer than 16."""
+    budget = _cache_budget(config, device, num_sharing, pass_bytes)
     windowed = bytes_per_slot([parts.shapes[layer] for layer in parts.windows], parts.dtype)
     others = bytes_per_slot(list(parts.shapes.values()), parts.dtype) - windowed
     affordable = int(budget / (windowed + others))
@@ -392,13 +416,13 @@ def affordable_slots(config: EngineConfig, parts: Decomposition, device: torch.d
 def affordable_tokens(config: EngineConfig, device: torch.device, *, token_bytes: int, sequence_bytes: int) -> int:
     """Return how many tokens fit into that part of the memory if each sequence has a cache of its own, of so many bytes
     for each token and for itself. Raises CheckpointError for fewer than 16."""
-    budget = _cache_budget(config, device, 1)
+    budget = _cache_budget(config, device, 1, 0)
     left = budget - config.max_num_seqs * sequence_bytes
     return _enough(int(left / max(token_bytes, 1)), budget, device, 1)
 
 
-def _cache_budget(config: EngineConfig, device: torch.device, num_sharing: int) -> float:
-    free = free_bytes(device) // num_sharing
+def _cache_budget(config: EngineConfig, device: torch.device, num_sharing: int, pass_bytes: int) -> float:
+    free = free_bytes(device) // num_sharing - pass_bytes
     if device.type == "cuda" and config.kv_cache_share is None and config.gpu_memory_utilization is not None:
         return free - (1 - config.gpu_memory_utilization) * total_bytes(device) / num_sharing
     return free * (config.kv_cache_share or KV_CACHE_SHARE[device.type])
@@ -422,7 +446,6 @@ def total_bytes(device: torch.device) -> int:
 def free_bytes(device: torch.device) -> int:
     """Return the memory that can be allocated on the device. Blocks that torch caches count as free."""
     if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
+        empty_caches()
         return torch.cuda.mem_get_info(device)[0]
     return bytes_available()

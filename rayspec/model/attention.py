@@ -277,7 +277,8 @@ def packed_attention(
     """Implement transformers' attention signature. query: [1, H, N, D]; key: [1, H_kv, N, D]; value: [1, H_kv, N, D_v];
     returns [1, N, H, D_v]. Raises UnsupportedModelError for attention with sinks, `s_aux`."""
     if s_aux is not None:  # a check by numbers could miss sinks that are small for its rows
-        raise UnsupportedModelError(f"{module.config.model_type}: attention has sinks")
+        config: Any = module.config
+        raise UnsupportedModelError(f"{config.model_type}: attention has sinks")
     layer: int = module.layer_idx  # type: ignore[assignment]
     kind = AttentionKind(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     return packed.attend(layer, query[0], key[0], value[0], kind)[None], None

@@ -119,6 +119,7 @@ class Replica:
             for process, loaded in zip(starting, wait_for(loading, timeout_s), strict=True):
                 self.loaded[process.name] = loaded
             if not self.cache_size.num_slots:
+                wait_for([process.ask("rehearse") for process in starting], timeout_s)
                 sharing = Counter(self._places.values())
                 fitting = [process.ask("num_slots", sharing[self._places[process.name]]) for process in starting]
                 num_slots = min(blueprint.num_slots, *wait_for(fitting, timeout_s))

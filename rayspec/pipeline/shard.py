@@ -18,6 +18,7 @@ from rayspec.choices import Choice
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.loading import (
     affordable_slots,
+    bytes_of_passes,
     choices_here,
     free_bytes,
     load_weights,
@@ -163,10 +164,16 @@ class Shard(Server):
             ways=ways_of(self._parts, choices_here(config, self._parts)),
         )
 
+    def rehearse(self) -> None:
+        """Measure the memory of the largest passes, after all shards of this place have loaded their weights."""
+        self._pass_bytes = bytes_of_passes(self._config, self._parts)
+
     def num_slots(self, num_sharing: int) -> int:
         """Return the tokens of KV cache that fit into this shard's part of the free memory, which `num_sharing` shards
         share. Raises CheckpointError for fewer than 16."""
-        return affordable_slots(self._config, self._parts, self._device, num_sharing=num_sharing)
+        return affordable_slots(
+            self._config, self._parts, self._device, pass_bytes=self._pass_bytes, num_sharing=num_sharing
+        )
 
     def serve(self, size: CacheSize) -> None:
         """Serve until the process is killed. Report any error to the engine, then raise it."""

@@ -1,0 +1,120 @@
+"""The memory of the largest passes is measured before the KV cache is sized. Passes run on a CPU, and what torch says
+of a GPU's memory is made up."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from rayspec.config import EngineConfig
+from rayspec.decode.loading import affordable_slots
+from rayspec.decode.rehearsal import peak_bytes, rehearse
+from rayspec.decode.runner import Batch, Runner
+from rayspec.model.kv_cache import KVCache, bytes_per_slot
+from rayspec.model.static_rows import Staging, StepBuffers
+from rayspec.types import CheckpointError
+from tests.families import checkpoint, operator_parts_of, parts_of
+
+PARTS = partial(operator_parts_of, checkpoint("llama"))
+
+
+class Tight(Runner):
+    """Runs out of memory in passes of many rows."""
+
+    most, ran = 10**9, list[int]()
+
+    def run(self, batch: Batch, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+        if batch.num_rows > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        self.ran.append(batch.num_rows)
+        return super().run(batch, hidden, **options)
+
+
+def _rehearsed(peak: Callable[..., int], most: int = 10**9, **changes: Any) -> tuple[int, list[Tight]]:
+    parts, made = PARTS(), list[Tight]()
+
+    def make(cache: KVCache) -> Tight:
+        buffers = StepBuffers(
+            cache, max_rows=512, max_sequences=16, max_places=256, hidden_size=64, dtype=torch.float32,
+            device=parts.device,
+        )  # fmt: skip
+        made.append(Tight(parts, cache, device=parts.device, row_counts=None, buffers=buffers))
+        made[-1].most, made[-1].ran = most, []
+        return made[-1]
+
+    sizes = {"num_prompt_rows": 300, "num_sequences": 6, "rows_each": 17, "max_model_len": 128} | changes
+    return rehearse(parts, make, peak=peak, **sizes), made
+
+
+def _of_all(device: torch.device, work: Callable[[], object]) -> int:
+    work()
+    return 10**7
+
+
+def test_the_largest_chunk_and_the_largest_verify_run_once() -> None:
+    parts = PARTS()
+    taken, (runner,) = _rehearsed(_of_all)
+    assert runner.ran == [300, 6 * 17]
+    assert runner.buffers is not None
+    assert taken == 10**7 - bytes_per_slot(list(parts.shapes.values()), parts.dtype) * (128 + 1)
+
+
+def test_passes_that_do_not_fit_are_halved(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        _, made = _rehearsed(_of_all, most=160)
+    assert [runner.ran for runner in made] == [[], [150, 3 * 17]]
+    (message,) = caplog.messages
+    assert message.startswith("a pass of 300 rows does not fit into the memory")
+    with pytest.raises(CheckpointError, match=r"no pass fits .* on cpu: CUDA out of memory"):
+        _rehearsed(_of_all, most=8)
+
+
+def test_a_kernel_that_fails_leaves_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("CUDA error: invalid argument")
+
+    monkeypatch.setattr(Staging, "upload", fails)
+    _, (runner,) = _rehearsed(_of_all)
+    assert runner.ran == [300, 6 * 17]
+    assert runner.buffers is None
+
+
+def test_a_peak_is_measured_without_what_torch_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that has 5 bytes of weights and 3 of cached blocks, and passes that take 7 bytes at their peak."""
+    calls = list[str]()
+    state = {"reserved": 8, "peak": 30}
+
+    def empty_cache() -> None:
+        calls.append("empty_cache")
+        state["reserved"] = 5
+
+    def reset(device: torch.device) -> None:
+        calls.append("reset")
+        state["peak"] = state["reserved"]
+
+    def work() -> None:
+        calls.append("work")
+        state["peak"] = state["reserved"] + 7
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: state["reserved"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: state["peak"])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
+    assert peak_bytes(torch.device("cuda"), work) == 7
+    assert calls == ["empty_cache", "reset", "work", "wait"]
+    assert peak_bytes(torch.device("cpu"), lambda: pytest.fail("a CPU has no rehearsal")) == 0
+
+
+def test_the_cache_leaves_room_for_the_largest_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 MiB the model has 4, and passes take 1."""
+    parts, gpu = parts_of(checkpoint("llama")), torch.device("cuda")
+    num_bytes = bytes_per_slot(list(parts.shapes.values()), parts.dtype)
+    monkeypatch.setattr("rayspec.decode.loading.free_bytes", lambda device: 4 * 2**20)
+    monkeypatch.setattr("rayspec.decode.loading.total_bytes", lambda device: 8 * 2**20)
+    for options, left in (({"gpu_memory_utilization": 0.75}, 1), ({"kv_cache_share": 0.5}, 1.5)):
+        config = EngineConfig(model="test", **options)
+        assert affordable_slots(config, parts, gpu, pass_bytes=2**20) == int(left * 2**20) // num_bytes
