@@ -14,7 +14,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -24,8 +24,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, cache_utils
 from transformers.generation.utils import ALL_CACHE_NAMES
 
-from rayspec.decode.lockstep import Lockstep, step_rows, stepping
+from rayspec.decode.lockstep import Lockstep, few_rows, recurrent_modules, shorten_chunks, step_rows
 from rayspec.model.architecture import max_positions
+from rayspec.model.blocked import block_linears
 from rayspec.model.layer_bytes import cached_bytes
 from rayspec.model.load_check import boundaries
 from rayspec.model.weights import in_one_line
@@ -174,7 +175,7 @@ class GenerateState:
         )
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = num_logits
-        with stepping(self._cuts == "step" and self.num_tokens > 0):
+        with few_rows(self._cuts in ("copy", "step") and self.num_tokens > 0):
             output = self._model(**inputs, return_dict=True)
         self._tried = new, output
         return output.logits[0, -num_logits:]  # type: ignore[no-any-return]
@@ -259,14 +260,27 @@ def check_generation(model: PreTrainedModel) -> None:
 @torch.inference_mode()
 def find_cuts(model: PreTrainedModel, lockstep: Lockstep) -> Cuts:
     """Return how rows of a pass are taken back. Raises UnsupportedModelError if no way works."""
-    ways: tuple[Cuts, ...] = ("crop", "copy")
-    for cuts in ways:
-        with suppress(UnsupportedModelError):
-            check_cuts(model, cuts)
-            return cuts
-    step_rows(model, lockstep, partial(_trial, model))
+    with suppress(UnsupportedModelError):
+        check_cuts(model, "crop")
+        return "crop"
+    modules = recurrent_modules(model, partial(_trial, model))
+    for chunks in (shorten_chunks(modules), nullcontext()):
+        with suppress(UnsupportedModelError), chunks:
+            check_cuts(model, "copy")
+            return "copy"
+    step_rows(modules, lockstep)
     check_cuts(model, "step")
     return "step"
+
+
+@torch.inference_mode()
+def in_fast_layout(model: PreTrainedModel) -> None:
+    """Give the model's linear layers the memory layout in which they are fastest."""
+
+    def trial() -> None:
+        _prefilled(model, _FEW_TOKENS, None).run(_random_tokens(model, 1))
+
+    block_linears(model, trial)
 
 
 @torch.inference_mode()

@@ -30,7 +30,7 @@ T = TypeVar("T")
 _MOST_THREADS = 4096
 # Methods of a cache that change recurrent state, in all versions of transformers.
 _UPDATES = ("update_recurrent_state", "update_conv_state", "set_linear_cache")
-_stepping: ContextVar[bool] = ContextVar("rayspec_stepping", default=False)
+_few_rows: ContextVar[bool] = ContextVar("rayspec_few_rows", default=False)
 
 
 class _Shared(NamedTuple):
@@ -198,18 +198,17 @@ def _as_shared(module: nn.Module, given: Tensor, results: Any, num_rows: int) ->
 
 
 @contextmanager
-def stepping(is_on: bool) -> Iterator[None]:
-    """Run the rows of passes of this thread one after another in the modules of `step_rows`."""
-    before = _stepping.set(is_on)
+def few_rows(is_on: bool) -> Iterator[None]:
+    """Run the recurrent state over the rows of passes of this thread as `step_rows` or `shorten_chunks` says."""
+    before = _few_rows.set(is_on)
     try:
         yield
     finally:
-        _stepping.reset(before)
+        _few_rows.reset(before)
 
 
-def step_rows(model: PreTrainedModel, lockstep: Lockstep, trial: Callable[[], object]) -> None:
-    """Make modules with recurrent state able to run the rows of a pass one after another, as decoding does, with their
-    matrices in lockstep. trial: runs a pass, from which the modules are found."""
+def recurrent_modules(model: PreTrainedModel, trial: Callable[[], object]) -> list[nn.Module]:
+    """Return the modules that update recurrent state in a pass. trial: runs one."""
     inside: list[nn.Module] = []
     found: dict[nn.Module, None] = {}
 
@@ -238,14 +237,45 @@ def step_rows(model: PreTrainedModel, lockstep: Lockstep, trial: Callable[[], ob
     finally:
         for handle in handles:
             handle.remove()
-    for module in found:
+    return list(found)
+
+
+@contextmanager
+def shorten_chunks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let these modules compute a pass of few rows as one chunk of so many rows: the usual chunk, of 64 rows or more,
+    would be filled with zeros. They read its size from `chunk_size`, or hand the argument on. If the block of `with`
+    fails, they are as before."""
+    forwards = [each.forward for each in modules]
+    for each in modules:
+        each.forward = partial(_in_one_chunk, each, each.forward, getattr(each, "chunk_size", None))
+    try:
+        yield
+    except BaseException:
+        for each, forward in zip(modules, forwards, strict=True):
+            each.forward = forward
+        raise
+
+
+def step_rows(modules: Sequence[nn.Module], lockstep: Lockstep) -> None:
+    """Let these modules run the rows of a pass one after another, as decoding does, with their matrices in lockstep."""
+    for module in modules:
         module.forward = partial(_by_row, lockstep, module.forward)
+
+
+def _in_one_chunk(module: nn.Module, forward: Callable[..., Any], usual: int | None, *given: Any, **named: Any) -> Any:
+    num_rows = next(each for each in (*given, *named.values()) if isinstance(each, Tensor)).shape[1]
+    is_short = _few_rows.get() and num_rows > 1
+    if usual is not None:
+        setattr(module, "chunk_size", num_rows if is_short else usual)  # noqa: B010 - no attribute of every module
+    elif is_short:
+        named["chunk_size"] = num_rows
+    return forward(*given, **named)
 
 
 def _by_row(lockstep: Lockstep, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
     hidden = next(each for each in (*given, *named.values()) if isinstance(each, Tensor))
     num_rows = hidden.shape[1]
-    if num_rows == 1 or not _stepping.get():
+    if num_rows == 1 or not _few_rows.get():
         return forward(*given, **named)
 
     def of_row(value: Any, row: int) -> Any:

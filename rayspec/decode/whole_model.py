@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from rayspec.config import Verification
-from rayspec.decode.generate_state import Cuts, GenerateState, check_generation, in_lockstep
+from rayspec.decode.generate_state import Cuts, GenerateState, check_generation, in_fast_layout, in_lockstep
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.rounds import Head, commit, script
 from rayspec.decode.runner import Threads, seconds
@@ -60,6 +60,7 @@ class WholeModelStages(Stages):
         use_cache = model.generation_config.use_cache if model.generation_config is not None else None
         model.generation_config = GenerationConfig(use_cache=use_cache)  # type: ignore[no-untyped-call]
         check_generation(model)
+        in_fast_layout(model)
         self.cuts: Cuts | None = None
         self.lockstep = in_lockstep(model)
         self.fewest_in_lockstep: int | None = None

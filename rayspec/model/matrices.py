@@ -146,9 +146,9 @@ def has_blocked_layout(weight: Tensor) -> bool:
 
 
 def empty_linears(linears: Sequence[nn.Linear]) -> None:
-    """Free the weights of layers after another object has taken them."""
+    """Free the weights of layers after another object has taken them. They are then matrices without rows."""
     for each in linears:
-        each.weight = nn.Parameter(each.weight.data.new_empty(0), requires_grad=False)
+        each.weight = nn.Parameter(each.weight.data[:0].clone(), requires_grad=False)
 
 
 # Group sizes, and the share of a group's range that the int4 levels span. The first size that divides the number of

@@ -1,5 +1,7 @@
+import inspect
 import itertools
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
-from rayspec.decode.generate_state import cache_bytes, check_cuts, find_cuts, in_lockstep
+from rayspec.decode.generate_state import GenerateState, cache_bytes, check_cuts, find_cuts, in_lockstep
+from rayspec.decode.lockstep import recurrent_modules, shorten_chunks
 from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.decode.whole_model import WholeModelStages
 from rayspec.decode.work import RoundResult
@@ -167,6 +170,41 @@ def test_recurrent_state_is_taken_back(family: str, tmp_path: Path) -> None:
     assert engine.stats.num_preemptions > 0
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
     _require_charges(engine, prompts[0])
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "granitemoehybrid", "mamba2"])
+def test_a_verify_of_few_rows_is_one_chunk(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument or the attribute of the module says how long a chunk is."""
+    model = every_type.build(family)
+    where, name = sys.modules[type(model).__module__], "torch_chunk_gated_delta_rule"
+    name = name if hasattr(where, name) else "mamba2_chunk_scan"
+    chunk, sizes = getattr(where, name), []
+
+    def noted(*given: Any, **named: Any) -> Any:
+        sizes.append(inspect.signature(chunk).bind(*given, **named).arguments.get("chunk_size", 64))
+        return chunk(*given, **named)
+
+    monkeypatch.setattr(where, name, noted)
+    model(torch.arange(9)[None])
+    usual = set(sizes)
+    assert min(usual) >= 16
+    assert find_cuts(model, in_lockstep(model)) == "copy"
+    state = GenerateState(model, list(range(9)), cuts="copy")
+    with torch.inference_mode():
+        for run, tokens, expected in ((state.run, state.prompt, usual), (state.try_rows, [1, 2, 3], {3})):
+            sizes.clear()
+            run(tokens)
+            assert set(sizes) == expected
+
+
+def test_modules_without_chunks_are_as_before() -> None:
+    model = every_type.build("jamba")
+    modules = recurrent_modules(model, lambda: model(torch.arange(4)[None]))
+    before = [each.forward for each in modules]
+    with pytest.raises(UnsupportedModelError, match="differ"), shorten_chunks(modules):
+        check_cuts(model, "copy")
+    assert modules
+    assert [each.forward for each in modules] == before
 
 
 class _Alternating(FixedPlan):

@@ -1,0 +1,68 @@
+"""Stores the linear layers of an undivided model in the memory layout that is fastest on a CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from rayspec.model.architecture import rounding_tolerance
+from rayspec.model.matrices import Matrix, empty_linears, has_blocked_layout, is_plain
+
+_NUM_CHECK_ROWS = 4
+_OF_ANY_LAYOUT = (torch.Tensor.dtype.__get__, torch.Tensor.device.__get__)  # type: ignore[attr-defined]
+
+
+class _Reads(TorchFunctionMode):
+    """Counts the operators that read each parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of = Counter[int]()
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function not in _OF_ANY_LAYOUT:
+            self.of.update(id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter))
+        return function(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def block_linears(model: PreTrainedModel, trial: Callable[[], object]) -> None:
+    """Let the model's plain linear layers multiply in oneDNN's layout, where it is faster, if they then compute the
+    same. Their own weights are freed. A layer keeps its weights as they are if anything else reads them; but a tied
+    head is copied, for the embedding. trial: runs passes as decoding does."""
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    linears = [each for each in model.modules() if is_plain(each) and has_blocked_layout(each.weight)]
+    calls = Counter[int]()
+    handles = [each.register_forward_hook(lambda module, *_: calls.update([id(module.weight)])) for each in linears]
+    try:
+        with _Reads() as reads:
+            trial()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for each in linears:
+        name = id(each.weight)
+        is_own = reads.of[name] == calls[name] > 0
+        if is_own or each is head:
+            matrix = Matrix([each], blocked=True)
+            if _computes_the_same(matrix, each):
+                each.forward = matrix.forward  # type: ignore[method-assign, assignment]
+                if is_own:
+                    empty_linears([each])
+
+
+def _computes_the_same(matrix: Matrix, own: nn.Linear) -> bool:
+    rows = torch.randn(1, _NUM_CHECK_ROWS, own.in_features, generator=torch.Generator().manual_seed(0))
+    rows = rows.to(own.weight)
+    actual, expected = (each(rows).float() for each in (matrix, own))
+    difference, largest = (actual - expected).abs().max(), expected.abs().max()
+    return bool(difference <= rounding_tolerance(rows.dtype) * largest)
