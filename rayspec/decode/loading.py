@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.self_test import self_test
 from rayspec.decode.stages import MAX_STEPS, Stages
 from rayspec.decode.strategy import Strategy
+from rayspec.errors import reason_of
 from rayspec.machine import bytes_available, installed_version
 from rayspec.model.adapters import install_adapters
 from rayspec.model.architecture import max_positions, why_context_ends
@@ -34,10 +35,10 @@ from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.fused import fuse, may_copy_head
 from rayspec.model.generation_config import eos_token_ids, generation_defaults
 from rayspec.model.graphs import StaticStep, StepGraphs
-from rayspec.model.kv_cache import CacheSize, KVCache, bytes_per_slot
+from rayspec.model.kv_cache import PAGE_SIZE, CacheSize, KVCache, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import FIXED, SINGLE_ROWS, has_experts, independent_row_counts
-from rayspec.model.rows import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
+from rayspec.model.rows import MAX_TREE_ROWS, Bucket, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.sizes import quantised_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
 from rayspec.model.sublayers import Decomposition
@@ -146,17 +147,26 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
     )
     buffers = make_buffers(config, parts, cache, max_model_len)
     graphs = make_graphs(config, parts, buffers)
-    if graphs is not None:
-        graphs.warm_up(decode_and_verify_buckets(config.max_num_seqs, _num_draft_tokens(config))[:_NUM_WARM_BUCKETS])
     runner = Runner(
         parts, cache, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices,
         may_retry=config.parallel is None or config.parallel.tensor == 1,
     )  # fmt: skip
     if has_kernels(config, parts):
         runner.on_loss = partial(_note_loss, _verdict_file(config, parts))
+        if graphs is not None:
+            _warm_up(runner, graphs, decode_and_verify_buckets(config.max_num_seqs, _num_draft_tokens(config)))
         if runner.may_retry:  # ranks would have to decide together
             self_test(runner)
     return runner
+
+
+def _warm_up(runner: Runner, graphs: StepGraphs, buckets: Sequence[Bucket]) -> None:
+    """Capture graphs of the first buckets. After an error, give up the graphs: the buffers are tested next."""
+    try:
+        graphs.warm_up(buckets[:_NUM_WARM_BUCKETS])
+    except Exception as error:  # noqa: BLE001 - Triton, CUDA and libraries raise errors of many types
+        runner.note_loss(error)
+        logger.warning("passes run %s, after an error at the start: %s", runner.give_up(), reason_of(error))
 
 
 def _note_loss(path: Path, reason: str) -> None:
@@ -410,6 +420,8 @@ def affordable_slots(
         num_windowed_slots = _num_windowed_slots(config, max(parts.windows.values()))
         if affordable > num_windowed_slots:
             affordable = int((budget - num_windowed_slots * windowed) / max(others, 1))
+    if device.type == "cuda":  # the kernels have 32-bit offsets in a head
+        affordable = min(affordable, 2**31 // max(shape.key_dim for shape in parts.shapes.values()) - 2 * PAGE_SIZE)
     return _enough(affordable, budget, device, num_sharing)
 
 

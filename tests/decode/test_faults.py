@@ -279,3 +279,24 @@ def test_an_engine_tests_its_weights_before_the_first_request(
     assert engine.stages.runner.on_loss is not None
     engine.stages.runner.on_loss("CUDA error: an illegal memory access was encountered")
     assert "an illegal memory access" in (tmp_path / "verdict.json").read_text()
+
+
+@pytest.mark.parametrize("error", ERRORS[:2], ids=lambda error: type(error).__name__)
+def test_a_kernel_that_fails_before_the_first_capture_ends_graphs_and_not_the_load(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loading, "has_kernels", lambda config, parts: True)
+    monkeypatch.setattr(loading, "_verdict_file", lambda config, parts: tmp_path / "verdict.json")
+    monkeypatch.setattr(loading, "CudaDriver", lambda device: RecordingDriver())
+    monkeypatch.setattr(RecordingDriver, "rehearse", _failing(RecordingDriver.rehearse, error, lambda *_: True))
+    config = EngineConfig(
+        model=checkpoint("llama"), device="cpu", max_model_len=256, kv_cache_tokens=1024, num_threads=1,
+        profile_cache=str(tmp_path), speculation=SpeculationOptions(strategy="ar"),
+    )  # fmt: skip
+    with _one_warning(caplog) as messages:
+        engine = load_engine(config, with_tokenizer=False)
+        _texts_are_right(engine)
+    assert messages[0].startswith("passes run without CUDA graphs (cuda_graphs='off' avoids them), after an error at")
+    assert isinstance(engine.stages, LocalStages)
+    assert engine.stages.runner.graphs is None
+    assert engine.stages.runner.buffers is not None

@@ -13,7 +13,7 @@ from rayspec.config import EngineConfig
 from rayspec.decode.loading import affordable_slots
 from rayspec.decode.rehearsal import peak_bytes, rehearse
 from rayspec.decode.runner import Batch, Runner
-from rayspec.model.kv_cache import KVCache, bytes_per_slot
+from rayspec.model.kv_cache import KVCache, bytes_per_slot, whole_pages
 from rayspec.model.static_rows import Staging, StepBuffers
 from rayspec.types import CheckpointError
 from tests.families import checkpoint, operator_parts_of, parts_of
@@ -118,3 +118,12 @@ def test_the_cache_leaves_room_for_the_largest_passes(monkeypatch: pytest.Monkey
     for options, left in (({"gpu_memory_utilization": 0.75}, 1), ({"kv_cache_share": 0.5}, 1.5)):
         config = EngineConfig(model="test", **options)
         assert affordable_slots(config, parts, gpu, pass_bytes=2**20) == int(left * 2**20) // num_bytes
+
+
+def test_no_head_of_the_cache_is_beyond_the_kernels_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 16 numbers, and memory for more than 2**31 numbers of each."""
+    parts, gpu = parts_of(checkpoint("llama")), torch.device("cuda")
+    monkeypatch.setattr("rayspec.decode.loading.free_bytes", lambda device: 2**50)
+    dim = next(iter(parts.shapes.values())).key_dim
+    slots = affordable_slots(EngineConfig(model="test"), parts, gpu)
+    assert 2**31 - 64 * dim < (whole_pages(slots) + 1) * dim < 2**31

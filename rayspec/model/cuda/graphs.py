@@ -13,6 +13,9 @@ import torch
 
 from rayspec.model.graphs import CapturedGraph, Work
 
+# A graph takes at most so much outside torch's memory: what falls beyond it belongs to another process.
+_MOST_DRIVER_BYTES = 2**26
+
 
 class CudaDriver:
     """A `GraphDriver` for CUDA.
@@ -24,7 +27,7 @@ class CudaDriver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None  # of all graphs that are alive
         self._num_bytes: dict[CapturedGraph, int] = {}
         self._broken: list[torch.cuda.CUDAGraph] = []
 
@@ -38,7 +41,9 @@ class CudaDriver:
     def capture(self, work: Work) -> CapturedGraph:
         """Record the launches. After a failure, the graph is kept alive, since torch may still refer to it."""
         torch.cuda.synchronize(self._device)
-        bytes_free = torch.cuda.mem_get_info(self._device)[0]
+        if not self._num_bytes:  # torch frees a pool without graphs, and refuses captures into it
+            self._pool = torch.cuda.graph_pool_handle()
+        bytes_free, bytes_reserved = self._free_and_reserved()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             try:
@@ -54,7 +59,9 @@ class CudaDriver:
                 self._broken.append(graph)
                 self._end_allocation()
                 raise
-        self._num_bytes[graph] = max(0, bytes_free - torch.cuda.mem_get_info(self._device)[0])
+        free, reserved = self._free_and_reserved()
+        most = reserved - bytes_reserved + _MOST_DRIVER_BYTES
+        self._num_bytes[graph] = max(0, min(bytes_free - free, most))
         return graph
 
     def release(self, graphs: Collection[CapturedGraph]) -> None:
@@ -63,8 +70,12 @@ class CudaDriver:
             del self._num_bytes[graph]
 
     def bytes_held(self) -> int:
-        """Return how much captures have lowered the device's free memory. Other users of the device distort it."""
+        """Return how much captures have lowered the device's free memory."""
         return sum(self._num_bytes.values())
+
+    def _free_and_reserved(self) -> tuple[int, int]:
+        """Return the free memory of the device, and the bytes that torch has for this process."""
+        return torch.cuda.mem_get_info(self._device)[0], torch.cuda.memory_reserved(self._device)
 
     def _end_allocation(self) -> None:
         """Take torch's allocator out of capture mode after a failed capture. Otherwise it never frees cached memory
