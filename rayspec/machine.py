@@ -43,6 +43,17 @@ def user_folder(folder: str | None) -> Path:
     return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rayspec"
 
 
+def write_at_once(path: Path, content: bytes) -> None:
+    """Write the file in one step, and make its folder, so that no process reads a part of it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        scratch.write_bytes(content)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
 def boot_id(root: Path = _ROOT) -> str:
     """Return what identifies this machine until it is started again. Its containers have the same."""
     return next(iter(_lines(root / "proc/sys/kernel/random/boot_id")), platform.node())

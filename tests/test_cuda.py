@@ -48,7 +48,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _kernels_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial of a model takes seconds, and there are many models here."""
-    monkeypatch.setattr(probe, "probe", lambda shapes: probe.Verdict(None, is_kept=False))
+    monkeypatch.setattr(probe, "probe", lambda shapes: probe.Tried(None, is_kept=False))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -57,7 +57,7 @@ def test_kernels_pass_the_trial_in_the_shapes_of_a_large_model(dtype: str) -> No
         device="cuda:0", dtype=dtype, hidden_size=4096, inner_size=14336, max_context=131072, has_copies=True,
         attention=((32, 8, 128, 0, 0.0), (16, 8, 256, 4096, 50.0)),
     )  # fmt: skip
-    assert PROBE(shapes) == probe.Verdict(None, is_kept=True)
+    assert PROBE(shapes) == probe.Tried(None, is_kept=True)
 
 
 def engines(family: str, options: dict[str, Any]) -> Iterator[tuple[str, Engine]]:

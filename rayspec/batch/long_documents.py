@@ -209,7 +209,7 @@ class _PartFailedError(Exception):
 
 
 @dataclass(slots=True)
-class _Document:
+class _LongDocument:
     """A document and its answers so far. by_start: the answered parts without a parent, by their first token."""
 
     text: TokenizedText
@@ -274,7 +274,7 @@ class LongDocuments:
         """Complete the row of a document. An error of the document is stored in the row. The row also has the tree: one
         root, or, if a part failed, the finished answers in the order of the document. Raises EngineDeadError.
         Cancelling the call aborts all requests of the document."""
-        document = _Document(TokenizedText(self._tokenizer, row.document or ""))
+        document = _LongDocument(TokenizedText(self._tokenizer, row.document or ""))
         try:
             await (self._refine if self._refines else self._map_reduce)(document)
         except _PartFailedError as failure:
@@ -285,7 +285,7 @@ class LongDocuments:
         (root,) = document.roots
         return replace(document.counted(row), text=root.answer, finish_reason=root.finish_reason)
 
-    async def _map_reduce(self, document: _Document) -> None:
+    async def _map_reduce(self, document: _LongDocument) -> None:
         level, parts = 1, self._chunks(document.text)
         while True:
             await self._answer_all(parts, document)
@@ -300,14 +300,14 @@ class LongDocuments:
                 )
             level, parts = level + 1, merges
 
-    async def _refine(self, document: _Document) -> None:
+    async def _refine(self, document: _LongDocument) -> None:
         for part in self._chunks(document.text):
             done = document.roots
             if part.is_final and done:
                 part.level, part.span, part.children = 2, range(len(document.text)), done
             await self._answer(part, document, summary=done[-1].answer if done else "")
 
-    async def _answer_all(self, parts: Sequence[_Part], document: _Document) -> None:
+    async def _answer_all(self, parts: Sequence[_Part], document: _LongDocument) -> None:
         waiting = iter(parts)
 
         async def work() -> None:
@@ -322,7 +322,7 @@ class LongDocuments:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _answer(self, part: _Part, document: _Document, summary: str = "") -> None:
+    async def _answer(self, part: _Part, document: _LongDocument, summary: str = "") -> None:
         tokens, whole = self._tokens(part.prompt(summary)), self._params
         if len(tokens) > self._max_prompt_tokens:
             raise _PartFailedError(part.name, self._does_not_fit(len(tokens)))

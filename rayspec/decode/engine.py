@@ -315,19 +315,15 @@ class Engine:
         for sequence, committed, drafted, num_accepted in zip(
             planned.sequences, result.committed, result.drafts, result.num_accepted, strict=True
         ):
-            counts = sequence.metrics
-            counts.num_rounds += result.num_steps
-            if num_draft_tokens := len(drafted.token_ids):
+            num_draft_tokens = len(drafted.token_ids)
+            for counts in (sequence.metrics, stats):
+                counts.num_rounds += result.num_steps
+                counts.num_plain_rounds += 0 if num_draft_tokens else result.num_steps
                 counts.num_draft_tokens += num_draft_tokens
                 counts.num_accepted_tokens += num_accepted
-                stats.num_draft_tokens += num_draft_tokens
-                stats.num_accepted_tokens += num_accepted
+            if num_draft_tokens:
                 stats.accepted_lengths[num_accepted] = stats.accepted_lengths.get(num_accepted, 0) + 1
-            else:
-                counts.num_plain_rounds += result.num_steps
-                stats.num_plain_rounds += result.num_steps
             num_tokens += self._commit_tokens(sequence, committed)
-        stats.num_rounds += result.num_steps * len(planned.sequences)
         stats.draft_s += result.draft_s
         stats.verify_s += result.verify_s
         stats.prefill_s += result.queued_s + result.prefill_s

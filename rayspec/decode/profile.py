@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from rayspec.choices import FULL, SKIP, Choice
 from rayspec.decode.runner import Runner, Threads
-from rayspec.machine import boot_id, cpu_name, num_cores, user_folder
+from rayspec.machine import boot_id, cpu_name, num_cores, user_folder, write_at_once
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.rows import RowSpan, one_run, runs_of_pages
@@ -169,8 +169,7 @@ def chosen_threads(runner: Runner, folder: str | None, *, remeasure: bool = Fals
         powers = [2**power for power in range(cores.bit_length()) if 2**power < cores]
         few = fastest_number(runner, [*powers, cores])
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(str(few), encoding="utf-8")
+            write_at_once(path, str(few).encode())
         except OSError as error:
             logger.info("the number of threads could not be saved (%s): it is measured again next time", error)
     logger.info("decoding uses %d of %d CPU threads, as measured (kept in %s)", few, cores, path)

@@ -117,7 +117,7 @@ _Piece: TypeAlias = tuple[RowSpan, Sequence[Path]]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PackedBatch:
     """Rows of one pass. buckets: each is (number of real rows, rows as the kernels see them). token_ids: if it
     embeds."""
 
@@ -190,14 +190,14 @@ class Runner:
         token_ids: TokenIds = (),
         fixed_shape: bool = True,
         scores_pages: bool = False,
-    ) -> Batch:
+    ) -> PackedBatch:
         """Pack rows for `embed` and `run`. fixed_shape: False for a prefill chunk, which ignores `row_counts`.
         scores_pages: see `PackedRows`; rows in buffers leave no notes."""
         if self.buffers is not None:
             paths = [span.paths() for span in spans]
             metadata = BatchMetadata(bucket_of(spans, paths), spans, paths, token_ids)
             if self.buffers.can_hold(metadata):
-                return Batch(((metadata.num_rows, metadata),), token_ids)
+                return PackedBatch(((metadata.num_rows, metadata),), token_ids)
         make = partial(pack, self.cache, device=self.device, scores_pages=scores_pages)
         counts = self.row_counts if fixed_shape else None
         if counts is None:
@@ -211,16 +211,16 @@ class Runner:
             ]
         for rows in packs:
             self.parts.rotate(self._like_hidden, rows)
-        return Batch(tuple((sum(span.num_rows for span in rows.spans), rows) for rows in packs), token_ids)
+        return PackedBatch(tuple((sum(span.num_rows for span in rows.spans), rows) for rows in packs), token_ids)
 
-    def hold(self, batch: Batch) -> None:
+    def hold(self, batch: PackedBatch) -> None:
         """Write a pass with static shapes to the buffers, as `embed` and `run` do if it is not there yet."""
         _, rows = batch.buckets[0]
         if isinstance(rows, BatchMetadata):
             assert self._step is not None
             self._step.hold(rows)
 
-    def embed(self, batch: Batch) -> Tensor:
+    def embed(self, batch: PackedBatch) -> Tensor:
         """Return the embeddings of the batch's tokens, [1, N, hidden_size]."""
         _, rows = batch.buckets[0]
         if isinstance(rows, BatchMetadata):
@@ -232,7 +232,7 @@ class Runner:
 
     def run(
         self,
-        batch: Batch,
+        batch: PackedBatch,
         hidden: Tensor,
         *,
         begin: int | None = None,

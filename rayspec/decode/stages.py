@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rayspec.config import Verification
 from rayspec.decode.rounds import Head, script
-from rayspec.decode.runner import Batch, Runner, Stopwatch, integers, on_device, passes_of, pieces_of
+from rayspec.decode.runner import PackedBatch, Runner, Stopwatch, integers, on_device, passes_of, pieces_of
 from rayspec.decode.search import Answer, PlanSearch, Question, answer
 from rayspec.decode.work import Move, Pass, Result, SamplerSpec, TappedToken, TapsGoneError, Work
 from rayspec.errors import reason_of
@@ -228,14 +228,14 @@ class SpanRunner:
         states = torch.stack([self._taps[token] for token in tokens], 1)
         return PlanSearch(self.runner, states, rows, next_tokens)
 
-    def _batch(self, work: Pass, rows: Sequence[RowSpan], drawn: Tensor | None) -> Batch:
+    def _batch(self, work: Pass, rows: Sequence[RowSpan], drawn: Tensor | None) -> PackedBatch:
         own = work.token_ids if drawn is None else drawn
         token_ids = own if rows is work.rows else ()
         return self.runner.batch(
             rows, token_ids=token_ids, fixed_shape=work.fixed_shape, scores_pages=work.scores_pages
         )
 
-    def _through(self, work: Pass, batch: Batch, hidden: Tensor, begin: int, end: int) -> Tensor:
+    def _through(self, work: Pass, batch: PackedBatch, hidden: Tensor, begin: int, end: int) -> Tensor:
         if not work.taps:
             return self.runner.run(batch, hidden, begin=begin, end=end, choices=work.choices)
         hidden = hidden.clone()  # it may lie in the buffer that the sublayers add to

@@ -13,6 +13,7 @@ from typing import Protocol
 from rayspec.decode.drafting.lookup import Proposal
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.work import KeepDrafting, RoundResult
+from rayspec.planning.acceptance import Decision
 from rayspec.types import Plan, PlanRecord
 
 
@@ -32,6 +33,22 @@ class BatchState:
     sequence_ids: Sequence[str] = ()
     proposals: Callable[[], Sequence[Proposal]] = tuple
     by_class: Callable[[], Sequence[float]] = tuple
+
+    def record(
+        self, plan: Plan, decision: Decision, *, reason: str, estimated_acceptance: float, optimise_s: float
+    ) -> PlanRecord:
+        """Return the record of a plan that was chosen for this batch."""
+        return PlanRecord(
+            elapsed_s=self.elapsed_s,
+            context=self.context,
+            batch=self.batch,
+            plan=plan,
+            reason=reason,
+            estimated_acceptance=estimated_acceptance,
+            predicted_tpt=decision.tpt,
+            plain_tpt=decision.plain_tpt,
+            optimise_s=optimise_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

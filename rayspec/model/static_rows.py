@@ -18,7 +18,7 @@ from rayspec.model.cuda.operations import attend, rotate_and_write
 from rayspec.model.few_keys import few_pages
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
 from rayspec.model.matrices import RmsNorm
-from rayspec.model.rows import MAX_TREE_ROWS, Bucket, Path, RowSpan, Runs
+from rayspec.model.rows import MAX_TREE_ROWS, Bucket, Path, RowSpan, Runs, is_paged
 
 # The keys that rows in these buffers can read.
 STATIC_KEYS: Final[tuple[Keys, ...]] = ("all", "window")
@@ -179,8 +179,7 @@ class StepBuffers:
             and bucket.num_sequences <= self._max_sequences
             and not (bucket.is_tree and bucket.max_rows > MAX_TREE_ROWS)
             and all(span.end <= self._num_places and not span.adapter for span in spans)
-            and all(run.start % PAGE_SIZE == 0 for span in spans for run in span.runs)
-            and all(run.length % PAGE_SIZE == 0 for span in spans for run in span.runs[:-1])
+            and all(is_paged(span.runs, PAGE_SIZE) for span in spans)
         )
 
     def holds(self, metadata: BatchMetadata) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayspec.choices import FULL, SKIP, Choice, combinations, weights_of
+from rayspec.machine import write_at_once
 from rayspec.types import RayspecError
 
 Floats = NDArray[np.float64]
@@ -290,13 +291,9 @@ class LatencyModel:
 
     def save(self, path: str | os.PathLike[str], key: Mapping[str, Any]) -> None:
         """Write JSON, atomically. key: the conditions under which the numbers hold: model, dtype, device, versions."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
         model = {name: value for name, value in dataclasses.asdict(self).items() if not name.startswith("_")}
         content = {"format": FORMAT, "key": dict(key), "model": model}
-        scratch.write_text(json.dumps(content, indent=1, sort_keys=True))
-        scratch.replace(target)
+        write_at_once(Path(path), json.dumps(content, indent=1, sort_keys=True).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], key: Mapping[str, Any]) -> LatencyModel:

@@ -118,7 +118,7 @@ class _Parser(h11.Connection):
         return event
 
 
-class _Connection(H11Protocol):
+class _HttpConnection(H11Protocol):
     """Ends when the headers of a request are late, or when its client does not read.
 
     header_timeout_s: limit from the connection, or from the first byte of a later request, to the end of the headers.
@@ -217,12 +217,12 @@ def http_server(
     app: ASGIApp, listener: socket.socket, *, header_timeout_s: float, write_timeout_s: float
 ) -> Iterator[threading.Thread]:
     """Run the server in a thread while the context is open, and yield the thread. listener: a listening socket. The
-    timeouts are those of `_Connection`."""
+    timeouts are those of `_HttpConnection`."""
     errors = Counter(_ERRORS, "Requests that were answered with an error.", tag_keys=("error_code", "method"))
     limits = {"header_timeout_s": header_timeout_s, "write_timeout_s": write_timeout_s}
     config = uvicorn.Config(
         Named(app, errors, write_timeout_s),
-        http=type("Connection", (_Connection,), limits),
+        http=type("Connection", (_HttpConnection,), limits),
         ws="none",
         loop="asyncio",
         lifespan="on",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -47,9 +46,8 @@ from rayspec.planning.learning import (
     StopRecord,
     Trigger,
 )
+from rayspec.strategies.periodic import answer_of
 from rayspec.types import Plan, PlanRecord, no_draft
-
-logger = logging.getLogger(__name__)
 
 # Limits of the search.
 _MAX_STATES = 16  # states kept a row; more is finer and slower
@@ -317,11 +315,10 @@ class KnapSpec:
         if asked.cancelled():
             return None
         self._question = None
-        if (error := asked.exception()) is not None:
-            logger.warning("a plan search failed, the plan stays: %s", error)
+        found, previous = answer_of(asked), self._in_use
+        if found is None:
             self._tell_trigger(state, changed=False)
             return None
-        found, previous = asked.result(), self._in_use
         assert isinstance(found, Found)
         self._candidates = [
             Candidate(one.choices, one.similarity, one.num_agreed, found.num_tokens) for one in found.drafts
@@ -339,13 +336,9 @@ class KnapSpec:
         return record
 
     def _best_known(self, state: BatchState) -> Decision:
-        drafts = [candidate.choices for candidate in self._candidates]
-        return self._best(state, drafts, self.acceptance_of(self._candidates))
-
-    def _best(self, state: BatchState, drafts: Sequence[Choices], acceptance: Sequence[float]) -> Decision:
         return best_choice(
-            drafts,
-            acceptance,
+            [candidate.choices for candidate in self._candidates],
+            self.acceptance_of(self._candidates),
             self._latency,
             context=state.context,
             batch=state.batch,
@@ -367,17 +360,8 @@ class KnapSpec:
         if self._has_searched:  # else a first search stays due
             self._tell_trigger(state, changed=(self.plan.choices if self.plan.drafts else None) != before)
         self._rounds_to_review = ROUNDS_TO_REVIEW
-        self._record = PlanRecord(
-            elapsed_s=state.elapsed_s,
-            context=state.context,
-            batch=state.batch,
-            plan=self.plan,
-            reason=reason,
-            estimated_acceptance=self.acceptance_of([candidate])[0] if candidate else 0.0,
-            predicted_tpt=best.tpt,
-            plain_tpt=best.plain_tpt,
-            optimise_s=spent_s,
-        )
+        expected = self.acceptance_of([candidate])[0] if candidate else 0.0
+        self._record = state.record(self.plan, best, reason=reason, estimated_acceptance=expected, optimise_s=spent_s)
         return self._record
 
     def _tell_trigger(self, state: BatchState, *, changed: bool) -> None:

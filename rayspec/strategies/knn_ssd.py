@@ -24,6 +24,7 @@ from rayspec.decode.work import RoundResult
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.gate import Gated
+from rayspec.strategies.periodic import answer_of
 from rayspec.strategies.saved_plans import SavedPlans, Vector
 from rayspec.strategies.self_sd import TARGET_ACCEPTANCE, DraftThreshold, SelfSD
 from rayspec.types import ConfigError, PlanRecord, no_draft
@@ -168,8 +169,7 @@ class KnnSSD:
         if asked is not None and asked.cancelled():
             return
         drafter = self._no_domain
-        if asked is not None and asked.exception() is None:
-            features = asked.result()
+        if asked is not None and (features := answer_of(asked)) is not None:
             assert isinstance(features, Values)
             domain, distance = nearest(self._anchors, features.values)
             plan = self._saved.of_domain(domain)

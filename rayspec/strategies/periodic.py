@@ -55,6 +55,16 @@ class Tested:
         )
 
 
+def answer_of(asked: Future[Answer]) -> Answer | None:
+    """Return the answer to a question that is done; None if the search was cancelled, or failed, which is logged."""
+    if asked.cancelled():
+        return None
+    if (error := asked.exception()) is not None:
+        logger.warning("a plan search failed, the plan stays: %s", error)
+        return None
+    return asked.result()
+
+
 class CurrentPlan:
     """Current plan of a strategy that chooses how to run each sublayer. It drafts nothing before the first `take`."""
 
@@ -99,16 +109,9 @@ class CurrentPlan:
             reuse_prefix=reuse_prefix,
             min_gain=-1.0,
         )
-        self._record = PlanRecord(
-            elapsed_s=state.elapsed_s,
-            context=state.context,
-            batch=state.batch,
-            plan=self.plan,
-            reason=reason,
-            estimated_acceptance=acceptance if drafts else 0.0,
-            predicted_tpt=decision.tpt,
-            plain_tpt=decision.plain_tpt,
-            optimise_s=optimise_s,
+        expected = acceptance if drafts else 0.0
+        self._record = state.record(
+            self.plan, decision, reason=reason, estimated_acceptance=expected, optimise_s=optimise_s
         )
         return self._record
 
@@ -150,12 +153,8 @@ class PeriodicStrategy(ABC):
                 self._num_captured = self._num_captured if asked.cancelled() else None
         if self._num_captured is None and self._num_tokens >= self._interval:
             self._num_captured, self._num_tokens = 0, 0.0
-        if asked is None or asked.cancelled():
-            return None
-        if (error := asked.exception()) is not None:
-            logger.warning("a plan search failed, the plan stays: %s", error)
-            return None
-        return self._decide(state, asked.result())
+        answer = None if asked is None else answer_of(asked)
+        return None if answer is None else self._decide(state, answer)
 
     @abstractmethod
     def _rule(self) -> KeepDrafting | None:

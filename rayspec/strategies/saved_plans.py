@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from rayspec.choices import Choice, Choices, nearest
 from rayspec.config import EngineConfig
+from rayspec.machine import write_at_once
 from rayspec.model.weights import load_config, weights_fingerprint
 from rayspec.strategies.knapspec import Candidate
 from rayspec.types import ConfigError, Plan
@@ -128,14 +129,7 @@ class SavedPlans(_Strict, frozen=True, kw_only=True):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON, atomically."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = target.with_name(f"{target.name}.{os.getpid()}.part")
-        try:
-            scratch.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
-            scratch.replace(target)
-        finally:
-            scratch.unlink(missing_ok=True)
+        write_at_once(Path(path), msgspec.json.format(msgspec.json.encode(self), indent=1))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: ModelIdentity) -> SavedPlans:

@@ -8,7 +8,6 @@ before it drafts.
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import Future
 
 from rayspec.choices import choices_of
@@ -19,10 +18,8 @@ from rayspec.decode.work import RoundResult
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.mask_search import Keep, MaskSearch
-from rayspec.strategies.periodic import ALWAYS_DRAFTS, CurrentPlan
+from rayspec.strategies.periodic import ALWAYS_DRAFTS, CurrentPlan, answer_of
 from rayspec.types import ConfigError, PlanRecord
-
-logger = logging.getLogger(__name__)
 
 # Published values.
 _NUM_SEARCH_TOKENS = 32
@@ -93,12 +90,8 @@ class Swift:
         if self._asked is None or not self._asked.done():
             return None
         asked, self._asked = self._asked, None
-        if asked.cancelled():  # the tokens are gone: the same set is tried on other tokens
+        if (found := answer_of(asked)) is None:  # the same set is tried on other tokens
             return None
-        if (error := asked.exception()) is not None:
-            logger.warning("trying a set of sublayers failed, the plan stays: %s", error)
-            return None
-        found = asked.result()
         assert isinstance(found, Found)
         tried, self._trying = self._trying, None
         score = found.drafts[0].num_agreed / found.num_tokens

@@ -23,7 +23,7 @@ from rayspec import demo
 from rayspec.config import KV_CACHE_SHARE, EngineConfig, SamplingParams
 from rayspec.decode import loading
 from rayspec.decode.engine import Engine
-from rayspec.decode.runner import Batch, Runner
+from rayspec.decode.runner import PackedBatch, Runner
 from rayspec.decode.stages import StageLostError
 from rayspec.decode.strategy import Strategy
 from rayspec.model.kv_cache import CacheSize, bytes_per_slot
@@ -166,7 +166,7 @@ class TightShard(Shard):
 class SlowRunner(Runner):
     """Runs its sublayers six times; keys and values go where they went before, so the results are the same."""
 
-    def run(self, batch: Batch, hidden: Tensor, **options: Any) -> Tensor:
+    def run(self, batch: PackedBatch, hidden: Tensor, **options: Any) -> Tensor:
         for _ in range(5):
             super().run(batch, hidden, **options | {"tap": None})
         return super().run(batch, hidden, **options)

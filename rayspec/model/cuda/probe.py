@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from rayspec.errors import reason_of
+from rayspec.machine import write_at_once
 from rayspec.model.cuda import reference
 from rayspec.model.cuda.operations import obstacle
 from rayspec.model.kv_cache import PAGE_SIZE, whole_pages
@@ -68,7 +69,7 @@ class Shapes(msgspec.Struct, frozen=True, kw_only=True):
     has_copies: bool
 
 
-class Verdict(NamedTuple):
+class Tried(NamedTuple):
     """fault: why the kernels cannot be used, None if they can. is_kept: whether it holds for later starts."""
 
     fault: str | None
@@ -102,19 +103,16 @@ def works(shapes: Shapes, path: Path, *, remeasure: bool = False) -> bool:
 def keep(path: Path, fault: str | None) -> None:
     """Write a verdict for later starts."""
     with suppress(OSError):  # then each start tries again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps({"fault": fault}), encoding="utf-8")
-        written.replace(path)
+        write_at_once(path, json.dumps({"fault": fault}).encode())
 
 
-def _kept(path: Path) -> Verdict | None:
+def _kept(path: Path) -> Tried | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return Verdict(json.loads(path.read_text(encoding="utf-8"))["fault"], is_kept=True)
+        return Tried(json.loads(path.read_text(encoding="utf-8"))["fault"], is_kept=True)
     return None
 
 
-def probe(shapes: Shapes, *, command: Sequence[str] = _COMMAND, limit_s: float = _LIMIT_S) -> Verdict:
+def probe(shapes: Shapes, *, command: Sequence[str] = _COMMAND, limit_s: float = _LIMIT_S) -> Tried:
     """Try the kernels in a new process for at most `limit_s` seconds; in this one if the new one cannot use the GPU."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     arguments = [*command, msgspec.json.encode(shapes).decode()]
@@ -123,17 +121,17 @@ def probe(shapes: Shapes, *, command: Sequence[str] = _COMMAND, limit_s: float =
             arguments, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, check=False
         )
     except subprocess.TimeoutExpired as late:
-        return Verdict(f"{_said(late.stdout or b'')[-1]} has no result after {limit_s:g} s", is_kept=True)
+        return Tried(f"{_said(late.stdout or b'')[-1]} has no result after {limit_s:g} s", is_kept=True)
     except OSError as error:
         logger.info("the GPU kernels are tried in this process: %s", error)
         return find_fault(shapes)
     *_, last = _said(ended.stdout)
     if last.startswith("{"):
         found: dict[str, Any] = json.loads(last)
-        return Verdict(found["fault"], found["is_kept"]) if "fault" in found else find_fault(shapes)
+        return Tried(found["fault"], found["is_kept"]) if "fault" in found else find_fault(shapes)
     errors = ended.stderr.decode(errors="replace").strip().splitlines()
     how = signal.strsignal(-ended.returncode) if ended.returncode < 0 else (errors or ["no output"])[-1]
-    return Verdict(f"{last} has ended its process: {how}", is_kept=ended.returncode < 0)
+    return Tried(f"{last} has ended its process: {how}", is_kept=ended.returncode < 0)
 
 
 def _said(output: bytes) -> list[str]:
@@ -141,7 +139,7 @@ def _said(output: bytes) -> list[str]:
     return ["the start", *(line.removeprefix(_MARK) for line in lines if line.startswith(_MARK))]
 
 
-def find_fault(shapes: Shapes, say: Callable[[str], object] = lambda name: None) -> Verdict:
+def find_fault(shapes: Shapes, say: Callable[[str], object] = lambda name: None) -> Tried:
     """Run every kernel in this process, and compare it with the reference. say: gets the name of each before it runs.
     Raises torch.OutOfMemoryError."""
     device, allowed = torch.device(shapes.device), _ALLOWED[getattr(torch, shapes.dtype)]
@@ -156,13 +154,13 @@ def find_fault(shapes: Shapes, say: Callable[[str], object] = lambda name: None)
             raise
         # Triton raises errors of many types: no compiler, no headers, no driver, too little shared memory.
         except Exception as error:  # noqa: BLE001
-            return Verdict(f"{name}: {reason_of(error)}", is_kept=False)
+            return Tried(f"{name}: {reason_of(error)}", is_kept=False)
         expected = getattr(reference, operator)(*arguments)
         pairs = [(found, expected), *zip(on_device, arguments, strict=True)]  # it may have written to its arguments
         tensors = [(one.cpu().float(), other.float()) for one, other in pairs if isinstance(one, Tensor)]
         if not all(_is_close(*pair, allowed) for pair in tensors):
-            return Verdict(f"{name} computes something else than plain PyTorch", is_kept=True)
-    return Verdict(None, is_kept=True)
+            return Tried(f"{name} computes something else than plain PyTorch", is_kept=True)
+    return Tried(None, is_kept=True)
 
 
 def _is_close(found: Tensor, expected: Tensor, allowed: float) -> bool:

@@ -17,7 +17,7 @@ from rayspec.config import EngineConfig
 from rayspec.decode.loading import has_kernels
 from rayspec.errors import ConfigError
 from rayspec.model.cuda import launches, probe
-from rayspec.model.cuda.probe import Shapes, Verdict, find_fault
+from rayspec.model.cuda.probe import Shapes, Tried, find_fault
 from tests.families import checkpoint, modules_of
 
 SHAPES = Shapes(
@@ -36,7 +36,7 @@ def _no_verdict_is_known() -> Iterator[None]:
 
 
 def test_kernels_that_compute_right_pass_in_a_process_of_their_own() -> None:
-    assert probe.probe(structs.replace(SHAPES, has_copies=False)) == Verdict(None, is_kept=True)
+    assert probe.probe(structs.replace(SHAPES, has_copies=False)) == Tried(None, is_kept=True)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_where_no_process_can_use_the_gpu_this_one_tries(command: str, monkeypat
     monkeypatch.setattr(launches, "gated", _raising(RuntimeError("tried here")))
     said = probe._MARK + '{"unable": "the GPU is used by another process"}'
     code = f"print({said!r})"
-    assert probe.probe(SHAPES, command=(command, "-c", code)) == Verdict("gated, silu: RuntimeError: tried here", False)
+    assert probe.probe(SHAPES, command=(command, "-c", code)) == Tried("gated, silu: RuntimeError: tried here", False)
 
 
 def _raising(error: Exception) -> Callable[..., Any]:
@@ -131,9 +131,9 @@ def test_one_warning_names_reason_and_switch_and_a_kept_fault_is_not_tried_again
 ) -> None:
     config, asked = EngineConfig(model="m", profile_cache=str(tmp_path)), list[Shapes]()
 
-    def trial(shapes: Shapes) -> Verdict:
+    def trial(shapes: Shapes) -> Tried:
         asked.append(shapes)
-        return Verdict("attend, tree has ended its process: Segmentation fault", is_kept=True)
+        return Tried("attend, tree has ended its process: Segmentation fault", is_kept=True)
 
     monkeypatch.setattr(probe, "probe", trial)
     assert not has_kernels(config.replace(cuda_kernels="off"), gpu)
@@ -156,7 +156,7 @@ def test_one_warning_names_reason_and_switch_and_a_kept_fault_is_not_tried_again
 def test_a_missing_compiler_is_looked_for_at_each_start(
     gpu: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    verdicts = [Verdict("RuntimeError: Failed to find C compiler", is_kept=False), Verdict(None, is_kept=True)]
+    verdicts = [Tried("RuntimeError: Failed to find C compiler", is_kept=False), Tried(None, is_kept=True)]
     monkeypatch.setattr(probe, "probe", lambda shapes: verdicts.pop(0))
     config = EngineConfig(model="m", profile_cache=str(tmp_path))
     for expected in (False, True, True):
