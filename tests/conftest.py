@@ -37,6 +37,7 @@ _OTHER_PROCESSES = tuple(
         "batch/test_job",
         "batch/test_processor",
         "batch/test_ray_backend",
+        "batch/test_tables",
         "benchmarks/test_feed",
         "benchmarks/test_pipeline",
         "jobs/test_openai_batch",

@@ -141,7 +141,7 @@ def read_piece(
         return
     num_rows, failure = 0, None  # type: int, InputFileError | None
     try:
-        for number, fields in _read(Location.parse(piece.path), piece, columns, wanted):
+        for number, fields in _read(piece, columns, wanted):
             num_rows += 1
             yield number, _row_of(fields, piece.source(number), columns, with_text=with_text)
     except InputFileError as error:
@@ -190,8 +190,14 @@ def _row_of(fields: _Fields, source: str, columns: Columns, *, with_text: bool) 
         return row.failed(error)
 
 
-def _read(location: Location, piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _Numbered:
+def _read(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _Numbered:
     """Yield the fields of rows, each with its number. A text file is one row with number 0."""
+    if piece.table is not None:
+        names = _check_unique(piece.table.columns, columns, piece)
+        rows = _numbered(piece.table.batches(piece.path, names), piece)
+        yield from (row for row in rows if wanted is None or row[0] in wanted)
+        return
+    location = Location.parse(piece.path)
     if location.is_folder:
         location.entries()  # raises the error of a folder that cannot be listed
         raise UnreadableFileError(f"{piece.name}: the folder holds no file of a known type; known are {KNOWN_TYPES}")
@@ -294,12 +300,17 @@ def _arrow_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
     file.seek(0)
     opened = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(file)
     names = _check_unique(opened.schema.names, columns, piece)
+    batches = opened if is_stream else map(opened.get_batch, range(opened.num_record_batches))
+    yield from _numbered((batch.select(names) for batch in batches), piece)
+
+
+def _numbered(batches: Iterable[pa.RecordBatch], piece: Piece) -> _Numbered:
     number = 0
-    for batch in opened if is_stream else map(opened.get_batch, range(opened.num_record_batches)):
+    for batch in batches:
         batch.validate(full=True)
         numbers = range(number + 1, number + batch.num_rows + 1)
         number += batch.num_rows
-        yield from zip(numbers, _arrow_fields(batch.select(names), numbers, piece), strict=True)
+        yield from zip(numbers, _arrow_fields(batch, numbers, piece), strict=True)
 
 
 _ROW_READERS: Mapping[str, Callable[[IO[bytes], Piece, Columns], _Numbered]] = {
@@ -440,7 +451,7 @@ def pieces_of(inputs: Iterable[str] | InputFiles) -> list[Piece]:
         groups = list[pq.RowGroupMetaData]()  # empty for other files than Parquet, and those that are damaged
         with suppress(*FILE_ERRORS, UnreadableFileError):
             location = Location.parse(file.path)
-            if location.suffix in PARQUET_SUFFIXES:
+            if file.table is None and location.suffix in PARQUET_SUFFIXES:
                 with location.open() as content, pq.ParquetFile(content) as parquet:
                     groups = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
         first = num_rows = num_before = num_bytes = 0

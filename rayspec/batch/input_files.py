@@ -6,12 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import takewhile
+from operator import itemgetter
 from pathlib import PurePosixPath
 
 from rayspec.batch.rows import Row
+from rayspec.batch.tables import Table, kind_of_log, newest_table
 from rayspec.command.locations import Location, UnreadableFileError
 from rayspec.errors import naming_the_extra
 from rayspec.types import ConfigError
@@ -27,12 +29,6 @@ _WITH_OWN_COMPRESSION = PARQUET_SUFFIXES + ARROW_SUFFIXES + EXTRACTED_SUFFIXES
 KNOWN_TYPES = f"{', '.join((*_ZIPPED, *_WITH_OWN_COMPRESSION))}, the first {len(_ZIPPED)} also with {GZIP_SUFFIX}"
 # Files below a folder that say something about the others: of Hugging Face's `save_to_disk`, and of a job's output.
 _ABOUT_OTHERS = re.compile(r"(dataset_info|dataset_dict|state|manifest)\.json|cache-.*\.arrow")
-# Files by which a table's folder is known, its name, the package that reads it, and Ray Data's function.
-_TABLES = (
-    (re.compile(r"(.*/)?_delta_log/.*"), "a Delta table", "deltalake", "read_delta"),
-    (re.compile(r".*\.metadata\.json"), "an Iceberg table", "pyiceberg", "read_iceberg"),
-    (re.compile(r".*\.lance"), "a Lance table", "pylance", "read_lance"),
-)
 
 
 def file_type(file_name: str) -> tuple[str, bool] | None:
@@ -52,7 +48,8 @@ class Piece:
     path: an absolute path or URI. name: of the file in rows and errors, its path below the folder that all inputs
     share. It is the same for a relative path, an absolute path, a symbolic link to a folder and another mount point.
     groups: the first row group and the number of row groups; None is the whole file. num_before: rows of the file
-    before the first row group. rows: the rows themselves, where there is no file.
+    before the first row group. rows: the rows themselves, where there is no file. table: the table whose data file has
+    the name `path`.
     """
 
     path: str = ""
@@ -60,6 +57,7 @@ class Piece:
     groups: tuple[int, int] | None = None
     num_before: int = 0
     rows: tuple[Row, ...] = ()
+    table: Table | None = None
 
     def source(self, number: int) -> str:
         """Identify the source of the row with this number, from 1 on; 0 is the file itself."""
@@ -97,8 +95,8 @@ def find_files(inputs: Iterable[str] | InputFiles, *, outputs: Iterable[str] = (
 
     Hidden files and folders below a folder are left out. A name that cannot be read stays in the list: reading yields
     an error row for it, and the other inputs are not affected. Raises ConfigError for a pattern without a match, for a
-    URI of an unknown kind, for the folder of a Delta, Iceberg or Lance table, for PDF files without pypdf, and if no
-    input can be read. A store that does not answer raises no error here.
+    URI of an unknown kind, for a table or PDF files whose package is not installed, for a table that cannot be read,
+    and if no input can be read. A store that does not answer raises no error here.
 
     outputs: files and folders of the command's results. Folders and patterns leave them out.
     """
@@ -118,9 +116,10 @@ def find_files(inputs: Iterable[str] | InputFiles, *, outputs: Iterable[str] = (
         if isinstance(found, str):  # in a store that does not answer
             files.append(Piece(path=found, name=found))
             continue
-        name = "/".join(parts[num_shared:]) or found.name
+        piece = found if isinstance(found, Piece) else Piece(path=found.absolute().name, name=found.name)
+        name = "/".join(parts[num_shared:]) or piece.name
         shown = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
-        files.append(Piece(path=found.absolute().name, name=shown))
+        files.append(replace(piece, name=shown))
     if any(file.path.lower().endswith(".pdf") for file in files):
         with naming_the_extra():
             import_module("pypdf")
@@ -128,12 +127,13 @@ def find_files(inputs: Iterable[str] | InputFiles, *, outputs: Iterable[str] = (
 
 
 class _Search:
-    """found: files by the parts of their canonical path, so that each is there once; a name in place of a file that no
-    store answers for. useless: inputs among these that cannot be read, with the reason. left_out: suffixes of the files
-    of unknown types, by absolute name. bases: canonical paths of the inputs' base folders."""
+    """found: files by the parts of their canonical path, so that each is there once; a piece in place of a data file of
+    a table, and a name in place of a file that no store answers for. useless: inputs among these that cannot be read,
+    with the reason. left_out: suffixes of the files of unknown types, by absolute name. bases: canonical paths of the
+    inputs' base folders."""
 
     def __init__(self, outputs: Iterable[str]) -> None:
-        self.found: dict[tuple[str, ...], Location | str] = {}
+        self.found: dict[tuple[str, ...], Location | Piece | str] = {}
         self.useless: dict[tuple[str, ...], str] = {}
         self.left_out: dict[str, str] = {}
         self.bases: list[tuple[str, ...]] = []
@@ -157,17 +157,20 @@ class _Search:
             if not self._keep_known(*location.below()):
                 reason = f"the folder holds no file of a known type{self._shown_types()}"
         elif kind is None and location.is_pattern:
-            matches, num_kept = location.glob(), 0
+            matches, files, unreadable = location.glob(), list[Location](), list[Location]()
             for match in matches:
-                files = [match], list[Location]()
+                below = [match], list[Location]()
                 with suppress(UnreadableFileError):  # reading a circular link reports the error
-                    files = match.below() if match.is_folder else files
-                num_kept += self._keep_known(*files)
-            if not num_kept:
+                    below = match.below() if match.is_folder else below
+                files, unreadable = files + below[0], unreadable + below[1]
+            if not self._keep_known(files, unreadable):
                 found = f"no file of a known type{self._shown_types()}" if matches else "nothing"
                 raise ConfigError(f"input {name!r}: it matches {found}; correct it, or leave it out")
         elif kind is None:
             reason = "there is no such file"
+        elif kind_of_log(location):
+            self._keep_known([location], [])
+            return
         elif file_type(location.file_name) is None:
             reason = f"its type is not known; known are {KNOWN_TYPES}"
         if kind == "file" or reason is not None:
@@ -180,27 +183,32 @@ class _Search:
         return (*self.bases[-1], *PurePosixPath(place.path).parts[self._num_base_parts :])
 
     def _keep_known(self, files: Iterable[Location], unreadable: Iterable[Location]) -> int:
-        """Keep the files of known types and the unreadable folders; record the others. Return how many are kept."""
-        kept = list(unreadable)
-        for file in files:
-            parts = self._canonical(file)
-            if any(parts[: len(output)] == output for output in self._outputs):
-                continue
-            for pattern, table, package, function in _TABLES:  # whose other files may hold rows that were deleted
-                if pattern.fullmatch("/".join(parts[len(self.bases[-1]) :])):
-                    raise ConfigError(
-                        f"input {file.name!r} is a file of {table}: install {package}, and write its rows to Parquet "
-                        f"files with ray.data.{function}(...).write_parquet(...), or use rayspec.data on that dataset"
-                    )
+        """Keep the files of known types, the data files of tables and the unreadable folders; record the others. Return
+        how many are kept."""
+        kept: list[tuple[tuple[str, ...], Location | Piece]] = [(self._canonical(one), one) for one in unreadable]
+        ours = {parts: file for file in files if not self._is_output(parts := self._canonical(file))}
+        logs: dict[tuple[str, ...], list[Location]] = {}
+        for parts, file in ours.items():
+            if kind_of_log(file):
+                logs.setdefault(parts[:-2], []).append(file)
+        for folder, log in logs.items():
+            table = newest_table(str(kind_of_log(log[0])), log)
+            kept += [((*folder, *name.split("/")), Piece(path=name, table=table)) for name in table.files]
+        for parts, file in ours.items():
+            if any(parts[:length] in logs for length in range(len(parts))):
+                continue  # of a table, whose other files may hold rows that were deleted
             if _ABOUT_OTHERS.fullmatch(file.file_name):
                 self.left_out[file.absolute().name] = file.file_name
             elif file_type(file.file_name) is None:
                 self.left_out[file.absolute().name] = file.suffix or "no suffix"
             else:
-                kept.append(file)
-        for place in sorted(kept, key=lambda each: PurePosixPath(each.path).parts):
-            self.found.setdefault(self._canonical(place), place)
+                kept.append((parts, file))
+        for parts, place in sorted(kept, key=itemgetter(0)):
+            self.found.setdefault(parts, place)
         return len(kept)
+
+    def _is_output(self, parts: tuple[str, ...]) -> bool:
+        return any(parts[: len(output)] == output for output in self._outputs)
 
     def _shown_types(self) -> str:
         return f" ({_counts(Counter(self.left_out.values()))} left out)" if self.left_out else ""

@@ -505,23 +505,6 @@ def test_a_document_that_grows_without_bound_is_one_bad_row(tmp_path: Path, cont
     assert row.error_kind == "unreadable_document"
 
 
-@pytest.mark.parametrize(
-    ("names", "package"),
-    [
-        (["_delta_log/00000000000000000000.json", "part-0.parquet"], "deltalake"),
-        (["metadata/v1.metadata.json", "data/a.parquet"], "pyiceberg"),
-        (["data/a.lance"], "pylance"),
-    ],
-)
-def test_folders_of_tables_are_refused_by_name(tmp_path: Path, names: list[str], package: str) -> None:
-    for name in names:
-        (tmp_path / "table" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "table" / name).touch()
-    for given in (tmp_path, tmp_path / "table", tmp_path / "t*"):
-        with pytest.raises(ConfigError, match=f"install {package}, and write its rows to Parquet files with ray.data"):
-            find_files([str(given)])
-
-
 def test_a_template_makes_the_text_of_the_columns(tmp_path: Path) -> None:
     rows = [
         {"id": "a", "name": "Ada", "tags": ["x", "y"], "body": "{{ 7 * 7 }}"},
