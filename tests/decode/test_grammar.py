@@ -5,7 +5,7 @@ import random
 import re
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from functools import cache, partial
 from itertools import product
@@ -15,17 +15,20 @@ from typing import Any
 import jsonschema
 import pytest
 
-from rayspec import LLM, SamplingParams, StructuredOutputsParams
+from rayspec import LLM, SamplingParams, StructuredOutputsParams, demo
+from rayspec.config import EngineConfig
 from rayspec.decode.drafting.proposer import _FORCING
 from rayspec.decode.engine import Engine
 from rayspec.errors import ConfigError, GrammarError
 from rayspec.forms.grammar import _MAX_KEPT, Constraint, Grammars
+from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.types import Request, RequestOutput
 from tests.decode.test_losslessness import LookingUp
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import RandomPlans, engine_with
 from tests.exhaustive import few_of
 from tests.schemas import KEYWORDS, NESTED, PERSON, PUBLISHED, random_schema
+from tests.strategy_cases import saved_plan
 from tests.tool_templates import tokenizer_with
 from tests.waiting import wait_until
 
@@ -33,20 +36,24 @@ DOUBLING = {str(at): {"allOf": 2 * [{"$ref": f"#/$defs/{at + 1}"}]} for at in ra
 SCHEMAS = [PERSON, NESTED, *(random_schema(random.Random(seed)) for seed in range(16))]
 CASES = [*PUBLISHED, *(random_schema(random.Random(seed)) for seed in range(100, 400))]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "kv_cache_tokens": 8192}
+PLANS = "plans.json"
 STRATEGIES: dict[str, dict[str, Any]] = {
     "lookup": {},
     "auto": {},
     "recycling": {},
     "knapspec": {},
     "static": {"skip": [13, 14, 18], "max_draft_tokens": 6},
-    "swift": {},
-    "lookahead": {},
-    "layerskip": {"exit_layer": 8},
-    "clasp": {"search_interval": 16, "draft_threshold": 0.0},
-    "del": {"num_search_tokens": 4},
-    "asd": {"search_interval": 8, "num_search_tokens": 4, "draft_threshold": 0.0},
+    # a gate would switch the others off here
+    "swift": {"gate": False},
+    "lookahead": {"gate": False},
+    "layerskip": {"gate": False, "exit_layer": 8},
+    "clasp": {"gate": False, "search_interval": 16, "draft_threshold": 0.0},
+    "del": {"gate": False, "num_search_tokens": 4},
+    "asd": {"gate": False, "search_interval": 8, "num_search_tokens": 4, "draft_threshold": 0.0},
+    "self-sd": {"gate": False, "warm_start": PLANS, "draft_threshold": 0.3},
+    "knn-ssd": {"gate": False, "warm_start": PLANS, "draft_threshold": 0.3},
 }
-FEW = [*((name, 0.8) for name in list(STRATEGIES)[:6]), ("auto", 0.0), ("static", 0.0)]
+FEW = [*((name, 0.8) for name in STRATEGIES), ("auto", 0.0), ("static", 0.0)]
 WAYS: dict[str, dict[str, Any]] = {
     "one by one": {"max_num_seqs": 1},
     "trees": {"num_beside": 40, "max_num_seqs": 8},
@@ -55,6 +62,19 @@ WAYS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True, "max_num_batched_tokens": 64},
     "static shapes": {"is_static": True, "max_num_seqs": 4},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _saved_plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """In the folder of the tests: a plan for all texts, by any first state."""
+    folder, num_sublayers = tmp_path_factory.mktemp("plans"), len(demo_parts().sublayers)
+    anchor = (1.0, *(demo_parts().config.hidden_size - 1) * (0.0,))
+    plan = saved_plan("any", (13, 14, 18), num_sublayers=num_sublayers, anchors=(anchor,), radius=2.0)
+    model = ModelIdentity.of(EngineConfig(model=str(demo.model_path())), num_sublayers)
+    SavedPlans(model=model, plans=(plan,)).save(folder / PLANS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield
 
 
 def _params(schema: dict[str, Any], *, temperature: float, **form: Any) -> SamplingParams:
@@ -103,6 +123,7 @@ def test_the_text_is_that_of_plain_decoding(
 ) -> None:
     (outputs,), stats = _generated(temperature, strategy=strategy, **STRATEGIES[strategy])
     assert _texts(outputs) == plain[temperature]
+    assert stats.num_draft_tokens > 0
     assert strategy not in _FORCING or stats.accepted_by_source["form"] > 100
 
 
