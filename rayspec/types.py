@@ -83,15 +83,15 @@ class PlanRecord:
     times sequences) grow while the plan is in use.
     """
 
-    elapsed_s: float
-    context: int
-    batch: int
+    elapsed_s: float = 0.0
+    context: int = 0
+    batch: int = 0
     plan: Plan
     reason: str
-    estimated_acceptance: float
-    predicted_tpt: float
-    plain_tpt: float
-    optimise_s: float
+    estimated_acceptance: float = 0.0
+    predicted_tpt: float = 0.0
+    plain_tpt: float = 0.0
+    optimise_s: float = 0.0
     num_tokens: int = 0
     sequence_s: float = 0.0
     num_accepted_tokens: int = 0

@@ -25,7 +25,7 @@ from rayspec.decode.strategy import Strategy
 from rayspec.strategies.auto import Auto
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.self_sd import DraftThreshold, SelfSD
-from rayspec.types import Plan, no_draft
+from rayspec.types import Plan, PlanRecord, no_draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +116,7 @@ class _Case:
 
 
 def _ending_below(plan: Plan, threshold: float) -> SelfSD:
-    fixed = DraftThreshold(threshold, target=0.0, adaptive=False)
-    return SelfSD(plan, fixed, acceptance=0.0, expected_tpt=0.0, plain_tpt=0.0)
+    return SelfSD(PlanRecord(plan=plan, reason="a sweep"), DraftThreshold(threshold, adaptive=False))
 
 
 def _measure(

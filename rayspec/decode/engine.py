@@ -95,7 +95,6 @@ class Engine:
         self.stats = EngineStats()
         self.model = model
         self.tokenizer = model.tokenizer
-        self.max_model_len = model.max_model_len
         self.latency = latency
         self.info = EngineInfo(
             config=config, max_model_len=model.max_model_len, defaults=model.defaults, latency=latency

@@ -35,7 +35,7 @@ class ASD(PeriodicStrategy):
         self._max_draft_tokens = options.max_draft_tokens
         self._is_attention = [name.startswith("attention") for name in latency.sublayers]
         first = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
-        self._draft_threshold = DraftThreshold(first, target=TARGET_ACCEPTANCE)
+        self._draft_threshold = DraftThreshold(first)
 
     def _rule(self) -> KeepDrafting:
         return DraftWhileSure(threshold=self._draft_threshold.value)

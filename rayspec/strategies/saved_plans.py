@@ -17,7 +17,7 @@ from rayspec.config import EngineConfig
 from rayspec.machine import write_at_once
 from rayspec.model.weights import load_config, weights_fingerprint
 from rayspec.strategies.knapspec import Candidate
-from rayspec.types import ConfigError, Plan
+from rayspec.types import ConfigError, Plan, PlanRecord
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +85,16 @@ class SavedPlan(_Strict, frozen=True, kw_only=True):
         if any(not math.isclose(math.hypot(*anchor), 1.0, abs_tol=1e-3) for anchor in self.anchors):
             raise ValueError("`anchors` must be unit vectors")
 
-    def plan(self, *, max_draft_tokens: int, source: str) -> Plan:
+    def record(self, max_draft_tokens: int, *, source: str, reason: str) -> PlanRecord:
+        """Return the record of the plan in a new run, before its first round."""
         length = min(self.num_draft_tokens, max_draft_tokens)
-        return Plan(choices=self.choices, num_draft_tokens=length, source=source)
+        return PlanRecord(
+            plan=Plan(choices=self.choices, num_draft_tokens=length, source=source),
+            reason=reason,
+            estimated_acceptance=self.acceptance,
+            predicted_tpt=self.tokens_per_s,
+            plain_tpt=self.plain_tokens_per_s,
+        )
 
 
 class SavedPlans(_Strict, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from rayspec.decode.work import RoundResult
 from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.periodic import ALWAYS_DRAFTS, Tested
 from rayspec.strategies.saved_plans import SavedPlan
-from rayspec.types import Plan, PlanRecord
+from rayspec.types import PlanRecord
 
 # Values of the published code and runs.
 FIRST_THRESHOLD = 0.6
@@ -24,11 +24,10 @@ _STEP = 0.01
 
 class DraftThreshold:
     """The confidence below which a draft ends. It rises while the accepted share of the drafted tokens is below
-    `target`; else it falls, or stays if drafts reach their length. It changes by at most 0.001 per verify."""
+    TARGET_ACCEPTANCE; else it falls, or stays if drafts reach their length. It changes by at most 0.001 per verify."""
 
-    def __init__(self, value: float, *, target: float, adaptive: bool = True) -> None:
+    def __init__(self, value: float, *, adaptive: bool = True) -> None:
         self.value = value
-        self._target = target
         self._adaptive = adaptive
         self._matched = 0.0  # accepted share of the drafted tokens, moving average over verifies
 
@@ -38,7 +37,7 @@ class DraftThreshold:
             return
         share = tested.num_accepted / tested.num_drafted
         self._matched = _MATCHED_MEMORY * self._matched + (1 - _MATCHED_MEMORY) * share
-        if self._matched < self._target:
+        if self._matched < TARGET_ACCEPTANCE:
             wanted = self.value + _STEP
         else:
             wanted = self.value if tested.reached_length else self.value - _STEP
@@ -46,46 +45,21 @@ class DraftThreshold:
 
 
 class SelfSD:
-    """One plan in all rounds. The threshold of its drafts is kept across requests. expected_tpt, plain_tpt: tokens per
-    second of one sequence with the plan and without it. reason: why the plan was chosen."""
+    """One plan in all rounds. The threshold of its drafts is kept across requests. record: of the plan, to which its
+    rounds are added; its context and batch become those of the first observed round."""
 
     status = ALWAYS_DRAFTS
 
-    def __init__(
-        self,
-        plan: Plan,
-        threshold: DraftThreshold,
-        *,
-        acceptance: float,
-        expected_tpt: float,
-        plain_tpt: float,
-        reason: str = "a saved plan",
-    ) -> None:
-        self.threshold = threshold
-        self.record = PlanRecord(  # its context and batch are those of the first observed round
-            elapsed_s=0.0,
-            context=0,
-            batch=0,
-            plan=plan,
-            reason=reason,
-            estimated_acceptance=acceptance,
-            predicted_tpt=expected_tpt,
-            plain_tpt=plain_tpt,
-            optimise_s=0.0,
-        )
+    def __init__(self, record: PlanRecord, threshold: DraftThreshold) -> None:
+        self.record, self.threshold = record, threshold
         self._has_begun = self._was_reported = False
 
     @classmethod
     def of(cls, saved: SavedPlan, options: SpeculationOptions) -> Self:
         """Draft by a saved plan. The threshold starts from the option's, or else from the plan's own."""
         first = saved.threshold if options.draft_threshold is None else options.draft_threshold
-        return cls(
-            saved.plan(max_draft_tokens=options.max_draft_tokens, source="self-sd"),
-            DraftThreshold(FIRST_THRESHOLD if first is None else first, target=TARGET_ACCEPTANCE),
-            acceptance=saved.acceptance,
-            expected_tpt=saved.tokens_per_s,
-            plain_tpt=saved.plain_tokens_per_s,
-        )
+        record = saved.record(options.max_draft_tokens, source="self-sd", reason="a saved plan")
+        return cls(record, DraftThreshold(FIRST_THRESHOLD if first is None else first))
 
     def choose(self, state: BatchState) -> RoundPlan:
         return RoundPlan(plan=self.record.plan, keep_drafting=DraftWhileSure(threshold=self.threshold.value))

@@ -23,7 +23,7 @@ from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.knn_ssd import radius, representatives
 from rayspec.strategies.mask_search import Keep, MaskSearch
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlan, SavedPlans
-from rayspec.strategies.self_sd import FIRST_THRESHOLD, TARGET_ACCEPTANCE, DraftThreshold, SelfSD
+from rayspec.strategies.self_sd import FIRST_THRESHOLD, DraftThreshold, SelfSD
 from rayspec.types import ConfigError, Plan, PlanRecord, Request, no_draft
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ def tune_plan(
     def measured(plan: Plan, plain_tpt: float = 0.0) -> SelfSD:
         """Generate by a plan; the strategy has its record and its last threshold."""
         first = config.speculation.draft_threshold
-        threshold = DraftThreshold(FIRST_THRESHOLD if first is None else first, target=TARGET_ACCEPTANCE)
-        strategy = SelfSD(plan, threshold, acceptance=0.0, expected_tpt=0.0, plain_tpt=plain_tpt)
+        record = PlanRecord(plan=plan, reason="tuning", plain_tpt=plain_tpt)
+        strategy = SelfSD(record, DraftThreshold(FIRST_THRESHOLD if first is None else first))
         with selecting(engine, strategy):
             _generate(engine, prompts, options.max_tokens)
         return strategy

@@ -27,7 +27,7 @@ def test_the_threshold_step_by_step() -> None:
         (5, 5, False, 0.96875, -0.01),  # enough, and they could
         (1, 4, True, 0.609375, 0.01),
     ]
-    threshold, value = DraftThreshold(0.6, target=0.9), 0.6
+    threshold, value = DraftThreshold(0.6), 0.6
     for num_accepted, num_drafted, reached_length, matched, wanted in steps:
         threshold.observe(_tested(num_accepted, num_drafted, reached_length))
         value = 0.9 * value + 0.1 * (value + wanted)
