@@ -375,7 +375,7 @@ class AsyncEngine:
         self.tokenizer: PreTrainedTokenizerBase = llm.tokenizer
         self.client = llm.client
         self._numbers = itertools.count()
-        self._owner = ""
+        self._owner = self._client_name = ""
         self._adapter: str | None = None
 
     @property
@@ -407,10 +407,10 @@ class AsyncEngine:
         """Names of the adapters that were loaded with the model."""
         return self.client.info.config.lora_modules
 
-    def owned_by(self, owner: str) -> Self:
-        """Return the same engine for an owner's requests, see `Request.owner`."""
+    def owned_by(self, owner: str, client: str = "") -> Self:
+        """Return the same engine for the requests of an owner and a client, see `Request`."""
         other = copy.copy(self)
-        other._owner = owner
+        other._owner, other._client_name = owner, client
         return other
 
     def with_adapter(self, adapter: str) -> Self:
@@ -456,6 +456,7 @@ class AsyncEngine:
             stream=stream,
             background=background,
             owner=self._owner,
+            client=self._client_name,
             adapter=self._adapter,
         )
 

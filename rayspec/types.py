@@ -231,7 +231,8 @@ class TokensPrompt(TypedDict):
 class Request:
     """One prompt to complete: text, or token ids, which take precedence. stream: the output comes as it is generated,
     see RequestOutput. background: other requests go first, see `Scheduler`. owner: only requests of the same owner copy
-    from this one's output. adapter: name of the LoRA adapter to use, of those in option `lora_modules`."""
+    from this one's output. client: who shares the engine with the clients of other requests, see `Scheduler`. adapter:
+    name of the LoRA adapter to use, of those in option `lora_modules`."""
 
     request_id: str
     params: SamplingParams
@@ -240,6 +241,7 @@ class Request:
     stream: bool = False
     background: bool = False
     owner: str = ""
+    client: str = ""
     adapter: str | None = None
 
 

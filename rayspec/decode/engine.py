@@ -239,8 +239,7 @@ class Engine:
         most = self.config.max_num_batched_tokens if self._num_mixed[cohort] < _MOST_MIXED else 0
         self._await_masks(cohort)
         step = self._scheduler.schedule(cohort, busy, most, self._pace.num_rows(most) if most else 0)
-        # Those of the background give way to others, which is no sign of too small a cache.
-        self.stats.num_preemptions += sum(not sequence.background for sequence in step.preempted)
+        self.stats.num_preemptions += step.num_out_of_pages
         for sequence in step.preempted:
             self._planner.forget(sequence)
         for sequence in step.admitted:

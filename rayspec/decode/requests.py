@@ -58,6 +58,7 @@ class SequenceState:
     eos_token_ids: Collection[int]
     detokenizer: Detokenizer | None
     owner: str = ""
+    client: str = ""
     streams: bool = False
     background: bool = False
     adapter: int = 0
@@ -382,6 +383,7 @@ class Requests(dict[str, LiveRequest]):
                 else None
             ),
             owner=request.owner,
+            client=request.client,
             streams=request.stream,
             background=request.background,
             adapter=0 if adapter is None else 1 + self._model.adapters.index(adapter),

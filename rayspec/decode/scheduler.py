@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -157,18 +157,23 @@ class KVManager:
 @dataclass(slots=True)
 class Step:
     """The work for one step of a cohort. prefill: the sequences of the `chunks`. admitted: those that were waiting
-    before."""
+    before. num_out_of_pages: how many of the preempted show that the cache is too small; the others gave way to
+    sequences that wait, or are of the background."""
 
     admitted: list[SequenceState] = field(default_factory=list)
     prefill: list[SequenceState] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     decode: list[SequenceState] = field(default_factory=list)
     preempted: list[SequenceState] = field(default_factory=list)
+    num_out_of_pages: int = 0
 
 
 class Scheduler:
-    """Continuous batching over the pages of one KV cache: first come, first served. When no page is left, the youngest
-    sequence is preempted.
+    """Continuous batching over the pages of one KV cache. When no page is left, the youngest sequence is preempted.
+
+    Clients take turns: the next sequence is the first of the client that has the fewest running; of several, not of the
+    last client that got a place. A client that has none takes the place of the youngest sequence of the client that has
+    most, unless that is its only one.
 
     Sequences of background requests wait behind the others, and are preempted first, also for others that wait. They
     are admitted while less than three quarters of `max_num_seqs` run. The last of them that runs is kept, and while
@@ -197,7 +202,9 @@ class Scheduler:
         shares_pages: bool = True,
     ) -> None:
         self.kv = KVManager(num_slots, windowed, shares_pages=shares_pages, chunk_grid=chunk_grid)
-        self.waiting: deque[SequenceState] = deque()
+        self.waiting: deque[SequenceState] = deque()  # by arrival
+        self._num_waiting: Counter[str] = Counter()  # of each client, without the background
+        self._newest_client = ""  # the last that got a place
         self.running: list[SequenceState] = []
         self._max_num_seqs = max_num_seqs
         self._max_beside_background = max(1, int(_BACKGROUND_SHARE * max_num_seqs))
@@ -214,13 +221,13 @@ class Scheduler:
             earlier = itertools.chain(self.running, itertools.islice(self.waiting, place))
             if place < len(self.waiting) and not any(one.background for one in earlier):
                 place += 1
-        self.waiting.insert(place, sequence)
+        self._wait(sequence, place)
 
     def remove(self, sequence: SequenceState) -> None:
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+            self._leave(sequence)
         self.kv.release(sequence)
 
     def members(self, cohort: int) -> list[SequenceState]:
@@ -244,7 +251,9 @@ class Scheduler:
         for sequence in self.members(cohort):
             while sequence not in step.preempted and not self._grow(sequence):
                 free = [one for one in self.running if one.cohort not in in_flight]
-                self._preempt(next((one for one in reversed(free) if one.background), free[-1]), step)
+                youngest = next((one for one in reversed(free) if one.background), free[-1])
+                step.num_out_of_pages += not youngest.background
+                self._preempt(youngest, step)
         self._admit(cohort, step)
         members = self.members(cohort)
         step.decode = [sequence for sequence in members if sequence.prefilled and sequence.may_sample]
@@ -267,22 +276,25 @@ class Scheduler:
         self.running.clear()
 
     def _admit(self, cohort: int, step: Step) -> None:
-        """Admit waiting sequences in order. A sequence whose shared pages are still being filled is passed over, and
+        """Admit waiting sequences in turn. A sequence whose shared pages are still being filled is passed over, and
         later ones may be admitted before it."""
-        for sequence in list(itertools.islice(self.waiting, self._max_num_seqs)):
+        for sequence in self._in_turn():
+            if self.kv.is_in_work(sequence):
+                continue
             while len(self.running) >= self._max_num_seqs or len(self.members(cohort)) >= self._max_cohort_seqs:
                 if not self._give_way(sequence, cohort, step):
                     return
             num_background = sum(one.background for one in self.running)
             has_room = len(self.running) < self._max_beside_background or not num_background
-            if self.kv.is_in_work(sequence) or (sequence.background and not has_room):
+            if sequence.background and not has_room:
                 continue
             pages = self.kv.find(sequence)
             while not self._has_pages(sequence, pages):
                 if not self._give_way(sequence, cohort, step):
                     return
                 pages = self.kv.find(sequence)
-            self.waiting.remove(sequence)
+            self._leave(sequence)
+            self._newest_client = sequence.client
             self.running.append(sequence)
             self.kv.begin(sequence, pages)
             self._grow(sequence)
@@ -296,14 +308,39 @@ class Scheduler:
         num_new = self._num_pages_needed(sequence) - len(found)
         return num_new + num_spare <= self.kv.pool.num_free_without(found)
 
+    def _in_turn(self) -> list[SequenceState]:
+        """Return the next waiting sequences in the order of their turns. A sequence of the background comes after all
+        that waited before it."""
+        if len(self._num_waiting) < 2:
+            return list(itertools.islice(self.waiting, self._max_num_seqs))
+        held, ranked, last = self._num_running, [], (0, False)
+        for sequence in itertools.islice(self.waiting, self._first_of_background):
+            rank = held[sequence.client], sequence.client == self._newest_client
+            last = max(last, rank) if not sequence.background else last
+            ranked.append((last if sequence.background else rank, sequence))
+            held[sequence.client] += not sequence.background
+        ranked.sort(key=lambda one: one[0])
+        background = itertools.islice(self.waiting, len(ranked), None)
+        return [*(one for _, one in ranked), *background][: self._max_num_seqs]
+
+    @property
+    def _num_running(self) -> Counter[str]:
+        """Of each client, without the background."""
+        return Counter(one.client for one in self.running if not one.background)
+
     def _give_way(self, sequence: SequenceState, cohort: int, step: Step) -> bool:
-        """Preempt the youngest background sequence of the cohort for one that is not, unless no other would run."""
-        youngest = next((one for one in reversed(self.members(cohort)) if one.background), None)
-        is_last = sum(one.background for one in self.running) == 1
-        if sequence.background or youngest is None or is_last:
+        """Preempt a sequence of the cohort for one that waits: of the background, unless no other of it would run; or
+        of the client that has most, for one that has none."""
+        if sequence.background:
             return False
-        self._preempt(youngest, step)
-        return True
+        members, held = self.members(cohort)[::-1], self._num_running
+        youngest = [one for one in members if one.background]
+        if not youngest or sum(one.background for one in self.running) == 1:
+            several = [one for one in members if not one.background and held[one.client] > 1]
+            youngest = [] if held[sequence.client] else sorted(several, key=lambda one: -held[one.client])
+        if youngest:
+            self._preempt(youngest[0], step)
+        return bool(youngest)
 
     def _preempt(self, sequence: SequenceState, step: Step) -> None:
         self.kv.release(sequence)
@@ -322,7 +359,18 @@ class Scheduler:
 
     def _put_back(self, sequence: SequenceState) -> None:
         """Let a sequence that has run wait before its equals."""
-        self.waiting.insert(self._first_of_background if sequence.background else 0, sequence)
+        self._wait(sequence, self._first_of_background if sequence.background else 0)
+
+    def _wait(self, sequence: SequenceState, place: int) -> None:
+        self.waiting.insert(place, sequence)
+        if not sequence.background:
+            self._num_waiting[sequence.client] += 1
+
+    def _leave(self, sequence: SequenceState) -> None:
+        self.waiting.remove(sequence)
+        if not sequence.background:
+            self._num_waiting[sequence.client] -= 1
+            self._num_waiting += Counter()  # drops clients that have none
 
     def _cut_chunks(self, members: Sequence[SequenceState], step: Step, most: int, most_of_background: int) -> None:
         unread = [one for one in members if not one.prefilled and one.num_computed < one.num_tokens]

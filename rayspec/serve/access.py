@@ -8,10 +8,11 @@ import hashlib
 import hmac
 import re
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -24,6 +25,7 @@ from rayspec.openai.responses import json_body
 
 ANY = "*"
 _PATIENCE_S = 1.0  # for a body, while other requests find no place
+_MOST_OF_FREE = 3  # times the free places, that one client may have
 _RETRY_AFTER_S = 5  # about the time a replica of a small model takes to restart
 
 # Errors that the endpoint itself answers with.
@@ -129,28 +131,90 @@ def is_loopback(name: str) -> bool:
         return False
 
 
+def network_of(host: str | None) -> str:
+    """Return what stands for a client without a key: its address, or of an IPv6 address the first half, because each
+    customer of a provider has all addresses of the second half."""
+    try:
+        address = ip_address(host or "")
+    except ValueError:
+        return host or ""
+    address = getattr(address, "ipv4_mapped", None) or address
+    return str(ip_network((address, 64), strict=False) if isinstance(address, IPv6Address) else address)
+
+
 class Admission:
     """Counts the total weight of the requests under way, and refuses further requests with `refusal` while it is `most`
-    or more (None: no limit). A large request is refused no more often than a small one."""
+    or more (None: no limit). A large request is refused no more often than a small one. Also at the limit, a client may
+    have its share: `most`, divided by the clients that have requests under way."""
 
     def __init__(self, most: int | None = None, refusal: ApiError = BUSY) -> None:
         self._most, self._refusal = most, refusal
         self.under_way = 0
+        self._held: Counter[str] = Counter()
 
     @property
     def is_full(self) -> bool:
         return self._most is not None and self.under_way >= self._most
 
     @contextmanager
-    def admit(self, weight: int = 1, *, is_sure: bool = False) -> Iterator[None]:
+    def admit(self, weight: int = 1, client: str = "", *, is_sure: bool = False) -> Iterator[None]:
         """Count a request while the context is open. Raises Refused at the limit, unless it `is_sure` to be kept."""
-        if self.is_full and not is_sure:
+        has_share = self._held[client] * len(self._held.keys() | {client}) >= (self._most or 0)
+        if self.is_full and has_share and not is_sure:
             raise Refused(self._refusal)
         self.under_way += weight
+        self._held[client] += weight
         try:
             yield
         finally:
             self.under_way -= weight
+            self._held[client] -= weight
+            self._held += Counter()  # drops clients that have none
+
+
+class Places:
+    """At most `most` requests have a place at once. The others wait, and clients take turns: the next is the first of
+    the client that has the fewest places; of several, not of the last that got a place. A client that has some gets
+    another only if the places that are free then are at least a third of its own. So a new client does not wait for a
+    client that takes all it can get (dynamic thresholds of Choudhury and Hahne, 1998)."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: Counter[str] = Counter()
+        self._newest = ""  # the last that got a place
+        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
+
+    async def take(self, client: str) -> None:
+        """Wait for a place, which `leave` gives back."""
+        waiting = client, asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        self._let_in()
+        try:
+            await waiting[1]
+        except asyncio.CancelledError:
+            if not waiting[1].cancelled():
+                self.leave(client)
+            elif waiting in self._waiting:
+                self._waiting.remove(waiting)
+            raise
+
+    def leave(self, client: str) -> None:
+        self._held[client] -= 1
+        self._held += Counter()  # drops clients that have none
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while entering := [one for one in self._waiting if self._may_enter(one[0])]:
+            client, turn = first = min(entering, key=lambda one: (self._held[one[0]], one[0] == self._newest))
+            self._waiting.remove(first)
+            if not turn.cancelled():
+                self._held[client] += 1
+                self._newest = client
+                turn.set_result(None)
+
+    def _may_enter(self, client: str) -> bool:
+        held, num_free = self._held[client], self._most - self._held.total()
+        return num_free > 0 and (held == 0 or held + 1 <= _MOST_OF_FREE * (num_free - 1))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -35,9 +35,11 @@ from rayspec.serve.access import (
     AdmissionControl,
     ApiKeys,
     Entry,
+    Places,
     Refused,
     error_response,
     json_response,
+    network_of,
 )
 from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.bodies import SMALL, BodyReader
@@ -76,13 +78,13 @@ class Ingress:
             one.model_id: Admission(one.max_admitted and -(-one.max_admitted // num_ingresses), refusal=BUSY)
             for one in options.llm_configs
         }
-        # Large requests leave a quarter of a replica's places to others, as they take long to be read.
-        self._turns = {
-            one.model_id: asyncio.Semaphore(
-                max(1, one.max_ongoing_requests * one.num_replicas * 3 // 4 // num_ingresses)
-            )
+        num_places = {
+            one.model_id: -(-one.max_ongoing_requests * one.num_replicas // num_ingresses)
             for one in options.llm_configs
         }
+        self._places = {model_id: Places(most) for model_id, most in num_places.items()}
+        # Large requests leave a quarter of the places to others, as they take long to be read.
+        self._turns = {model_id: asyncio.Semaphore(max(1, most * 3 // 4)) for model_id, most in num_places.items()}
         self._may_be_absent = {one.model_id for one in options.llm_configs if one.scales_to_zero}
         self.watch = Watch(self.models, replica_timeout_s=options.replica_timeout_s)
         self.bodies = BodyReader(options)
@@ -98,17 +100,20 @@ class Ingress:
             asked, body = await self.bodies.read(request, kind, held)
             model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.options.request_timeout_s
             own = self.model_of[asked.model]
-            held.enter_context(self._admissions[own].admit(asked.num_sequences))
             owner = self.entry.keys.owner(request.headers.get("authorization"))
-            turns, is_streamed = self._turns[own], asked.stream
+            client = owner or network_of(request.client and request.client.host)
+            held.enter_context(self._admissions[own].admit(asked.num_sequences, client))
+            turns, places, is_streamed = self._turns[own], self._places[own], asked.stream
             del asked  # its values take several times as much memory as the body
             if len(body) > SMALL:
                 await while_connected(request, turns.acquire())
                 held.callback(turns.release)
+            await while_connected(request, places.take(client))
+            held.callback(places.leave, client)
             if not is_streamed:
-                work = fetch(model.respond.remote(kind, body, name, owner), timeout_s)
+                work = fetch(model.respond.remote(kind, body, name, owner, client), timeout_s)
                 return json_response(await while_connected(request, work))
-            call = ModelCall(model.options(stream=True).stream.remote(kind, body, name, owner), timeout_s)
+            call = ModelCall(model.options(stream=True).stream.remote(kind, body, name, owner, client), timeout_s)
             held.callback(call.cancel)
             first = await while_connected(request, call.next())
             return error_response(first) if isinstance(first, ApiError) else _EventStream(call, first, held.pop_all())

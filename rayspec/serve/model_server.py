@@ -65,10 +65,13 @@ class ModelServer:
         loop = asyncio.get_running_loop()
         self._tasks += [loop.create_task(work) for work in (self._sample(), self._ping())]
 
-    async def respond(self, kind: type[Request], body: bytes, name: str, owner: str = "") -> bytes | ApiError:
+    async def respond(
+        self, kind: type[Request], body: bytes, name: str, owner: str = "", client: str = ""
+    ) -> bytes | ApiError:
         """Return the whole answer. body: a valid `kind`; parsed here again, because a parsed body of a megabyte takes
-        the event loop many times as long to receive. name: end of the answer's id. owner: see `Request.owner`."""
-        engine = self._engine.owned_by(owner)
+        the event loop many times as long to receive. name: end of the answer's id. owner, client: see
+        `rayspec.types.Request`."""
+        engine = self._engine.owned_by(owner, client)
 
         async def work() -> Response:
             request, created = await _parsed(kind, body), int(time.time())
@@ -96,13 +99,13 @@ class ModelServer:
         return ModelCard(id=self._served[0], created=self._created, max_model_len=self._engine.max_model_len)
 
     async def stream(
-        self, kind: type[Request], body: bytes, name: str, owner: str = ""
+        self, kind: type[Request], body: bytes, name: str, owner: str = "", client: str = ""
     ) -> AsyncGenerator[bytes | ApiError, None]:
         """Yield the answer as server-sent events. An error before the first event is yielded as it is, and ends the
         stream; a later error is an event too. Closing the generator ends the request."""
         events = stream(
             await _parsed(kind, body),
-            self._engine.owned_by(owner),
+            self._engine.owned_by(owner, client),
             self._served,
             name=name,
             created=int(time.time()),

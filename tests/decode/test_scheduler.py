@@ -1,4 +1,5 @@
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -15,7 +16,13 @@ from rayspec.types import NonFiniteLogitsError
 
 
 def _sequence(
-    name: int, num_prompt: int, max_tokens: int, prompt: Sequence[int] | None = None, *, background: bool = False
+    name: int,
+    num_prompt: int,
+    max_tokens: int,
+    prompt: Sequence[int] | None = None,
+    *,
+    client: str = "",
+    background: bool = False,
 ) -> SequenceState:
     """Prompts differ from the first token on, unless said otherwise."""
     token_ids = list(prompt or [name] * num_prompt)
@@ -29,6 +36,7 @@ def _sequence(
         max_total_tokens=len(token_ids) + max_tokens,
         eos_token_ids=(),
         detokenizer=None,
+        client=client,
         background=background,
     )
 
@@ -92,7 +100,7 @@ class _World:
 
     def _check_preempted(self, before: list[SequenceState], step: Step) -> None:
         self.num_preemptions += len(step.preempted)
-        if step.preempted:
+        if step.preempted and len({one.client for one in [*before, *step.admitted]}) == 1:
             ranked = sorted(before, key=lambda sequence: sequence.background)
             youngest = ranked[len(before) - len(step.preempted) :]
             assert step.preempted == youngest[::-1], "the youngest go first, those of the background before all"
@@ -194,7 +202,9 @@ def test_everyone_finishes_and_nobody_writes_elsewhere(
     texts = [[index % 2] * 20 + [index] * 40 for index in range(3)]
     arriving = [_sequence(index, *size, prompt=world.rng.choice(texts)[: size[0]]) for index, size in enumerate(sizes)]
     share_of_background = world.rng.choice([0, 0.5, 1])
+    num_clients = world.rng.choice([1, 3])
     for sequence in arriving:
+        sequence.client = str(world.rng.randrange(num_clients))
         sequence.background = world.rng.random() < share_of_background
         assert sequence.max_total_tokens <= scheduler.kv.num_slots
     for _ in range(4000):
@@ -254,6 +264,44 @@ def test_first_come_first_served() -> None:
     step = scheduler.schedule()
     assert step.prefill == [large]
     assert small in scheduler.waiting, "a later one does not overtake one that waits for room"
+
+
+def test_clients_take_turns_and_a_new_one_does_not_wait() -> None:
+    scheduler = Scheduler(4000, max_num_seqs=4, max_prefill_tokens=500, lookahead=0)
+    world = _World(scheduler, 0, 0)
+    for index in range(60):
+        world.add(_sequence(index, 20, 30, client="greedy"))
+    world.step()
+    assert [one.client for one in scheduler.running] == ["greedy"] * 4
+    for index in range(5):
+        one = _sequence(100 + index, 20, 5, client="other")
+        world.add(one)
+        step = world.step()
+        assert step.admitted[0] is one, "it has no place yet, so the client with four gives one"
+        assert len(step.preempted) == (index == 0)
+        assert not step.num_out_of_pages
+        while not one.finished:
+            world.step()
+    for index in range(4):
+        world.add(_sequence(200 + index, 2, 500, client="other"))
+        world.add(_sequence(300 + index, 2, 500, client="third"))
+    for _ in range(200):
+        world.step()
+        held = Counter(one.client for one in scheduler.running)
+        if held.total() == 4:  # no sequence has ended in this step
+            assert sorted(held.values()) == [1, 1, 2], "places that come free go to who has fewest"
+
+
+def test_the_only_place_of_a_client_is_not_taken() -> None:
+    scheduler = Scheduler(400, max_num_seqs=1, max_prefill_tokens=500, lookahead=0)
+    world = _World(scheduler, 0, 0)
+    for index in range(3):
+        world.add(_sequence(index, 2, 5, client="first"))
+    world.step()
+    world.add(_sequence(3, 2, 5, client="second"))
+    world.run()
+    assert world.finished == ["0", "3", "1", "2"]
+    assert not world.num_preemptions
 
 
 def test_background_requests_leave_room_and_wait_behind_others() -> None:

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,31 @@ def test_clients_that_leave(demo_endpoint: EndpointProcess) -> None:
     with attacked(demo_endpoint):
         at_once(leave, 40)
         at_once(flood, 10)
+    wait_until(demo_endpoint.is_idle, 60)
+
+
+def test_streams_that_nobody_reads_do_not_make_another_client_wait(demo_endpoint: EndpointProcess) -> None:
+    """In turn of arrival, all but the last eight streams would end before the other's first answer begins."""
+    body, streams, ended = completion(stream=True, max_tokens=450, ignore_eos=True), list[Any](), 0
+    other = httpx2.HTTPTransport(local_address="127.0.0.2")
+    with ExitStack() as held, httpx2.Client(base_url=demo_endpoint.url, timeout=60, transport=other) as http:
+        asked = {"url": "/v1/completions", "content": completion(), "headers": JSON}
+        start_s = time.monotonic()
+        assert [http.post(**asked).status_code for _ in range(5)] == [200] * 5
+        idle_s = time.monotonic() - start_s
+        for _ in range(60):
+            streams.append(held.enter_context(connected(demo_endpoint.url)))
+            streams[-1].sendall(head_of("/v1/completions", len(body)) + body)
+        wait_until(lambda: demo_endpoint.status()[0]["num_waiting"] > 0, 60)
+        start_s = time.monotonic()
+        assert [http.post(**asked).status_code for _ in range(5)] == [200] * 5
+        print(f"{time.monotonic() - start_s:.2f} s for five answers, {idle_s:.2f} s without the streams")
+        for stream in streams:
+            stream.setblocking(False)
+            with suppress(BlockingIOError):
+                while content := stream.recv(2**20):
+                    ended += b"[DONE]" in content
+        assert ended <= 8, "no more than those that ran first"
     wait_until(demo_endpoint.is_idle, 60)
 
 

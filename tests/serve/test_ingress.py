@@ -16,7 +16,7 @@ import pytest
 from ray.exceptions import RayError
 
 from rayspec.serve import access
-from rayspec.serve.access import ANY, BUSY, Admission, ApiKeys, Refused, allowed_host
+from rayspec.serve.access import ANY, BUSY, Admission, ApiKeys, Places, Refused, allowed_host, network_of
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.watch import WatchedReplica
@@ -278,6 +278,71 @@ def test_a_body_that_serves_proxy_has_lost_is_told() -> None:
 def test_on_loopback_only_its_own_names_are_allowed(header: str | None, allowed: bool) -> None:
     assert allowed_host(header, ()) is allowed
     assert allowed_host(header, {ANY})
+
+
+def test_each_client_has_a_share_of_what_is_admitted() -> None:
+    admission = Admission(4, refusal=BUSY)
+    with ExitStack() as under_way:
+        under_way.enter_context(admission.admit(100, "greedy"))
+        for client in ("other", "other", "third"):
+            under_way.enter_context(admission.admit(1, client))
+        for client in ("greedy", "other"):
+            with pytest.raises(Refused), admission.admit(1, client):
+                pass
+    under_way.enter_context(admission.admit(1, "greedy"))
+    assert admission.under_way == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("testclient", "testclient"),
+        (None, ""),
+    ],
+)
+def test_a_client_without_a_key_is_its_network(host: str | None, network: str) -> None:
+    assert network_of(host) == network
+
+
+def test_places_go_to_clients_in_turn() -> None:
+    entered: list[str] = []
+
+    async def scenario() -> None:
+        places = Places(8)
+
+        async def enter(name: str) -> None:
+            await places.take(name[0])
+            entered.append(name)
+
+        async def settle() -> None:
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+        tasks = {name: asyncio.create_task(enter(name)) for name in (f"a{number}" for number in range(20))}
+        await settle()
+        assert entered == [f"a{number}" for number in range(6)], "one client leaves a quarter of the places to others"
+        tasks |= {name: asyncio.create_task(enter(name)) for name in ("b0", "b1", "c0", "b2")}
+        await settle()
+        assert entered[6:] == ["b0", "c0"]
+        tasks["b1"].cancel()
+        await settle()
+        for _ in range(3):
+            places.leave("a")
+        await settle()
+        assert entered[8:] == ["b2"], "and while others have places, it leaves more"
+        for _ in range(3):
+            places.leave("a")
+        for client in "bbc":
+            places.leave(client)
+        await settle()
+        assert entered[9:] == [f"a{number}" for number in range(6, 12)]
+        for task in tasks.values():
+            task.cancel()
+
+    asyncio.run(scenario())
 
 
 def test_the_last_place_may_be_taken_by_a_large_request_and_then_there_is_none() -> None:
