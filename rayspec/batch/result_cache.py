@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from huggingface_hub import try_to_load_from_cache
 
 from rayspec import __version__, demo
@@ -28,6 +29,8 @@ _KEPT: Final = (
 )
 _LIBRARIES: Final = ("torch", "transformers")
 
+_logger = logging.getLogger(__name__)
+
 
 def is_repeatable(sampling: SamplingParams) -> bool:
     """Whether a request has the same text each time: it has a seed, or temperature 0."""
@@ -37,8 +40,8 @@ def is_repeatable(sampling: SamplingParams) -> bool:
 class ResultCache:
     """The results in a folder for one set of options. identity: the options that decide the text.
 
-    Several jobs may use the folder. A broken result is computed again. Nothing is found or kept while the model is not
-    on this machine, because the state of its files is a part of the key. Raises ConfigError.
+    Several jobs may use the folder. A broken result is named in a warning, and computed again. Nothing is found or kept
+    while the model is not on this machine, because the state of its files is a part of the key. Raises ConfigError.
     """
 
     def __init__(self, folder: str, identity: Mapping[str, Any]) -> None:
@@ -47,12 +50,17 @@ class ResultCache:
 
     def find(self, input_hash: str) -> Row | None:
         """Return a row with the result of a request, but without an id; None if there is none."""
-        with suppress(*FILE_ERRORS, ValueError, TypeError):
-            if place := self._place(input_hash):
-                checksum, content = place.read().split(b"\n", 1)
-                if checksum.decode() == _digest(content):
-                    return Row(id="", **json.loads(content))
-        return None
+        try:
+            if (place := self._place(input_hash)) is None:
+                return None
+            checksum, _, content = place.read().partition(b"\n")
+        except FILE_ERRORS:
+            return None
+        try:
+            return _row(checksum, content)
+        except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+            _logger.warning("the result %s of option 'cache' is broken (%s): its row is computed again", place, error)
+            return None
 
     def keep(self, row: Row) -> None:
         """Keep the result of a row that succeeded, or whose output has no end within max_tokens. Raises OSError."""
@@ -73,6 +81,15 @@ class ResultCache:
             self._key = json.dumps([self._identity, files, versions, machine], sort_keys=True)
         digest = _digest(f"{self._key} {input_hash}".encode())
         return self._folder.join(digest[:2], f"{digest}.json")
+
+
+def _row(checksum: bytes, content: bytes) -> Row:
+    """Return a row with a kept result. Raises ValueError, TypeError, RecursionError or MsgspecError for other bytes."""
+    if checksum != _digest(content).encode():
+        raise ValueError("its checksum is wrong")
+    if set(found := json.loads(content)) != set(_KEPT):
+        raise ValueError("its fields are not those of a result")
+    return msgspec.convert({"id": "", **found}, Row)
 
 
 def _state(name: str, revision: str | None) -> Any:

@@ -163,7 +163,7 @@ def chosen_threads(runner: Runner, folder: str | None, *, remeasure: bool = Fals
     key = model_key(runner) | {"cores": cores}
     path = cache_file(folder, "threads", key)
     few = None
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         few = None if remeasure else json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(few, int) or not 1 <= few <= cores:
         powers = [2**power for power in range(cores.bit_length()) if 2**power < cores]

@@ -145,7 +145,7 @@ def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
 def _config_of(folder: str) -> dict[str, Any]:
     try:
         content = json.loads((Path(folder) / _CONFIG).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the adapter {folder!r} has no readable {_CONFIG}: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"the adapter {folder!r} has a {_CONFIG} that is no JSON object")

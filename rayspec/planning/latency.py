@@ -312,7 +312,7 @@ class LatencyModel:
             if differing:
                 raise StaleProfileError(f"profile {path} is for something else: {'; '.join(differing)}: profile again")
             return msgspec.json.decode(content.model, type=cls)
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
             raise StaleProfileError(f"profile {path} is not readable ({error!r}): profile again") from error
 
 

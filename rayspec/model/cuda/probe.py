@@ -107,7 +107,7 @@ def keep(path: Path, fault: str | None) -> None:
 
 
 def _kept(path: Path) -> Tried | None:
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         return Tried(json.loads(path.read_text(encoding="utf-8"))["fault"], is_kept=True)
     return None
 

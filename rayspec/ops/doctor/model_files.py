@@ -58,7 +58,7 @@ def _json_errors(folder: Path) -> list[str]:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             names = set() if file.name == "config.json" else set(content["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             errors.append(f"{file.name} cannot be read: {error!r}")
             continue
         errors += [f"{name} is missing" for name in sorted(names) if not (folder / name).exists()]

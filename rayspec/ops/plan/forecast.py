@@ -289,7 +289,7 @@ def load_profile(path: Path) -> tuple[LatencyModel, dict[str, Any]]:
         return LatencyModel.load(path, key), key
     except OSError as error:
         raise ConfigError(f"option 'profile' is {str(path)!r}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, StaleProfileError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, StaleProfileError) as error:
         raise ConfigError(
             f"option 'profile' is {str(path)!r}, which is no profile that can be read ({error}): run rayspec profile"
         ) from error
