@@ -64,7 +64,10 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
         raise invalid_config(source, error) from error
     # The last two for JSON with unexpected types.
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"config of model {source!r} could not be read: {in_one_line(error)}") from error
+        raise CheckpointError(
+            f"config of model {source!r} could not be read: {in_one_line(error).rstrip('.')}: fetch its config.json "
+            "again, or name another model"
+        ) from error
     # A config may name a kernel of the hub, which transformers would fetch and run. The setter sets parts, too.
     config._attn_implementation = "eager"
     config = _text_part(config)
