@@ -133,8 +133,8 @@ def _offline(llm: rayspec.LLM, asks: Sequence[Ask]) -> list[dict[int, Choice]]:
         (prompt,) = request.prompts
         token_ids = prompt if is_token_ids(prompt) else _tokens(llm, prompt)
         prompts.append({"prompt_token_ids": token_ids})
-        engine = llm.engine
-        length = request.num_output_tokens(len(token_ids), engine.max_model_len, engine.info.defaults.max_new_tokens)
+        info = llm.engine.info
+        length = request.num_output_tokens(len(token_ids), info.max_model_len, info.defaults.max_new_tokens)
         params.append(request.sampling_params(length))
     return [_choices(output) for output in llm.generate(prompts, params, use_tqdm=False)]
 

@@ -13,6 +13,7 @@ from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.decode.loading import allowed_copies, choices_here, copies_for_drafts
 from rayspec.local_engine import load_engine
+from rayspec.model.fused import draft_head_bytes
 from rayspec.model.sizes import quantised_bytes
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from tests.engines import complete, tokens_of
@@ -54,8 +55,7 @@ def test_copies_are_taken_as_long_as_they_fit(caplog: pytest.LogCaptureFixture) 
 def test_a_span_has_copies_of_its_own_sublayers() -> None:
     parts = modules_of(checkpoint("llama"))
     sizes = quantised_bytes(parts.config, "int4")
-    head = 2 * parts.lm_head.weight.numel()  # type: ignore[operator, union-attr]
-    most = head + sum(sizes) // 2
+    most = draft_head_bytes(parts, "int4") + sum(sizes) // 2
     half = config(choices=("int4",), extra_weight_bytes=most)
     assert copies_for_drafts(half, parts) == []
     assert copies_for_drafts(half, replace(parts, sublayers=parts.sublayers[4:])) == ["int4"]

@@ -32,7 +32,7 @@ from rayspec.model.adapters import install_adapters
 from rayspec.model.architecture import max_positions, why_context_ends
 from rayspec.model.cuda import probe
 from rayspec.model.cuda.graphs import CudaDriver
-from rayspec.model.fused import fuse, may_copy_head
+from rayspec.model.fused import draft_head_bytes, fuse
 from rayspec.model.generation_config import eos_token_ids, generation_defaults
 from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, CacheSize, KVCache, bytes_per_slot
@@ -239,10 +239,10 @@ def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weight
     copies need the operators `rayspec::*`."""
     num_ranks = config.parallel.tensor if config.parallel is not None else 1
     first, last = parts.sublayers[0].index, parts.sublayers[-1].index
-    head_bytes = 2 * parts.lm_head.weight.numel() if may_copy_head(parts.lm_head) else 0
     try:
         by_weights = {
-            weights: head_bytes + sum(quantised_bytes(parts.config, weights, tensor=num_ranks)[first : last + 1])
+            weights: draft_head_bytes(parts, weights)
+            + sum(quantised_bytes(parts.config, weights, tensor=num_ranks)[first : last + 1])
             for weights in config.speculation.draft_weights
             if parts.device.type == "cpu" or has_kernels(config, parts)
         }

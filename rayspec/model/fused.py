@@ -25,6 +25,8 @@ from rayspec.model.attention import AttentionKind, Heads, Rows
 from rayspec.model.cuda.operations import gated, has_operators
 from rayspec.model.load_check import CheckRows, CheckSequence, RecordingRows, lack_of_memory, likeness
 from rayspec.model.matrices import (
+    FEW_ROWS,
+    FEW_ROWS_ON_GPU,
     QUANTISED,
     Bfloat16Matrix,
     FewRows,
@@ -32,11 +34,13 @@ from rayspec.model.matrices import (
     LinearMap,
     Matrix,
     Norm,
+    Shortlist,
     as_operator,
     empty_linears,
     has_blocked_layout,
     is_plain,
     is_plain_or_share,
+    num_bytes,
 )
 from rayspec.model.offload import Fetch
 from rayspec.model.sublayers import Body, Decomposition, Sublayer
@@ -131,20 +135,36 @@ def fuse(
     fuser.report(len(sublayers))
     if own_bits and not fuser.has_own_bits:
         logger.warning("option 'own_bits' has no effect: no layer that runs by a body has weights of 4 bits")
-    draft_head = fuser.draft_head(parts)  # before the head gives its weights away
-    head, norm = fuser.head(parts), fuser.final_norm(parts)
-    if fuser.has_own_bits and isinstance(head, Matrix) and draft_head is not None:
-        head = FewRows(head, draft_head)
-    return replace(parts, sublayers=sublayers, lm_head=head, draft_head=draft_head, final_norm=norm)
+    head, draft_head = fuser.heads(parts)
+    return replace(parts, sublayers=sublayers, lm_head=head, draft_head=draft_head, final_norm=fuser.final_norm(parts))
 
 
 def _has_own_bits(matrix: nn.Module) -> TypeGuard[Int4Matrix]:
     return isinstance(matrix, Int4Matrix) and matrix.has_own_bits
 
 
-def may_copy_head(head: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Return whether drafts with copies of float32 weights multiply faster by this head in bfloat16."""
-    return is_plain(head) and head.weight.dtype == torch.float32 and has_blocked_layout(head.weight)
+def draft_head_bytes(parts: Decomposition, weights: Weights) -> int:
+    """Return the bytes of the copies of the LM head that drafts have, if their copies of sublayers are `weights`."""
+    head = parts.lm_head
+    if not is_plain(head):
+        return 0
+    bfloat16_bytes = 2 * head.weight.numel()
+    own_bytes = bfloat16_bytes if _may_halve(head) else 0
+    try:
+        found = num_bytes(weights, *head.weight.shape)
+    except ValueError:
+        return own_bytes
+    return own_bytes + found + (bfloat16_bytes if has_blocked_layout(head.weight) and not _is_tied(parts) else 0)
+
+
+def _may_halve(head: nn.Linear) -> bool:
+    """Return whether float32 rows multiply faster by this head in bfloat16."""
+    return head.weight.dtype == torch.float32 and has_blocked_layout(head.weight)
+
+
+def _is_tied(parts: Decomposition) -> bool:
+    """Return whether the LM head's weight is the embedding's."""
+    return parts.embedding is not None and parts.lm_head is not None and parts.embedding.weight is parts.lm_head.weight
 
 
 def matrices_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[list[nn.Linear], nn.Module]:
@@ -277,25 +297,42 @@ class _Fuser:
                 raise fault
         return body, linears
 
-    def head(self, parts: Decomposition) -> nn.Module | None:
-        """Return the LM head in the faster layout, if it has one. A tied head is copied, for the embedding."""
+    def heads(self, parts: Decomposition) -> tuple[nn.Module | None, nn.Module | None]:
+        """Return the LM head in the faster layout, if it has one, and the head of drafts, if they have copies. A tied
+        head is copied, for the embedding."""
         head = parts.lm_head
-        if not is_plain(head) or not self._may_block(head):
-            return head
+        if not is_plain(head):
+            return head, None
+        halved = Bfloat16Matrix([head]) if self._quantised and _may_halve(head) else None
+        shortlist = self._shortlist(head, is_tied=_is_tied(parts))
+        packed: nn.Module = head
         try:
-            packed = self._matrix([head])
+            matrix = self._matrix([head])
+            if self._may_block(head):
+                packed = matrix if halved is None or not self.has_own_bits else FewRows(matrix, halved)
+                if not _is_tied(parts):
+                    empty_linears([head])
         except RuntimeError as error:
             if (lack := lack_of_memory(error)) is None:
                 raise
             logger.warning("the LM head keeps its layout, which is slower: %s", lack)
-            return head
-        if parts.embedding is None or parts.embedding.weight is not head.weight:
-            empty_linears([head])
-        return packed
+            return head, halved
+        if shortlist is None:
+            return packed, halved
+        return packed, FewRows(halved or matrix, shortlist, most=FEW_ROWS_ON_GPU if self._use_operators else FEW_ROWS)
 
-    def draft_head(self, parts: Decomposition) -> Bfloat16Matrix | None:
-        """Return a copy of the head in bfloat16, which drafts with copies have where the processor is fast at it."""
-        return Bfloat16Matrix([parts.lm_head]) if self._quantised and may_copy_head(parts.lm_head) else None
+    def _shortlist(self, head: nn.Linear, *, is_tied: bool) -> Shortlist | None:
+        """Return a head of drafts with the smallest copies, or None if they have none of the head."""
+        if not self._quantised:
+            return None
+        weights: Weights = "int4" if "int4" in self._quantised else "int8"
+        try:
+            copy = QUANTISED[weights]([head], use_operators=self._use_operators)
+            stays = is_tied or not self._may_block(head)
+            return Shortlist(head, copy, head.weight.data if stays else head.weight.data.bfloat16())
+        except _MISFITS as misfit:
+            logger.warning("the LM head has no %s copy for drafts: %s", weights, lack_of_memory(misfit) or misfit)
+            return None
 
     def final_norm(self, parts: Decomposition) -> nn.Module | None:
         norm = parts.final_norm

@@ -58,8 +58,8 @@ class ModelSizes:
     """Bytes on one tensor-parallel rank. num_parameters: parameters of the whole model, a tied matrix counted once.
 
     embedding_bytes: all matrices before the layers. norm_bytes, head_bytes: final norm and LM head. head_bytes counts
-    the head's matrix even if it is `tied` to the embedding. why_whole: why stages cannot divide the layers; empty if
-    they can.
+    the head's matrix even if it is `tied` to the embedding. head_copy_bytes: the head's copy for drafts. why_whole: why
+    stages cannot divide the layers; empty if they can.
     """
 
     num_parameters: int
@@ -68,6 +68,7 @@ class ModelSizes:
     norm_bytes: int
     head_bytes: int
     tied: bool
+    head_copy_bytes: int = 0
     why_whole: str = ""
 
     @property
@@ -173,6 +174,7 @@ def model_sizes(
         norm_bytes=_bytes_of((parameter for parameter in ends if parameter.ndim == 1), size, size),
         head_bytes=_bytes_of(head, size, size),
         tied=tied,
+        head_copy_bytes=_head_copy_bytes(model.get_output_embeddings(), draft_weights) if parts is not None else 0,
         why_whole=why_whole,
     )
 
@@ -201,6 +203,16 @@ def _copy_bytes(sublayer: Sublayer, weights: Weights, tensor: int) -> int:
             sizes.append((last.out_features, last.in_features))
         return sum(num_bytes(weights, rows, columns) for rows, columns in sizes)
     except (AttributeError, ValueError):
+        return 0
+
+
+def _head_copy_bytes(head: nn.Module, draft_weights: Collection[Weights]) -> int:
+    """Return the bytes of the LM head's copy for drafts: it has the smallest type that they have. 0 if it has none."""
+    if not (draft_weights and isinstance(head, nn.Linear)):
+        return 0
+    try:
+        return num_bytes("int4" if "int4" in draft_weights else "int8", head.out_features, head.in_features)
+    except ValueError:
         return 0
 
 

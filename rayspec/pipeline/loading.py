@@ -168,5 +168,5 @@ def _costs(config: EngineConfig, options: ParallelOptions, sizes: ModelSizes, ma
             )
             for layer in sizes.layers
         ),
-        head=cost(sizes.last_stage_bytes(options.stages)),
+        head=cost(sizes.last_stage_bytes(options.stages), copy_bytes=sizes.head_copy_bytes),
     )

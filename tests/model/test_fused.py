@@ -48,11 +48,34 @@ def test_the_head_is_packed_and_the_embedding_stays(tied: bool) -> None:
     torch.testing.assert_close(logits_of(fused, TOKENS), expected, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("use_operators", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
+@torch.inference_mode()
+def test_drafts_have_a_head_whose_likeliest_tokens_are_the_heads(
+    tied: bool, dtype: torch.dtype, use_operators: bool
+) -> None:
+    """Of few rows it takes the logits of the likeliest tokens from the head's own weights, with its bias."""
+    model = build("llama", tie_word_embeddings=tied).to(dtype)
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(len(model.lm_head.weight), dtype=dtype))
+    parts = decompose(model)
+    assert fuse(decompose(build("llama"))).draft_head is None
+    hidden = torch.randn(1, 4, parts.config.hidden_size, dtype=dtype)
+    expected = parts.head(hidden)
+    most = float(expected.abs().max())
+    fused = fuse(parts, quantised=["int4"], use_operators=use_operators)
+    torch.testing.assert_close(fused.head(hidden), expected, atol=0.01 * most, rtol=0.01)
+    drafted = fused.head(hidden, drafting=True)
+    assert drafted.dtype == dtype
+    assert torch.equal(drafted.argmax(-1), expected.argmax(-1))
+    torch.testing.assert_close(drafted.amax(-1), expected.amax(-1), atol=0.01 * most, rtol=0.01)
+    assert 0.01 * most < float((drafted - expected).abs().max()) < 0.3 * most
+
+
 @pytest.mark.parametrize("has_instructions", [False, True])
 @torch.inference_mode()
-def test_copies_of_float32_have_a_head_in_bfloat16(
-    tied: bool, has_instructions: bool, monkeypatch: pytest.MonkeyPatch
+def test_many_rows_of_a_float32_draft_use_a_head_in_bfloat16(
+    has_instructions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if has_instructions and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this processor has no instructions for bfloat16")
@@ -60,7 +83,7 @@ def test_copies_of_float32_have_a_head_in_bfloat16(
     monkeypatch.setattr(
         matrices, "has_blocked_layout", lambda weight: is_blocked(weight) if has_instructions else False
     )
-    parts = decompose(build("llama", tie_word_embeddings=tied))
+    parts = decompose(build("llama"))
     hidden = torch.randn(1, 5, parts.config.hidden_size)
     expected = parts.head(hidden)
     fused = fuse(parts, quantised=["int4"])
@@ -68,8 +91,6 @@ def test_copies_of_float32_have_a_head_in_bfloat16(
     drafted = fused.head(hidden, drafting=True)
     assert drafted.dtype == torch.float32
     assert 0 < float((drafted - expected).abs().max()) < 0.02 * float(expected.abs().max())
-    assert fuse(decompose(build("llama"))).draft_head is None
-    assert fuse(decompose(build("llama").bfloat16()), quantised=["int4"]).draft_head is None
 
 
 def test_a_block_that_computes_something_else_runs_by_its_modules() -> None:

@@ -378,5 +378,7 @@ def _costs(
         for layer in sizes.layers
     )
     embedding = cost(sizes.embedding_bytes, bytes_read=0)
-    head = cost(sizes.last_stage_bytes(len(groups)), bytes_read=sizes.norm_bytes + sizes.head_bytes)
+    head = cost(
+        sizes.last_stage_bytes(len(groups)) + sizes.head_copy_bytes, bytes_read=sizes.norm_bytes + sizes.head_bytes
+    )
     return ModelCosts(embedding=embedding, layers=layers, head=head), [device for device, _ in groups]
