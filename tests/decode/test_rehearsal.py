@@ -12,7 +12,7 @@ import torch
 from rayspec.config import EngineConfig
 from rayspec.decode.loading import affordable_slots
 from rayspec.decode.rehearsal import peak_bytes, rehearse
-from rayspec.decode.runner import Batch, Runner
+from rayspec.decode.runner import PackedBatch, Runner
 from rayspec.model.kv_cache import KVCache, bytes_per_slot, whole_pages
 from rayspec.model.static_rows import Staging, StepBuffers
 from rayspec.types import CheckpointError
@@ -26,7 +26,7 @@ class Tight(Runner):
 
     most, ran = 10**9, list[int]()
 
-    def run(self, batch: Batch, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+    def run(self, batch: PackedBatch, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
         if batch.num_rows > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         self.ran.append(batch.num_rows)
