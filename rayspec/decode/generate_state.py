@@ -175,7 +175,8 @@ class GenerateState:
         )
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = num_logits
-        with few_rows(self._cuts in ("copy", "step") and self.num_tokens > 0):
+        is_short = self._cuts in ("copy", "step") and self.num_tokens > 0 and new.shape[1] > 1
+        with few_rows(new.shape[1] if is_short else 0):
             output = self._model(**inputs, return_dict=True)
         self._tried = new, output
         return output.logits[0, -num_logits:]  # type: ignore[no-any-return]

@@ -30,7 +30,7 @@ T = TypeVar("T")
 _MOST_THREADS = 4096
 # Methods of a cache that change recurrent state, in all versions of transformers.
 _UPDATES = ("update_recurrent_state", "update_conv_state", "set_linear_cache")
-_few_rows: ContextVar[bool] = ContextVar("rayspec_few_rows", default=False)
+_few_rows: ContextVar[int] = ContextVar("rayspec_few_rows", default=0)
 
 
 class _Shared(NamedTuple):
@@ -198,9 +198,10 @@ def _as_shared(module: nn.Module, given: Tensor, results: Any, num_rows: int) ->
 
 
 @contextmanager
-def few_rows(is_on: bool) -> Iterator[None]:
-    """Run the recurrent state over the rows of passes of this thread as `step_rows` or `shorten_chunks` says."""
-    before = _few_rows.set(is_on)
+def few_rows(count: int) -> Iterator[None]:
+    """Run the recurrent state over the rows of a pass of this thread as `step_rows` or `shorten_chunks` says, if it has
+    this number of rows; 0: as the model does."""
+    before = _few_rows.set(count)
     try:
         yield
     finally:
@@ -245,14 +246,17 @@ def shorten_chunks(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let these modules compute a pass of few rows as one chunk of so many rows: the usual chunk, of 64 rows or more,
     would be filled with zeros. They read its size from `chunk_size`, or hand the argument on. If the block of `with`
     fails, they are as before."""
-    forwards = [each.forward for each in modules]
+    before = [(each, type(each), each.forward) for each in modules]
     for each in modules:
-        each.forward = partial(_in_one_chunk, each, each.forward, getattr(each, "chunk_size", None))
+        if (usual := getattr(each, "chunk_size", None)) is None:
+            each.forward = partial(_in_one_chunk, each.forward)
+        else:
+            each.__class__ = _with_short_chunks(type(each), usual)
     try:
         yield
     except BaseException:
-        for each, forward in zip(modules, forwards, strict=True):
-            each.forward = forward
+        for each, kind, forward in before:
+            each.__class__, each.forward = kind, forward
         raise
 
 
@@ -262,13 +266,15 @@ def step_rows(modules: Sequence[nn.Module], lockstep: Lockstep) -> None:
         module.forward = partial(_by_row, lockstep, module.forward)
 
 
-def _in_one_chunk(module: nn.Module, forward: Callable[..., Any], usual: int | None, *given: Any, **named: Any) -> Any:
-    num_rows = next(each for each in (*given, *named.values()) if isinstance(each, Tensor)).shape[1]
-    is_short = _few_rows.get() and num_rows > 1
-    if usual is not None:
-        setattr(module, "chunk_size", num_rows if is_short else usual)  # noqa: B010 - no attribute of every module
-    elif is_short:
-        named["chunk_size"] = num_rows
+def _with_short_chunks(kind: type[nn.Module], usual: int) -> type[nn.Module]:
+    """Return the class with a `chunk_size` that each thread has for itself: passes in lockstep differ in their rows."""
+    chunk_size = property(lambda module: _few_rows.get() or usual)
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "chunk_size": chunk_size})
+
+
+def _in_one_chunk(forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    if _few_rows.get():
+        named["chunk_size"] = _few_rows.get()
     return forward(*given, **named)
 
 

@@ -159,7 +159,7 @@ class Admission:
     @contextmanager
     def admit(self, weight: int = 1, client: str = "", *, is_sure: bool = False) -> Iterator[None]:
         """Count a request while the context is open. Raises Refused at the limit, unless it `is_sure` to be kept."""
-        has_share = self._held[client] * len(self._held.keys() | {client}) >= (self._most or 0)
+        has_share = (self._held[client] + 1) * len(self._held.keys() | {client}) > (self._most or 0)
         if self.is_full and has_share and not is_sure:
             raise Refused(self._refusal)
         self.under_way += weight
@@ -184,32 +184,28 @@ class Places:
         self._newest = ""  # the last that got a place
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
 
-    async def take(self, client: str) -> None:
-        """Wait for a place, which `leave` gives back."""
-        waiting = client, asyncio.get_running_loop().create_future()
-        self._waiting.append(waiting)
+    def ask(self, client: str) -> asyncio.Future[None]:
+        """Return a turn, which is done when the client has the place. `leave` takes both back."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((client, turn))
         self._let_in()
-        try:
-            await waiting[1]
-        except asyncio.CancelledError:
-            if not waiting[1].cancelled():
-                self.leave(client)
-            elif waiting in self._waiting:
-                self._waiting.remove(waiting)
-            raise
+        return turn
 
-    def leave(self, client: str) -> None:
-        self._held[client] -= 1
-        self._held += Counter()  # drops clients that have none
+    def leave(self, client: str, turn: asyncio.Future[None]) -> None:
+        if (client, turn) in self._waiting:
+            self._waiting.remove((client, turn))
+        else:
+            self._held[client] -= 1
+            self._held += Counter()  # drops clients that have none
         self._let_in()
 
     def _let_in(self) -> None:
         while entering := [one for one in self._waiting if self._may_enter(one[0])]:
             client, turn = first = min(entering, key=lambda one: (self._held[one[0]], one[0] == self._newest))
             self._waiting.remove(first)
+            self._held[client] += 1
+            self._newest = client
             if not turn.cancelled():
-                self._held[client] += 1
-                self._newest = client
                 turn.set_result(None)
 
     def _may_enter(self, client: str) -> bool:

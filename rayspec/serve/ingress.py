@@ -108,8 +108,9 @@ class Ingress:
             if len(body) > SMALL:
                 await while_connected(request, turns.acquire())
                 held.callback(turns.release)
-            await while_connected(request, places.take(client))
-            held.callback(places.leave, client)
+            turn = places.ask(client)
+            held.callback(places.leave, client, turn)
+            await while_connected(request, turn)
             if not is_streamed:
                 work = fetch(model.respond.remote(kind, body, name, owner, client), timeout_s)
                 return json_response(await while_connected(request, work))

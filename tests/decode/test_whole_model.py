@@ -2,6 +2,7 @@ import inspect
 import itertools
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,13 +189,17 @@ def test_a_verify_of_few_rows_is_one_chunk(family: str, monkeypatch: pytest.Monk
     model(torch.arange(9)[None])
     usual = set(sizes)
     assert min(usual) >= 16
-    assert find_cuts(model, in_lockstep(model)) == "copy"
-    state = GenerateState(model, list(range(9)), cuts="copy")
+    lockstep = in_lockstep(model)
+    assert find_cuts(model, lockstep) == "copy"
+    states = [GenerateState(model, list(range(9)), cuts="copy") for _ in range(2)]
     with torch.inference_mode():
-        for run, tokens, expected in ((state.run, state.prompt, usual), (state.try_rows, [1, 2, 3], {3})):
+        for state in states:
             sizes.clear()
-            run(tokens)
-            assert set(sizes) == expected
+            state.run(state.prompt)
+            assert set(sizes) == usual
+        sizes.clear()
+        lockstep.run([partial(states[0].try_rows, [1, 2]), partial(states[1].try_rows, [1, 2, 3, 4])])
+        assert sorted(sizes) == [2] * (len(sizes) // 2) + [4] * (len(sizes) // 2)
 
 
 def test_modules_without_chunks_are_as_before() -> None:

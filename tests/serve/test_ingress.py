@@ -291,6 +291,11 @@ def test_each_client_has_a_share_of_what_is_admitted() -> None:
                 pass
     under_way.enter_context(admission.admit(1, "greedy"))
     assert admission.under_way == 1
+    with ExitStack() as under_way:
+        for number in range(4):
+            under_way.enter_context(admission.admit(1, f"client {number}"))
+        with pytest.raises(Refused), admission.admit(1, "one of many clients"):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -308,39 +313,31 @@ def test_a_client_without_a_key_is_its_network(host: str | None, network: str) -
 
 
 def test_places_go_to_clients_in_turn() -> None:
-    entered: list[str] = []
-
     async def scenario() -> None:
         places = Places(8)
+        turns = {f"a{number}": places.ask("a") for number in range(20)}
+        seen = set[str]()
 
-        async def enter(name: str) -> None:
-            await places.take(name[0])
-            entered.append(name)
+        def entered() -> list[str]:
+            new = [name for name, turn in turns.items() if turn.done() and name not in seen]
+            seen.update(new)
+            return new
 
-        async def settle() -> None:
-            for _ in range(3):
-                await asyncio.sleep(0)
+        def leave(*names: str) -> None:
+            for name in names:
+                places.leave(name[0], turns.pop(name))
 
-        tasks = {name: asyncio.create_task(enter(name)) for name in (f"a{number}" for number in range(20))}
-        await settle()
-        assert entered == [f"a{number}" for number in range(6)], "one client leaves a quarter of the places to others"
-        tasks |= {name: asyncio.create_task(enter(name)) for name in ("b0", "b1", "c0", "b2")}
-        await settle()
-        assert entered[6:] == ["b0", "c0"]
-        tasks["b1"].cancel()
-        await settle()
-        for _ in range(3):
-            places.leave("a")
-        await settle()
-        assert entered[8:] == ["b2"], "and while others have places, it leaves more"
-        for _ in range(3):
-            places.leave("a")
-        for client in "bbc":
-            places.leave(client)
-        await settle()
-        assert entered[9:] == [f"a{number}" for number in range(6, 12)]
-        for task in tasks.values():
-            task.cancel()
+        assert entered() == [f"a{number}" for number in range(6)], "one client leaves a quarter of the places to others"
+        turns |= {name: places.ask(name[0]) for name in ("b0", "b1", "c0", "b2")}
+        assert entered() == ["b0", "c0"]
+        turns["b1"].cancel()  # as a client that hangs up while it waits
+        leave("b1", "a0", "a1", "a2")
+        assert entered() == ["b2"], "and while others have places, it leaves more"
+        leave("a3", "a4", "a5", "b0", "b2", "c0")
+        assert entered() == [f"a{number}" for number in range(6, 12)]
+        turns["a6"].cancel()  # too late: it has its place, and gives it back
+        leave("a6")
+        assert entered() == ["a12"]
 
     asyncio.run(scenario())
 
