@@ -15,7 +15,6 @@ import typer
 from pydantic import Field
 from rich.table import Table
 
-from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
 from rayspec.batch.documents import check_template, input_row
 from rayspec.batch.input_files import KNOWN_TYPES, find_files
@@ -23,7 +22,7 @@ from rayspec.batch.job import Job, JobOptions
 from rayspec.batch.local_backend import LocalBackend, Source
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import ROW_HEADINGS
-from rayspec.batch.rows import Row
+from rayspec.batch.rows import Columns, Row
 from rayspec.batch.run_folder import MANIFEST, output_places
 from rayspec.command.options import Asked, LongCommand, with_settings
 from rayspec.command.settings import Settings

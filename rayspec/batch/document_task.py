@@ -131,7 +131,7 @@ class DocumentTask:
         if self.long.long == "truncate":
             prompts = replace(prompts, max_prompt_tokens=fitting)
         long_documents: LongDocuments | None = None
-        if self.long.in_parts:
+        if self.long.long in ("map-reduce", "refine"):
             long_documents = LongDocuments(
                 engine=engine,
                 tokens=replace(prompts, template=_PLACE).fitting_tokens,

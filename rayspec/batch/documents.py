@@ -31,7 +31,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rayspec.batch import extract
-from rayspec.batch.columns import INVALID_VALUE, MISSING_COLUMN, Columns
 from rayspec.batch.input_files import (
     ARROW_SUFFIXES,
     CSV_SUFFIXES,
@@ -44,7 +43,7 @@ from rayspec.batch.input_files import (
     file_type,
     find_files,
 )
-from rayspec.batch.rows import Row
+from rayspec.batch.rows import INVALID_VALUE, MISSING_COLUMN, Columns, Row
 from rayspec.command.locations import FILE_ERRORS, Location, UnreadableFileError, error_detail
 from rayspec.types import ConfigError, InputFileError
 

@@ -19,11 +19,10 @@ import yaml
 from pydantic import Field
 
 from rayspec.batch.local_backend import SCAN_SCHEMA, Changed, LocalBackend, Order, Scan, Source, compared
-from rayspec.batch.parts import FileFormat
 from rayspec.batch.report import REPORT_NAMES, RunReport, report_pages, showing_progress
-from rayspec.batch.result_cache import ResultCache, is_repeatable
+from rayspec.batch.result_cache import ResultCache
 from rayspec.batch.rows import Row, RowEngineFactory, RowTask
-from rayspec.batch.run_folder import RunFolder, output_places
+from rayspec.batch.run_folder import FileFormat, RunFolder, output_places
 from rayspec.command.locations import Location, UnreadableFileError, error_detail
 from rayspec.command.terminal import EXIT_TERMINATED, error_console, exit_on_sigterm, say
 from rayspec.config import DType, Options
@@ -366,7 +365,8 @@ class _SharedResults:
 
     def __init__(self, job: Job, source: Source, folder: RunFolder, report: RunReport) -> None:
         self._folder, self._report = folder, report
-        self._is_off = not is_repeatable(job.task.settings.sampling)
+        sampling = job.task.settings.sampling
+        self._is_off = sampling.seed is None and (sampling.temperature is None or sampling.temperature >= 1e-5)
         self._twins: dict[str, list[int]] = {}
         self._left = Scan(rows=SCAN_SCHEMA.empty_table(), pieces=source.pieces)
         self._cache: ResultCache | None = None

@@ -21,10 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rayspec.batch.columns import Columns
 from rayspec.batch.documents import as_duplicate, pieces_of, read_piece
 from rayspec.batch.input_files import InputFiles, Piece
-from rayspec.batch.rows import Row
+from rayspec.batch.rows import Columns, Row
 from rayspec.decode.engine_loop import LoopThread
 from rayspec.types import ConfigError, EngineStats
 

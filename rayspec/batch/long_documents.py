@@ -75,11 +75,6 @@ class LongDocumentOptions(Options):
             raise ValueError("each level needs 1 token or more")
         return budgets
 
-    @property
-    def in_parts(self) -> bool:
-        """Whether documents that do not fit are read in parts."""
-        return self.long in {"map-reduce", "refine"}
-
 
 def cut(num_tokens: int, chunk: int, overlap: int, strength: Callable[[int], int] = lambda position: 0) -> list[range]:
     """Cut tokens into the fewest spans of at most `chunk` tokens and nearly equal length. Each span starts `overlap`

@@ -16,7 +16,6 @@ import pyarrow as pa
 import ray
 import ray.data
 
-from rayspec.batch.columns import Columns
 from rayspec.batch.documents import read_piece
 from rayspec.batch.local_backend import (
     LocalBackend,
@@ -28,7 +27,7 @@ from rayspec.batch.local_backend import (
     scan_pieces,
     sort_key,
 )
-from rayspec.batch.rows import Row
+from rayspec.batch.rows import Columns, Row
 from rayspec.pool.supervisor import EnginePool
 from rayspec.pool.worker import EngineFactory
 from rayspec.ray_session import ray_session

@@ -20,7 +20,6 @@ from huggingface_hub import try_to_load_from_cache
 from rayspec import __version__, demo
 from rayspec.batch.rows import Row
 from rayspec.command.locations import FILE_ERRORS, Location
-from rayspec.config import SamplingParams
 from rayspec.types import UnfinishedFormError
 
 _KEPT: Final = (
@@ -30,11 +29,6 @@ _KEPT: Final = (
 _LIBRARIES: Final = ("torch", "transformers")
 
 _logger = logging.getLogger(__name__)
-
-
-def is_repeatable(sampling: SamplingParams) -> bool:
-    """Whether a request has the same text each time: it has a seed, or temperature 0."""
-    return sampling.seed is not None or (sampling.temperature is not None and sampling.temperature < 1e-5)
 
 
 class ResultCache:

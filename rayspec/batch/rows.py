@@ -1,22 +1,44 @@
-"""The row of a job, and the engine that completes rows."""
+"""The row of a job, what it takes from the columns of the input, and the engine that completes rows."""
 
 from __future__ import annotations
 
+import math
+import reprlib
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from jinja2 import StrictUndefined, Template, TemplateError, UndefinedError
+from jinja2.meta import find_undeclared_variables
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rayspec.batch.extract import MAX_CHARACTERS
 from rayspec.command.settings import Settings
 from rayspec.command.terminal import load_llm
 from rayspec.config import DType, EngineConfig
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.types import CompletionOutput, Logprob, RayspecError, RequestOutput
+from rayspec.prompts import read_conversation
+from rayspec.types import (
+    CompletionOutput,
+    ConfigError,
+    InputFileError,
+    InvalidMessagesError,
+    Logprob,
+    RayspecError,
+    RequestOutput,
+)
 
 if TYPE_CHECKING:
     from rayspec.llm import AsyncEngine
     from rayspec.pool.worker import Beginning, Callback
 
+NO_ID_COLUMN = "none"
+_DEFAULT_ID_COLUMN = "id"
+MISSING_COLUMN = "missing_column"
+INVALID_VALUE = "invalid_value"  # a text or id that is null, empty or of the wrong type
+_MAX_EXACT_FLOAT = 2.0**53
 TRANSIENT_KINDS: Final = frozenset({"aborted", "engine_dead", "stage_lost", "stages_replaced", "transport"})
 """Kinds of errors that the engine causes and not the row. Rows with such an error are done again."""
 
@@ -122,6 +144,114 @@ def _logprobs(completion: CompletionOutput) -> list[dict[str, Any]] | None:
 OUTPUT_COLUMNS = tuple(field.name for field in fields(Row) if field.name not in {"document", "messages"})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The names of the columns that hold the id, the text and the messages of a JSON-lines or Parquet row.
+
+    id None: the column "id" where a row has a value there, else the file's name (`InputFile.name`) and the row number.
+    id "none": always these two.
+    messages: a column of chat messages, used instead of the text where a row has it; None: text only.
+    template: a Jinja template that makes the text of a row's columns. reads_all: read also columns without a use.
+    """
+
+    text: str = "text"
+    id: str | None = None
+    messages: str | None = None
+    template: str | None = None
+    reads_all: bool = False
+
+    @property
+    def id_name(self) -> str | None:
+        """The column of ids; None where ids are made from places."""
+        return None if self.id == NO_ID_COLUMN else self.id or _DEFAULT_ID_COLUMN
+
+    @property
+    def of_whole_files(self) -> str:
+        """The column of the text of a file that is one row; `{{ text }}` in a template."""
+        return self.text if self.template is None else "text"
+
+    @property
+    def names(self) -> list[str]:
+        contents = [self.text, self.messages] if self.template is None else _compiled(self.template)[1]
+        return [name for name in (self.id_name, *contents) if name is not None]
+
+    def row_id(self, row: Mapping[str, Any], source: str) -> str:
+        """Return the id of a row. source: the row's place, which is its id where it has none. Raises InputFileError."""
+        name = self.id_name
+        if name is None:
+            return source
+        value = row.get(name)
+        is_null = value is None or (isinstance(value, float) and math.isnan(value))  # pandas' null
+        if self.id is None and is_null:
+            return source
+        if name not in row:
+            raise InputFileError(f"{source}: no column {name!r} for the id; {_present(row)}", MISSING_COLUMN)
+        if isinstance(value, str) and value:
+            return value
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+        if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT_FLOAT:
+            return str(int(value))  # pandas makes whole numbers floats where a null is among them
+        raise InputFileError(
+            f"{source}: the id is {reprlib.repr(value)}; it must be text or a whole number. Choose the column with "
+            f"--id-column; with --id-column {NO_ID_COLUMN} the row's place is its id",
+            INVALID_VALUE,
+        )
+
+    def content(self, row: Mapping[str, Any], source: str) -> tuple[str | None, Sequence[Mapping[str, Any]] | None]:
+        """Return the text of a row, or its messages as `read_conversation` returns them. Raises InputFileError."""
+        if self.template is not None:
+            return _rendered(self.template, row, source), None
+        conversation = row.get(self.messages) if self.messages is not None else None
+        if conversation is not None:
+            try:
+                return None, read_conversation(conversation)
+            except InvalidMessagesError as error:
+                raise InputFileError(
+                    f"{source}: column {self.messages!r} holds no conversation: {error}", INVALID_VALUE
+                ) from None
+        if self.text not in row:
+            raise InputFileError(f"{source}: no column {self.text!r} for the text; {_present(row)}", MISSING_COLUMN)
+        value = row[self.text]
+        if not isinstance(value, str):
+            name = "null" if value is None else type(value).__name__
+            raise InputFileError(f"{source}: column {self.text!r} is {name}; it must be text", INVALID_VALUE)
+        if not value.strip():
+            raise InputFileError(f"{source}: column {self.text!r} is empty; there is nothing to work on", INVALID_VALUE)
+        return value, None
+
+
+def _present(row: Mapping[str, Any]) -> str:
+    return f"the row has {', '.join(map(repr, row)) or 'none that were asked for'}"
+
+
+@cache
+def _compiled(template: str) -> tuple[Template, list[str]]:
+    """Return the template and the names of its columns. Raises ConfigError."""
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+    try:
+        return environment.from_string(template), sorted(find_undeclared_variables(environment.parse(template)))
+    except TemplateError as error:
+        raise ConfigError(f"option 'prompt_template' holds no Jinja template: {error}") from None
+
+
+def _rendered(template: str, row: Mapping[str, Any], source: str) -> str:
+    text, compiled = "", _compiled(template)[0]
+    try:
+        for part in compiled.generate({name: value for name, value in row.items() if name}):
+            text += part
+            if len(text) > MAX_CHARACTERS:
+                break
+    except UndefinedError as error:
+        raise InputFileError(f"{source}: option 'prompt_template': {error}; {_present(row)}", MISSING_COLUMN) from None
+    except Exception as error:  # noqa: BLE001 - a value of a type that the template does not expect
+        raise InputFileError(f"{source}: option 'prompt_template': {error}", INVALID_VALUE) from None
+    if not text.strip() or len(text) > MAX_CHARACTERS:
+        size = "no text" if not text.strip() else f"more than {MAX_CHARACTERS} characters"
+        raise InputFileError(f"{source}: option 'prompt_template' makes a prompt of {size}", INVALID_VALUE)
+    return text
+
+
 Handler = Callable[[Any], Awaitable[Any]]
 
 
@@ -161,7 +291,7 @@ class RowEngineFactory:
         llm = load_llm(config)
         if self.texts and llm.client.engine is not None:
             llm.client.engine.remember_texts(self.texts)
-        return RowEngine(self.task, AsyncEngine(llm), self.engine)
+        return RowEngine(self.task, AsyncEngine(llm))
 
     def beginning(self, item: Any) -> Beginning:
         """Return the text of the item's prompt, by which the pool chooses an engine; None if there is none."""
@@ -172,11 +302,11 @@ class RowEngineFactory:
 
 
 class RowEngine:
-    """An engine in an actor, with the handler of its task. asked: the options of the whole pool."""
+    """An engine in an actor, with the handler of its task. info: the options of the pool."""
 
-    def __init__(self, task: RowTask, engine: AsyncEngine, asked: EngineConfig) -> None:
+    def __init__(self, task: RowTask, engine: AsyncEngine) -> None:
         self.client, self.stop = engine.client, engine.stop
-        self.info = task.settings.resolved(engine.llm.config.replace(parallel=asked.parallel))
+        self.info = task.settings.resolved(engine.llm.config)
         self._handle = task.handler(engine)
 
     async def handle(self, item: Any, callback: Callback) -> Any:

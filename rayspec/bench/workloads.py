@@ -12,10 +12,9 @@ import msgspec
 
 import rayspec
 from rayspec import demo
-from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import PromptBuilder
 from rayspec.batch.documents import read_documents
-from rayspec.batch.rows import Row
+from rayspec.batch.rows import Columns, Row
 from rayspec.bench.options import WorkloadOptions
 from rayspec.demo import Task
 from rayspec.types import ConfigError, InputFileError

@@ -40,10 +40,12 @@ class Settings:
     def resolved(self, engine: EngineConfig | None = None) -> dict[str, Any]:
         """Return the options as plain values of a config file. engine: the config of the running engine, if any.
 
-        The model has the name that the user gave.
+        The model has the name that the user gave, and `parallel` the value: the engine may be one of a pool.
         """
-        options = (engine or self.engine).model_dump(mode="json")
-        return options | {"model": self.engine.model, _SAMPLING: self.sampling.model_dump(mode="json")}
+        asked = self.engine.model_dump(mode="json")
+        options = asked if engine is None else engine.model_dump(mode="json")
+        asked = {"model": asked["model"], "parallel": asked["parallel"]}
+        return options | asked | {_SAMPLING: self.sampling.model_dump(mode="json")}
 
     @property
     def deciding(self) -> dict[str, Any]:

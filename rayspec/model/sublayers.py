@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from rayspec.choices import FULL, SKIP, Choice, Weights, keys_of, weights_of
+from rayspec.choices import SKIP, Choice, Weights, keys_of, weights_of
 from rayspec.model.attention import AttentionCalls, Rows
 from rayspec.model.kv_cache import LayerShape
 
@@ -108,8 +108,9 @@ def run(
     hidden states after the span.
     """
     for sublayer in span:
-        choice = FULL if choices is None else choices[sublayer.index]
-        if choice != SKIP:
+        if choices is None:
+            hidden = sublayer(hidden, rows)
+        elif (choice := choices[sublayer.index]) != SKIP:
             hidden = sublayer(hidden, rows.seeing(keys_of(choice)), weights_of(choice))
         if tap is not None:
             tap(sublayer.index, hidden)

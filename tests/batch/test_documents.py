@@ -14,10 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from rayspec.batch.columns import Columns
 from rayspec.batch.documents import check_template, input_row, pieces_of, read_documents, read_piece
 from rayspec.batch.input_files import Piece, find_files
-from rayspec.batch.rows import Row
+from rayspec.batch.rows import Columns, Row
 from rayspec.types import ConfigError
 
 TEXT = Columns()

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rayspec.batch.parts import DamagedOutputError, Parts
 from rayspec.batch.rows import Row
+from rayspec.batch.run_folder import DamagedOutputError, Parts
 from rayspec.command.locations import Location
 from rayspec.types import EmptyPromptError
 

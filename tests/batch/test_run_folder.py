@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from rayspec.batch.parts import DamagedOutputError, OutputError
 from rayspec.batch.rows import Row
-from rayspec.batch.run_folder import RunFolder, output_places
+from rayspec.batch.run_folder import DamagedOutputError, OutputError, RunFolder, output_places
 from rayspec.command.locations import Location, Store
 from rayspec.types import ConfigError
 from tests.waiting import wait_until

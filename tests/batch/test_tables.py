@@ -10,11 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rayspec.batch.columns import Columns
 from rayspec.batch.documents import check_template, pieces_of, read_piece
 from rayspec.batch.input_files import find_files
 from rayspec.batch.local_backend import LocalBackend, Source
-from rayspec.batch.rows import Row
+from rayspec.batch.rows import Columns, Row
 from rayspec.types import ConfigError
 
 

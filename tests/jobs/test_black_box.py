@@ -19,10 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayspec import LLM, demo
-from rayspec.batch.columns import Columns
 from rayspec.batch.document_task import DocumentTask, PromptBuilder, summary_prompt
 from rayspec.batch.documents import input_row, read_documents
-from rayspec.batch.rows import Row
+from rayspec.batch.rows import Columns, Row
 from rayspec.batch.run_folder import RunFolder
 from rayspec.command.locations import Location
 from rayspec.command.settings import make_settings
