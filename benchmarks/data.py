@@ -27,9 +27,8 @@ from rayspec.bench.options import BenchOptions, WorkloadOptions
 from rayspec.bench.result import describe_environment, markdown_table
 from rayspec.bench.run import engine_config, model_folder
 from rayspec.bench.workloads import file_documents, fitting_tasks
-from rayspec.command.settings import Settings
 from rayspec.command.terminal import exit_on_sigterm, hide_progress_bars, load_llm
-from rayspec.config import EngineConfig, SamplingParams
+from rayspec.config import EngineConfig, SamplingParams, Settings
 from rayspec.demo import Task
 from rayspec.machine import num_cores
 from rayspec.pool.supervisor import EnginePool

@@ -25,8 +25,7 @@ from rayspec.batch.local_backend import Source
 from rayspec.batch.ray_backend import RayBackend
 from rayspec.batch.rows import Row
 from rayspec.bench.result import describe_environment, markdown_table
-from rayspec.command.settings import Settings
-from rayspec.config import DType, EngineConfig, ParallelOptions, SamplingParams
+from rayspec.config import DType, EngineConfig, ParallelOptions, SamplingParams, Settings
 from rayspec.decode.stages import Progress
 from rayspec.pool.worker import Beginning, Callback
 from rayspec.ray_session import ray_session

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
 import pydantic
@@ -648,3 +649,33 @@ class EngineKeywords(TypedDict, total=False):
     parallel: ParallelOptions | Mapping[str, Any] | Literal["auto"] | None
     remeasure: bool
     profile_cache: str | None
+
+
+_DECIDING = (
+    *("model", "tokenizer", "revision", "generation_config", "dtype", "quantization_config", "lora_modules"),
+    *("adapter", "tool_call_parser", "reasoning_parser", "max_model_len", "deterministic"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The options of the engine and the sampling parameters of every request."""
+
+    engine: EngineConfig
+    sampling: SamplingParams
+
+    def resolved(self, engine: EngineConfig | None = None) -> dict[str, Any]:
+        """Return the options as plain values of a config file. engine: the config of the running engine, if any.
+
+        The model has the name that the user gave, and `parallel` the value: the engine may be one of a pool.
+        """
+        asked = self.engine.model_dump(mode="json")
+        options = asked if engine is None else engine.model_dump(mode="json")
+        asked = {"model": asked["model"], "parallel": asked["parallel"]}
+        return options | asked | {"sampling": self.sampling.model_dump(mode="json")}
+
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """The engine options that decide the text of an output. Options of speed are not among them."""
+        engine = self.engine.model_dump(mode="json")
+        return {name: engine[name] for name in _DECIDING} | {"verification": engine["speculation"]["verification"]}

@@ -21,7 +21,6 @@ from rayspec.choices import FULL, SKIP, Choice, choices_of, combinations, keys_o
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode import loading
 from rayspec.decode.engine import Engine
-from rayspec.decode.pages import WindowedPages
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.runner import Runner, Stopwatch
 from rayspec.decode.scheduler import Scheduler
@@ -31,7 +30,7 @@ from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
 from rayspec.decode.work import KeepDrafting, Pass, Result, Round, RoundEntry, RoundResult, Work
 from rayspec.generation import GenerationDefaults
 from rayspec.model.graphs import StaticStep, StepGraphs
-from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache
+from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache, WindowedPages
 from rayspec.model.row_counts import FIXED
 from rayspec.model.static_rows import StepBuffers
 from rayspec.model.sublayers import Decomposition

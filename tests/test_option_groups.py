@@ -10,8 +10,16 @@ import yaml
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.processor import ProcessorConfig
 from rayspec.bench.options import BenchOptions, TuneOptions
-from rayspec.command.settings import Settings, make_settings
-from rayspec.config import EngineConfig, OffloadOptions, Options, ParallelOptions, SamplingParams, SpeculationOptions
+from rayspec.command.settings import make_settings
+from rayspec.config import (
+    EngineConfig,
+    OffloadOptions,
+    Options,
+    ParallelOptions,
+    SamplingParams,
+    Settings,
+    SpeculationOptions,
+)
 from rayspec.generation import DecodingParams
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.plan.options import LoadOptions, PlacementOptions, PlanOptions

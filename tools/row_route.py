@@ -25,9 +25,8 @@ from rayspec.batch.input_files import find_files
 from rayspec.batch.job import Job
 from rayspec.batch.local_backend import LocalBackend, Source
 from rayspec.batch.rows import Columns
-from rayspec.command.settings import Settings
 from rayspec.command.terminal import load_llm
-from rayspec.config import EngineConfig, SamplingParams
+from rayspec.config import EngineConfig, SamplingParams, Settings
 
 _PACKAGE = f"{Path(rayspec.__file__).parent}/"
 _LOCAL = ("LocalPool.submit", "Engine.add", "RoundPlanner.plan", "SequenceState.commit")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rayspec.batch.documents import input_row
 from rayspec.batch.rows import Handler, Row
 from rayspec.command.locations import FILE_ERRORS, Location
-from rayspec.command.settings import Settings
+from rayspec.config import Settings
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.openai.batch import BatchError, BatchLine, BatchResult, answer, limited_lines, read_batch
 from rayspec.types import ConfigError, RayspecError

@@ -25,9 +25,8 @@ from rayspec.batch.report import ROW_HEADINGS
 from rayspec.batch.rows import Columns, Row
 from rayspec.batch.run_folder import MANIFEST, output_places
 from rayspec.command.options import Asked, LongCommand, with_settings
-from rayspec.command.settings import Settings
 from rayspec.command.terminal import clean_exit, output_console, say
-from rayspec.config import SamplingParams
+from rayspec.config import SamplingParams, Settings
 from rayspec.demo import BUNDLED, example_documents
 from rayspec.structured import StructuredOutputsParams
 from rayspec.types import ConfigError

@@ -27,9 +27,8 @@ from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import dollars_per_million, page_of, token_sources
 from rayspec.batch.rows import Row
 from rayspec.command.locations import Location
-from rayspec.command.settings import Settings
 from rayspec.command.terminal import EXIT_FAILED, EXIT_OK, clean_exit, output_console, say
-from rayspec.config import EngineConfig, SpeculationOptions, Strategy
+from rayspec.config import EngineConfig, Settings, SpeculationOptions, Strategy
 from rayspec.demo import BUNDLED, SampleDocument
 from rayspec.machine import cpu_name, num_cores
 from rayspec.types import CheckpointError, ConfigError, EngineStats

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayspec.batch.long_documents import LongDocumentOptions, LongDocuments
 from rayspec.batch.rows import Handler, Row
-from rayspec.command.settings import Settings
-from rayspec.config import SamplingParams
+from rayspec.config import SamplingParams, Settings
 from rayspec.demo import BUNDLED
 from rayspec.openai.reasoning import ThinkParser, Thought
 from rayspec.prompts import text_tokens

@@ -18,8 +18,7 @@ from typing_extensions import Self
 
 from rayspec.batch.ray_backend import patient
 from rayspec.batch.rows import Handler, RowEngineFactory, RowTask
-from rayspec.command.settings import Settings
-from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams
+from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, Settings
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.pool.supervisor import start_supervisor
 from rayspec.pool.worker import answer, errors_of_actor, num_engines

@@ -15,9 +15,8 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rayspec.batch.extract import MAX_CHARACTERS
-from rayspec.command.settings import Settings
 from rayspec.command.terminal import load_llm
-from rayspec.config import DType, EngineConfig
+from rayspec.config import DType, EngineConfig, Settings
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.prompts import read_conversation
 from rayspec.types import (

@@ -6,9 +6,8 @@ import asyncio
 import sys
 from collections.abc import Iterator
 
-from rayspec.command.settings import Settings
 from rayspec.command.terminal import load_llm, say
-from rayspec.config import SamplingParams
+from rayspec.config import SamplingParams, Settings
 from rayspec.llm import AsyncEngine
 from rayspec.types import RayspecError
 

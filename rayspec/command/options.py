@@ -17,8 +17,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand, TyperGroup
 
-from rayspec.command.settings import OF_ONE_ROW, Settings, make_settings
-from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, SpeculationOptions
+from rayspec.command.settings import OF_ONE_ROW, make_settings
+from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, Settings, SpeculationOptions
 from rayspec.vllm_names import ENGINE
 
 _RAY_ADDRESS = "RAY_ADDRESS"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, SpeculationOptions
+from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, Settings, SpeculationOptions
 from rayspec.types import ConfigError
 from rayspec.vllm_names import ENGINE
 
@@ -20,38 +19,10 @@ _GROUPS: dict[tuple[str, ...], type[Options]] = {
     ("parallel",): ParallelOptions,
     ("speculation",): SpeculationOptions,
 }
-_DECIDING = (
-    *("model", "tokenizer", "revision", "generation_config", "dtype", "quantization_config", "lora_modules"),
-    *("adapter", "tool_call_parser", "reasoning_parser", "max_model_len", "deterministic"),
-)
 # Sampling parameters without effect on rows, which have one output each, and its text. The values ask for nothing.
 OF_ONE_ROW: Mapping[str, Any] = {"n": 1, "prompt_logprobs": None, "detokenize": True}
 # PyYAML raises them for some texts, next to its own errors: `!!bool x`, `!!timestamp x`, `2024-13-45`, `[[[[...`.
 _OTHER_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The options of the engine and the sampling parameters of every request."""
-
-    engine: EngineConfig
-    sampling: SamplingParams
-
-    def resolved(self, engine: EngineConfig | None = None) -> dict[str, Any]:
-        """Return the options as plain values of a config file. engine: the config of the running engine, if any.
-
-        The model has the name that the user gave, and `parallel` the value: the engine may be one of a pool.
-        """
-        asked = self.engine.model_dump(mode="json")
-        options = asked if engine is None else engine.model_dump(mode="json")
-        asked = {"model": asked["model"], "parallel": asked["parallel"]}
-        return options | asked | {_SAMPLING: self.sampling.model_dump(mode="json")}
-
-    @property
-    def deciding(self) -> dict[str, Any]:
-        """The engine options that decide the text of an output. Options of speed are not among them."""
-        engine = self.engine.model_dump(mode="json")
-        return {name: engine[name] for name in _DECIDING} | {"verification": engine["speculation"]["verification"]}
 
 
 def make_settings(

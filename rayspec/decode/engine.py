@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from rayspec.config import EngineConfig
-from rayspec.decode.drafting.corpus import OwnedText, tokenised
+from rayspec.decode.drafting.lookup import OwnedText, tokenised
 from rayspec.decode.output import NewOutput
 from rayspec.decode.requests import ModelInfo, Requests, SequenceState
 from rayspec.decode.round_planner import PlannedRound, RoundPlanner

@@ -14,10 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rayspec.choices import Choice, Weights, keys_of
 from rayspec.config import KV_CACHE_SHARE, EngineConfig
-from rayspec.decode.drafting.corpus import tokenised
 from rayspec.decode.drafting.corpus_file import read_texts
+from rayspec.decode.drafting.lookup import tokenised
 from rayspec.decode.engine import Engine
-from rayspec.decode.pages import WindowedPages
 from rayspec.decode.profile import cache_file
 from rayspec.decode.rehearsal import empty_caches, rehearse
 from rayspec.decode.requests import ModelInfo
@@ -35,7 +34,7 @@ from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.fused import draft_head_bytes, fuse
 from rayspec.model.generation_config import eos_token_ids, generation_defaults
 from rayspec.model.graphs import StaticStep, StepGraphs
-from rayspec.model.kv_cache import PAGE_SIZE, CacheSize, KVCache, bytes_per_slot
+from rayspec.model.kv_cache import PAGE_SIZE, CacheSize, KVCache, WindowedPages, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import FIXED, SINGLE_ROWS, has_experts, independent_row_counts
 from rayspec.model.rows import MAX_TREE_ROWS, Bucket, decode_and_verify_buckets, padded_rows, padded_sequences

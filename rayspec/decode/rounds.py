@@ -44,7 +44,7 @@ from rayspec.decode.work import (
     num_rows,
 )
 from rayspec.forms.grammar import Grammars
-from rayspec.planning.lookup import DraftUntilFound
+from rayspec.planning.acceptance import DraftUntilFound
 from rayspec.types import Logprob
 
 # The owner of a saved row whose token was drawn after its draft's end.

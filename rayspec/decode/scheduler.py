@@ -9,10 +9,9 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rayspec.decode.pages import PageHash, PagePool, PageTable, WindowedPages, extend_hashes
 from rayspec.decode.requests import SequenceState
 from rayspec.decode.work import Chunk
-from rayspec.model.kv_cache import PAGE_SIZE
+from rayspec.model.kv_cache import PAGE_SIZE, PageHash, PagePool, PageTable, WindowedPages, extend_hashes
 
 # Share of the pages that must stay free when a sequence is admitted while others run; as in vLLM.
 _SPARE_SHARE = 0.01

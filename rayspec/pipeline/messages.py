@@ -19,10 +19,9 @@ from rayspec.errors import TransportError
 from rayspec.forms.grammar import Constraint
 from rayspec.generation import DecodingParams
 from rayspec.model.rows import RowSpan
-from rayspec.planning.acceptance import DraftWhileWorth
+from rayspec.planning.acceptance import DraftUntilFound, DraftWhileWorth
 from rayspec.planning.latency import Measurement
 from rayspec.planning.learning import DraftWhileSure
-from rayspec.planning.lookup import DraftUntilFound
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

@@ -3,10 +3,12 @@ Acceptance is the probability that a draft token equals the target's, given that
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice, takewhile
+from operator import itemgetter, mul
 
 import msgspec
 import numpy as np
@@ -149,3 +151,63 @@ class DraftWhileWorth(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Return for each sequence the probability that all its drafted tokens are accepted."""
         acceptance = iter(self.curve.acceptance([each for one in confidences for each in one]).tolist())
         return [math.prod(islice(acceptance, len(one))) for one in confidences]
+
+
+def survival(by_class: Sequence[float], match_classes: Sequence[int]) -> list[float]:
+    """Return for each looked-up token the probability that it and all looked-up tokens before it are right."""
+    return list(accumulate((by_class[one] for one in match_classes), mul))
+
+
+def best_lookup(
+    survivals: Sequence[Sequence[float]], seconds: Callable[[Sequence[int]], float], *, committed_without: float = 1.0
+) -> tuple[tuple[int, ...], float]:
+    """Return how many looked-up tokens of each sequence to verify for the most tokens per second, and that rate: the
+    likeliest tokens of the batch, a power of two of them or all. As survival falls, these are the first of a sequence.
+
+    survivals: `survival` of each sequence's looked-up tokens; at least one is not empty. seconds: function from the
+    number of verified tokens of each sequence to the seconds of the round. committed_without: expected tokens of a
+    sequence without verified tokens.
+    """
+    batch, chances = len(survivals), np.array(list(itertools.chain(*survivals)))
+    order = np.argsort(-chances, kind="stable")
+    likeliest, owners = chances[order], np.repeat(np.arange(batch), [len(one) for one in survivals])[order]
+    sums, most = likeliest.cumsum(), len(chances)
+    rounds = []
+    for number in sorted({min(2**power, most) for power in range(most.bit_length() + 1)}):
+        last = int((-likeliest).searchsorted(-likeliest[number - 1], side="right"))  # with all that are as likely
+        lengths = tuple(np.bincount(owners[:last], minlength=batch).tolist())
+        num_without = lengths.count(0)
+        committed = batch - num_without + float(sums[last - 1]) + committed_without * num_without
+        rounds.append((lengths, committed / seconds(lengths)))
+    return max(rounds, key=itemgetter(1))
+
+
+class DraftUntilFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A serializable rule for drafts that may continue with looked-up tokens. It can be sent where drafts are made.
+
+    worth: whether the model drafts one more token if no looked-up tokens are taken. by_class: see `LookupRecord`.
+    min_survival: the probability above which a looked-up token is worth its row in the verify. drafting_gain: speed of
+    drafting over that of plain decoding.
+    """
+
+    worth: DraftWhileWorth
+    by_class: tuple[float, ...]
+    min_survival: float
+    drafting_gain: float
+
+    def __call__(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
+        """Return for each sequence whether it drafts one more token. confidences: of its drafted tokens so far."""
+        return self.worth(confidences)
+
+    def num_looked_up(self, sound: float, match_classes: Sequence[int]) -> int:
+        """Return how many looked-up tokens, of these classes, complete a draft; 0: the model continues to draft. sound:
+        the probability that all its tokens are accepted.
+
+        At a rate of r tokens per second, a correct draft adds r times the seconds of a verify, minus the one token that
+        comes without a draft. If a verify takes as long as a plain step, that is the gain minus 1. Looked-up tokens
+        must add more: the number of tokens that they are expected to add, minus the cost of their rows.
+        """
+        reached = [sound * one for one in survival(self.by_class, match_classes)]
+        taken = list(takewhile(lambda one: one > self.min_survival, reached))
+        earned = sum(taken) - self.min_survival * len(taken)
+        return len(taken) if earned > sound * (self.drafting_gain - 1) else 0

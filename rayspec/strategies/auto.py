@@ -13,9 +13,9 @@ import msgspec
 from rayspec.config import SpeculationOptions
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan
 from rayspec.decode.work import KeepDrafting, RoundResult
+from rayspec.planning.acceptance import DraftUntilFound, best_lookup
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import MAX_PLAN_GAIN, PRIOR_TOKENS, TEXT_HALF_LIFE, Discounted, Trigger
-from rayspec.planning.lookup import DraftUntilFound, best_lookup
 from rayspec.strategies.gate import PLAIN, Gate, Proposed, Taken
 from rayspec.strategies.knapspec import Candidate, KnapSpec
 from rayspec.types import Plan, PlanRecord, no_draft

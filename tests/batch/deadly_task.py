@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayspec.batch.processor import ERROR_COLUMN, PreparedRowTask
-from rayspec.command.settings import Settings
+from rayspec.config import Settings
 
 if TYPE_CHECKING:
     from rayspec.batch.rows import Handler

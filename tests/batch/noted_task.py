@@ -18,8 +18,8 @@ import ray
 
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.rows import Row
-from rayspec.command.settings import Settings, make_settings
-from rayspec.config import SamplingParams
+from rayspec.command.settings import make_settings
+from rayspec.config import SamplingParams, Settings
 
 if TYPE_CHECKING:
     from rayspec.batch.rows import Handler

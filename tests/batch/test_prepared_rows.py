@@ -12,7 +12,7 @@ import pytest
 
 from rayspec import LLM, SamplingParams
 from rayspec.batch.processor import ERROR_COLUMN, PreparedRowTask, plain_values
-from rayspec.command.settings import Settings
+from rayspec.config import Settings
 from rayspec.llm import AsyncEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)

@@ -5,8 +5,7 @@ import typer
 from typer.testing import CliRunner
 
 from rayspec.command.options import Asked, LongCommand, with_settings
-from rayspec.command.settings import Settings
-from rayspec.config import EngineConfig, OffloadOptions, ParallelOptions, SamplingParams, SpeculationOptions
+from rayspec.config import EngineConfig, OffloadOptions, ParallelOptions, SamplingParams, Settings, SpeculationOptions
 from rayspec.types import ConfigError
 
 app = typer.Typer(rich_markup_mode=None)

@@ -9,8 +9,7 @@ import pytest
 
 from rayspec import LLM, SamplingParams
 from rayspec.config import SpeculationOptions
-from rayspec.decode.drafting.corpus import Corpus, tokenised
-from rayspec.planning.lookup import SINGLE, match_classes
+from rayspec.decode.drafting.lookup import SINGLE, Corpus, match_classes, tokenised
 from rayspec.types import ConfigError
 
 

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.decode.drafting import lookup
-from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
-from rayspec.planning.lookup import AMBIGUOUS, SINGLE, UNANIMOUS, match_classes
+from rayspec.decode.drafting.lookup import AMBIGUOUS, NOTHING, SINGLE, UNANIMOUS, LookupIndex, Proposal, match_classes
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 

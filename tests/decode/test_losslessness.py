@@ -11,12 +11,13 @@ import pytest
 
 from rayspec.choices import FULL, choices_of
 from rayspec.config import SamplingParams
+from rayspec.decode.drafting.lookup import LookupRecord
 from rayspec.decode.engine import Engine
 from rayspec.decode.stages import LocalStages
 from rayspec.decode.strategy import BatchState, RoundPlan
 from rayspec.decode.work import RoundResult
 from rayspec.model.attention import _Attention
-from rayspec.planning.lookup import DraftUntilFound, LookupRecord
+from rayspec.planning.acceptance import DraftUntilFound
 from rayspec.types import Plan, Request, RequestOutput
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import (

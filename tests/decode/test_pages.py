@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from rayspec.decode.pages import PagePool, PageTable, page_hash
+from rayspec.model.kv_cache import PagePool, PageTable, page_hash
 from rayspec.model.rows import one_run
 
 

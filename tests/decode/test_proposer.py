@@ -3,13 +3,11 @@ from collections.abc import Sequence
 import pytest
 
 from rayspec.config import SpeculationOptions
-from rayspec.decode.drafting.lookup import NOTHING, Proposal
-from rayspec.decode.drafting.proposer import Proposer
-from rayspec.decode.drafting.recycle import NUM_SUCCESSORS, Likeliest, Successors
+from rayspec.decode.drafting.lookup import NOTHING, SINGLE, Proposal, match_classes
+from rayspec.decode.drafting.proposer import NUM_SUCCESSORS, Likeliest, Proposer, Successors
 from rayspec.decode.requests import SequenceState
 from rayspec.decode.work import Draft, RoundEntry
 from rayspec.generation import DecodingParams
-from rayspec.planning.lookup import SINGLE, match_classes
 
 
 def likeliest(*token_ids: int, first: float = 0.9) -> Likeliest:

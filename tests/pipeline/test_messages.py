@@ -8,9 +8,8 @@ from rayspec.decode.work import Round, RoundEntry, Work
 from rayspec.errors import TransportError
 from rayspec.model.rows import one_run
 from rayspec.pipeline.messages import Begin, Broken, Envelope, Message, decode, encode
-from rayspec.planning.acceptance import DraftWhileWorth
+from rayspec.planning.acceptance import DraftUntilFound, DraftWhileWorth
 from rayspec.planning.learning import CalibrationCurve, DraftWhileSure
-from rayspec.planning.lookup import DraftUntilFound
 from rayspec.types import Plan
 
 RULE = DraftWhileWorth(

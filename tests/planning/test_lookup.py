@@ -6,18 +6,9 @@ from operator import mul
 
 import pytest
 
-from rayspec.planning.acceptance import DraftWhileWorth
+from rayspec.decode.drafting.lookup import AMBIGUOUS, SINGLE, UNANIMOUS, LookupRecord, match_classes
+from rayspec.planning.acceptance import DraftUntilFound, DraftWhileWorth, best_lookup, survival
 from rayspec.planning.learning import CalibrationCurve
-from rayspec.planning.lookup import (
-    AMBIGUOUS,
-    SINGLE,
-    UNANIMOUS,
-    DraftUntilFound,
-    LookupRecord,
-    best_lookup,
-    match_classes,
-    survival,
-)
 
 WORTH = DraftWhileWorth(
     curve=CalibrationCurve(confidence=(0.0, 1.0), excess=(0.0, 0.0)), usual=0.8, rate=1.0, step_s=0.5, row_s=0.01

@@ -8,14 +8,13 @@ from msgspec import structs
 from rayspec import demo
 from rayspec.choices import FULL, SKIP
 from rayspec.config import SamplingParams, SpeculationOptions
-from rayspec.decode.drafting.lookup import NOTHING, Proposal
+from rayspec.decode.drafting.lookup import NOTHING, SINGLE, LookupRecord, Proposal, match_classes
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.strategy import Ask, BatchState
 from rayspec.decode.work import Committed, Draft, RoundResult
-from rayspec.planning.acceptance import DraftWhileWorth
+from rayspec.planning.acceptance import DraftUntilFound, DraftWhileWorth, survival
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import CalibrationCurve
-from rayspec.planning.lookup import SINGLE, DraftUntilFound, LookupRecord, match_classes, survival
 from rayspec.strategies.auto import Auto
 from rayspec.strategies.knapspec import Candidate
 from rayspec.types import Plan

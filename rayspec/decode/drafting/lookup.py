@@ -1,4 +1,5 @@
-"""Drafts looked up in texts: the tokens that followed an earlier occurrence of a sequence's newest tokens.
+"""Drafts looked up in texts: the tokens that followed an earlier occurrence of a sequence's newest tokens. The class of
+a looked-up token says how often such tokens are right.
 
 Prompt lookup (Saxena 2023) with the longest match instead of the first: summaries and extractions copy, and the longest
 match is more often the source of the copy. A corpus of finished outputs serves texts that share a template, as the
@@ -7,15 +8,19 @@ global tree of suffix decoding does (Oliaro et al. 2024).
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from rayspec.forms.grammar import Constraint
-from rayspec.planning.lookup import AMBIGUOUS, OWN_TEXT, SINGLE, UNANIMOUS, match_classes
+from rayspec.planning.learning import TEXT_HALF_LIFE, Discounted
 
 _MAX_PLACES = 8  # the latest occurrences of an n-gram, which are compared
 _LONGEST_MATCH = 32  # tokens that are compared at most
@@ -23,10 +28,35 @@ _COMPARABLE = 0.5  # share of the longest match that other places must match to 
 _MAX_UNSORTED = 512  # of each length
 END_OF_TEXT = -1  # stands between the texts of an index of several; no copy goes beyond it
 _MULTIPLIER, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
+_NGRAM, _SHORTEST_MATCH = 4, 2  # tokens that must match in a corpus, and that suffice if no match is that long
+_MOST_AT_ONCE = 8192  # tokens of a text that is added
+_CHARACTERS_AT_ONCE = 2**16  # that are tokenised together
+
+OwnedText: TypeAlias = tuple[str, "array[int]"]
+"""The owner of a text, see `Request.owner`, and its tokens: END_OF_TEXT stands between several texts."""
+
+# Support of a looked-up token by other places in the text that follow the same tokens: some of these continue with
+# another token, there are no such places, or all continue with this token.
+AMBIGUOUS, SINGLE, UNANIMOUS = range(3)
+# Numbers of matched tokens at which a class begins; and the prior acceptance of each class, here with SINGLE support.
+_LENGTHS = (0, 2, 3, 4, 5, 6, 8, 11, 16, 24)
+_LENGTH_CLASSES = tuple(bisect_right(_LENGTHS, length) - 1 for length in range(_LENGTHS[-1] + 1))
+_SINGLE = tuple(max(length, 1) / (max(length, 1) + 2) for length in _LENGTHS)
+_COPIED = (*(right / 2 for right in _SINGLE), *_SINGLE, *((1 + right) / 2 for right in _SINGLE))
+# Where a copied token comes from: the sequence's own text, or a corpus of other texts, which are less often alike.
+OWN_TEXT, CORPUS = range(2)
+_NUM_COPIED = 2 * len(_COPIED)
+# Probabilities of a recycled token at which a class begins; and the prior acceptance of each class: after a token, and
+# after a pair of tokens, where the target's probabilities say more.
+_PROBABILITIES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+_RECYCLED = (*(0.02 + 0.3 * one for one in _PROBABILITIES), *(0.02 + 0.6 * one for one in _PROBABILITIES))
+UNVERIFIED = _NUM_COPIED + len(_RECYCLED)  # the class of a successor in a prompt
+FORCED = UNVERIFIED + 1  # the class of a token that the form of the output forces
+_PRIORS = (*_COPIED, *(right / 2 for right in _COPIED), *_RECYCLED, 0.15, 0.95)
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """Tokens that may come next, and the class of each (`planning.lookup.match_classes`). Both are empty without any.
+    """Tokens that may come next, and the class of each (`match_classes`). Both are empty without any.
 
     parents: for each token, the row that it follows, see `RoundEntry`; empty for a chain. survival: the probability of
     each that it, and all that it follows, are right; falling. copied: the part that was copied, whole.
@@ -198,3 +228,115 @@ def _hash_of(ngram: Sequence[int]) -> int:
     for token in ngram:
         found = found * _MULTIPLIER + token & _MASK
     return found
+
+
+def match_classes(num_matched: int, supports: Sequence[int], source: int = OWN_TEXT) -> tuple[int, ...]:
+    """Return the class of each looked-up token of a copy, by the number of matching tokens before it, its support
+    (AMBIGUOUS, SINGLE or UNANIMOUS) and the copy's source (OWN_TEXT or CORPUS). num_matched: before the first token."""
+    lengths = itertools.chain(_LENGTH_CLASSES[num_matched:], itertools.repeat(len(_LENGTHS) - 1))
+    first = source * len(_COPIED)
+    return tuple(first + support * len(_LENGTHS) + length for support, length in zip(supports, lengths, strict=False))
+
+
+def recycled_classes(probabilities: NDArray[np.float64], *, is_pair: bool) -> NDArray[np.int64]:
+    """Return the classes of recycled tokens, by their probabilities when their place was last verified. is_pair:
+    whether that place followed the same two tokens, or only the same token."""
+    first = _NUM_COPIED + (len(_PROBABILITIES) if is_pair else 0)
+    return first - 1 + np.searchsorted(_PROBABILITIES, probabilities, side="right")
+
+
+def source_of(match_class: int) -> str:
+    """Return the name of a class's source."""
+    if match_class == FORCED:
+        return "form"
+    return ("own text", "corpus")[match_class // len(_COPIED)] if match_class < _NUM_COPIED else "recycled"
+
+
+class LookupRecord:
+    """Acceptance of a looked-up token by its class: how many tokens match before it, and whether other places in the
+    text continue differently (as suffix decoding counts, Oliaro et al. 2024). Each accepted token adds one match, so a
+    proposal passes through the classes. The classes separate text copied by the word from text copied by the page.
+
+    Every round compares the proposal with the committed tokens, even if the proposal was not the draft. So acceptance
+    is learned without trials.
+    """
+
+    def __init__(self) -> None:
+        self._classes = [Discounted(TEXT_HALF_LIFE, prior=prior, strength=1) for prior in _PRIORS]
+        self._by_class: tuple[float, ...] = ()  # empty since the last observation
+
+    @property
+    def by_class(self) -> tuple[float, ...]:
+        """Acceptance of each class."""
+        if not self._by_class:
+            self._by_class = tuple(one.value for one in self._classes)
+        return self._by_class
+
+    def observe_one(self, match_class: int, is_right: bool) -> None:
+        self._classes[match_class].observe(is_right)
+        self._by_class = ()
+
+    def observe(self, match_classes: Sequence[int], proposed: Sequence[int], committed: Sequence[int]) -> None:
+        """Compare a proposal with the committed tokens, up to the first difference or the end of the shorter.
+
+        match_classes: class of each proposed token.
+        """
+        for at, one, other in zip(match_classes, proposed, committed, strict=False):
+            self.observe_one(at, one == other)
+            if one != other:
+                return
+
+
+class Corpus:
+    """The newest outputs, of `capacity` tokens at most. They are kept in two halves. When the newer half is full, the
+    older half is forgotten. given: texts that are never forgotten, in addition."""
+
+    def __init__(self, capacity: int, given: LookupIndex | None = None) -> None:
+        self._most_tokens = capacity // 2
+        self._given = (given,) if given is not None else ()
+        self._halves = deque((_empty(),), maxlen=2)  # the newer first
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(half.num_tokens for half in self._halves)
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Add a text. Of one that is too long, the end is left out."""
+        text = token_ids[: max(0, self._most_tokens - 1)]
+        if self._halves[0].num_tokens + len(text) >= self._most_tokens:
+            self._halves.appendleft(_empty())
+        self._halves[0].extend([*text, END_OF_TEXT])
+
+    def proposals(self, newest: Sequence[int], num_tokens: int) -> list[Proposal]:
+        """Return what each half proposes after the tokens `newest`, the newer half first, and what the given texts
+        propose."""
+        return [one.propose_after(newest, num_tokens) for one in (*self._halves, *self._given)]
+
+
+def index_of(token_ids: Sequence[int]) -> LookupIndex | None:
+    """Return the index of given texts, END_OF_TEXT between them; None without any."""
+    if not token_ids:
+        return None
+    index = _empty()
+    index.extend(token_ids)
+    return index
+
+
+def tokenised(texts: Iterable[str], tokenizer: Any, *, vocab_size: int) -> Iterator[array[int]]:
+    """Yield the tokens of texts, several short texts together and a long text in parts, END_OF_TEXT after each. It also
+    stands in place of tokens that the model does not have."""
+    found = array("i")
+    parts = (text[at : at + _CHARACTERS_AT_ONCE] for text in texts for at in range(0, len(text), _CHARACTERS_AT_ONCE))
+    for part in parts:
+        token_ids = tokenizer(part, add_special_tokens=False)["input_ids"]
+        found.extend(one if one < vocab_size else END_OF_TEXT for one in token_ids)
+        found.append(END_OF_TEXT)
+        if len(found) >= _MOST_AT_ONCE:
+            yield from (found[at : at + _MOST_AT_ONCE] for at in range(0, len(found), _MOST_AT_ONCE))
+            found = array("i")
+    if found:
+        yield found
+
+
+def _empty() -> LookupIndex:
+    return LookupIndex(_NGRAM, _SHORTEST_MATCH, source=CORPUS)
