@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
+from rayspec.batch.input_files import find_files
 from rayspec.batch.job import CONFIG_NAME, Job
 from rayspec.batch.local_backend import Source
 from rayspec.batch.ray_backend import RayBackend
@@ -148,7 +149,7 @@ def run_feed_bench(options: FeedOptions, say: Callable[[str], None]) -> dict[str
             text_column="text",
         )
         with ray_session():
-            job.run(Source(inputs=[str(inputs)]))
+            job.run(Source(files=find_files([str(inputs)]).files))
             seconds, spent = watch.end()
     return {
         "environment": describe_environment(),

@@ -20,7 +20,7 @@ from rayspec.decode.engine import EngineInfo
 from rayspec.decode.output import NewOutput
 from rayspec.decode.requests import LiveRequest, ModelInfo, Requests
 from rayspec.decode.stages import Progress
-from rayspec.generation import GenerationDefaults
+from rayspec.decode.work import GenerationDefaults
 from rayspec.model.weights import load_tokenizer
 from rayspec.serve.model_server import ModelServer
 from rayspec.serve.options import LLMConfig

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from rayspec.choices import FULL, SKIP, Choices, keys_of, num_leading_full
+from rayspec.choices import FULL, SKIP, Choices, num_leading_full
 from rayspec.errors import *  # noqa: F403 - programs import the errors from here, too
 from rayspec.errors import RayspecError
 
@@ -60,7 +60,7 @@ class Plan:
     @property
     def uses_page_scores(self) -> bool:
         """Whether an attention sublayer of the draft reads the pages with the most attention in the last verify."""
-        return any(keys_of(choice) == "pages" for choice in self.choices)
+        return any(choice.endswith("pages") for choice in self.choices)
 
     @property
     def keep(self) -> tuple[bool, ...]:

@@ -27,8 +27,7 @@ from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.search import Knapsack
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
-from rayspec.decode.work import KeepDrafting, Pass, Result, Round, RoundEntry, RoundResult, Work
-from rayspec.generation import GenerationDefaults
+from rayspec.decode.work import GenerationDefaults, KeepDrafting, Pass, Result, Round, RoundEntry, RoundResult, Work
 from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache, WindowedPages
 from rayspec.model.row_counts import FIXED

@@ -8,7 +8,7 @@ from rayspec import config as config_module
 from rayspec.batch.processor import ProcessorConfig
 from rayspec.choices import FULL, SKIP
 from rayspec.config import REPLACED, EngineConfig, EngineKeywords, Options, SamplingParams, SpeculationOptions
-from rayspec.generation import DecodingParams
+from rayspec.decode.work import DecodingParams
 from rayspec.types import ConfigError
 
 

@@ -27,7 +27,7 @@ class Floor:
 
 BASEMENT = frozenset(
     f"rayspec.{name}"
-    for name in ("choices", "config", "errors", "generation", "machine", "prompts", "structured", "types", "vllm_names")
+    for name in ("choices", "config", "errors", "machine", "prompts", "structured", "types", "vllm_names")
 )
 PLANNING = BASEMENT | {"rayspec.planning"}
 MODEL = PLANNING | {"rayspec.model"}
@@ -58,7 +58,6 @@ FLOORS = (
     Floor(name="rayspec.types", below=BASEMENT, only=frozenset()),
     Floor(name="rayspec.prompts", below=BASEMENT, only=frozenset()),
     Floor(name="rayspec.config", below=BASEMENT, only=frozenset({"pydantic", "typing_extensions"})),
-    Floor(name="rayspec.generation", below=BASEMENT, only=frozenset({"pydantic"})),
     Floor(name="rayspec.planning", below=PLANNING, only=frozenset({"msgspec", "numpy", "scipy", "typing_extensions"})),
     Floor(name="rayspec.model", below=MODEL, without=NO_RAY),
     Floor(name="rayspec.forms", below=FORMS, without=NO_RAY),
@@ -89,7 +88,7 @@ FLOORS = (
 )
 # Floors that one box of the picture in docs/architecture.md shows together; every other floor has a box of its own.
 BOXES = {
-    "config, generation, types, prompts, choices, errors": tuple(sorted(BASEMENT)),
+    "config, types, prompts, choices, errors": tuple(sorted(BASEMENT)),
     "Python API": ("rayspec", "rayspec.llm", "rayspec.local_engine", "rayspec.request_engine"),
     "planner": ("rayspec.ops.plan",),
     "Ray session": ("rayspec.ray_session",),

@@ -20,7 +20,7 @@ from rayspec.config import (
     Settings,
     SpeculationOptions,
 )
-from rayspec.generation import DecodingParams
+from rayspec.decode.work import DecodingParams
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.plan.options import LoadOptions, PlacementOptions, PlanOptions
 from rayspec.serve.options import LLMConfig, ModelLoadingConfig, ServeOptions

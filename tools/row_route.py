@@ -51,7 +51,7 @@ def route(backend: LocalBackend, marks: Sequence[str], folder: Path) -> dict[str
     settings = Settings(engine=engine, sampling=SamplingParams(temperature=0, max_tokens=8))
     task, output = DocumentTask(settings=settings, template="{text}"), str(folder / "out")
     job = Job(backend=backend, task=task, output=output, name="texts", text_column="text")
-    source = Source(inputs=find_files([str(folder / "in.jsonl")]), columns=Columns(text="text"))
+    source = Source(files=find_files([str(folder / "in.jsonl")]).files, columns=Columns(text="text"))
     with load_llm(engine) as llm, patch("rayspec.batch.rows.load_llm", lambda config: llm):
         threading.setprofile(note)
         sys.setprofile(note)

@@ -16,8 +16,7 @@ from benchmarks.device.models import BUNDLED, PassShape, Prepared, prepare_model
 from benchmarks.shared import DeviceOptions, Outcome, Table, judged
 from rayspec.choices import choices_of
 from rayspec.decode.stages import LocalStages
-from rayspec.decode.work import Chunk, Prefill, PrefillResult, Round, RoundEntry, SamplerSpec, Work
-from rayspec.generation import DecodingParams
+from rayspec.decode.work import Chunk, DecodingParams, Prefill, PrefillResult, Round, RoundEntry, SamplerSpec, Work
 from rayspec.types import Plan, no_draft
 
 # Reads allowed in a plain round. A drafting round may have as many for its verify, and more for each draft step.

@@ -13,7 +13,7 @@ from benchmarks.figures.runs import Prompt, TimedStrategy, latency_of, take_turn
 from rayspec.choices import SKIP, Choices
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import Trigger
-from rayspec.strategies.auto import Auto
+from rayspec.strategies.knapspec import Auto
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ from benchmarks.figures.skips import every
 from benchmarks.figures.tpt import Estimates, context_of, predict
 from rayspec.choices import Choices
 from rayspec.decode.strategy import Strategy
-from rayspec.strategies.auto import Auto
 from rayspec.strategies.fixed import FixedPlan
+from rayspec.strategies.knapspec import Auto
 from rayspec.strategies.self_sd import DraftThreshold, SelfSD
 from rayspec.types import Plan, PlanRecord, no_draft
 

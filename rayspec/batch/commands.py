@@ -16,8 +16,8 @@ from pydantic import Field
 from rich.table import Table
 
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
-from rayspec.batch.documents import check_template, input_row
-from rayspec.batch.input_files import KNOWN_TYPES, find_files
+from rayspec.batch.documents import KNOWN_TYPES, check_template, input_row
+from rayspec.batch.input_files import find_files
 from rayspec.batch.job import Job, JobOptions
 from rayspec.batch.local_backend import LocalBackend, Source
 from rayspec.batch.long_documents import LongDocumentOptions
@@ -284,7 +284,7 @@ def _source(
         say(found.warning)
     if file is not None and any(os.path.realpath(each.path) == os.path.realpath(file.path) for each in found.files):
         raise ConfigError(f"option 'output' is {file.name!r}, which is an input too: choose another name")
-    source = Source(inputs=found, columns=columns, rows=rows, limit=options.limit, sample=options.sample)
+    source = Source(files=found.files, columns=columns, rows=rows, limit=options.limit, sample=options.sample)
     if columns.template is not None and source.pieces:
         check_template(source.pieces, columns)
     return source

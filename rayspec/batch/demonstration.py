@@ -94,7 +94,7 @@ def compare(model: str, documents: dict[str, SampleDocument], output: Path, *, b
     is_bundled = model in BUNDLED
     rows: dict[Strategy, dict[str, Row]] = {strategy: {} for strategy in _FOLDERS}
     stats: dict[Strategy, EngineStats] = {}
-    files = find_files([str(output / "documents")])
+    files = find_files([str(output / "documents")]).files
     with backend.session():  # one Ray for both jobs
         for number, (strategy, folder) in enumerate(_FOLDERS.items(), start=3):
             say(f"[{number}/4] {len(documents)} documents with {'plain decoding' if strategy == 'ar' else strategy}")
@@ -121,7 +121,7 @@ def compare(model: str, documents: dict[str, SampleDocument], output: Path, *, b
                 options=JobOptions(overwrite=True),
                 export=partial(_keep, rows[strategy]),
             )
-            stats[strategy] = job.run(Source(inputs=files)).stats
+            stats[strategy] = job.run(Source(files=files)).stats
     pairs = [
         Pair(name=name, document=document.text, plain=rows["ar"][name], fast=rows["auto"][name])
         for name, document in documents.items()

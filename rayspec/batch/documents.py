@@ -24,6 +24,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
 import pyarrow as pa
@@ -31,22 +32,20 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rayspec.batch import extract
-from rayspec.batch.input_files import (
-    ARROW_SUFFIXES,
-    CSV_SUFFIXES,
-    EXTRACTED_SUFFIXES,
-    KNOWN_TYPES,
-    PARQUET_SUFFIXES,
-    TEXT_SUFFIXES,
-    InputFiles,
-    Piece,
-    file_type,
-    find_files,
-)
 from rayspec.batch.rows import INVALID_VALUE, MISSING_COLUMN, Columns, Row
+from rayspec.batch.tables import Table
 from rayspec.command.locations import FILE_ERRORS, Location, UnreadableFileError, error_detail
 from rayspec.types import ConfigError, InputFileError
 
+TEXT_SUFFIXES = (".txt", ".md")
+CSV_SUFFIXES = (".csv", ".tsv")
+PARQUET_SUFFIXES = (".parquet",)
+ARROW_SUFFIXES = (".arrow",)
+EXTRACTED_SUFFIXES = (".pdf", ".docx", ".html", ".htm")
+GZIP_SUFFIX = ".gz"
+_ZIPPED = (*TEXT_SUFFIXES, ".jsonl", ".ndjson", ".json", *CSV_SUFFIXES)
+_WITH_OWN_COMPRESSION = PARQUET_SUFFIXES + ARROW_SUFFIXES + EXTRACTED_SUFFIXES
+KNOWN_TYPES = f"{', '.join((*_ZIPPED, *_WITH_OWN_COMPRESSION))}, the first {len(_ZIPPED)} also with {GZIP_SUFFIX}"
 _BYTES_PER_PIECE, _NUM_FILES_TO_SPLIT = 2**26, 64
 _MIN_ROWS_PER_READ, _MAX_ROWS_PER_READ, _BYTES_PER_READ = 16, 1024, 2**20
 _READ_ERRORS = (*FILE_ERRORS, EOFError, zlib.error, csv.Error)  # the two before the last are of damaged gzip data
@@ -57,6 +56,41 @@ _NUM_CHECKED = 16  # rows
 # Strangers may make the files, and a small one may unpack to any size. Tokenizing takes about 250 bytes a character.
 _MAX_TEXT_BYTES, _MAX_WHOLE_BYTES = 2**24, 2**30  # of a text, line or value; of a file that is read as a whole
 csv.field_size_limit(_MAX_TEXT_BYTES)
+
+
+def file_type(file_name: str) -> tuple[str, bool] | None:
+    """Return the suffix of a file name, in lower case and without ".gz", and whether the content is in gzip's format;
+    None for a type that cannot be read."""
+    path = PurePosixPath(file_name.lower())
+    if path.suffix == GZIP_SUFFIX:
+        suffix = PurePosixPath(path.stem).suffix
+        return (suffix, True) if suffix in _ZIPPED else None
+    return (path.suffix, False) if path.suffix in (*_ZIPPED, *_WITH_OWN_COMPRESSION) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The part of the input that one task reads: a file, some row groups of a Parquet file, or rows in memory.
+
+    path: an absolute path or URI. name: of the file in rows and errors, its path below the folder that all inputs
+    share. It is the same for a relative path, an absolute path, a symbolic link to a folder and another mount point.
+    groups: the first row group and the number of row groups; None is the whole file. num_before: rows of the file
+    before the first row group. rows: the rows themselves, where there is no file. table: the table whose data file has
+    the name `path`.
+    """
+
+    path: str = ""
+    name: str = ""
+    groups: tuple[int, int] | None = None
+    num_before: int = 0
+    rows: tuple[Row, ...] = ()
+    table: Table | None = None
+
+    def source(self, number: int) -> str:
+        """Identify the source of the row with this number, from 1 on; 0 is the file itself."""
+        if self.rows:
+            return self.rows[number - 1].source or ""
+        return f"{self.name}:{number}" if number else self.name
 
 
 def _too_large(source: str, most: int = _MAX_TEXT_BYTES) -> InputFileError:
@@ -114,15 +148,6 @@ def input_row(row_id: str, *, source: str, text: str | None = None, messages: Se
 
 def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def read_documents(inputs: Iterable[str] | InputFiles, columns: Columns) -> Iterator[Row]:
-    """Yield the rows of files, folders and glob patterns. Files are read on demand.
-
-    An error in the content of a file yields an error row. Raises ConfigError as `find_files` does.
-    """
-    for piece in find_files(inputs).files:
-        yield from (row for _, row in read_piece(piece, columns))
 
 
 def read_piece(
@@ -439,10 +464,9 @@ def _lengths(column: pa.Array) -> list[int]:
     return lengths
 
 
-def pieces_of(inputs: Iterable[str] | InputFiles) -> list[Piece]:
-    """Split files, folders and patterns into pieces for read tasks. Of few files, Parquet files are split at row groups
-    into pieces of about 64 MB. A file that cannot be read is one piece; reading the piece reports the error."""
-    files = find_files(inputs).files
+def pieces_of(files: Sequence[Piece]) -> list[Piece]:
+    """Split files into pieces for read tasks. Of few files, Parquet files are split at row groups into pieces of about
+    64 MB. A file that cannot be read is one piece; reading the piece reports the error."""
     if len(files) >= _NUM_FILES_TO_SPLIT:
         return list(files)
     pieces = list[Piece]()

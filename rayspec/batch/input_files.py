@@ -12,58 +12,14 @@ from itertools import takewhile
 from operator import itemgetter
 from pathlib import PurePosixPath
 
-from rayspec.batch.rows import Row
-from rayspec.batch.tables import Table, kind_of_log, newest_table
+from rayspec.batch.documents import KNOWN_TYPES, Piece, file_type
+from rayspec.batch.tables import kind_of_log, newest_table
 from rayspec.command.locations import Location, UnreadableFileError
 from rayspec.errors import naming_the_extra
 from rayspec.types import ConfigError
 
-TEXT_SUFFIXES = (".txt", ".md")
-CSV_SUFFIXES = (".csv", ".tsv")
-PARQUET_SUFFIXES = (".parquet",)
-ARROW_SUFFIXES = (".arrow",)
-EXTRACTED_SUFFIXES = (".pdf", ".docx", ".html", ".htm")
-GZIP_SUFFIX = ".gz"
-_ZIPPED = (*TEXT_SUFFIXES, ".jsonl", ".ndjson", ".json", *CSV_SUFFIXES)
-_WITH_OWN_COMPRESSION = PARQUET_SUFFIXES + ARROW_SUFFIXES + EXTRACTED_SUFFIXES
-KNOWN_TYPES = f"{', '.join((*_ZIPPED, *_WITH_OWN_COMPRESSION))}, the first {len(_ZIPPED)} also with {GZIP_SUFFIX}"
 # Files below a folder that say something about the others: of Hugging Face's `save_to_disk`, and of a job's output.
 _ABOUT_OTHERS = re.compile(r"(dataset_info|dataset_dict|state|manifest)\.json|cache-.*\.arrow")
-
-
-def file_type(file_name: str) -> tuple[str, bool] | None:
-    """Return the suffix of a file name, in lower case and without ".gz", and whether the content is in gzip's format;
-    None for a type that cannot be read."""
-    path = PurePosixPath(file_name.lower())
-    if path.suffix == GZIP_SUFFIX:
-        suffix = PurePosixPath(path.stem).suffix
-        return (suffix, True) if suffix in _ZIPPED else None
-    return (path.suffix, False) if path.suffix in (*_ZIPPED, *_WITH_OWN_COMPRESSION) else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """The part of the input that one task reads: a file, some row groups of a Parquet file, or rows in memory.
-
-    path: an absolute path or URI. name: of the file in rows and errors, its path below the folder that all inputs
-    share. It is the same for a relative path, an absolute path, a symbolic link to a folder and another mount point.
-    groups: the first row group and the number of row groups; None is the whole file. num_before: rows of the file
-    before the first row group. rows: the rows themselves, where there is no file. table: the table whose data file has
-    the name `path`.
-    """
-
-    path: str = ""
-    name: str = ""
-    groups: tuple[int, int] | None = None
-    num_before: int = 0
-    rows: tuple[Row, ...] = ()
-    table: Table | None = None
-
-    def source(self, number: int) -> str:
-        """Identify the source of the row with this number, from 1 on; 0 is the file itself."""
-        if self.rows:
-            return self.rows[number - 1].source or ""
-        return f"{self.name}:{number}" if number else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +46,7 @@ class InputFiles:
         return f"{files} skipped: {_counts(self.skipped)}; known are {KNOWN_TYPES}"
 
 
-def find_files(inputs: Iterable[str] | InputFiles, *, outputs: Iterable[str] = ()) -> InputFiles:
+def find_files(inputs: Iterable[str], *, outputs: Iterable[str] = ()) -> InputFiles:
     """Find the files that paths and URIs name. A folder stands for all files of known types below it.
 
     Hidden files and folders below a folder are left out. A name that cannot be read stays in the list: reading yields
@@ -100,8 +56,6 @@ def find_files(inputs: Iterable[str] | InputFiles, *, outputs: Iterable[str] = (
 
     outputs: files and folders of the command's results. Folders and patterns leave them out.
     """
-    if isinstance(inputs, InputFiles):
-        return inputs
     search = _Search(outputs)
     for name in inputs:
         search.add(name)

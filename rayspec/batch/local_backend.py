@@ -21,8 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rayspec.batch.documents import as_duplicate, pieces_of, read_piece
-from rayspec.batch.input_files import InputFiles, Piece
+from rayspec.batch.documents import Piece, as_duplicate, pieces_of, read_piece
 from rayspec.batch.rows import Columns, Row
 from rayspec.decode.engine_loop import LoopThread
 from rayspec.types import ConfigError, EngineStats
@@ -55,11 +54,11 @@ _JOIN_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The rows of a job: those in the files `inputs`, or else `rows`. refused: rows that failed before they could be
+    """The rows of a job: those in `files`, or else `rows`. refused: rows that failed before they could be
     read. limit: number of rows to take from the beginning. sample: share of these rows to take, chosen by a hash of
     their ids, so that every run takes the same rows."""
 
-    inputs: Sequence[str] | InputFiles = ()
+    files: Sequence[Piece] = ()
     columns: Columns = field(default_factory=Columns)
     rows: Sequence[Row] = ()
     refused: Sequence[Row] = ()
@@ -70,7 +69,7 @@ class Source:
     def pieces(self) -> Sequence[Piece]:
         """The pieces of the input, for read tasks."""
         starts = range(0, len(self.rows), _ROWS_PER_PIECE)
-        return pieces_of(self.inputs) or [Piece(rows=tuple(self.rows[n : n + _ROWS_PER_PIECE])) for n in starts]
+        return pieces_of(self.files) or [Piece(rows=tuple(self.rows[n : n + _ROWS_PER_PIECE])) for n in starts]
 
     @property
     def is_whole(self) -> bool:

@@ -55,7 +55,7 @@ class RayBackend(LocalBackend):
         """Scan the files. Each task scans some of the pieces, and all tasks run at once. A task has a whole CPU: more
         tasks would only start more processes. A task ends itself after `limit` rows: `ray.cancel` can crash the driver.
         """
-        if not source.inputs:
+        if not source.files:
             return super().scan(source)
         pieces = source.pieces
         num_cpus: float = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]

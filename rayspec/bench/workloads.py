@@ -13,7 +13,8 @@ import msgspec
 import rayspec
 from rayspec import demo
 from rayspec.batch.document_task import PromptBuilder
-from rayspec.batch.documents import read_documents
+from rayspec.batch.documents import read_piece
+from rayspec.batch.input_files import find_files
 from rayspec.batch.rows import Columns, Row
 from rayspec.bench.options import WorkloadOptions
 from rayspec.demo import Task
@@ -123,7 +124,8 @@ def fitting_tasks(
 
 def file_documents(name: str, num_documents: int) -> list[Row]:
     """Return the first documents of a file, folder or pattern. Raises InputFileError for an invalid document."""
-    documents = list(itertools.islice(read_documents([name], Columns()), num_documents))
+    rows = (row for file in find_files([name]).files for _, row in read_piece(file, Columns()))
+    documents = list(itertools.islice(rows, num_documents))
     for document in documents:
         if document.error is not None:
             raise InputFileError(document.error)

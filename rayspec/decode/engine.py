@@ -23,6 +23,7 @@ from rayspec.decode.stages import Progress, StageLostError, Stages, StagesReplac
 from rayspec.decode.strategy import Strategy
 from rayspec.decode.work import (
     Committed,
+    GenerationDefaults,
     Move,
     Prefill,
     PrefillResult,
@@ -32,7 +33,6 @@ from rayspec.decode.work import (
     Work,
     num_rows,
 )
-from rayspec.generation import GenerationDefaults
 from rayspec.model.rows import slots_between
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import PrefillPace

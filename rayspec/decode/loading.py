@@ -17,6 +17,7 @@ from rayspec.config import KV_CACHE_SHARE, EngineConfig
 from rayspec.decode.drafting.corpus_file import read_texts
 from rayspec.decode.drafting.lookup import tokenised
 from rayspec.decode.engine import Engine
+from rayspec.decode.generation_config import eos_token_ids, generation_defaults
 from rayspec.decode.profile import cache_file
 from rayspec.decode.rehearsal import empty_caches, rehearse
 from rayspec.decode.requests import ModelInfo
@@ -32,7 +33,6 @@ from rayspec.model.architecture import max_positions, why_context_ends
 from rayspec.model.cuda import probe
 from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.fused import draft_head_bytes, fuse
-from rayspec.model.generation_config import eos_token_ids, generation_defaults
 from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, CacheSize, KVCache, WindowedPages, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload

@@ -21,7 +21,7 @@ from rayspec.types import CompletionOutput, Logprob, RequestOutput
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rayspec.generation import DecodingParams
+    from rayspec.decode.work import DecodingParams
 
 
 _MANY_ROWS = 1000  # of log-probabilities; 20 in each take 50 ms

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from rayspec.decode.runner import integers
-from rayspec.decode.work import SamplerSpec
+from rayspec.decode.work import DecodingParams, SamplerSpec
 from rayspec.forms.grammar import Constraint
-from rayspec.generation import DecodingParams
 from rayspec.types import InvalidTokenError
 
 

@@ -12,8 +12,7 @@ import torch
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.runner import Runner
 from rayspec.decode.sampling import Rows, target_tokens
-from rayspec.decode.work import SamplerSpec
-from rayspec.generation import DecodingParams
+from rayspec.decode.work import DecodingParams, SamplerSpec
 from rayspec.model.kv_cache import KVCache, bytes_per_slot, whole_pages
 from rayspec.model.load_check import lack_of_memory
 from rayspec.model.rows import RowSpan, one_run

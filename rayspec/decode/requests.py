@@ -20,8 +20,8 @@ from rayspec.decode.drafting.lookahead import Guess, Lookahead
 from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
 from rayspec.decode.output import Detokenizer, NewOutput, TokenTexts
 from rayspec.decode.processing import check_tokens
+from rayspec.decode.work import DecodingParams, GenerationDefaults
 from rayspec.forms.grammar import Constraint, Grammars
-from rayspec.generation import DecodingParams, GenerationDefaults
 from rayspec.model.kv_cache import PageHash, PageTable
 from rayspec.model.rows import RowSpan
 from rayspec.prompts import text_tokens, truncated

@@ -1,23 +1,51 @@
-"""Plan the rounds of an engine by asking the strategy, and report their outcome to it."""
+"""Plans the rounds of an engine: asks the strategy, proposes tokens that no pass has to draft, and reports what came.
+
+Proposed tokens are copied from the sequence's own text or from finished outputs, recycled from verifies, or forced by
+the form of the output. Recycled tokens are what the target itself found likely before, as in Token Recycling (Luo et
+al. 2025): each row that the target verifies gives the likeliest tokens after it, whether the row was accepted or not.
+They are kept, and become candidates wherever the same token stands again, in any text. Ours: they are kept for pairs of
+tokens, too, which are right more often; their probabilities are kept, by which their acceptance is learned; and the
+tree has no fixed template, but grows where it is likeliest to be right.
+"""
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from typing import Any, TypeAlias
+
+import numpy as np
+from msgspec import structs
 
 from rayspec.config import MAX_TREE_TOKENS, SpeculationOptions
-from rayspec.decode.drafting.lookup import Proposal
-from rayspec.decode.drafting.proposer import Proposer, sources_of
+from rayspec.decode.drafting.lookup import (
+    FORCED,
+    NOTHING,
+    UNVERIFIED,
+    Corpus,
+    LookupIndex,
+    LookupRecord,
+    OwnedText,
+    Proposal,
+    index_of,
+    newest_of,
+    recycled_classes,
+    source_of,
+)
 from rayspec.decode.requests import SequenceState
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.stages import Stages
 from rayspec.decode.strategy import BatchState, RoundPlan, Strategy
-from rayspec.decode.work import Chunk, Round, RoundEntry, RoundResult, TappedToken
+from rayspec.decode.work import Chunk, Draft, Round, RoundEntry, RoundResult, TappedToken
+from rayspec.forms.grammar import Constraint
+from rayspec.planning.acceptance import survival
 from rayspec.planning.learning import AnswerLength
 from rayspec.types import EngineStats, Plan
 
@@ -25,6 +53,305 @@ _MAX_PLAN_RECORDS = 1024
 # Between two rounds, a search in this process takes at most the time of so many steps of the last round. After a search
 # that was cancelled, which sequences too short for it cause, the next one may take twice the time, and so on.
 SEARCH_STEPS, _MAX_DOUBLINGS = 3.0, 8
+
+_NGRAM = 3  # tokens that must match where a draft is looked up
+# Tokens that must match in `auto`, which learns the acceptance for each length of match.
+_SHORTEST_MATCH = 1
+_MOST_GROWN = 16  # sequences of a round for which `auto` grows trees: in larger batches every row costs
+_LEAST_SURVIVAL = 0.02  # of a token in a tree
+# Without a recycled token in any draft for so many rounds, the likeliest tokens are asked for in one round of a few.
+_IDLE_ROUNDS, _IDLE_INTERVAL = 32, 8
+_FORCING = ("auto", "knapspec", "lookup", "recycling", "static")  # strategies that take forced tokens as drafts
+_MAX_OWNERS = 8  # whose texts are remembered: those with the newest requests
+_NUM_PROMPT_TOKENS = 3  # of the prompt's end, which are remembered with an output, so that its beginning is found
+_MAX_PASSED, _MAX_PASSED_TOKENS = 256, 8192  # texts that wait to be passed on or taken in, and tokens of each
+
+NUM_SUCCESSORS = 8
+_NUM_SLOTS = 1 << 17
+_NONE = -1
+
+# Of one row of a verify: the likeliest next tokens, best first, and their probabilities.
+Likeliest: TypeAlias = tuple[Sequence[int], Sequence[float]]
+
+
+class Successors:
+    """The likeliest successors of each token and of each pair of tokens, at their last verify, 6 MB in all.
+
+    A hash table in which the newer of two keys with one slot stays. It begins with the bigrams of prompts.
+    """
+
+    def __init__(self) -> None:
+        self._keys = np.full(_NUM_SLOTS, _NONE, np.int64)
+        self._token_ids = np.full((_NUM_SLOTS, NUM_SUCCESSORS), _NONE, np.int32)
+        self._classes = np.zeros((_NUM_SLOTS, NUM_SUCCESSORS), np.uint8)
+
+    def note(self, pairs: Sequence[tuple[int, int]], likeliest: Sequence[Likeliest]) -> None:
+        """Note what the target found likeliest after the second token of each pair. Of a shorter one, what is beyond
+        the pairs or the likeliest counts for nothing."""
+        num_rows = min(len(pairs), len(likeliest))
+        if not num_rows:
+            return
+        text = np.array(pairs[:num_rows], np.int64)
+        token_ids = np.array([one for one, _ in likeliest[:num_rows]], np.int32)
+        probabilities = np.array([one for _, one in likeliest[:num_rows]])
+        count = token_ids.shape[1]
+        for is_pair, keys in ((True, _keys(text[:, 0], text[:, 1])), (False, text[:, 1])):
+            slots = keys % _PRIME
+            self._keys[slots] = keys
+            self._token_ids[slots, :count] = token_ids
+            self._token_ids[slots, count:] = _NONE
+            self._classes[slots, :count] = recycled_classes(probabilities, is_pair=is_pair)
+
+    def note_text(self, token_ids: Sequence[int]) -> None:
+        """Note the bigrams of a text for the tokens after which nothing is noted yet."""
+        text = np.array(token_ids, np.int64)
+        tokens, following = text[:-1], text[1:]
+        slots = tokens % _PRIME
+        is_new = self._keys[slots] != tokens
+        slots, tokens, following = slots[is_new], tokens[is_new], following[is_new]
+        self._keys[slots] = tokens
+        self._token_ids[slots] = _NONE
+        self._token_ids[slots, 0] = following
+        self._classes[slots, 0] = UNVERIFIED
+
+    def after(self, before: int, token: int) -> tuple[list[int], list[int]]:
+        """Return the candidates after `token`, which follows `before`, and their classes."""
+        for key in (int(_keys(before, token)), token):
+            slot = key % _PRIME
+            if self._keys[slot] == key:
+                found = [one for one in self._token_ids[slot].tolist() if one != _NONE]
+                return found, self._classes[slot, : len(found)].tolist()
+        return [], []
+
+
+_PRIME = 131_071  # the largest below the number of slots: the remainder is the hash
+
+
+def _keys(before: Any, token: Any) -> Any:
+    """Return the keys of pairs, of integers or arrays of them."""
+    return (before + 1) << 32 | token
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What is kept of an owner's texts. Nobody can see by the speed of own requests what stands in another's."""
+
+    corpus: Corpus | None
+    successors: Successors | None
+
+
+class Proposer:
+    """Grows a tree for each sequence: the copy, with recycled tokens next to and behind it. takes_trees: False for a
+    model that verifies chains only. given_texts: tokens of texts that all owners may copy, END_OF_TEXT between them.
+
+    One for all sequences of an engine: what it learns of one text serves the next. finished: the newest finished
+    texts, for other engines. received: texts of other engines or runs, taken in when a sequence begins.
+    """
+
+    def __init__(
+        self, options: SpeculationOptions, *, takes_trees: bool = True, given_texts: Sequence[int] = ()
+    ) -> None:
+        self._options = options
+        self._takes_trees = takes_trees
+        self._strategy = options.strategy
+        self._recycles = options.strategy in ("auto", "recycling")
+        self._most_grown = _MOST_GROWN if options.strategy == "auto" else float("inf")
+        self.record = LookupRecord()
+        self._given = index_of(given_texts)
+        # Any thread may take from the first, and add to the second.
+        self.finished: deque[OwnedText] = deque(maxlen=_MAX_PASSED)
+        self.received: deque[OwnedText] = deque(maxlen=_MAX_PASSED)
+        self.forget_texts()
+
+    def forget_texts(self) -> None:
+        """Forget finished outputs and what was likely in them; what was learned of acceptance stays."""
+        self._memories: OrderedDict[str, _Memory] = OrderedDict()  # by owner, the newest last
+        self._num_idle_rounds = 0  # since the last draft with a recycled token
+
+    def _memory(self, owner: str) -> _Memory:
+        if owner not in self._memories:
+            tokens = self._options.corpus_tokens if self._strategy == "auto" else 0
+            self._memories[owner] = _Memory(
+                Corpus(tokens, self._given) if tokens else None, Successors() if self._recycles else None
+            )
+            if len(self._memories) > _MAX_OWNERS:
+                self._memories.popitem(last=False)
+        return self._memories[owner]
+
+    def num_likeliest(self, batch: int) -> int:
+        """Return how many of the target's likeliest tokens are wanted after each row of the round that begins. They
+        cost a look at all logits, so they are wanted rarely while no draft has recycled tokens."""
+        if not self._recycles:
+            return 0
+        self._num_idle_rounds += 1
+        has_begun = batch <= self._most_grown and self._num_idle_rounds <= _IDLE_ROUNDS
+        return NUM_SUCCESSORS if has_begun or self._num_idle_rounds % _IDLE_INTERVAL == 0 else 0
+
+    def begin(self, sequence: SequenceState) -> None:
+        """Prepare a new sequence, unless that is done."""
+        if sequence.lookup is None and self._strategy in ("auto", "lookup"):
+            sequence.lookup = LookupIndex(_NGRAM, _SHORTEST_MATCH if self._strategy == "auto" else None)
+        memory = self._memory(sequence.owner)
+        self._memories.move_to_end(sequence.owner)
+        while self.received:
+            owner, text = self.received.popleft()
+            if owner in self._memories or len(self._memories) < _MAX_OWNERS:  # no owner is forgotten for it
+                self._add(owner, text)
+        if memory.successors is not None:
+            memory.successors.note_text(sequence.token_ids)
+
+    def propose(self, sequence: SequenceState, num_tokens: int, *, batch: int = 1) -> Proposal:
+        """Return at most `num_tokens` tokens that may come next, the likeliest first. batch: sequences of the round."""
+        if sequence.lookup is None and sequence.constraint is None and not self._recycles:
+            return NOTHING
+        num_tokens = min(num_tokens, sequence.num_remaining - 1)
+        by_class, constraint = self.record.by_class, sequence.constraint
+        if constraint is not None:
+            constraint.extend_to(sequence.token_ids)
+            forced = tuple(constraint.forced(num_tokens)) if self._strategy in _FORCING else ()
+            if forced:
+                proposal = Proposal(forced, (FORCED,) * len(forced))
+                if sequence.lookup is not None:
+                    sequence.lookup.extend_to(sequence.token_ids)
+                    copied = sequence.lookup.propose(num_tokens - len(forced), forced).cut_by(constraint, forced)
+                    proposal = Proposal(forced + copied.token_ids, proposal.match_classes + copied.match_classes)
+                return proposal.with_survival(survival(by_class, proposal.match_classes))
+        copied = self._copied(sequence, num_tokens, by_class)
+        successors = self._memory(sequence.owner).successors
+        if successors is None or batch > self._most_grown:
+            return copied.with_survival(survival(by_class, copied.match_classes))
+        text, trees = sequence.token_ids, self._takes_trees
+        grown = _grown(copied, successors, text, num_tokens, by_class, takes_trees=trees)
+        return grown if constraint is None else _pruned(grown, constraint)
+
+    def remember(self, sequence: SequenceState) -> None:
+        """Keep the output of a finished sequence for others to copy."""
+        text = sequence.token_ids[max(0, sequence.num_prompt_tokens - _NUM_PROMPT_TOKENS) :]
+        if sequence.output_token_ids and self._add(sequence.owner, text):
+            self.finished.append((sequence.owner, array("i", text[:_MAX_PASSED_TOKENS])))
+
+    def _add(self, owner: str, text: Sequence[int]) -> bool:
+        """Return whether there is a corpus."""
+        if (corpus := self._memory(owner).corpus) is not None:
+            corpus.add(text)
+        return corpus is not None
+
+    def _copied(self, sequence: SequenceState, num_tokens: int, by_class: Sequence[float]) -> Proposal:
+        """Return the copy with the most tokens that are expected to be right. Own text wins ties."""
+        found = [sequence.proposal(num_tokens)]
+        corpus = self._memory(sequence.owner).corpus
+        if corpus is not None:
+            found += corpus.proposals(newest_of(sequence.token_ids), num_tokens)
+        if sequence.constraint is not None:
+            found = [one.cut_by(sequence.constraint) for one in found]
+        found = [one for one in found if one.token_ids] or [NOTHING]
+        return found[0] if len(found) == 1 else max(found, key=lambda one: sum(survival(by_class, one.match_classes)))
+
+    def learn(
+        self,
+        sequence: SequenceState,
+        entry: RoundEntry,
+        proposal: Proposal,
+        draft: Draft,
+        committed: Sequence[int],
+        likeliest: Sequence[Likeliest],
+    ) -> None:
+        """Compare what was proposed with what came, and note what the target found likely. sequence: with the committed
+        tokens. likeliest: of the newest token's row and of each row of the draft."""
+        if not (self._recycles or proposal.token_ids or draft.match_classes):
+            return
+        copied = proposal.copied or proposal
+        self.record.observe(copied.match_classes, copied.token_ids, committed)
+        if draft.match_classes and list(committed[: draft.num_drafted]) == draft.token_ids[: draft.num_drafted]:
+            added = draft.token_ids[draft.num_drafted :]
+            self.record.observe(draft.match_classes, added, committed[draft.num_drafted :])
+        if "recycled" in sources_of(draft, proposal, range(1, len(draft.token_ids) + 1)):
+            self._num_idle_rounds = 0
+        successors, text = self._memory(sequence.owner).successors, sequence.token_ids
+        if successors is None or not likeliest:
+            return
+        first = entry.length - 1
+        before, token, is_copied = text[first - 1] if first else -1, text[first], True
+        for at, one in enumerate(committed):
+            is_copied = is_copied and copied.token_ids[at : at + 1] == (one,)
+            if not is_copied:
+                for candidate, its_class in zip(*successors.after(before, token), strict=True):
+                    self.record.observe_one(its_class, candidate == one)
+            before, token = token, one
+        rows = [text[first], *draft.token_ids]
+        parents = draft.parents or range(len(draft.token_ids))
+        befores = [text[first - 1] if first else -1, *(rows[parent] for parent in parents)]
+        successors.note(list(zip(befores, rows, strict=True)), likeliest)
+
+
+def _grown(
+    copied: Proposal,
+    successors: Successors,
+    text: Sequence[int],
+    num_tokens: int,
+    by_class: Sequence[float],
+    *,
+    takes_trees: bool,
+) -> Proposal:
+    """Grow a tree from its root, the newest token, by the token that is likeliest to be reached and right; or a chain.
+
+    A token stands for (probability that it is reached and right, its class, the row that it follows, the token of
+    that row, its place in the copy). Recycled tokens count for the case that the copy is wrong.
+    """
+    ties = itertools.count()
+    heap: list[tuple[float, int, int, int, int, int, int | None]] = []
+    token_ids: list[int] = []
+    classes: list[int] = []
+    parents: list[int] = []
+    chances: list[float] = []
+    row, before, token, reached = 0, text[-2] if len(text) > 1 else -1, text[-1], 1.0
+    at: int | None = 0
+    while len(token_ids) < num_tokens:
+        following = None
+        if at is not None and at < len(copied.token_ids):
+            following, its_class = copied.token_ids[at], copied.match_classes[at]
+            heapq.heappush(heap, (-reached * by_class[its_class], next(ties), its_class, row, token, following, at + 1))
+            reached *= 1 - by_class[its_class]
+        for other, its_class in zip(*successors.after(before, token), strict=True):
+            if other != following and (chance := reached * by_class[its_class]) >= _LEAST_SURVIVAL:
+                heapq.heappush(heap, (-chance, next(ties), its_class, row, token, other, None))
+        if not heap:
+            break
+        chance, _, its_class, parent, before, token, at = heapq.heappop(heap)
+        if not takes_trees:
+            heap.clear()
+        reached = -chance
+        if reached < _LEAST_SURVIVAL:
+            break
+        token_ids.append(token)
+        classes.append(its_class)
+        parents.append(parent)
+        chances.append(reached)
+        row = len(token_ids)
+    is_chain = parents == list(range(len(parents)))
+    return Proposal(tuple(token_ids), tuple(classes), () if is_chain else tuple(parents), tuple(chances), copied)
+
+
+def _pruned(tree: Proposal, constraint: Constraint) -> Proposal:
+    """Return the tree without the tokens that break the form of the output, and without what follows them."""
+    kept = constraint.allowed(tree.token_ids, tree.parents)
+    rows = {0: 0} | {at + 1: row for row, at in enumerate(kept, start=1)}
+    parents = [rows[tree.parents[at]] if tree.parents else rows[at] for at in kept]
+    return structs.replace(
+        tree,
+        token_ids=tuple(tree.token_ids[at] for at in kept),
+        match_classes=tuple(tree.match_classes[at] for at in kept),
+        parents=() if parents == list(range(len(kept))) else tuple(parents),
+        survival=tuple(tree.survival[at] for at in kept),
+    )
+
+
+def sources_of(draft: Draft, proposal: Proposal, rows: Sequence[int]) -> list[str]:
+    """Return where each of the accepted tokens in these rows comes from, see `EngineStats`. proposal: of the round.
+    Row i is the draft's token i - 1."""
+    classes = proposal.match_classes if draft.looked_up else draft.match_classes
+    first = draft.num_drafted + 1
+    return [source_of(classes[row - first]) if 0 <= row - first < len(classes) else "model" for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,30 +408,30 @@ class RoundPlanner:
         return [token for token in self._taps if token is not None]
 
     def plan(self, work_id: int, sequences: Sequence[SequenceState], chunks: Sequence[Chunk] = ()) -> PlannedRound:
-        started = self._clock()
+        started, longest, batch = self._clock(), self._options.max_draft_tokens, len(sequences)
         outstanding = sum(
             self._answer_length.expected(sequence.num_remaining)
             for sequence in (*self._scheduler.running, *self._scheduler.waiting)
         )
         state = BatchState(
-            context=sum(sequence.num_tokens for sequence in sequences) // len(sequences),
-            batch=len(sequences),
+            context=sum(sequence.num_tokens for sequence in sequences) // batch,
+            batch=batch,
             elapsed_s=self._stats.total_s,
             searched_s=self._stats.optimise_s,
             num_outstanding_tokens=outstanding,
             sequence_ids=[sequence.sequence_id for sequence in sequences],
-            proposals=cache(partial(self._proposals, sequences)),
+            proposals=cache(lambda: [self.proposer.propose(one, longest, batch=batch) for one in sequences]),
             by_class=lambda: self.proposer.record.by_class,
         )
         chosen = self.strategy.choose(state)
         plan = chosen.plan
         proposals = state.proposals()  # in any case, because they are compared with what comes
-        lengths = plan.lookup_lengths or [plan.num_lookup_tokens] * len(sequences)
+        lengths = plan.lookup_lengths or [plan.num_lookup_tokens] * batch
         if self._options.strategy == "static":  # its proposals are what the forms of the outputs force
             lengths = [len(proposal.token_ids) for proposal in proposals]
         entries = [self._entry(*each, plan) for each in zip(sequences, proposals, lengths, strict=True)]
         num_taps = (self._taps.maxlen or 0) if chosen.capture else 0
-        num_likeliest = self.proposer.num_likeliest(len(sequences))
+        num_likeliest = self.proposer.num_likeliest(batch)
         is_plain = not any(entry.max_draft_tokens or entry.looked_up for entry in entries)
         work = Round(
             id=work_id,
@@ -122,10 +449,6 @@ class RoundPlanner:
         """Return how many tokens all sequences may have and have places for, at most the stages' number."""
         lefts = (min(each.num_remaining, each.table.capacity - each.num_tokens + 1) for each in sequences)
         return min(self._stages.num_steps, *lefts)
-
-    def _proposals(self, sequences: Sequence[SequenceState]) -> list[Proposal]:
-        longest, batch = self._options.max_draft_tokens, len(sequences)
-        return [self.proposer.propose(one, longest, batch=batch) for one in sequences]
 
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
         """Log the taps of a finished round, give the strategy its result, and let the strategy search. The strategy

@@ -18,12 +18,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from rayspec.config import Verification
 from rayspec.decode.generate_state import Cuts, GenerateState, check_generation, in_fast_layout, in_lockstep
 from rayspec.decode.processing import TokenSampler
-from rayspec.decode.rounds import Head, commit, script
+from rayspec.decode.rounds import Head, commit, script, verify_coupled
 from rayspec.decode.runner import Threads, seconds
 from rayspec.decode.sampling import Rows, top_logprobs
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.stages import Stages, done
-from rayspec.decode.verify import verify_coupled
 from rayspec.decode.work import (
     Chunk,
     Committed,

@@ -14,10 +14,9 @@ import msgspec
 from rayspec.choices import FULL, Choice
 from rayspec.decode.drafting.lookup import LookupIndex
 from rayspec.decode.search import Answer, Question
-from rayspec.decode.work import KeepDrafting, Move, Pass, Result, SamplerSpec, TappedToken, Work
+from rayspec.decode.work import DecodingParams, KeepDrafting, Move, Pass, Result, SamplerSpec, TappedToken, Work
 from rayspec.errors import TransportError
 from rayspec.forms.grammar import Constraint
-from rayspec.generation import DecodingParams
 from rayspec.model.rows import RowSpan
 from rayspec.planning.acceptance import DraftUntilFound, DraftWhileWorth
 from rayspec.planning.latency import Measurement

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rayspec.choices import Choice
 from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.decode.generation_config import eos_token_ids
 from rayspec.decode.loading import (
     affordable_slots,
     bytes_of_passes,
@@ -35,7 +36,6 @@ from rayspec.decode.work import Pass, Prefill, Result, TapsGoneError
 from rayspec.errors import TransportError
 from rayspec.forms.grammar import Grammars
 from rayspec.model.architecture import decompose
-from rayspec.model.generation_config import eos_token_ids
 from rayspec.model.kv_cache import CacheSize
 from rayspec.model.sublayers import Decomposition
 from rayspec.model.weights import load_tokenizer, resolve_device

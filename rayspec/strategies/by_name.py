@@ -11,11 +11,11 @@ from rayspec.config import EngineConfig, SpeculationOptions
 from rayspec.decode.strategy import Strategy
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.asd import ASD
-from rayspec.strategies.auto import Auto
 from rayspec.strategies.clasp import CLaSp
 from rayspec.strategies.dynamic_exit import DEL
 from rayspec.strategies.fixed import FixedPlan, early_exit_plan, lookahead_plan, lookup_plan, static_plan
 from rayspec.strategies.gate import Gated
+from rayspec.strategies.knapspec import Auto
 from rayspec.strategies.knn_ssd import KnnSSD
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans, known_candidates
 from rayspec.strategies.self_sd import SelfSD

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
-from rayspec.batch.documents import check_template, input_row, pieces_of, read_documents, read_piece
-from rayspec.batch.input_files import Piece, find_files
+from rayspec.batch.documents import Piece, check_template, input_row, pieces_of, read_piece
+from rayspec.batch.input_files import find_files
 from rayspec.batch.rows import Columns, Row
 from rayspec.types import ConfigError
 
@@ -32,7 +32,11 @@ def write_lines(path: Path, *rows: Any) -> str:
 
 
 def read(*inputs: str | Path, columns: Columns = TEXT) -> list[Row]:
-    return list(read_documents(map(str, inputs), columns))
+    return [row for file in find_files(map(str, inputs)).files for _, row in read_piece(file, columns)]
+
+
+def pieces(*inputs: str | Path) -> list[Piece]:
+    return pieces_of(find_files(map(str, inputs)).files)
 
 
 def outcome(document: Row) -> str | None:
@@ -351,7 +355,7 @@ def test_a_parquet_file_with_any_damage_is_rows_and_errors(tmp_path: Path) -> No
         damaged[random.randrange(len(damaged))] = random.randrange(256)
         path.write_bytes(damaged)
         kinds |= {row.error_kind for row in read(path, columns=Columns(messages="messages"))}
-        assert pieces_of([str(path)])
+        assert pieces(path)
     errors = []
     for name in re.finditer(b"text", content):
         path.write_bytes(content[: name.start()] + b"\xff" + content[name.start() + 1 :])
@@ -489,10 +493,10 @@ def test_documents_of_other_programs_are_their_texts_and_a_bad_one_is_one_bad_ro
     found = read(tmp_path)
     assert {row.id: outcome(row) for row in found} == {name: expected for name, (_, expected) in files.items()}
     assert "there is none; scanned pages need text recognition first" in str(found[4].error)
-    scanned = [row for piece in pieces_of([str(tmp_path)]) for _, row in read_piece(piece, TEXT, with_text=False)]
+    scanned = [row for piece in pieces(tmp_path) for _, row in read_piece(piece, TEXT, with_text=False)]
     assert [row.input_hash for row in scanned] == [row.input_hash for row in found]
     assert {outcome(row) for row in scanned[:-1]} == {None}, "an error is the result of a row, and is not found twice"
-    (wanted,) = read_piece(pieces_of([str(tmp_path / "a.pdf")])[0], TEXT, frozenset({0}))
+    (wanted,) = read_piece(pieces(tmp_path / "a.pdf")[0], TEXT, frozenset({0}))
     assert wanted[1] == found[0]
 
 
@@ -524,13 +528,13 @@ def test_a_template_makes_the_text_of_the_columns(tmp_path: Path) -> None:
     for name in ("a.html", "a.txt"):
         assert read(tmp_path / name, columns=of_file)[0].document == "Sum up: one"
         with pytest.raises(ConfigError, match=f"^{name}: .*'prompt' is undefined; the row has 'text'"):
-            check_template(pieces_of([str(tmp_path / name)]), Columns(text="prompt", template="{{ prompt }}"))
-    check_template(pieces_of([lines]), columns)
+            check_template(pieces(tmp_path / name), Columns(text="prompt", template="{{ prompt }}"))
+    check_template(pieces(lines), columns)
     for name in ("a.jsonl", "a.parquet"):
         with pytest.raises(ConfigError, match=f"^{name}:1: .*'nam' is undefined; the row has .*'name', .*'body'"):
-            check_template(pieces_of([str(tmp_path / name)]), Columns(template="{{ nam }}"))
+            check_template(pieces(tmp_path / name), Columns(template="{{ nam }}"))
     with pytest.raises(ConfigError, match="no Jinja template: unexpected"):
-        check_template(pieces_of([lines]), Columns(template="{{ name"))
+        check_template(pieces(lines), Columns(template="{{ name"))
 
 
 @pytest.mark.parametrize(
@@ -562,7 +566,7 @@ def test_what_unpacks_to_any_size_or_never_ends_is_one_bad_row(tmp_path: Path) -
         ("e.jsonl", "it is a pipe or a device, and no file", ["unreadable_file"]),
         ("f.parquet", "it is a pipe or a device, and no file", ["unreadable_file"]),
     ):
-        rows = [row for piece in pieces_of([str(tmp_path / name)]) for _, row in read_piece(piece, TEXT)]
+        rows = [row for piece in pieces(tmp_path / name) for _, row in read_piece(piece, TEXT)]
         assert list(map(outcome, rows)) == outcomes, name
         assert error in next(str(row.error) for row in rows if row.error), name
 
@@ -572,7 +576,7 @@ def test_a_text_that_all_rows_of_a_parquet_file_share_is_read_a_few_times_at_onc
     pq.write_table(pa.table({"text": shared}), tmp_path / "a.parquet", compression="zstd")
     assert (tmp_path / "a.parquet").stat().st_size < 10_000
     most = num_rows = 0
-    for row in read_documents([str(tmp_path / "a.parquet")], TEXT):
+    for _, row in read_piece(*pieces(tmp_path / "a.parquet"), TEXT):
         most, num_rows = max(most, pa.total_allocated_bytes()), num_rows + (len(row.document or "") == 2**22)
     assert num_rows == 256
     assert most < 2**27

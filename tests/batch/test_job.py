@@ -142,9 +142,10 @@ def test_a_cluster_of_few_cpus_is_enough(tmp_path: Path, num_cpus: int) -> None:
     write_lines(tmp_path / "a.jsonl", *lines)
     code = (
         f"import ray; ray.init(address='local', num_cpus={num_cpus}, include_dashboard=False)\n"
-        "from pathlib import Path; from tests.batch.test_job import job, noted, Source\n"
+        "from pathlib import Path; from rayspec.batch.input_files import find_files\n"
+        "from tests.batch.test_job import job, noted, Source\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        "report = job(noted(folder), folder / 'out').run(Source(inputs=[str(folder / 'a.jsonl')]))\n"
+        "report = job(noted(folder), folder / 'out').run(Source(files=find_files([str(folder / 'a.jsonl')]).files))\n"
         "raise SystemExit(report.exit_code())"
     )
     root = Path(__file__).parent.parent.parent

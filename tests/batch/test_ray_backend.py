@@ -15,7 +15,8 @@ import ray.data
 from ray.data.exceptions import ExecutionTimeoutError
 
 from rayspec.batch import documents
-from rayspec.batch.documents import input_row, pieces_of
+from rayspec.batch.documents import input_row
+from rayspec.batch.input_files import find_files
 from rayspec.batch.local_backend import LocalBackend, Order, Source, in_sample
 from rayspec.batch.ray_backend import _READER_THREADS, RayBackend, reader_threads, reading, rows_of
 from rayspec.batch.rows import Row
@@ -37,6 +38,10 @@ def read(backend: LocalBackend, source: Source, *indices: int, order: Order = "i
     return backend.rows(source, rows.take(pa.array(indices)) if indices else rows, order)
 
 
+def source_of(folder: Path, *, limit: int | None = None, sample: float | None = None) -> Source:
+    return Source(files=find_files([str(folder)]).files, limit=limit, sample=sample)
+
+
 both = pytest.mark.parametrize("backend", [RayBackend(), LocalBackend()], ids=["Ray", "in process"])
 
 
@@ -45,7 +50,7 @@ def test_only_wanted_rows_are_read_from_files_of_all_types(tmp_path: Path, backe
     for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
         write_rows(tmp_path / name, [{"id": f"{name}{n}", "text": f"text {n}"} for n in range(1, 41)])
     (tmp_path / "d.txt").write_text("a text", encoding="utf-8")
-    found = sorted(read(backend, Source(inputs=[str(tmp_path)]), 2, 56, 119, 120), key=lambda row: row.id)
+    found = sorted(read(backend, source_of(tmp_path), 2, 56, 119, 120), key=lambda row: row.id)
     assert [(row.id, row.source, row.document) for row in found] == [
         ("a.jsonl3", "a.jsonl:3", "text 3"),
         ("b.jsonl.gz17", "b.jsonl.gz:17", "text 17"),
@@ -62,13 +67,13 @@ def test_a_scan_is_in_order_and_without_texts_and_has_a_limit(tmp_path: Path, ba
         lines = [json.dumps({"id": f"{name}{number}", "text": "t"}) for number in range(50)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join([*lines, "no json"]), encoding="utf-8")
     (tmp_path / "d.txt").touch()
-    scan = backend.scan(Source(inputs=[str(tmp_path)]))
+    scan = backend.scan(source_of(tmp_path))
     assert scan.rows["id"].to_pylist() == [f"{name}{n}" for name in "abc" for n in range(50)]
     assert [row.id for row in scan.errors] == ["a.jsonl:51", "b.jsonl:51", "c.jsonl:51", "d.txt"]
     assert scan.errors[0].error_kind == "malformed_row"
     assert scan.row(51) == input_row("b1", source="b.jsonl:2", text="t").without_input()
 
-    some = backend.scan(Source(inputs=[str(tmp_path)], limit=53, sample=0.5))  # a share of the first rows
+    some = backend.scan(source_of(tmp_path, limit=53, sample=0.5))  # a share of the first rows
     first = [*(f"a{n}" for n in range(50)), "b0", "b1"]  # and an error
     assert some.rows["id"].to_pylist() == [row_id for row_id in first if in_sample(row_id, 0.5)]
     assert len(some.errors) == int(in_sample("a.jsonl:51", 0.5))
@@ -76,7 +81,7 @@ def test_a_scan_is_in_order_and_without_texts_and_has_a_limit(tmp_path: Path, ba
 
 def test_limited_scans_that_end_with_their_tasks_do_the_driver_no_harm(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "t"}\n' * 30, encoding="utf-8")
-    assert {len(RayBackend().scan(Source(inputs=[str(tmp_path)], limit=5)).rows) for _ in range(50)} == {5}
+    assert {len(RayBackend().scan(source_of(tmp_path, limit=5)).rows) for _ in range(50)} == {5}
 
 
 @both
@@ -84,17 +89,17 @@ def test_limited_scans_that_end_with_their_tasks_do_the_driver_no_harm(tmp_path:
 def test_rows_in_an_order(tmp_path: Path, order: Order, ids: str, backend: LocalBackend) -> None:
     texts = {"a": "one", "b": "two, three", "c": "one, two", "d": "one, then"}
     write_rows(tmp_path / "a.jsonl", [{"id": row_id, "text": text} for row_id, text in texts.items()])
-    assert "".join(row.id for row in read(backend, Source(inputs=[str(tmp_path)]), order=order)) == ids
+    assert "".join(row.id for row in read(backend, source_of(tmp_path), order=order)) == ids
 
 
 def test_large_parquet_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "_BYTES_PER_PIECE", 1)
     write_rows(tmp_path / "a.parquet", [{"id": f"r{number}", "text": "t"} for number in range(1, 31)])
-    source = Source(inputs=[str(tmp_path)])
+    source = source_of(tmp_path)
     assert [(piece.groups, piece.num_before) for piece in source.pieces] == [((n, 1), 7 * n) for n in range(5)]
     assert [row.source for row in read(LocalBackend(), source, 7, 28, 29)] == [f"a.parquet:{n}" for n in (8, 29, 30)]
     monkeypatch.setattr(documents, "_NUM_FILES_TO_SPLIT", 1)
-    assert len(pieces_of([str(tmp_path)])) == 1
+    assert len(source_of(tmp_path).pieces) == 1
 
 
 def _slow(row: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rayspec.batch.documents import check_template, pieces_of, read_piece
+from rayspec.batch.documents import Piece, check_template, pieces_of, read_piece
 from rayspec.batch.input_files import find_files
 from rayspec.batch.local_backend import LocalBackend, Source
 from rayspec.batch.rows import Columns, Row
@@ -59,9 +59,13 @@ def table(request: pytest.FixtureRequest, tmp_path: Path) -> Written:
     return type("Of", (Written,), {"kind": request.param})(tmp_path)
 
 
+def pieces(*inputs: object) -> list[Piece]:
+    return pieces_of(find_files(map(str, inputs)).files)
+
+
 def rows_of(*inputs: object, columns: Columns | None = None) -> list[Row]:
-    pieces = pickle.loads(pickle.dumps(pieces_of(map(str, inputs))))  # as to a task of Ray
-    return [row for piece in pieces for _, row in read_piece(piece, columns or Columns())]
+    sent = pickle.loads(pickle.dumps(pieces(*inputs)))  # as to a task of Ray
+    return [row for piece in sent for _, row in read_piece(piece, columns or Columns())]
 
 
 def test_the_rows_of_the_newest_version_are_read(table: Written, tmp_path: Path) -> None:
@@ -72,16 +76,16 @@ def test_the_rows_of_the_newest_version_are_read(table: Written, tmp_path: Path)
         rows = rows_of(given)
         assert sorted((row.id, row.document, row.error) for row in rows) == [(n, f"text {n}", None) for n in "acd"]
     made = Columns(template="{{ text }} of {{ year }}")
-    check_template(pieces_of([str(table.path)]), made)
+    check_template(pieces(table.path), made)
     assert "text a of 2020" in {row.document for row in rows_of(table.path, columns=made)}
 
 
 def test_what_was_found_is_read_although_the_table_has_changed(table: Written) -> None:
     table.append("a", "b")
-    pieces = pieces_of([str(table.path)])
+    found = pieces(table.path)
     table.append("c")
     table.delete("a")
-    assert sorted(row.id for piece in pieces for _, row in read_piece(piece, Columns())) == ["a", "b"]
+    assert sorted(row.id for piece in found for _, row in read_piece(piece, Columns())) == ["a", "b"]
 
 
 def test_rows_without_ids_keep_theirs_when_the_table_grows(table: Written) -> None:
@@ -101,7 +105,7 @@ def test_wanted_rows_are_read_by_both_backends(table: Written, ray_cluster: None
 
     table.append(*"abc")
     table.append(*"de")
-    source = Source(inputs=[str(table.path)])
+    source = Source(files=find_files([str(table.path)]).files)
     for backend in (LocalBackend(), RayBackend()):
         scanned = backend.scan(source).rows
         assert sorted(scanned["id"].to_pylist()) == list("abcde")

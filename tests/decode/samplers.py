@@ -7,8 +7,7 @@ from torch import Tensor
 
 from rayspec.decode.processing import LogitRow, TokenSampler, process
 from rayspec.decode.sampling import Rows, target_tokens
-from rayspec.decode.work import SamplerSpec
-from rayspec.generation import DecodingParams
+from rayspec.decode.work import DecodingParams, SamplerSpec
 
 
 def sampler_of(

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayspec.decode import verify
+from rayspec.decode import rounds
+from rayspec.decode.rounds import decide, verify_rejection
 from rayspec.decode.sampling import Rows, Stream, draft_tokens, gumbel, target_tokens
-from rayspec.decode.verify import decide, verify_rejection
-from rayspec.generation import DecodingParams
+from rayspec.decode.work import DecodingParams
 from tests.decode.samplers import processed, sampler_of
 from tests.exhaustive import few_of
 
@@ -56,7 +56,7 @@ def excess(counts: Tensor, probabilities: Tensor) -> float:
 
 
 def plant_recovered_from_target(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verify, "_residual", lambda target, draft: target)
+    patch.setattr(rounds, "_residual", lambda target, draft: target)
 
 
 def plant_shared_noise(patch: pytest.MonkeyPatch) -> None:
@@ -67,11 +67,11 @@ def plant_shared_noise(patch: pytest.MonkeyPatch) -> None:
         stream = torch.where(recovers, int(Stream.DRAFT), stream)
         return gumbel(seeds, positions, vocab_size, stream, device, origins=torch.where(recovers, positions, 0))
 
-    patch.setattr(verify, "gumbel", shared)
+    patch.setattr(rounds, "gumbel", shared)
 
 
 def plant_lenient(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verify, "_accepts", lambda p, q, noise: noise * q <= 1.2 * p)
+    patch.setattr(rounds, "_accepts", lambda p, q, noise: noise * q <= 1.2 * p)
 
 
 VOCAB, NUM_TOKENS, LONGEST = 6, 3, 2

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
-from rayspec.decode import requests, verify
-from rayspec.decode.drafting import proposer
+from rayspec.decode import requests, round_planner, rounds
 from rayspec.decode.drafting.lookahead import Lookahead
 from rayspec.strategies.fixed import lookahead_plan, lookup_plan
 from rayspec.types import EngineStats, Plan
@@ -56,7 +55,7 @@ class FromPrompt(Lookahead):
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """And copies of texts in which a single token matches."""
     monkeypatch.setattr(requests, "Lookahead", FromPrompt)
-    monkeypatch.setattr(proposer, "_NGRAM", 1)
+    monkeypatch.setattr(round_planner, "_NGRAM", 1)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +109,6 @@ def test_continuations_come_as_often_as_they_should(path: str, name: str, verifi
 
 def test_a_planted_bias_is_seen(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token that was refused may come back."""
-    monkeypatch.setattr(verify, "_residual", lambda target, draft: target)
+    monkeypatch.setattr(rounds, "_residual", lambda target, draft: target)
     value, _ = drawn(path, PLANS["lookup"], "rejection")
     assert value > 1

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rayspec.config import EngineConfig, SamplingParams
-from rayspec.generation import DecodingParams, GenerationDefaults
-from rayspec.model.generation_config import REFUSED, TAKEN, eos_token_ids, generation_defaults
+from rayspec.decode.generation_config import REFUSED, TAKEN, eos_token_ids, generation_defaults
+from rayspec.decode.work import DecodingParams, GenerationDefaults
 from rayspec.types import CheckpointError
 from tests.engines import RandomPlans, complete, engine_with, tokens_of
 from tests.families import checkpoint, greedy, parts_of

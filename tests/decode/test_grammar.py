@@ -17,8 +17,8 @@ import pytest
 
 from rayspec import LLM, SamplingParams, StructuredOutputsParams, demo
 from rayspec.config import EngineConfig
-from rayspec.decode.drafting.proposer import _FORCING
 from rayspec.decode.engine import Engine
+from rayspec.decode.round_planner import _FORCING
 from rayspec.errors import ConfigError, GrammarError
 from rayspec.forms.grammar import _MAX_KEPT, Constraint, Grammars
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans

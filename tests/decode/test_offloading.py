@@ -14,7 +14,7 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.loading import least_needed, load_weights, prepare_span
 from rayspec.local_engine import load_engine
 from rayspec.model.architecture import decompose
-from rayspec.strategies.auto import Auto
+from rayspec.strategies.knapspec import Auto
 from rayspec.types import ConfigError
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of

@@ -4,10 +4,9 @@ import pytest
 
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.lookup import NOTHING, SINGLE, Proposal, match_classes
-from rayspec.decode.drafting.proposer import NUM_SUCCESSORS, Likeliest, Proposer, Successors
 from rayspec.decode.requests import SequenceState
-from rayspec.decode.work import Draft, RoundEntry
-from rayspec.generation import DecodingParams
+from rayspec.decode.round_planner import NUM_SUCCESSORS, Likeliest, Proposer, Successors
+from rayspec.decode.work import DecodingParams, Draft, RoundEntry
 
 
 def likeliest(*token_ids: int, first: float = 0.9) -> Likeliest:

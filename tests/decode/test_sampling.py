@@ -29,7 +29,7 @@ from rayspec.decode.sampling import (
     top_logprobs,
     uniform,
 )
-from rayspec.generation import DecodingParams
+from rayspec.decode.work import DecodingParams
 from rayspec.types import InvalidTokenError, Logprob
 from tests.decode import samplers
 from tests.decode.samplers import chosen, processed

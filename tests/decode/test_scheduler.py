@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rayspec.decode.requests import SequenceState
 from rayspec.decode.scheduler import Scheduler, Step
-from rayspec.generation import DecodingParams
+from rayspec.decode.work import DecodingParams
 from rayspec.model.kv_cache import PAGE_SIZE, WindowedPages
 from rayspec.model.rows import slots_between
 from rayspec.types import NonFiniteLogitsError

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rayspec.decode.output import Detokenizer, TextOffsets, TokenTexts
 from rayspec.decode.requests import SequenceState
-from rayspec.generation import DecodingParams
+from rayspec.decode.work import DecodingParams
 from rayspec.types import CompletionOutput, Logprob
 from tests.demo_model import demo_tokenizer
 

@@ -20,7 +20,8 @@ import pytest
 
 from rayspec import LLM, demo
 from rayspec.batch.document_task import DocumentTask, PromptBuilder, summary_prompt
-from rayspec.batch.documents import input_row, read_documents
+from rayspec.batch.documents import input_row, read_piece
+from rayspec.batch.input_files import find_files
 from rayspec.batch.rows import Columns, Row
 from rayspec.batch.run_folder import RunFolder
 from rayspec.command.locations import Location
@@ -150,7 +151,8 @@ def test_ten_rows_that_are_left_of_fifty_thousand_start_at_once(jobs: Jobs) -> N
     write_lines(jobs.folder / "in.jsonl", lines)
     settings = make_settings(flags=dict(zip(FAST_NAMES, FAST_VALUES, strict=True)), sampling=SamplingParams())
     task = DocumentTask(settings=settings, template=summary_prompt("demo"), instruct=False)
-    texts = read_documents([str(jobs.folder / "in.jsonl")], Columns())
+    (file,) = find_files([str(jobs.folder / "in.jsonl")]).files
+    texts = (row for _, row in read_piece(file, Columns()))
     output = Location.parse(str(jobs.folder / "out"))
     with RunFolder(
         output,

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from rayspec import demo
 from rayspec.config import EngineConfig
-from rayspec.model.generation_config import eos_token_ids
+from rayspec.decode.generation_config import eos_token_ids
 from rayspec.model.weights import load_config, load_model, load_tokenizer, num_layers, resolve_device, vocab_size
 from rayspec.types import CheckpointError, ConfigError
 from tests.families import build, changed_checkpoint, checkpoint

@@ -27,8 +27,7 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.strategy import Strategy
-from rayspec.decode.work import Pass, Result, Round, Work
-from rayspec.generation import GenerationDefaults
+from rayspec.decode.work import GenerationDefaults, Pass, Result, Round, Work
 from rayspec.model.architecture import decompose
 from rayspec.model.fused import fuse
 from rayspec.model.kv_cache import PAGE_SIZE, CacheSize

@@ -15,8 +15,7 @@ from rayspec.decode.work import Committed, Draft, RoundResult
 from rayspec.planning.acceptance import DraftUntilFound, DraftWhileWorth, survival
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import CalibrationCurve
-from rayspec.strategies.auto import Auto
-from rayspec.strategies.knapspec import Candidate
+from rayspec.strategies.knapspec import Auto, Candidate
 from rayspec.types import Plan
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of

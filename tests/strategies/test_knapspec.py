@@ -9,8 +9,7 @@ from rayspec.config import SamplingParams, SpeculationOptions
 from rayspec.decode.search import Found, FoundDraft, Knapsack
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.learning import ROUNDS_TO_REVIEW
-from rayspec.strategies.auto import Auto
-from rayspec.strategies.knapspec import KnapSpec
+from rayspec.strategies.knapspec import Auto, KnapSpec
 from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import RowClock, complete, engine_with, tokens_of
 from tests.exhaustive import few_of

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from rayspec.config import EngineConfig
-from rayspec.generation import DecodingParams, GenerationDefaults
+from rayspec.decode.work import DecodingParams, GenerationDefaults
 from rayspec.model.gguf import find_gguf
 from rayspec.model.sources import check_source
 from rayspec.model.weights import LOADING_ERRORS, load_config
