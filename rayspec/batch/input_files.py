@@ -140,7 +140,9 @@ class _Search:
         """Keep the files of known types, the data files of tables and the unreadable folders; record the others. Return
         how many are kept."""
         kept: list[tuple[tuple[str, ...], Location | Piece]] = [(self._canonical(one), one) for one in unreadable]
-        ours = {parts: file for file in files if not self._is_output(parts := self._canonical(file))}
+        ours = {self._canonical(file): file for file in files}
+        for output in self._outputs:
+            ours = {parts: file for parts, file in ours.items() if parts[: len(output)] != output}
         logs: dict[tuple[str, ...], list[Location]] = {}
         for parts, file in ours.items():
             if kind_of_log(file):
@@ -160,9 +162,6 @@ class _Search:
         for parts, place in sorted(kept, key=itemgetter(0)):
             self.found.setdefault(parts, place)
         return len(kept)
-
-    def _is_output(self, parts: tuple[str, ...]) -> bool:
-        return any(parts[: len(output)] == output for output in self._outputs)
 
     def _shown_types(self) -> str:
         return f" ({_counts(Counter(self.left_out.values()))} left out)" if self.left_out else ""

@@ -210,21 +210,14 @@ class RunReport:
         return f"{self.num_rows} row{'s' * (self.num_rows != 1)}{earlier}{failed}, {speed}{acceptance}{cut}"
 
     @property
-    def seconds_left(self) -> float | None:
-        """Estimated seconds that are left; None while there is no estimate. Rows under way count as not begun, so the
-        first estimates are too long."""
-        if self.num_left is None or self.num_done < self.num_under_way:
-            return None
-        return max(0, self.num_left - self.num_done) * (self.clock() - self.begun_s) / self.num_done
-
-    @property
     def progress(self) -> str:
-        """The line of a run under way."""
+        """The line of a run under way. Rows under way count as not begun, so the first estimates are too long."""
         if self.num_left is None:
             return str(self)
         num_to_do = max(0, self.num_left - self.num_done)
         time_left = "time left not known yet"
-        if (seconds := self.seconds_left) is not None:
+        if self.num_done >= self.num_under_way:
+            seconds = num_to_do * (self.clock() - self.begun_s) / self.num_done
             hours, minutes = divmod(round(seconds / _MINUTE_S), 60)
             time_left = f"about {hours} h {minutes} min left" if hours else f"about {minutes} min left"
             if seconds < 2 * _MINUTE_S:

@@ -257,7 +257,7 @@ class PlanSearch:
     def vary(self, sublayer: int, choices: Sequence[Choice], states: Any) -> Tensor:
         """Add to each state the change that its choice makes on the target's own states."""
         names = [FULL, *{choice: None for choice in choices if choice not in (FULL, SKIP)}]
-        known: dict[Choice, Tensor] = {FULL: self._no_change}
+        known: dict[Choice, Tensor] = {FULL: torch.zeros_like(self._targets[0])}
         changes = torch.cat([self._change(sublayer, choice, known) for choice in names], 1)
         index = integers([names.index(choice) if choice != SKIP else 0 for choice in choices], states.device)
         return states + changes.index_select(1, index)  # type: ignore[no-any-return]
@@ -295,10 +295,6 @@ class PlanSearch:
         cosine = (numbers @ target)[..., 0] / torch.linalg.vector_norm(numbers, dim=-1)
         found: NDArray[np.float64] = cosine.mean(0).cpu().numpy().astype(np.float64)
         return found
-
-    @cached_property
-    def _no_change(self) -> Tensor:
-        return torch.zeros_like(self._targets[0])
 
     @cached_property
     def _directions(self) -> Tensor:

@@ -109,7 +109,8 @@ def located(
 def _quiet() -> Iterator[None]:
     """Hide transformers' progress bars, and its advice about blocks that stay packed, which they do not here."""
     setattr(of_gguf, "tqdm", transformers_logging.tqdm)  # noqa: B010 - its own bar cannot be hidden
-    advice, hook = logging.getLogger(quantizer_gguf.__name__), transformers_logging.set_tqdm_hook(_hidden)
+    hook = transformers_logging.set_tqdm_hook(lambda make, args, keywords: make(*args, **keywords | {"disable": True}))
+    advice = logging.getLogger(quantizer_gguf.__name__)
     level = advice.level
     advice.setLevel(logging.ERROR)
     try:
@@ -117,10 +118,6 @@ def _quiet() -> Iterator[None]:
     finally:
         advice.setLevel(level)
         transformers_logging.set_tqdm_hook(hook)
-
-
-def _hidden(make: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    return make(*arguments, **keywords | {"disable": True})
 
 
 @lru_cache(maxsize=1)  # modified_ns: a file that was replaced is read again

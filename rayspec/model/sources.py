@@ -70,7 +70,8 @@ def check_source(name: str, *, option: str = "model", revision: str | None = Non
         return
     if not folder.is_dir():
         repository, _ = gguf_of_hub(name) or (name, "")
-        if not _is_cached(repository, revision):
+        files = (try_to_load_from_cache(repository, file, revision=revision) for file in _CACHED_FILES)
+        if not any(isinstance(file, str) for file in files):
             _ask_hub(repository, option, revision)
     elif option == "model" and not (folder / "config.json").exists() and not any(folder.glob(f"*{GGUF_SUFFIX}")):
         if (folder / "adapter_config.json").exists():
@@ -90,10 +91,6 @@ def _check_hub_id(name: str, asked: str) -> None:
         validate_repo_id(name)
     except HFValidationError:
         raise ConfigError(f"{asked}, which is neither a folder nor a hub id: {_REMEDY}") from None
-
-
-def _is_cached(name: str, revision: str | None) -> bool:
-    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in _CACHED_FILES)
 
 
 def _ask_hub(name: str, option: str, revision: str | None) -> None:

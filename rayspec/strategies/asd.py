@@ -8,9 +8,7 @@ Ours: the threshold; the cosine is the mean over the newest captured tokens and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from rayspec.choices import SKIP, Choices, choices_of
+from rayspec.choices import SKIP, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Cosine, Values
 from rayspec.decode.strategy import BatchState, RoundPlan
@@ -51,7 +49,8 @@ class ASD(PeriodicStrategy):
 
     def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         assert isinstance(answer, Values)
-        choices = without_similar_attention(self._is_attention, answer.values, _SIMILAR)
+        cosines = zip(self._is_attention, answer.values, strict=True)
+        choices = choices_of([not (attention and cosine > _SIMILAR) for attention, cosine in cosines])
         if choices == self._current.plan.choices:
             return None
         return self._current.take(
@@ -62,10 +61,3 @@ class ASD(PeriodicStrategy):
             reason=f"{choices.count(SKIP)} attention sublayers change the states little",
             optimise_s=answer.seconds,
         )
-
-
-def without_similar_attention(is_attention: Sequence[bool], cosines: Sequence[float], threshold: float) -> Choices:
-    """Return choices that skip the attention sublayers whose cosine is above the threshold; one value per sublayer."""
-    return choices_of(
-        [not (attention and cosine > threshold) for attention, cosine in zip(is_attention, cosines, strict=True)]
-    )
