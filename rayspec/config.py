@@ -277,7 +277,7 @@ class SamplingParams(Options):
             raise ValueError("option 'stop' needs texts: leave out detokenize=False, or give stop_token_ids")
         if not (self.spaces_between_special_tokens or self.skip_special_tokens):
             raise ValueError(
-                "option 'spaces_between_special_tokens' is False: leave it out, or skip_special_tokens=False"
+                "option 'spaces_between_special_tokens' is False: give True, or leave out skip_special_tokens=False"
             )
         if self.truncate_prompt_tokens == 0:
             raise ValueError("option 'truncate_prompt_tokens' is 0: give a number from 1 on, or -1")

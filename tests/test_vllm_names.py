@@ -114,6 +114,14 @@ def test_what_is_refused_says_why_and_what_to_do(options: dict[str, Any], messag
         ({"best_of": 4}, "'best_of' is 4: give n"),
         ({"logits_processors": [print]}, "'logits_processors' is .*: a program cannot run in the sampler"),
         ({"use_beam_search": True}, "'use_beam_search' is True: beams are not samples"),
+        (
+            {"guided_decoding": {"regex": "a"}},
+            "'guided_decoding' is .*: give structured_outputs=StructuredOutputsParams",
+        ),
+        (
+            {"spaces_between_special_tokens": False, "skip_special_tokens": False},
+            "'spaces_between_special_tokens' is False: give True, or leave out skip_special_tokens=False",
+        ),
         ({"stop": "a", "detokenize": False}, "'stop' needs texts"),
         ({"allowed_token_ids": []}, "'allowed_token_ids' is empty"),
         ({"bad_words": [""]}, "'bad_words' holds an empty string"),
