@@ -20,7 +20,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,6 +33,8 @@ from rayspec.structured import END_OF_THINK, FORMS, THINK, StructuredOutputsPara
 
 if TYPE_CHECKING:  # an extra
     from llguidance import LLMatcher, LLTokenizer
+
+Result = TypeVar("Result")
 
 _MAX_KEPT = 64  # compiled forms
 _NUM_THREADS = 2
@@ -48,8 +50,8 @@ _PATIENCE_S = 0.02  # how long other sequences wait for work on a form
 class CompiledForm:
     """A form for the tokens of one model. initial: its state before the output, which must be copied for use. It has
     made the first mask, unless that took long, because copies would then be large. mask: the first, int32 [W].
-    mask_s: seconds of a core that it took. num_bytes: about how much memory the form takes. is_light: its masks
-    are made at once, because only long texts, expressions and grammars make a mask take long."""
+    mask_s: seconds of a core that llguidance took for it. num_bytes: about how much memory the form takes. is_light:
+    its masks are made at once, because only long texts, expressions and grammars make a mask take long."""
 
     initial: LLMatcher
     mask: Tensor
@@ -169,14 +171,15 @@ class Grammars:
             has_place = isinstance(error, ValueError) and not isinstance(error, ConfigError)  # of the form checker
             message = str(error) if has_place else f": {error}"
             raise GrammarError(f"structured_outputs.{name}{message}") from error
-        first, start_s = matcher.deep_copy(), time.thread_time()
+        first, mask_s = matcher.deep_copy(), 0.0
         mask = torch.full((-(-tokenizer.vocab_size // 32),), -1, dtype=torch.int32)
         if not first.is_error():
+            start_s = time.thread_time()
             first.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
+            mask_s = time.thread_time() - start_s
         if first.is_error():
             raise GrammarError(f"structured_outputs.{name}: {problem_of(first)}")
         self._drop_large(num_bytes)
-        mask_s = time.thread_time() - start_s
         schema = repr(form.json)
         is_short = form.json is not None and len(schema) <= _LIGHT and form.whitespace_pattern is None
         is_light = is_short and not any(word in schema for word in ("attern", "multipleOf"))
@@ -248,7 +251,7 @@ class Constraint:
         self._num_followed, self._is_light = -1, False
         self._late: set[tuple[int, ...]] = set()
         # The work's own; others read what is complete.
-        self._work_s = self._counted_s = 0.0  # seconds of a core, and the thread's time up to which they are counted
+        self._work_s = 0.0  # seconds of a core that llguidance has taken
         self._consumed: list[int] = []  # the output, without what follows its end
         self._current: LLMatcher | None = None
         # By the uncommitted tokens before: the masks, int32 [W]; None where nothing can follow. And why none was made.
@@ -350,14 +353,12 @@ class Constraint:
             (self._lanes.slow if self.is_slow else self._lanes.fast).submit(self._work)
 
     def _work(self) -> None:
-        self._counted_s = time.thread_time()
         try:
             self._todo[0][0]()
         except GrammarError as error:
             self.error = str(error)
         except BaseException as error:  # noqa: BLE001 - a panic of llguidance
             self.error = self.error or f"structured_outputs: {without_state(str(error))}"
-        self._count_work()
         if self.is_slow:
             self._on_slow()
         with self._changed:
@@ -367,9 +368,14 @@ class Constraint:
                 return
         self._submit()
 
-    def _count_work(self) -> None:
-        now_s = time.thread_time()
-        self._work_s, self._counted_s = self._work_s + now_s - self._counted_s, now_s
+    def _timed(self, call: Callable[..., Result], *given: Any) -> Result:
+        """Call llguidance, and count its time. Python's own is not the form's: a collection of garbage takes as long as
+        the program is large."""
+        start_s = time.thread_time()
+        try:
+            return call(*given)
+        finally:
+            self._work_s += time.thread_time() - start_s
 
     def _takes_more_than(self, limit_s: tuple[float, float]) -> bool:
         at_first_s, of_a_token_s = limit_s
@@ -384,7 +390,7 @@ class Constraint:
         self._masks, self._failures = {}, {}
         if self.error or (state := self._state()) is None:
             return
-        num_consumed = state.try_consume_tokens(new)
+        num_consumed = self._timed(state.try_consume_tokens, new)
         self._consumed += new[:num_consumed]
         if num_consumed < len(new) and (state.is_error() or not state.is_stopped()):
             self.error = problem_of(state) or self._broken_by(new[num_consumed], 0)
@@ -401,15 +407,15 @@ class Constraint:
         self._forced = []
         if (state := self._state()) is None or state.is_stopped():
             return
-        tokens = state.compute_ff_tokens()
+        tokens = self._timed(state.compute_ff_tokens)
         self._walk([tokens[:num_tokens]])
         if (state := self._state()) is None or self.is_slow:
             return
         if 0 < len(tokens) < num_tokens:
-            num_consumed = state.try_consume_tokens(tokens)
+            num_consumed = self._timed(state.try_consume_tokens, tokens)
             if state.is_stopped() and not state.is_error():
                 tokens += self._eos_token_ids[:1]
-            state.rollback(num_consumed)
+            self._timed(state.rollback, num_consumed)
         self._forced = tokens[:num_tokens]
 
     def _walk(self, befores: Sequence[Sequence[int]]) -> None:
@@ -425,11 +431,11 @@ class Constraint:
                 1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path, before, strict=False))
             )
             if num_common < len(path):
-                state.rollback(len(path) - num_common)
+                self._timed(state.rollback, len(path) - num_common)
             path = path[:num_common]
             while self._make(state, path) and len(path) < len(before):
                 token = before[len(path)]
-                if not self._allows(path, token) or not state.try_consume_tokens([token]):
+                if not self._allows(path, token) or not self._timed(state.try_consume_tokens, [token]):
                     break
                 path = (*path, token)
             if state.is_error():  # the next one begins anew
@@ -438,14 +444,13 @@ class Constraint:
                 break
             self._masks.setdefault(before, None)
         if path and not self.error and (state := self._state()) is not None:
-            state.rollback(len(path))
+            self._timed(state.rollback, len(path))
 
     def _make(self, state: LLMatcher, path: tuple[int, ...]) -> bool:
         """Make the mask of the state after the path, unless it is there. Return whether to go on from here."""
         if path not in self._masks:
             mask = torch.full_like(self._compiled.result().mask, -1)
-            state.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
-            self._count_work()
+            self._timed(state.unsafe_compute_mask_ptr, mask.data_ptr(), mask.nbytes)
             if state.is_error():
                 self._failures[path] = problem_of(state)
             self._masks[path] = None if state.is_error() else mask
@@ -467,8 +472,8 @@ class Constraint:
             self._current = compiled.initial.deep_copy()
             if compiled.mask_s >= _PATIENCE_S:
                 mask = compiled.mask.clone()
-                self._current.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
-            if self._current.try_consume_tokens(self._consumed) < len(self._consumed):
+                self._timed(self._current.unsafe_compute_mask_ptr, mask.data_ptr(), mask.nbytes)
+            if self._timed(self._current.try_consume_tokens, self._consumed) < len(self._consumed):
                 self.error = problem_of(self._current) or "the committed tokens are not of this form"
                 return None
         return self._current

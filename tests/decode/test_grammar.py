@@ -1,9 +1,12 @@
 """Outputs with a form: they have it, and they are those of plain decoding, whatever is drafted."""
 
+import gc
 import json
 import random
 import re
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -509,6 +512,36 @@ def test_a_late_mask_holds_up_its_own_sequence_only() -> None:
         done = early | _run(engine, until=lambda _: not engine.has_unfinished)
         texts.append(_texts([done[str(at)] for at in range(3)]))
     assert texts[0] == texts[1]
+
+
+def test_a_collection_of_garbage_is_not_time_of_the_form() -> None:
+    """In a large program, one takes longer than a form may."""
+    grammars, where = _grammars(), set[str]()
+
+    def collect(phase: str, info: dict[str, int]) -> None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_name not in ("_compile", "_work"):
+            frame = frame.f_back
+        if phase == "start" and frame.f_code.co_name in ("_compile", "_work") and frame.f_code.co_name not in where:
+            where.add(frame.f_code.co_name)
+            until_s = time.thread_time() + 1.0
+            while time.thread_time() < until_s:
+                pass
+
+    grammars.compiled(StructuredOutputsParams(regex="a")).result()  # loads the tokenizer
+    threshold = gc.get_threshold()
+    gc.callbacks.append(collect)
+    gc.set_threshold(1, 10**6, 10**6)
+    try:
+        constraint = grammars.constraint(StructuredOutputsParams(json=PERSON), 0)
+        constraint.extend_to(demo_tokenizer()('{"name": "', add_special_tokens=False)["input_ids"])
+        assert constraint.wait(60)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(collect)
+    assert where == {"_compile", "_work"}
+    assert constraint.error == ""
+    assert not constraint.is_slow
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
