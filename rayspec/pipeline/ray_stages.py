@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -144,8 +145,14 @@ class RayStages(Stages):
 
     def measure(self) -> LatencyModel:
         """Return the latency model of the whole replica, from measurements of its shards and links. No work may be
-        under way. Machines measure at the same time, and the stages of a machine one after the other, so that they do
-        not disturb one another."""
+        under way. A shard that is lost meanwhile is replaced, and all measure again."""
+        while True:
+            with suppress(StagesReplacedError):
+                return self._measure_once()
+
+    def _measure_once(self) -> LatencyModel:
+        """Machines measure at the same time, and the stages of a machine one after the other, so that they do not
+        disturb one another."""
         waiting: dict[str, list[str]] = defaultdict(list)
         for name in self._stage_names:
             waiting[self.replica.shards[name].address.rpartition(":")[0]].append(name)

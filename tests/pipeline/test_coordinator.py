@@ -36,7 +36,7 @@ from rayspec.types import Plan, RayspecError
 from tests.engines import TINY_BUDGETS, complete, requests_for, tiny_budgets
 from tests.exhaustive import few_of
 from tests.families import cases, checkpoint, parts_of
-from tests.pipeline.loop import HIDDEN_SIZE, NUM_LAYERS, LoopEngine, cut, loop_engine
+from tests.pipeline.loop import HIDDEN_SIZE, NUM_LAYERS, Chaos, LoopEngine, cut, loop_engine
 
 LENGTHS = (37, 3, 25, 12)
 LONG = (97, 80, 3, 70)
@@ -301,6 +301,14 @@ def test_a_coordinator_that_dies_again_and_again_is_given_up_and_generation_goes
         assert [tuple(o.outputs[0].token_ids) for o in complete(run.engine, known.prompts)] == [
             tokens[:16] for tokens in known.expected
         ]
+
+
+def test_all_measure_again_when_a_shard_is_lost_meanwhile() -> None:
+    with loop_engine(checkpoint("llama"), 2) as run:
+        run.loop.chaos = Chaos(run, 0, ["stage-1"], most=1, every=1)
+        measured = run.engine.stages.measure()
+        assert run.replica.num_replaced == 1
+        assert len(measured.sublayers) == 2 * NUM_LAYERS
 
 
 def test_the_whole_replica_is_measured() -> None:
