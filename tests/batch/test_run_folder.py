@@ -83,6 +83,16 @@ def test_a_job_from_beginning_to_end(tmp_path: Path, file_format: str) -> None:
     assert session["started"] <= session["finished"]
 
 
+def test_parts_grow_with_the_job_and_lose_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayspec.batch.run_folder._MIN_PARTS", 1)
+    with open_folder(tmp_path) as folder:
+        for number in range(200):
+            folder.add(done(str(number)))
+        folder.finish({})
+        assert [row.id for row in folder.parts.rows()] == [str(number) for number in range(200)]
+    assert [pq.read_metadata(path).num_rows for path in sorted((tmp_path / "rows").iterdir())] == [32, 32, 64, 72]
+
+
 def test_a_job_goes_on_where_it_was(tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder:
         for number in range(40):

@@ -1,5 +1,6 @@
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 from rayspec import LLM, SamplingParams
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.lookup import SINGLE, Corpus, match_classes, tokenised
-from rayspec.types import ConfigError
+from rayspec.types import CompletionOutput, ConfigError
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_model_len": 512}
+COPIED = SamplingParams(max_tokens=48, temperature=3.0, seed=5, ignore_eos=True)
 
 
 def proposed(corpus: Corpus, newest: list[int], num_tokens: int = 8) -> list[tuple[int, ...]]:
@@ -55,9 +59,8 @@ def test_a_tiny_corpus_is_no_larger_than_it_may_be() -> None:
 
 @pytest.mark.parametrize("corpus_tokens", [0, 1000])
 def test_the_second_of_two_equal_texts_is_copied(corpus_tokens: int) -> None:
-    llm = LLM("demo", dtype="float32", num_threads=1, speculation={"corpus_tokens": corpus_tokens})
-    params = SamplingParams(max_tokens=48, temperature=3.0, seed=5, ignore_eos=True)
-    first, second = (llm.generate("The meeting of the council", params, use_tqdm=False)[0].outputs[0] for _ in range(2))
+    llm = LLM("demo", speculation={"corpus_tokens": corpus_tokens}, **OPTIONS)
+    first, second = (llm.generate("The meeting of the council", COPIED, use_tqdm=False)[0].outputs[0] for _ in range(2))
     assert first.token_ids == second.token_ids
     copied = llm.stats.accepted_by_source.get("corpus", 0)
     assert copied >= 16 if corpus_tokens else copied == 0
@@ -77,17 +80,19 @@ def written(path: Path, text: str | None) -> str:
     return str(path)
 
 
+@cache
+def plainly_generated() -> CompletionOutput:
+    plain = LLM("demo", speculation={"strategy": "ar"}, **OPTIONS)
+    return plain.generate("The meeting of the council", COPIED, use_tqdm=False)[0].outputs[0]
+
+
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
 def test_a_file_fills_the_corpus_at_the_start(tmp_path: Path, suffix: str) -> None:
-    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1}
-    params = SamplingParams(max_tokens=48, temperature=3.0, seed=5, ignore_eos=True)
-    plain = LLM("demo", speculation={"strategy": "ar"}, **options)
-    expected = plain.generate("The meeting of the council", params, use_tqdm=False)[0].outputs[0]
-    name = written(tmp_path / f"texts{suffix}", LETTER + " " + expected.text)
-    llm = LLM("demo", speculation={"corpus": name}, **options)
+    name = written(tmp_path / f"texts{suffix}", LETTER + " " + plainly_generated().text)
+    llm = LLM("demo", speculation={"corpus": name}, **OPTIONS)
     llm.engine.forget_texts()  # does not forget what the user gave
-    output = llm.generate("The meeting of the council", params, use_tqdm=False)[0]
-    assert output.outputs[0].token_ids == expected.token_ids
+    output = llm.generate("The meeting of the council", COPIED, use_tqdm=False)[0]
+    assert output.outputs[0].token_ids == plainly_generated().token_ids
     assert output.metrics.accepted_by_source == llm.stats.accepted_by_source
     assert output.metrics.accepted_by_source["corpus"] >= 16
 

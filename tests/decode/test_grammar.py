@@ -36,7 +36,7 @@ from tests.tool_templates import tokenizer_with
 from tests.waiting import wait_until
 
 DOUBLING = {str(at): {"allOf": 2 * [{"$ref": f"#/$defs/{at + 1}"}]} for at in range(24)} | {"24": {"pattern": "^a+$"}}
-SCHEMAS = [PERSON, NESTED, *(random_schema(random.Random(seed)) for seed in range(16))]
+SCHEMAS = [PERSON, NESTED, *(random_schema(random.Random(seed)) for seed in range(6))]
 CASES = [*PUBLISHED, *(random_schema(random.Random(seed)) for seed in range(100, 400))]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "kv_cache_tokens": 8192}
 PLANS = "plans.json"
@@ -56,12 +56,16 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "self-sd": {"gate": False, "warm_start": PLANS, "draft_threshold": 0.3},
     "knn-ssd": {"gate": False, "warm_start": PLANS, "draft_threshold": 0.3},
 }
-FEW = [*((name, 0.8) for name in STRATEGIES), ("auto", 0.0), ("static", 0.0)]
+# The drafts of the others are chains of skipped sublayers, as those of `static` and of the random plans below.
+FEW = [
+    *product(("auto", "static"), (0.0, 0.8)),
+    *((name, 0.8) for name in ("lookup", "recycling", "swift", "lookahead")),
+]
 WAYS: dict[str, dict[str, Any]] = {
     "one by one": {"max_num_seqs": 1},
     "trees": {"num_beside": 40, "max_num_seqs": 8},
     "continued": {"max_num_seqs": 3},
-    "preempted": {"kv_cache_tokens": 480, "max_num_seqs": 6, "max_num_batched_tokens": 16},
+    "preempted": {"kv_cache_tokens": 320, "max_num_seqs": 6, "max_num_batched_tokens": 16},
     "deterministic": {"deterministic": True, "max_num_batched_tokens": 64},
     "static shapes": {"is_static": True, "max_num_seqs": 4},
 }
@@ -115,7 +119,7 @@ def test_every_finished_output_is_valid(plain: dict[float, list[tuple[str, str |
     finished = [
         (text, schema) for (text, reason), schema in zip(plain[temperature], SCHEMAS, strict=True) if reason == "stop"
     ]
-    assert len(finished) >= 12
+    assert len(finished) >= 5
     for text, schema in finished:
         jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
 
@@ -127,24 +131,29 @@ def test_the_text_is_that_of_plain_decoding(
     (outputs,), stats = _generated(temperature, strategy=strategy, **STRATEGIES[strategy])
     assert _texts(outputs) == plain[temperature]
     assert stats.num_draft_tokens > 0
-    assert strategy not in _FORCING or stats.accepted_by_source["form"] > 100
+    assert strategy not in _FORCING or stats.accepted_by_source["form"] > 40
+
+
+def _under(strategy: Any, temperature: float, **options: Any) -> tuple[list[tuple[str, str | None]], Engine]:
+    prompts, asked = demo_prompts(4, 2), _asked(temperature)[:4]
+    engine = engine_with(demo_parts(), strategy, eos=(EOS,), tokenizer=demo_tokenizer(), **options)
+    for at, (prompt, params) in enumerate(zip(prompts, asked, strict=True)):
+        engine.add(Request(request_id=str(at), params=params, prompt_token_ids=prompt))
+    done = _run(engine, until=lambda _: not engine.has_unfinished)
+    return _texts([done[str(at)] for at in range(len(prompts))]), engine
+
+
+@cache
+def _under_no_plan(temperature: float) -> list[tuple[str, str | None]]:
+    return _under(None, temperature)[0]
 
 
 @pytest.mark.parametrize(("way", "temperature"), [*((way, 0.8) for way in WAYS), ("trees", 0.0)])
 def test_the_text_is_that_of_plain_decoding_under_another_plan_every_round(way: str, temperature: float) -> None:
-    prompts, asked = demo_prompts(6, 2), _asked(temperature)[:6]
-    outputs = []
     kind = LookingUp if way == "continued" else RandomPlans
-    for strategy, options in ((None, {}), (kind(3, len(demo_parts().sublayers)), WAYS[way])):
-        engine = engine_with(demo_parts(), strategy, eos=(EOS,), tokenizer=demo_tokenizer(), **options)
-        for at, (prompt, params) in enumerate(zip(prompts, asked, strict=True)):
-            engine.add(Request(request_id=str(at), params=params, prompt_token_ids=prompt))
-        done: dict[str, RequestOutput] = {}
-        while engine.has_unfinished:
-            done |= {one.request_id: one for one in engine.step()}
-        outputs.append(_texts([done[str(at)] for at in range(len(prompts))]))
+    texts, engine = _under(kind(3, len(demo_parts().sublayers)), temperature, **WAYS[way])
     assert way != "preempted" or engine.stats.num_preemptions > 0
-    assert outputs[0] == outputs[1]
+    assert texts == _under_no_plan(temperature)
 
 
 @cache
@@ -190,7 +199,7 @@ def test_sampled_drafts_keep_the_form(verification: str) -> None:
     for (text, reason), schema in zip(_texts(outputs), SCHEMAS, strict=True):
         if reason == "stop":
             jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
-    assert stats.num_accepted_tokens > 150
+    assert stats.num_accepted_tokens > 60
 
 
 @pytest.fixture(scope="module")
@@ -553,11 +562,11 @@ def test_drafts_whose_masks_are_late_are_dropped(
         assert llm.engine is not None
         llm.engine.model.grammars._patience_s = 0.0
         prompts = [{"prompt_token_ids": one} for one in demo_prompts(len(SCHEMAS), 2)]
-        outputs = llm.generate(prompts[:5], _asked(0.8)[:5], use_tqdm=False)
+        outputs = llm.generate(prompts[:3], _asked(0.8)[:3], use_tqdm=False)
         stats = llm.stats
     assert stats.num_draft_tokens > 0
     if verification == "coupled":
-        assert _texts(outputs) == plain[0.8][:5]
+        assert _texts(outputs) == plain[0.8][:3]
     for (text, reason), schema in zip(_texts(outputs), SCHEMAS, strict=False):
         if reason == "stop":
             jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)

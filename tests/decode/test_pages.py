@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from rayspec.model.kv_cache import PagePool, PageTable, page_hash
+from rayspec.model.kv_cache import PAGE_SIZE, PagePool, PageTable, extend_hashes, page_hash
 from rayspec.model.rows import one_run
 
 
@@ -92,3 +92,13 @@ def test_a_full_cache_still_gives_neighbours(seed: int) -> None:
                 pool.register(table, rng.randbytes(16))
     runs = [len(table.runs) for table in tables]
     assert max(runs) <= 6, runs
+
+
+def test_equal_pages_after_different_ones_have_different_hashes() -> None:
+    """Keys and values of a page depend on all tokens before it."""
+    hashes: list[list[bytes]] = [[], [], []]
+    for own, pages in zip(hashes, ([1, 2, 3], [1, 4, 3], [1, 2, 3]), strict=True):
+        extend_hashes(own, [page for page in pages for _ in range(PAGE_SIZE)], 3)
+    first, other, same = hashes
+    assert first == same
+    assert [one == two for one, two in zip(first, other, strict=True)] == [True, False, False]

@@ -254,6 +254,19 @@ def test_what_a_failed_sequence_leaves_is_not_shared() -> None:
     assert world.step().chunks[0].rows.context == 0
 
 
+def test_a_sequence_that_was_preempted_can_be_removed() -> None:
+    scheduler = Scheduler(5 * PAGE_SIZE, max_num_seqs=2, max_prefill_tokens=512, lookahead=0)
+    world = _World(scheduler, 0, seed=0)
+    for name in (1, 2):
+        world.add(_sequence(name, 2 * PAGE_SIZE - 1, 40))
+    while not world.num_preemptions:
+        world.step()
+    (preempted,) = scheduler.waiting
+    scheduler.remove(preempted)
+    world.run()
+    assert world.finished == ["1"]
+
+
 def test_first_come_first_served() -> None:
     scheduler = Scheduler(112, max_num_seqs=4, max_prefill_tokens=500, lookahead=0)
     large, small = _sequence(0, 90, 5), _sequence(2, 5, 5)

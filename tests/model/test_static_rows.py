@@ -76,6 +76,14 @@ def test_a_pass_is_uploaded_once_and_again_after_another_one() -> None:
     assert (rows.contexts.tolist(), rows.block_table[0, :3].tolist()) == ([3], [7, 2, 3])
 
 
+def test_rows_beyond_the_pages_of_their_sequence_are_refused() -> None:
+    """Also where a sequence with more pages was before it."""
+    buffers = _buffers()
+    buffers.hold(_metadata([RowSpan(PAGES, 40, 1)]))
+    with pytest.raises(ValueError, match="beyond the pages"):
+        buffers.hold(_metadata([RowSpan(one_run(0, PAGE_SIZE), PAGE_SIZE, 1)]))
+
+
 def test_a_pass_that_was_written_in_part_is_written_again() -> None:
     """And rows do not read pages by notes."""
     buffers = _buffers()

@@ -25,7 +25,6 @@ def test_a_strategy_of_at_most_40_lines_changes_no_token(tmp_path: Path, monkeyp
         device="cpu",
         max_model_len=512,
         kv_cache_tokens=1024,
-        profile_cache=str(tmp_path),
         speculation={"strategy": "my_strategy:ShorterWhenWrong", "gate": False},
     )
     prompts = demo_prompts(2, 8)
