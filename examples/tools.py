@@ -1,4 +1,4 @@
-"""Let a model call a function, and answer with its result, at an endpoint: python examples/tools.py [URL]
+"""Let a model call a function, and answer with its result, at an endpoint: python examples/tools.py [URL [MODEL]]
 
 The model's chat template must describe tools, as that of Qwen 3 does. The bundled model's does not.
 """
@@ -11,7 +11,7 @@ from openai import OpenAI
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none"))
-model = client.models.list().data[0].id
+model = sys.argv[2] if len(sys.argv) > 2 else client.models.list().data[0].id
 
 
 def budget(agency: str, year: int) -> str:

@@ -51,6 +51,7 @@ _OTHER_PROCESSES = tuple(
         "serve/test_metrics",
         "serve/test_endpoint",
         "serve/test_clients",
+        "serve/test_tools",
         "serve/test_web",
         "serve/test_batches",
         "serve/test_attacks",

@@ -22,6 +22,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "k8s/README.md", "cluster/README.md")),
     *(file for folder in ("docs", "docs/guides") for file in sorted((ROOT / folder).glob("*.md"))),
 ]
+TIMEOUT_S = 1200.0  # for 40 s of work, on a machine that does other things too
 # A block of code, the comment above it, and what it prints.
 SNIPPET = re.compile(
     r"(?:^<!-- (?P<note>[^\n]+) -->\n)?^```(?P<language>python|sh|console)\n(?P<code>.*?)^```$"
@@ -65,6 +66,7 @@ def _params() -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("page", _params())
 def test_snippets_run_and_print_what_the_page_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snippets = [snippet for snippet in _snippets(page) if _runs(snippet)]
@@ -77,7 +79,13 @@ def test_snippets_run_and_print_what_the_page_says(page: Path, tmp_path: Path, m
     (work := tmp_path / "work").mkdir()
     asked = json.dumps([(snippet["language"], snippet["code"]) for snippet in snippets])
     done = subprocess.run(
-        [sys.executable, "-c", RUN], cwd=work, input=asked, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-c", RUN],
+        cwd=work,
+        input=asked,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     for snippet, printed in zip(snippets, json.loads(done.stdout.splitlines()[-1]), strict=True):

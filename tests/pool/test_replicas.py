@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 OPTIONS: dict[str, Any] = {
     "model": "demo", "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 1024, "max_num_seqs": 4,
-    "kv_cache_tokens": 2048, "speculation": {"strategy": "ar"},
+    "kv_cache_tokens": 2048,
 }  # fmt: skip
 TWO = {"replicas": 2, "cpus_per_shard": 0.5}
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
@@ -48,8 +48,8 @@ def prompts() -> list[dict[str, Sequence[int]]]:
 
 @pytest.fixture(scope="module")
 def expected(prompts: list[dict[str, Sequence[int]]]) -> list[list[int]]:
-    """Of one engine in this process."""
-    with LLM(**OPTIONS) as llm:
+    """Of one engine in this process, which decodes plainly."""
+    with LLM(**OPTIONS, speculation={"strategy": "ar"}) as llm:
         return tokens_of(llm.generate(prompts, LONG))
 
 
@@ -156,24 +156,22 @@ def test_errors_of_loading_are_the_users_and_after_shutdown_nothing_is_left() ->
     wait_until(lambda: Counter(engine_processes()) == before)
 
 
-def test_a_replica_copies_what_another_has_finished_for_the_same_owner() -> None:
+def test_a_replica_copies_what_another_has_finished_for_the_same_owner(llm: LLM) -> None:
     params = SamplingParams(max_tokens=48, temperature=3.0, seed=5, ignore_eos=True)
-    with LLM(**OPTIONS | {"speculation": {"strategy": "auto"}}, parallel=TWO) as llm:
-        wait_until_whole(llm)
-        pool = replicas_of(llm)._pool
-        first, second = pool.supervisor._engines
+    pool = replicas_of(llm)._pool
+    first, second = pool.supervisor._engines
 
-        def texts_of(engine: RemoteEngine, owner: str) -> tuple[Sequence[int], int]:
-            request = Request(request_id="0", prompt="The meeting of the council", params=params, owner=owner)
-            output = pool.ask(engine.handle(request)).result()
-            return output.outputs[0].token_ids, output.metrics.accepted_by_source.get("corpus", 0)
+    def texts_of(engine: RemoteEngine, owner: str) -> tuple[Sequence[int], int]:
+        request = Request(request_id="0", prompt="The meeting of the council", params=params, owner=owner)
+        output = pool.ask(engine.handle(request)).result()
+        return output.outputs[0].token_ids, output.metrics.accepted_by_source.get("corpus", 0)
 
-        expected, copied = texts_of(first, "a")
-        assert copied == 0
-        assert texts_of(second, "b") == (expected, 0)
-        found, copied = texts_of(second, "a")
-        assert found == expected
-        assert copied >= 16
+    expected, copied = texts_of(first, "a")
+    assert copied == 0
+    assert texts_of(second, "b") == (expected, 0)
+    found, copied = texts_of(second, "a")
+    assert found == expected
+    assert copied >= 16
 
 
 @pytest.mark.exhaustive

@@ -9,9 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +18,13 @@ import ray
 from rayspec import SamplingParams
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.documents import input_row
-from rayspec.batch.rows import RowEngine, RowEngineFactory
+from rayspec.batch.rows import RowEngineFactory
 from rayspec.command.settings import make_settings
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.stages import Progress
 from rayspec.pool import stopped
 from rayspec.pool.worker import (
-    Callback,
     CommonDType,
     EngineWorker,
     RemoteEngine,
@@ -36,6 +33,7 @@ from rayspec.pool.worker import (
     engines_of_a_place,
 )
 from rayspec.types import ConfigError, RayspecError, RequestError
+from tests.pool.scripted_engine import Brittle, Scripted, Unlike
 from tests.waiting import freeze
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -50,74 +48,6 @@ def task(**options: Any) -> DocumentTask:
 def process_of(engine: RemoteEngine) -> int:
     assert engine._place is not None
     return engine._place.process_id
-
-
-class UnloadableError(Exception):
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
-
-
-class Brittle:
-    """Cannot be restored in the processes `where`: "here" is the one that made it, "there" any other."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.where, os.getpid())
-
-
-def _restored(where: str, pid: int) -> Brittle:
-    if (pid == os.getpid()) == (where == "here"):
-        raise ImportError(f"no module {where}")
-    return Brittle(where)
-
-
-@dataclass(frozen=True, slots=True)
-class Scripted:
-    """Loads an engine that does what an item says."""
-
-    engine: EngineConfig
-
-    def load(self, config: EngineConfig) -> ScriptedEngine:
-        return ScriptedEngine()
-
-    def beginning(self, item: Any) -> None: ...
-
-
-class ScriptedEngine:
-    client = SimpleNamespace(info=SimpleNamespace(config=SimpleNamespace(dtype="float32")))
-    info = None
-
-    def __init__(self) -> None:
-        self._cancelled: list[str] = []
-
-    async def handle(self, item: Any, callback: Callback) -> Any:
-        match str(item).split():
-            case ["return", "lock"]:
-                return threading.Lock()
-            case ["return", "brittle"]:
-                return Brittle("there")
-            case ["tell", "lock"]:
-                callback(threading.Lock())
-                await asyncio.sleep(1000)
-            case ["fail", "ours"]:
-                raise ConfigError("option 'a' is 1")
-            case ["fail", "foreign"]:
-                raise UnloadableError(1, 2)
-            case ["tell", count]:
-                for part in range(int(count)):
-                    await asyncio.to_thread(callback, part)
-            case ["sleep"]:
-                try:
-                    await asyncio.sleep(1000)
-                finally:
-                    self._cancelled.append(item)
-            case ["cancelled"]:
-                return self._cancelled
-            case ["die"]:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return f"done {item}"
 
 
 def test_items_travel_together_and_each_has_its_own_result_error_and_end() -> None:
@@ -173,7 +103,7 @@ def test_items_travel_together_and_each_has_its_own_result_error_and_end() -> No
 
 def test_a_stopped_process_is_a_dead_engine_and_a_silent_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        engine = RemoteEngine(RowEngineFactory(task(strategy="ar")))
+        engine = RemoteEngine(Scripted(EngineConfig(model="demo")))
         try:
             await engine.load()
             process_id = process_of(engine)
@@ -226,21 +156,6 @@ def test_an_engine_whose_pass_never_ends_says_so_while_its_process_answers() -> 
     asyncio.run(run())
 
 
-@dataclass(frozen=True, slots=True)
-class UnlikeFactory(RowEngineFactory):
-    """Loads as machines of several kinds do: what `auto` takes differs from one engine to the next."""
-
-    notes: Path = Path()
-
-    def load(self, config: EngineConfig) -> RowEngine:
-        if config.dtype == "auto":
-            with (self.notes / "loads").open("a+", encoding="utf-8") as loads:
-                loads.write(".")
-                loads.flush()
-                config = config.replace(dtype="bfloat16" if loads.tell() == 1 else "float32")
-        return RowEngineFactory(self.task).load(config)
-
-
 def test_engines_of_a_pool_have_the_data_type_of_the_first(tmp_path: Path) -> None:
     """Also where another has loaded meanwhile, and in place of one that has died."""
 
@@ -249,7 +164,7 @@ def test_engines_of_a_pool_have_the_data_type_of_the_first(tmp_path: Path) -> No
         return path.stat().st_size if path.exists() else 0
 
     async def dtypes() -> list[str]:
-        factory = UnlikeFactory(task(strategy="ar", dtype="auto"), notes=tmp_path)
+        factory = Unlike(EngineConfig(model="demo", dtype="auto"), notes=tmp_path)
         common, meanwhile = CommonDType(), CommonDType()
         engines = [RemoteEngine(factory, common)]
         try:
@@ -259,14 +174,10 @@ def test_engines_of_a_pool_have_the_data_type_of_the_first(tmp_path: Path) -> No
             while num_choices() < 2:
                 await asyncio.sleep(0.01)
             meanwhile.name = common.name  # as if the first were of its pool, and had loaded now
-            info += await asyncio.gather(*loading)
-            document = input_row("a", source="a", text="A text.")
-            texts = [(await engine.handle(document)).text for engine in engines]
-            assert texts == [texts[0]] * 3
+            return [one.dtype for one in (*info, *await asyncio.gather(*loading))]
         finally:
             for engine in engines:
                 engine.end()
-        return [one["dtype"] for one in info]
 
     assert asyncio.run(dtypes()) == ["bfloat16"] * 3
     assert num_choices() == 2, "the third did not choose"
@@ -298,9 +209,9 @@ def test_replicas_that_may_be_on_a_node_share_its_memory() -> None:
     assert engines_of_a_place(EngineConfig(model="demo")) == of(stages=2) == 1
     assert of(replicas=3, cpus_per_shard=0.25) == 3
     assert of(replicas=2, cpus_per_shard=2 * num_cpus) == 2, "so much is not reserved, or nothing would be left to read"
-    engine = RemoteEngine(RowEngineFactory(task(strategy="ar", replicas=2, max_num_seqs=2)))
+    two = EngineConfig(model="demo", device="cpu", parallel=ParallelOptions(replicas=2))
+    engine = RemoteEngine(Unlike(two.replace(dtype="float32")))
     try:
-        info = asyncio.run(engine.load())
-        assert info["kv_cache_share"] == 0.125
+        assert asyncio.run(engine.load()).kv_cache_share == 0.125
     finally:
         engine.end()

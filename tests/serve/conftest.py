@@ -24,29 +24,22 @@ def llm() -> Iterator[rayspec.LLM]:
 
 @pytest.fixture(scope="session")
 def demo_endpoint(ray_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EndpointProcess]:
-    """With the demo model, as "demo" and, for answers that are short whatever is asked, as "short"."""
+    """With the demo model: as "demo"; as "short", for answers that are short whatever is asked; and as "tools", with a
+    chat template that describes tools."""
+    folder = tmp_path_factory.mktemp("endpoint")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     short = {**ENGINE, "max_model_len": 48, "speculation": {"strategy": "ar"}}
+    own = {"model_source": "demo", "tokenizer_source": tokenizer_with(HERMES, folder / "own")}
     models = [
         {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": dict(ENGINE)},
         {"model_loading_config": {"model_id": "short", "model_source": "demo"}, "engine_kwargs": short},
+        {"model_loading_config": {"model_id": "tools", **own}, "engine_kwargs": dict(ENGINE)},
     ]
     for model in models:
-        model["deployment_config"] = {"max_queued_requests": MAX_QUEUED}
-    folder = tmp_path_factory.mktemp("endpoint")
+        share = {"num_cpus": 0.3}  # of the test machine's, which may have two
+        model["deployment_config"] = {"max_queued_requests": MAX_QUEUED, "ray_actor_options": share}
     limits: dict[str, Any] = {"cors": [PAGE]}
     limits |= {"batches": str(folder / "kept"), "max_batch_file_bytes": MAX_FILE_BYTES, "max_batch_lines": MAX_LINES}
     limits |= {"max_request_bytes": MAX_BYTES, "engine_timeout_s": 30.0, "body_timeout_s": 5.0, "header_timeout_s": 5.0}
     with serving(folder, environment, llm_configs=models, **limits) as endpoint:
         yield endpoint
-
-
-@pytest.fixture(scope="session")
-def tools_endpoint(ray_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EndpointProcess]:
-    """With the demo model and a chat template that describes tools."""
-    folder = tmp_path_factory.mktemp("endpoint")
-    loading = {"model_id": "demo", "model_source": "demo", "tokenizer_source": tokenizer_with(HERMES, folder / "own")}
-    model = {"model_loading_config": loading, "engine_kwargs": dict(ENGINE)}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with serving(folder, environment, llm_configs=[model], engine_timeout_s=30.0) as running:
-        yield running

@@ -46,17 +46,17 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 @pytest.fixture
-def url(tools_endpoint: EndpointProcess, monkeypatch: pytest.MonkeyPatch) -> str:
+def url(demo_endpoint: EndpointProcess, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it asks the internet for prices otherwise
-    return f"{tools_endpoint.url}/v1"
+    return f"{demo_endpoint.url}/v1"
 
 
 @pytest.fixture
 def answer(url: str) -> str:
     """What OpenAI's client gets."""
     create = openai.OpenAI(base_url=url).chat.completions.create
-    return create(model="demo", messages=ASKED, temperature=0, max_tokens=24).choices[0].message.content or ""
+    return create(model="tools", messages=ASKED, temperature=0, max_tokens=24).choices[0].message.content or ""
 
 
 @needs("langchain_openai")
@@ -64,7 +64,7 @@ class TestLangChain:
     @pytest.fixture
     def chat(self, url: str) -> Any:
         package = importlib.import_module("langchain_openai")
-        return package.ChatOpenAI(model="demo", base_url=url, temperature=0, max_tokens=200, max_retries=0)
+        return package.ChatOpenAI(model="tools", base_url=url, temperature=0, max_tokens=200, max_retries=0)
 
     @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
     def test_structured_output(self, chat: Any, method: str) -> None:
@@ -106,7 +106,7 @@ def _instructed(url: str, mode: str, model: Any, **more: Any) -> Any:
     client = package.from_openai(openai.OpenAI(base_url=url, max_retries=0), mode=package.Mode[mode])
     length = {"max_output_tokens" if mode.startswith("RESPONSES") else "max_tokens": 300}
     asked = {"messages": ASKED, "response_model": model, "max_retries": 0, "temperature": 0} | length | more
-    return client.create(model="demo", **asked)
+    return client.create(model="tools", **asked)
 
 
 @needs("litellm")
@@ -147,7 +147,7 @@ class TestPydanticAI:
         models = importlib.import_module("pydantic_ai.models.openai")
         provider = importlib.import_module("pydantic_ai.providers.openai").OpenAIProvider(base_url=url, api_key="none")
         settings = {"temperature": 0, "max_tokens": 300, "parallel_tool_calls": False}
-        return getattr(models, request.param)("demo", provider=provider, settings=settings)
+        return getattr(models, request.param)("tools", provider=provider, settings=settings)
 
     @pytest.mark.parametrize("is_native", [False, True])
     def test_typed_output(self, model: Any, is_native: bool) -> None:
@@ -181,7 +181,7 @@ class TestOpenAIAgents:
             client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
             agent = package.Agent(
                 name="clerk",
-                model=getattr(package, kind)(model="demo", openai_client=client),
+                model=getattr(package, kind)(model="tools", openai_client=client),
                 tools=[spending],
                 output_type=Budget,
                 model_settings=package.ModelSettings(
@@ -224,7 +224,7 @@ class TestLMEval:
             {"task": "roll", "output_type": "loglikelihood_rolling", "doc_to_text": ""},
         ]
         metrics = {"score": "acc", "write": "exact_match", "roll": "word_perplexity"}
-        model = {"base_url": f"{url}/completions", "model": "demo", "tokenizer": str(demo.model_path())}
+        model = {"base_url": f"{url}/completions", "model": "tools", "tokenizer": str(demo.model_path())}
         found = package.simple_evaluate(
             model="local-completions",
             model_args=model | {"num_concurrent": 2, "max_length": 512, "max_retries": 1},

@@ -292,6 +292,9 @@ def test_each_client_has_a_share_of_what_is_admitted() -> None:
     under_way.enter_context(admission.admit(1, "greedy"))
     assert admission.under_way == 1
     with ExitStack() as under_way:
+        under_way.enter_context(admission.admit(4, "other"))
+        under_way.enter_context(admission.admit(1, "greedy"))  # whose first requests are over
+    with ExitStack() as under_way:
         for number in range(4):
             under_way.enter_context(admission.admit(1, f"client {number}"))
         with pytest.raises(Refused), admission.admit(1, "one of many clients"):

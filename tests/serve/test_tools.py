@@ -24,7 +24,7 @@ PARAMETERS = {
     "required": ["agency", "year"],
 }
 ASKED: Any = {
-    "model": "demo",
+    "model": "tools",
     "tools": [{"type": "function", "function": {"name": "budget", "strict": True, "parameters": PARAMETERS}}],
     "temperature": 0.0,
     "max_tokens": 150,
@@ -33,8 +33,8 @@ MESSAGES: Any = [{"role": "user", "content": "What did the Parks Council spend i
 NAMED: Any = {"type": "function", "function": {"name": "budget"}}
 
 
-def test_a_loop_with_tools(tools_endpoint: EndpointProcess) -> None:
-    client = openai.OpenAI(base_url=f"{tools_endpoint.url}/v1", api_key="none", timeout=60)
+def test_a_loop_with_tools(demo_endpoint: EndpointProcess) -> None:
+    client = openai.OpenAI(base_url=f"{demo_endpoint.url}/v1", api_key="none", timeout=60)
     first = client.chat.completions.create(messages=MESSAGES, tool_choice=NAMED, **ASKED)
     (call,) = first.choices[0].message.tool_calls or ()
     assert call.type == "function"
@@ -58,9 +58,9 @@ class Year(pydantic.BaseModel):
     year: int = pydantic.Field(ge=2000, le=2030)
 
 
-def test_a_loop_by_the_responses_api(tools_endpoint: EndpointProcess) -> None:
-    client = openai.OpenAI(base_url=f"{tools_endpoint.url}/v1", api_key="none", timeout=60)
-    asked: Any = {"model": "demo", "temperature": 0.0, "max_output_tokens": 100}
+def test_a_loop_by_the_responses_api(demo_endpoint: EndpointProcess) -> None:
+    client = openai.OpenAI(base_url=f"{demo_endpoint.url}/v1", api_key="none", timeout=60)
+    asked: Any = {"model": "tools", "temperature": 0.0, "max_output_tokens": 100}
     tool: Any = {"type": "function", "name": "budget", "strict": True, "parameters": PARAMETERS}
     forced: Any = {"tools": [tool], "tool_choice": {"type": "function", "name": "budget"}}
     first = client.responses.create(input=MESSAGES, **asked, **forced)
@@ -89,9 +89,11 @@ def test_a_loop_by_the_responses_api(tools_endpoint: EndpointProcess) -> None:
     assert caught.value.param == "previous_response_id"
 
 
-def test_the_example_runs(tools_endpoint: EndpointProcess) -> None:
+def test_the_example_runs(demo_endpoint: EndpointProcess) -> None:
     script = Path(rayspec.__file__).parents[1] / "examples" / "tools.py"
-    done = subprocess.run([sys.executable, script, tools_endpoint.url], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, script, demo_endpoint.url, "tools"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith('budget({"agency": "')
     assert "million dollars in" in done.stdout.splitlines()[0]
