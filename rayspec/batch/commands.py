@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -216,8 +217,8 @@ def _run_documents(
 ) -> NoReturn:
     """Run the job, print the first rows, the totals of all rows, and where they are, and exit. Without an output, print
     the texts, under their ids if there are several; with - the rows as JSON lines."""
-    with TemporaryDirectory(prefix="rayspec-rows-") as kept:
-        is_printed = output in (None, _STDOUT)
+    is_printed = output in (None, _STDOUT)
+    with TemporaryDirectory(prefix="rayspec-rows-") if is_printed else nullcontext() as kept:
         place = f"{kept}/rows.jsonl" if is_printed else str(output)
         job = Job(
             backend=_backend(context),

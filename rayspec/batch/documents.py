@@ -114,7 +114,14 @@ class _Document:
         """Take the text out, in a process of its own. Raises InputFileError."""
         command = [sys.executable, extract.__file__, self.suffix]
         try:
-            done = subprocess.run(command, input=self.content, capture_output=True, timeout=_MAX_EXTRACT_S, check=True)  # noqa: S603
+            done = subprocess.run(  # noqa: S603 - signals to a job's group do not end it, but let its rows finish
+                command,
+                input=self.content,
+                capture_output=True,
+                timeout=_MAX_EXTRACT_S,
+                check=True,
+                start_new_session=True,
+            )
         except subprocess.CalledProcessError as error:
             problem = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             if error.returncode == -signal.SIGXCPU:

@@ -10,11 +10,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from jinja2 import StrictUndefined, Template, TemplateError, UndefinedError
-from jinja2.meta import find_undeclared_variables
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from rayspec.batch.extract import MAX_CHARACTERS
+from rayspec.batch.templates import Templates
 from rayspec.command.terminal import load_llm
 from rayspec.config import DType, EngineConfig, Settings
 from rayspec.decode.engine_loop import EngineDeadError
@@ -171,7 +168,7 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        contents = [self.text, self.messages] if self.template is None else _compiled(self.template)[1]
+        contents = [self.text, self.messages] if self.template is None else _names(self.template)
         return [name for name in (self.id_name, *contents) if name is not None]
 
     def row_id(self, row: Mapping[str, Any], source: str) -> str:
@@ -225,25 +222,22 @@ def _present(row: Mapping[str, Any]) -> str:
 
 
 @cache
-def _compiled(template: str) -> tuple[Template, list[str]]:
-    """Return the template and the names of its columns. Raises ConfigError."""
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+def _names(template: str) -> list[str]:
+    """Return the names of the columns of a template. Raises ConfigError."""
     try:
-        return environment.from_string(template), sorted(find_undeclared_variables(environment.parse(template)))
-    except TemplateError as error:
-        raise ConfigError(f"option 'prompt_template' holds no Jinja template: {error}") from None
+        return _templates.names(template)
+    except ValueError as error:
+        raise ConfigError(f"option 'prompt_template' cannot be compiled: {error}") from None
 
 
 def _rendered(template: str, row: Mapping[str, Any], source: str) -> str:
-    text, compiled = "", _compiled(template)[0]
+    values = {name: row[name] for name in _names(template) if name in row}
     try:
-        for part in compiled.generate({name: value for name, value in row.items() if name}):
-            text += part
-            if len(text) > MAX_CHARACTERS:
-                break
-    except UndefinedError as error:
-        raise InputFileError(f"{source}: option 'prompt_template': {error}; {_present(row)}", MISSING_COLUMN) from None
-    except Exception as error:  # noqa: BLE001 - a value of a type that the template does not expect
+        text = _templates.render(template, values, MAX_CHARACTERS)
+    except KeyError as error:
+        problem = f"{source}: option 'prompt_template': {error.args[0]}; {_present(row)}"
+        raise InputFileError(problem, MISSING_COLUMN) from None
+    except ValueError as error:
         raise InputFileError(f"{source}: option 'prompt_template': {error}", INVALID_VALUE) from None
     if not text.strip() or len(text) > MAX_CHARACTERS:
         size = "no text" if not text.strip() else f"more than {MAX_CHARACTERS} characters"
@@ -314,3 +308,6 @@ class RowEngine:
         if isinstance(done, Row) and not done.is_final:
             raise EngineDeadError(f"the engine has failed a row and cannot go on: {done.error}")
         return done
+
+
+_templates = Templates()

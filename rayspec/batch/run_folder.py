@@ -9,11 +9,14 @@ A part is complete or absent, and never changes. A resume reads the ids, hashes 
 Two drivers on one folder: on file systems of this machine a lock refuses the second driver. The kernel releases the
 lock when its process ends, however it ends. A remote store has no such lock, so both drivers work there. Nothing is
 lost: the names of parts contain the session, and of several rows with the same id one counts.
+
+A folder that is moved, deleted or replaced while a job runs has no longer the lock of the job, which writes no more.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import errno
 import itertools
 import json
 import os
@@ -176,10 +179,11 @@ class RunFolder:
         self._timer: threading.Timer | None = None
         self._is_overdue = False
         self._opened_s = time.monotonic()
-        self._held = ExitStack()  # the lock
+        self._held = ExitStack()
+        self._lock: IO[bytes] | None = None
         try:
             if (lock := _locked(location)) is not None:
-                self._held.enter_context(lock)
+                self._lock = self._held.enter_context(lock)
             before = _begin(location, fresh, merged, report_files) if overwrite else _continue(location, fresh, merged)
             _remove_leftovers(location, merged)
             self.parts = Parts(location.join(_ROWS), text_column=text_column, json_schema=json_schema)
@@ -224,6 +228,7 @@ class RunFolder:
             if not self._buffer:
                 return
             with self._naming_output():
+                self._check_place()
                 self.parts.append(self._buffer, self.manifest.sessions[-1].run_id)
             self.is_merged = False
             self._buffer.clear()
@@ -275,6 +280,19 @@ class RunFolder:
         except OutputError:
             self._is_overdue = True  # the next `add` tries again and raises the error
 
+    def _check_place(self) -> None:
+        """Raise OSError if the folder is not the one that was locked: rows would go to another job, or be lost."""
+        if self._lock is None:
+            return
+        try:
+            is_same = os.path.samestat(
+                os.stat(str(self.location.join(_LOCK).local_path)), os.fstat(self._lock.fileno())
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            is_same = False
+        if not is_same:
+            raise OSError(errno.ESTALE, f"the folder, or its file {_LOCK}, was moved, deleted or replaced meanwhile")
+
     @contextmanager
     def _naming_output(self) -> Iterator[None]:
         try:
@@ -312,6 +330,7 @@ class RunFolder:
         )
 
     def _save(self, manifest: Manifest, **changes: Any) -> None:
+        self._check_place()
         self.manifest = msgspec.structs.replace(manifest, **changes)
         self.location.join(MANIFEST).write(msgspec.json.format(msgspec.json.encode(self.manifest), indent=2) + b"\n")
 

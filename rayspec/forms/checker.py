@@ -52,8 +52,14 @@ class FormChecker:
             command = [sys.executable, "-c", program, __file__]
             pipe = subprocess.PIPE
             environment = os.environ | {"MALLOC_ARENA_MAX": "1"}  # others would count as memory of the form
-            process = self._own.process = subprocess.Popen(  # noqa: S603 - this file
-                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, cwd="/", env=environment
+            process = self._own.process = subprocess.Popen(  # noqa: S603 - this file; signals to a group do not end it
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env=environment,
+                start_new_session=True,
             )
             weakref.finalize(self, _end, process)
         assert process.stdin is not None

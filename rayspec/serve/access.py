@@ -174,19 +174,29 @@ class Admission:
 
 class Places:
     """At most `most` requests have a place at once. The others wait, and clients take turns: the next is the first of
-    the client that has the fewest places; of several, not of the last that got a place. A client that has some gets
-    another only if the places that are free then are at least a third of its own. So a new client does not wait for a
+    the client that has the fewest places; of several, not of the last that got a place. Where it `leaves_room`, a
+    client that has some gets another only if the places that are free then are at least a third of its own, and large
+    requests, which take long to be read, leave a quarter of the places to others. So a new client does not wait for a
     client that takes all it can get (dynamic thresholds of Choudhury and Hahne, 1998)."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, *, leaves_room: bool = True) -> None:
+        self._most, self._leaves_room = most, leaves_room
         self._held: Counter[str] = Counter()
+        self._large: set[asyncio.Future[None]] = set()  # of the turns that are asked for or held
+        self._num_large = 0  # places
         self._newest = ""  # the last that got a place
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
 
-    def ask(self, client: str) -> asyncio.Future[None]:
+    def resize(self, most: int) -> None:
+        """Change how many there are. Requests that have a place keep it."""
+        self._most = most
+        self._let_in()
+
+    def ask(self, client: str, *, is_large: bool = False) -> asyncio.Future[None]:
         """Return a turn, which is done when the client has the place. `leave` takes both back."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if is_large:
+            self._large.add(turn)
         self._waiting.append((client, turn))
         self._let_in()
         return turn
@@ -197,20 +207,26 @@ class Places:
         else:
             self._held[client] -= 1
             self._held += Counter()  # drops clients that have none
+            self._num_large -= turn in self._large
+        self._large.discard(turn)
         self._let_in()
 
     def _let_in(self) -> None:
-        while entering := [one for one in self._waiting if self._may_enter(one[0])]:
+        while entering := [one for one in self._waiting if self._may_enter(*one)]:
             client, turn = first = min(entering, key=lambda one: (self._held[one[0]], one[0] == self._newest))
             self._waiting.remove(first)
             self._held[client] += 1
+            self._num_large += turn in self._large
             self._newest = client
             if not turn.cancelled():
                 turn.set_result(None)
 
-    def _may_enter(self, client: str) -> bool:
+    def _may_enter(self, client: str, turn: asyncio.Future[None]) -> bool:
         held, num_free = self._held[client], self._most - self._held.total()
-        return num_free > 0 and (held == 0 or held + 1 <= _MOST_OF_FREE * (num_free - 1))
+        if num_free <= 0 or not self._leaves_room:
+            return num_free > 0
+        has_room = held == 0 or held + 1 <= _MOST_OF_FREE * (num_free - 1)
+        return has_room and (turn not in self._large or self._num_large < max(1, self._most * 3 // 4))
 
 
 @dataclass(slots=True, kw_only=True)

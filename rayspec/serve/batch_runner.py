@@ -11,16 +11,18 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, Any, Literal
 
 import msgspec
 
 from rayspec.openai.batch import FINAL, Batch, BatchError, BatchErrors, BatchLine, BatchResult, RequestCounts
 from rayspec.openai.errors import ApiError, InvalidRequestError
-from rayspec.serve.access import BUSY, Refused
+from rayspec.serve.access import BUSY, Places, Refused
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.calls import fetch
 from rayspec.serve.options import ServeOptions
+from rayspec.serve.watch import replicas_of
 from rayspec.types import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -47,9 +49,8 @@ class BatchRunner:
         self._max_lines, self._models = options.max_batch_lines, dict(models)
         self._model_of = options.model_of
         self._store = BatchStore.at(options.batches)
-        self._places = {
-            one.model_id: asyncio.Semaphore(one.num_places * one.num_replicas) for one in options.llm_configs
-        }
+        self._num_places = {one.model_id: one.num_places for one in options.llm_configs}
+        self._places = {name: Places(most, leaves_room=False) for name, most in self._num_places.items()}
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, Batch] = {}  # as they were when they began to wait, or ended
         self._lock: IO[bytes] | None = None
@@ -102,7 +103,7 @@ class BatchRunner:
 
     async def _run(self, batch: Batch) -> None:
         try:
-            run = BatchRun(batch, self._store, self._max_lines, self._answer)
+            run = BatchRun(batch, self._store, self._max_lines, partial(self._answer, batch.id))
             await run.run()
             self._known[batch.id] = run.batch
             self._woken.set()
@@ -112,13 +113,21 @@ class BatchRunner:
         finally:
             self._runs.pop(batch.id, None)
 
-    async def _answer(self, line: BatchLine) -> BatchResult | ApiError:
-        """Return the result of a line, or an ApiError if it was lost with a replica. Wait while the model is busy."""
+    async def _answer(self, batch_id: str, line: BatchLine) -> BatchResult | ApiError:
+        """Return the result of a line, or an ApiError if it was lost with a replica. Wait while the model is busy; of
+        several batches, lines run in turn."""
         model = self._model_of.get(line.model or "") or next(iter(self._models))
-        async with self._places[model]:
+        handle, places = self._models[model], self._places[model]
+        num_running = len(replicas_of(handle.app_name, handle.deployment_name))
+        places.resize(self._num_places[model] * max(1, num_running))
+        turn = places.ask(batch_id)
+        try:
+            await turn
             while (found := await self._ask(model, line)) is BUSY:
                 await asyncio.sleep(_BUSY_WAIT_S)
             return found
+        finally:
+            places.leave(batch_id, turn)
 
     async def _ask(self, model: str, line: BatchLine) -> BatchResult | ApiError:
         try:

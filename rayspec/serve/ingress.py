@@ -78,15 +78,10 @@ class Ingress:
             one.model_id: Admission(one.max_admitted and -(-one.max_admitted // num_ingresses), refusal=BUSY)
             for one in options.llm_configs
         }
-        num_places = {
-            one.model_id: -(-one.max_ongoing_requests * one.num_replicas // num_ingresses)
-            for one in options.llm_configs
-        }
-        self._places = {model_id: Places(most) for model_id, most in num_places.items()}
-        # Large requests leave a quarter of the places to others, as they take long to be read.
-        self._turns = {model_id: asyncio.Semaphore(max(1, most * 3 // 4)) for model_id, most in num_places.items()}
+        self._num_ingresses = num_ingresses
+        self._places = {one.model_id: Places(one.num_ongoing(1, num_ingresses)) for one in options.llm_configs}
         self._may_be_absent = {one.model_id for one in options.llm_configs if one.scales_to_zero}
-        self.watch = Watch(self.models, replica_timeout_s=options.replica_timeout_s)
+        self.watch = Watch(self.models, replica_timeout_s=options.replica_timeout_s, looked=self._looked)
         self.bodies = BodyReader(options)
         posts, gets = (Admission(options.max_ongoing_requests, refusal=OVERRUN) for _ in range(2))
         self.entry = Entry(keys=keys, hosts=hosts, origins=options.cors, posts=posts, gets=gets)
@@ -103,12 +98,9 @@ class Ingress:
             owner = self.entry.keys.owner(request.headers.get("authorization"))
             client = owner or network_of(request.client and request.client.host)
             held.enter_context(self._admissions[own].admit(asked.num_sequences, client))
-            turns, places, is_streamed = self._turns[own], self._places[own], asked.stream
+            places, is_streamed = self._places[own], asked.stream
             del asked  # its values take several times as much memory as the body
-            if len(body) > SMALL:
-                await while_connected(request, turns.acquire())
-                held.callback(turns.release)
-            turn = places.ask(client)
+            turn = places.ask(client, is_large=len(body) > SMALL)
             held.callback(places.leave, client, turn)
             await while_connected(request, turn)
             if not is_streamed:
@@ -134,6 +126,13 @@ class Ingress:
             card, own = await fetch(asked, self.options.request_timeout_s), self.model_of[model]
             self._cards[model] = card if own == model else replace(card, id=model, parent=own)
         return self._cards[model]
+
+    def _looked(self) -> None:
+        """Give the requests as many places as the replicas have that run now: others would wait in Serve's queue, where
+        clients do not take turns."""
+        for one in self.options.llm_configs:
+            num_running = self.watch.num_running(one.model_id)
+            self._places[one.model_id].resize(one.num_ongoing(num_running, self._num_ingresses))
 
     def _ready_model(self, name: str) -> Any:
         """Return the handle of a model, or of an adapter's. Raises RequestError, and Refused while none can serve."""

@@ -117,6 +117,11 @@ class LLMConfig(Options):
         scaling = self.deployment_config.autoscaling_config
         return self.deployment_config.num_replicas or 1 if scaling is None else scaling.get("max_replicas") or 1
 
+    def num_ongoing(self, num_running: int, num_ingresses: int = 1) -> int:
+        """Return how many requests the replicas that run now take from each of some ingresses at once. Where none runs,
+        as many as one would take: Serve starts a replica for requests that wait."""
+        return -(-self.max_ongoing_requests * max(1, num_running) // num_ingresses)
+
     @property
     def max_admitted(self) -> int | None:
         """Most sequences of the model's requests, running and waiting; None: no limit. By default three times the

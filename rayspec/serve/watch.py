@@ -82,12 +82,18 @@ class WatchedReplica:
 
 class Watch:
     """Watches the replicas of all models (Serve's handles). A replica that is silent for `replica_timeout_s` is killed;
-    one that is stopped, or whose engine is stuck, at once. A machine's sleep does not count as silence."""
+    one that is stopped, or whose engine is stuck, at once. A machine's sleep does not count as silence. looked: called
+    whenever the replicas are known anew."""
 
     def __init__(
-        self, models: Mapping[str, Any], *, replica_timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        models: Mapping[str, Any],
+        *,
+        replica_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        looked: Callable[[], None] = lambda: None,
     ) -> None:
-        self._models, self._timeout_s, self._clock = dict(models), replica_timeout_s, clock
+        self._models, self._timeout_s, self._clock, self._looked = dict(models), replica_timeout_s, clock, looked
         self.replicas: dict[str, dict[str, WatchedReplica]] = {}  # by model, without models that are not known
         self._ill_since_s: dict[str, float | None] = {}  # None: healthy. Without models that were never healthy
 
@@ -96,6 +102,10 @@ class Watch:
         new ingress does not refuse requests that another would serve."""
         waits: set[Health] = {"unknown", "ready", "recovering", "no answer"}
         return model not in self.replicas or any(one.health in waits for one in self.replicas[model].values())
+
+    def num_running(self, model: str) -> int:
+        """Return the number of replicas to which requests go now."""
+        return sum(not one.has_ended for one in self.replicas.get(model, {}).values())
 
     def problem(self, model: str) -> str | None:
         """Return a model's problems; None without any. A starting replica is no problem while another is ready."""
@@ -154,6 +164,7 @@ class Watch:
                     replica.answered(None)
                     ray.kill(replica.actor, no_restart=True)
             self._tell(model)
+        self._looked()
 
     async def _answering(self, timeout_s: float) -> list[WatchedReplica]:
         """Look, wait for the answers for some time, and return the replicas that have answered."""

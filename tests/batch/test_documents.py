@@ -4,6 +4,9 @@ import io
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from random import Random
@@ -18,6 +21,8 @@ from rayspec.batch.documents import Piece, check_template, input_row, pieces_of,
 from rayspec.batch.input_files import find_files
 from rayspec.batch.rows import Columns, Row
 from rayspec.types import ConfigError
+from tests.serve.endpoint_process import command_line
+from tests.waiting import wait_until
 
 TEXT = Columns()
 CALL = {"id": "c1", "type": "function", "function": {"name": "mul", "arguments": "{}"}}
@@ -508,6 +513,24 @@ def test_a_document_that_grows_without_bound_is_one_bad_row(tmp_path: Path, cont
     assert row.error_kind == "unreadable_document"
 
 
+def test_a_signal_to_all_processes_of_a_job_makes_no_error_of_a_row_under_way(tmp_path: Path) -> None:
+    """As `ray job stop` and a terminal's Ctrl-C send it. The job lets rows under way finish."""
+    (tmp_path / "a.html").write_text("<p>word " * 300_000, encoding="utf-8")
+    program = (
+        "import signal, sys; from rayspec.batch.documents import *; from rayspec.batch.columns import Columns\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('signal', flush=True))\n"
+        "print([row.error for row in read_documents(sys.argv[1:], Columns())])"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "a.html")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(
+            lambda: "extract.py" in "".join(map(command_line, map(int, children.read_text("utf-8").split()))), 60
+        )
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.communicate(timeout=120)[0].split("\n")[:2] == ["signal", "[None]"]
+
+
 def test_a_template_makes_the_text_of_the_columns(tmp_path: Path) -> None:
     rows = [
         {"id": "a", "name": "Ada", "tags": ["x", "y"], "body": "{{ 7 * 7 }}"},
@@ -533,7 +556,7 @@ def test_a_template_makes_the_text_of_the_columns(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.parquet"):
         with pytest.raises(ConfigError, match=f"^{name}:1: .*'nam' is undefined; the row has .*'name', .*'body'"):
             check_template(pieces(tmp_path / name), Columns(template="{{ nam }}"))
-    with pytest.raises(ConfigError, match="no Jinja template: unexpected"):
+    with pytest.raises(ConfigError, match="cannot be compiled: unexpected"):
         check_template(pieces(lines), Columns(template="{{ name"))
 
 
@@ -543,11 +566,24 @@ def test_a_template_makes_the_text_of_the_columns(tmp_path: Path) -> None:
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{% for a in range(99999) %}{% for b in range(99999) %}long{% endfor %}{% endfor %}",
         "{% for a in range(999999) %}{% endfor %}",
+        "{{ 'a' * 10**10 }}",
+        "{{ text * 10**10 }}",
+        "{{ (text * 10**8) | replace('o', text * 10**4) }}",
+        "{{ 10 ** ((text | length) * 10**9) }}",
     ],
 )
 def test_a_template_is_kept_from_harm(tmp_path: Path, template: str) -> None:
-    (row,) = read(write_lines(tmp_path / "a.jsonl", {"text": "one"}), columns=Columns(template=template))
+    lines = write_lines(tmp_path / "a.jsonl", {"text": "one"})
+    (row,) = read(lines, columns=Columns(template=template))
     assert row.error_kind == "invalid_value"
+    (row,) = read(lines, columns=Columns(template="{{ text }}"))
+    assert row.document == "one"
+
+
+def test_a_template_that_cannot_be_compiled_is_named(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", {"text": "one"})
+    with pytest.raises(ConfigError, match="'prompt_template' cannot be compiled: it takes more than"):
+        check_template(pieces(lines), Columns(template="{{ 10**10**10 }}"))
 
 
 def test_what_unpacks_to_any_size_or_never_ends_is_one_bad_row(tmp_path: Path) -> None:

@@ -203,6 +203,29 @@ def test_an_output_that_cannot_be_written_is_named_and_the_folder_is_given_back(
         assert done_ids(folder) == {"a"}
 
 
+@pytest.mark.parametrize("how", ["deleted", "replaced", "made a link"])
+def test_a_folder_that_is_another_gets_no_rows(tmp_path: Path, how: str) -> None:
+    with open_folder(tmp_path / "other", identity={"prompt": "another"}) as folder:
+        folder.add(done("theirs"))
+    before = {path: path.read_bytes() for path in (tmp_path / "other").rglob("*") if path.is_file()}
+    with pytest.raises(OutputError, match="was moved, deleted or replaced"), open_folder(tmp_path / "out") as folder:
+        folder.add(done("a"))
+        folder.commit()
+        (tmp_path / "out").rename(tmp_path / "moved")
+        if how == "replaced":
+            (tmp_path / "other").rename(tmp_path / "out")
+        elif how == "made a link":
+            (tmp_path / "out").symlink_to("other")
+        folder.add(done("b"))
+        folder.finish({})
+    assert (tmp_path / "out").exists() is (how != "deleted")
+    (tmp_path / ("out" if how == "replaced" else "other")).rename(tmp_path / "unchanged")
+    found = {path: path.read_bytes() for path in (tmp_path / "unchanged").rglob("*") if path.is_file()}
+    assert list(found.values()) == list(before.values())
+    with open_folder(tmp_path / "moved") as folder:
+        assert done_ids(folder) == {"a"}
+
+
 def test_another_identity_is_refused_by_name(tmp_path: Path) -> None:
     with open_folder(tmp_path) as folder:
         folder.add(done("a"))

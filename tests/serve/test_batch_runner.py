@@ -156,13 +156,16 @@ def test_results_written_slowly_are_not_lost_at_the_end(store: BatchStore, monke
     assert rows_of(store, batch.error_file_id) == NAMES[:1]
 
 
-def options_of(tmp_path: Path) -> ServeOptions:
+def options_of(tmp_path: Path, **deployment: Any) -> ServeOptions:
     model = {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": {"max_num_seqs": 4}}
+    model["deployment_config"] = deployment
     return ServeOptions(llm_configs=(model,), batches=str(tmp_path / "kept"), max_batch_lines=1000)
 
 
 class Model:
     """Stands for Serve's handle of a model. go: lines wait for it."""
+
+    app_name, deployment_name = "app", "model"
 
     def __init__(self) -> None:
         self.answer = self
@@ -217,6 +220,34 @@ def test_few_batches_run_at_once_and_a_second_runner_waits(tmp_path: Path, caplo
         runner.__del__()
 
     asyncio.run(work())
+
+
+def test_lines_are_those_of_the_replicas_that_run_now_and_batches_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, running = BatchStore.at(str(tmp_path / "kept")), {"one"}
+    monkeypatch.setattr("rayspec.serve.batch_runner.replicas_of", lambda *_: running)
+    first = new_batch(store, [f"first {number}" for number in range(50)])
+    options = options_of(tmp_path, autoscaling_config={"min_replicas": 1, "max_replicas": 8})
+
+    async def work() -> None:
+        model = Model()
+        runner = BatchRunner(options, {"demo": model})
+        await until(lambda: len(model.asked) == 4)
+        new_batch(store, [f"second {number}" for number in range(50)])
+        await runner.wake()
+        await until(lambda: statuses(store)["in_progress"] == 2)
+        await asyncio.sleep(0.5)
+        assert len(model.asked) == 4, "as many as a replica decodes at once"
+        running.add("another")
+        model.go.set()
+        await until(lambda: statuses(store)["completed"] == 2)
+        asked = [line.custom_id.partition(" ")[0] for line in model.asked]
+        assert Counter(asked[4:12])["second"] >= 4
+        runner.__del__()
+
+    asyncio.run(work())
+    assert store.batch(first.id).request_counts.completed == 50
 
 
 def test_long_lines_are_read_as_they_run(store: BatchStore) -> None:

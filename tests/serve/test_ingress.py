@@ -67,8 +67,8 @@ class Model:
         self.cancelled.release()
 
 
-def ingress_of(model: Model | None = None, **options: Any) -> Ingress:
-    deployment = {"max_ongoing_requests": 1, "max_queued_requests": 0}
+def ingress_of(model: Model | None = None, scaling: Mapping[str, int] | None = None, **options: Any) -> Ingress:
+    deployment = {"max_ongoing_requests": 1, "max_queued_requests": 0, "autoscaling_config": scaling}
     config = {"model_loading_config": {"model_id": "demo"}, "deployment_config": deployment}
     chosen = ServeOptions(llm_configs=(config,), cors=(PAGE,), max_request_bytes=1024, **options)
     return Ingress(chosen, {"demo": model or Model()}, keys=ApiKeys.of(["a", "key"]), hosts=frozenset({"app.example"}))
@@ -343,6 +343,38 @@ def test_places_go_to_clients_in_turn() -> None:
         assert entered() == ["a12"]
 
     asyncio.run(scenario())
+
+
+def test_large_requests_leave_places_to_others() -> None:
+    async def scenario() -> None:
+        places = Places(4)
+        large = [(name, places.ask(name, is_large=True)) for name in "abcd"]
+        assert [turn.done() for _, turn in large] == [True, True, True, False]
+        small = places.ask("e")
+        assert small.done()
+        places.leave("e", small)
+        places.leave(*large[0])
+        assert large[3][1].done()
+
+    asyncio.run(scenario())
+
+
+def test_places_are_those_of_the_replicas_that_run_now() -> None:
+    """The others of `max_replicas` may never come, and Serve's queue knows no clients."""
+    model = Model(hangs=True)
+    ingress = ingress_of(model, scaling={"min_replicas": 0, "max_replicas": 8})
+    body = json.dumps(BODY).encode()
+    head = head_of("/v1/completions", len(body)).replace(b"host:", b"authorization: Bearer a\r\nhost:")
+    replicas = {"a": WatchedReplica(actor=None), "b": WatchedReplica(actor=None, has_ended=True)}
+    ingress.watch.replicas["demo"] = replicas
+    with served(build_app(ingress)) as address, ExitStack() as held:
+        for _ in range(4):
+            held.enter_context(socket.create_connection(address, timeout=60)).sendall(head + body)
+        assert model.begun.acquire(timeout=60)
+        assert not model.begun.acquire(timeout=2), "as many as one replica takes"
+        replicas["b"] = WatchedReplica(actor=None)
+        assert model.begun.acquire(timeout=60)
+        assert not model.begun.acquire(timeout=2)
 
 
 def test_the_last_place_may_be_taken_by_a_large_request_and_then_there_is_none() -> None:
