@@ -286,4 +286,7 @@ def _as_object(arguments: Any) -> Any:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
+    # JSON can spell half of a surrogate pair, and no tokenizer takes it.
+    if "\\u" in arguments and (problem := _unicode_problem(json.dumps(parsed, ensure_ascii=False))) is not None:
+        raise InvalidMessagesError(f"the arguments of a tool call: {problem}")
     return parsed if isinstance(parsed, dict) else arguments

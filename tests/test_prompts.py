@@ -166,6 +166,15 @@ def test_arguments_that_would_take_far_more_memory_than_their_text_are_refused()
         rendered('{"a": [' + "[]," * 100_000 + "[]]}")
 
 
+def test_half_of_a_surrogate_pair_in_arguments_is_named() -> None:
+    for arguments in (r'{"a": "\ud800"}', r'{"\udc00": 1}'):
+        with pytest.raises(
+            InvalidMessagesError, match=r"arguments of a tool call: the text has '.ud.*half of a surrogate"
+        ):
+            rendered(arguments)
+    assert "\U0001f600" in rendered(r'{"a": "\ud83d\ude00"}')
+
+
 def test_arguments_of_tool_calls_are_objects_as_in_vllm() -> None:
     """Clients send their text; templates make JSON of them, and the JSON of a text would have quotes around it."""
     for arguments in ('{"a": 6, "b": null}', {"a": 6}):

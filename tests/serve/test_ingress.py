@@ -364,15 +364,17 @@ def test_places_are_those_of_the_replicas_that_run_now() -> None:
     model = Model(hangs=True)
     ingress = ingress_of(model, scaling={"min_replicas": 0, "max_replicas": 8})
     body = json.dumps(BODY).encode()
-    head = head_of("/v1/completions", len(body)).replace(b"host:", b"authorization: Bearer a\r\nhost:")
+    head = head_of("/v1/completions", len(body))
     replicas = {"a": WatchedReplica(actor=None), "b": WatchedReplica(actor=None, has_ended=True)}
     ingress.watch.replicas["demo"] = replicas
     with served(build_app(ingress)) as address, ExitStack() as held:
-        for _ in range(4):
-            held.enter_context(socket.create_connection(address, timeout=60)).sendall(head + body)
+        for key in (b"a", b"key", b"a", b"key"):
+            own = head.replace(b"host:", b"authorization: Bearer %s\r\nhost:" % key)
+            held.enter_context(socket.create_connection(address, timeout=60)).sendall(own + body)
         assert model.begun.acquire(timeout=60)
         assert not model.begun.acquire(timeout=2), "as many as one replica takes"
         replicas["b"] = WatchedReplica(actor=None)
+        httpx2.get(f"http://localhost:{address[1]}/health")  # looks at once
         assert model.begun.acquire(timeout=60)
         assert not model.begun.acquire(timeout=2)
 
