@@ -18,7 +18,6 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree as ET
 
 MAX_CPU_S, MAX_CHARACTERS = 120, 2**24
-_LIMITS = ((resource.RLIMIT_CPU, MAX_CPU_S), (resource.RLIMIT_AS, 2**32), (resource.RLIMIT_CORE, 0))
 _WORD_SPACES = {"tab": "\t", "br": "\n", "cr": "\n"}
 _BLOCK = re.compile(
     "address|article|aside|blockquote|body|br|dd|div|dl|dt|fig.*|foot.*|form|h[1-6r]|header|li|main|nav|ol|p|pre|section|"
@@ -85,9 +84,14 @@ def html_texts(content: bytes) -> Iterator[str]:
 
 
 def main(suffix: str) -> None:
-    for limit, most in _LIMITS:
+    limits = {
+        resource.RLIMIT_CPU: (MAX_CPU_S, MAX_CPU_S + 5),  # at the second, the kernel would kill without a reason
+        resource.RLIMIT_AS: (2**32, 2**32),
+        resource.RLIMIT_CORE: (0, 0),
+    }
+    for limit, most in limits.items():
         with suppress(ValueError, OSError):  # macOS knows no limit of memory
-            resource.setrlimit(limit, (most, most))
+            resource.setrlimit(limit, most)
     logging.disable()
     texts = {".pdf": pdf_texts, ".docx": docx_texts}.get(suffix, html_texts)
     num_characters = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import functools
 import re
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -44,6 +45,7 @@ class Detokenizer:
         self._bytes = bytearray()  # after the tail: byte tokens that are no whole character yet
         self._num_grown = 0  # tokens that `_grow` has processed
         self._num_shown = 0  # tokens whose text is in _text
+        self._has_half = False  # the last of these tokens ends with bytes that may become a character
         self._window = 0  # first token that is decoded again, because spaces depend on the tokens before
         self._num_taken = 0  # characters that `take` has returned
         self._is_stopped = False  # at a stop string; `_text` ends there
@@ -97,18 +99,28 @@ class Detokenizer:
                 self._tail += self._bytes.decode()
                 self._bytes.clear()
             return
+        if self._params.skip_special_tokens and self._token_ids[self._num_grown - 1] in _skipped(self._tokenizer):
+            return  # it does not end a run of byte tokens
         shown = self._decode(self._token_ids[self._window : self._num_shown])
         grown = self._decode(self._token_ids[self._window : self._num_grown])
-        is_skipped = bool(self._tail or self._bytes) and grown == self._decode(
-            self._token_ids[self._window : self._num_grown - 1]
-        )  # such a token does not end a run of byte tokens
-        if len(grown) > len(shown) and not is_skipped and not grown.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._text, self._tail = self._text + grown[len(shown) :], ""
+        num_known, num_new = len(shown) - self._has_half, len(grown)
+        # Bytes at the end that may become a character are one replacement character.
+        has_half = grown.endswith("\N{REPLACEMENT CHARACTER}")
+        if num_new - has_half > num_known:
+            self._text, self._tail = self._text + grown[num_known : num_new - has_half], ""
             self._bytes.clear()
-            self._window, self._num_shown = self._num_shown, self._num_grown
+            self._window, self._num_shown, self._has_half = self._num_shown, self._num_grown, has_half
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._params.skip_special_tokens)  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=4)
+def _skipped(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the special tokens that have no text with `skip_special_tokens`."""
+    special = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+    found = {*tokenizer.all_special_ids, *special}
+    return frozenset(one for one in found if not tokenizer.decode([one], skip_special_tokens=True))
 
 
 @dataclass(frozen=True, slots=True)

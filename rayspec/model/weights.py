@@ -62,8 +62,17 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
             config = copy.deepcopy(_of_gguf(file, file.stat().st_mtime_ns))
     except StrictDataclassError as error:
         raise invalid_config(source, error) from error
-    # The last two for JSON with unexpected types.
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, TypeError, AttributeError) as error:
+    # The last three for JSON with unexpected types and numbers.
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        ImportError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         raise CheckpointError(
             f"config of model {source!r} could not be read: {in_one_line(error).rstrip('.')}: fetch its config.json "
             "again, or name another model"
@@ -72,7 +81,18 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
     config._attn_implementation = "eager"
     config = _text_part(config)
     _require_causal_lm(source, config)
+    for name, most in _COUNTS.items():
+        value = getattr(config.get_text_config(), name, None)
+        if isinstance(value, int) and not 1 <= value <= most:  # transformers would build for hours
+            raise CheckpointError(
+                f"config.json of {source!r} is not valid: {name} is {value} and must lie between 1 and {most}: correct "
+                "that field, or fetch the file again"
+            )
     return config
+
+
+# Fields of every config.json that has them, and the most that any model may have.
+_COUNTS = {"num_hidden_layers": 10_000, "num_attention_heads": 10**6, "hidden_size": 10**7, "vocab_size": 10**8}
 
 
 # Types of several parts, of which the language model alone makes of a text what the whole model makes of it.

@@ -513,6 +513,12 @@ def test_a_document_that_grows_without_bound_is_one_bad_row(tmp_path: Path, cont
     assert row.error_kind == "unreadable_document"
 
 
+def test_a_document_that_takes_too_long_ends_with_the_signal_that_says_so() -> None:
+    program = "import rayspec.batch.extract as extract; extract.MAX_CPU_S = 1; extract.main('.html')"
+    done = subprocess.run([sys.executable, "-c", program], input=b"</" * 2_000_000, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGXCPU
+
+
 def test_a_signal_to_all_processes_of_a_job_makes_no_error_of_a_row_under_way(tmp_path: Path) -> None:
     """As `ray job stop` and a terminal's Ctrl-C send it. The job lets rows under way finish."""
     (tmp_path / "a.html").write_text("<p>word " * 300_000, encoding="utf-8")

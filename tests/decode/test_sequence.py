@@ -188,12 +188,17 @@ def test_a_stop_string_of_byte_tokens_ends_the_text_at_its_last_byte() -> None:
         assert _output(sequence).text == text
 
 
-def test_a_long_run_of_byte_tokens_costs_no_more_than_its_length() -> None:
+@pytest.mark.parametrize("name", ["bytes", "no character", "special"])
+def test_a_long_run_of_tokens_without_text_costs_no_more_than_its_length(name: str) -> None:
+    """A request can ask for such a run, by `allowed_token_ids`."""
+    tokenizer = _byte_fallback() if name == "bytes" else demo_tokenizer()
+    no_character = next(one for one in range(2048) if demo_tokenizer().decode([one]) == "\N{REPLACEMENT CHARACTER}")
+    token = {"bytes": ord("\n"), "no character": no_character, "special": 0}[name]
     for stop in ((), ("end",)):
-        sequence = _sequence(tokenizer=_byte_fallback(), eos=-1, stop=stop, max_tokens=20_000, max_model_len=30_000)
+        sequence = _sequence(tokenizer=tokenizer, eos=-1, stop=stop, max_tokens=20_000, max_model_len=30_000)
         started = time.thread_time()
         for _ in range(10_000):
-            sequence.commit([ord("\n")])
+            sequence.commit([token])
             new = _new_output(sequence)
             assert new is not None
         assert time.thread_time() - started < 2.0

@@ -45,6 +45,26 @@ def test_a_field_of_a_wrong_type_is_named_with_its_file(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_hidden_layers", 10**6), ("num_hidden_layers", -5), ("num_attention_heads", -4), ("vocab_size", -1)],
+)
+def test_an_absurd_number_is_named_with_its_file(name: str, value: int, tmp_path: Path) -> None:
+    known = json.loads((Path(checkpoint("llama")) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(known | {name: value}))
+    with pytest.raises(CheckpointError, match=rf"config\.json.*{name}.*{value}"):
+        load_engine(EngineConfig(model=str(tmp_path)), with_tokenizer=False)
+
+
+def test_whatever_transformers_raises_for_a_number_is_an_error_of_the_config(tmp_path: Path) -> None:
+    known = json.loads((Path(checkpoint("llama")) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(known | {"num_attention_heads": 0}))
+    with pytest.raises(
+        CheckpointError, match=r"config of model .* could not be read: .* by zero: fetch its config.json"
+    ):
+        load_engine(EngineConfig(model=str(tmp_path)), with_tokenizer=False)
+
+
 def test_a_config_with_its_own_code_is_not_refused_by_its_type(tmp_path: Path) -> None:
     config = AutoConfig.for_model("clip")
     config.auto_map = {"AutoModelForCausalLM": "modeling.Own"}
