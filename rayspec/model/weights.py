@@ -81,8 +81,14 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
     config._attn_implementation = "eager"
     config = _text_part(config)
     _require_causal_lm(source, config)
+    text = config.get_text_config(decoder=True)
+    if isinstance(text, dict):
+        raise CheckpointError(
+            f"config.json of {source!r} is not valid: type {config.model_type!r} has no part as a config of its own: "
+            "remove that part, or fetch the file again"
+        )
     for name, most in _COUNTS.items():
-        value = getattr(config.get_text_config(), name, None)
+        value = getattr(text, name, None)
         if isinstance(value, int) and not 1 <= value <= most:  # transformers would build for hours
             raise CheckpointError(
                 f"config.json of {source!r} is not valid: {name} is {value} and must lie between 1 and {most}: correct "
@@ -92,7 +98,7 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
 
 
 # Fields of every config.json that has them, and the most that any model may have.
-_COUNTS = {"num_hidden_layers": 10_000, "num_attention_heads": 10**6, "hidden_size": 10**7, "vocab_size": 10**8}
+_COUNTS = {"num_hidden_layers": 10_000, "hidden_size": 10**7, "vocab_size": 10**8}
 
 
 # Types of several parts, of which the language model alone makes of a text what the whole model makes of it.

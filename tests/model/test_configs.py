@@ -47,12 +47,19 @@ def test_a_field_of_a_wrong_type_is_named_with_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_hidden_layers", 10**6), ("num_hidden_layers", -5), ("num_attention_heads", -4), ("vocab_size", -1)],
+    [("num_hidden_layers", 10**6), ("num_hidden_layers", -5), ("hidden_size", 10**9), ("vocab_size", -1)],
 )
 def test_an_absurd_number_is_named_with_its_file(name: str, value: int, tmp_path: Path) -> None:
     known = json.loads((Path(checkpoint("llama")) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(known | {name: value}))
     with pytest.raises(CheckpointError, match=rf"config\.json.*{name}.*{value}"):
+        load_engine(EngineConfig(model=str(tmp_path)), with_tokenizer=False)
+
+
+def test_a_part_that_the_type_does_not_have_is_refused(tmp_path: Path) -> None:
+    known = json.loads((Path(checkpoint("llama")) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(known | {"text_config": {"vocab_size": 8}}))
+    with pytest.raises(CheckpointError, match="type 'llama' has no part as a config of its own"):
         load_engine(EngineConfig(model=str(tmp_path)), with_tokenizer=False)
 
 
