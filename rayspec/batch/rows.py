@@ -221,6 +221,9 @@ def _present(row: Mapping[str, Any]) -> str:
     return f"the row has {', '.join(map(repr, row)) or 'none that were asked for'}"
 
 
+_templates = Templates()
+
+
 @cache
 def _names(template: str) -> list[str]:
     """Return the names of the columns of a template. Raises ConfigError."""
@@ -308,6 +311,3 @@ class RowEngine:
         if isinstance(done, Row) and not done.is_final:
             raise EngineDeadError(f"the engine has failed a row and cannot go on: {done.error}")
         return done
-
-
-_templates = Templates()

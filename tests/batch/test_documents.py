@@ -523,9 +523,9 @@ def test_a_signal_to_all_processes_of_a_job_makes_no_error_of_a_row_under_way(tm
     """As `ray job stop` and a terminal's Ctrl-C send it. The job lets rows under way finish."""
     (tmp_path / "a.html").write_text("<p>word " * 300_000, encoding="utf-8")
     program = (
-        "import signal, sys; from rayspec.batch.documents import *; from rayspec.batch.columns import Columns\n"
+        "import signal, sys; from tests.batch.test_documents import read\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('signal', flush=True))\n"
-        "print([row.error for row in read_documents(sys.argv[1:], Columns())])"
+        "print([row.error for row in read(*sys.argv[1:])])"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "a.html")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
