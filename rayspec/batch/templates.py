@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jinja2 import Template
 
-_MOST_S, _MOST_BYTES = 5, 2**30  # of a core, and beside the process itself
+_MOST_S, _MOST_BYTES = 5, 2**30  # of a core, and in addition to the process itself
 _TOO_HARD = f"it takes more than {_MOST_S} s or {_MOST_BYTES >> 20} MiB to render"
 
 
