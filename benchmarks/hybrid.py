@@ -98,8 +98,8 @@ def run(engine: Engine, strategy: str, task: str, seed: int, num_tokens: int) ->
     config = engine.config.replace(speculation=options.replace(strategy=strategy))
     engine.forget_texts()
     engine.replace_strategy(make_strategy(config, stages.num_sublayers, engine.latency))
-    cuts = stages.cuts
-    stages.cuts = None if strategy == "ar" else cuts  # plain decoding takes nothing back
+    cuts = stages.span.cuts
+    stages.span.cuts = None if strategy == "ar" else cuts  # plain decoding takes nothing back
     temperature = 0.0 if task == "copying" else 1.0
     params = SamplingParams(temperature=temperature, seed=seed, max_tokens=num_tokens, ignore_eos=True)
     engine.add(Request(request_id="one", params=params, prompt_token_ids=prompt_of(task, seed)))
@@ -112,7 +112,7 @@ def run(engine: Engine, strategy: str, task: str, seed: int, num_tokens: int) ->
     while engine.has_unfinished:
         outputs = engine.step()
     took_s, count = time.process_time() - started, stats.num_generated_tokens - first
-    stages.cuts = cuts
+    stages.span.cuts = cuts
     verified = 1 - (stats.num_plain_rounds - plain) / (stats.num_rounds - rounds)
     accepted_share = (stats.num_accepted_tokens - accepted) / count
     return took_s / count, accepted_share, verified, list(outputs[0].outputs[0].token_ids)

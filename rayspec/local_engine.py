@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
-from rayspec.decode.generate_state import cache_bytes, find_cuts, measured_passes, measured_sequences
+from rayspec.decode.generate_state import WHOLE
 from rayspec.decode.loading import (
     affordable_slots,
     affordable_tokens,
@@ -28,7 +28,7 @@ from rayspec.decode.profile import LoadLock, chosen_threads, load_or_measure
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.runner import Threads, asked_threads, in_thread_of_its_own, on_device, ways_of
 from rayspec.decode.stages import LocalStages
-from rayspec.decode.whole_model import WholeModelStages
+from rayspec.decode.whole_model import WholeModelStages, WholeSpan
 from rayspec.machine import num_cores, user_folder
 from rayspec.model.adapters import install_adapters
 from rayspec.model.architecture import decompose
@@ -36,11 +36,9 @@ from rayspec.model.kv_cache import CacheSize, whole_pages
 from rayspec.model.offload import OffloadedWeights
 from rayspec.model.sublayers import Decomposition
 from rayspec.model.weights import in_fast_dtype, load_config, resolve_device
-from rayspec.strategies.by_name import COPYING, make_strategy, needs_latency
-from rayspec.strategies.fixed import FixedPlan
-from rayspec.types import ConfigError, UnsupportedModelError, no_draft
-
-logger = logging.getLogger(__name__)
+from rayspec.planning.latency import LatencyModel
+from rayspec.strategies.by_name import COPYING, copying_strategy, for_undivided, make_strategy, needs_latency
+from rayspec.types import ConfigError, UnsupportedModelError
 
 
 def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
@@ -75,7 +73,7 @@ def way_of(engine: Engine) -> Literal["drafts", "copies", "plain"]:
     """Return how a local engine can draft: by skipping as well, by copied and recycled tokens only, or not at all."""
     if not isinstance(engine.stages, WholeModelStages):
         return "drafts"
-    return "plain" if engine.stages.cuts is None else "copies"
+    return "plain" if engine.stages.span.cuts is None else "copies"
 
 
 def load_adapter(engine: Engine | None, name: str, folder: str) -> None:
@@ -151,35 +149,17 @@ def _local_engine(
 def _whole_engine(config: EngineConfig, model: PreTrainedModel, reason: str, info: ModelInfo) -> Engine:
     """Make the engine of a model that does not split. Its drafts, if any, are copied or recycled. reason: why it does
     not split."""
-    for name in ("deterministic", "offload", "lora_modules"):
-        if getattr(config, name):
-            raise ConfigError(f"option {name!r} needs a model that splits into sublayers: {reason}")
+    config = for_undivided(config, reason)
     threads = Threads.of_all_passes(asked_threads(config.num_threads) or num_cores())
-    options = config.speculation
-    stages = WholeModelStages(model, vocab_size=info.vocab_size, threads=threads, verification=options.verification)
+    span = WholeSpan(model, threads=threads)
     num_tokens = config.max_num_seqs * info.max_model_len
     if config.kv_cache_tokens is None:
-        of_token, of_sequence = cache_bytes(model)
-        fits = affordable_tokens(config, model.device, token_bytes=of_token, sequence_bytes=of_sequence)
-        num_tokens = min(num_tokens, fits)
+        num_tokens = min(num_tokens, affordable_tokens(config, model))
     num_slots = whole_pages(config.kv_cache_tokens or num_tokens)
-    config = config.replace(enable_prefix_caching=False)  # each sequence has a cache of its own
-    if options.strategy not in COPYING:
-        logger.warning("speculation is off for this model, which decodes plainly: %s", reason)
-    else:
-        try:
-            stages.cuts = find_cuts(model, stages.lockstep)
-        except UnsupportedModelError as error:
-            logger.warning("speculation is off for this model, which decodes plainly: %s; %s", reason, error)
-        else:
-            logger.warning("drafts of this model are only copied or recycled tokens: %s", reason)
-    stages.fewest_in_lockstep, sequences_s = measured_sequences(model, stages.lockstep, stages.cuts)
-    if stages.cuts is None:
-        plan = FixedPlan(no_draft(stages.num_sublayers, reason))
-        return make_engine(config, stages, plan, info, CacheSize(num_slots))
-    # No plan can be searched, or have been saved.
-    config = config.replace(speculation=options.replace(optimise_share=0.0, warm_start=None))
-    latency = measured_passes(model, stages.cuts, sequences_s=sequences_s)
-    stages.rejected_s = latency.rejected_s
-    strategy = make_strategy(config, stages.num_sublayers, latency)
+    if config.speculation.strategy in COPYING and (problem := span.find_cuts()):
+        reason = f"{reason}; {problem}"
+    measured = span.measured(1)
+    latency = replace(LatencyModel.fit(measured, [WHOLE]), rejected_s=span.rejected_s) if span.cuts else None
+    stages = WholeModelStages(span, vocab_size=info.vocab_size, verification=config.speculation.verification)
+    strategy = copying_strategy(config, stages.num_sublayers, latency, reason)
     return make_engine(config, stages, strategy, info, CacheSize(num_slots), latency=latency)

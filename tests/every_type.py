@@ -127,7 +127,7 @@ def outcome(case: str, folder: Path) -> Supported:
     if isinstance(engine.stages, WholeModelStages):  # in every round, whatever is expected to pay
         engine.replace_strategy(FixedPlan(lookup_plan(engine.stages.num_sublayers, 5)))
         if not any("one after another" in warning for warning in warnings):
-            engine.stages.fewest_in_lockstep = 2
+            engine.stages.span.fewest_in_lockstep = 2
         require(engine, expected, case)
         assert (engine.stats.num_draft_tokens > 0) == (way == "copies")
     # Of a tiny model, matrices may be too narrow for int4.

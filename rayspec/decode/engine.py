@@ -280,8 +280,7 @@ class Engine:
         return any(one.cohort == cohort for one in self._under_way)
 
     def _commit(self, done: _WorkUnderWay) -> None:
-        """Commit the result of finished work to its sequences, and release those that are finished. If the work ran out
-        of memory, the sequences of its chunks fail, or else the youngest of the round; the engine goes on."""
+        """Commit the result of finished work to its sequences, and release those that are finished."""
         self._under_way.remove(done)
         has_round, took_s = done.planned is not None, done.took_s or 0.0
         if not has_round:
@@ -289,8 +288,7 @@ class Engine:
         try:
             result = done.future.result()
         except OutOfMemoryError as error:
-            for sequence in done.prefilled or (done.planned.sequences[-1:] if done.planned else ()):
-                self._fail(sequence, error)
+            self._give_up(done, error)
         else:
             self._pace.observe(took_s, num_chunk_rows=num_rows(done.work.chunks), has_round=has_round)
             chosen = result.committed if isinstance(result, PrefillResult) else result.prefilled
@@ -307,6 +305,17 @@ class Engine:
             for sequence in self._scheduler.members(done.cohort):
                 if sequence.finished:
                     self._release(sequence)
+
+    def _give_up(self, done: _WorkUnderWay, error: OutOfMemoryError) -> None:
+        """After work that ran out of memory, fail the sequences of its chunks, or else the youngest of the round. The
+        engine goes on."""
+        members = done.planned.sequences if done.planned is not None else ()
+        for sequence in done.prefilled or members[-1:]:
+            self._fail(sequence, error)
+        for sequence in members if self.stages.keeps_state else ():
+            if not sequence.finished:
+                self._scheduler.put_back(sequence)
+                self._planner.forget(sequence)
 
     def _commit_round(self, planned: PlannedRound, result: RoundResult) -> None:
         num_tokens, stats = 0, self.stats

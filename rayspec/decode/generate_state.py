@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -29,8 +28,9 @@ from rayspec.model.architecture import max_positions
 from rayspec.model.blocked import block_linears
 from rayspec.model.layer_bytes import cached_bytes
 from rayspec.model.load_check import boundaries
+from rayspec.model.passing import at_border
 from rayspec.model.weights import in_one_line
-from rayspec.planning.latency import HEAD, Curve, LatencyModel, Measurement
+from rayspec.planning.latency import HEAD, Measurement
 from rayspec.types import CheckpointError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -88,9 +88,14 @@ class GenerateState:
         return self._token_ids.shape[1]
 
     @property
-    def is_pending(self) -> bool:
-        """Whether the next pass also runs rows that were kept before, because rows after them were taken back."""
-        return self._pending.shape[1] > 0
+    def num_pending(self) -> int:
+        """Rows that were kept before and that the next pass also runs, because rows after them were taken back."""
+        return self._pending.shape[1]
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens of the sequence, without the rows that were tried last."""
+        return self.num_tokens + self.num_pending
 
     @property
     def cache(self) -> Any:
@@ -219,8 +224,9 @@ _LOCKSTEP_PROMPTS = (9, 1, _NUM_CHECK_TOKENS)
 # Rows of a measured pass, repeats, and seconds of measuring; numbers of sequences, and repeats.
 _ROW_COUNTS, _NUM_REPEATS, _BUDGET_S = (1, 2, 4, 8, 16), 20, 1.0
 _SEQUENCE_COUNTS, _NUM_SEQUENCES, _NUM_REPEATS_OF_SEQUENCES = (1, 2, 4, 8), 8, 5
-# The latency model of an undivided model has one sublayer, the whole.
-_WHOLE = "attention and all else"
+_NOTHING_S = 1e-9
+# The curve of an undivided model, which counts as one sublayer.
+WHOLE = "attention and all else"
 
 
 @torch.inference_mode()
@@ -259,6 +265,26 @@ def check_generation(model: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
+def check_received(model: PreTrainedModel) -> None:
+    """Require that what a stage computes follows from the states that it receives, and not from its tokens: they may
+    have reached the layers in another way. Raises UnsupportedModelError."""
+    size = model.config.get_text_config(decoder=True).hidden_size
+    states = torch.randn(1, _FEW_TOKENS, size, generator=torch.Generator().manual_seed(0))
+    try:
+        found = []
+        for seed in range(2):
+            prompt = _random_tokens(model, _FEW_TOKENS, seed)
+            with at_border(states.to(model.device, model.dtype)) as border:
+                logits = GenerateState(model, prompt).run(prompt, num_logits=_FEW_TOKENS)
+            found.append(border.sent[0][0] if border.sent else logits)
+        difference = _difference(*found)
+    except _MODEL_ERRORS as error:
+        raise UnsupportedModelError(f"{type(error).__name__}: {in_one_line(error)}") from error
+    if not difference <= _TOLERANCE_OF_CUTS:
+        raise UnsupportedModelError(f"{model.config.model_type}: stages cannot hold its layers, which read the tokens")
+
+
+@torch.inference_mode()
 def find_cuts(model: PreTrainedModel, lockstep: Lockstep) -> Cuts:
     """Return how rows of a pass are taken back. Raises UnsupportedModelError if no way works."""
     with suppress(UnsupportedModelError):
@@ -272,6 +298,14 @@ def find_cuts(model: PreTrainedModel, lockstep: Lockstep) -> Cuts:
     step_rows(modules, lockstep)
     check_cuts(model, "step")
     return "step"
+
+
+def weakest(found: Sequence[Cuts | None]) -> Cuts | None:
+    """Return how the stages of a model take rows back, which run the same rows. found: how each can. A stage that can
+    crop can restore copies, too."""
+    if None in found:
+        return None
+    return "crop" if all(cuts == "crop" for cuts in found) else "copy"
 
 
 @torch.inference_mode()
@@ -412,31 +446,19 @@ def _one_by_one(calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def measured_passes(model: PreTrainedModel, cuts: Cuts, *, sequences_s: float) -> LatencyModel:
-    """Time passes of one and of several rows, within about a second; of each number at least once. In the latency
-    model, the whole model is one sublayer. sequences_s: from `measured_sequences`."""
+def measured_passes(model: PreTrainedModel, cuts: Cuts | None, *, sequences_s: float) -> list[Measurement]:
+    """Time passes of one and of several rows, within about a second; of each number at least once. Without cuts, rows
+    cannot be tried. sequences_s: from `measured_sequences`."""
     prompt = _random_tokens(model, _NUM_CHECK_TOKENS)
     state, times = GenerateState(model, prompt, cuts=cuts), defaultdict[int, list[float]](list)
     state.run(prompt)
     until, tokens = time.perf_counter() + _BUDGET_S, _random_tokens(model, max(_ROW_COUNTS), seed=3)
-    for repeat, rows in itertools.product(range(_NUM_REPEATS), _ROW_COUNTS):
+    for repeat, rows in itertools.product(range(_NUM_REPEATS), _ROW_COUNTS if cuts else ()):
         if not repeat or time.perf_counter() < until:
             times[rows].append(_pass_seconds(state, tokens[:rows]))
-    seconds = {rows: min(took) for rows, took in times.items()}
-    curve = Curve.fit(
-        [Measurement(kind=_WHOLE, rows=rows, context=0, batch=1, seconds=seconds[rows]) for rows in seconds]
-    )
-    beside_s = (sequences_s - curve.seconds(rows=_NUM_SEQUENCES)) / (_NUM_SEQUENCES - 1)
-    curve = replace(curve, sequence_s=max(0.0, beside_s))
-    return LatencyModel(
-        sublayers=(_WHOLE,),
-        curves={_WHOLE: curve, HEAD: Curve(rows=(1,), base_s=(0.0,))},
-        head=HEAD,
-        stages=(0,),
-        transfer_s=(0.0,),
-        # The rows that were kept run again, with those of the next pass.
-        rejected_s=max(0.0, seconds[2] - seconds[1]) if cuts in ("copy", "step") else 0.0,
-    )
+    found = [Measurement(kind=WHOLE, rows=rows, context=0, batch=1, seconds=min(took)) for rows, took in times.items()]
+    several = Measurement(kind=WHOLE, rows=_NUM_SEQUENCES, context=0, batch=_NUM_SEQUENCES, seconds=sequences_s)
+    return [*found, several, Measurement(kind=HEAD, rows=1, context=0, batch=1, seconds=_NOTHING_S)]
 
 
 def _pass_seconds(state: GenerateState, token_ids: list[int]) -> float:

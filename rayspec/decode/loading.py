@@ -17,6 +17,7 @@ from rayspec.config import KV_CACHE_SHARE, EngineConfig
 from rayspec.decode.drafting.corpus_file import read_texts
 from rayspec.decode.drafting.lookup import tokenised
 from rayspec.decode.engine import Engine
+from rayspec.decode.generate_state import cache_bytes
 from rayspec.decode.generation_config import eos_token_ids, generation_defaults
 from rayspec.decode.profile import cache_file
 from rayspec.decode.rehearsal import empty_caches, rehearse
@@ -424,12 +425,13 @@ def affordable_slots(
     return _enough(affordable, budget, device, num_sharing)
 
 
-def affordable_tokens(config: EngineConfig, device: torch.device, *, token_bytes: int, sequence_bytes: int) -> int:
-    """Return how many tokens fit into that part of the memory if each sequence has a cache of its own, of so many bytes
-    for each token and for itself. Raises CheckpointError for fewer than 16."""
-    budget = _cache_budget(config, device, 1, 0)
-    left = budget - config.max_num_seqs * sequence_bytes
-    return _enough(int(left / max(token_bytes, 1)), budget, device, 1)
+def affordable_tokens(config: EngineConfig, model: PreTrainedModel, *, num_sharing: int = 1) -> int:
+    """Return how many tokens fit into that part of the memory if each sequence of an undivided model has a cache of its
+    own. Raises CheckpointError for fewer than 16."""
+    of_token, of_sequence = cache_bytes(model)
+    budget = _cache_budget(config, model.device, num_sharing, 0)
+    left = budget - config.max_num_seqs * of_sequence
+    return _enough(int(left / max(of_token, 1)), budget, model.device, num_sharing)
 
 
 def _cache_budget(config: EngineConfig, device: torch.device, num_sharing: int, pass_bytes: int) -> float:

@@ -341,11 +341,15 @@ class Scheduler:
             self._preempt(youngest[0], step)
         return bool(youngest)
 
-    def _preempt(self, sequence: SequenceState, step: Step) -> None:
+    def put_back(self, sequence: SequenceState) -> None:
+        """Let a running sequence begin again, from position 0 on."""
         self.kv.release(sequence)
-        sequence.metrics.num_preemptions += 1
         self.running.remove(sequence)
         self._put_back(sequence)
+
+    def _preempt(self, sequence: SequenceState, step: Step) -> None:
+        self.put_back(sequence)
+        sequence.metrics.num_preemptions += 1
         step.preempted.append(sequence)
 
     @property

@@ -301,17 +301,19 @@ class Stages(ABC):
     that are not abstract are right for a model in this process, where `start` does the work at once.
 
     Any call may raise StagesReplacedError, or StageLostError if the model is lost for good. A future fails with the
-    error of its work. After OutOfMemoryError the work has changed nothing.
+    error of its work. After OutOfMemoryError the work has changed nothing, unless `keeps_state`.
 
     progress: the tasks that the caller's thread runs in these calls. num_cohorts: how many batches of sequences should
     have work under way at once, so that no stage waits. num_steps: the most steps that a round without drafts should
-    have, at most `MAX_STEPS`. takes_trees: whether drafts may branch. is_recovering: whether lost processes of the
+    have, at most `MAX_STEPS`. takes_trees: whether drafts may branch. keeps_state: whether sequences
+    of work that failed must begin again at position 0. is_recovering: whether lost processes of the
     model are being replaced; any thread may read it.
     """
 
     num_cohorts: int = 1
     num_steps: int = 1
     takes_trees: bool = True
+    keeps_state: bool = False
     is_recovering: bool = False
 
     def __init__(self) -> None:

@@ -325,7 +325,8 @@ class Pass:
 
     round_id: whose saved rows it uses. choices: one for each sublayer of the whole model; None runs all in full.
     save_at: sublayer before which the states are saved for a later pass of the round; 0 saves nothing. taps: pairs of a
-    row and its token, whose states every stage keeps. fixed_shape, scores_pages: see `Runner.batch`.
+    row and its token, whose states every stage keeps. fixed_shape, scores_pages: see `Runner.batch`. sequence_ids: of
+    the rows, for a model that does not split. is_prefill: whether these rows are chunks.
     """
 
     round_id: int
@@ -337,6 +338,8 @@ class Pass:
     taps: Sequence[tuple[int, TappedToken]] = ()
     scores_pages: bool = False
     fixed_shape: bool = True
+    sequence_ids: Sequence[str] = ()
+    is_prefill: bool = False
 
     def needs(self, first: int, last: int) -> bool:
         """Return whether the pass runs any of the sublayers `first` .. `last` (exclusive)."""

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from rayspec.types import UnsupportedModelError
 
-_META_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+META_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 _COUNTS = (2, 4)  # tokens of the passes: fewer than any sliding window
 
 
@@ -37,11 +37,9 @@ def layer_bytes(model: Any) -> list[tuple[int, int]]:
     """Return what each decoder layer of a model on the meta device keeps in the cache: bytes of every token, and of the
     sequence. Raises UnsupportedModelError for a model that cannot run there, or whose cache has no layers."""
     layers = decoder_layers(model, model.config)
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("batched_mm")  # the others have no kernel for every dtype, or read numbers
     try:
         few, many = (_bytes_after(model, count) for count in _COUNTS)
-    except _META_ERRORS as error:
+    except META_ERRORS as error:
         raise UnsupportedModelError(f"{model.config.model_type}: it does not run without weights: {error}") from error
     if not len(few) == len(many) == len(layers):
         raise UnsupportedModelError(f"{model.config.model_type}: its cache does not have a part for each layer")
@@ -51,6 +49,13 @@ def layer_bytes(model: Any) -> list[tuple[int, int]]:
 
 def _bytes_after(model: Any, num_tokens: int) -> list[int]:
     """Return the bytes in each layer of the cache after a pass."""
-    output = model(input_ids=torch.zeros(1, num_tokens, dtype=torch.int64, device="meta"), use_cache=True)
+    output = meta_pass(model, num_tokens)
     cache = next(getattr(output, name) for name in ("past_key_values", "cache_params") if hasattr(output, name))
     return [cached_bytes(each) for each in cache.layers]
+
+
+def meta_pass(model: Any, num_tokens: int) -> Any:
+    """Return the output of a pass of a model on the meta device. Raises one of `META_ERRORS` if it cannot run there."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")  # the others have no kernel for every dtype, or read numbers
+    return model(input_ids=torch.zeros(1, num_tokens, dtype=torch.int64, device="meta"), use_cache=True)

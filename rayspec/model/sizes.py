@@ -131,7 +131,6 @@ def model_sizes(
     if parts is None:
         try:
             kept = layer_bytes(model)
-            why_whole = "its layers do not split into attention and MLP sublayers"
         except UnsupportedModelError as error:
             why_whole = str(error)
     calls = _keys_and_values(model, parts, layers, text) if kept is None else [()] * len(layers)

@@ -38,8 +38,8 @@ from transformers import (
 from rayspec.config import EngineConfig
 from rayspec.machine import bytes_available, cpu_class
 from rayspec.model import gguf
-from rayspec.model.architecture import trunk_and_layers
 from rayspec.model.gguf import find_gguf, located
+from rayspec.model.layer_bytes import decoder_layers
 from rayspec.model.sources import check_source
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
@@ -193,9 +193,9 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
     """Load the causal LM of a local folder or hub id, in evaluation mode on its device.
 
     layers: load these decoder layers only, with the embedding if they are the first and with final norm and LM head if
-        they are the last. Modules that are not loaded are nn.Identity. The others keep their names and numbers, and
-        have the same tensors as in the whole model. A tied matrix is loaded at both ends. Only files with some of these
-        tensors are opened, or fetched from the hub.
+        they are the last. Modules that are not loaded are `Absent`. The others keep their names and numbers, and have
+        the same tensors as in the whole model. A tied matrix is loaded at both ends, and a final norm that is not named
+        `norm` always. Only files with some of these tensors are opened, or fetched from the hub.
 
     Raises CheckpointError for unreadable files, missing shards, and missing, unexpected or misshaped tensors of
     `layers`: transformers would fill such tensors with random numbers and continue. Raises UnsupportedModelError for
@@ -300,12 +300,24 @@ def _load(config: EngineConfig, described: PretrainedConfig, layers: range | Non
     return model, info
 
 
+class Absent(nn.Identity):
+    """In place of a module that is not loaded. Other attributes are those of the module, which stays without weights on
+    the meta device: the code of a family may read or initialise them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        vars(self)["module"] = module  # not a part, so that nobody loads or runs it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["module"], name)
+
+
 def _foreign_modules(model: Any, layers: range) -> list[str]:
     """Return the names of the modules that a span leaves out.
 
     With tied embeddings, a span at either end keeps both embedding and head: they share one matrix.
     """
-    trunk, all_layers = trunk_and_layers(model)
+    all_layers, norm = decoder_layers(model, model.config), getattr(model.base_model, "norm", None)
     assert layers.step == 1, f"layers of a span are contiguous: {layers}"
     assert 0 <= layers.start < layers.stop <= len(all_layers), f"of {len(all_layers)} layers: {layers}"
     holds_first, holds_last = layers.start == 0, layers.stop == len(all_layers)
@@ -315,8 +327,8 @@ def _foreign_modules(model: Any, layers: range) -> list[str]:
         modules.append(model.get_input_embeddings())
     if not (holds_last or (tied and holds_first)):
         modules.append(model.get_output_embeddings())
-    if not holds_last:
-        modules.append(trunk.norm)
+    if not holds_last and norm is not None:
+        modules.append(norm)
     names = {id(module): name for name, module in model.named_modules()}
     return [names[id(module)] for module in modules]
 
@@ -332,7 +344,7 @@ def _span_class(
     def build(self: Any, config: PretrainedConfig) -> None:
         whole.__init__(self, config)
         for name in foreign:
-            self.set_submodule(name, nn.Identity())
+            self.set_submodule(name, Absent(self.get_submodule(name)))
         held = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         self.all_tied_weights_keys = {k: v for k, v in self.all_tied_weights_keys.items() if {k, v} <= held}
         self._keys_to_ignore_on_load_unexpected = {

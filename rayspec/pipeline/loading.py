@@ -20,13 +20,15 @@ from rayspec.pipeline.placement import gpus_per_shard
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.replica import Replica
 from rayspec.pipeline.shard import Blueprint, Shard
+from rayspec.pipeline.whole_shard import WholeShard
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.partition import Device, LayerCost, ModelCosts, partition, stage_costs
-from rayspec.strategies.by_name import make_strategy, needs_latency
+from rayspec.strategies.by_name import copying_strategy, for_undivided, make_strategy, needs_latency
 from rayspec.types import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
+_WHY_UNDIVIDED = "its layers do not split into attention and MLP sublayers"
 # Loading again costs minutes: layers are divided anew only for a pipeline that is faster by this factor.
 _WORTH_RELOADING = 1.25
 
@@ -34,38 +36,49 @@ _WORTH_RELOADING = 1.25
 def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_type: type[Shard] = Shard) -> Engine:
     """Place and load the shards of one replica, measure them, and put an engine on top. Ray must be running.
 
-    Raises ConfigError, CheckpointError, PlacementError, and UnsupportedModelError for a family that does not split
-    into sublayers: such a model cannot be cut into stages.
+    Raises ConfigError, CheckpointError, PlacementError, and UnsupportedModelError for a model whose layers stages
+    cannot divide.
     """
     options = config.parallel or ParallelOptions()
     model = load_config(config)
     sizes = _sizes(config, options, model)
     if not sizes.splits:
-        raise UnsupportedModelError(
-            f"{model.model_type}: it does not split into attention and MLP sublayers, so it cannot be cut into stages: "
-            "remove option 'parallel'"
-        )
+        config = for_undivided(config, _WHY_UNDIVIDED)
+        if options.tensor > 1:
+            why = f"option 'tensor' is {options.tensor}, but {_WHY_UNDIVIDED}"
+            raise UnsupportedModelError(f"{model.model_type}: {why}: set it to 1")
+        if sizes.why_whole:
+            why = f"{sizes.why_whole}, so it cannot be cut into stages"
+            raise UnsupportedModelError(f"{model.model_type}: {why}: remove option 'parallel'")
     info = model_info(config, model, with_tokenizer=with_tokenizer)
-    num_gpus = gpus_per_shard(config, options)
+    num_gpus, window = gpus_per_shard(config, options), sizes.window if sizes.splits else None
     blueprint = Blueprint(
         config=config.replace(parallel=options),
         costs=_costs(config, options, sizes, info.max_model_len),
         vocab_size=info.vocab_size,
         hidden_size=model.get_text_config().hidden_size,
         num_slots=whole_pages(config.kv_cache_tokens or config.max_num_seqs * info.max_model_len),
-        window=sizes.window,
+        window=window,
+        splits=sizes.splits,
         num_gpus=num_gpus,
-        shard_type=shard_type,
+        shard_type=shard_type if sizes.splits else WholeShard,
     )
     stages, latency = _started(blueprint)
-    first = stages.replica.loaded["stage-0"]
+    replica, num_sublayers = stages.replica, stages.num_sublayers
+    first = replica.loaded["stage-0"]
+    if sizes.splits:
+        strategy = make_strategy(config, num_sublayers, latency, ways=stages.ways)
+    else:
+        problems = {each.problem: None for each in replica.loaded.values() if each.problem}
+        why = "; ".join([f"{model.model_type}: {_WHY_UNDIVIDED}", *problems])
+        strategy = copying_strategy(config, num_sublayers, latency if replica.cuts else None, why)
     return make_engine(
         config,
         stages,
-        make_strategy(config, stages.num_sublayers, latency, ways=stages.ways),
+        strategy,
         info,
-        stages.replica.cache_size,
-        window=sizes.window,
+        replica.cache_size,
+        window=window,
         latency=latency,
         dtype=first.dtype,
         device="cuda" if blueprint.num_gpus else "cpu",

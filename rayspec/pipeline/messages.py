@@ -67,8 +67,8 @@ class Done(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """A stage to the stage with the head, which sends it to the engine: some work ran out of memory and is dropped; the
-    stage goes on. begin: names the sequences that the head must open and close nevertheless."""
+    """A stage to the next, and the last to the engine: some work ran out of memory and is dropped; the stages go on.
+    begin: names the sequences that stages must open and close nevertheless."""
 
     work_id: int
     reason: str
@@ -98,11 +98,13 @@ class Measure(Message, frozen=True, kw_only=True):
 
 
 class Measured(Message, frozen=True, kw_only=True):
-    """names: latency curve of each sublayer. transfer_s: seconds to fetch the weights of each; 0 unless offloaded."""
+    """names: latency curve of each sublayer. transfer_s: seconds to fetch the weights of each; 0 unless offloaded.
+    rejected_s: see `LatencyModel`, of this stage."""
 
     names: Sequence[str]
     measurements: Sequence[Measurement]
     transfer_s: Sequence[float]
+    rejected_s: float = 0.0
 
 
 class Lap(Message, frozen=True, kw_only=True):

@@ -56,6 +56,7 @@ class RayStages(Stages):
         super().__init__()
         options = replica.blueprint.options
         self.num_cohorts = options.num_cohorts
+        self.takes_trees, self.keeps_state = replica.blueprint.splits, not replica.blueprint.splits
         self.replica = replica
         self._transport = Transport(ENGINE, replica.secret, host=node_address())
         self._work: dict[int, Future[Result]] = {}
@@ -171,7 +172,8 @@ class RayStages(Stages):
             link_s=self.link_s,
             transfer_s=[seconds for found in by_stage for seconds in found.transfer_s],
         )
-        model = replace(model, overhead_s=model.overhead_s * len(by_stage))
+        rejected_s = sum(found.rejected_s for found in by_stage)
+        model = replace(model, overhead_s=model.overhead_s * len(by_stage), rejected_s=rejected_s)
         return replace(model, wake_s=0.0) if self.num_cohorts >= len(by_stage) else model
 
     def hops_s(self, num_bytes: int) -> list[list[float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from rayspec.decode.generate_state import Cuts, weakest
 from rayspec.decode.loading import cache_size
 from rayspec.model.kv_cache import CacheSize
 from rayspec.pipeline.collective import Rendezvous, node_address
@@ -27,6 +28,7 @@ class Replica:
         self.coordinator: Process | None = None
         self.loaded: dict[str, Loaded] = {}
         self.cache_size = CacheSize(0)
+        self.cuts: Cuts | None = None
         self.spans: tuple[tuple[int, int], ...] = ()
         self.devices: tuple[Device, ...] = ()
         self._places: dict[str, str] = {}
@@ -124,8 +126,9 @@ class Replica:
                 fitting = [process.ask("num_slots", sharing[self._places[process.name]]) for process in starting]
                 num_slots = min(blueprint.num_slots, *wait_for(fitting, timeout_s))
                 self.cache_size = cache_size(blueprint.config, num_slots, blueprint.window)
+                self.cuts = weakest([loaded.cuts for loaded in self.loaded.values()])
             for process in starting:
-                process.serve(self.cache_size)
+                process.serve(self.cache_size, self.cuts)
             wait_for([process.listening for process in starting], timeout_s)
         except RayspecError:
             for process in starting:

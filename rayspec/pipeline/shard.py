@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rayspec.choices import Choice
 from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.decode.generate_state import Cuts
 from rayspec.decode.generation_config import eos_token_ids
 from rayspec.decode.loading import (
     affordable_slots,
@@ -32,7 +33,7 @@ from rayspec.decode.rounds import Head, first_pass, script
 from rayspec.decode.runner import in_thread_of_its_own, ways_of
 from rayspec.decode.search import PlanSearch
 from rayspec.decode.stages import SpanRunner, out_of_memory
-from rayspec.decode.work import Pass, Prefill, Result, TapsGoneError
+from rayspec.decode.work import Pass, Prefill, Result, TapsGoneError, Work
 from rayspec.errors import TransportError
 from rayspec.forms.grammar import Grammars
 from rayspec.model.architecture import decompose
@@ -61,8 +62,9 @@ class Blueprint:
     """Description of a replica to be started.
 
     config: with `parallel`. costs: costs of the model on one rank. They decide the layers of each stage, unless the
-    option `layers` does. num_slots: largest number of KV cache slots; there are fewer if the smallest shard cannot hold
-    as many. window: the longest sliding window of a layer. shard_type: class of the shards; tests use another one.
+    option `layers` does. splits: whether layers split into attention and MLP. num_slots: largest number of KV cache
+    slots; there are fewer if the smallest shard cannot hold as many. window: the longest sliding window of a layer.
+    shard_type: class of the shards; tests use another one.
     """
 
     config: EngineConfig
@@ -72,6 +74,7 @@ class Blueprint:
     num_slots: int
     num_gpus: float
     window: int | None = None
+    splits: bool = True
     shard_type: type[Shard]
 
     @property
@@ -87,10 +90,13 @@ def rank_name(stage: int, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A shard whose weights are loaded. ways: choices by which drafts may run each of its sublayers."""
+    """A shard whose weights are loaded. ways: choices by which drafts may run each of its sublayers. cuts: how a model
+    that does not split takes rows back. problem: why it cannot."""
 
     dtype: str
-    ways: Sequence[Sequence[Choice]]
+    ways: Sequence[Sequence[Choice]] = ()
+    cuts: Cuts | None = None
+    problem: str = ""
 
 
 @dataclass(order=True, slots=True)
@@ -116,6 +122,7 @@ class Shard(Server):
 
     span: SpanRunner
     head: Head | None
+    cuts: Cuts | None = None
 
     def __init__(self, blueprint: Blueprint, secret: Secret, stage: int, rank: int) -> None:
         super().__init__()
@@ -175,11 +182,13 @@ class Shard(Server):
             self._config, self._parts, self._device, pass_bytes=self._pass_bytes, num_sharing=num_sharing
         )
 
-    def serve(self, size: CacheSize) -> None:
-        """Serve until the process is killed. Report any error to the engine, then raise it."""
+    def serve(self, size: CacheSize, cuts: Cuts | None = None) -> None:
+        """Serve until the process is killed. Report any error to the engine, then raise it. cuts: of all stages of a
+        model that does not split."""
         rank = (self.stage, self._options.stages) if self.rank == 0 and self._options.stages > 1 else None
         endpoint = Endpoint(self.name, self._secret, host=node_address(), rank=rank)
         with self.serving(endpoint):
+            self.cuts = cuts
             self.prepare(endpoint, size)
             self._address.set_result(endpoint.transport.address)
             while True:
@@ -247,7 +256,7 @@ class Shard(Server):
         """Handle a message, and send the messages that follow from it. Raises errors of the model, except lack of
         memory, which becomes a Failed."""
         message, endpoint = received.message, self._endpoint
-        with endpoint.progress.of(type(message).__name__, _size(message)):
+        with endpoint.progress.of(type(message).__name__, self.size_of(message)):
             self._do(message, received.tensors)
         if isinstance(message, wire.Begin | wire.Forward | wire.Follow):
             endpoint.num_passes += 1
@@ -258,11 +267,13 @@ class Shard(Server):
             case wire.Follow():
                 follow(self.span, message, self._measurements)
             case wire.Begin():
-                self._pass(first_pass(message.work), None, message)
+                self._pass(self.first_pass(message.work), None, message)
             case wire.Forward():
                 self._pass(message.work, tensors[0].to(self._device) if tensors else None, message.begin)
             case wire.Failed():
-                self._give_up(message)
+                if message.begin is not None:
+                    self._enter(message.begin)
+                self._pass_on(message)
             case wire.Seek():
                 self._seek(message)
             case wire.Shipped() | wire.Expand():
@@ -280,6 +291,23 @@ class Shard(Server):
             case _:
                 raise AssertionError(f"a stage does not take {type(message).__name__}")
 
+    def first_pass(self, work: Work) -> Pass:
+        return first_pass(work)
+
+    def script(self, work: Work, head: Head) -> Generator[Pass, Tensor, Result]:
+        return script(work, head)
+
+    def note_loss(self, error: Exception) -> None:
+        self.span.runner.note_loss(error)
+
+    def size_of(self, message: wire.Message) -> int | None:
+        """Return the rows of a pass. Return None for other tasks: how long they take does not follow from earlier
+        ones."""
+        if isinstance(message, wire.Begin):
+            return message.work.num_rows
+        work = message.work if isinstance(message, wire.Forward | wire.Follow) else None
+        return sum(span.num_rows for span in work.rows) if work is not None else None
+
     def _queue(self, received: Received) -> None:
         due = time.monotonic() + _patience_s(received.message)
         heapq.heappush(self._inbox, _Due(due, next(self._order), received))
@@ -291,7 +319,7 @@ class Shard(Server):
             self._endpoint.send(peer, message, tensors)
 
     def _pass(self, work: Pass, hidden: Tensor | None, begin: wire.Begin | None) -> None:
-        if self._is_last and begin is not None:
+        if begin is not None:
             self._enter(begin)
         try:
             hidden = self.span.run(work, hidden)
@@ -302,32 +330,36 @@ class Shard(Server):
                 # Stages without work in the pass are bypassed; the last one, with the head, always has work.
                 last = len(self._spans) - 1
                 busy = (stage for stage in range(self.stage + 1, last) if work.needs(*self._spans[stage]))
-                self._send(stage_name(next(busy, last)), wire.Forward(work=work, begin=begin), [hidden])
+                self._send(
+                    stage_name(next(busy, last)),
+                    wire.Forward(work=work, begin=begin),
+                    [hidden] if hidden.numel() else (),
+                )
         except StopIteration as end:
             del self._scripts[work.round_id]
             self._send(ENGINE, wire.Done(work_id=work.round_id, result=end.value))
         except Exception as error:  # noqa: BLE001 - errors of Triton are no RuntimeErrors; `out_of_memory` raises others
-            self.span.runner.note_loss(error)
-            failed = wire.Failed(work_id=work.round_id, reason=str(out_of_memory(error)))
-            if self._is_last:
-                self._give_up(failed)
-            else:
-                self._send(stage_name(len(self._spans) - 1), msgspec.structs.replace(failed, begin=begin))
+            self.note_loss(error)
+            self._pass_on(wire.Failed(work_id=work.round_id, reason=str(out_of_memory(error)), begin=begin))
 
-    def _give_up(self, failed: wire.Failed) -> None:
-        """Drop some work and report it; only on the stage with the head, which first opens the work's sequences."""
-        if failed.begin is not None:
-            self._enter(failed.begin)
-        del self._scripts[failed.work_id]
-        self._send(ENGINE, msgspec.structs.replace(failed, begin=None))
+    def _pass_on(self, failed: wire.Failed) -> None:
+        """Tell the next stage, as the pass would have done, or drop the work and report it."""
+        if not self._is_last:
+            self._send(stage_name(self.stage + 1), failed)
+        else:
+            del self._scripts[failed.work_id]
+            self._send(ENGINE, msgspec.structs.replace(failed, begin=None))
 
     def _enter(self, begin: wire.Begin) -> None:
+        """Note what begins here; the stage with the head opens the work's sequences."""
+        if not self._is_last:
+            return
         assert self.head is not None
         for sequence_id in begin.closed:
             self.head.close(sequence_id)
         for spec in begin.opened:
             self.head.open(spec)
-        passes = script(begin.work, self.head)
+        passes = self.script(begin.work, self.head)
         next(passes)  # the first stage has run that one already
         self._scripts[begin.work.id] = passes
 
@@ -399,11 +431,3 @@ def _patience_s(message: wire.Message) -> float:
     if is_prefill or (isinstance(message, wire.Forward) and not message.work.fixed_shape):
         return _PREFILL_PATIENCE_S
     return 0.0
-
-
-def _size(message: wire.Message) -> int | None:
-    """Return the rows of a pass. Return None for other tasks: how long they take does not follow from earlier ones."""
-    if isinstance(message, wire.Begin):
-        return message.work.num_rows
-    work = message.work if isinstance(message, wire.Forward | wire.Follow) else None
-    return sum(span.num_rows for span in work.rows) if work is not None else None

@@ -93,6 +93,28 @@ def make_strategy(
     return Gated(strategy, latency) if options.gate else strategy
 
 
+def for_undivided(config: EngineConfig, reason: str) -> EngineConfig:
+    """Return the options of an engine of a model that does not split into sublayers. Raises ConfigError for options
+    that need sublayers. reason: why it does not split."""
+    for name in ("deterministic", "offload", "lora_modules"):
+        if getattr(config, name):
+            raise ConfigError(f"option {name!r} needs a model that splits into sublayers: {reason}")
+    speculation = config.speculation
+    if speculation.strategy in COPYING:  # no plan can be searched, or have been saved
+        speculation = speculation.replace(optimise_share=0.0, warm_start=None)
+    # Each sequence has a cache of its own.
+    return config.replace(enable_prefix_caching=False, speculation=speculation)
+
+
+def copying_strategy(config: EngineConfig, num_sublayers: int, latency: LatencyModel | None, reason: str) -> Strategy:
+    """Return the strategy of a model that does not split, and say so. latency: None if it cannot verify copies."""
+    if latency is None or config.speculation.strategy not in COPYING:
+        logger.warning("speculation is off for this model, which decodes plainly: %s", reason)
+        return FixedPlan(no_draft(num_sublayers, reason))
+    logger.warning("drafts of this model are only copied or recycled tokens: %s", reason)
+    return make_strategy(config, num_sublayers, latency)
+
+
 def _imported(name: str) -> Callable[[SpeculationOptions, LatencyModel], Strategy]:
     """Return what "module:name" names: a class or function that makes a strategy, as those of `BY_NAME` do."""
     module, _, attribute = name.partition(":")

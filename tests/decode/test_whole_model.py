@@ -59,13 +59,13 @@ def test_a_family_that_does_not_split_copies_and_says_so(family: str, caplog: py
     for plan in (None, lookup_plan(1, 5)):  # by what it expects to pay, and whatever it expects
         if plan is not None:
             engine.replace_strategy(FixedPlan(plan))
-            engine.stages.fewest_in_lockstep = 2
+            engine.stages.span.fewest_in_lockstep = 2
         outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
         assert tokens_of(outputs) == known.expected
         outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=40))
         assert tokens_of(outputs) == expected
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
-    assert not engine.stages._states
+    assert not engine.stages.span.states
 
 
 @pytest.mark.parametrize("strategy", COPYING)
@@ -166,7 +166,7 @@ def test_recurrent_state_is_taken_back(family: str, tmp_path: Path) -> None:
     config = _config_of(str(tmp_path), kv_cache_tokens=128, max_num_batched_tokens=40)
     engine = load_engine(config, with_tokenizer=False)
     engine.replace_strategy(FixedPlan(lookup_plan(1, 5)))
-    for engine.stages.fewest_in_lockstep in (None, 2):  # the second time, there are texts to copy from
+    for engine.stages.span.fewest_in_lockstep in (None, 2):  # the second time, there are texts to copy from
         assert tokens_of(complete(engine, prompts, SamplingParams(temperature=0, max_tokens=24))) == expected
     assert engine.stats.num_preemptions > 0
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
@@ -233,7 +233,7 @@ def _require_charges(engine: Engine, prompt: list[int]) -> None:
     strategy = _Alternating()
     engine.replace_strategy(strategy)
     engine.forget_texts()
-    engine.stages.rejected_s = 1.0  # more than any round takes
+    engine.stages.span.rejected_s = 1.0  # more than any round takes
     complete(engine, [prompt], SamplingParams(temperature=0, max_tokens=40))
     num_charged, owed_s, was_rejected = 0, 0.0, False
     for result, seconds in strategy.rounds:
@@ -242,11 +242,11 @@ def _require_charges(engine: Engine, prompt: list[int]) -> None:
             assert result.owed_s == -owed_s
             num_charged += owed_s > 0
         else:
-            assert (result.owed_s > 0) == (was_rejected and engine.stages.cuts != "crop")
+            assert (result.owed_s > 0) == (was_rejected and engine.stages.span.cuts != "crop")
             assert seconds > 0
         owed_s += result.owed_s
         was_rejected = num_accepted < len(draft.token_ids)
-    assert (num_charged > 0) == (engine.stages.cuts != "crop")
+    assert (num_charged > 0) == (engine.stages.span.cuts != "crop")
 
 
 @pytest.mark.parametrize(("strategy", "fewest_in_lockstep"), [("ar", None), ("ar", 2), ("recycling", 2)])
@@ -256,15 +256,15 @@ def test_a_lack_of_memory_in_a_pass_spoils_no_other_sequence(
 ) -> None:
     known = cases(checkpoint("gpt2"), (30, 30, 30), 20)
     engine = load_engine(_config("gpt2", strategy), with_tokenizer=False)
-    engine.stages.fewest_in_lockstep = fewest_in_lockstep
-    forward, count = engine.stages.model.transformer.h[2].forward, itertools.count(1)
+    engine.stages.span.fewest_in_lockstep = fewest_in_lockstep
+    forward, count = engine.stages.span.model.transformer.h[2].forward, itertools.count(1)
 
     def fails_once(*given: Any, **named: Any) -> Any:
         if next(count) == failing:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(*given, **named)
 
-    monkeypatch.setattr(engine.stages.model.transformer.h[2], "forward", fails_once)
+    monkeypatch.setattr(engine.stages.span.model.transformer.h[2], "forward", fails_once)
     outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
     assert [isinstance(output.error, OutOfMemoryError) for output in outputs] == [False, False, True]
     assert tokens_of(outputs[:2]) == known.expected[:2]

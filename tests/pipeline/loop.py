@@ -18,21 +18,23 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
 from torch import Tensor
 
 from rayspec.choices import Weights
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
+from rayspec.decode.generate_state import weakest
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.strategy import Strategy
-from rayspec.decode.work import GenerationDefaults, Pass, Result, Round, Work
+from rayspec.decode.work import GenerationDefaults, Pass, Result, Round, RoundEntry, Work
 from rayspec.model.architecture import decompose
 from rayspec.model.fused import fuse
 from rayspec.model.kv_cache import PAGE_SIZE, CacheSize
 from rayspec.model.sublayers import Decomposition
-from rayspec.model.weights import load_model
+from rayspec.model.weights import load_config, load_model, vocab_size
 from rayspec.pipeline import endpoint as endpoint_module
 from rayspec.pipeline import ray_stages as ray_stages_module
 from rayspec.pipeline import replica as replica_module
@@ -44,13 +46,13 @@ from rayspec.pipeline.recovery import Status
 from rayspec.pipeline.replica import Replica, spans_of
 from rayspec.pipeline.shard import Blueprint, Shard
 from rayspec.pipeline.transport import Received, Secret
+from rayspec.pipeline.whole_shard import WholeShard
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.learning import CalibrationCurve
 from rayspec.planning.partition import LayerCost, ModelCosts
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import no_draft
 from tests.engines import RandomPlans, windowed_pages
-from tests.families import VOCAB_SIZE
 
 SECRET = Secret()
 NUM_LAYERS = 4
@@ -219,6 +221,17 @@ class LoopShard(Shard):
             self.forget()
 
 
+class LoopWholeShard(WholeShard):
+    """The same for a model that does not split. It loads its own layers only."""
+
+    def __init__(self, blueprint: Blueprint, stage: int, spans: tuple[tuple[int, int], ...]) -> None:
+        super().__init__(blueprint, SECRET, stage, 0)
+        self.loaded = self._load(spans, None)
+        self.endpoint = Endpoint(self.name, SECRET, host="", rank=(stage, len(spans)))
+
+    step = LoopShard.step
+
+
 class LoopStages(RayStages):
     """Stages that tell whose work is under way."""
 
@@ -269,11 +282,14 @@ class LoopReplica(Replica):
 
     stages_share_gpus = False
 
-    def __init__(self, loop: Loop, config: EngineConfig, size: CacheSize, quantised: tuple[Weights, ...]) -> None:
+    def __init__(
+        self, loop: Loop, config: EngineConfig, size: CacheSize, quantised: tuple[Weights, ...], splits: bool
+    ) -> None:
         blueprint = Blueprint(
+            splits=splits,
             config=config,
             costs=ModelCosts(embedding=NOTHING, layers=(), head=NOTHING),
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size(load_config(config)),
             hidden_size=HIDDEN_SIZE,
             num_slots=size.num_slots,
             num_gpus=0.0,
@@ -283,7 +299,7 @@ class LoopReplica(Replica):
             super().__init__(blueprint)
         self.spans, self.cache_size = cut(self.num_stages), size
         self.loop, self.quantised = loop, quantised
-        self.parts: dict[str, LoopShard] = {}
+        self.parts: dict[str, Any] = {}
         self.num_started = 0
         self._start_stages(range(self.num_stages))
         self.start_coordinator()
@@ -302,8 +318,18 @@ class LoopReplica(Replica):
         self.loop.readers[COORDINATOR] = lambda: coordinator.serve_one(endpoint)
 
     def _start_stages(self, stages: Sequence[int]) -> None:
-        for stage in stages:
-            shard = LoopShard(self.blueprint, stage, self.spans, self.cache_size, self.quantised)
+        if self.blueprint.splits:
+            started = [
+                LoopShard(self.blueprint, stage, self.spans, self.cache_size, self.quantised) for stage in stages
+            ]
+        else:
+            started = [LoopWholeShard(self.blueprint, stage, self.spans) for stage in stages]
+            if len(started) == self.num_stages:
+                self.cuts = weakest([shard.loaded.cuts for shard in started])
+            for shard in started:
+                shard.cuts = self.cuts
+                shard.prepare(shard.endpoint, self.cache_size)
+        for shard in started:
             self.num_started += 1
             self.parts[shard.name] = shard
             self.shards[shard.name] = LoopProcess(shard.name, shard.endpoint, self.loop)
@@ -326,7 +352,10 @@ class LoopEngine:
         assert not self.engine.stages._work
         for shard in self.replica.parts.values():
             assert not shard._scripts
-            assert len(shard.span._saved) <= given_up
+            if self.replica.blueprint.splits:
+                assert len(shard.span._saved) <= given_up
+            else:
+                assert set(shard.span.states) <= set(unsaid)
 
     def passes_seen(self, stage: int) -> list[Pass]:
         return [
@@ -334,6 +363,26 @@ class LoopEngine:
             for name, message, _ in self.loop.delivered
             if name == stage_name(stage) and isinstance(message, Forward)
         ]
+
+
+def plant_copies(engine: Engine, expected: Sequence[Sequence[int]], seed: int) -> None:
+    """From now on entries verify copies of which all, none or the first are right, or none at all."""
+    rng, start = random.Random(seed), engine.stages.start
+
+    def planted(entry: RoundEntry) -> RoundEntry:
+        _, request_id, _ = entry.sequence_id.split("/")
+        at = entry.length - len(engine._requests[request_id].prompt_token_ids)
+        copy = list(expected[int(request_id)][at : at + rng.randint(0, 5)])
+        first_wrong = rng.choice([0, 1, len(copy)])
+        copy = [token if place < first_wrong else (token + 1) % 200 for place, token in enumerate(copy)]
+        return msgspec.structs.replace(entry, looked_up=copy)
+
+    def started(work: Work) -> Future[Result]:
+        if isinstance(work, Round):
+            work = msgspec.structs.replace(work, entries=[planted(entry) for entry in work.entries])
+        return start(work)
+
+    engine.stages.start = started  # type: ignore[method-assign]
 
 
 class Chaos:
@@ -368,6 +417,7 @@ def loop_engine(
     patience: float = math.inf,
     quantised: tuple[Weights, ...] = (),
     data_plane: str = "auto",
+    splits: bool = True,
     **options: Any,
 ) -> Iterator[LoopEngine]:
     """No strategy: plain decoding. quantised: the copies that drafts have. Dead shards are noticed at once; silence
@@ -396,14 +446,14 @@ def loop_engine(
             stack.enter_context(patch.object(ray_stages_module, "_CHECK_EVERY_S", 0.0))
         stack.enter_context(patch.object(ray_stages_module, "time", loop.clock))
         windowed = windowed_pages(
-            span_parts(path, 0, NUM_LAYERS, ()).windows.values(),
+            span_parts(path, 0, NUM_LAYERS, ()).windows.values() if splits else (),
             kv_cache_tokens,
             config,
             max_rows=max_draft_tokens + num_beside,
             num_cohorts=config.parallel.num_cohorts,
         )
         size = CacheSize(kv_cache_tokens, windowed.pool.num_pages * PAGE_SIZE if windowed else 0)
-        replica = LoopReplica(loop, config, size, quantised)
+        replica = LoopReplica(loop, config, size, quantised, splits)
         stack.callback(replica.close)
         engine = Engine(
             config,
@@ -416,10 +466,11 @@ def loop_engine(
                 lookahead=max_draft_tokens,
                 num_beside=num_beside,
                 num_cohorts=config.parallel.num_cohorts,
+                shares_pages=splits,
             ),
             strategy=strategy or FixedPlan(no_draft(2 * NUM_LAYERS, "ar")),
             model=ModelInfo(
-                vocab_size=VOCAB_SIZE,
+                vocab_size=replica.blueprint.vocab_size,
                 eos_token_ids=tuple(eos),
                 max_model_len=1024,
                 defaults=defaults or GenerationDefaults(),

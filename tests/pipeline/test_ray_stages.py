@@ -32,11 +32,12 @@ from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.shard import Shard
 from rayspec.strategies.by_name import make_strategy
+from tests import every_type
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import complete, engine_with, finish, requests_for, tokens_of
 from tests.exhaustive import few_of
-from tests.families import Cases, cases, checkpoint, greedy, parts_of, small_config
-from tests.pipeline.loop import NUM_LAYERS, TravellingPlans
+from tests.families import Cases, cases, checkpoint, greedy, parts_of, ragged_prompts, small_config
+from tests.pipeline.loop import NUM_LAYERS, TravellingPlans, plant_copies
 from tests.schemas import PERSON
 from tests.strategy_cases import latency
 from tests.waiting import freeze, wait_until
@@ -55,6 +56,7 @@ def known_cases() -> Cases:
 
 
 SEARCHING = {"strategy": "knapspec", "gate": False, "optimise_share": 1.0}
+_LOOKUP = {"strategy": "lookup", "gate": False}
 BY_COPIES = {"strategy": "static", "static_choice": "int4+window", "skip": (3,)}
 
 
@@ -65,6 +67,7 @@ def load(
     verification: str = "coupled",
     shard_type: type[Shard] = Shard,
     with_tokenizer: bool = False,
+    max_model_len: int = 1024,
     **parallel: Any,
 ) -> Engine:
     return load_pipeline(
@@ -73,7 +76,7 @@ def load(
             dtype="float32",
             device="cpu",
             num_threads=1,
-            max_model_len=1024,
+            max_model_len=max_model_len,
             kv_cache_tokens=4096,
             parallel={"cpus_per_shard": 0.25, "layers": None, "start_timeout_s": PATIENCE_S, **parallel},
             speculation={**speculation, "verification": verification, "max_draft_tokens": 6},
@@ -416,3 +419,22 @@ def test_a_node_is_lost_and_the_driver_just_ends(ray_environment: None, tmp_path
     assert len(set(report["nodes_before"]) & set(report["nodes_after"])) == 1
     assert max(report["recovery_s"]) < PATIENCE_S, report["recovery_s"]
     require_gone(report["pids"])
+
+
+def test_a_model_with_recurrent_state_copies_in_stages_and_outlives_one(tmp_path: Path) -> None:
+    every_type.build("qwen3_next").save_pretrained(tmp_path)
+    prompts = [prompt * 4 for prompt in ragged_prompts((7, 5, 11), vocab_size=200)]
+    params, expected = SamplingParams(temperature=0.0, max_tokens=60), greedy(str(tmp_path), prompts, 60)
+    engine = load(str(tmp_path), max_model_len=400, speculation=_LOOKUP, stages=2, layers=even(2))
+    pids = process_ids(engine)
+    plant_copies(engine, expected, 1)
+    for request in requests_for(prompts, params):
+        engine.add(request)
+    while engine.stats.num_generated_tokens <= 20:
+        assert not engine.step()
+    os.kill(pids["stage-1"], signal.SIGKILL)
+    outputs = finish(engine)
+    assert tokens_of(outputs[str(index)] for index in range(len(prompts))) == expected
+    assert engine.stats.num_replays == 1
+    assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
+    end(engine, [*pids.values(), *process_ids(engine).values()])

@@ -1,0 +1,106 @@
+"""The shard of a model that does not split: a stage of its layers, with the states of all sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rayspec.decode.generate_state import WHOLE, check_received
+from rayspec.decode.generation_config import eos_token_ids
+from rayspec.decode.loading import affordable_tokens, load_weights
+from rayspec.decode.rounds import Head
+from rayspec.decode.runner import Threads
+from rayspec.decode.whole_model import WholeSpan, whole_head, whole_script
+from rayspec.decode.work import Pass, Result, Work
+from rayspec.forms.grammar import Grammars
+from rayspec.model.kv_cache import CacheSize
+from rayspec.model.passing import as_stage
+from rayspec.model.weights import load_tokenizer, num_layers, resolve_device
+from rayspec.pipeline import messages as wire
+from rayspec.pipeline.endpoint import ENGINE, Endpoint
+from rayspec.pipeline.shard import Loaded, Shard
+from rayspec.strategies.by_name import COPYING
+
+
+class WholeShard(Shard):
+    """Every stage knows the sequences, because each prompt runs in one pass and layers keep state of their own."""
+
+    span: WholeSpan  # type: ignore[assignment]
+
+    def _load(self, spans: Sequence[tuple[int, int]], meeting_place: str | None) -> Loaded:
+        config = self._config
+        self._spans = tuple((first, last) for first, last in spans)
+        first, last = self._spans[self.stage]
+        self._num_layers = last // 2 - first // 2
+        num_threads = config.num_threads or max(1, int(self._options.cpus_per_shard))
+        torch.set_num_threads(num_threads)
+        self._device = resolve_device(config.device)
+        model = load_weights(config, layers=range(first // 2, last // 2))
+        as_stage(model, range(first // 2, last // 2))
+        self.span = WholeSpan(model, threads=Threads.of_all_passes(num_threads), is_last=self._is_last)
+        if self.stage:
+            check_received(model)
+        problem = self.span.find_cuts() if config.speculation.strategy in COPYING else ""
+        return Loaded(dtype=str(model.dtype).removeprefix("torch."), cuts=self.span.cuts, problem=problem)
+
+    def rehearse(self) -> None:
+        """Do nothing: the part of the memory that caches get leaves enough for a pass."""
+
+    def num_slots(self, num_sharing: int) -> int:
+        return affordable_tokens(self._config, self.span.model, num_sharing=num_sharing)
+
+    def prepare(self, endpoint: Endpoint, size: CacheSize) -> None:
+        self._endpoint, config = endpoint, self._config
+        self.span.cuts = self.cuts
+        self._measured()
+        self.head = None
+        if self._is_last:
+            vocab_size = self._blueprint.vocab_size
+            self.head = whole_head(
+                self.span,
+                vocab_size=vocab_size,
+                verification=config.speculation.verification,
+                grammars=Grammars(
+                    partial(load_tokenizer, config), vocab_size=vocab_size, eos_token_ids=eos_token_ids(config)
+                ),
+            )
+
+    def first_pass(self, work: Work) -> Pass:
+        return self.span.first_pass(work)
+
+    def script(self, work: Work, head: Head) -> Generator[Pass, Tensor, Result]:
+        return whole_script(work, head, self.span)
+
+    def note_loss(self, error: Exception) -> None:
+        """Do nothing: this shard has no kernels that a next start could avoid."""
+
+    def size_of(self, message: wire.Message) -> int | None:
+        """The last chunk brings the whole prompt, so the time of a task cannot be expected."""
+        return None
+
+    def _enter(self, begin: wire.Begin) -> None:
+        for sequence_id in begin.closed:
+            self.span.close(sequence_id)
+        for spec in begin.opened:
+            self.span.open(spec)
+        super()._enter(begin)
+
+    def _measure(self) -> None:
+        self._send(ENGINE, self._measured())
+
+    def _measured(self) -> wire.Measured:
+        """Time this stage's passes. Each of its sublayers gets an equal part."""
+        num_sublayers = 2 * self._num_layers
+        found = self.span.measured(num_sublayers)
+        rejected_s = self.span.rejected_s
+        self.span.rejected_s *= num_layers(self.span.model.config) / self._num_layers  # of all stages
+        return wire.Measured(
+            names=[WHOLE] * num_sublayers,
+            measurements=[replace(each, device=self.name) for each in found],
+            transfer_s=[0.0] * num_sublayers,
+            rejected_s=rejected_s,
+        )
