@@ -14,7 +14,6 @@ import socket
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal
 
 import ray
 import torch
@@ -23,8 +22,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from rayspec.errors import TransportError
-
-Backend = Literal["nccl", "gloo"]
 
 LOOPBACK = "127.0.0.1"
 
@@ -79,17 +76,20 @@ class TensorLink:
 
     @classmethod
     def join(
-        cls, *, rank: int, size: int, address: str, host: str, timeout_s: float, backend: Backend | None = None
+        cls, *, rank: int, size: int, address: str, host: str, timeout_s: float, device: torch.device
     ) -> TensorLink:
         """Meet the other ranks at `address` (of a `Rendezvous`). Return when all of them can exchange tensors. Raises
-        TransportError if not all join in time.
+        TransportError if not all join in time, or for a GPU if torch lacks NCCL.
 
         host: IP address of this node that the other ranks can reach. timeout_s: the longest time of joining, of one
-        send and of one receive. backend: by default NCCL on the current GPU if this process has one, else gloo.
+        send and of one receive. device: of the tensors. NCCL connects GPUs, and gloo connects CPUs.
         """
-        by_nccl = backend == "nccl" or (backend is None and torch.cuda.is_available() and dist.is_nccl_available())
+        by_nccl = device.type == "cuda"
+        if by_nccl and not dist.is_nccl_available():
+            raise TransportError(f"rank {rank} of {size} could not join: this version of torch has no NCCL")
         try:
-            device = torch.device("cuda", torch.cuda.current_device()) if by_nccl else torch.device("cpu")
+            if by_nccl and device.index is None:
+                device = torch.device("cuda", torch.cuda.current_device())
             store = store_at(address, timeout_s)
             group = ProcessGroup(store, rank, size)
             if by_nccl:

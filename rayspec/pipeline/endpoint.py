@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from rayspec.decode.stages import Progress
@@ -20,6 +21,7 @@ from rayspec.pipeline.transport import Received, Secret, Transport
 ENGINE, COORDINATOR = "engine", "coordinator"
 
 _LINK_TIMEOUT_S = 20.0
+_CPU = torch.device("cpu")
 
 
 class NewEpoch(Exception):  # noqa: N818 - an event, not an error
@@ -37,13 +39,21 @@ class Endpoint:
     progress: the tasks of the thread. num_passes: how many of them were passes. transport: for this thread only.
     """
 
-    def __init__(self, name: str, secret: Secret, *, host: str, rank: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        secret: Secret,
+        *,
+        host: str,
+        rank: tuple[int, int] | None = None,
+        device: torch.device = _CPU,
+    ) -> None:
         """rank: of a stage that sends tensors to later stages by torch.distributed, if Connect names a link: its number
-        and the number of stages."""
+        and the number of stages. device: of these tensors."""
         self.progress = Progress()
         self.num_passes = 0
         self._host = host
-        self._rank = rank
+        self._rank, self._device = rank, device
         self._ranks_ahead = {stage_name(stage): stage for stage in range(rank[0] + 1, rank[1])} if rank else {}
         self.transport = Transport(name, secret, host=host)
 
@@ -87,8 +97,9 @@ class Endpoint:
             rank, size = self._rank
             try:
                 self.transport.link = TensorLink.join(
-                    rank=rank, size=size, address=message.link, host=self._host, timeout_s=_LINK_TIMEOUT_S
-                )
+                    rank=rank, size=size, address=message.link, host=self._host, timeout_s=_LINK_TIMEOUT_S,
+                    device=self._device,
+                )  # fmt: skip
             except TransportError as error:
                 link_error = str(error)
         self.send(ENGINE, Connected(link_error=link_error))

@@ -30,7 +30,7 @@ from rayspec.decode.loading import (
 )
 from rayspec.decode.profile import BUDGET_S, measurements
 from rayspec.decode.rounds import Head, first_pass, script
-from rayspec.decode.runner import in_thread_of_its_own, ways_of
+from rayspec.decode.runner import in_thread_of_its_own, on_device, ways_of
 from rayspec.decode.search import PlanSearch
 from rayspec.decode.stages import SpanRunner, out_of_memory
 from rayspec.decode.work import Pass, Prefill, Result, TapsGoneError, Work
@@ -186,8 +186,8 @@ class Shard(Server):
         """Serve until the process is killed. Report any error to the engine, then raise it. cuts: of all stages of a
         model that does not split."""
         rank = (self.stage, self._options.stages) if self.rank == 0 and self._options.stages > 1 else None
-        endpoint = Endpoint(self.name, self._secret, host=node_address(), rank=rank)
-        with self.serving(endpoint):
+        endpoint = Endpoint(self.name, self._secret, host=node_address(), rank=rank, device=self._device)
+        with on_device(self._device), self.serving(endpoint):
             self.cuts = cuts
             self.prepare(endpoint, size)
             self._address.set_result(endpoint.transport.address)

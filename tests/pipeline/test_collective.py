@@ -23,7 +23,8 @@ Joined = Callable[..., Sequence[TensorLink]]
 
 
 def join(rank: int, size: int, address: str, timeout_s: float = TIMEOUT_S) -> TensorLink:
-    return TensorLink.join(rank=rank, size=size, address=address, host=LOOPBACK, timeout_s=timeout_s, backend="gloo")
+    cpu = torch.device("cpu")
+    return TensorLink.join(rank=rank, size=size, address=address, host=LOOPBACK, timeout_s=timeout_s, device=cpu)
 
 
 @pytest.fixture

@@ -4,13 +4,16 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
+import torch
 
 from rayspec.decode.stages import Progress
-from rayspec.pipeline.collective import LOOPBACK
+from rayspec.errors import TransportError
+from rayspec.pipeline.collective import LOOPBACK, TensorLink
 from rayspec.pipeline.endpoint import ENGINE, Endpoint, NewEpoch
-from rayspec.pipeline.messages import Connect, Follow, Moves
+from rayspec.pipeline.messages import Connect, Connected, Follow, Moves
 from rayspec.pipeline.transport import Secret, Transport
 
 SECRET = Secret()
@@ -52,3 +55,33 @@ def test_who_is_stuck_says_so_until_it_goes_on(endpoint: Endpoint) -> None:
     assert re.match(r"has not finished a pass for \d+ s, and the pass was expected to take ", status.problem)
     assert status.num_passes == 3
     assert endpoint.status().problem == ""
+
+
+def test_a_stage_links_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the GPU that is current in the thread that joins, nor any GPU for a stage on the CPU."""
+    asked = list[torch.device]()
+
+    def join(*, device: torch.device, **others: Any) -> TensorLink:
+        asked.append(device)
+        raise TransportError("no GPU is here")
+
+    monkeypatch.setattr(TensorLink, "join", join)
+    for device in (torch.device("cuda", 1), torch.device("cpu")):
+        stage = Endpoint("stage-0", SECRET, host=LOOPBACK, rank=(0, 2), device=device)
+        with closing(stage), closing(Transport(ENGINE, SECRET, host=LOOPBACK)) as engine:
+            engine.connect({"stage-0": stage.transport.address})
+            engine.epoch = 1
+            engine.send("stage-0", Connect(peers={ENGINE: engine.address}, link="127.0.0.1:1"))
+            with pytest.raises(NewEpoch):
+                stage.receive(PATIENCE_S)
+            received = engine.receive(PATIENCE_S)
+            assert received is not None
+            assert received.message == Connected(link_error="no GPU is here")
+    assert asked == [torch.device("cuda", 1), torch.device("cpu")]
+
+
+def test_a_link_of_gpus_needs_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(TransportError, match="no NCCL"):
+        TensorLink.join(rank=0, size=2, address="127.0.0.1:1", host=LOOPBACK, timeout_s=1, device=gpu)

@@ -88,10 +88,14 @@ class Peer:
     def join(self, rank: int, size: int, address: str, backend: Literal["gloo", "nccl"]) -> None:
         """Exchange a tensor with every other rank. The link stays open, for others may not be done. Raises
         TransportError."""
+        import torch  # noqa: PLC0415
+
         from rayspec.pipeline.collective import TensorLink, node_address  # noqa: PLC0415
 
-        where = {"address": address, "host": node_address()}
-        self._link = TensorLink.join(rank=rank, size=size, **where, timeout_s=_EXCHANGE_TIMEOUT_S, backend=backend)
+        device = torch.device("cuda" if backend == "nccl" else "cpu")
+        self._link = TensorLink.join(
+            rank=rank, size=size, address=address, host=node_address(), timeout_s=_EXCHANGE_TIMEOUT_S, device=device
+        )
 
 
 def cluster_findings(address: str, model: str | None) -> list[Finding]:
