@@ -110,7 +110,8 @@ def _run_passes(
                 raise
     if parts.lm_head is not None:
         logits = runner.head(left)
-        spec = SamplerSpec(sequence_id="", params=DecodingParams(), seed=0, prompt_token_ids=(), eos_token_ids=())
+        params = DecodingParams(top_p=0.5)  # in float64, which takes more memory than what others ask for
+        spec = SamplerSpec(sequence_id="", params=params, seed=0, prompt_token_ids=(), eos_token_ids=())
         sampler = TokenSampler(spec, vocab_size=logits.shape[1], device=parts.device)
         starts = range(0, len(logits), verified[0])
         target_tokens(logits, [Rows(sampler, start, [0] * (verified[0] - 1)) for start in starts])

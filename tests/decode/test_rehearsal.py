@@ -10,11 +10,16 @@ import pytest
 import torch
 
 from rayspec.config import EngineConfig
-from rayspec.decode.loading import affordable_slots
+from rayspec.decode import loading, rehearsal
+from rayspec.decode.loading import affordable_slots, bytes_of_passes
+from rayspec.decode.processing import _cut_to_top_p
 from rayspec.decode.rehearsal import peak_bytes, rehearse
 from rayspec.decode.runner import PackedBatch, Runner
+from rayspec.model.architecture import decompose
+from rayspec.model.fused import fuse
 from rayspec.model.kv_cache import KVCache, bytes_per_slot, whole_pages
-from rayspec.model.static_rows import Staging, StepBuffers
+from rayspec.model.static_rows import BatchMetadata, Staging, StepBuffers
+from rayspec.model.weights import load_model
 from rayspec.types import CheckpointError
 from tests.families import checkpoint, operator_parts_of, parts_of
 
@@ -70,6 +75,37 @@ def test_passes_that_do_not_fit_are_halved(caplog: pytest.LogCaptureFixture) -> 
     assert message.startswith("a pass of 300 rows does not fit into the memory")
     with pytest.raises(CheckpointError, match=r"no pass fits .* on cpu: CUDA out of memory"):
         _rehearsed(_of_all, most=8)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_every_stage_of_a_pipeline_runs_its_largest_passes(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first stage has the embedding, and only the last the head, whose sampling takes most memory."""
+    ran, sampled = list[tuple[int, bool]](), list[bool]()
+
+    def run(self: Runner, batch: PackedBatch, *arguments: Any) -> torch.Tensor:
+        ran.append((batch.num_rows, isinstance(batch.buckets[0][1], BatchMetadata)))
+        return of_runner(self, batch, *arguments)
+
+    def choose(logits: torch.Tensor, rows: Any) -> torch.Tensor:
+        sampled.extend(_cut_to_top_p in row.sampler.changes for row in rows)
+        return of_sampling(logits, rows)
+
+    of_runner, of_sampling = Runner.run, rehearsal.target_tokens
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(rehearsal, "target_tokens", choose)
+    monkeypatch.setattr(loading, "has_kernels", lambda config, parts: True)
+    monkeypatch.setattr(loading, "_verdict_file", lambda config, parts: None)
+    monkeypatch.setattr(loading, "rehearse", partial(rehearse, peak=_of_all))
+    layers = (range(1), range(1, 2), range(2, 4))[stage]
+    config = EngineConfig(
+        model=checkpoint("gemma2"), device="cpu", dtype="float32", max_num_seqs=6, max_num_batched_tokens=300,
+        parallel={"stages": 3},
+    )  # fmt: skip
+    parts = fuse(decompose(load_model(config, layers=layers), layers=layers), use_operators=True)
+    num_slots = bytes_per_slot(list(parts.shapes.values()), parts.dtype)
+    assert bytes_of_passes(config, parts) == 10**7 - num_slots * (whole_pages(300) + 1)
+    assert ran == [(300, True), (6 * 17, True)]
+    assert sampled == [True] * 6 * (stage == 2)
 
 
 def test_a_kernel_that_fails_leaves_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
