@@ -553,6 +553,8 @@ def _still_drafting(head: Head, work: Round, drafts: Sequence[Draft], active: Se
     rule, entries = work.keep_drafting, work.entries
     left = [index for index in active if len(drafts[index].token_ids) < entries[index].max_draft_tokens]
     left = [index for index in left if drafts[index].token_ids[-1] not in entries[index].end_tokens]
+    if not left:
+        return left
     if isinstance(rule, DraftUntilFound):
         for index, sound in zip(left, rule.worth.survivals([drafts[at].confidences for at in left]), strict=True):
             entry, one = entries[index], drafts[index]

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.choices import FULL, SKIP, Choice, combinations, weights_of
+from rayspec.choices import FULL, SKIP, Choice, Choices, combinations, weights_of
 from rayspec.machine import write_at_once
 from rayspec.types import RayspecError
 
@@ -28,6 +28,7 @@ Floats = NDArray[np.float64]
 FORMAT = "rayspec-latency-4"
 HEAD, DRAFT_HEAD, OVERHEAD, ROUND, WAKE = "head", "draft head", "overhead", "round", "wake"
 _FAR = 4096  # tokens of context
+_MOST_LINES = 4096  # kept, of shapes of passes
 _NUM_REWEIGHTINGS = 12
 _OUTLIER_FLOOR = 1e-3  # relative errors below this count alike
 _CHOICES = combinations(("int8", "int4", "window", "pages"))
@@ -145,7 +146,7 @@ class LatencyModel:
     rejected_s: float = 0.0
     measured_context: int = 0
     measured_batch: int = 1
-    _lines: dict[tuple[float, float], tuple[float, float]] = field(
+    _lines: dict[tuple[Choices | None, float, float], tuple[float, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -255,23 +256,32 @@ class LatencyModel:
         )
         return sum(slowest_s) + self.wake_s * len(hops)
 
-    def draft_step_s(self, choices: Sequence[Choice], *, context: float, batch: float) -> float:
+    def draft_step_s(self, choices: Choices, *, context: float, batch: float) -> float:
         """Return the seconds of a draft step: one row of each sequence through the sublayers, by their choices, and the
         head."""
-        sublayers = self.sublayers_s(rows=batch, context=context, batch=batch, choices=choices)
-        return self._forward_s(float(sublayers.sum()), batch, choices, drafting=True)
+        return self._pass_s(choices, rows=batch, context=context, batch=batch)
 
     def verify_s(self, *, rows: float, context: float, batch: float) -> float:
-        """Return the seconds of one forward of the target over `rows` rows. Every round calls this, and all curves are
-        linear in the context; so the sum's intercept and slope are cached for each number of rows and sequences."""
-        if (rows, batch) not in self._lines:
-            in_full = (FULL,) * len(self.sublayers)
+        """Return the seconds of one forward of the target over `rows` rows."""
+        return self._pass_s(None, rows=rows, context=context, batch=batch)
+
+    def _pass_s(self, choices: Choices | None, *, rows: float, context: float, batch: float) -> float:
+        """Return the seconds of a forward: of a draft by these choices, or else of the target. Every round asks several
+        times, and all curves are linear in the context. So the sum's intercept and slope are kept."""
+        key = (choices, rows, batch)
+        if key not in self._lines:
+            if len(self._lines) >= _MOST_LINES:
+                self._lines.clear()
+            ways, drafting = choices or (FULL,) * len(self.sublayers), choices is not None
             near_s, far_s = (
-                self._forward_s(float(self.sublayers_s(rows=rows, context=far, batch=batch).sum()), rows, in_full)
+                self._forward_s(
+                    float(self.sublayers_s(rows=rows, context=far, batch=batch, choices=ways).sum()),
+                    rows, ways, drafting=drafting,
+                )
                 for far in (0, _FAR)
-            )
-            self._lines[rows, batch] = near_s, (far_s - near_s) / _FAR
-        least, slope = self._lines[rows, batch]
+            )  # fmt: skip
+            self._lines[key] = near_s, (far_s - near_s) / _FAR
+        least, slope = self._lines[key]
         return least + slope * context
 
     def decode_step_s(self, *, context: float, batch: float) -> float:
