@@ -47,7 +47,7 @@ from rayspec.model.sublayers import Body, Decomposition, Sublayer
 
 logger = logging.getLogger(__name__)
 
-_NUM_MLP_ROWS = 10
+_NUM_MLP_ROWS, _NUM_HEAD_ROWS = 10, 4
 _QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _FIRST = {"attention": _QUERY_KEY_VALUE, "mlp": _GATE_UP}
@@ -183,6 +183,13 @@ def names_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[Seque
         known = " or ".join(" + ".join(each) for each in _FIRST[kind])
         raise AttributeError(f"no {known}")
     return names, _LAST[kind]
+
+
+def _require_near(found: Tensor, expected: Tensor, weights: Weights) -> None:
+    """Raise ValueError if the output by a copy of the weights has too large an error."""
+    error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    if not error <= _LARGEST_ERROR[weights]:
+        raise ValueError(f"its error is {error:.3f} of the output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,17 +329,22 @@ class _Fuser:
         return packed, FewRows(halved or matrix, shortlist, most=FEW_ROWS_ON_GPU if self._use_operators else FEW_ROWS)
 
     def _shortlist(self, head: nn.Linear, *, is_tied: bool) -> Shortlist | None:
-        """Return a head of drafts with the smallest copies, or None if they have none of the head."""
+        """Return a head of drafts with the smallest copies, or None if they have none of the head. Its logits of random
+        rows are compared with the head's."""
         if not self._quantised:
             return None
         weights: Weights = "int4" if "int4" in self._quantised else "int8"
         try:
             copy = QUANTISED[weights]([head], use_operators=self._use_operators)
             stays = is_tied or not self._may_block(head)
-            return Shortlist(head, copy, head.weight.data if stays else head.weight.data.bfloat16())
+            made = Shortlist(head, copy, head.weight.data if stays else head.weight.data.bfloat16())
+            rows = torch.randn(1, _NUM_HEAD_ROWS, head.in_features, generator=torch.Generator().manual_seed(0))
+            rows = rows.to(head.weight.device, head.weight.dtype)
+            _require_near(made(rows), head(rows), weights)
         except _MISFITS as misfit:
             logger.warning("the LM head has no %s copy for drafts: %s", weights, lack_of_memory(misfit) or misfit)
             return None
+        return made
 
     def final_norm(self, parts: Decomposition) -> nn.Module | None:
         norm = parts.final_norm
@@ -350,9 +362,7 @@ class _Fuser:
                     made = replace(body, first=make(linears[:-1]), last=make(linears[-1:]))
                 else:
                     made = replace(body, first=make(linears))
-                error = float((check.branch(made) - check.expected).norm() / check.expected.norm())
-                if not error <= _LARGEST_ERROR[weights]:
-                    raise ValueError(f"its error is {error:.3f} of the output")
+                _require_near(check.branch(made), check.expected, weights)
             except _MISFITS as misfit:
                 self._note(f"have no {weights} copy for drafts", sublayer, misfit)
             else:

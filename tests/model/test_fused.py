@@ -1,3 +1,5 @@
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from rayspec.model import fused as fused_layers
 from rayspec.model import matrices
 from rayspec.model.architecture import decompose
 from rayspec.model.fused import FusedLayer, fuse, matrices_of
-from rayspec.model.matrices import Matrix
+from rayspec.model.matrices import FewRows, Matrix
 from rayspec.model.offload import offload
 from rayspec.model.sublayers import Decomposition
 from tests.families import MATRIX, build, checkpoint, logits_of, modules_of
@@ -70,6 +72,31 @@ def test_drafts_have_a_head_whose_likeliest_tokens_are_the_heads(
     assert torch.equal(drafted.argmax(-1), expected.argmax(-1))
     torch.testing.assert_close(drafted.amax(-1), expected.amax(-1), atol=0.01 * most, rtol=0.01)
     assert 0.01 * most < float((drafted - expected).abs().max()) < 0.3 * most
+
+
+def _raise(product: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("out of resource: shared memory")
+
+
+@pytest.mark.parametrize("fault", [torch.zeros_like, _raise])
+def test_a_head_of_drafts_that_computes_something_else_is_left_out(
+    fault: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kernel that fails in the shape of the head only: the copies of sublayers stay."""
+    parts, product = decompose(build("llama")), matrices.int4_product
+    num_tokens = len(parts.lm_head.weight) if parts.lm_head is not None else 0
+
+    def faulty(rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        found = product(rows, weight, scales)
+        return fault(found) if len(weight) >= num_tokens else found
+
+    monkeypatch.setattr(matrices, "int4_product", faulty)
+    with caplog.at_level(logging.WARNING):
+        fused = fuse(parts, quantised=["int4"], use_operators=True)
+    assert fused.draft_head is None or not isinstance(fused.draft_head, FewRows)
+    assert all("int4" in sublayer.quantised for sublayer in fused.sublayers)
+    (message,) = caplog.messages
+    assert message.startswith("the LM head has no int4 copy for drafts: ")
 
 
 @pytest.mark.parametrize("has_instructions", [False, True])
