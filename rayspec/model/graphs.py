@@ -80,8 +80,9 @@ Part: TypeAlias = str | Stretch
 ROTARY: Part = "the rotary embedding"
 EMBEDDING: Part = "the embedding"
 
-# Eager passes of a plan of a draft before it is captured: a capture takes about as long as this number saves.
-_NUM_EAGER_DRAFTS = 8
+# Eager passes of a plan of a draft, or of a bucket of prompt chunks, before it is captured: a capture takes about as
+# long as this number saves.
+_NUM_EAGER_RARE = 8
 _MAX_COUNTED = 4096
 
 
@@ -121,8 +122,8 @@ class GraphLimits:
 class StepGraphs:
     """A `StaticStep` that captures parts of passes and replays them. Other parts run eagerly, within the same pass.
 
-    A part of a bucket is captured at its second pass, or by `warm_up`; a stretch that is a draft's, after a few more.
-    Passes with a tap and buckets that are too large run eagerly. A sublayer that cannot be captured runs eagerly and
+    A part of a bucket is captured at its second pass, or by `warm_up`; a stretch that is a draft's, and parts of prompt
+    chunks, after a few more. Passes with a tap and buckets that are too large run eagerly. A sublayer that cannot be captured runs eagerly and
     divides the stretch around it.
     """
 
@@ -252,11 +253,11 @@ class StepGraphs:
             self._run(part, rows)
 
     def _may_capture(self, bucket: Bucket) -> bool:
-        return bucket.num_rows <= self._limits.max_rows and bucket.max_rows <= MAX_TREE_ROWS
+        return bucket.num_rows <= self._limits.max_rows
 
     def _is_due(self, key: tuple[Bucket, Part]) -> bool:
         """Count a pass that is about to run, and return whether to capture this part now. At first it needs one earlier
-        pass, or a few if it is a draft's; each release doubles this number."""
+        pass, or a few if it is a draft's or a chunk's; each release doubles this number."""
         bucket, part = key
         if self._is_full or not self._may_capture(bucket) or self._is_eager(part):
             return False
@@ -267,7 +268,8 @@ class StepGraphs:
                 counts.clear()
         self._num_passes[key] += 1
         is_draft = not isinstance(part, str) and part not in self._stretches(*self._all)
-        return self._num_passes[key] > (_NUM_EAGER_DRAFTS if is_draft else 1) << self._num_releases[key]
+        is_rare = is_draft or bucket.max_rows > MAX_TREE_ROWS
+        return self._num_passes[key] > (_NUM_EAGER_RARE if is_rare else 1) << self._num_releases[key]
 
     def _is_eager(self, part: Part) -> bool:
         return part in self._eager if isinstance(part, str) else part[0][0] in self._eager

@@ -129,6 +129,21 @@ def test_a_plan_of_a_draft_is_captured_when_it_has_run_a_few_times() -> None:
     assert driver.graphs[-1].num_replays == 2, "the last of the eager passes was its rehearsal"
 
 
+def test_chunks_of_prompts_are_captured_when_their_bucket_has_run_a_few_times() -> None:
+    """Alone and beside decodes; not above the limit."""
+    driver = RecordingDriver()
+    graphs, eager = captured(driver, max_rows=80), eager_step()
+    for seed in range(12):
+        for rows in ((70,), (66 + seed, 1, 1)):
+            assert torch.equal(run(graphs, metadata(rows, seed)), run(eager, metadata(rows, seed)))
+        assert driver.num_captures == (0 if seed < 8 else 2 * NUM_PARTS)
+    assert sorted(bucket.num_sequences for bucket in graphs.buckets) == [1, 4]
+    assert {graph.num_replays for graph in driver.graphs} == {3}
+    for seed in range(12):
+        run(graphs, metadata((90,), seed))
+    assert driver.num_captures == 2 * NUM_PARTS
+
+
 def test_in_a_trial_every_plan_is_captured_at_once_and_forgotten_afterwards() -> None:
     driver = RecordingDriver()
     graphs = captured(driver)
