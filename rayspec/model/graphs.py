@@ -123,8 +123,8 @@ class StepGraphs:
     """A `StaticStep` that captures parts of passes and replays them. Other parts run eagerly, within the same pass.
 
     A part of a bucket is captured at its second pass, or by `warm_up`; a stretch that is a draft's, and parts of prompt
-    chunks, after a few more. Passes with a tap and buckets that are too large run eagerly. A sublayer that cannot be captured runs eagerly and
-    divides the stretch around it.
+    chunks, after a few more. Passes with a tap and buckets that are too large run eagerly. A sublayer that cannot be
+    captured runs eagerly and divides the stretch around it.
     """
 
     def __init__(

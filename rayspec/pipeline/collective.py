@@ -88,8 +88,7 @@ class TensorLink:
         if by_nccl and not dist.is_nccl_available():
             raise TransportError(f"rank {rank} of {size} could not join: this version of torch has no NCCL")
         try:
-            if by_nccl and device.index is None:
-                device = torch.device("cuda", torch.cuda.current_device())
+            device = torch.empty(0, device=device).device  # with its number
             store = store_at(address, timeout_s)
             group = ProcessGroup(store, rank, size)
             if by_nccl:
