@@ -198,16 +198,20 @@ class Verdict(msgspec.Struct, frozen=True):
     is_finite: bool = True
 
 
+def before_late(row: Rows, verdict: Verdict) -> Verdict:
+    """Leave out the tokens from the first row on whose mask was late. Row 0's never is."""
+    constraint, token_ids = row.sampler.constraint, verdict.token_ids
+    for at in range(1, len(token_ids)) if constraint is not None else ():
+        if constraint.is_late(token_ids[:at]):
+            return structs.replace(verdict, token_ids=token_ids[:at], num_accepted=at, path=verdict.path[:at])
+    return verdict
+
+
 def commit(logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict]) -> list[Committed]:
     """Commit the accepted tokens to the samplers and return them with the log-probabilities that their parameters ask
     for. Everything is computed before any sampler changes. One host synchronisation per distinct number of
     log-probabilities."""
-    pairs = []
-    for row, verdict in zip(rows, verdicts, strict=True):
-        constraint, certain = row.sampler.constraint, verdict.token_ids[:-1]
-        if constraint is not None and constraint.is_late(certain):  # the mask of the last token; the first's never is
-            verdict = structs.replace(verdict, token_ids=certain)  # noqa: PLW2901
-        pairs.append((row, verdict))
+    pairs = list(zip(rows, verdicts, strict=True))
     results: list[Sequence[dict[int, Logprob]]] = [()] * len(rows)
     asked = [row.sampler.params.logprobs if verdict.is_finite else None for row, verdict in pairs]
     for count in {count for count in asked if count is not None}:
@@ -327,6 +331,7 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
         entries = [structs.replace(entry, **bare) for entry in work.entries]
         return (yield from _round(structs.replace(work, entries=entries, num_taps=0), head))
     head.note_taps(verify.taps, logits)
+    verdicts = list(map(before_late, rows, verdicts))
     committed = commit(logits, rows, verdicts)
     probed: list[list[int]] = [[] for _ in probes]
     if any(probes):

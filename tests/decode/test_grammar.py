@@ -17,15 +17,20 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 from rayspec import LLM, SamplingParams, StructuredOutputsParams, demo
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.decode.round_planner import _FORCING
+from rayspec.decode.rounds import before_late, verify_coupled
+from rayspec.decode.sampling import Rows
+from rayspec.decode.work import DecodingParams
 from rayspec.errors import ConfigError, GrammarError
 from rayspec.forms.grammar import _MAX_KEPT, Constraint, Grammars
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.types import Request, RequestOutput
+from tests.decode.samplers import sampler_of
 from tests.decode.test_losslessness import LookingUp
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import RandomPlans, engine_with
@@ -570,6 +575,31 @@ def test_drafts_whose_masks_are_late_are_dropped(
     for (text, reason), schema in zip(_texts(outputs), SCHEMAS, strict=False):
         if reason == "stop":
             jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
+
+
+def test_whatever_was_chosen_without_a_mask_is_dropped_and_what_follows_too() -> None:
+    """Also where the draft agrees, because it had no mask either."""
+    grammars, form = _grammars(), StructuredOutputsParams(regex="[a-z]{8}")
+    a, wrong = demo_tokenizer()("a", add_special_tokens=False)["input_ids"][-1], EOS
+    logits = torch.zeros(4, len(demo_tokenizer()))
+    logits[torch.arange(4), torch.tensor([a, wrong, a, a])] = 9.0
+    for is_late in (False, True):
+        params = DecodingParams(temperature=0.0, structured_outputs=form)
+        sampler = sampler_of(params, logits.shape[1])
+        sampler.constraint = constraint = grammars.constraint(form, 0)
+        assert constraint.wait(60)
+        constraint._patience_s = 0.0 if is_late else 60.0
+        event = threading.Event()
+        for lane in (grammars._lanes.fast, grammars._lanes.slow) if is_late else ():
+            for _ in range(lane._max_workers):
+                lane.submit(event.wait)
+        row = Rows(sampler, 0, [a, wrong, a])
+        (verdict,) = verify_coupled(logits, [row])
+        assert verdict.token_ids == ([a, wrong, a, a] if is_late else [a, verdict.token_ids[1]])
+        verdict = before_late(row, verdict)
+        event.set()
+        assert wrong not in verdict.token_ids
+        assert (len(verdict.token_ids), verdict.num_accepted) == ((1, 1) if is_late else (2, 1))
 
 
 def test_a_grammar_that_becomes_too_hard_fails_its_request_alone(llm: LLM) -> None:
