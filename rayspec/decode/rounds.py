@@ -201,7 +201,9 @@ class Verdict(msgspec.Struct, frozen=True):
 def before_late(row: Rows, verdict: Verdict) -> Verdict:
     """Leave out the tokens from the first row on whose mask was late. Row 0's never is."""
     constraint, token_ids = row.sampler.constraint, verdict.token_ids
-    for at in range(1, len(token_ids)) if constraint is not None else ():
+    if constraint is None:
+        return verdict
+    for at in range(1, len(token_ids)):
         if constraint.is_late(token_ids[:at]):
             return structs.replace(verdict, token_ids=token_ids[:at], num_accepted=at, path=verdict.path[:at])
     return verdict
