@@ -48,8 +48,7 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
             why = f"option 'tensor' is {options.tensor}, but {_WHY_UNDIVIDED}"
             raise UnsupportedModelError(f"{model.model_type}: {why}: set it to 1")
         if sizes.why_whole:
-            why = f"{sizes.why_whole}, so it cannot be cut into stages"
-            raise UnsupportedModelError(f"{model.model_type}: {why}: remove option 'parallel'")
+            raise UnsupportedModelError(f"{sizes.why_whole}, so it cannot be cut into stages: remove option 'parallel'")
     info = model_info(config, model, with_tokenizer=with_tokenizer)
     num_gpus, window = gpus_per_shard(config, options), sizes.window if sizes.splits else None
     blueprint = Blueprint(
