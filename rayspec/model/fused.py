@@ -27,10 +27,10 @@ from rayspec.model.load_check import CheckRows, CheckSequence, RecordingRows, la
 from rayspec.model.matrices import (
     FEW_ROWS,
     FEW_ROWS_ON_GPU,
-    QUANTISED,
     Bfloat16Matrix,
     FewRows,
     Int4Matrix,
+    Int8Matrix,
     LinearMap,
     Matrix,
     Norm,
@@ -48,6 +48,8 @@ from rayspec.model.sublayers import Body, Decomposition, Sublayer
 logger = logging.getLogger(__name__)
 
 _NUM_MLP_ROWS, _NUM_HEAD_ROWS = 10, 4
+# Random tokens whose hidden states show how large the inputs of a matrix are.
+_NUM_TOKENS = 64
 _QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _FIRST = {"attention": _QUERY_KEY_VALUE, "mlp": _GATE_UP}
@@ -219,6 +221,37 @@ class _Check:
             raise ValueError(f"the fused computation differs by {difference:.1e} of the largest output")
 
 
+class _Inputs:
+    """Hidden states of random tokens, which the sublayers of a model compute in turn: how large the inputs of their
+    matrices are. Random hidden states do not show it, but random tokens do nearly as well as text (docs/tried.md)."""
+
+    def __init__(self, parts: Decomposition) -> None:
+        self._rows = rows_of(parts, [CheckSequence(0, (_NUM_TOKENS,))])
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(parts.config.get_text_config().vocab_size, (_NUM_TOKENS,), generator=generator)
+        self._hidden = parts.embed(tokens.to(parts.device))
+
+    def mean_squares(self, sublayer: Sublayer) -> Sequence[Tensor | None]:
+        """Run the next sublayer. Return the mean squares of the columns of the inputs of its first and its last matrix,
+        float32 [columns] each, or None for a block of another layout."""
+        found: list[Tensor | None] = [None, None]
+
+        def note(place: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+            squares = args[0].float().square().flatten(0, -2).mean(0)
+            found[place] = squares if bool(squares.isfinite().all()) else None
+
+        try:
+            first, last = matrices_of(sublayer.block, sublayer.kind)
+        except AttributeError:
+            first, last = [], None
+        watched = [*first[:1], *([last] if isinstance(last, nn.Module) else [])]
+        handles = [each.register_forward_pre_hook(partial(note, place)) for place, each in enumerate(watched)]
+        self._hidden = self._rows.outputs(sublayer.layer, sublayer, hidden=[self._hidden])
+        for handle in handles:
+            handle.remove()
+        return found
+
+
 class _Fuser:
     """Makes bodies and checks each on the rows of a load check.
 
@@ -241,15 +274,17 @@ class _Fuser:
         self._exact = check_rows(parts, with_chunks=True, dtype=torch.float32)
         self._faults: dict[tuple[Any, ...], ValueError | None] = {}  # of each kind of attention, in float32
         self._failed: dict[str, dict[tuple[str, type[Exception]], tuple[str, list[int]]]] = {}
+        self._inputs = _Inputs(parts) if "int4" in quantised and parts.embedding is not None else None
 
     def fused(self, sublayer: Sublayer) -> Sublayer:
         check = _Check.of(sublayer, self._rows[sublayer.kind])
+        mean_squares = self._mean_squares(sublayer)
         try:
             body, linears = self._checked_body(sublayer, check)
         except _MISFITS as misfit:
             self._note("run by transformers' modules, which is slower", sublayer, misfit)
         else:
-            copies = self._copies(sublayer, body, linears, check)
+            copies = self._copies(sublayer, body, linears, check, mean_squares)
             empty_linears(linears)
             return replace(sublayer, body=self._by_own_bits(body, copies), quantised=copies)
         self._block_linears(sublayer, check)
@@ -259,6 +294,7 @@ class _Fuser:
         """Return an offloaded sublayer with quantised copies, which stay on the device."""
         if not self._quantised:
             return sublayer
+        mean_squares = self._mean_squares(sublayer)
         check = _Check.of(sublayer, self._rows[sublayer.kind])  # Fetches the weights: until another sublayer runs.
         try:
             twin = _twin_of(sublayer)
@@ -266,7 +302,7 @@ class _Fuser:
         except _MISFITS as misfit:
             self._note("have no copies for drafts", sublayer, misfit)
             return sublayer
-        copies = self._copies(twin, body, linears, check)
+        copies = self._copies(twin, body, linears, check, mean_squares)
         empty_linears(linears)
         return replace(sublayer, quantised=copies)
 
@@ -335,7 +371,7 @@ class _Fuser:
             return None
         weights: Weights = "int4" if "int4" in self._quantised else "int8"
         try:
-            copy = QUANTISED[weights]([head], use_operators=self._use_operators)
+            copy = self._copy(weights, [head])
             stays = is_tied or not self._may_block(head)
             made = Shortlist(head, copy, head.weight.data if stays else head.weight.data.bfloat16())
             rows = torch.randn(1, _NUM_HEAD_ROWS, head.in_features, generator=torch.Generator().manual_seed(0))
@@ -350,24 +386,39 @@ class _Fuser:
         norm = parts.final_norm
         return as_operator(norm) if self._use_operators and norm is not None else norm
 
+    def _mean_squares(self, sublayer: Sublayer) -> Sequence[Tensor | None]:
+        return (None, None) if self._inputs is None else self._inputs.mean_squares(sublayer)
+
     def _copies(
-        self, sublayer: Sublayer, body: FusedLayer, linears: Sequence[nn.Linear], check: _Check
+        self,
+        sublayer: Sublayer,
+        body: FusedLayer,
+        linears: Sequence[nn.Linear],
+        check: _Check,
+        mean_squares: Sequence[Tensor | None],
     ) -> dict[Weights, Body]:
-        """Return bodies with quantised copies of the linear layers `linears`. A last layer that is not plain stays."""
+        """Return bodies with quantised copies of the linear layers `linears`. A last layer that is not plain stays.
+        mean_squares: of the inputs of the first and the last matrix."""
         copies: dict[Weights, Body] = {}
         for weights in self._quantised:
-            make = partial(QUANTISED[weights], use_operators=self._use_operators)
+            make = partial(self._copy, weights)
             try:
                 if isinstance(body.last, LinearMap):
-                    made = replace(body, first=make(linears[:-1]), last=make(linears[-1:]))
+                    first = make(linears[:-1], mean_squares[0])
+                    made = replace(body, first=first, last=make(linears[-1:], mean_squares[1]))
                 else:
-                    made = replace(body, first=make(linears))
+                    made = replace(body, first=make(linears, mean_squares[0]))
                 _require_near(check.branch(made), check.expected, weights)
             except _MISFITS as misfit:
                 self._note(f"have no {weights} copy for drafts", sublayer, misfit)
             else:
                 copies[weights] = made
         return copies
+
+    def _copy(self, weights: Weights, linears: Sequence[nn.Linear], mean_squares: Tensor | None = None) -> LinearMap:
+        if weights == "int8":
+            return Int8Matrix(linears, use_operators=self._use_operators)
+        return Int4Matrix(linears, use_operators=self._use_operators, mean_squares=mean_squares)
 
     def _by_own_bits(self, body: FusedLayer, copies: Mapping[Weights, Body]) -> FusedLayer:
         """Return the body with the matrices of its int4 copy for few rows, where the checkpoint has 4 bits."""

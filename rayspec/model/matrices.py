@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias, TypeGuard, cast
 
@@ -151,12 +151,16 @@ def empty_linears(linears: Sequence[nn.Linear]) -> None:
         each.weight = nn.Parameter(each.weight.data[:0].clone(), requires_grad=False)
 
 
-# Group sizes, and the share of a group's range that the int4 levels span. The first size that divides the number of
-# columns is used. The share has the smallest squared error, both on random numbers and on a trained model.
+# Columns of a row with the same scale in an int4 copy. On a GPU, tiles are measured for the large groups, of which the
+# first that divides the number of columns is used. The share of a group's range that the levels span at first has the
+# smallest squared error, both on random numbers and on a trained model.
+_GROUP, _GPU_GROUPS = 32, (128, 64, 32)
 _SPANS = {128: 0.93, 64: 0.96, 32: 0.98}
+# How often levels and scales are then fitted to each other, and what a column counts at least, as a share of the mean.
+_NUM_FITS, _LEAST_IMPORTANCE = 2, 0.01
 # Weights that have 4 bits already: checkpoints have groups of 32, or of several times 32. How many steps at least the
 # numbers of a group span, how far they are from a level at most, in steps, and the share of such groups.
-_SMALLEST_GROUP, _FEWEST_STEPS, _OFF_LEVEL, _MOST = 32, 5, 0.05, 0.9
+_FEWEST_STEPS, _OFF_LEVEL, _MOST = 5, 0.05, 0.9
 # The int4 kernel's layout has blocks of 64 rows; the last block has a multiple of 16 rows.
 _BLOCK_ROWS = 64
 _ROW_MULTIPLE = 16
@@ -220,19 +224,26 @@ class Int4Matrix(_QuantisedMatrix):
     """int4 weights with a scale and a zero for each group of columns of a row. Weights of a dequantised checkpoint of 4
     bits stay as they are. Input rows have full precision; on a CPU bfloat16, for which torch's kernel is fast.
 
-    has_own_bits: whether the weights had 4 bits. Raises ValueError for a number of columns that no group size divides.
+    mean_squares: of each column of the input, [num_columns]; errors weigh as much in the product. By default the
+    columns are alike. has_own_bits: whether the weights had 4 bits. Raises ValueError for a number of columns that no
+    group size divides.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], *, use_operators: bool = False) -> None:
+    def __init__(
+        self, linears: Sequence[nn.Linear], *, use_operators: bool = False, mean_squares: Tensor | None = None
+    ) -> None:
         super().__init__(linears)
         weight = joined_weight(linears)
         self.has_own_bits = _have_4_bits(weight[:_BLOCK_ROWS])
-        size = _SMALLEST_GROUP if self.has_own_bits else group_size(self.num_columns)
+        sizes = (_GROUP,) if self.has_own_bits or not use_operators else _GPU_GROUPS
+        size = _group_size(self.num_columns, sizes)
+        if mean_squares is None:
+            mean_squares = torch.ones(self.num_columns, device=weight.device)
         weight = pad(weight, (0, 0, 0, -self.num_rows % _ROW_MULTIPLE))
         packed, scales = [], []
         quantised = partial(
             _int4,
-            size=size,
+            importance=mean_squares.float().view(-1, size),
             have_4_bits=self.has_own_bits,
             zero_level=-16 if use_operators else 8,
             dtype=weight.dtype if use_operators else torch.bfloat16,
@@ -295,9 +306,6 @@ class Shortlist(LinearMap):
         return cast(Tensor, logits.scatter_(-1, tokens, exact if self._bias is None else exact + self._bias[tokens]))
 
 
-QUANTISED: Mapping[Weights, type[Int8Matrix | Int4Matrix]] = {"int8": Int8Matrix, "int4": Int4Matrix}
-
-
 def has_int8_products(device: torch.device) -> bool:
     """Return whether oneDNN multiplies int8 by int8 exactly on this device: older processors saturate."""
     return (
@@ -308,27 +316,25 @@ def has_int8_products(device: torch.device) -> bool:
     )
 
 
-def group_size(num_columns: int) -> int:
-    """Return how many columns of an int4 matrix share a scale. Raises ValueError if no size divides `num_columns`."""
-    size = next((size for size in _SPANS if num_columns % size == 0), None)
-    if size is None:
-        raise ValueError(
-            f"{num_columns} columns cannot be quantised to int4 in groups of {', '.join(map(str, _SPANS))}"
-        )
-    return size
-
-
 def num_bytes(weights: Weights, num_rows: int, num_columns: int) -> int:
-    """Return the bytes of a quantised copy of a matrix. The int4 copy has more groups in a 4-bit checkpoint, and larger
-    scales on a GPU in float32.
+    """Return the bytes of a quantised copy of a matrix. On a GPU the int4 copy has fewer groups, and in float32 larger
+    scales.
 
     Raises ValueError for int4 if no group size divides `num_columns`.
     """
     if weights == "int8":
         return num_rows * (num_columns + torch.float32.itemsize)
-    num_groups = num_columns // group_size(num_columns)
+    num_groups = num_columns // _group_size(num_columns, (_GROUP,))
     padded_rows = num_rows + -num_rows % _ROW_MULTIPLE
     return padded_rows * (num_columns // 2 + num_groups * 2 * torch.bfloat16.itemsize)
+
+
+def _group_size(num_columns: int, sizes: Sequence[int]) -> int:
+    """Return the first of the sizes that divides `num_columns`. Raises ValueError if there is none."""
+    size = next((size for size in sizes if num_columns % size == 0), None)
+    if size is None:
+        raise ValueError(f"{num_columns} columns cannot be quantised to int4 in groups of {', '.join(map(str, sizes))}")
+    return size
 
 
 def _product_of_int8_rows(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
@@ -370,12 +376,14 @@ def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int4(
-    weight: Tensor, size: int, *, have_4_bits: bool, zero_level: int, dtype: torch.dtype
+    weight: Tensor, importance: Tensor, *, have_4_bits: bool, zero_level: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise to levels 0 to 15 [N, K], and scales and zeros [N, K / size] of `dtype`.
+    """Quantise to levels 0 to 15 [N, K], and scales and zeros [N, K / size] of `dtype`. importance: [K / size, size],
+    how much the squared error of a column counts in its group.
 
     (level - zero_level) * scale + zero is near the weight.
     """
+    size = importance.shape[1]
     numbers = weight.float().view(len(weight), -1, size)
     low, high = numbers.amin(-1, keepdim=True), numbers.amax(-1, keepdim=True)  # `aminmax` is six times as slow.
     step = (high - low) * (_SPANS[size] / 15)
@@ -383,18 +391,33 @@ def _int4(
     if have_4_bits:
         found = _steps(numbers.flatten(0, 1)).view_as(step)
         step, lowest = torch.where(found > 0, found, step), torch.where(found > 0, low, lowest)
+    else:
+        shares = importance + importance.mean().clamp(min=_SMALLEST_SCALE) * _LEAST_IMPORTANCE
+        shares = shares / shares.sum(-1, keepdim=True)
+        for _ in range(_NUM_FITS):
+            levels = _levels(numbers, step, lowest)
+            middle, middle_level = (each.mul(shares).sum(-1, keepdim=True) for each in (numbers, levels))
+            weights = (levels - middle_level).mul_(shares)
+            spread = weights.mul(levels).sum(-1, keepdim=True)
+            step = weights.mul_(numbers).sum(-1, keepdim=True) / torch.where(spread > 0, spread, 1)
+            step = step.clamp_(min=0).to(dtype).float()
+            lowest = middle - middle_level * step
     scale = step.to(dtype)
     zero = (lowest + zero_level * scale.float()).to(dtype)
-    divisor = torch.where(scale > 0, scale, 1).float()
-    levels = ((numbers - zero.float()) / divisor + zero_level).round_().clamp_(0, 15)
+    levels = _levels(numbers, scale.float(), zero.float() - zero_level * scale.float())
     return levels.flatten(1), scale.squeeze(-1), zero.squeeze(-1)
+
+
+def _levels(numbers: Tensor, step: Tensor, lowest: Tensor) -> Tensor:
+    """Return the nearest levels 0 to 15 of the numbers [N, groups, size], as floats."""
+    return ((numbers - lowest) / torch.where(step > 0, step, 1)).round_().clamp_(0, 15)
 
 
 def _have_4_bits(weight: Tensor) -> bool:
     """Return whether nearly all groups of the weights [N, K] have at most 16 levels with equal steps."""
-    if weight.shape[1] % _SMALLEST_GROUP:
+    if weight.shape[1] % _GROUP:
         return False
-    return float((_steps(weight.float().reshape(-1, _SMALLEST_GROUP)) > 0).float().mean()) > _MOST
+    return float((_steps(weight.float().reshape(-1, _GROUP)) > 0).float().mean()) > _MOST
 
 
 def _steps(groups: Tensor) -> Tensor:

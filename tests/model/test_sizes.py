@@ -2,11 +2,12 @@ import pytest
 import torch
 from transformers import AutoConfig, Gemma3Config
 
+from rayspec.choices import QUANTISED_WEIGHTS
 from rayspec.decode.generate_state import GenerateState, cache_bytes
 from rayspec.model.fused import FusedLayer, fuse
 from rayspec.model.kv_cache import bytes_per_slot
 from rayspec.model.layer_bytes import cached_bytes
-from rayspec.model.matrices import QUANTISED, LinearMap
+from rayspec.model.matrices import LinearMap
 from rayspec.model.sizes import model_sizes, quantised_bytes
 from rayspec.model.weights import read_config
 from rayspec.types import ConfigError
@@ -129,7 +130,7 @@ def _total(sizes: object) -> int:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "qwen3_moe"])
 def test_copies_weigh_what_the_loaded_ones_do(family: str) -> None:
     fused = fuse(modules_of(checkpoint(family)), quantised=["int8", "int4"])
-    for weights in QUANTISED:
+    for weights in QUANTISED_WEIGHTS:
         bodies = [sublayer.quantised[weights] for sublayer in fused.sublayers if weights in sublayer.quantised]
         matrices = [matrix for body in bodies if isinstance(body, FusedLayer) for matrix in (body.first, body.last)]
         num_bytes = sum(matrix.num_bytes for matrix in matrices if isinstance(matrix, LinearMap))
