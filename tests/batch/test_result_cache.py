@@ -60,6 +60,10 @@ def test_equal_rows_run_once_and_the_same_job_starts_no_engine(loads: list[str])
     assert again["3"]["source"] == "in.jsonl:4"
 
 
+def summaries(rows: dict[str, Any]) -> dict[str, str]:
+    return {name: row["summary"] for name, row in rows.items()}
+
+
 def test_what_decides_the_text_is_in_the_key(loads: list[str], tmp_path: Path) -> None:
     shutil.copytree(model_path("demo"), tmp_path / "model")
     model = ("--model", "model")
@@ -83,7 +87,7 @@ def test_broken_results_are_computed_again(loads: list[str], tmp_path: Path) -> 
     kept[1].write_bytes(whole[1].replace(b"The", b"the").replace(b"stop", b"shop").replace(b"length", b"lengta"))
     again, _ = run("b.jsonl")
     assert len(loads) == 2
-    assert [row["summary"] for row in again.values()] == [row["summary"] for row in first.values()]
+    assert summaries(again) == summaries(first)
     assert [file.read_bytes() for file in kept] == whole
 
 
@@ -96,7 +100,7 @@ def test_a_broken_result_with_a_right_checksum_is_named(
         caplog.clear()
         broken.write_bytes(_digest(content).encode() + b"\n" + content)
         again, _ = run(f"{number}.jsonl")
-        assert [row["summary"] for row in again.values()] == [row["summary"] for row in first.values()]
+        assert summaries(again) == summaries(first)
         assert [broken.name in one for one in caplog.messages if "is broken" in one] == [True]
         assert len(loads) == 2 + number
 

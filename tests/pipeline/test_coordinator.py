@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -96,13 +97,14 @@ def drafts_of(future: Future[Answer]) -> Sequence[FoundDraft]:
 def answer_here(
     run: LoopEngine, path: str, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question
 ) -> Answer:
-    """The same question answered in one process, on the shards' keys, values and taps."""
-    parts = parts_of(path, "float32", COPIES)
+    """The same question answered in one process, on the shards' sublayers, keys, values and taps."""
+    shards = [run.replica.parts[stage_name(stage)] for stage in range(run.replica.num_stages)]
+    sublayers = tuple(sublayer for shard in shards for sublayer in shard.span.runner.parts.sublayers)
+    parts = replace(parts_of(path, "float32", COPIES), sublayers=sublayers)
     cache = KVCache(
         parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1, budgets=TINY_BUDGETS, notes_pages=True
     )
     assert cache.looked_at is not None
-    shards = [run.replica.parts[stage_name(stage)] for stage in range(run.replica.num_stages)]
     for shard in shards:
         for layer, keys in shard.span.runner.cache.keys.items():
             cache.keys[layer].copy_(keys)
