@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_MLP_ROWS, _NUM_HEAD_ROWS = 10, 4
 # Random tokens whose hidden states show how large the inputs of a matrix are.
-_NUM_TOKENS = 64
+_NUM_TOKENS = 16
 _QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _FIRST = {"attention": _QUERY_KEY_VALUE, "mlp": _GATE_UP}

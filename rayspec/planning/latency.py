@@ -269,7 +269,8 @@ class LatencyModel:
         """Return the seconds of a forward: of a draft by these choices, or else of the target. Every round asks several
         times, and all curves are linear in the context. So the sum's intercept and slope are kept."""
         key = (choices, rows, batch)
-        if key not in self._lines:
+        line = self._lines.get(key)  # once: another thread may clear them
+        if line is None:
             if len(self._lines) >= _MOST_LINES:
                 self._lines.clear()
             ways, drafting = choices or (FULL,) * len(self.sublayers), choices is not None
@@ -280,8 +281,8 @@ class LatencyModel:
                 )
                 for far in (0, _FAR)
             )  # fmt: skip
-            self._lines[key] = near_s, (far_s - near_s) / _FAR
-        least, slope = self._lines[key]
+            line = self._lines[key] = near_s, (far_s - near_s) / _FAR
+        least, slope = line
         return least + slope * context
 
     def decode_step_s(self, *, context: float, batch: float) -> float:
