@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.device.decoding import time_choices, time_shape, time_wide
+from benchmarks.device.decoding import time_choices, time_rounds, time_shape, time_wide
 from benchmarks.device.run import CHECKS, Check, measure_device
 from benchmarks.roofline import SHAPES, ModelShape
 from benchmarks.shared import DeviceOptions, Json, Widen, numbers
@@ -56,6 +56,22 @@ def shape(
         cells = list(itertools.product(numbers("batch", batch, int), numbers("context", context, int)))
     timed = partial(time_shape, shape=_shape(name), cells=cells, num_steps=steps, generate=generate)
     _measure(DeviceOptions(device=device, dtype=dtype, num_threads=num_threads), {f"decoding, {name}": timed}, json)
+
+
+@app.command()
+def rounds(
+    *,
+    name: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "Llama-3.1-8B",
+    context: Annotated[int, typer.Option(min=64, help="tokens of the sequence")] = 1024,
+    num_rounds: Annotated[int, typer.Option(min=4, help="timed rounds of a plan")] = 40,
+    device: Device = "auto",
+    dtype: ComparedType = "bfloat16",
+    num_threads: NumThreads = None,
+    json: Json = None,
+) -> None:
+    """Time drafted rounds in the shape of a large model against the latency model, and a change of the plan."""
+    timed = partial(time_rounds, shape=_shape(name), context=context, num_rounds=num_rounds)
+    _measure(DeviceOptions(device=device, dtype=dtype, num_threads=num_threads), {f"rounds, {name}": timed}, json)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from benchmarks.device.bandwidth import read_bytes_per_s
@@ -25,12 +28,16 @@ from rayspec.choices import FULL, SKIP, Choice, weights_of
 from rayspec.command.terminal import say
 from rayspec.config import EngineConfig, OffloadOptions, SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
+from rayspec.decode.strategy import BatchState, RoundPlan
+from rayspec.decode.work import RoundResult
 from rayspec.model.weights import load_tokenizer
-from rayspec.types import Request
+from rayspec.strategies.fixed import FixedPlan, static_plan
+from rayspec.types import Plan, Request, no_draft
 
 # Contexts beyond the last prompt: what is generated while rounds are timed.
 _BEYOND = 512
 _NUM_REPEATS = 5
+_NUM_PROFILED = 20  # steps
 _ACCEPTANCE = (0.8, 0.9, 0.95)
 # The static strategy skips these middle sublayers of the bundled model's 32.
 _SKIPPED = (13, 15, 16, 17, 18, 19, 21)
@@ -42,7 +49,7 @@ def time_shape(
     """Time plain decoding of a model of this shape with random weights, at each (batch, context), against transformers
     `generate` and against reading the weights and the keys and values once."""
     device, dtype = options.torch_device, options.torch_dtype
-    found: dict[tuple[int, int], dict[str, float]] = {cell: {} for cell in cells}
+    found: dict[tuple[int, int], dict[str, Any]] = {cell: {} for cell in cells}
     with tempfile.TemporaryDirectory() as folder:
         config = _config(shape, dtype, folder)
         model = _random_model(config, dtype, device)
@@ -67,10 +74,10 @@ def time_shape(
             )  # fmt: skip
         for batch, context in cells:
             read = num_bytes + batch * context * shape.num_layers * shape.kv_bytes_per_token
-            times = _step_ms(engine, _prompts(shape, batch, context), num_steps)
+            times, busy_ms, kernels = _step_ms(engine, _prompts(shape, batch, context), num_steps)
             found[batch, context] |= {
                 "step_ms": median(times), "fastest_ms": min(times), "slowest_ms": max(times),
-                "floor_ms": read / bytes_per_s * 1e3,
+                "floor_ms": read / bytes_per_s * 1e3, "busy_ms": busy_ms, "kernels": kernels,
             }  # fmt: skip
             say(
                 f"batch {batch}, context {context}: {median(times):.2f} ms a step, floor {read / bytes_per_s * 1e3:.2f}"
@@ -86,7 +93,86 @@ def time_shape(
         counted=f"{shape.name} with random weights, {options.torch_dtype}; the device reads "
         f"{bytes_per_s / 1e9:.0f} GB/s. A step is one token of each sequence: the median of {_NUM_REPEATS} runs of "
         f"{num_steps} steps, prefill left out; in brackets the fastest and the slowest run. The floor reads weights, "
-        "keys and values once.",
+        "keys and values once. Busy: the time of a step in which a GPU runs kernels.",
+    )  # fmt: skip
+
+
+def time_rounds(options: DeviceOptions, shape: ModelShape, *, context: int, num_rounds: int) -> Measured:
+    """Time drafted rounds of a model of this shape with random weights, one sequence: what a draft step takes beyond
+    its sublayers, what a change of the plan takes, the latency model against these rounds, and `deterministic`."""
+    device, dtype = options.torch_device, options.torch_dtype
+    with tempfile.TemporaryDirectory() as folder:
+        model = _random_model(_config(shape, dtype, folder), dtype, device)
+        config = EngineConfig(
+            model=folder, device=str(device), dtype=options.dtype, num_threads=options.num_threads,
+            max_model_len=context + _BEYOND, max_num_seqs=1, kv_cache_tokens=context + _BEYOND, remeasure=True,
+            speculation=SpeculationOptions(strategy="knapspec", choices=("skip", "int4"), max_draft_tokens=8),
+        )  # fmt: skip
+        with _weights(model):
+            del model
+            engine = local_engine.load_engine(config, with_tokenizer=False)
+        plain = SpeculationOptions(strategy="ar")
+        fixed = local_engine.engine_like(engine, config.replace(speculation=plain, deterministic=True))
+    latency, num_sublayers = engine.latency, engine.stages.num_sublayers
+    assert latency is not None, "the strategy needs one"
+    assert fixed is not None, "it shares the weights"
+    prompts = _prompts(shape, 1, context)
+
+    def skipping(first: int) -> Plan:
+        return static_plan([at for at in range(num_sublayers) if at // 2 % 2 == first], num_sublayers, 4)
+
+    plans = {
+        "none": no_draft(num_sublayers, "plain"),
+        "one layer skipped": static_plan([num_sublayers - 2, num_sublayers - 1], num_sublayers, 4),
+        "half of the layers skipped": skipping(0),
+        "int4": static_plan([], num_sublayers, 4, choice="int4", ways=[latency.choices_of(0)] * num_sublayers),
+    }
+    found: dict[str, dict[str, float]] = {}
+    for name, plan in plans.items():
+        turns = _run_rounds(engine, prompts, [plan], num_rounds)
+        steps = plan.num_draft_tokens
+        reached = {"context": context + 4 * num_rounds, "batch": 1}
+        found[name] = {
+            "round_ms": turns.round_ms, "draft_step_ms": turns.draft_step_ms,
+            "predicted_round_ms": 1e3 * (
+                latency.verify_s(rows=steps + 1, **reached) + latency.round_s
+                + (steps * latency.draft_step_s(plan.choices, **reached) if steps else 0.0)
+            ),
+        }  # fmt: skip
+        say(f"plan {name}: {found[name]}")
+    turns = _run_rounds(engine, prompts, [skipping(0), skipping(1)], num_rounds)
+    switch_ms = turns.round_ms - found["half of the layers skipped"]["round_ms"]
+    most, half = (found[name]["draft_step_ms"] for name in ("one layer skipped", "half of the layers skipped"))
+    num_layers = num_sublayers // 2
+    layer_ms = (most - half) / (num_layers - 1 - num_layers // 2)
+    plain_ms, exact_ms = (median(_step_ms(each, prompts, num_rounds)[0]) for each in (engine, fixed))
+    beyond_ms = (most - (num_layers - 1) * layer_ms) - (plain_ms - num_layers * layer_ms)
+    numbers = {
+        "shape": shape.name, "context": context, "rounds": found, "switch_ms": switch_ms, "layer_ms": layer_ms,
+        "plain_ms": plain_ms, "beyond_ms": beyond_ms, "deterministic_ms": exact_ms,
+    }  # fmt: skip
+    engine.shutdown()
+    fixed.shutdown()
+    return measured(
+        f"a draft step takes {beyond_ms / plain_ms:+.1%} of a plain step beyond its sublayers; a change of the plan "
+        f"takes {switch_ms:.3f} ms; `deterministic` takes {exact_ms / plain_ms - 1:+.1%}",
+        numbers=numbers,
+        tables=[
+            Table(
+                headings=["draft", "round, ms", "predicted", "draft step, ms"],
+                rows=[
+                    [
+                        name, f"{each['round_ms']:.2f}",
+                        f"{each['predicted_round_ms']:.2f} ({each['predicted_round_ms'] / each['round_ms'] - 1:+.1%})",
+                        f"{each['draft_step_ms']:.2f}" if plans[name].num_draft_tokens else "-",
+                    ]
+                    for name, each in found.items()
+                ],
+            )
+        ],
+        counted=f"{shape.name} with random weights, {options.torch_dtype}, one sequence of {context:,} tokens, drafts "
+        f"of 4 tokens. The median of {num_rounds} rounds; predicted by the latency model that the engine measures when "
+        f"it loads. A plain step takes {plain_ms:.2f} ms.",
     )  # fmt: skip
 
 
@@ -286,24 +372,98 @@ def _generate_ms(model: Any, shape: ModelShape, batch: int, context: int, *, num
     return (min(took[2 + num_steps]) - min(took[2])) / num_steps * 1e3
 
 
-def _step_ms(engine: Engine, prompts: Sequence[list[int]], num_steps: int) -> list[float]:
-    """Return the milliseconds of a step in each run, when all sequences decode."""
+class _Turns(FixedPlan):
+    """Takes plans in turn, and notes the seconds of their rounds and of their draft steps."""
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        super().__init__(plans[0])
+        self.plans, self.num_chosen, self.taken = plans, 0, list[tuple[float, float]]()
+
+    def choose(self, state: BatchState) -> RoundPlan:
+        self.num_chosen += 1
+        return RoundPlan(plan=self.plans[self.num_chosen % len(self.plans)])
+
+    def observe(
+        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
+    ) -> None:
+        self.taken.append((seconds / result.num_steps, result.draft_s / max(result.num_draft_steps, 1)))
+
+    @property
+    def round_ms(self) -> float:
+        return median(seconds for seconds, _ in self.taken) * 1e3
+
+    @property
+    def draft_step_ms(self) -> float:
+        return median(seconds for _, seconds in self.taken) * 1e3
+
+
+def _run_rounds(engine: Engine, prompts: Sequence[list[int]], plans: Sequence[Plan], num_rounds: int) -> _Turns:
+    """Run rounds by these plans in turn, after some that capture graphs."""
+    turns = _Turns(plans)
+    before = engine.replace_strategy(turns)
+    with _decoding(engine, prompts):
+        while turns.num_chosen < 12 * len(plans):
+            engine.step()
+        turns.taken.clear()
+        while len(turns.taken) < num_rounds:
+            engine.step()
+    engine.replace_strategy(before)
+    return turns
+
+
+@contextmanager
+def _decoding(engine: Engine, prompts: Sequence[list[int]]) -> Iterator[None]:
+    """Let all prompts decode at once; end them afterwards."""
     for at, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0.0, max_tokens=_BEYOND, ignore_eos=True)
         engine.add(Request(request_id=str(at), params=params, prompt_token_ids=prompt))
     before = engine.stats.num_generated_tokens
     while engine.stats.num_generated_tokens < before + 12 * len(prompts):
         engine.step()
-    times = []
-    for _ in range(_NUM_REPEATS):
-        first, started = engine.stats.num_generated_tokens, time.perf_counter()
-        while (made := engine.stats.num_generated_tokens - first) < num_steps * len(prompts):
-            engine.step()
-        times.append((time.perf_counter() - started) / made * len(prompts) * 1e3)
+    yield
     engine.abort_all()
     while engine.has_unfinished:
         engine.step()
-    return times
+
+
+def _step_ms(
+    engine: Engine, prompts: Sequence[list[int]], num_steps: int
+) -> tuple[list[float], float | None, dict[str, float]]:
+    """Return the milliseconds of a plain step in each run, when all sequences decode; and of one in which a GPU is
+    busy, with the longest kernels."""
+    previous = engine.replace_strategy(FixedPlan(no_draft(engine.stages.num_sublayers, "plain")))
+
+    def step_ms(num_steps: int) -> float:
+        first, started = engine.stats.num_generated_tokens, time.perf_counter()
+        while (made := engine.stats.num_generated_tokens - first) < num_steps * len(prompts):
+            engine.step()
+        return (time.perf_counter() - started) / made * len(prompts) * 1e3
+
+    busy_ms, kernels = None, dict[str, float]()
+    with _decoding(engine, prompts):
+        times = [step_ms(num_steps) for _ in range(_NUM_REPEATS)]
+        if torch.cuda.is_available():
+            first = engine.stats.num_generated_tokens
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                step_ms(_NUM_PROFILED)
+                torch.cuda.synchronize()
+            steps = (engine.stats.num_generated_tokens - first) / len(prompts)
+            busy_ms, kernels = _busy(seen, steps)
+    engine.replace_strategy(previous)
+    return times, busy_ms, kernels
+
+
+def _busy(seen: profile, num_steps: float) -> tuple[float, dict[str, float]]:
+    """Return the milliseconds of a step in which the GPU runs a kernel, and those of the kernels that take longest."""
+    events: Any = seen.events()  # type: ignore[no-untyped-call]
+    ran = [one for one in events or () if one.device_type == DeviceType.CUDA]
+    by_name: Counter[str] = Counter()
+    busy_us = end = 0.0
+    for one in sorted(ran, key=lambda one: one.time_range.start):
+        by_name[one.name[:60]] += one.time_range.elapsed_us()
+        busy_us += max(0.0, one.time_range.end - max(end, one.time_range.start))
+        end = max(end, one.time_range.end)
+    return busy_us / num_steps / 1e3, {name: each / num_steps / 1e3 for name, each in by_name.most_common(8)}
 
 
 def _complete(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> tuple[list[Sequence[int]], float]:
@@ -330,11 +490,22 @@ def _shape_table(found: Mapping[tuple[int, int], Mapping[str, float]]) -> Table:
         rows.append(
             [
                 str(batch), f"{context:,}", f"{step:.2f} ({cell['fastest_ms']:.2f} to {cell['slowest_ms']:.2f})",
-                f"{batch / step * 1e3:,.0f}", f"{floor:.2f}", f"{floor / step:.0%}",
+                f"{batch / step * 1e3:,.0f}", "-" if (busy := cell["busy_ms"]) is None else f"{busy:.2f}",
+                f"{floor:.2f}", f"{floor / step:.0%}",
                 "-" if generate is None else f"{generate:.2f}", "-" if generate is None else f"{generate / step:.2f}x",
             ]
         )  # fmt: skip
     return Table(
-        headings=["batch", "context", "step, ms", "tokens/s", "floor, ms", "of bandwidth", "generate, ms", "speed-up"],
+        headings=[
+            "batch",
+            "context",
+            "step, ms",
+            "tokens/s",
+            "busy, ms",
+            "floor, ms",
+            "of bandwidth",
+            "generate, ms",
+            "speed-up",
+        ],
         rows=rows,
     )
