@@ -102,7 +102,7 @@ def _read(config: EngineConfig) -> GenerationConfig:
             return GenerationConfig.from_pretrained(config.model, revision=revision)
         except OSError:
             return GenerationConfig.from_pretrained(config.model, "config.json", revision=revision)
-    except (*LOADING_ERRORS, TypeError, AttributeError) as error:
+    except LOADING_ERRORS as error:
         raise CheckpointError(f"generation_config.json of model {config.model!r} cannot be read: {error}") from error
 
 

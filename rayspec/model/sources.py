@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
+import json
+from pathlib import Path, PurePath
+from typing import Any
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -80,6 +82,23 @@ def check_source(name: str, *, option: str = "model", revision: str | None = Non
                 "(merge_and_unload, then save_pretrained), and name the merged checkpoint"
             )
         raise CheckpointError(f"option 'model' is {name!r}: the folder has no config.json; name that of a checkpoint")
+
+
+def read_index(index: Path) -> dict[str, Any]:
+    """Return the content of an index of a checkpoint's weights. Its "weight_map" has, for each name of a tensor, the
+    path of a file in the index's folder. Raises CheckpointError for an index that cannot be read, or names anything
+    else."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        files = {**content["weight_map"]}.values()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{index.name} cannot be read: {error!r}: fetch it again") from error
+    for file in files:
+        if not isinstance(file, str) or not file or ".." in (path := PurePath(file)).parts or path.is_absolute():
+            raise CheckpointError(
+                f"{index.name} names {str(file)[:80]!r}, which is no file of the model's folder: fetch the model again"
+            )
+    return dict(content)
 
 
 def _is_path(name: str) -> bool:

@@ -40,7 +40,7 @@ from rayspec.machine import bytes_available, cpu_class
 from rayspec.model import gguf
 from rayspec.model.gguf import find_gguf, located
 from rayspec.model.layer_bytes import decoder_layers
-from rayspec.model.sources import check_source
+from rayspec.model.sources import check_source, read_index
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
 
@@ -158,8 +158,8 @@ def _require_causal_lm(source: str, config: PretrainedConfig) -> None:
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _UNPICKLING_ERRORS = (UnpicklingError, EOFError, IndexError, struct.error, AssertionError)  # of torch.load
-# Errors of transformers, huggingface_hub and safetensors for missing or damaged files.
-LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+# Errors of transformers, huggingface_hub and safetensors for missing or damaged files, and unexpected types in them.
+LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, TypeError, AttributeError)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -270,6 +270,8 @@ def _load(config: EngineConfig, described: PretrainedConfig, layers: range | Non
         gguf.check_positions(config.model, file, described)
         gguf.check_memory(config.model, file, is_wanted, options["dtype"])
     own_code = {"trust_remote_code": config.trust_remote_code}
+    for index in sorted(Path(config.model).glob("*.index.json")) if file is None else ():
+        read_index(index)
     with located(config.model, config.revision, is_wanted) as (place, keywords):
         if layers is None:
             options |= {"revision": config.revision, **own_code, **keywords}
@@ -371,16 +373,16 @@ def _link_files(config: EngineConfig, folder: Path, foreign_keys: re.Pattern[str
             f"model {config.model!r} has neither {_WEIGHTS} nor {_INDEX}: a span of layers is loaded from "
             "safetensors only; convert the checkpoint"
         )
-    content = json.loads(index.read_text())
+    content = read_index(index)
     wanted = {file for key, file in content["weight_map"].items() if not _is_foreign(key, foreign_keys)}
-    # A link is named by the last part of the path, so that no index can create links outside of the folder.
-    own = {key: Path(file).name for key, file in content["weight_map"].items() if file in wanted}
+    links = {file: f"{number}{Path(file).suffix}" for number, file in enumerate(sorted(wanted))}
+    own = {key: links[file] for key, file in content["weight_map"].items() if file in wanted}
     (folder / _INDEX).write_text(json.dumps(content | {"weight_map": own}))
-    for name in sorted(wanted):
+    for name, link in links.items():
         shard = _checkpoint_file(config, name)
         if shard is None:
             raise CheckpointError(f"model {config.model!r} lacks {name}, which {_INDEX} names: fetch it again")
-        (folder / Path(name).name).symlink_to(shard)
+        (folder / link).symlink_to(shard)
 
 
 def _is_foreign(key: str, foreign_keys: re.Pattern[str]) -> bool:

@@ -1,10 +1,10 @@
 """A span of a checkpoint's layers: loaded by itself, exactly the whole model's tensors; run in turn, its logits."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -169,19 +169,42 @@ def test_files_without_a_tensor_of_the_span_are_not_needed(tmp_path: Path) -> No
         load_model(_config(folder), layers=range(2, 3))
 
 
-def test_nothing_is_written_where_an_index_points_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+@pytest.mark.parametrize("layers", [None, range(1, 2)])
+@pytest.mark.parametrize("index_name", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+@pytest.mark.parametrize("file", [3, None, ["a"], "", "../{}", "part/../../{}", "/{}"])
+def test_an_index_names_only_files_of_its_folder(
+    tmp_path: Path, layers: range | None, index_name: str, file: Any
+) -> None:
     folder, weight_map = _sharded(tmp_path / "model")
-    for file in set(weight_map.values()):
+    (folder / "part").mkdir()
+    for name in set(weight_map.values()):  # they are there
+        (folder / name).rename(tmp_path / name)
+    (folder / "model.safetensors.index.json").unlink()
+    if isinstance(file, str):
+        above = str(tmp_path).lstrip("/")
+        weight_map = {
+            key: file.format(f"{above}/{name}" if file[:1] == "/" else name) for key, name in weight_map.items()
+        }
+    else:
+        weight_map[next(iter(weight_map))] = file
+    (folder / index_name).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=re.escape(index_name) + " (names|cannot be read)"):
+        load_model(_config(folder), layers=layers)
+
+
+def test_files_of_an_index_may_lie_in_folders_and_be_links(tmp_path: Path) -> None:
+    """Two files may have one name in two folders. Links out of the folder are those of the hub's cache."""
+    folder, weight_map = _sharded(tmp_path / "model")
+    places = {file: f"{number}/model.safetensors" for number, file in enumerate(sorted(set(weight_map.values())))}
+    for file, place in places.items():
+        (folder / place).parent.mkdir()
         (folder / file).rename(tmp_path / file)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["weight_map"] = {name: f"../{file}" for name, file in weight_map.items()}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    span = load_model(_config(folder), layers=range(1, 2))
-    _require_same_tensors(span, load_model(_config(checkpoint("qwen2"))))
-    assert list(temporary.iterdir()) == []
+        (folder / place).symlink_to(tmp_path / file)
+    content = {"metadata": {}, "weight_map": {key: places[file] for key, file in weight_map.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    whole = load_model(_config(checkpoint("qwen2")))
+    _require_same_tensors(load_model(_config(folder)), whole)
+    _require_same_tensors(load_model(_config(folder), layers=range(3)), whole)
 
 
 def test_of_a_hub_id_only_the_spans_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

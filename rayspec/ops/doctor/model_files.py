@@ -12,7 +12,9 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from rayspec import demo
+from rayspec.model.sources import read_index
 from rayspec.ops.doctor.machine import Finding, ok, problem, warning
+from rayspec.types import CheckpointError
 
 _GIB = 2**30
 _NAME, _FETCH = "model files", "fetch the model again"
@@ -55,14 +57,21 @@ def _json_errors(folder: Path) -> list[str]:
     """Return errors of an absent or unreadable config, of indexes of the weights, and of files that an index names."""
     errors = [] if (folder / "config.json").exists() else ["no config.json"]
     for file in sorted([*folder.glob("config.json"), *folder.glob(_INDEX)]):
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            names = set() if file.name == "config.json" else set(content["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            errors.append(f"{file.name} cannot be read: {error!r}")
-            continue
-        errors += [f"{name} is missing" for name in sorted(names) if not (folder / name).exists()]
+        errors += _errors_of(file)
     return errors
+
+
+def _errors_of(file: Path) -> list[str]:
+    try:
+        if file.name == "config.json":
+            json.loads(file.read_text(encoding="utf-8"))
+            return []
+        names = sorted(set(read_index(file)["weight_map"].values()))
+        return [f"{name} is missing" for name in names if not (file.parent / name).exists()]
+    except (OSError, ValueError, RecursionError) as error:
+        return [f"{file.name} cannot be read: {error!r}"]
+    except CheckpointError as error:
+        return [str(error)]
 
 
 def _damage(path: Path) -> str | None:

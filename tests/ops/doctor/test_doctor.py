@@ -209,6 +209,8 @@ def test_every_file_of_an_index_must_be_there(folder: Path) -> None:
     assert check_model(str(folder))[1] == str(folder)
     (folder / "model.safetensors.index.json").write_text("[")
     assert "index.json cannot be read" in refused(folder).found
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**names, "a": 3}}))
+    assert "index.json names '3', which is no file of the model's folder" in refused(folder).found
 
 
 def test_config_weights_and_tokenizer_are_missed(folder: Path) -> None:
