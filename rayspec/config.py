@@ -597,9 +597,7 @@ class EngineConfig(Options):
             raise ValueError("option 'own_bits' does not work with option 'deterministic': leave one out")
         if self.cuda_graphs in ("auto", "off"):
             return self
-        obstacle = "'deterministic'" if self.deterministic else None
-        if self.cuda_kernels == "off":
-            obstacle = "'cuda_kernels' 'off'"
+        obstacle = "'cuda_kernels' 'off'" if self.cuda_kernels == "off" else None
         if self.parallel is not None and self.parallel.tensor > 1:
             obstacle = f"'tensor' {self.parallel.tensor}"
         if obstacle is not None:

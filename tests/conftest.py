@@ -72,9 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _scope(nodeid: str) -> str:
-    """What is dealt to a process as one: a file, or those with other processes."""
+    """What is dealt to a process as one: a file, those with other processes, or a test on a GPU."""
     file = nodeid.split("::", 1)[0]
-    return "other processes" if file in _OTHER_PROCESSES else file
+    return "other processes" if file in _OTHER_PROCESSES else nodeid if file == "tests/test_cuda.py" else file
 
 
 class _ByFile(LoadScopeScheduling):  # type: ignore[misc]

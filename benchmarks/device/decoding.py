@@ -124,7 +124,8 @@ def time_rounds(options: DeviceOptions, shape: ModelShape, *, context: int, num_
     plans = {
         "none": no_draft(num_sublayers, "plain"),
         "one layer skipped": static_plan([num_sublayers - 2, num_sublayers - 1], num_sublayers, 4),
-        "half of the layers skipped": skipping(0),
+        "even layers skipped": skipping(0),
+        "odd layers skipped": skipping(1),
         "int4": static_plan([], num_sublayers, 4, choice="int4", ways=[latency.choices_of(0)] * num_sublayers),
     }
     found: dict[str, dict[str, float]] = {}
@@ -141,12 +142,12 @@ def time_rounds(options: DeviceOptions, shape: ModelShape, *, context: int, num_
         }  # fmt: skip
         say(f"plan {name}: {found[name]}")
     turns = _run_rounds(engine, prompts, [skipping(0), skipping(1)], num_rounds)
-    switch_ms = turns.round_ms - found["half of the layers skipped"]["round_ms"]
-    most, half = (found[name]["draft_step_ms"] for name in ("one layer skipped", "half of the layers skipped"))
+    most, half, other = (found[f"{name} skipped"] for name in ("one layer", "even layers", "odd layers"))
+    switch_ms = turns.round_ms - (half["round_ms"] + other["round_ms"]) / 2
     num_layers = num_sublayers // 2
-    layer_ms = (most - half) / (num_layers - 1 - num_layers // 2)
+    layer_ms = (most["draft_step_ms"] - half["draft_step_ms"]) / (num_layers - 1 - num_layers // 2)
     plain_ms, exact_ms = (median(_step_ms(each, prompts, num_rounds)[0]) for each in (engine, fixed))
-    beyond_ms = (most - (num_layers - 1) * layer_ms) - (plain_ms - num_layers * layer_ms)
+    beyond_ms = most["draft_step_ms"] + layer_ms - plain_ms
     numbers = {
         "shape": shape.name, "context": context, "rounds": found, "switch_ms": switch_ms, "layer_ms": layer_ms,
         "plain_ms": plain_ms, "beyond_ms": beyond_ms, "deterministic_ms": exact_ms,
@@ -386,11 +387,13 @@ class _Turns(FixedPlan):
     def observe(
         self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
     ) -> None:
-        self.taken.append((seconds / result.num_steps, result.draft_s / max(result.num_draft_steps, 1)))
+        self.taken.append((seconds, result.draft_s / max(result.num_draft_steps, 1)))
 
     @property
     def round_ms(self) -> float:
-        return median(seconds for seconds, _ in self.taken) * 1e3
+        """Half of it is of the plans with an even place, if there are several."""
+        turns = [self.taken[at :: len(self.plans)] for at in range(len(self.plans))]
+        return sum(median(seconds for seconds, _ in each) for each in turns) / len(turns) * 1e3
 
     @property
     def draft_step_ms(self) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from msgspec import structs
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rayspec.choices import Choice, Weights, keys_of
+from rayspec.choices import Choice, Choices, Weights, drafts_by_copies, keys_of
 from rayspec.config import KV_CACHE_SHARE, EngineConfig
 from rayspec.decode.drafting.corpus_file import read_texts
 from rayspec.decode.drafting.lookup import tokenised
@@ -22,7 +23,7 @@ from rayspec.decode.generation_config import eos_token_ids, generation_defaults
 from rayspec.decode.profile import cache_file
 from rayspec.decode.rehearsal import empty_caches, rehearse
 from rayspec.decode.requests import ModelInfo
-from rayspec.decode.runner import Runner
+from rayspec.decode.runner import Runner, ways_of
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.self_test import self_test
 from rayspec.decode.stages import MAX_STEPS, Stages
@@ -37,7 +38,7 @@ from rayspec.model.fused import draft_head_bytes, fuse
 from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, CacheSize, KVCache, WindowedPages, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
-from rayspec.model.row_counts import FIXED, SINGLE_ROWS, has_experts, independent_row_counts
+from rayspec.model.row_counts import FIXED, FIXED_IN_BUFFERS, SINGLE_ROWS, has_experts, independent_row_counts
 from rayspec.model.rows import MAX_TREE_ROWS, Bucket, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.sizes import quantised_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
@@ -128,7 +129,12 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
     counts = None
     if config.deterministic:
         is_split = config.parallel is not None and config.parallel.tensor > 1
-        counts = SINGLE_ROWS if has_experts(parts) else FIXED if is_split else independent_row_counts(parts)
+        if has_experts(parts):
+            counts = SINGLE_ROWS
+        elif _has_buffers(config, parts):
+            counts = FIXED_IN_BUFFERS
+        else:
+            counts = FIXED if is_split else independent_row_counts(parts)
     choices = choices_here(config, parts)
     if unread := {keys_of(choice) for choice in config.speculation.draft_choices} - {*map(keys_of, choices)}:
         left_out = ", ".join(sorted(unread))
@@ -154,16 +160,22 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
     if has_kernels(config, parts):
         runner.on_loss = partial(_note_loss, _verdict_file(config, parts))
         if graphs is not None:
-            _warm_up(runner, graphs, decode_and_verify_buckets(config.max_num_seqs, _num_draft_tokens(config)))
+            buckets = decode_and_verify_buckets(config.max_num_seqs, _num_draft_tokens(config))
+            drafts = drafts_by_copies(config.speculation.draft_weights, ways_of(parts, choices))
+            if counts is None:
+                _warm_up(runner, graphs, buckets, drafts.values())
+            else:  # drafts run in other buckets
+                fixed = [replace(one, num_rows=counts.least) for one in buckets if one.num_rows <= counts.most]
+                _warm_up(runner, graphs, fixed, ())
         if runner.may_retry:  # ranks would have to decide together
             self_test(runner)
     return runner
 
 
-def _warm_up(runner: Runner, graphs: StepGraphs, buckets: Sequence[Bucket]) -> None:
+def _warm_up(runner: Runner, graphs: StepGraphs, buckets: Sequence[Bucket], drafts: Collection[Choices]) -> None:
     """Capture graphs of the first buckets. After an error, give up the graphs: the buffers are tested next."""
     try:
-        graphs.warm_up(buckets[:_NUM_WARM_BUCKETS])
+        graphs.warm_up(buckets[:_NUM_WARM_BUCKETS], drafts)
     except Exception as error:  # noqa: BLE001 - Triton, CUDA and libraries raise errors of many types
         runner.note_loss(error)
         logger.warning("passes run %s, after an error at the start: %s", runner.give_up(), reason_of(error))
@@ -338,8 +350,8 @@ def make_engine(
 
 
 def make_buffers(config: EngineConfig, parts: Decomposition, cache: KVCache, max_model_len: int) -> StepBuffers | None:
-    """Make buffers for passes with static shapes. Return None if the device lacks the operators for them, and in
-    deterministic mode, which has its own shapes."""
+    """Make buffers for passes with static shapes. Return None if the device lacks the operators for them, or if the
+    deterministic mode cannot use them."""
     if not _has_buffers(config, parts):
         return None
     return StepBuffers(
@@ -354,9 +366,14 @@ def make_buffers(config: EngineConfig, parts: Decomposition, cache: KVCache, max
 
 
 def _has_buffers(config: EngineConfig, parts: Decomposition) -> bool:
-    """The operators for attention need keys and values of one size."""
+    """The operators for attention need keys and values of one size. In deterministic mode, all passes in buffers have
+    the same number of rows. That does not help experts, the rows of a tree, adapters and stages."""
+    if config.deterministic and (
+        has_experts(parts) or config.speculation.num_branch_tokens or config.lora_modules or config.parallel is not None
+    ):
+        return False
     has_one_size = all(shape.key_dim == shape.value_dim for shape in parts.shapes.values())
-    return not config.deterministic and has_one_size and has_kernels(config, parts)
+    return has_one_size and has_kernels(config, parts)
 
 
 def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers | None) -> StepGraphs | None:

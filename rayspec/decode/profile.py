@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any, TypeAlias
 
+import numpy as np
 import torch
 import transformers
 from msgspec import structs
@@ -24,6 +26,7 @@ from typing_extensions import Self
 
 from rayspec.choices import FULL, SKIP, Choice
 from rayspec.decode.runner import Runner, Threads
+from rayspec.decode.search import PlanSearch
 from rayspec.machine import boot_id, cpu_name, num_cores, user_folder, write_at_once
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
 from rayspec.model.offload import OffloadedWeights
@@ -32,6 +35,7 @@ from rayspec.planning.latency import (
     DRAFT_HEAD,
     HEAD,
     OVERHEAD,
+    SEARCH,
     WAKE,
     Curve,
     LatencyModel,
@@ -60,6 +64,8 @@ _DISTURBED_BUDGET_S = 1.0
 _SAMPLE_S = {"cpu": 0.02, "cuda": 0.004}
 # More bytes than the last-level cache of one core complex holds; and a pause like that between two passes of a stage.
 _CACHE_BYTES, _PAUSE_S = 64 * 2**20, 0.005
+_NUM_PASSES = 8  # one after another
+_SEARCHED = (8, 16)  # tokens and states of a search
 _LOCK_POLL_S, _SILENT_S = 0.05, 5.0  # of waiting for other processes: between two looks, until a line says so
 
 # Of the number of threads: repeats, seconds of a measured pass (of a large model the first sublayers), and of all.
@@ -285,6 +291,8 @@ def measurements(
         # If the repeats of an item followed one another, a slow second of the machine would slow them all. The fastest
         # runs of two items may come from different moments, so the median is used.
         found = [replace(works[at][0], seconds=median(took) / works[at][0].seconds) for at, took in times.items()]
+        if runner.device.type == "cuda":
+            found += [_fixed_cost(runner, found, device), _of_search(runner, device)]
         if runner.device.type == "cpu" and device:
             wake_s = _wake_seconds(runner)
             found.append(Measurement(kind=WAKE, rows=1, context=0, batch=1, seconds=wake_s, device=device))
@@ -364,12 +372,57 @@ def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_
             for kind, drafting in heads.items():
                 head = Measurement(kind=kind, rows=rows, context=0, batch=1, seconds=1, device=device)
                 yield head, _nothing, partial(runner.head, hidden, drafting=drafting)
-    fixed = Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=1, device=device)
-    yield fixed, _nothing, lambda: runner.hold(runner.batch([span_at(runner.cache, 0, 0, 1)]))
+    if runner.device.type == "cpu":  # see `_fixed_cost` for others
+        fixed = Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=1, device=device)
+        yield fixed, _nothing, lambda: runner.hold(runner.batch([span_at(runner.cache, 0, 0, 1)]))
 
 
 def _nothing() -> None:
     pass
+
+
+def _fixed_cost(runner: Runner, found: Sequence[Measurement], device: str) -> Measurement:
+    """Measure whole passes of one row, and subtract their sublayers and head, as they were found. As in decoding, the
+    host prepares each pass while the device runs the one before."""
+    context, number = _contexts(runner.cache.num_slots, num_beside=1)[0], Counter([*runner.parts.curve_names, HEAD])
+
+    def run() -> None:
+        for _ in range(_NUM_PASSES):
+            batch = runner.batch([span_at(runner.cache, 0, context, 1)], token_ids=[0])
+            hidden = random_states(runner, 1) if runner.parts.embedding is None else runner.embed(batch)
+            left = runner.run(batch, hidden)
+            if runner.parts.lm_head is not None:
+                runner.head(left).argmax(-1)
+
+    whole_s = median([_timed(run, runner.device) for _ in range(2 + _NUM_REPEATS["cuda"])][2:]) / _NUM_PASSES
+    alike = {one.kind: one for one in found if (one.rows, one.batch) == (1, 1) and one.context in (0, context)}
+    parts_s = sum(number[kind] * one.seconds for kind, one in alike.items() if kind in number)
+    fixed_s = max(0.0, whole_s - parts_s)
+    return Measurement(kind=OVERHEAD, rows=1, context=context, batch=1, seconds=fixed_s, device=device)
+
+
+def _of_search(runner: Runner, device: str) -> Measurement:
+    """Measure a sublayer in a plan search, which a GPU's host launches part by part. The first run compiles kernels."""
+    span, names = span_at(runner.cache, 0, min(CONTEXTS[0], runner.cache.num_slots // 2), 1), runner.parts.curve_names
+    num_tokens, num_states = _SEARCHED
+    tokens, chosen = [span] * num_tokens, runner.parts.sublayers[:2]
+    targets = random_states(runner, num_tokens).expand(len(chosen) + 1, -1, -1)
+    search = PlanSearch(runner, targets, tokens, None)
+    states = search.gather([search.start()], np.zeros(num_states, np.int64))
+
+    def run() -> None:
+        for name, sublayer in zip(names, chosen, strict=False):
+            ways = itertools.cycle((*runner.choices_by_kind[name], SKIP))
+            left = search.run(sublayer.index, FULL, states)
+            varied = search.vary(sublayer.index, list(itertools.islice(ways, num_states)), left)
+            search.similarity(sublayer.index, varied)
+            search.gather([varied], np.arange(num_states))
+
+    took = [_timed(run, runner.device) / len(chosen) for _ in range(1 + _NUM_REPEATS["cuda"])]
+    return Measurement(
+        kind=SEARCH, rows=num_tokens * num_states, context=span.context, batch=num_tokens, seconds=median(took[1:]),
+        device=device,
+    )  # fmt: skip
 
 
 def span_at(cache: KVCache, at: int, context: int, num_rows: int) -> RowSpan:

@@ -437,6 +437,7 @@ class RoundPlanner:
             id=work_id,
             entries=entries,
             plan=plan,
+            fixes_drafts=self._options.verification != "coupled",  # then tokens depend on the draft's probabilities
             keep_drafting=chosen.keep_drafting,
             num_taps=num_taps,
             chunks=chunks,

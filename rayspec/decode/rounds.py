@@ -468,6 +468,7 @@ def draft_pass(work: Round, drafts: Sequence[Draft], active: Sequence[int], *, a
         rows=[entry.rows(entry.length - 1 + len(tokens) + ahead, 1) for entry, tokens in chosen],
         choices=work.plan.choices,
         save_at=work.save_at,
+        fixed_shape=work.fixes_drafts or work.save_at > 0,
     )
 
 

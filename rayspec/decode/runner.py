@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -28,7 +28,7 @@ from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.load_check import lack_of_memory
 from rayspec.model.row_counts import RowCounts
-from rayspec.model.rows import Path, RowSpan, bucket_of
+from rayspec.model.rows import SPLIT_BORDER, Path, RowSpan, bucket_of
 from rayspec.model.static_rows import BatchMetadata, StepBuffers
 from rayspec.model.sublayers import Decomposition, Sublayer, Tap, run
 
@@ -191,15 +191,14 @@ class Runner:
         fixed_shape: bool = True,
         scores_pages: bool = False,
     ) -> PackedBatch:
-        """Pack rows for `embed` and `run`. fixed_shape: False for a prefill chunk, which ignores `row_counts`.
-        scores_pages: see `PackedRows`; rows in buffers leave no notes."""
-        if self.buffers is not None:
-            paths = [span.paths() for span in spans]
-            metadata = BatchMetadata(bucket_of(spans, paths), spans, paths, token_ids)
-            if self.buffers.can_hold(metadata):
-                return PackedBatch(((metadata.num_rows, metadata),), token_ids)
-        make = partial(pack, self.cache, device=self.device, scores_pages=scores_pages)
+        """Pack rows for `embed` and `run`. fixed_shape: False for a prefill chunk and for a draft, which ignore
+        `row_counts`. scores_pages: see `PackedRows`; rows in buffers leave no notes."""
         counts = self.row_counts if fixed_shape else None
+        if self.buffers is not None:
+            passes = [_in_buffers(spans, token_ids)] if counts is None else _in_fixed_shape(spans, token_ids, counts)
+            if all(map(self.buffers.can_hold, passes)):
+                return PackedBatch(tuple((each.num_rows, each) for each in passes), token_ids)
+        make = partial(pack, self.cache, device=self.device, scores_pages=scores_pages)
         if counts is None:
             packs = [make(spans, division="runs" if self.row_counts is None else "places")]
         else:
@@ -222,8 +221,8 @@ class Runner:
 
     def embed(self, batch: PackedBatch) -> Tensor:
         """Return the embeddings of the batch's tokens, [1, N, hidden_size]."""
-        _, rows = batch.buckets[0]
-        if isinstance(rows, BatchMetadata):
+        (_, rows), *others = batch.buckets
+        if isinstance(rows, BatchMetadata) and not others:
             assert self._step is not None
             static = self._step.hold(rows)
             self._step.embed(static)
@@ -247,8 +246,8 @@ class Runner:
         span = self.parts.sublayers[begin - self.first_sublayer : end - self.first_sublayer]
         parts, at = [], 0
         for num_real, rows in batch.buckets:
-            left = self._run(span, rows, hidden[:, at : at + num_real], choices, tap)
-            parts.append(left[:, :num_real])
+            left = self._run(span, rows, hidden[:, at : at + num_real], choices, tap)[:, :num_real]
+            parts.append(left.clone() if len(batch.buckets) > 1 else left)  # the next may use the same buffer
             at += num_real
         left = _joined(parts, 1)
         # States in a buffer may go to another stage, while other batches run here.
@@ -333,6 +332,20 @@ class Runner:
         if hidden.data_ptr() != static.residual.data_ptr():
             static.residual[:, :num_real].copy_(hidden)
         return self._step.run(span, static, choices=choices, tap=_real_rows(tap, num_real, is_copied=True))
+
+
+def _in_buffers(spans: Sequence[RowSpan], token_ids: TokenIds) -> BatchMetadata:
+    paths = [span.paths() for span in spans]
+    return BatchMetadata(bucket_of(spans, paths), spans, paths, token_ids)
+
+
+def _in_fixed_shape(spans: Sequence[RowSpan], token_ids: TokenIds, counts: RowCounts) -> list[BatchMetadata]:
+    """Divide chains among passes in buffers in which the bits of a row do not depend on others. The attention of a row
+    does not, unless its sequence needs longer splits than the row alone."""
+    pieces = [(piece, ()) for span in spans for piece in span.divided(counts.most, SPLIT_BORDER)]
+    passes = [[piece for piece, _ in some] for some in passes_of(pieces, counts.most)]
+    made = [_in_buffers(some, token_ids if len(passes) == 1 else ()) for some in passes]
+    return [replace(one, bucket=replace(one.bucket, num_rows=counts.least)) for one in made]
 
 
 def ways_of(parts: Decomposition, choices: Sequence[Choice]) -> list[tuple[Choice, ...]]:

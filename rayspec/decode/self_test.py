@@ -36,8 +36,8 @@ def self_test(runner: Runner) -> None:
     if runner.buffers is None or num_slots < 2 * _NUM_PLACES:
         return
     plain, eager = (
-        Runner(parts, cache, device=runner.device, row_counts=None, buffers=buffers)
-        for buffers in (None, runner.buffers)
+        Runner(parts, cache, device=runner.device, row_counts=counts, buffers=buffers)
+        for counts, buffers in ((None, None), (runner.row_counts, runner.buffers))
     )
     ways, fault, expected, launched = list[str | None](), None, _outputs(plain), Tensor()
     try:

@@ -25,7 +25,7 @@ from rayspec.config import Verification
 from rayspec.decode.rounds import Head, script
 from rayspec.decode.runner import PackedBatch, Runner, Stopwatch, integers, on_device, passes_of, pieces_of
 from rayspec.decode.search import Answer, PlanSearch, Question, answer
-from rayspec.decode.work import Move, Pass, Result, SamplerSpec, TappedToken, TapsGoneError, Work
+from rayspec.decode.work import Move, Pass, Result, RoundResult, SamplerSpec, TappedToken, TapsGoneError, Work
 from rayspec.errors import reason_of
 from rayspec.model.load_check import lack_of_memory
 from rayspec.model.rows import RowSpan
@@ -418,6 +418,8 @@ class LocalStages(Stages):
         )
         self.head.stopwatch = Stopwatch.of(runner.device, clock)
         self.num_steps = MAX_STEPS if runner.device.type == "cuda" else 1
+        # In buffers, the sums of a tree's row have another order than those of a chain's.
+        self.takes_trees = runner.row_counts is None or runner.buffers is None
         self._clock = clock
         self._searches: list[_SearchUnderWay] = []
 
@@ -495,11 +497,17 @@ class LocalStages(Stages):
 
     @torch.inference_mode()
     def _scripted(self, work: Work) -> Result:
-        passes = script(work, self.head)
+        passes, before = script(work, self.head), self._num_unready
         try:
             one = next(passes)
             while True:
                 one = passes.send(self.span.run(one, drawn=None if one.token_ids else self.head.drawn))
         except StopIteration as end:
             result: Result = end.value
+            if isinstance(result, RoundResult) and self._num_unready > before:
+                return msgspec.structs.replace(result, is_unready=True)
             return result
+
+    @property
+    def _num_unready(self) -> int:
+        return 0 if self.runner.graphs is None else self.runner.graphs.num_unready

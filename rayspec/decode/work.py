@@ -230,11 +230,13 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Draft, verify and accept for several sequences at once. chunks: prompt chunks to prefill in the verify pass.
     num_taps: how many entries, from the first, have their newest token tapped: its hidden states at all sublayer
     boundaries are kept. num_likeliest: how many of the target's likeliest tokens after each row are wanted. num_steps:
-    the most tokens of each entry that a round without drafts decodes, one after another."""
+    the most tokens of each entry that a round without drafts decodes, one after another. fixes_drafts: whether draft
+    steps have the fixed shape of the deterministic mode; those whose states the verify uses have it in any case."""
 
     id: int
     entries: Sequence[RoundEntry]
     plan: Plan
+    fixes_drafts: bool = False
     keep_drafting: KeepDrafting | None = None
     num_taps: int = 0
     chunks: Sequence[Chunk] = ()
@@ -277,7 +279,8 @@ class PrefillResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class RoundResult(msgspec.Struct, frozen=True, tag=True):
-    """Lists have an item per entry unless noted. draft_s, verify_s: seconds on the device.
+    """Lists have an item per entry unless noted. draft_s, verify_s: seconds on the device. is_unready: some of its
+    passes took longer than they will later, because they were captured or will be: its seconds say little.
 
     paths: rows of the accepted tokens, where row 0 is the newest token's; empty unless a branch was accepted, whose
     keys and values then lie in other places than their positions. probed: the target's likeliest token after each
@@ -305,6 +308,7 @@ class RoundResult(msgspec.Struct, frozen=True, tag=True):
     likeliest: Sequence[Sequence[tuple[Sequence[int], Sequence[float]]]] = ()
     prompt_logprobs: Sequence[Sequence[dict[int, Logprob]]] = ()
     num_steps: int = 1
+    is_unready: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from rayspec.choices import FULL, SKIP, Choice, keys_of, weights_of
+from rayspec.choices import FULL, SKIP, Choice, Choices, keys_of, weights_of
 from rayspec.model.rows import MAX_TREE_ROWS, Bucket
 from rayspec.model.static_rows import BatchMetadata, StaticRows, StepBuffers
 from rayspec.model.sublayers import Decomposition, Sublayer, Tap, run
@@ -125,6 +125,9 @@ class StepGraphs:
     A part of a bucket is captured at its second pass, or by `warm_up`; a stretch that is a draft's, and parts of prompt
     chunks, after a few more. Passes with a tap and buckets that are too large run eagerly. A sublayer that cannot be
     captured runs eagerly and divides the stretch around it.
+
+    num_unready: parts so far that ran slower than they will later, because they were captured or will be, and passes
+    with a tap.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class StepGraphs:
         self._graphs: OrderedDict[tuple[Bucket, Part], CapturedGraph] = OrderedDict()  # the least recently used first
         self._num_passes: Counter[tuple[Bucket, Part]] = Counter()  # since the graph was last released
         self._num_releases: Counter[tuple[Bucket, Part]] = Counter()
+        self.num_unready = 0
         self._is_full = False
         self._is_trial = False
         self._running: Part | int = ROTARY  # what is being captured
@@ -177,6 +181,7 @@ class StepGraphs:
         tap: Tap | None = None,
     ) -> Tensor:
         if tap is not None or not self._may_capture(rows.bucket):
+            self.num_unready += tap is not None
             return self._step.run(span, rows, choices=choices, tap=tap)
         if span:
             whole = None if choices is None else tuple(choices)
@@ -185,20 +190,22 @@ class StepGraphs:
         return rows.residual
 
     @torch.inference_mode()
-    def warm_up(self, buckets: Iterable[Bucket]) -> None:
-        """Capture the pass without a plan for each bucket, in this order, until half of the limit is reached; drafts
-        have the other half. First release all other graphs. Overwrites the buffers: all rows are padding and write to
-        the KV cache's spare slot."""
+    def warm_up(self, buckets: Iterable[Bucket], drafts: Collection[Choices] = ()) -> None:
+        """Capture the pass without a plan for each bucket, in this order, until half of the limit is reached; later
+        plans have the other half. With one row for each sequence, also capture these drafts. First release all other
+        graphs. Overwrites the buffers: all rows are padding and write to the KV cache's spare slot."""
         started = self._clock()
         self.release_all()
         for bucket in filter(self._may_capture, dict.fromkeys(buckets)):
             parts: list[Part] = [ROTARY, *([] if self._step.parts.embedding is None else [EMBEDDING])]
-            parts += self._stretches(*self._all)
+            first, last, _ = self._all
+            for choices in (None, *(drafts if bucket.max_rows == 1 else ())):
+                parts += self._stretches(first, last, choices)
             if self._is_full or len(self._graphs) + len(parts) > self._limits.max_graphs // 2 or self._is_too_much():
                 break
             rows, _ = self._step.buffers.hold(BatchMetadata(bucket, (), ()))
             try:
-                for part in parts:
+                for part in dict.fromkeys(parts):
                     self._capture(part, rows)
             except torch.OutOfMemoryError as error:
                 self._stop(f"out of memory: {str(error).splitlines()[0]}")
@@ -247,7 +254,9 @@ class StepGraphs:
         if graph is not None:
             self._graphs.move_to_end(key)
             graph.replay()
-        elif self._is_due(key):
+            return
+        self.num_unready += not (self._is_full or self._is_eager(part))
+        if self._is_due(key):
             self._capture(part, rows)
         else:
             self._run(part, rows)

@@ -3,7 +3,7 @@ passes: those of one bucket launch the same kernels with the same arguments, so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -127,6 +127,18 @@ class RowSpan(msgspec.Struct, frozen=True):
         """Return `num_rows` of the rows, from row `first` on, as a chain."""
         return RowSpan(self.runs, self.context + first, num_rows, (), self.windowed, self.adapter)
 
+    def divided(self, most: int, border: int) -> Iterator[RowSpan]:
+        """Yield the rows of a chain as chains of at most `most` rows. One that begins before the place `border`, or
+        twice, four times... that, ends there."""
+        first = 0
+        while first < self.num_rows:
+            place, end = self.context + first, border
+            while end <= place:
+                end *= 2
+            number = min(most, self.num_rows - first, end - place)
+            yield self.chain(first, number)
+            first += number
+
     def in_windowed_store(self) -> RowSpan:
         """Return the same rows with the slots of the windowed store."""
         return RowSpan(self.windowed, self.context, self.num_rows, self.parents)
@@ -143,6 +155,10 @@ class RowSpan(msgspec.Struct, frozen=True):
 # Up to this number, the bits of a row's result do not depend on how many rows its sequence has. Rows of a tree are bits
 # of one int64.
 MAX_TREE_ROWS = 63
+# Splits of a context in attention on a GPU, and the length that they have at least: short contexts have fewer splits.
+# Above so many places, and at each doubling of these, splits become longer.
+MOST_SPLITS, LEAST_SPLIT_LENGTH = 64, 256
+SPLIT_BORDER = MOST_SPLITS * LEAST_SPLIT_LENGTH
 _MAX_PADDED_ROWS = 512
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rayspec.choices import Keys
 from rayspec.model.attention import AttentionKind, Heads, Rows
@@ -126,12 +127,13 @@ class StaticRows(Rows):
         table, starts, contexts, positions = self.block_table, self.row_starts, self.contexts, self.positions
         is_narrow = sliding_window is not None and sliding_window <= budget.num_pages * PAGE_SIZE
         if self.keys == "window" and self.bucket.max_rows == 1 and not is_tree and not is_narrow:
+            number = min(len(query), len(table))  # of rows that may be a sequence's; there may be more for padding
             if sliding_window not in self.few:
-                own = few_pages(budget, positions, table[: len(query)].long(), sliding_window=sliding_window)
+                own = few_pages(budget, positions[:number], table[:number].long(), sliding_window=sliding_window)
                 self.few[sliding_window] = own.pages[0].int(), own.num_before[0].int()
             table, contexts = self.few[sliding_window]
             # A row's place in these pages stands for its position. None of them is outside the sliding window.
-            starts, positions, sliding_window = starts[: len(query) + 1], contexts, None
+            starts, positions, sliding_window = starts[: number + 1], pad(contexts, (0, len(query) - number)), None
         return attend(
             query, *cached, table, starts, contexts, positions, self.shared, self.bits,
             scaling=kind.scaling, window=sliding_window or 0, softcap=kind.softcap or 0.0, page_size=PAGE_SIZE,

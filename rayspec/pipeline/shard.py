@@ -428,6 +428,6 @@ def _patience_s(message: wire.Message) -> float:
     if isinstance(message, wire.Seek | wire.Expand):
         return _SEARCH_PATIENCE_S
     is_prefill = isinstance(message, wire.Begin) and isinstance(message.work, Prefill)
-    if is_prefill or (isinstance(message, wire.Forward) and not message.work.fixed_shape):
+    if is_prefill or (isinstance(message, wire.Forward) and not (message.work.fixed_shape or message.work.choices)):
         return _PREFILL_PATIENCE_S
     return 0.0

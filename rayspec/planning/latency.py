@@ -25,8 +25,9 @@ from rayspec.types import RayspecError
 
 Floats = NDArray[np.float64]
 
-FORMAT = "rayspec-latency-4"
+FORMAT = "rayspec-latency-5"
 HEAD, DRAFT_HEAD, OVERHEAD, ROUND, WAKE = "head", "draft head", "overhead", "round", "wake"
+SEARCH = "search"
 _FAR = 4096  # tokens of context
 _MOST_LINES = 4096  # kept, of shapes of passes
 _NUM_REWEIGHTINGS = 12
@@ -46,7 +47,8 @@ class Measurement:
 
     kind: of a sublayer, with a choice other than `full` appended (`kind_of`); a kind that starts with "attention" reads
     context. Or "head"; "draft head", its copy for drafts; "overhead", a forward outside sublayers and head; "round", a
-    round outside its forwards; "wake", what a forward takes more after a pause in which other work used the caches.
+    round outside its forwards; "wake", what a forward takes more after a pause in which other work used the caches;
+    "search", what the host takes for a sublayer in a plan search.
     """
 
     kind: str
@@ -130,7 +132,8 @@ class LatencyModel:
     hop takes hop_s and wake_s. link_s: measured seconds of a hop from each stage to the next, and from the last to the
     first; a hop that bypasses stages takes as long as the slowest link on its way. transfer_s: to fetch the weights of
     each sublayer, for every run with the target's own weights. rejected_s: that a later pass takes for a sequence of
-    which rows were rejected. measured_context, measured_batch: the largest measured.
+    which rows were rejected. search_s: that the host takes for each sublayer in a plan search. measured_context,
+    measured_batch: the largest measured.
     """
 
     sublayers: tuple[str, ...]
@@ -144,6 +147,7 @@ class LatencyModel:
     stages: tuple[int, ...]
     transfer_s: tuple[float, ...]
     rejected_s: float = 0.0
+    search_s: float = 0.0
     measured_context: int = 0
     measured_batch: int = 1
     _lines: dict[tuple[Choices | None, float, float], tuple[float, float]] = field(
@@ -181,7 +185,7 @@ class LatencyModel:
             curves={
                 name: Curve.fit(group)
                 for name, group in grouped.items()
-                if group[0].kind not in (OVERHEAD, ROUND, WAKE)
+                if group[0].kind not in (OVERHEAD, ROUND, WAKE, SEARCH)
             },
             head=_curve_name(HEAD, places[-1]),
             overhead_s=_median_s(measurements, OVERHEAD),
@@ -189,6 +193,7 @@ class LatencyModel:
             hop_s=float(np.mean(link_s)) if link_s else 0.0,
             link_s=tuple(link_s),
             wake_s=_median_s(measurements, WAKE),
+            search_s=_median_s(measurements, SEARCH),
             stages=tuple(stages) if stages is not None else (0,) * len(sublayer_kinds),
             transfer_s=tuple(transfer_s) if transfer_s is not None else (0.0,) * len(sublayer_kinds),
             measured_context=max(each.context for each in measurements),

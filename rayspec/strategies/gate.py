@@ -280,6 +280,7 @@ class Gated:
         self._is_taken = chosen.way == STRATEGY
         # A round may draft nothing though its plan drafts: sequences have one token left. It says nothing of drafting.
         counts = not chosen.plan.drafts or any(one.token_ids for one in result.drafts) or any(result.probed)
+        counts = counts and not result.is_unready
         if self._is_taken and counts:
             seconds, self._searching_s = seconds + self._searching_s, 0.0
         self._gate.observe(state, chosen, num_tokens, seconds, counts=counts)

@@ -21,6 +21,7 @@ from rayspec.choices import (
     Choices,
     Weights,
     combined,
+    drafts_by_copies,
     keys_of,
     nearest,
     num_leading_full,
@@ -190,7 +191,7 @@ class KnapSpec:
             ended = tested == len(one.token_ids) < plan.num_draft_tokens
             self._stops.observe(num_accepted=accepted, num_tested=tested, ended=ended)
         candidate = self._in_use
-        if result.num_draft_steps:
+        if result.num_draft_steps and not result.is_unready:
             step_s = self._latency.draft_step_s(plan.choices, context=state.context, batch=state.batch)
             self._slowness.observe(result.draft_s, result.num_draft_steps * step_s, age=1)
         if num_tested and candidate is not None:
@@ -311,7 +312,7 @@ class KnapSpec:
 
     def _search_cost_s(self, state: BatchState, question: Knapsack) -> float:
         """Return the predicted seconds of a search: all states run in full, and the captured tokens by each choice.
-        Choices of both weights and keys are sums of two others."""
+        Choices of both weights and keys are sums of two others. On a GPU, the host may take longer."""
         num_tokens, context = question.num_tokens, state.context
         ways = {choice for each in question.savings for choice in each if choice != SKIP}
         alone = {one for way in ways for one in (combined(weights_of(way), "all"), combined("full", keys_of(way)))}
@@ -319,7 +320,7 @@ class KnapSpec:
             self._latency.verify_s(rows=rows * num_tokens, context=context, batch=num_tokens)
             for rows in (question.max_states + len(question.also), 1)
         )
-        return states_s + len(alone - {FULL}) * choice_s
+        return max(states_s + len(alone - {FULL}) * choice_s, len(question.savings) * self._latency.search_s)
 
     def _conclude(self, state: BatchState, asked: Future[Answer]) -> PlanRecord | None:
         """Replace the known candidates by those of a search, keep the one in use, and choose the best. A cancelled
@@ -384,13 +385,11 @@ class KnapSpec:
 
 def copies_alone(options: SpeculationOptions, latency: LatencyModel) -> list[Candidate]:
     """Return the drafts that run all sublayers by a quantised copy of their weights, where there is one."""
-    found = []
-    for weights in options.draft_weights:
-        here = [latency.choices_of(index) for index in range(len(latency.sublayers))]
-        choices = tuple(weights if weights in each else FULL for each in here)
-        if weights in choices:
-            found.append(Candidate(choices, _COPIES[weights], num_agreed=0, num_captured=0))
-    return found
+    ways = [latency.choices_of(index) for index in range(len(latency.sublayers))]
+    return [
+        Candidate(choices, _COPIES[weights], num_agreed=0, num_captured=0)
+        for weights, choices in drafts_by_copies(options.draft_weights, ways).items()
+    ]
 
 
 def uniform_patterns(savings: Sequence[Mapping[Choice, int]]) -> list[Choices]:
@@ -445,7 +444,8 @@ class Auto:
         assert isinstance(chosen, Taken)
         plan = chosen.plan
         drafted = any(one.token_ids for one in result.drafts)
-        self._gate.observe(state, chosen, num_tokens, seconds, counts=drafted or not plan.drafts)
+        counts = (drafted or not plan.drafts) and not result.is_unready
+        self._gate.observe(state, chosen, num_tokens, seconds, counts=counts)
         self._num_rounds += 1
         self._num_looked_up += any(len(one.token_ids) > one.num_drafted for one in result.drafts)
         # A round copies if lookup is expected to be faster than any plan.

@@ -28,7 +28,7 @@ from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.matrices import Int4Matrix
 from rayspec.model.sublayers import Decomposition
-from rayspec.planning.latency import HEAD, LatencyModel
+from rayspec.planning.latency import HEAD, SEARCH, LatencyModel, Measurement
 from rayspec.types import Request
 from tests.engines import ALL_CHOICES, step_buffers, ways_of
 from tests.families import checkpoint, modules_of, operator_parts_of, parts_of
@@ -204,6 +204,38 @@ def test_passes_are_timed_as_they_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     assert sum(run["captured"] for run in runs) > 0
     assert sum(run["captured"] for run in second) == 0
     assert sum(run["written"] for run in second) == 1, "the fixed cost of a forward"
+
+
+def test_on_a_gpu_the_fixed_cost_is_what_whole_passes_take_beyond_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts take a known time, and a pass one second more."""
+    runner = _runner(parts_of(checkpoint("llama")))
+    kinds = dict(zip(dict.fromkeys((*runner.parts.curve_names, HEAD)), (0.5, 0.25, 2.0), strict=True))
+    found = [
+        *(Measurement(kind=kind, rows=1, context=32, batch=1, seconds=seconds) for kind, seconds in kinds.items()),
+        *(Measurement(kind=kind, rows=8, context=32, batch=1, seconds=9.0) for kind in kinds),
+    ]
+    num_passes, timed = 0, profile._timed
+
+    def six_seconds_a_pass(work: Any, device: torch.device) -> float:
+        before = num_passes
+        took = timed(work, device)
+        return 6.0 * (num_passes - before) or took
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal num_passes
+        num_passes += 1
+        return head(*args, **options)
+
+    head = runner.head
+    monkeypatch.setattr(runner, "head", counted)
+    monkeypatch.setattr(profile, "_timed", six_seconds_a_pass)
+    with torch.inference_mode():
+        overhead = profile._fixed_cost(runner, found, "cuda:0")
+        search = profile._of_search(runner, "cuda:0")
+    assert (search.kind, search.rows, search.device) == (SEARCH, 128, "cuda:0")
+    latency = LatencyModel.fit([*found, overhead, search], runner.parts.curve_names, devices=[""] * 8)
+    assert latency.overhead_s == pytest.approx(1.0)
+    assert latency.search_s == search.seconds > 0
 
 
 class _Impatient(LoadLock):

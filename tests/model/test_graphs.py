@@ -129,6 +129,25 @@ def test_a_plan_of_a_draft_is_captured_when_it_has_run_a_few_times() -> None:
     assert driver.graphs[-1].num_replays == 2, "the last of the eager passes was its rehearsal"
 
 
+def test_a_warm_up_captures_drafts_and_passes_that_will_be_faster_count() -> None:
+    """A draft has one row for each sequence, so buckets of a verify have none."""
+    driver, draft = RecordingDriver(), choices_of([index % 2 == 0 for index in range(8)])
+    graphs = captured(driver)
+    graphs.warm_up([metadata((1,)).bucket, metadata((3,)).bucket], [draft])
+    assert driver.num_captures == 2 * NUM_PARTS + 1
+    run(graphs, metadata((1,)), draft)
+    run(graphs, metadata((3,), 1))
+    assert graphs.num_unready == 0
+    other = choices_of([index % 2 == 1 for index in range(8)])
+    counts = []
+    for seed in range(10):
+        run(graphs, metadata((1,), seed), other)
+        counts.append(graphs.num_unready)
+    assert counts == [*range(1, 10), 9], "eight eager passes, and the one that is captured"
+    graphs.run(eager_step().parts.sublayers, graphs.hold(metadata((1,))), tap=lambda index, hidden: None)
+    assert graphs.num_unready == 10
+
+
 def test_chunks_of_prompts_are_captured_when_their_bucket_has_run_a_few_times() -> None:
     """Alone and beside decodes; not above the limit."""
     driver = RecordingDriver()

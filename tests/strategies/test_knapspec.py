@@ -1,6 +1,7 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from rayspec import demo
@@ -88,6 +89,26 @@ def test_quantised_copies_are_tried_before_a_search(demo_latency: LatencyModel) 
     assert asker.asked
 
 
+@pytest.mark.parametrize("is_unready", [False, True])
+def test_the_time_of_passes_that_are_compiled_or_captured_does_not_count(
+    is_unready: bool, demo_latency: LatencyModel
+) -> None:
+    """A draft of which the first rounds take ten times as long as predicted; all of it is accepted."""
+    copies = {f"{kind} int4": Curve(rows=(1, 4096), base_s=(2e-4, 2e-4)) for kind in ("attention", "mlp")}
+    strategy = Auto(SpeculationOptions(), replace(demo_latency, curves={**demo_latency.curves, **copies}))
+    state = replace(batch_state(), num_outstanding_tokens=10_000)
+    drafted = 0
+    for _ in range(40):
+        chosen = strategy.choose(state)
+        number = chosen.plan.num_draft_tokens
+        slow = 10 if drafted < 3 and number else 1
+        drafted += number > 0
+        done = msgspec.structs.replace(result([number], [number]), is_unready=is_unready and slow > 1)
+        strategy.observe(state, chosen, done, 1 + number, slow * (1 + number) / chosen.rates[chosen.way])  # type: ignore[attr-defined]
+        strategy.search(state, lambda question, sequence_id=None: None)
+    assert (drafted > 20) == is_unready
+
+
 def test_no_budget_means_no_search(demo_latency: LatencyModel) -> None:
     strategy = _knapspec(demo_latency, optimise_share=0.0)
     engine = engine_with(demo_parts(), strategy, max_draft_tokens=16, speculation=OWN)
@@ -116,6 +137,16 @@ def test_the_first_search_costs_little_of_what_it_may_save(num_tokens: int, tran
         strategy.search(state, asker)
     asked = [(one.num_tokens, one.max_states) for one in asker.asked if isinstance(one, Knapsack)]
     assert asked == [(8, 16)] * searches
+
+
+def test_a_first_search_waits_where_the_host_takes_long_for_a_sublayer() -> None:
+    """On a GPU: the device would take 0.3 s, the host takes 32 times 0.1 s."""
+    state = replace(batch_state(), num_outstanding_tokens=256, elapsed_s=0.0)
+    asker = Asker(lambda question: Found([FoundDraft((FULL,) * 31 + (SKIP,), 0.9, 3, 0.9, 0.5)], 8, 0.25))
+    strategy = KnapSpec(SpeculationOptions(), replace(_with_transfers(0.0), search_s=0.1))
+    for _ in range(3 * ROUNDS_TO_REVIEW):
+        strategy.search(state, asker)
+    assert asker.asked == []
 
 
 def test_a_first_search_that_cannot_afford_all_states_has_fewer() -> None:

@@ -14,14 +14,12 @@ import triton
 from torch import Tensor
 
 from rayspec.model.cuda import kernels
+from rayspec.model.rows import LEAST_SPLIT_LENGTH, MOST_SPLITS
 
 # A sequence with more rows is a chunk of a prompt. Up to this number all launches have the same tile, so that a row has
 # the same bits in a decode, a verify and a tree of the same `max_context`.
 MAX_SMALL_ROWS = 64
 _MAX_KEY_TILE_BYTES = 2**14
-# Splits of a context, and the length that they have at least: short contexts have fewer, long ones have longer splits.
-_MOST_SPLITS = 64
-_LEAST_SPLIT_LENGTH = 256
 # Programs of a launch that read keys: about four for each multiprocessor of a large GPU.
 _NUM_PROGRAMS = 512
 # Up to so many rows, only reading the matrix limits a product's speed.
@@ -115,12 +113,12 @@ def choose_splits(*, num_kv_heads: int, num_sequences: int, max_rows: int, max_c
 
     The division of a sequence follows from its own length; only the number of programs from that of the sequences.
     """
-    number = min(_MOST_SPLITS, _ceil_div(max_context, _LEAST_SPLIT_LENGTH))
+    number = min(MOST_SPLITS, _ceil_div(max_context, LEAST_SPLIT_LENGTH))
     if max_rows > MAX_SMALL_ROWS or number == 1:
         return Splits(1, _padded(max_context), 0, 1)
-    doublings = (_ceil_div(max_context, number * _LEAST_SPLIT_LENGTH) - 1).bit_length()
+    doublings = (_ceil_div(max_context, number * LEAST_SPLIT_LENGTH) - 1).bit_length()
     programs = max(1, min(number, _NUM_PROGRAMS // (num_kv_heads * num_sequences)))
-    return Splits(number, _LEAST_SPLIT_LENGTH, doublings, programs)
+    return Splits(number, LEAST_SPLIT_LENGTH, doublings, programs)
 
 
 def attend(
