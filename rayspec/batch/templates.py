@@ -28,9 +28,11 @@ _TOO_HARD = f"it takes more than {_MOST_S} s or {_MOST_BYTES >> 20} MiB to rende
 
 
 class Templates:
-    """The process that renders, for all threads. It starts with the first template, and ends with this object."""
+    """The process that renders, for all threads. It starts with the first template, and ends with this object.
+    most_s: seconds of a core for one template."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_s: int = _MOST_S) -> None:
+        self._most_s = most_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -56,7 +58,7 @@ class Templates:
             if self._process is None:
                 pipe = subprocess.PIPE
                 self._process = subprocess.Popen(  # noqa: S603 - this file; signals to a job's group do not end it
-                    [sys.executable, __file__],
+                    [sys.executable, __file__, str(self._most_s)],
                     stdin=pipe,
                     stdout=pipe,
                     stderr=subprocess.DEVNULL,
@@ -95,7 +97,7 @@ def _received(file: IO[bytes]) -> bytes | None:
     return content if len(head) == 8 and len(content) == int.from_bytes(head, "big") else None
 
 
-def main() -> None:
+def main(most_s: int) -> None:
     with suppress(ValueError, OSError):  # where memory has no such limit
         with open("/proc/self/statm", encoding="ascii") as file:
             num_bytes = int(file.read().split()[0]) * resource.getpagesize() + _MOST_BYTES
@@ -104,7 +106,7 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     while (content := _received(sys.stdin.buffer)) is not None:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + _MOST_S, hard))
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + most_s, hard))
         template, values, most = pickle.loads(content)  # noqa: S301 - of the process that started this one
         try:
             found = ["names", _names(template)] if values is None else ["text", _text(template, values, most)]
@@ -141,4 +143,4 @@ def _text(template: str, values: Mapping[str, Any], most: int) -> str:
 
 if __name__ == "__main__":
     del sys.path[0]  # the folder of this file, whose names are no top-level modules
-    main()
+    main(int(sys.argv[1]))

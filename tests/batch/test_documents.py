@@ -20,6 +20,7 @@ from pyarrow import fs
 from rayspec.batch.documents import Piece, check_template, input_row, pieces_of, read_piece
 from rayspec.batch.input_files import find_files
 from rayspec.batch.rows import Columns, Row
+from rayspec.batch.templates import Templates
 from rayspec.types import ConfigError
 from tests.serve.endpoint_process import command_line
 from tests.waiting import wait_until
@@ -566,6 +567,13 @@ def test_a_template_makes_the_text_of_the_columns(tmp_path: Path) -> None:
         check_template(pieces(lines), Columns(template="{{ name"))
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template may take one second."""
+    monkeypatch.setattr("rayspec.batch.rows._templates", Templates(most_s=1))
+
+
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     "template",
     [
@@ -586,6 +594,7 @@ def test_a_template_is_kept_from_harm(tmp_path: Path, template: str) -> None:
     assert row.document == "one"
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_template_that_cannot_be_compiled_is_named(tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "a.jsonl", {"text": "one"})
     with pytest.raises(ConfigError, match="'prompt_template' cannot be compiled: it takes more than"):
