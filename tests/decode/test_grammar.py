@@ -19,7 +19,7 @@ import jsonschema
 import pytest
 import torch
 
-from rayspec import LLM, SamplingParams, StructuredOutputsParams, demo
+from rayspec import LLM, SamplingParams, StructuredOutputsParams
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
 from rayspec.decode.round_planner import _FORCING
@@ -28,13 +28,15 @@ from rayspec.decode.sampling import Rows
 from rayspec.decode.work import DecodingParams
 from rayspec.errors import ConfigError, GrammarError
 from rayspec.forms.grammar import _MAX_KEPT, Constraint, Grammars
+from rayspec.model.sublayers import Decomposition
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.types import Request, RequestOutput
 from tests.decode.samplers import sampler_of
 from tests.decode.test_losslessness import LookingUp
-from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
+from tests.demo_model import EOS, demo_prompts, demo_tokenizer, shallow_demo
 from tests.engines import RandomPlans, engine_with
 from tests.exhaustive import few_of
+from tests.families import parts_of
 from tests.schemas import KEYWORDS, NESTED, PERSON, PUBLISHED, random_schema
 from tests.strategy_cases import saved_plan
 from tests.tool_templates import tokenizer_with
@@ -50,11 +52,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "auto": {},
     "recycling": {},
     "knapspec": {},
-    "static": {"skip": [13, 14, 18], "max_draft_tokens": 6},
+    "static": {"skip": [3, 4], "max_draft_tokens": 6},
     # a gate would switch the others off here
     "swift": {"gate": False},
     "lookahead": {"gate": False},
-    "layerskip": {"gate": False, "exit_layer": 8},
+    "layerskip": {"gate": False, "exit_layer": 2},
     "clasp": {"gate": False, "search_interval": 16, "draft_threshold": 0.0},
     "del": {"gate": False, "num_search_tokens": 4},
     "asd": {"gate": False, "search_interval": 8, "num_search_tokens": 4, "draft_threshold": 0.0},
@@ -79,14 +81,18 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", autouse=True)
 def _saved_plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """In the folder of the tests: a plan for all texts, by any first state."""
-    folder, num_sublayers = tmp_path_factory.mktemp("plans"), len(demo_parts().sublayers)
-    anchor = (1.0, *(demo_parts().config.hidden_size - 1) * (0.0,))
-    plan = saved_plan("any", (13, 14, 18), num_sublayers=num_sublayers, anchors=(anchor,), radius=2.0)
-    model = ModelIdentity.of(EngineConfig(model=str(demo.model_path())), num_sublayers)
+    folder, num_sublayers = tmp_path_factory.mktemp("plans"), len(_parts().sublayers)
+    anchor = (1.0, *(_parts().config.hidden_size - 1) * (0.0,))
+    plan = saved_plan("any", (3, 4), num_sublayers=num_sublayers, anchors=(anchor,), radius=2.0)
+    model = ModelIdentity.of(EngineConfig(model=shallow_demo()), num_sublayers)
     SavedPlans(model=model, plans=(plan,)).save(folder / PLANS)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield
+
+
+def _parts() -> Decomposition:
+    return parts_of(shallow_demo())
 
 
 def _params(schema: dict[str, Any], *, temperature: float, **form: Any) -> SamplingParams:
@@ -104,7 +110,7 @@ def _generated(
     *temperatures: float, max_num_seqs: int = 8, **speculation: Any
 ) -> tuple[list[list[RequestOutput]], Any]:
     prompts = [{"prompt_token_ids": one} for one in demo_prompts(len(SCHEMAS), 2)]
-    with LLM("demo", speculation=speculation, max_num_seqs=max_num_seqs, **OPTIONS) as llm:
+    with LLM(shallow_demo(), speculation=speculation, max_num_seqs=max_num_seqs, **OPTIONS) as llm:
         return [llm.generate(prompts, _asked(one), use_tqdm=False) for one in temperatures], llm.stats
 
 
@@ -141,7 +147,7 @@ def test_the_text_is_that_of_plain_decoding(
 
 def _under(strategy: Any, temperature: float, **options: Any) -> tuple[list[tuple[str, str | None]], Engine]:
     prompts, asked = demo_prompts(4, 2), _asked(temperature)[:4]
-    engine = engine_with(demo_parts(), strategy, eos=(EOS,), tokenizer=demo_tokenizer(), **options)
+    engine = engine_with(_parts(), strategy, eos=(EOS,), tokenizer=demo_tokenizer(), **options)
     for at, (prompt, params) in enumerate(zip(prompts, asked, strict=True)):
         engine.add(Request(request_id=str(at), params=params, prompt_token_ids=prompt))
     done = _run(engine, until=lambda _: not engine.has_unfinished)
@@ -156,7 +162,7 @@ def _under_no_plan(temperature: float) -> list[tuple[str, str | None]]:
 @pytest.mark.parametrize(("way", "temperature"), [*((way, 0.8) for way in WAYS), ("trees", 0.0)])
 def test_the_text_is_that_of_plain_decoding_under_another_plan_every_round(way: str, temperature: float) -> None:
     kind = LookingUp if way == "continued" else RandomPlans
-    texts, engine = _under(kind(3, len(demo_parts().sublayers)), temperature, **WAYS[way])
+    texts, engine = _under(kind(3, len(_parts().sublayers)), temperature, **WAYS[way])
     assert way != "preempted" or engine.stats.num_preemptions > 0
     assert texts == _under_no_plan(temperature)
 
@@ -171,7 +177,7 @@ def _of_cases(strategy: str, batch: int, step: int, stages: int) -> list[tuple[s
     options: dict[str, Any] = {"speculation": {"strategy": strategy, **STRATEGIES.get(strategy, {})}}
     if stages > 1:
         options["parallel"] = {"stages": stages, "cpus_per_shard": 0.25}
-    with LLM("demo", max_num_seqs=batch, **options, **OPTIONS) as llm:
+    with LLM(shallow_demo(), max_num_seqs=batch, **options, **OPTIONS) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     return [
         (str(one.error), None) if one.error else (one.outputs[0].text, one.outputs[0].finish_reason) for one in outputs
@@ -200,7 +206,7 @@ def test_published_and_random_schemas(
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 def test_sampled_drafts_keep_the_form(verification: str) -> None:
-    (outputs,), stats = _generated(1.0, strategy="static", skip=[13, 14], verification=verification)
+    (outputs,), stats = _generated(1.0, strategy="static", skip=[3, 4], verification=verification)
     for (text, reason), schema in zip(_texts(outputs), SCHEMAS, strict=True):
         if reason == "stop":
             jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
@@ -209,7 +215,7 @@ def test_sampled_drafts_keep_the_form(verification: str) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Any:
-    with LLM("demo", **OPTIONS) as one:
+    with LLM(shallow_demo(), **OPTIONS) as one:
         yield one
 
 
@@ -290,7 +296,7 @@ def test_a_model_thinks_in_tokens_of_its_own_and_then_has_its_form(tmp_path: Pat
     prompts, found = [f"The report {number}<think>\n" for number in range(len(params))], []
     for strategy in ("ar", "auto"):
         speculation = {"strategy": strategy, **STRATEGIES.get(strategy, {})}
-        with LLM("demo", tokenizer=folder, reasoning_parser="qwen3", speculation=speculation, **OPTIONS) as llm:
+        with LLM(shallow_demo(), tokenizer=folder, reasoning_parser="qwen3", speculation=speculation, **OPTIONS) as llm:
             found.append(_texts(llm.generate(prompts, params, use_tqdm=False)))
             num_forced = llm.stats.accepted_by_source.get("form", 0)
         assert strategy == "ar" or num_forced > 0
@@ -307,7 +313,7 @@ def test_a_model_thinks_in_tokens_of_its_own_and_then_has_its_form(tmp_path: Pat
 def test_an_engine_with_a_parser_of_reasoning_leaves_room_for_it(strategy: str) -> None:
     forms: list[dict[str, Any]] = [{"choice": ["yes", "no"]}, {"choice": ["yes", "no"]}, {"json": {"type": "strin"}}]
     params = [SamplingParams(temperature=0, max_tokens=20, structured_outputs=one) for one in forms]  # type: ignore[arg-type]
-    with LLM("demo", reasoning_parser="qwen3", speculation={"strategy": strategy}, **OPTIONS) as llm:
+    with LLM(shallow_demo(), reasoning_parser="qwen3", speculation={"strategy": strategy}, **OPTIONS) as llm:
         answer, thought, wrong = llm.generate(["Is it?", "Is it?<think>\n", "x"], params, use_tqdm=False)
     assert answer.outputs[0].text in ("yes", "no")
     assert (thought.outputs[0].finish_reason, len(thought.outputs[0].token_ids)) == ("length", 20)
@@ -508,7 +514,7 @@ def _run(engine: Engine, *, until: Callable[[dict[str, RequestOutput]], bool]) -
 
 def test_a_late_mask_holds_up_its_own_sequence_only() -> None:
     """Also in a prompt's last chunk. The text is the same."""
-    engine = engine_with(demo_parts(), None, eos=(EOS,), tokenizer=demo_tokenizer())
+    engine = engine_with(_parts(), None, eos=(EOS,), tokenizer=demo_tokenizer())
     prompts, asked = demo_prompts(3, 2), _asked(0.8)[:2]
     free = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     texts, event = [], threading.Event()
@@ -562,8 +568,8 @@ def test_a_collection_of_garbage_is_not_time_of_the_form() -> None:
 def test_drafts_whose_masks_are_late_are_dropped(
     plain: dict[float, list[tuple[str, str | None]]], verification: str
 ) -> None:
-    speculation = {"strategy": "static", "skip": [13, 14], "verification": verification}
-    with LLM("demo", speculation=speculation, **OPTIONS) as llm:
+    speculation = {"strategy": "static", "skip": [3, 4], "verification": verification}
+    with LLM(shallow_demo(), speculation=speculation, **OPTIONS) as llm:
         assert llm.engine is not None
         llm.engine.model.grammars._patience_s = 0.0
         prompts = [{"prompt_token_ids": one} for one in demo_prompts(len(SCHEMAS), 2)]
