@@ -2,6 +2,7 @@
 seed, sampled text does not depend on it either."""
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +20,7 @@ from rayspec.decode.work import RoundResult
 from rayspec.model.attention import _Attention
 from rayspec.planning.acceptance import DraftUntilFound
 from rayspec.types import Plan, Request, RequestOutput
-from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
+from tests.demo_model import EOS, demo_prompts, demo_tokenizer, shallow_demo
 from tests.engines import (
     ALL_CHOICES,
     GREEDY,
@@ -169,27 +170,35 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "trees"])
-@pytest.mark.parametrize("name", SAMPLING)
-@pytest.mark.parametrize("family", few_of(["qwen2", "mixtral"], ["qwen2"]))
-def test_with_a_seed_the_text_does_not_depend_on_speculation(family: str, name: str, kind: str) -> None:
+BATCHES: tuple[dict[str, Any], ...] = ({}, {"kv_cache_tokens": 210, "max_num_batched_tokens": 16}, {"max_num_seqs": 1})
+DRAFTS = (*KINDS, "trees")
+SAMPLED = list(product(["qwen2", "mixtral"], SAMPLING, DRAFTS, range(len(BATCHES))))
+# Every two of a way to sample, a kind of draft and a kind of batch.
+PAIRS = [
+    case for case in SAMPLED[: len(SAMPLED) // 2] if ([*SAMPLING].index(case[1]) + DRAFTS.index(case[2])) % 3 == case[3]
+]
+
+
+@cache
+def _sampled_plainly(family: str, name: str) -> tuple[list[list[int]], list[SamplingParams], list[RequestOutput]]:
     prompts = _cases(family).prompts[-4:]
     params = [SamplingParams(max_tokens=16, seed=1000 + index, **SAMPLING[name]) for index in range(len(prompts))]
-    plain = complete(engine_with(parts_of(checkpoint(family))), prompts, params)
-    names = {(output.request_id, one.index): one.token_ids for output in plain for one in output.outputs}
-    num_accepted = 0
-    for seed, options in enumerate(({}, {"kv_cache_tokens": 210, "max_num_batched_tokens": 16}, {"max_num_seqs": 1})):
-        room = 30 if kind == "trees" else 0
-        engine = _engine(family, "plans" if kind == "trees" else kind, seed, num_beside=room, **options)
-        if kind == "trees":
-            plant_trees(engine, names, seed)
-        for one, other in zip(plain, complete(engine, prompts, params), strict=True):
-            assert other.error is None
-            assert [o.token_ids for o in other.outputs] == [o.token_ids for o in one.outputs]
-            assert [o.finish_reason for o in other.outputs] == [o.finish_reason for o in one.outputs]
-            _require_same_logprobs(one, other)
-        num_accepted += engine.stats.num_accepted_tokens
-    assert num_accepted > 0
+    return prompts, params, complete(engine_with(parts_of(checkpoint(family))), prompts, params)
+
+
+@pytest.mark.parametrize(("family", "name", "kind", "batch"), few_of(SAMPLED, PAIRS))
+def test_with_a_seed_the_text_does_not_depend_on_speculation(family: str, name: str, kind: str, batch: int) -> None:
+    prompts, params, plain = _sampled_plainly(family, name)
+    has_trees = kind == "trees"
+    engine = _engine(family, "plans" if has_trees else kind, batch, num_beside=30 * has_trees, **BATCHES[batch])
+    if has_trees:
+        plant_trees(engine, {(one.request_id, o.index): o.token_ids for one in plain for o in one.outputs}, batch)
+    for one, other in zip(plain, complete(engine, prompts, params), strict=True):
+        assert other.error is None
+        assert [o.token_ids for o in other.outputs] == [o.token_ids for o in one.outputs]
+        assert [o.finish_reason for o in other.outputs] == [o.finish_reason for o in one.outputs]
+        _require_same_logprobs(one, other)
+    assert engine.stats.num_accepted_tokens > 0
 
 
 def _require_same_logprobs(one: RequestOutput, other: RequestOutput) -> None:
@@ -208,14 +217,14 @@ def _require_same_logprobs(one: RequestOutput, other: RequestOutput) -> None:
 
 
 def test_stop_strings_cut_the_same_text_with_and_without_drafts() -> None:
-    parts, prompts = demo_parts(), demo_prompts(3, 8)
+    parts, prompts = parts_of(shallow_demo()), demo_prompts(3, 8)
     params = SamplingParams(temperature=0, max_tokens=50)
     plain = complete(engine_with(parts, eos=(EOS,), tokenizer=demo_tokenizer()), prompts, params)
     for index, output in enumerate(plain):
         text = output.outputs[0].text
         stop = text[len(text) // 2 - 3 : len(text) // 2 + 3]
         params = SamplingParams(temperature=0, max_tokens=50, stop=[stop])
-        for selector in (None, RandomPlans(index, 32)):
+        for selector in (None, RandomPlans(index, len(parts.sublayers))):
             engine = engine_with(parts, selector, eos=(EOS,), tokenizer=demo_tokenizer())
             cut = complete(engine, [prompts[index]], params)[0].outputs[0]
             assert cut.text == text[: text.index(stop)]
@@ -322,9 +331,8 @@ def test_engine_and_head_share_an_index_made_while_the_prompt_is_read() -> None:
 
 def test_in_two_stages_the_last_one_looks_up() -> None:
     path = checkpoint("llama")
-    known, selector = cases(path, (1, 37, 3, 61, 12), 40), LookingUp(4, len(parts_of(path).sublayers))
+    known, selector = _cases("llama"), LookingUp(4, len(parts_of(path).sublayers))
     with loop_engine(path, 2, selector) as run:
-        outputs = complete(run.engine, known.prompts, SamplingParams(temperature=0, max_tokens=40))
-        assert tokens_of(outputs) == known.expected
+        assert tokens_of(complete(run.engine, known.prompts, PARAMS)) == known.expected
         run.require_clean()
     assert selector.num_continued > 5
