@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import AutoConfig, Gemma3Config
+from transformers import AutoConfig, Gemma3Config, LlamaConfig
 
 from rayspec.choices import QUANTISED_WEIGHTS
 from rayspec.decode.generate_state import GenerateState, cache_bytes
@@ -16,6 +16,7 @@ from tests.families import FAMILIES, HARD_FAMILIES, WHOLE_FAMILIES, WINDOW, chec
 from tests.ops.plan.models import LLAMA_70B, llama
 
 BF16 = torch.bfloat16
+ONE_LAYER = LlamaConfig(**{**LLAMA_70B.to_dict(), "num_hidden_layers": 1})
 
 
 def test_70b_has_its_published_size() -> None:
@@ -68,8 +69,8 @@ def test_a_tied_head_needs_its_matrix_on_a_stage_of_its_own(tied: bool) -> None:
 
 @pytest.mark.parametrize(("quantization", "per_weight"), [("fp8", 1.0), ("int8", 1.0), ("int4", 0.515625)])
 def test_quantization_shrinks_the_linears_of_layers_only(quantization: str, per_weight: float) -> None:
-    plain = model_sizes(LLAMA_70B, dtype=BF16)
-    sizes = model_sizes(LLAMA_70B, dtype=BF16, quantization=quantization)
+    plain = model_sizes(ONE_LAYER, dtype=BF16)
+    sizes = model_sizes(ONE_LAYER, dtype=BF16, quantization=quantization)
     attention, mlp = sizes.layers[0].sublayer_bytes
     assert attention == per_weight * (2 * 8192 * 8192 + 2 * 8192 * 1024) + 2 * 8192
     assert mlp == per_weight * 3 * 8192 * 28672 + 2 * 8192
@@ -78,16 +79,16 @@ def test_quantization_shrinks_the_linears_of_layers_only(quantization: str, per_
 
 
 def test_a_tensor_rank_has_its_share_and_all_norms() -> None:
-    whole = model_sizes(LLAMA_70B, dtype=BF16)
-    rank = model_sizes(LLAMA_70B, dtype=BF16, tensor=4)
+    whole = model_sizes(ONE_LAYER, dtype=BF16)
+    rank = model_sizes(ONE_LAYER, dtype=BF16, tensor=4)
     attention, mlp = whole.layers[0].sublayer_bytes
     norm = 2 * 8192
     assert rank.layers[0].sublayer_bytes == ((attention - norm) // 4 + norm, (mlp - norm) // 4 + norm)
     assert rank.layers[0].kv_bytes_per_token == whole.layers[0].kv_bytes_per_token // 4
     assert (rank.num_parameters, rank.head_bytes) == (whole.num_parameters, whole.head_bytes)
-    alone, half = (quantised_bytes(LLAMA_70B, "int8", tensor=tensor)[1] for tensor in (1, 2))
+    alone, half = (quantised_bytes(ONE_LAYER, "int8", tensor=tensor)[1] for tensor in (1, 2))
     assert half * 3 == pytest.approx(alone, rel=1e-3), "ranks share the copies of the first matrices only"
-    many = model_sizes(LLAMA_70B, dtype=BF16, tensor=16)
+    many = model_sizes(ONE_LAYER, dtype=BF16, tensor=16)
     assert many.layers[0].kv_bytes_per_token == whole.layers[0].kv_bytes_per_token // 8  # one head at least
 
 
@@ -112,7 +113,7 @@ def test_a_model_with_an_image_tower_has_the_layers_of_its_language_model() -> N
 
 def test_tensor_must_divide_the_heads() -> None:
     with pytest.raises(ConfigError, match="'tensor' is 3: it must divide the model's 64 attention heads"):
-        model_sizes(LLAMA_70B, dtype=BF16, tensor=3)
+        model_sizes(ONE_LAYER, dtype=BF16, tensor=3)
 
 
 def test_a_window_limits_what_is_read_and_not_what_is_kept() -> None:
@@ -140,10 +141,10 @@ def test_copies_weigh_what_the_loaded_ones_do(family: str) -> None:
 
 
 def test_sizes_of_layers_hold_the_copies_that_are_asked_for() -> None:
-    int4, int8 = (sum(quantised_bytes(LLAMA_70B, weights)[:2]) for weights in ("int4", "int8"))
-    both = model_sizes(LLAMA_70B, dtype=BF16, draft_weights=("int4", "int8"))
+    int4, int8 = (sum(quantised_bytes(ONE_LAYER, weights)[:2]) for weights in ("int4", "int8"))
+    both = model_sizes(ONE_LAYER, dtype=BF16, draft_weights=("int4", "int8"))
     assert {layer.copy_bytes for layer in both.layers} == {int4 + int8}
-    quantized = model_sizes(LLAMA_70B, dtype=BF16, quantization="int8", draft_weights=("int4",))
+    quantized = model_sizes(ONE_LAYER, dtype=BF16, quantization="int8", draft_weights=("int4",))
     assert {layer.copy_bytes for layer in quantized.layers} == {0}, "there are no copies of what is quantized"
 
 
