@@ -35,6 +35,7 @@ from rayspec.batch import extract
 from rayspec.batch.rows import INVALID_VALUE, MISSING_COLUMN, Columns, Row
 from rayspec.batch.tables import Table
 from rayspec.command.locations import FILE_ERRORS, Location, UnreadableFileError, error_detail
+from rayspec.openai.batch import limited_lines
 from rayspec.types import ConfigError, InputFileError
 
 TEXT_SUFFIXES = (".txt", ".md")
@@ -249,7 +250,7 @@ def _read(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _N
             rows = _ROW_READERS[suffix](cast("IO[bytes]", file), piece, columns)
             yield from (row for row in rows if wanted is None or row[0] in wanted)
         else:
-            for number, line in enumerate(_lines(cast("IO[bytes]", file)), start=1):
+            for number, line in enumerate(limited_lines(cast("IO[bytes]", file)), start=1):
                 if (wanted is None or number in wanted) and line.strip():
                     try:
                         if len(line) > _MAX_TEXT_BYTES:
@@ -265,14 +266,6 @@ def _whole(file: Any, source: str, most: int) -> bytes:
     if len(content) > most:
         raise _too_large(source, most)
     return content
-
-
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file; of a line that is too long, only its beginning."""
-    while line := file.readline(_MAX_TEXT_BYTES + 1):
-        yield line
-        while len(line) > _MAX_TEXT_BYTES and not line.endswith(b"\n"):
-            line = file.readline(_MAX_TEXT_BYTES + 1)
 
 
 def _json_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:

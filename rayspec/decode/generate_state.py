@@ -27,11 +27,11 @@ from rayspec.decode.lockstep import Lockstep, few_rows, recurrent_modules, short
 from rayspec.model.architecture import max_positions
 from rayspec.model.blocked import block_linears
 from rayspec.model.layer_bytes import cached_bytes
-from rayspec.model.load_check import boundaries
+from rayspec.model.load_check import boundaries, require_finite
 from rayspec.model.passing import at_border
 from rayspec.model.weights import in_one_line
 from rayspec.planning.latency import HEAD, Measurement
-from rayspec.types import CheckpointError, UnsupportedModelError
+from rayspec.types import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -242,11 +242,8 @@ def check_generation(model: PreTrainedModel) -> None:
         states = [GenerateState(model, each) for each in (prompt[:1], prompt)]
         inputs = [torch.tensor([state.prompt], device=model.device) for state in states]
         outputs = [generate(each, generation_config=options) for each in inputs]
-        if not all(bool(logits.isfinite().all()) for output in outputs for logits in output.logits):
-            raise CheckpointError(
-                f"the model computes NaN or infinity on plain input in {model.dtype}: "
-                "its weights are damaged, or overflow; try bfloat16 or float32"
-            )
+        for output in outputs:
+            require_finite(torch.cat(output.logits))
         for step in range(_NUM_CHECK_STEPS + 1):
             for state, output in zip(states, outputs, strict=True):
                 at = len(state.prompt) + step
@@ -455,18 +452,13 @@ def measured_passes(model: PreTrainedModel, cuts: Cuts | None, *, sequences_s: f
     until, tokens = time.perf_counter() + _BUDGET_S, _random_tokens(model, max(_ROW_COUNTS), seed=3)
     for repeat, rows in itertools.product(range(_NUM_REPEATS), _ROW_COUNTS if cuts else ()):
         if not repeat or time.perf_counter() < until:
-            times[rows].append(_pass_seconds(state, tokens[:rows]))
+            started = time.perf_counter()
+            state.try_rows(tokens[:rows]).argmax(-1).tolist()
+            state.keep(0)
+            times[rows].append(time.perf_counter() - started)
     found = [Measurement(kind=WHOLE, rows=rows, context=0, batch=1, seconds=min(took)) for rows, took in times.items()]
     several = Measurement(kind=WHOLE, rows=_NUM_SEQUENCES, context=0, batch=_NUM_SEQUENCES, seconds=sequences_s)
     return [*found, several, Measurement(kind=HEAD, rows=1, context=0, batch=1, seconds=_NOTHING_S)]
-
-
-def _pass_seconds(state: GenerateState, token_ids: list[int]) -> float:
-    """Return the seconds until a pass over these rows is read and taken back."""
-    started = time.perf_counter()
-    state.try_rows(token_ids).argmax(-1).tolist()
-    state.keep(0)
-    return time.perf_counter() - started
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:

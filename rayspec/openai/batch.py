@@ -137,7 +137,7 @@ class _Fields(StrictBody):
 
 
 def limited_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file; of a line that is too long, only its beginning."""
+    """Yield the lines of a file; of a line of more than 16 MiB, only its beginning, which is too long, too."""
     while line := file.readline(_MAX_LINE_BYTES + 1):
         yield line
         while len(line) > _MAX_LINE_BYTES and not line.endswith(b"\n"):

@@ -145,15 +145,18 @@ class Shard(Server):
     def load(self, spans: Sequence[tuple[int, int]], meeting_place: str | None) -> Loaded:
         """Load this stage's weights. spans: sublayers [first, last) of every stage. meeting_place: of the ranks of a
         stage, which load at the same time. Raises ConfigError, CheckpointError, UnsupportedModelError."""
-        return in_thread_of_its_own(lambda: self._load(spans, meeting_place))
-
-    def _load(self, spans: Sequence[tuple[int, int]], meeting_place: str | None) -> Loaded:
-        config = self._config
         self._spans = tuple((first, last) for first, last in spans)
         first, last = self._spans[self.stage]
-        layers = range(first // 2, last // 2)
-        torch.set_num_threads(config.num_threads or max(1, int(self._options.cpus_per_shard)))
-        self._device = resolve_device(config.device)
+        self._device = resolve_device(self._config.device)
+
+        def load() -> Loaded:
+            torch.set_num_threads(self._config.num_threads or max(1, int(self._options.cpus_per_shard)))
+            return self._load(range(first // 2, last // 2), meeting_place)
+
+        return in_thread_of_its_own(load)
+
+    def _load(self, layers: range, meeting_place: str | None) -> Loaded:
+        config = self._config
         # Ranks share a stage's files in CPU memory, and each moves its share of the weights to its device.
         model = load_weights(config if meeting_place is None else config.replace(device="cpu"), layers=layers)
 
@@ -218,12 +221,16 @@ class Shard(Server):
                 device=self._device,
                 verification=config.speculation.verification,
                 num_taps=num_taps,
-                grammars=Grammars(
-                    partial(load_tokenizer, config),
-                    vocab_size=self._blueprint.vocab_size,
-                    eos_token_ids=eos_token_ids(config),
-                ),
+                grammars=self.grammars(),
             )
+
+    def grammars(self) -> Grammars:
+        config = self._config
+        return Grammars(
+            partial(load_tokenizer, config),
+            vocab_size=self._blueprint.vocab_size,
+            eos_token_ids=eos_token_ids(config),
+        )
 
     def serve_epoch(self) -> None:
         """Handle messages until a new epoch begins or communication fails. Raises errors of the model."""

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from rayspec.decode.generate_state import WHOLE, check_received
-from rayspec.decode.generation_config import eos_token_ids
 from rayspec.decode.loading import affordable_tokens, load_weights
 from rayspec.decode.rounds import Head
 from rayspec.decode.runner import Threads
 from rayspec.decode.whole_model import WholeSpan, whole_head, whole_script
 from rayspec.decode.work import Pass, Result, Work
-from rayspec.forms.grammar import Grammars
 from rayspec.model.kv_cache import CacheSize
 from rayspec.model.passing import as_stage
-from rayspec.model.weights import load_tokenizer, num_layers, resolve_device
+from rayspec.model.weights import num_layers
 from rayspec.pipeline import messages as wire
 from rayspec.pipeline.endpoint import ENGINE, Endpoint
 from rayspec.pipeline.shard import Loaded, Shard
@@ -31,20 +28,15 @@ class WholeShard(Shard):
 
     span: WholeSpan  # type: ignore[assignment]
 
-    def _load(self, spans: Sequence[tuple[int, int]], meeting_place: str | None) -> Loaded:
-        config = self._config
-        self._spans = tuple((first, last) for first, last in spans)
-        first, last = self._spans[self.stage]
-        self._num_layers = last // 2 - first // 2
-        num_threads = config.num_threads or max(1, int(self._options.cpus_per_shard))
-        torch.set_num_threads(num_threads)
-        self._device = resolve_device(config.device)
-        model = load_weights(config, layers=range(first // 2, last // 2))
-        as_stage(model, range(first // 2, last // 2))
-        self.span = WholeSpan(model, threads=Threads.of_all_passes(num_threads), is_last=self._is_last)
+    def _load(self, layers: range, meeting_place: str | None) -> Loaded:
+        self._num_layers = len(layers)
+        model = load_weights(self._config, layers=layers)
+        as_stage(model, layers)
+        threads = Threads.of_all_passes(torch.get_num_threads())
+        self.span = WholeSpan(model, threads=threads, is_last=self._is_last)
         if self.stage:
             check_received(model)
-        problem = self.span.find_cuts() if config.speculation.strategy in COPYING else ""
+        problem = self.span.find_cuts() if self._config.speculation.strategy in COPYING else ""
         return Loaded(dtype=str(model.dtype).removeprefix("torch."), cuts=self.span.cuts, problem=problem)
 
     def rehearse(self) -> None:
@@ -54,19 +46,16 @@ class WholeShard(Shard):
         return affordable_tokens(self._config, self.span.model, num_sharing=num_sharing)
 
     def prepare(self, endpoint: Endpoint, size: CacheSize) -> None:
-        self._endpoint, config = endpoint, self._config
+        self._endpoint = endpoint
         self.span.cuts = self.cuts
         self._measured()
         self.head = None
         if self._is_last:
-            vocab_size = self._blueprint.vocab_size
             self.head = whole_head(
                 self.span,
-                vocab_size=vocab_size,
-                verification=config.speculation.verification,
-                grammars=Grammars(
-                    partial(load_tokenizer, config), vocab_size=vocab_size, eos_token_ids=eos_token_ids(config)
-                ),
+                vocab_size=self._blueprint.vocab_size,
+                verification=self._config.speculation.verification,
+                grammars=self.grammars(),
             )
 
     def first_pass(self, work: Work) -> Pass:

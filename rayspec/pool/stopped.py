@@ -59,8 +59,8 @@ async def is_stopped(place: Place) -> bool:
         return is_stopped_here(place.process_id)
     on_node = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
     try:
-        asked = _stopped_on_node.options(scheduling_strategy=on_node).remote(place.process_id)
-        return bool(await asyncio.wait_for(asked, _NODE_TIMEOUT_S))
+        asked = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_node)(is_stopped_here)
+        return bool(await asyncio.wait_for(asked.remote(place.process_id), _NODE_TIMEOUT_S))
     except (RayError, asyncio.TimeoutError):
         return False
 
@@ -74,8 +74,3 @@ def is_stopped_here(process_id: int) -> bool:
         return False
     states = {stat.rpartition(")")[2].split()[0] for stat in stats}
     return "T" in states and states <= {"T", "X", "Z"}
-
-
-@ray.remote(num_cpus=0, max_retries=0)
-def _stopped_on_node(process_id: int) -> bool:
-    return is_stopped_here(process_id)
