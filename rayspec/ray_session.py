@@ -21,7 +21,6 @@ from rayspec.machine import num_cores
 from rayspec.types import ConfigError, RayspecError
 
 _MIN_LOCAL_CPUS = 4  # a reservation count, not cores: reading, clients and engine must all fit a small machine
-_WATCH_EVERY_S = 0.5
 _LOSS_SIGNAL = signal.SIGURG  # ignored by default; SIGINT is ignored by background processes of a shell
 _LOST = (
     "Ray's control process (gcs_server) has ended; was it killed, or out of memory? What is written so far is kept, "
@@ -144,7 +143,7 @@ def _watching() -> Iterator[None]:
     stopped, lost = threading.Event(), threading.Event()
 
     def watch() -> None:
-        while not stopped.wait(_WATCH_EVERY_S):
+        while not stopped.wait(0.5):
             if process.poll() is not None:
                 lost.set()
                 signal.pthread_kill(threading.main_thread().ident or 0, _LOSS_SIGNAL)

@@ -34,9 +34,7 @@ from rayspec.machine import cpu_name, num_cores
 from rayspec.types import CheckpointError, ConfigError, EngineStats
 
 _REAL = "smollm2"
-_BUNDLED = "demo"
 _MAX_MODEL_LEN = 1024  # so that the longest document needs more than one prompt
-_MAX_TOKENS = 64
 _PROMPT = "Extract the key facts of the following document as a list.\n\n{text}"
 _FOLDERS: Final[dict[Strategy, str]] = {"ar": "plain", "auto": "auto"}
 _NUM_SHOWN = 2
@@ -105,7 +103,7 @@ def compare(model: str, documents: dict[str, SampleDocument], output: Path, *, b
                 max_model_len=_MAX_MODEL_LEN * (2 if is_bundled else 1),  # reports are read whole
                 speculation=SpeculationOptions(strategy=strategy),
             )
-            sampling = SUMMARY_SAMPLING if is_bundled else SUMMARY_SAMPLING.replace(max_tokens=_MAX_TOKENS)
+            sampling = SUMMARY_SAMPLING if is_bundled else SUMMARY_SAMPLING.replace(max_tokens=64)
             task = DocumentTask(
                 settings=Settings(engine=engine, sampling=sampling),
                 template=summary_prompt(model) if is_bundled else _PROMPT,
@@ -162,7 +160,7 @@ def _available_model() -> str:
         else:
             return _REAL
     say(f"the bundled model is used, which only knows audit reports: {reason}")
-    return _BUNDLED
+    return "demo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,6 @@ _WITH_OWN_COMPRESSION = PARQUET_SUFFIXES + ARROW_SUFFIXES + EXTRACTED_SUFFIXES
 KNOWN_TYPES = f"{', '.join((*_ZIPPED, *_WITH_OWN_COMPRESSION))}, the first {len(_ZIPPED)} also with {GZIP_SUFFIX}"
 _BYTES_PER_PIECE, _NUM_FILES_TO_SPLIT = 2**26, 64
 _MIN_ROWS_PER_READ, _MAX_ROWS_PER_READ, _BYTES_PER_READ = 16, 1024, 2**20
-_READ_ERRORS = (*FILE_ERRORS, EOFError, zlib.error, csv.Error)  # the two before the last are of damaged gzip data
 _MAX_EXTRACT_S = 900  # a rescue: `extract` limits its own CPU time
 _ARROW_FILE_MAGIC = b"ARROW1"
 _NO_CELL = "\0"
@@ -178,7 +177,7 @@ def read_piece(
             yield number, _row_of(fields, piece.source(number), columns, with_text=with_text)
     except InputFileError as error:
         failure = error
-    except _READ_ERRORS as error:
+    except (*FILE_ERRORS, EOFError, zlib.error, csv.Error) as error:  # the two before the last are of damaged gzip data
         where = f"after {piece.num_before + num_rows} rows " if num_rows and wanted is None else ""
         failure = UnreadableFileError(f"{piece.name}: could not be read {where}({error_detail(error)})")
     num_missing = len(wanted) - num_rows if wanted is not None else 0

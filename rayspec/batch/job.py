@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from rayspec.pool.worker import EngineFactory
 
 CONFIG_NAME = "config.yaml"
-_REPORT_FILES = (CONFIG_NAME, *REPORT_NAMES)
-_JOIN_S = 10.0
 _CHARACTERS_PER_TOKEN = 4  # about so many
 
 
@@ -132,7 +130,7 @@ class CompletedRows:
 
     def __exit__(self, *_: object) -> None:
         self._end()
-        self._thread.join(_JOIN_S)
+        self._thread.join(10.0)
 
     def _feed(self) -> None:
         try:
@@ -233,7 +231,7 @@ class Job:
                 overwrite=self.options.overwrite,
                 text_column=self.text_column,
                 file_format=file_format,
-                report_files=(*_REPORT_FILES, *self.export_names),
+                report_files=(CONFIG_NAME, *REPORT_NAMES, *self.export_names),
                 json_schema=form.json if form is not None and isinstance(form.json, str) else None,
             ) as folder,
             self.backend.session(),

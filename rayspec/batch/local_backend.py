@@ -49,7 +49,6 @@ _ROWS_AT_ONCE = 2**16
 _ROWS_PER_PIECE = 32  # of rows in memory
 _PREFIX_CHARS = 4096
 _NUM_NAMED = 3
-_JOIN_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +272,7 @@ class LocalPool:
 
     def stop(self) -> None:
         """End the engine and the thread. Later calls do nothing."""
-        self._thread.close(self._stop_engine, _JOIN_S)
+        self._thread.close(self._stop_engine, 10.0)
 
     kill = stop
 

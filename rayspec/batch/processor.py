@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 ERROR_COLUMN = "__inference_error__"
 _MAX_ROWS_OF_A_BATCH = 16  # Ray Data gives a client no more rows of one block at a time
 _MIN_BATCHES = 8
-_CLIENT_CPUS = 0.0  # the client only waits; a machine with one CPU needs all of it for Ray Data's tasks
-_SHUTDOWN_TIMEOUT_S = 15.0
 _ENGINE_LOST = frozenset({"engine_dead", "stage_lost"})  # kinds of errors that no row causes
 
 Row = dict[str, Any]
@@ -140,7 +138,7 @@ class Processor:
                 compute=ray.data.ActorPoolStrategy(
                     size=1, max_tasks_in_flight_per_actor=num_blocks, max_concurrent_calls_per_actor=num_blocks
                 ),
-                num_cpus=_CLIENT_CPUS,
+                num_cpus=0.0,  # the client only waits; a machine with one CPU needs all of it for Ray Data's tasks
             )
         )
 
@@ -150,7 +148,7 @@ class Processor:
         if supervisor is None or not ray.is_initialized():
             return
         with suppress(RayError):
-            ray.get(supervisor.stop.remote(), timeout=_SHUTDOWN_TIMEOUT_S)
+            ray.get(supervisor.stop.remote(), timeout=15.0)
         with suppress(RayError):
             ray.kill(supervisor)
 

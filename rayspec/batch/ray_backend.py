@@ -35,7 +35,6 @@ from rayspec.ray_session import ray_session
 _READ_CPUS = 0.5
 _MAX_READ_TASKS = 64  # Ray Data needs 0.2 s for even the smallest task: small files share a task
 _READER_THREADS = ("StreamingExecutor-", "ray-data-metadata-prefetch", "iter_threaded")  # name prefixes
-_READERS_END_WITHIN_S = 10.0
 
 _KEY = "order"
 
@@ -107,7 +106,7 @@ def reading() -> Iterator[None]:
     try:
         yield
     finally:
-        deadline = time.monotonic() + _READERS_END_WITHIN_S
+        deadline = time.monotonic() + 10.0
         for thread in reader_threads():
             thread.join(max(0.0, deadline - time.monotonic()))
         if left := reader_threads():

@@ -33,8 +33,6 @@ ROW_HEADINGS = (
 )  # fmt: skip
 _MAX_LISTED = 50
 _MAX_KINDS = 4
-_MAX_TEXTS = 3
-_PASSING_KINDS = frozenset({"unreadable_file"})
 _PLAIN_INTERVAL_S = 5.0
 _MINUTE_S = 60.0
 _ABOUT_S = 10.0  # the time left is given in steps of so many seconds below two minutes
@@ -45,7 +43,6 @@ _LEAST_SHARE = 0.005
 _MAX_PLANS = 50
 _MAX_MAPS = 12
 _MARKUP = re.compile(r"[\\`*\[\]<>|~]|(?<![^\W_])_|_(?![^\W_])")
-_NOTHING = frozenset({"-", "0 %"})
 _SOURCES = {
     "own text": "copied from the document or from the text so far",
     "corpus": "copied from earlier texts",
@@ -121,7 +118,7 @@ class RunReport:
     def add(self, row: Row, *, is_shared: bool = False) -> None:
         """Add a row of this run. is_shared: it has the result of an equal row, which counts the tokens."""
         self._list(row)
-        if row.text and len(self.texts) < _MAX_TEXTS:
+        if row.text and len(self.texts) < 3:
             self.texts.append((row.id, row.text))
         self.num_rows += 1
         self.num_shared += is_shared
@@ -192,7 +189,7 @@ class RunReport:
         accepts_failed: it is 0 even if rows failed, unless a file could not be read, which another run may read."""
         if self.stopped:
             return EXIT_BUDGET
-        is_final = not self.errors.keys() & _PASSING_KINDS
+        is_final = "unreadable_file" not in self.errors
         if self.num_rows > 0 and (self.num_failed == 0 or (accepts_failed and is_final)):
             return EXIT_OK
         return EXIT_FAILED if self.num_failed == self.num_rows else EXIT_SOME_FAILED
@@ -363,7 +360,7 @@ def _totals(report: RunReport) -> list[tuple[str, str]]:
         ("engines replaced", str(len(stats.died_at_s) or "-")),
         ("stages replaced", str(stats.num_replays or "-")),
     ]
-    return [line for line in lines if line[1] not in _NOTHING]
+    return [line for line in lines if line[1] not in {"-", "0 %"}]
 
 
 # Of plans: name, unit (None: a text), and cell.

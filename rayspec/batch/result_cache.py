@@ -26,7 +26,6 @@ _KEPT: Final = (
     *("text", "finish_reason", "num_prompt_tokens", "num_output_tokens", "tree", "reasoning", "logprobs"),
     *("error_kind", "error"),
 )
-_LIBRARIES: Final = ("torch", "transformers")
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class ResultCache:
             files = {name: found for name in names if name and (found := _state(name, engine["revision"]))}
             if engine["model"] not in files:
                 return None
-            versions = [__version__, *map(metadata.version, _LIBRARIES)]
+            versions = [__version__, *map(metadata.version, ("torch", "transformers"))]
             machine = platform.node() if engine["dtype"] == "auto" else ""  # which then chooses it
             self._key = json.dumps([self._identity, files, versions, machine], sort_keys=True)
         digest = _digest(f"{self._key} {input_hash}".encode())

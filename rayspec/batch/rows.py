@@ -31,15 +31,11 @@ if TYPE_CHECKING:
     from rayspec.pool.worker import Beginning, Callback
 
 NO_ID_COLUMN = "none"
-_DEFAULT_ID_COLUMN = "id"
 MISSING_COLUMN = "missing_column"
 INVALID_VALUE = "invalid_value"  # a text or id that is null, empty or of the wrong type
 _MAX_EXACT_FLOAT = 2.0**53
 TRANSIENT_KINDS: Final = frozenset({"aborted", "engine_dead", "stage_lost", "stages_replaced", "transport"})
 """Kinds of errors that the engine causes and not the row. Rows with such an error are done again."""
-
-
-_LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +123,8 @@ class Row:
 
 def _logprobs(completion: CompletionOutput) -> list[dict[str, Any]] | None:
     def shown(one: Logprob) -> dict[str, Any]:
-        return {"token": one.decoded_token, "logprob": max(one.logprob, _LEAST_LOGPROB)}
+        # in place of minus infinity, which JSON lacks
+        return {"token": one.decoded_token, "logprob": max(one.logprob, -9999.0)}
 
     if completion.logprobs is None:
         return None
@@ -159,7 +156,7 @@ class Columns:
     @property
     def id_name(self) -> str | None:
         """The column of ids; None where ids are made from places."""
-        return None if self.id == NO_ID_COLUMN else self.id or _DEFAULT_ID_COLUMN
+        return None if self.id == NO_ID_COLUMN else self.id or "id"
 
     @property
     def of_whole_files(self) -> str:

@@ -49,14 +49,11 @@ FileFormat = Literal["parquet", "jsonl"]
 _FORMATS: Mapping[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
 _PART_NAME = r"part-\d{6,}-[0-9a-f]{8}\.parquet"
 _DESCRIBING = ("id", "source", "input_hash", "error_kind", "finish_reason")
-_READ_THREADS = 8  # many, because remote stores answer slowly
 _ROWS_PER_GROUP, _BYTES_PER_GROUP = 1024, 2**23
 _MAX_CHUNKS = 1000
-_MAX_DEPTH = 8  # of types in types
 _LONG_FIELDS = frozenset({"text", "tree", "reasoning", "logprobs"})
 _TYPES = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
 MANIFEST: Final = "manifest.json"
-_MANIFEST_VERSION = 4
 _LOCK = ".lock"
 _ROWS = "rows"
 _MIN_ROWS_PER_PART, _MAX_ROWS_PER_PART = 32, 4096
@@ -105,7 +102,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of manifest.json. identity: the options that decide the content of the rows, as JSON values."""
 
-    version: int = _MANIFEST_VERSION
+    version: int = 4
     status: Status = "running"
     identity: dict[str, Any]
     text_column: str
@@ -441,7 +438,7 @@ class Parts:
         self._folder, self._schema, self._text_column = folder, output_schema(text_column), text_column
         self._json = _json_columns(json_schema, self._schema.names) if json_schema is not None else {}
         names = sorted(parts_in(folder), key=lambda name: (int(name.split("-")[1]), name))
-        with ThreadPoolExecutor(_READ_THREADS) as threads:
+        with ThreadPoolExecutor(8) as threads:  # many, because remote stores answer slowly
             tables = list(threads.map(lambda name: self._read(name, _DESCRIBING), names))
         stored = pa.concat_tables([_INDEX_SCHEMA.empty_table(), *map(_described, tables, itertools.count())])
         index = stored.filter(pc.is_null(stored["source"]))
@@ -630,7 +627,7 @@ def _json_columns(schema: str, taken: Collection[str]) -> dict[str, tuple[str, p
 
 def _arrow_type(schema: Any, root: Any, depth: int = 0) -> pa.DataType | None:
     """Return the type of the values of a JSON schema; None where they have no single type."""
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+    if not isinstance(schema, dict) or depth > 8:  # of types in types
         return None
     if str(schema.get("$ref")).startswith("#/$defs/"):
         return _arrow_type(root.get("$defs", {}).get(schema["$ref"].removeprefix("#/$defs/")), root, depth + 1)

@@ -30,7 +30,6 @@ from rayspec.model.weights import load_model, load_tokenizer, resolve_device
 from rayspec.types import ConfigError
 
 _WARM_UP_TOKENS = 16
-_ALL = "all"
 _WITH_SAVED_PLANS = ("self-sd", "knn-ssd")
 # Some middle sublayers of the bundled models' 32.
 _SKIPPED = (13, 15, 16, 17, 18, 19, 21)
@@ -121,7 +120,7 @@ def strategy_names(options: BenchOptions) -> list[str]:
     if not speculation.skip and speculation.static_choice == FULL:
         needs_more.add("static")
     every = [name for name in get_args(Strategy) if name not in needs_more]
-    asked = [one for name in options.strategies for one in (every if name == _ALL else (name,))]
+    asked = [one for name in options.strategies for one in (every if name == "all" else (name,))]
     for name in asked:
         if name != HF:
             engine_config(options, options.engine.model, name)

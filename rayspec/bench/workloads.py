@@ -24,7 +24,6 @@ _TOKENS_PER_UNIT = 15
 _MIN_SIZE = 2
 _DEMO = "demo"
 _DEMO_TOKEN = "<|document|>"  # noqa: S105 - a token of the bundled model's vocabulary
-_SUMMARIZE = "Summarize the document."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +94,7 @@ def demo_prompts(llm: rayspec.LLM, domain: str, *, context: int, num_prompts: in
         """Bundled models have their own task tokens; other models get a user's message."""
         if _DEMO_TOKEN in llm.tokenizer.get_vocab():
             return list(llm.tokenizer(task.prompt).input_ids)
-        return encode(f"{task.document}\n\n{task.question or _SUMMARIZE}")
+        return encode(f"{task.document}\n\n{task.question or 'Summarize the document.'}")
 
     tasks = fitting_tasks(domain, lambda task: len(tokens(task)), context=context, num_tasks=num_prompts, seed=seed)
     return [tokens(task) for task in tasks]

@@ -31,7 +31,6 @@ from rayspec.types import ConfigError, InputFileError
 PARTIAL_SUFFIX = ".partial"
 # What reading a file may raise, whatever is in it. The last is of names of columns that are not UTF-8.
 FILE_ERRORS = (OSError, pa.ArrowException, UnicodeDecodeError)
-_ATOMIC_PUT = {"s3", "gcs", "abfs"}  # an object appears only when it is complete
 _URI = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<authority>[^/?]*)(?P<path>.*?)(?P<query>\?\w+=[^/]*)?", re.DOTALL
 )
@@ -387,7 +386,7 @@ def _open_store(uri: re.Match[str], name: str) -> Store:
         ) from error
     except (OSError, pa.ArrowException) as error:
         raise UnreadableFileError(f"{name}: {root} does not answer ({error_detail(error)})") from error
-    has_atomic_put = filesystem.type_name in _ATOMIC_PUT
+    has_atomic_put = filesystem.type_name in {"s3", "gcs", "abfs"}  # an object appears only when it is complete
     return Store(filesystem=filesystem, uri=root, base=base.rstrip("/"), query=query, has_atomic_put=has_atomic_put)
 
 

@@ -23,13 +23,12 @@ from rayspec.types import ConfigError, RayspecError
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_FAILED, EXIT_BUDGET = range(5)
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
-_PLAIN_WIDTH = 120  # width of tables in a file or a log
 
 
 def output_console() -> Console:
     """Return the console for results."""
     console = Console()
-    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
+    return console if console.is_terminal else Console(width=120)  # width of tables in a file or a log
 
 
 def error_console() -> Console:

@@ -49,7 +49,6 @@ from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_MODEL_LEN = 4096
 # Shapes of passes whose graphs are captured at load: about two seconds for 64 sublayers. Others follow in use.
 _NUM_WARM_BUCKETS = 24
 # Positions behind the newest token whose windows stay in the cache: 8 rounds of up to 16 tokens, all of them tapped.
@@ -396,7 +395,7 @@ def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
     if config.max_model_len is None:
         if limit is not None and limit < getattr(model, "max_position_embeddings", limit):
             logger.warning("max_model_len is %d: %s", limit, why_context_ends(model))
-        return limit or _DEFAULT_MODEL_LEN
+        return limit or 4096
     if limit is not None and config.max_model_len > limit:
         raise ConfigError(f"option 'max_model_len' is {config.max_model_len}, {why_context_ends(model)}: lower it")
     return config.max_model_len

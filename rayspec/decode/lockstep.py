@@ -27,7 +27,6 @@ from rayspec.model.architecture import rounding_tolerance
 
 T = TypeVar("T")
 
-_MOST_THREADS = 4096
 # Methods of a cache that change recurrent state, in all versions of transformers.
 _UPDATES = ("update_recurrent_state", "update_conv_state", "set_linear_cache")
 _few_rows: ContextVar[int] = ContextVar("rayspec_few_rows", default=0)
@@ -99,9 +98,7 @@ class Lockstep:
     def __init__(self, model: PreTrainedModel, trial: Callable[[], object], *, num_rows: int) -> None:
         self._device = model.device
         # Each thread runs its operators alone: OpenMP would keep helpers for every thread.
-        self._threads = ThreadPoolExecutor(
-            _MOST_THREADS, "rayspec-lockstep", initializer=torch.set_num_threads, initargs=(1,)
-        )
+        self._threads = ThreadPoolExecutor(4096, "rayspec-lockstep", initializer=torch.set_num_threads, initargs=(1,))
         for module, shared in _shared_modules(model, trial, num_rows).items():
             module.forward = partial(_met, shared, module.forward)
 

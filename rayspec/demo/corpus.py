@@ -22,7 +22,6 @@ WORDS: Mapping[str, Sequence[str]] = {
 }
 _FINDINGS, _BACKGROUND = _TEXTS["findings"], _TEXTS["background"]  # templates of sentences
 _PARTIES, _HEADINGS = _TEXTS["parties"], _TEXTS["headings"]
-_DEFAULT_FINDINGS = range(3, 9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ def generate_report(seed: int, *, num_sentences: int, num_findings: int | None =
     """
     rng = random.Random(seed)
     if num_findings is None:
-        num_findings = min(rng.choice(_DEFAULT_FINDINGS), num_sentences)
+        num_findings = min(rng.choice(range(3, 9)), num_sentences)
     if not 1 <= num_findings <= num_sentences:
         raise ValueError(
             f"num_findings={num_findings} does not fit num_sentences={num_sentences}: it must be at least 1 and at "

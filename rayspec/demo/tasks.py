@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 from rayspec.demo.corpus import WORDS, generate_report
 
-_MAX_ROWS = len(WORDS["place"])
-_MAX_VISITS = 40
 _MAX_MONTHS = 12 * 20  # from the earliest start to the end of the last year in WORDS
 
 
@@ -69,7 +67,7 @@ def _question(seed: int, num_sentences: int) -> Task:
 
 def _ledger(seed: int, num_rows: int) -> Task:
     rng = random.Random(seed)
-    places = rng.sample(WORDS["place"], min(num_rows, _MAX_ROWS))
+    places = rng.sample(WORDS["place"], min(num_rows, len(WORDS["place"])))
     rows, sentences = [], []
     for number, place in enumerate(places, start=1):
         items, count, year = (rng.choice(WORDS[kind]) for kind in ("items", "count", "year"))
@@ -81,7 +79,7 @@ def _ledger(seed: int, num_rows: int) -> Task:
 
 def _schedule(seed: int, num_visits: int) -> Task:
     rng = random.Random(seed)
-    num_visits = min(num_visits, _MAX_VISITS)
+    num_visits = min(num_visits, 40)
     step = rng.randint(1, max(1, min(11, _MAX_MONTHS // num_visits)))
     items = rng.sample(WORDS["items"], rng.randint(2, 4))
     places = rng.sample(WORDS["place"], rng.randint(2, 4))

@@ -28,7 +28,6 @@ from rayspec.model.sublayers import Decomposition, Sublayer, hiding_window, run
 from rayspec.types import CheckpointError, UnsupportedModelError
 
 _NUM_CHECK_TOKENS = 10
-_LEAST_SCALE = 1e-6
 _RESCALED_ROPE = ("dynamic", "longrope")
 MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
 
@@ -359,7 +358,7 @@ def _distinct_layers(model: PreTrainedModel, parts: Decomposition) -> dict[int, 
 def _require_equal(expected: Tensor, actual: Tensor, message: str) -> None:
     """Raise UnsupportedModelError if the results differ by more than rounding."""
     require_finite(expected)
-    scale = expected.float().abs().max().clamp(min=_LEAST_SCALE)
+    scale = expected.float().abs().max().clamp(min=1e-6)
     difference = float((expected.float() - actual.float()).abs().max() / scale)
     if not difference <= rounding_tolerance(expected.dtype):
         raise UnsupportedModelError(f"{message} (largest difference {difference:.1e})")

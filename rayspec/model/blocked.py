@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from rayspec.model.architecture import rounding_tolerance
 from rayspec.model.matrices import Matrix, empty_linears, has_blocked_layout, is_plain
 
-_NUM_CHECK_ROWS = 4
 _OF_ANY_LAYOUT = (torch.Tensor.dtype.__get__, torch.Tensor.device.__get__)  # type: ignore[attr-defined]
 
 
@@ -61,7 +60,7 @@ def block_linears(model: PreTrainedModel, trial: Callable[[], object]) -> None:
 
 
 def _computes_the_same(matrix: Matrix, own: nn.Linear) -> bool:
-    rows = torch.randn(1, _NUM_CHECK_ROWS, own.in_features, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(1, 4, own.in_features, generator=torch.Generator().manual_seed(0))
     rows = rows.to(own.weight)
     actual, expected = (each(rows).float() for each in (matrix, own))
     difference, largest = (actual - expected).abs().max(), expected.abs().max()

@@ -438,8 +438,6 @@ def _steps(groups: Tensor) -> Tensor:
 
 Norm: TypeAlias = Callable[[Tensor], Tensor]
 
-_CHECK_ROWS = 4
-
 
 class RmsNorm(nn.Module):
     """The operator `rayspec::rms_norm` over the last dimension. weight: [C]."""
@@ -462,7 +460,7 @@ def as_operator(norm: nn.Module) -> nn.Module:
     if not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
         return norm
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(_CHECK_ROWS, len(weight), generator=generator).to(weight.device, weight.dtype)
+    rows = torch.randn(4, len(weight), generator=generator).to(weight.device, weight.dtype)
     expected = norm(rows)
     for weight_offset in (0.0, 1.0):
         operator = RmsNorm(weight, eps, weight_offset)

@@ -20,7 +20,6 @@ GUIDED = {
 }
 MOST_TOOLS = 128  # as OpenAI's
 _MOST_CHARACTERS = 1 << 17
-_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 _SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 
 
@@ -84,7 +83,7 @@ def schema_beside_tools(form: StructuredOutputsParams) -> dict[str, Any] | None:
 class Function(StrictBody):
     """strict: in automatic calls, too, the arguments are sure to have their schema."""
 
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool = False

@@ -29,8 +29,6 @@ _MAX_MESSAGES = 2048
 _MESSAGE_CHARACTERS = 200  # names, and what a template adds
 _MAX_STOP_STRINGS, _MAX_STOP_CHARACTERS = 16, 1000
 _MAX_TOKENS_NAMED = 1024
-_MAX_BAD_WORDS = 256
-_MAX_ALLOWED = 2**19  # more than any vocabulary
 _MAX_RULES = 2**22  # allowed tokens, and characters of bad words, of all sequences: the engine reads them for each
 
 _PLAINLY = Rendering()
@@ -171,8 +169,9 @@ class GenerationRequest(StrictBody):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], FewTokens] | None = None
-    bad_words: Annotated[list[Stop], Field(max_length=_MAX_BAD_WORDS, fail_fast=True)] | None = None
-    allowed_token_ids: Annotated[list[int], Field(max_length=_MAX_ALLOWED, fail_fast=True)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=256, fail_fast=True)] | None = None
+    # more than any vocabulary
+    allowed_token_ids: Annotated[list[int], Field(max_length=2**19, fail_fast=True)] | None = None
     truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None

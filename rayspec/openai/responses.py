@@ -24,7 +24,6 @@ from rayspec.types import CompletionOutput, Logprob, RequestOutput
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 END_OF_EVENTS = b"data: [DONE]\n\n"
-_LEAST_LOGPROB = -9999.0  # what OpenAI writes for "very unlikely"; JSON has no minus infinity
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -432,4 +431,4 @@ def event(body: Response | ApiError) -> bytes:
 
 
 def _finite(logprob: Logprob) -> float:
-    return max(logprob.logprob, _LEAST_LOGPROB)
+    return max(logprob.logprob, -9999.0)  # what OpenAI writes for "very unlikely"; JSON has no minus infinity

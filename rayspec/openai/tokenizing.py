@@ -65,8 +65,7 @@ class LargeWork:
             result.set_exception(error)
 
 
-_LARGE_WORK = LargeWork(2)
-in_thread_if_large = _LARGE_WORK.run
+in_thread_if_large = LargeWork(2).run
 
 
 def prompt_tokens(

@@ -20,7 +20,6 @@ from rayspec.pipeline.transport import Received, Secret, Transport
 
 ENGINE, COORDINATOR = "engine", "coordinator"
 
-_LINK_TIMEOUT_S = 20.0
 _CPU = torch.device("cpu")
 
 
@@ -97,7 +96,7 @@ class Endpoint:
             rank, size = self._rank
             try:
                 self.transport.link = TensorLink.join(
-                    rank=rank, size=size, address=message.link, host=self._host, timeout_s=_LINK_TIMEOUT_S,
+                    rank=rank, size=size, address=message.link, host=self._host, timeout_s=20.0,
                     device=self._device,
                 )  # fmt: skip
             except TransportError as error:

@@ -25,7 +25,6 @@ from rayspec.types import ConfigError, RayspecError
 _GROUP_PREFIX = "rayspec:"
 # One thread runs `serve` until the process ends; the others answer calls meanwhile.
 _MAX_CONCURRENCY = 4
-_KILL_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
 
@@ -81,7 +80,7 @@ class Process:
     def kill(self) -> None:
         """Kill the actor and wait until the process is gone, for 5 seconds at most."""
         self.discard()
-        wait([self._served], _KILL_TIMEOUT_S)
+        wait([self._served], 5.0)
 
 
 class Bundles:

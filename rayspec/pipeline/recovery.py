@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 # Between two calls of `deaths`, at most this share of the timeout counts as silence.
 _SHARE_OF_A_LOOK = 0.25
-_ASK_EVERY_S = 1.0
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 30.0
 
@@ -59,7 +58,7 @@ class Pulse:
                 self.statuses[name] = answer.result()
                 if self.statuses[name].problem:
                     found[name] = f"{name} {self.statuses[name].problem}"
-            if known is not process or now - asked_at >= _ASK_EVERY_S:
+            if known is not process or now - asked_at >= 1.0:
                 self._asked[name] = process, process.ask("status"), now
         return found
 

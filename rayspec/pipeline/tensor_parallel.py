@@ -47,7 +47,6 @@ _SPLIT_FAILURES = (
     AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, UnsupportedModelError,
     ValueError,
 )  # fmt: skip
-_LOOPBACK = {"127.0.0.1", "[::1]"}
 _COLUMN_STYLES = {"colwise", "colwise_gather_output", "colwise_rep"}
 _ROW_STYLES = {"rowwise", "rowwise_split_input", "rowwise_rep"}
 _WHOLE_STYLES = {"replicate", "replicated_with_grad_allreduce"}
@@ -81,7 +80,7 @@ class RankGroup:
             MASTER_PORT=port,
             DS_ACCELERATOR=device.type,
         )
-        if host in _LOOPBACK:  # gloo would listen on the host name's interface
+        if host in {"127.0.0.1", "[::1]"}:  # gloo would listen on the host name's interface
             names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
             os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
         if device.type == "cuda":

@@ -27,9 +27,6 @@ from rayspec.pipeline.messages import AnyMessage, Envelope, Message, TensorForm,
 MAX_TENSOR_BYTES = 1 << 30
 MAX_WAITING_MESSAGES = 1 << 16
 
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-_ZAP_DOMAIN = b"rayspec"
-_KEEPALIVE_IDLE_S = 60  # firewalls forget silent connections after some minutes
 _DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -90,7 +87,7 @@ class Transport:
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.curve_server = True
         self._inbox.curve_secretkey = secret.server[1]
-        self._inbox.zap_domain = _ZAP_DOMAIN
+        self._inbox.zap_domain = b"rayspec"
         self._inbox.zap_enforce_domain = True  # without an answer from the gate, a connection is refused
         # Larger frames are refused before memory is allocated for them. CURVE adds some bytes to each frame.
         self._inbox.maxmsgsize = MAX_TENSOR_BYTES + 1024
@@ -230,7 +227,7 @@ class _Gate:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secret: Secret) -> None:
         self._key = z85.decode(secret.client[0])
         self.socket = context.socket(zmq.REP)
-        self.socket.bind(_ZAP_ENDPOINT)
+        self.socket.bind("inproc://zeromq.zap.01")
 
     def answer(self) -> None:
         version, request, _domain, _address, _identity, _mechanism, *credentials = self.socket.recv_multipart()
@@ -242,7 +239,7 @@ class _Gate:
 def _set_tcp_options(socket: zmq.Socket[bytes], *, ipv6: bool) -> None:
     socket.ipv6 = ipv6
     socket.tcp_keepalive = 1
-    socket.tcp_keepalive_idle = _KEEPALIVE_IDLE_S
+    socket.tcp_keepalive_idle = 60  # firewalls forget silent connections after some minutes
 
 
 def _form(tensor: Tensor) -> TensorForm:

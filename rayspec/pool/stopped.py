@@ -17,7 +17,6 @@ from typing_extensions import Self
 from rayspec.types import RayspecError
 
 _DOUBT_AFTER_S = 6.0
-_NODE_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
 
@@ -60,7 +59,7 @@ async def is_stopped(place: Place) -> bool:
     on_node = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
     try:
         asked = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_node)(is_stopped_here)
-        return bool(await asyncio.wait_for(asked.remote(place.process_id), _NODE_TIMEOUT_S))
+        return bool(await asyncio.wait_for(asked.remote(place.process_id), 10.0))
     except (RayError, asyncio.TimeoutError):
         return False
 

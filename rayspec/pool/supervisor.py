@@ -22,14 +22,10 @@ from rayspec.pool.dispatch import Dispatch, Slot, part_hashes
 from rayspec.pool.worker import Beginning, Callback, CommonDType, EngineFactory, RemoteEngine, WorkerMethod, num_engines
 from rayspec.types import EngineLoad, EngineStats, RayspecError
 
-_MAX_CONCURRENT_ROWS = 4096
 _SURPLUS = 1.25
-_SILENCE_S = 60.0  # a busy machine may keep a process waiting for seconds
-_STOP_TIMEOUT_S = 10.0
 _POOL_STOP_TIMEOUT_S = 20.0
 _ANSWER_TIMEOUT_S = 5.0
 _PLACE_AGAIN_S = 30.0
-_ASK_EVERY_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +175,7 @@ class EngineSupervisor:
 
     async def _end(self, engine: RemoteEngine) -> None:
         try:
-            await asyncio.wait_for(engine.ask("stop"), _STOP_TIMEOUT_S)
+            await asyncio.wait_for(engine.ask("stop"), 10.0)
         except Exception as error:  # noqa: BLE001 - the engine is ended in any case
             logger.info("the engine did not stop by itself: %s", error)
         finally:
@@ -252,7 +248,7 @@ class EngineSupervisor:
         while engine is slot.engine:
             try:
                 await asyncio.wait_for(engine.answer(), silence_s)
-                await self._sleep(_ASK_EVERY_S)
+                await self._sleep(2.0)
             except asyncio.TimeoutError:  # noqa: PERF203 - the watch ends with its engine
                 silence = EngineDeadError(f"the engine's process has not answered for {silence_s:g} s")
                 self._handle_end(slot, engine, silence)
@@ -346,7 +342,7 @@ def supervision(factory: EngineFactory, max_restarts: int) -> dict[str, Any]:
         "num_engines": num_engines(factory.engine),
         "max_restarts": max_restarts,
         "max_items": math.ceil(_SURPLUS * factory.engine.max_num_seqs),
-        "silence_s": _SILENCE_S,
+        "silence_s": 60.0,  # a busy machine may keep a process waiting for seconds
         "beginning": factory.beginning,
     }
 
@@ -355,7 +351,7 @@ def start_supervisor(factory: EngineFactory, *, max_restarts: int) -> Any:
     """Start an EngineSupervisor in an actor, for callers in other processes. If the actor ends, Ray starts it again,
     with new engines, and repeats the calls."""
     again = {"max_restarts": -1, "max_task_retries": -1}
-    kind: Any = ray.remote(EngineSupervisor).options(num_cpus=0, max_concurrency=_MAX_CONCURRENT_ROWS, **again)
+    kind: Any = ray.remote(EngineSupervisor).options(num_cpus=0, max_concurrency=4096, **again)
     return kind.remote(**supervision(factory, max_restarts))
 
 

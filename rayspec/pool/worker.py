@@ -25,9 +25,7 @@ from rayspec.pipeline.placement import PlacementError, gpus_per_shard, remove_or
 from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
 from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestError
 
-_MAX_CONCURRENT_CALLS = 64
 _MIN_CPUS_TO_RESERVE = 3
-_LINGER_S = 0.003  # outputs that are ready within this time are sent together
 # Finished texts travel with outputs to the pool, and with later items to the other engines, as an item of their own.
 _TEXTS, _MAX_TEXTS, _MAX_MESSAGES = -1, 16, 64
 
@@ -115,7 +113,7 @@ class EngineWorker:
         """Yield the outputs of all items. Never ends; iterate it only once."""
         while True:
             ready = [await self._ready.get()]
-            await asyncio.sleep(_LINGER_S)
+            await asyncio.sleep(0.003)  # outputs that are ready within this time are sent together
             while not self._ready.empty():
                 ready.append(self._ready.get_nowait())
             engine = self._engine.client.engine if num_engines(self._factory.engine) > 1 else None
@@ -373,7 +371,7 @@ def start_worker(factory: EngineFactory) -> Any:
         cpus = wanted if num_gpus else cpus_of_replica(wanted, whole, num_cpus)
         reserved = {"num_cpus": cpus, "num_gpus": num_gpus, "label_selector": whole.parallel.labels or None}
     options = reserved | {
-        "max_concurrency": _MAX_CONCURRENT_CALLS,
+        "max_concurrency": 64,
         "max_restarts": 0,
         "name": f"rayspec-engine-{secrets.token_hex(8)}",  # identifies the placement groups that this actor makes
     }

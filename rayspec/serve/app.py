@@ -23,9 +23,7 @@ from rayspec.serve.ingress import Ingress
 from rayspec.serve.options import DeploymentOptions, LLMConfig, ServeOptions, serve_options
 from rayspec.types import ConfigError
 
-_INGRESS_CPUS = 0.5
 _INGRESS_QUEUE = 256  # further requests get the 429 of Serve's proxy, which is not in OpenAI's format
-_RUNNER_SHUTDOWN_S = 2.0  # the next runner answers the lines that are left
 # Ours in place of Serve's, which take longer to notice a lost replica and try for ever to start one.
 _DEFAULTS = {"graceful_shutdown_wait_loop_s": 0.2, "health_check_period_s": 1.0, "max_constructor_retry_count": 3}
 _FIXED = {"_func_or_class", "backpressure_config", "name", "request_router_config"}
@@ -62,7 +60,7 @@ def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
     deployment = _deployment(
         own,
         "ingress_deployment_config",
-        actor={"num_cpus": _INGRESS_CPUS},
+        actor={"num_cpus": 0.5},
         name="Ingress",
         max_ongoing_requests=options.max_ongoing_requests,
         max_queued_requests=_INGRESS_QUEUE if own.max_queued_requests is None else own.max_queued_requests,
@@ -85,7 +83,7 @@ def bind_runner(options: ServeOptions, models: Mapping[str, Any]) -> serve.Appli
     make = serve.deployment(
         name="Batches",
         num_replicas=1,
-        graceful_shutdown_timeout_s=_RUNNER_SHUTDOWN_S,
+        graceful_shutdown_timeout_s=2.0,  # the next runner answers the lines that are left
         ray_actor_options={"num_cpus": 0},
     )
     return make(BatchRunner).bind(options.replace(api_keys=()), dict(models))

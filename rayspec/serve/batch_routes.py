@@ -19,7 +19,6 @@ from rayspec.serve.description import Description
 from rayspec.serve.options import ServeOptions
 
 _DISABLED = "this endpoint keeps no files and runs no batches: it is to be started with --batches FOLDER"
-_PIECE = 2**18
 _FORM = {
     "type": "object",
     "properties": {"purpose": {"const": "batch"}, "file": {"type": "string", "format": "binary"}},
@@ -131,5 +130,5 @@ async def _upload(request: Request, store: BatchStore, options: ServeOptions) ->
 
 async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
     with file:
-        while piece := await asyncio.to_thread(file.read, _PIECE):
+        while piece := await asyncio.to_thread(file.read, 2**18):
             yield piece

@@ -28,10 +28,8 @@ from rayspec.types import ConfigError
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 5.0
-_STOP_POLL_S = 0.5
 _SAVE_AFTER_S = 1.0
 _SAVE_SHARE = 0.01  # of a batch's run time so far: results have few parts, and few lines run again after a loss
-_BUSY_WAIT_S = 1.0
 _SWEPT_AGE_S = 3600.0
 _MOST_RUNS = 4  # batches at once, and one more that only has to be ended; the others wait
 _LINES_AT_ONCE = 1024
@@ -124,7 +122,7 @@ class BatchRunner:
         try:
             await turn
             while (found := await self._ask(model, line)) is BUSY:
-                await asyncio.sleep(_BUSY_WAIT_S)
+                await asyncio.sleep(1.0)
             return found
         finally:
             places.leave(batch_id, turn)
@@ -247,7 +245,7 @@ class BatchRun:
         while self._now() < self.batch.expires_at:
             if await asyncio.to_thread(self.store.cancel_asked_at, self.batch.id) is not None:
                 return
-            await asyncio.sleep(_STOP_POLL_S)
+            await asyncio.sleep(0.5)
 
     async def _save_results(self) -> None:
         """Save new results first, then the counts: the next runner counts results and ignores the saved counts."""

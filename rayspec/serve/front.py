@@ -29,8 +29,6 @@ _ID = "x-request-id"
 _LENGTHS = {"content-length", "transfer-encoding"}
 _VERSIONS = ("1.0", "1.1")
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-_IDLE_CONNECTION_S = 30
-_POLL_S = 0.02
 _ERRORS = "serve_num_http_error_requests"  # the name in Serve's proxy, so that dashboards and alerts find it
 _SLICE_BYTES = 2**14  # parsed at a time; also the longest headers
 _FREE_CHUNKS, _BYTES_OF_CHUNK = 1000, 64
@@ -230,14 +228,14 @@ def http_server(
         log_level=logging.ERROR,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=_IDLE_CONNECTION_S,
+        timeout_keep_alive=30,
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="rayspec-http", daemon=True)
     thread.start()
     while not server.started and thread.is_alive():
-        time.sleep(_POLL_S)
+        time.sleep(0.02)
     try:
         yield thread
     finally:

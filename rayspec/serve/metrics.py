@@ -20,7 +20,6 @@ from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestOutput
 
 _NUMBERS = re.compile(r"\b(\d+(\.\d+)?|inf)x?\b")
 _MAX_GATE_REASONS = 16
-_PREFIX = "rayspec_"
 
 Record = Callable[[str, float, str], None]
 """Receives the name of a metric, without its prefix, a value, and the label that only this metric has, if any."""
@@ -39,7 +38,7 @@ def ray_recorder(*, model: str, replica: str) -> Record:
         recorders[spec.name] = getattr(instrument, method), spec.label
 
     def record(name: str, value: float, label: str) -> None:
-        put, label_name = recorders[_PREFIX + name]
+        put, label_name = recorders["rayspec_" + name]
         put(value, tags={label_name: label} if label_name else {})
 
     return record

@@ -30,9 +30,7 @@ from rayspec.serve.options import LLMConfig
 from rayspec.serve.status import EngineHealth, ModelStatus, RecentRates, ReplicaReport
 from rayspec.types import RayspecError, RequestError
 
-_SAMPLE_EVERY_S = 0.5
 _SAMPLES_PER_UPDATE = 4  # of the metrics
-_PING_EVERY_S = 0.5
 
 _logger = logging.getLogger(__name__)
 
@@ -150,7 +148,7 @@ class ModelServer:
                 self._failure = error
             else:
                 self._failure = None
-            await asyncio.sleep(_PING_EVERY_S)
+            await asyncio.sleep(0.5)
 
     async def _sample(self) -> None:
         client = self._engine.client
@@ -159,7 +157,7 @@ class ModelServer:
             self._problem = client.progress.problem(self._engine_timeout_s)
             if self._metrics is not None and number % _SAMPLES_PER_UPDATE == 0:
                 self._metrics.update(client.stats, client.load, client.stage_use())
-            await asyncio.sleep(_SAMPLE_EVERY_S)
+            await asyncio.sleep(0.5)
 
 
 async def _parsed(kind: type[Request], body: bytes) -> Request:

@@ -28,9 +28,6 @@ _APP = "rayspec"
 _RUNNER_APP = "rayspec-batches"
 _RAY_ADDRESS = "RAY_ADDRESS"
 _CONTROLLER = {"name": "SERVE_CONTROLLER_ACTOR", "namespace": "serve"}
-_POLL_S = 0.05
-_BACKLOG = 2048
-_FIRST_LOOK_S = 10.0
 _QUIET = {"log_level": "CRITICAL", "enable_access_log": False}  # the watch logs the events that matter
 
 
@@ -66,7 +63,7 @@ class Address:
     def listen(self, listener: socket.socket) -> None:
         """Listen on the socket of `bound`. Raises ConfigError if another process listens there meanwhile."""
         try:
-            listener.listen(_BACKLOG)
+            listener.listen(2048)
         except OSError as error:
             raise self._refusal(error) from None
 
@@ -124,7 +121,7 @@ def _serve(options: ServeOptions, address: Address, listener: socket.socket, ann
     with http_server(build_app(ingress), listener, **timeouts) as server:
         exit_on_sigterm()
         with suppress(SystemExit, KeyboardInterrupt):
-            _wait_until(lambda: not ingress.watch.known_problems, timeout_s=_FIRST_LOOK_S)
+            _wait_until(lambda: not ingress.watch.known_problems, timeout_s=10.0)
             announce(address.url)
             server.join()
             raise DeploymentError("the endpoint's HTTP server has ended by itself: the log says why; start it again")
@@ -146,4 +143,4 @@ def allowed_hosts(options: ServeOptions, address: Address) -> frozenset[str]:
 def _wait_until(reached: Callable[[], bool], *, timeout_s: float) -> None:
     end_s = time.monotonic() + timeout_s
     while not reached() and time.monotonic() < end_s:
-        time.sleep(_POLL_S)
+        time.sleep(0.05)

@@ -26,7 +26,6 @@ PERIOD_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
 _FRESH_S = 0.5
 _SILENT_S = 6.0  # with 15 busy processes on two cores, an answer took up to 4.3 s
-_NAMESPACE = "serve"
 
 # Serve makes the routers itself, by the name of their class, and gives no access to them. So they register here.
 _routers: weakref.WeakSet[RequestRouter] = weakref.WeakSet()
@@ -152,7 +151,7 @@ class Watch:
             new = dict[str, WatchedReplica]()
             for name in names - known.keys():
                 with suppress(ValueError):  # the actor has ended meanwhile
-                    new[name] = WatchedReplica(await asyncio.to_thread(ray.get_actor, name, namespace=_NAMESPACE))
+                    new[name] = WatchedReplica(await asyncio.to_thread(ray.get_actor, name, namespace="serve"))
             found = {name: one for name, one in sorted((known | new).items()) if name in names}
             if found or handle.running_replicas_populated():
                 self.replicas[model] = found

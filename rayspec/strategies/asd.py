@@ -20,7 +20,6 @@ from rayspec.strategies.self_sd import TARGET_ACCEPTANCE, DraftThreshold
 from rayspec.types import PlanRecord
 
 _INTERVAL = 64  # tokens of a sequence between two searches: our value
-_THRESHOLD = 0.6
 _SIMILAR = 0.95  # cosine of the hidden states before and after an attention sublayer that is skipped: our value
 
 
@@ -32,7 +31,7 @@ class ASD(PeriodicStrategy):
         self._options = options
         self._max_draft_tokens = options.max_draft_tokens
         self._is_attention = [name.startswith("attention") for name in latency.sublayers]
-        first = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
+        first = 0.6 if options.draft_threshold is None else options.draft_threshold
         self._draft_threshold = DraftThreshold(first)
 
     def _rule(self) -> KeepDrafting:

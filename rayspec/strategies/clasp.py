@@ -20,7 +20,6 @@ from rayspec.types import PlanRecord
 
 # Published values.
 _INTERVAL = 128  # tokens of a sequence between two searches
-_THRESHOLD = 0.7
 
 
 class CLaSp(PeriodicStrategy):
@@ -28,7 +27,7 @@ class CLaSp(PeriodicStrategy):
         super().__init__("clasp", latency, interval=options.search_interval or _INTERVAL)
         num_layers = len(latency.sublayers) // 2
         self._num_skipped = max(1, num_layers // 2)  # of the published 40 to 60 %
-        self._threshold = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
+        self._threshold = 0.7 if options.draft_threshold is None else options.draft_threshold
         self._max_draft_tokens = options.max_draft_tokens
 
     def _rule(self) -> KeepDrafting:

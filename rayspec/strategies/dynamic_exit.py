@@ -29,8 +29,6 @@ from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.periodic import PeriodicStrategy
 from rayspec.types import ConfigError, PlanRecord
 
-_MEMORY = 0.95  # weight of what was known before, at each comparison; the published value
-
 
 class ExitRecord:
     """Acceptance and confidences of one-token drafts at each exit. Each observation scales old ones by `memory`."""
@@ -77,7 +75,8 @@ class DEL(PeriodicStrategy):
         self._max_draft_tokens = options.max_draft_tokens
         self._reuse_prefix = interval > 1  # rounds that capture run all rows through all sublayers
         self._latency = latency
-        self._record = ExitRecord(len(self._exits), memory=_MEMORY)
+        # weight of what was known before, at each comparison; the published value
+        self._record = ExitRecord(len(self._exits), memory=0.95)
         self._num_looks = 0
         self._threshold: float | None = None
 

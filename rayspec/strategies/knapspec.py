@@ -66,7 +66,6 @@ PLAN, LOOKUP, BOTH = "plan", "prompt lookup", "plan and prompt lookup"
 # Limits of the search.
 _MAX_STATES = 16  # states kept a row; more is finer and slower
 _FEWER_STATES = 8  # of a first search that cannot afford more
-_MIN_COSINE = 0.5  # states less similar to the target are dropped
 _MAX_SKIPPED_SHARE = 0.75  # of the model's time
 _MAX_HALVINGS = 5  # of the budget, after searches in vain
 
@@ -256,7 +255,7 @@ class KnapSpec:
             num_tokens=self._options.num_tap_tokens,
             savings=savings,
             max_saved=int(self._largest_saving(sublayers_s) * sum(each.get(SKIP, 0) for each in savings)),
-            min_similarity=_MIN_COSINE,
+            min_similarity=0.5,  # states less similar to the target are dropped
             max_states=max_states,
             also=uniform_patterns(savings),
         )

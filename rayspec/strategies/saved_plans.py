@@ -27,7 +27,6 @@ _MAX_REMEMBERED_TOKENS = 128
 
 Vector: TypeAlias = tuple[float, ...]
 _Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
-_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 _Speed: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
@@ -77,7 +76,7 @@ class SavedPlan(_Strict, frozen=True, kw_only=True):
     batch: _Positive
     provenance: Mapping[str, str]
     anchors: tuple[Vector, ...] = ()
-    radius: _Amount = 0.0
+    radius: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
     def __post_init__(self) -> None:
         if len({len(anchor) for anchor in self.anchors}) > 1:

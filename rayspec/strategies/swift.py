@@ -23,12 +23,9 @@ from rayspec.types import ConfigError, PlanRecord
 
 # Published values.
 _NUM_SEARCH_TOKENS = 32
-_THRESHOLD = 0.8
 _MAX_SCORE = 0.95  # share of agreeing tokens above which the search ends
 _MAX_TRIES_WITHOUT_GAIN = 300
 _MAX_TRIES = 1000
-_SUGGEST_EVERY = 25
-_SEED = 1
 _SKIP_RATIO = 0.45  # of the sublayers between the first and the last layer
 # Alternatives, itself counted, of a token whose top-1 probability is above .95, .8, .5, or less. The published code has
 # 3, 5, 8, 10 for greedy decoding.
@@ -51,12 +48,12 @@ class Swift:
                 f"strategy 'swift' keeps the first and the last layer; of the {len(free)} sublayers between them, "
                 f"{_SKIP_RATIO:.0%} leave none to skip: choose another strategy"
             )
-        threshold = _THRESHOLD if options.draft_threshold is None else options.draft_threshold
+        threshold = 0.8 if options.draft_threshold is None else options.draft_threshold
         self._rule = DraftWhileSure(threshold=threshold)
         self._num_search_tokens = options.num_search_tokens or _NUM_SEARCH_TOKENS
         self._max_draft_tokens = options.max_draft_tokens
         self._current = CurrentPlan("swift", latency)
-        self._sets = MaskSearch(num_sublayers, free, num_skipped=num_skipped, suggest_every=_SUGGEST_EVERY, seed=_SEED)
+        self._sets = MaskSearch(num_sublayers, free, num_skipped=num_skipped, suggest_every=25, seed=1)
         self._best, self._best_score = odd_layers_skipped(num_sublayers), 0.0
         self._num_tries = self._num_without_gain = 0
         self._trying: Keep | None = self._best

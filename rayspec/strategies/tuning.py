@@ -30,9 +30,7 @@ logger = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | Sequence[int]
 
-_ANCHOR_DIGITS = 6
 _NUM_ANCHORS = 10  # typical samples that stand for a domain
-_SEED = 1
 # Enough tokens to obtain a feature: the question needs one round, and shards may answer a few rounds later.
 _TOKENS_TO_LOOK = 128
 
@@ -67,7 +65,7 @@ def tune_plan(
         return Plan(choices=choices_of(keep), num_draft_tokens=config.speculation.max_draft_tokens, source="tuning")
 
     plain_tpt = measured(no_draft(num_sublayers, "tuning")).record.measured_tpt or 0.0
-    search = MaskSearch(num_sublayers, range(num_sublayers), num_skipped=None, suggest_every=1, seed=_SEED)
+    search = MaskSearch(num_sublayers, range(num_sublayers), num_skipped=None, suggest_every=1, seed=1)
     started, num_tries = clock(), 0
     while num_tries < options.num_tries and clock() - started < options.max_seconds:
         keep, before = search.propose(), search.best
@@ -129,7 +127,7 @@ def tune_domains(
     for domain, prompts in domains.items():
         plan = tune_plan(engine, prompts, options, domain=domain, say=say)
         others = [rows for other, rows in anchors.items() if other != domain]
-        rounded = tuple(tuple(round(value, _ANCHOR_DIGITS) for value in row) for row in anchors[domain].tolist())
+        rounded = tuple(tuple(round(value, 6) for value in row) for row in anchors[domain].tolist())
         reach = radius(features[domain], anchors[domain], others)
         plans.append(msgspec.structs.replace(plan, anchors=rounded, radius=reach))
     return SavedPlans(model=model, plans=tuple(plans))

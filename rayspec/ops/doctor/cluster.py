@@ -26,8 +26,6 @@ from rayspec.ops.doctor.model_files import check_model
 from rayspec.pipeline.placement import first_line
 
 _NODE_TIMEOUT_S = 120.0
-_EXCHANGE_TIMEOUT_S = 60.0
-_CONNECT_TIMEOUT_S = 3.0
 _NO_ANSWER = f"no answer within {_NODE_TIMEOUT_S:.0f} s"
 _PACKAGES = ("rayspec", "ray", "torch", "transformers")
 
@@ -94,7 +92,7 @@ class Peer:
 
         device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._link = TensorLink.join(
-            rank=rank, size=size, address=address, host=node_address(), timeout_s=_EXCHANGE_TIMEOUT_S, device=device
+            rank=rank, size=size, address=address, host=node_address(), timeout_s=60.0, device=device
         )
 
 
@@ -103,7 +101,7 @@ def cluster_findings(address: str, model: str | None) -> list[Finding]:
     place, is_ours = urlsplit(address if "//" in address else f"//{address}"), not ray.is_initialized()
     try:
         if place.hostname is not None and place.port is not None:  # Ray itself would try for half a minute
-            socket.create_connection((place.hostname, place.port), timeout=_CONNECT_TIMEOUT_S).close()
+            socket.create_connection((place.hostname, place.port), timeout=3.0).close()
     except OSError:
         remedy = "start Ray there (ray start --head), name another address, or open the port between here and there"
         return [problem("cluster", f"nothing answers at {address}", remedy)]

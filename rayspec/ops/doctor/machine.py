@@ -37,7 +37,6 @@ _FULL, _NEARLY_FULL = 0.95, 0.9
 _LONGEST_RAY_FOLDER = 35
 _LEAST_MEMORY = 2 * _GIB
 _FEW_FILES, _ENOUGH_FILES = 1024, 65536
-_LOOK_TIMEOUT_S = 60.0
 _CUDA_BUILD = "install torch's build for CUDA"
 _QUERY = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
 
@@ -159,7 +158,7 @@ def check_gpus(*, hidden_too: bool = False) -> tuple[Finding, int]:
         return skipped("GPUs", "no GPU"), 0
     try:
         done = subprocess.run(  # noqa: S603 - nvidia-smi as found on PATH
-            [smi, *_QUERY], capture_output=True, text=True, check=True, timeout=_LOOK_TIMEOUT_S
+            [smi, *_QUERY], capture_output=True, text=True, check=True, timeout=60.0
         )
     except (OSError, subprocess.SubprocessError) as error:
         remedy = "reinstall the NVIDIA driver; in a container, its toolkit and --gpus all"

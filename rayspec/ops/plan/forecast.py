@@ -31,7 +31,6 @@ EFFICIENCY = 0.72
 # Simulated tokens of a sequence: enough for stable rates. More stages make more events, so they get fewer tokens.
 _MIN_TOKENS, _TOKENS_TIMES_STAGES = 32, 2048
 _ALONE_TOKENS = 48
-_MAX_DRAFT_TOKENS: int = SpeculationOptions.model_fields["max_draft_tokens"].default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +199,7 @@ def _drafting(options: PlanOptions, latency: LatencyModel, batch: int) -> Drafti
         latency,
         context=options.num_tokens,
         batch=batch,
-        max_draft_tokens=_MAX_DRAFT_TOKENS,
+        max_draft_tokens=SpeculationOptions.model_fields["max_draft_tokens"].default,
         min_gain=-1.0,
     )
     return Drafting(choices=choices, num_draft_tokens=max(1, best.num_draft_tokens), acceptance=options.acceptance)

@@ -24,7 +24,6 @@ MAX_GPUS = 4096
 REACHED = 0.65  # share of peak arithmetic that large matrix products reach
 # Operations per byte of memory bandwidth, for GPUs that are not listed. The listed GPUs have 150 to 420.
 _OPERATIONS_PER_BYTE = 200.0
-_PCIE_GB_S = 32.0  # PCIe 4.0 x16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Gpu:
     memory_gb: int
     bandwidth_gb_s: float
     tflops: float | None = None
-    link_gb_s: float = _PCIE_GB_S
+    link_gb_s: float = 32.0  # PCIe 4.0 x16
 
     @property
     def label(self) -> str:
@@ -69,7 +68,6 @@ KNOWN_GPUS = (
     Gpu("MI300X", 192, 5300, 1307, 448),
 )
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_ASK_TIMEOUT_S = 120.0
 _ASK = """
 import json, torch
 gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
@@ -115,7 +113,7 @@ def ask_torch(*, hidden_too: bool = False) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=_ASK_TIMEOUT_S,
+        timeout=120.0,
     )
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
