@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from rayspec.batch.documents import input_row
 from rayspec.batch.rows import Handler, Row
-from rayspec.command.locations import FILE_ERRORS, Location
+from rayspec.command.locations import FILE_ERRORS, Location, limited_lines
 from rayspec.config import Settings
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.openai.batch import BatchError, BatchLine, BatchResult, answer, limited_lines, read_batch
+from rayspec.openai.batch import MAX_LINE_BYTES, BatchError, BatchLine, BatchResult, answer, read_batch
 from rayspec.types import ConfigError, RayspecError
 
 if TYPE_CHECKING:  # torch, transformers and ray, which others do not need
@@ -57,7 +57,7 @@ def read_requests(path: str) -> tuple[list[Row], list[Row]]:
     try:
         location = Location.parse(path)
         with location.open() as file:
-            for line in read_batch(limited_lines(file), source=location.file_name):
+            for line in read_batch(limited_lines(file, MAX_LINE_BYTES), source=location.file_name):
                 if isinstance(line, BatchResult):
                     refused.append(answered(Row(id=line.id, source=line.id), line))
                 else:

@@ -34,8 +34,7 @@ import pyarrow.parquet as pq
 from rayspec.batch import extract
 from rayspec.batch.rows import INVALID_VALUE, MISSING_COLUMN, Columns, Row
 from rayspec.batch.tables import Table
-from rayspec.command.locations import FILE_ERRORS, Location, UnreadableFileError, error_detail
-from rayspec.openai.batch import limited_lines
+from rayspec.command.locations import FILE_ERRORS, Location, UnreadableFileError, error_detail, limited_lines
 from rayspec.types import ConfigError, InputFileError
 
 TEXT_SUFFIXES = (".txt", ".md")
@@ -249,7 +248,7 @@ def _read(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _N
             rows = _ROW_READERS[suffix](cast("IO[bytes]", file), piece, columns)
             yield from (row for row in rows if wanted is None or row[0] in wanted)
         else:
-            for number, line in enumerate(limited_lines(cast("IO[bytes]", file)), start=1):
+            for number, line in enumerate(limited_lines(cast("IO[bytes]", file), _MAX_TEXT_BYTES), start=1):
                 if (wanted is None or number in wanted) and line.strip():
                     try:
                         if len(line) > _MAX_TEXT_BYTES:

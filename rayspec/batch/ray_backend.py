@@ -71,7 +71,7 @@ class RayBackend(LocalBackend):
         blocks = ray.data.from_items(items, override_num_blocks=max(1, min(len(items), _MAX_READ_TASKS)))
         dataset = blocks.flat_map(partial(_read, columns=source.columns), num_cpus=_READ_CPUS)
         if order != "input":
-            keyed = dataset.map(partial(_with_key, order=order), num_cpus=_READ_CPUS)
+            keyed = dataset.map(lambda row: row | {_KEY: sort_key(Row(**row), order)}, num_cpus=_READ_CPUS)
             dataset = keyed.sort(_KEY).drop_columns([_KEY])
         return rows_of(dataset)
 
@@ -129,7 +129,3 @@ def rows_of(dataset: ray.data.Dataset) -> Generator[Row]:
 
 def _read(item: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
     yield from (asdict(row) for _, row in read_piece(item["piece"], columns, frozenset(item["wanted"])))
-
-
-def _with_key(fields: dict[str, Any], order: Order) -> dict[str, Any]:
-    return fields | {_KEY: sort_key(Row(**fields), order)}

@@ -370,6 +370,14 @@ class Location:
             raise UnreadableFileError(f"{self.name}: could not be read ({error_detail(error)})") from error
 
 
+def limited_lines(file: IO[bytes], most: int) -> Iterator[bytes]:
+    """Yield the lines of a file; of a line of more than `most` bytes, only its beginning, which is longer, too."""
+    while line := file.readline(most + 1):
+        yield line
+        while len(line) > most and not line.endswith(b"\n"):
+            line = file.readline(most + 1)
+
+
 def error_detail(error: BaseException) -> str:
     """Return the message of a file system's error, without its number."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -208,7 +208,11 @@ class Engine:
         except StagesReplacedError:
             self._replay()
         except StageLostError as error:
-            self._fail_all(error)
+            for sequence in self._give_up_work():
+                if not sequence.finished:
+                    sequence.finish_reason, sequence.error = "error", error
+                self._scheduler.remove(sequence)
+                sequence.metrics.finished_s = self._clock()
         self.stats.total_s += self._clock() - started
         return self._requests.outputs()
 
@@ -334,8 +338,14 @@ class Engine:
         stats.draft_s += result.draft_s
         stats.verify_s += result.verify_s
         stats.prefill_s += result.queued_s + result.prefill_s
+        moves: list[Move] = []  # of keys and values of accepted branches to the slots of their positions
+        for entry, path in zip(planned.work.entries, result.paths, strict=False):
+            for runs in (entry.runs, entry.windowed) if path else ():
+                if runs:
+                    slots = slots_between(runs, entry.length - 1, entry.length + max(path))
+                    moves += moves_to_path(slots, path, in_windowed_store=runs is entry.windowed)
         # Pages of finished sequences may be free already, but nothing is scheduled before the moves are done.
-        if moves := _moves_of_branches(planned, result):
+        if moves:
             self.stages.move(moves)
         self._planner.learn(planned, result, num_tokens)
 
@@ -412,28 +422,10 @@ class Engine:
                 sequence.metrics.num_replays += 1
         self.stats.num_replays += 1
 
-    def _fail_all(self, error: StageLostError) -> None:
-        for sequence in self._give_up_work():
-            if not sequence.finished:
-                sequence.finish_reason, sequence.error = "error", error
-            self._scheduler.remove(sequence)
-            sequence.metrics.finished_s = self._clock()
-
     def _give_up_work(self) -> list[SequenceState]:
         """Forget all work under way and return all sequences."""
         self._under_way.clear()
         return [*self._scheduler.running, *self._scheduler.waiting]
-
-
-def _moves_of_branches(planned: PlannedRound, result: RoundResult) -> list[Move]:
-    """Return the moves of keys and values of accepted branches to the slots of their positions."""
-    moves: list[Move] = []
-    for entry, path in zip(planned.work.entries, result.paths, strict=False):
-        for runs in (entry.runs, entry.windowed) if path else ():
-            if runs:
-                slots = slots_between(runs, entry.length - 1, entry.length + max(path))
-                moves += moves_to_path(slots, path, in_windowed_store=runs is entry.windowed)
-    return moves
 
 
 def moves_to_path(slots: Sequence[int], path: Sequence[int], *, in_windowed_store: bool = False) -> list[Move]:

@@ -352,7 +352,10 @@ def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_
     known: set[tuple[object, ...]] = set()
     for rows, context, batch_size in cells:
         spans = [span_at(runner.cache, at, context, rows // batch_size) for at in range(batch_size)]
-        _note_pages(runner, spans)
+        if runner.cache.looked_at is not None and context >= PAGE_SIZE:
+            # Two rows before each span note the pages to read: drafts that read few pages then read as many as in use.
+            before = [structs.replace(span, context=context - 1, num_rows=2) for span in spans]
+            runner.run(runner.batch(before, scores_pages=True), random_states(runner, 2 * batch_size))
         batch, hidden = runner.batch(spans), random_states(runner, rows)
         for name, choice in [(name, choice) for name, ways in runner.choices_by_kind.items() for choice in ways]:
             kind = kind_of(name, choice)
@@ -435,14 +438,6 @@ def span_at(cache: KVCache, at: int, context: int, num_rows: int) -> RowSpan:
     num_pages = cache.num_windowed_slots // PAGE_SIZE
     pages = [(at * length // PAGE_SIZE + page) % num_pages for page in range(length // PAGE_SIZE)]
     return structs.replace(span, windowed=runs_of_pages(pages, PAGE_SIZE))
-
-
-def _note_pages(runner: Runner, spans: Sequence[RowSpan]) -> None:
-    """Run two rows before each span, which note the pages to read. Drafts that read few pages then read as many as in
-    use."""
-    if runner.cache.looked_at is not None and spans[0].context >= PAGE_SIZE:
-        before = [structs.replace(span, context=span.context - 1, num_rows=2) for span in spans]
-        runner.run(runner.batch(before, scores_pages=True), random_states(runner, 2 * len(spans)))
 
 
 def _wake_seconds(runner: Runner) -> float:

@@ -285,7 +285,10 @@ def draft_tokens(
         scores = logits.to(torch.float32)
         best = scores.max(-1)
         return Drafts(best.indices, _confidence(scores, best.values), None, _ranked(scores, num_ranked))
-    coupled, histories = verification == "coupled", _histories(rows)
+    coupled, histories = (
+        verification == "coupled",
+        [LogitRow(at, row.sampler, row.pending) for at, row in enumerate(rows)],
+    )
     scores = process(logits.to(torch.float32, copy=True), histories)
     stream = Stream.TARGET if coupled else Stream.DRAFT
     drawn = _with_noise(scores, stream, histories, noise, winner_only=num_ranked == 0)
@@ -328,11 +331,6 @@ def processed_logits(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
 
 def _changed(rows: Sequence[Rows]) -> list[LogitRow]:
     return [each for row in rows if not row.sampler.is_argmax for each in row.logit_rows()]
-
-
-def _histories(rows: Sequence[Rows]) -> list[LogitRow]:
-    """Return a row for each sequence: after all its pending tokens."""
-    return [LogitRow(at, row.sampler, row.pending) for at, row in enumerate(rows)]
 
 
 def finite_rows(logits: Tensor) -> Tensor:

@@ -179,20 +179,17 @@ class Grammars:
             mask_s = time.thread_time() - start_s
         if first.is_error():
             raise GrammarError(f"structured_outputs.{name}: {problem_of(first)}")
-        self._drop_large(num_bytes)
+        num_kept_bytes = num_bytes
+        with self._lock:
+            for kept, future in reversed(list(self._kept.items())):
+                if future.done() and future.exception() is None:
+                    num_kept_bytes += future.result().num_bytes
+                    if num_kept_bytes > _MAX_KEPT_BYTES:
+                        del self._kept[kept]
         schema = repr(form.json)
         is_short = form.json is not None and len(schema) <= _LIGHT and form.whitespace_pattern is None
         is_light = is_short and not any(word in schema for word in ("attern", "multipleOf"))
         return CompiledForm(first if mask_s < _PATIENCE_S else matcher, mask, mask_s, num_bytes, is_light)
-
-    def _drop_large(self, num_bytes: int) -> None:
-        """Keep no more compiled forms than have room, together with a new one of that size."""
-        with self._lock:
-            for form, future in reversed(list(self._kept.items())):
-                if future.done() and future.exception() is None:
-                    num_bytes += future.result().num_bytes
-                    if num_bytes > _MAX_KEPT_BYTES:
-                        del self._kept[form]
 
     def _own_tokenizer(self) -> LLTokenizer:
         from llguidance.hf import from_tokenizer  # noqa: PLC0415

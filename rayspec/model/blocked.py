@@ -53,15 +53,9 @@ def block_linears(model: PreTrainedModel, trial: Callable[[], object]) -> None:
         is_own = reads.of[name] == calls[name] > 0
         if is_own or each is head:
             matrix = Matrix([each], blocked=True)
-            if _computes_the_same(matrix, each):
+            rows = torch.randn(1, 4, each.in_features, generator=torch.Generator().manual_seed(0)).to(each.weight)
+            actual, expected = matrix(rows).float(), each(rows).float()
+            if (actual - expected).abs().max() <= rounding_tolerance(rows.dtype) * expected.abs().max():
                 each.forward = matrix.forward  # type: ignore[method-assign, assignment]
                 if is_own:
                     empty_linears([each])
-
-
-def _computes_the_same(matrix: Matrix, own: nn.Linear) -> bool:
-    rows = torch.randn(1, 4, own.in_features, generator=torch.Generator().manual_seed(0))
-    rows = rows.to(own.weight)
-    actual, expected = (each(rows).float() for each in (matrix, own))
-    difference, largest = (actual - expected).abs().max(), expected.abs().max()
-    return bool(difference <= rounding_tolerance(rows.dtype) * largest)

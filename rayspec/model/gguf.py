@@ -51,7 +51,14 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
         files = [path] if path.is_file() and path.suffix == GGUF_SUFFIX else []
     if not files and of_hub is None:
         return None
-    _require_whole(model, files[0].name if files else model)
+    if _PART.search(name := files[0].name if files else model):
+        raise ConfigError(
+            f"option 'model' is {model!r}, of which {name} is one part: join the parts (llama-gguf-split --merge)"
+        )
+    if find_spec("gguf") is None:
+        raise ConfigError(
+            f"option 'model' is {model!r}, a GGUF file, which needs the package gguf: pip install 'rayspec[gguf]'"
+        )
     if of_hub is None:
         return files[0]
     repository, name = of_hub
@@ -60,17 +67,6 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
         return Path(hf_hub_download(repository, name, revision=revision))
     except EntryNotFoundError as error:
         raise CheckpointError(f"option 'model' is {model!r}: {repository} has no file {name}: correct it") from error
-
-
-def _require_whole(model: str, name: str) -> None:
-    if _PART.search(name):
-        raise ConfigError(
-            f"option 'model' is {model!r}, of which {name} is one part: join the parts (llama-gguf-split --merge)"
-        )
-    if find_spec("gguf") is None:
-        raise ConfigError(
-            f"option 'model' is {model!r}, a GGUF file, which needs the package gguf: pip install 'rayspec[gguf]'"
-        )
 
 
 @contextmanager

@@ -209,7 +209,9 @@ class Int8Matrix(_QuantisedMatrix):
         quantised = torch.empty_like(weight, dtype=torch.int8)
         scales = weight.new_empty(len(weight), dtype=torch.float32)
         for chunk in _chunks(weight):
-            quantised[chunk], scales[chunk] = _int8(weight[chunk])
+            numbers = weight[chunk].float()
+            scales[chunk] = (numbers.abs().amax(1) / 127).clamp_(min=_SMALLEST_SCALE)
+            quantised[chunk] = (numbers / scales[chunk, None]).round_().to(torch.int8)
         self._weight, self._scales = quantised, scales
         if use_operators:
             self._multiply = int8_product
@@ -366,13 +368,6 @@ def _chunks(weight: Tensor) -> Iterator[slice]:
     """Yield slices of rows: whole blocks of `_BLOCK_ROWS` rows, except the last slice."""
     step = max(1, _CHUNK_WEIGHTS // (weight.shape[1] * _BLOCK_ROWS)) * _BLOCK_ROWS
     return (slice(start, start + step) for start in range(0, len(weight), step))
-
-
-def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise to int8 [N, K] and float32 scales [N], whose product is near the weight."""
-    numbers = weight.float()
-    scales = (numbers.abs().amax(1) / 127).clamp_(min=_SMALLEST_SCALE)
-    return (numbers / scales[:, None]).round_().to(torch.int8), scales
 
 
 def _int4(

@@ -15,7 +15,7 @@ import reprlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from pydantic import Field, field_validator
@@ -34,7 +34,7 @@ from rayspec.types import RequestError
 if TYPE_CHECKING:
     from rayspec.llm import AsyncEngine
 
-_MAX_LINE_BYTES = 16 * 2**20  # as many as a body may have by default
+MAX_LINE_BYTES = 16 * 2**20  # as many as a body may have by default
 _MAX_CUSTOM_ID = 512
 
 Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
@@ -136,17 +136,9 @@ class _Fields(StrictBody):
     body: dict[str, Any]
 
 
-def limited_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file; of a line of more than 16 MiB, only its beginning, which is too long, too."""
-    while line := file.readline(_MAX_LINE_BYTES + 1):
-        yield line
-        while len(line) > _MAX_LINE_BYTES and not line.endswith(b"\n"):
-            line = file.readline(_MAX_LINE_BYTES + 1)
-
-
 def read_batch(lines: Iterable[bytes], *, source: str) -> Iterator[BatchLine | BatchResult]:
     """Yield the requests of a file, in order and on demand. A line that is no request yields a failed result; so does a
-    custom_id that an earlier line has. lines: see `limited_lines`. source: the file's name, which is part of the ids.
+    custom_id that an earlier line has. lines: of `limited_lines`. source: the file's name, which is part of the ids.
     """
     seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
@@ -158,7 +150,7 @@ def read_batch(lines: Iterable[bytes], *, source: str) -> Iterator[BatchLine | B
 def _read_line(line: bytes, number: int, source: str, seen: set[str]) -> BatchLine | BatchResult:
     custom_id = None
     try:
-        row = parse_json(line, max_bytes=_MAX_LINE_BYTES)
+        row = parse_json(line, max_bytes=MAX_LINE_BYTES)
         name = row.get("custom_id") if isinstance(row, dict) else None
         if isinstance(name, str) and 0 < len(name) <= _MAX_CUSTOM_ID:
             custom_id = name  # errors of the line, too, are reported with it

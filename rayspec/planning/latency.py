@@ -280,13 +280,10 @@ class LatencyModel:
                 self._lines.clear()
             ways, drafting = choices or (FULL,) * len(self.sublayers), choices is not None
             near_s, far_s = (
-                self._forward_s(
-                    float(self.sublayers_s(rows=rows, context=far, batch=batch, choices=ways).sum()),
-                    rows, ways, drafting=drafting,
-                )
-                for far in (0, _FAR)
-            )  # fmt: skip
-            line = self._lines[key] = near_s, (far_s - near_s) / _FAR
+                float(self.sublayers_s(rows=rows, context=far, batch=batch, choices=ways).sum()) for far in (0, _FAR)
+            )
+            fixed_s = self.head_s(rows, drafting=drafting) + self.overhead_s + self.hops_s(ways)
+            line = self._lines[key] = near_s + fixed_s, (far_s - near_s) / _FAR
         least, slope = line
         return least + slope * context
 
@@ -299,11 +296,6 @@ class LatencyModel:
         """Return the seconds of one more row of one sequence in a verify."""
         one, many = (self.verify_s(rows=rows * batch, context=context, batch=batch) for rows in (1, 8))
         return (many - one) / (7 * batch)
-
-    def _forward_s(
-        self, sublayers_s: float, rows: float, choices: Sequence[Choice], *, drafting: bool = False
-    ) -> float:
-        return sublayers_s + self.head_s(rows, drafting=drafting) + self.overhead_s + self.hops_s(choices)
 
     def save(self, path: str | os.PathLike[str], key: Mapping[str, Any]) -> None:
         """Write JSON, atomically. key: the conditions under which the numbers hold: model, dtype, device, versions."""

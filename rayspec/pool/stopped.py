@@ -58,8 +58,8 @@ async def is_stopped(place: Place) -> bool:
         return is_stopped_here(place.process_id)
     on_node = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
     try:
-        asked = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_node)(is_stopped_here)
-        return bool(await asyncio.wait_for(asked.remote(place.process_id), 10.0))
+        look = ray.remote(is_stopped_here).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
+        return bool(await asyncio.wait_for(look.remote(place.process_id), 10.0))
     except (RayError, asyncio.TimeoutError):
         return False
 

@@ -25,9 +25,10 @@ from typing import IO, Literal, TypeVar
 import msgspec
 from typing_extensions import Self
 
-from rayspec.command.locations import PARTIAL_SUFFIX, Location
+from rayspec.command.locations import PARTIAL_SUFFIX, Location, limited_lines
 from rayspec.openai.batch import (
     FINAL,
+    MAX_LINE_BYTES,
     Batch,
     BatchLine,
     BatchRequest,
@@ -36,7 +37,6 @@ from rayspec.openai.batch import (
     Page,
     PageRequest,
     Purpose,
-    limited_lines,
     read_batch,
 )
 from rayspec.openai.errors import InvalidRequestError
@@ -202,7 +202,7 @@ class BatchStore:
         """Yield the lines of the batch's input file, see `read_batch`. Raises InvalidRequestError if the file has more
         lines, empty ones included."""
         with self.open_file(batch.input_file_id) as file:
-            lines = limited_lines(file)
+            lines = limited_lines(file, MAX_LINE_BYTES)
             yield from read_batch(itertools.islice(lines, max_lines), source=batch.input_file_id)
             if next(lines, None) is not None:
                 raise InvalidRequestError(f"the file has more than {max_lines} lines: split it", code="too_many_lines")

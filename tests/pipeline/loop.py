@@ -226,7 +226,7 @@ class LoopWholeShard(WholeShard):
 
     def __init__(self, blueprint: Blueprint, stage: int, spans: tuple[tuple[int, int], ...]) -> None:
         super().__init__(blueprint, SECRET, stage, 0)
-        self.loaded = self._load(spans, None)
+        self.loaded = self.load(spans, None)
         self.endpoint = Endpoint(self.name, SECRET, host="", rank=(stage, len(spans)))
 
     step = LoopShard.step

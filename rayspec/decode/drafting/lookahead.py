@@ -85,7 +85,13 @@ class Lookahead:
         for continuation in self.pool.after(newest):
             _graft(guess, continuation[:max_depth], max_tokens - num_probes)
         if num_probes:
-            self._probe(guess)
+            # The window: its first level is a chain; other tokens follow the token above them in their column.
+            above = [0] * self._num_columns
+            for level, tokens in enumerate(self._levels):
+                for column, token in enumerate(tokens):
+                    parent = above[column] if level else (above[column - 1] if column else 0)
+                    above[column] = guess.add(token, parent)
+            guess.num_probes = num_probes
         return guess
 
     def observe(self, probed: Sequence[int]) -> None:
@@ -100,15 +106,6 @@ class Lookahead:
             for ngram in zip(*self._levels, newest, strict=True):
                 self.pool.add(ngram)
         self._levels = [*self._levels[1:], newest]
-
-    def _probe(self, guess: Guess) -> None:
-        """Add the window. The first level is a chain; other tokens follow the token above them in their column."""
-        above = [0] * self._num_columns
-        for level, tokens in enumerate(self._levels):
-            for column, token in enumerate(tokens):
-                parent = above[column] if level else (above[column - 1] if column else 0)
-                above[column] = guess.add(token, parent)
-        guess.num_probes = self._num_columns * len(self._levels)
 
 
 def _graft(guess: Guess, continuation: Sequence[int], max_tokens: int) -> None:
