@@ -238,7 +238,6 @@ class SamplingParams(Options):
         super().__init__(**from_vllm(values, SAMPLING, type(self).model_fields))
 
     def clone(self) -> Self:
-        """Return a copy."""
         return self.model_copy()
 
     @field_validator("stop", mode="before")

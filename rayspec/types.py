@@ -98,7 +98,6 @@ class PlanRecord:
     num_tested_tokens: int = 0
 
     def add_round(self, *, num_tokens: int, sequence_s: float, num_accepted: int, num_tested: int) -> None:
-        """Count a round that used the plan."""
         self.num_tokens += num_tokens
         self.sequence_s += sequence_s
         self.num_accepted_tokens += num_accepted
@@ -257,8 +256,6 @@ class LoRARequest:
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics(DraftCounts):
-    """Counts and times of one request."""
-
     arrival_s: float = 0.0
     first_token_s: float | None = None
     finished_s: float | None = None

@@ -223,7 +223,6 @@ class SideBySide:
         return [*firsts, *more][:_NUM_SHOWN]
 
     def shown(self) -> Iterator[RenderableType]:
-        """Yield what the terminal shows."""
         examples = Table(show_lines=True, expand=True, padding=(0, 1))
         examples.add_column("document", ratio=1)
         examples.add_column("text with auto", ratio=1)

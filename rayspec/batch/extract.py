@@ -27,7 +27,6 @@ _CHARSET = re.compile(rb"""charset\s*=\s*["']?\s*([\w.:-]+)""", re.IGNORECASE)
 
 
 def pdf_texts(content: bytes) -> Iterator[str]:
-    """Yield the text of each page."""
     import pypdf  # noqa: PLC0415 - of an extra
 
     for page in pypdf.PdfReader(io.BytesIO(content)).pages:

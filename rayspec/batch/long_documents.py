@@ -134,7 +134,6 @@ class TokenizedText:
         self._offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
 
     def __len__(self) -> int:
-        """Return the number of tokens."""
         return len(self._offsets)
 
     def text(self, span: range) -> str:

@@ -572,7 +572,6 @@ def _damaged(place: Location, detail: str) -> DamagedOutputError:
 
 
 def parts_in(folder: Location) -> list[str]:
-    """Return the names of the files of parts."""
     return [entry.file_name for entry in folder.entries() if re.fullmatch(_PART_NAME, entry.file_name)]
 
 

@@ -89,7 +89,6 @@ def loaded_contenders(options: BenchOptions, say: Say) -> Iterator[tuple[rayspec
 
 
 def empty_result(options: BenchOptions, llm: rayspec.LLM) -> dict[str, Any]:
-    """Return a result without workloads."""
     about = {"environment": describe_environment(), "options": options.model_dump(mode="json")}
     return about | {"dtype": llm.config.dtype, "workloads": []}
 

@@ -131,7 +131,6 @@ def _with(command: _Command, flags: Sequence[inspect.Parameter], asked: Callable
 
 
 def show_all(context: typer.Context, is_asked: bool) -> None:
-    """The callback of --help-all."""
     if is_asked:
         context.meta[_SHOWS_ALL] = True
         print(context.get_help())  # noqa: T201 - a command's output

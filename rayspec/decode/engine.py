@@ -185,7 +185,6 @@ class Engine:
         return self._requests.finish(live)
 
     def abort_all(self) -> list[RequestOutput]:
-        """Abort all requests and return their outputs so far."""
         return [output.decoded() for name in list(self._requests) if (output := self.abort(name)) is not None]
 
     def step(self) -> list[RequestOutput]:

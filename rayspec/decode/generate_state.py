@@ -317,7 +317,6 @@ def in_fast_layout(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def in_lockstep(model: PreTrainedModel) -> Lockstep:
-    """Make it possible to run passes of the model in lockstep."""
     return Lockstep(model, partial(_trial, model), num_rows=_NUM_TRIAL_ROWS)
 
 

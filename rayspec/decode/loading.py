@@ -468,7 +468,6 @@ def _enough(affordable: int, budget: float, device: torch.device, num_sharing: i
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the whole memory of a GPU."""
     return torch.cuda.mem_get_info(device)[1]
 
 

@@ -143,7 +143,6 @@ class Head:
         del self._samplers[sequence_id]
 
     def forget(self) -> None:
-        """Close all sequences and forget all taps."""
         self._samplers.clear()
         self._next_tokens.clear()
 

@@ -83,7 +83,6 @@ class KVManager:
             self._in_work.setdefault(one, sequence)
 
     def grow(self, sequence: SequenceState, num_pages: int, room: int) -> bool:
-        """See `PagePool.grow`."""
         has_grown = num_pages <= sequence.table.end or self.pool.grow(sequence.table, num_pages, room)
         if has_grown and self.windowed is not None and sequence.prefilled:
             self.grow_window(sequence, sequence.table.capacity)

@@ -108,7 +108,6 @@ class WholeSpan:
         self.states.pop(sequence_id, None)
 
     def forget(self) -> None:
-        """Close all sequences."""
         self._specs.clear()
         self.states.clear()
 

@@ -26,8 +26,6 @@ _PARTIES, _HEADINGS = _TEXTS["parties"], _TEXTS["headings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A report and its perfect summary."""
-
     title: str
     findings: tuple[str, ...]
     text: str

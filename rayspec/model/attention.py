@@ -192,7 +192,6 @@ class PackedRows(Rows):
 
     @property
     def windows_seen(self) -> set[int | None]:
-        """The sliding windows of the layers that have attended to these rows."""
         return {window for _, window, _, _ in self.calls}
 
     def seeing(self, keys: Keys) -> PackedRows:

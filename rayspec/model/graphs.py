@@ -326,7 +326,6 @@ class StepGraphs:
         logger.warning("no more CUDA graphs are captured, %s", reason)
 
     def _run(self, part: Part, rows: StaticRows) -> None:
-        """Launch a part eagerly."""
         if isinstance(part, str):
             self._running = part
             (self._step.rotate if part == ROTARY else self._step.embed)(rows)

@@ -80,7 +80,6 @@ class CacheSize:
     num_windowed_slots: int = 0
 
     def slots_of(self, window: int | None) -> int:
-        """Return the slots of a layer with this sliding window."""
         return self.num_windowed_slots if window and self.num_windowed_slots else self.num_slots
 
 
@@ -182,7 +181,6 @@ class PageTable:
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that the pages can hold."""
         return self.end * PAGE_SIZE
 
     def extend(self, pages: Iterable[int]) -> None:

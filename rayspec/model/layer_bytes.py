@@ -48,7 +48,6 @@ def layer_bytes(model: Any) -> list[tuple[int, int]]:
 
 
 def _bytes_after(model: Any, num_tokens: int) -> list[int]:
-    """Return the bytes in each layer of the cache after a pass."""
     output = meta_pass(model, num_tokens)
     cache = next(getattr(output, name) for name in ("past_key_values", "cache_params") if hasattr(output, name))
     return [cached_bytes(each) for each in cache.layers]

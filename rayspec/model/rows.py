@@ -225,5 +225,4 @@ def padded_sequences(num_sequences: int) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
     return 1 << max(number - 1, 0).bit_length()

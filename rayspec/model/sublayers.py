@@ -72,7 +72,6 @@ class Sublayer:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules in the order in which they run."""
         return [module for module in (self.pre_norm, self.block, self.post_norm) if module is not None]
 
     @property
@@ -140,7 +139,6 @@ class Decomposition:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the hidden states."""
         return self._weight.dtype
 
     @property

@@ -128,8 +128,6 @@ class BatchLine:
 
 
 class _Fields(StrictBody):
-    """The fields that a line must have."""
-
     custom_id: Annotated[str, Field(min_length=1, max_length=_MAX_CUSTOM_ID)]
     method: Literal["POST"]
     url: Url

@@ -225,7 +225,6 @@ class GenerationRequest(StrictBody):
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that the engine decodes for the request."""
         return self.num_prompts * (self.n or 1)
 
     @property

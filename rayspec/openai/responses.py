@@ -274,7 +274,6 @@ class Answer:
         return self._body(choices, usage=self._usage(outputs, 0 if self._only_echoes else None), **fields)
 
     def chunks(self, prompt_index: int, piece: RequestOutput) -> Iterator[Response]:
-        """Yield the chunks for new output of a prompt."""
         self._latest[prompt_index] = piece
         self._num_output_tokens += sum(len(one.token_ids) for one in piece.outputs)
         for one in piece.outputs:

@@ -47,7 +47,6 @@ class Process:
         self.listening: Future[str] = Future()
 
     def ask(self, method: str, *arguments: object) -> Future[Any]:
-        """Call a method of the actor."""
         future: Future[Any] = getattr(self._actor, method).remote(*arguments).future()
         return future
 

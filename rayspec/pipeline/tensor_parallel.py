@@ -160,8 +160,6 @@ def split_tensor_parallel(model: PreTrainedModel, parts: Decomposition, group: R
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A decoder layer and its two sublayers."""
-
     module: nn.Module
     sublayers: tuple[Sublayer, ...]
 

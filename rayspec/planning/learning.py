@@ -74,7 +74,6 @@ class Discounted:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was observed."""
         return self.weight > 0
 
     def with_prior(self, prior: float, strength: float) -> float:

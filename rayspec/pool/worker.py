@@ -42,8 +42,6 @@ class NodeLostError(EngineDeadError):
 
 
 class LoadedEngine(Protocol):
-    """A loaded engine, in its actor."""
-
     @property
     def client(self) -> Client: ...
 

@@ -209,7 +209,6 @@ class Gate:
         return 1.0 if way == PLAIN else self._record(PLAIN).factor()
 
     def _error(self, way: Way, predicted: Mapping[Way, float]) -> float:
-        """Return the standard error of the expected rate."""
         return predicted[way] * self._pace(way) * DEVIATION / math.sqrt(self._record(way).round_s.weight + 1)
 
     def _optimistic_rate(self, way: Way, predicted: Mapping[Way, float]) -> float:

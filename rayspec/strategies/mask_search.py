@@ -45,7 +45,6 @@ class MaskSearch:
         return max(self._scores.items(), key=lambda item: item[1], default=None)
 
     def propose(self) -> Keep:
-        """Return the mask to try next."""
         self._num_proposed += 1
         if self._num_proposed % self._suggest_every == 0 and len(self._scores) > 1:
             return self._suggest()

@@ -46,7 +46,6 @@ class Tested:
         )
 
     def add_to(self, record: PlanRecord, num_tokens: int, sequence_s: float) -> None:
-        """Count the round in the record of its plan."""
         record.add_round(
             num_tokens=num_tokens,
             sequence_s=sequence_s,

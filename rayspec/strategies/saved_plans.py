@@ -97,8 +97,6 @@ class SavedPlan(_Strict, frozen=True, kw_only=True):
 
 
 class SavedPlans(_Strict, frozen=True, kw_only=True):
-    """Plans of one model, one plan per domain."""
-
     model: ModelIdentity
     plans: tuple[SavedPlan, ...]
     format: str = FORMAT

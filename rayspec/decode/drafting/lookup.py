@@ -98,7 +98,6 @@ class LookupIndex:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the text."""
         return len(self._token_ids)
 
     def extend_to(self, token_ids: Sequence[int], num_tokens: int | None = None) -> None:
@@ -246,7 +245,6 @@ def recycled_classes(probabilities: NDArray[np.float64], *, is_pair: bool) -> ND
 
 
 def source_of(match_class: int) -> str:
-    """Return the name of a class's source."""
     if match_class == FORCED:
         return "form"
     return ("own text", "corpus")[match_class // len(_COPIED)] if match_class < _NUM_COPIED else "recycled"
@@ -267,7 +265,6 @@ class LookupRecord:
 
     @property
     def by_class(self) -> tuple[float, ...]:
-        """Acceptance of each class."""
         if not self._by_class:
             self._by_class = tuple(one.value for one in self._classes)
         return self._by_class

@@ -88,7 +88,6 @@ class ClusterPlan:
 
     @property
     def concurrency(self) -> int:
-        """Sequences at once, per copy of the model."""
         return self.placement.options.concurrency
 
 

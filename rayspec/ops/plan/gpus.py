@@ -48,7 +48,6 @@ class Gpu:
 
     @property
     def flops(self) -> float:
-        """Peak operations per second."""
         return (self.tflops or self.bandwidth_gb_s * _OPERATIONS_PER_BYTE / 1000) * 1e12
 
 

@@ -90,7 +90,6 @@ class Layout:
 
     @property
     def concurrency(self) -> int:
-        """Sequences of each replica."""
         return self.groups[0].options.concurrency
 
     @property
