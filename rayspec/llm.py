@@ -72,7 +72,12 @@ class LLM:
 
     def __init__(self, model: str, *, seed: int | None = None, **options: Unpack[LLMKeywords]) -> None:
         self._seeds = None if seed is None else random.Random(seed)
-        config = _with_base(_config_of(demo.local_path(model), options))
+        config = _config_of(demo.local_path(model), options)
+        if (base := base_model(config.model)) is not None:  # the model is the folder of an adapter
+            name = Path(config.model).resolve().name
+            adapters = {**config.lora_modules, name: config.model}
+            adapter = config.adapter or name
+            config = config.replace(model=demo.local_path(base), lora_modules=adapters, adapter=adapter)
         if config.tokenizer is not None:
             config = config.replace(tokenizer=demo.local_path(config.tokenizer, option="tokenizer"))
         self._resources = ExitStack()
@@ -480,16 +485,6 @@ def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
 
     config = EngineConfig(model=model, **{**options, "parallel": None})
     return with_layout(config, keep_max_num_seqs="max_num_seqs" in options)
-
-
-def _with_base(config: EngineConfig) -> EngineConfig:
-    """Return the options for the base model and the adapter, if the model is the folder of an adapter."""
-    base = base_model(config.model)
-    if base is None:
-        return config
-    name = Path(config.model).resolve().name
-    adapters = {**config.lora_modules, name: config.model}
-    return config.replace(model=demo.local_path(base), lora_modules=adapters, adapter=config.adapter or name)
 
 
 def _checked(requests: Iterable[Any]) -> Iterator[Request]:

@@ -16,7 +16,7 @@ from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.model.weights import in_fast_dtype, load_model, resolve_device
 from rayspec.strategies.by_name import make_strategy
-from rayspec.types import EngineStats, PlanRecord, Request, RequestOutput
+from rayspec.types import EngineStats, Request, RequestOutput
 
 _COUNTS = ("num_rounds", "num_plain_rounds", "num_draft_tokens", "num_accepted_tokens")
 _TIMES = ("draft_s", "verify_s", "optimise_s", "prefill_s", "total_s")
@@ -43,15 +43,12 @@ class Ours:
         """Statistics since the warm-up, with the plans that were in use since then."""
         now = self.engine.stats
         changed = {name: getattr(now, name) - getattr(self._before, name) for name in (*_COUNTS, *_TIMES)}
-        plans = [self._since_warm_up(record) for record in now.plans]
+        counts, plans = ("num_tokens", "sequence_s", "num_accepted_tokens", "num_tested_tokens"), list(now.plans)
+        for at, record in enumerate(now.plans):
+            for then in [copied for known, copied in self._plans_before if known is record]:
+                since = {name: getattr(record, name) - getattr(then, name) for name in counts}
+                plans[at] = replace(record, **since)
         return EngineStats(**changed, gate_reason=now.gate_reason, plans=[one for one in plans if one.num_tokens])
-
-    def _since_warm_up(self, record: PlanRecord) -> PlanRecord:
-        then = next((copied for known, copied in self._plans_before if known is record), None)
-        if then is None:
-            return record
-        counts = ("num_tokens", "sequence_s", "num_accepted_tokens", "num_tested_tokens")
-        return replace(record, **{name: getattr(record, name) - getattr(then, name) for name in counts})
 
     def forget(self) -> None:
         """Replace the strategy by a new one. Only strategies with a latency model learn; the others stay unchanged."""

@@ -95,7 +95,19 @@ class Location:
             )
         path = unquote(uri["path"], errors="surrogateescape").strip("/")
         _refuse_impossible(path)
-        return cls(_open_store(uri, name), path)
+        root, query = f"{uri['scheme']}://{uri['authority']}", uri["query"] or ""
+        try:
+            filesystem, base = fs.FileSystem.from_uri(f"{root}/{query}")
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise ConfigError(
+                f"{name!r}: scheme {uri['scheme']!r} cannot be used so ({error}); give a path, or a URI that starts "
+                "with s3://, gs://, abfs://, hdfs:// or file://"
+            ) from error
+        except (OSError, pa.ArrowException) as error:
+            raise UnreadableFileError(f"{name}: {root} does not answer ({error_detail(error)})") from error
+        atomic = filesystem.type_name in {"s3", "gcs", "abfs"}  # an object appears only when it is complete
+        store = Store(filesystem=filesystem, uri=root, base=base.rstrip("/"), query=query, has_atomic_put=atomic)
+        return cls(store, path)
 
     @property
     def name(self) -> str:
@@ -381,21 +393,6 @@ def limited_lines(file: IO[bytes], most: int) -> Iterator[bytes]:
 def error_detail(error: BaseException) -> str:
     """Return the message of a file system's error, without its number."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
-def _open_store(uri: re.Match[str], name: str) -> Store:
-    root, query = f"{uri['scheme']}://{uri['authority']}", uri["query"] or ""
-    try:
-        filesystem, base = fs.FileSystem.from_uri(f"{root}/{query}")
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise ConfigError(
-            f"{name!r}: scheme {uri['scheme']!r} cannot be used so ({error}); give a path, or a URI that starts with "
-            "s3://, gs://, abfs://, hdfs:// or file://"
-        ) from error
-    except (OSError, pa.ArrowException) as error:
-        raise UnreadableFileError(f"{name}: {root} does not answer ({error_detail(error)})") from error
-    has_atomic_put = filesystem.type_name in {"s3", "gcs", "abfs"}  # an object appears only when it is complete
-    return Store(filesystem=filesystem, uri=root, base=base.rstrip("/"), query=query, has_atomic_put=has_atomic_put)
 
 
 def _refuse_impossible(name: str) -> None:

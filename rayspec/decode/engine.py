@@ -240,7 +240,11 @@ class Engine:
         busy = {one.cohort for one in self._under_way}
         # After a few rounds with chunks, one without: strategies learn only from the time of such a round.
         most = self.config.max_num_batched_tokens if self._num_mixed[cohort] < _MOST_MIXED else 0
-        self._await_masks(cohort)
+        # Wait a short time for the masks of the cohort's sequences; if none can run without, a little longer.
+        members = self._scheduler.members(cohort)
+        late = [one.constraint for one in members if one.constraint is not None and not one.constraint.wait()]
+        if late and len(late) == len(members) and not (self._under_way or self._scheduler.waiting):
+            late[0].wait(_MASKS_S)
         step = self._scheduler.schedule(cohort, busy, most, self._pace.num_rows(most) if most else 0)
         self.stats.num_preemptions += step.num_out_of_pages
         for sequence in step.preempted:
@@ -257,13 +261,6 @@ class Engine:
         if step.decode:
             planned = self._planner.plan(next(self._work_ids), step.decode, step.chunks if mixes else ())
             self._run(cohort, planned.work, step.prefill if mixes else (), planned)
-
-    def _await_masks(self, cohort: int) -> None:
-        """Wait a short time for the masks of the cohort's sequences; if none can run without, a little longer."""
-        members = self._scheduler.members(cohort)
-        late = [one.constraint for one in members if one.constraint is not None and not one.constraint.wait()]
-        if late and len(late) == len(members) and not (self._under_way or self._scheduler.waiting):
-            late[0].wait(_MASKS_S)
 
     def _run(
         self, cohort: int, work: Work, prefilled: Sequence[SequenceState], planned: PlannedRound | None = None

@@ -110,30 +110,28 @@ class SequenceState:
 
     def commit(self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]] = ()) -> int:
         """Append tokens up to the first that ends the sequence. Return how many were appended."""
+        params = self.params
         for num_before, token_id in enumerate(token_ids):
             if self.finished:
                 return num_before
             self.token_ids.append(token_id)
             self.logprobs.extend(logprobs[num_before : num_before + 1])
-            self._check_end(token_id)
+            enough = self.num_tokens - self.num_prompt_tokens >= params.min_tokens
+            may_end = self.constraint is not None or (enough and not params.ignore_eos)  # nothing follows a whole form
+            is_eos = may_end and token_id in self.eos_token_ids
+            is_stop = enough and token_id in params.stop_token_ids
+            is_end, stop_string = is_eos or is_stop, None
+            if params.stop and self.detokenizer and (params.include_stop_str_in_output or not is_end):
+                stop_string = self.detokenizer.push(token_id, may_stop=enough and not is_end)
+            if is_eos:
+                self.finish_reason = "stop"
+            elif is_stop:
+                self.finish_reason, self.stop_reason = "stop", token_id
+            elif stop_string is not None:
+                self.finish_reason, self.stop_reason = "stop", stop_string
+            elif self.num_remaining <= 0:
+                self.finish_reason = "length"
         return len(token_ids)
-
-    def _check_end(self, token_id: int) -> None:
-        enough = self.num_tokens - self.num_prompt_tokens >= self.params.min_tokens
-        may_end = self.constraint is not None or (enough and not self.params.ignore_eos)  # nothing follows a whole form
-        is_eos = may_end and token_id in self.eos_token_ids
-        is_stop = enough and token_id in self.params.stop_token_ids
-        is_end, stop_string = is_eos or is_stop, None
-        if self.params.stop and self.detokenizer and (self.params.include_stop_str_in_output or not is_end):
-            stop_string = self.detokenizer.push(token_id, may_stop=enough and not is_end)
-        if is_eos:
-            self.finish_reason = "stop"
-        elif is_stop:
-            self.finish_reason, self.stop_reason = "stop", token_id
-        elif stop_string is not None:
-            self.finish_reason, self.stop_reason = "stop", stop_string
-        elif self.num_remaining <= 0:
-            self.finish_reason = "length"
 
     def note_computed(self, num_tokens: int) -> None:
         """Note that keys and values of this many leading tokens are there, and index them for lookups."""

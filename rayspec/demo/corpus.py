@@ -50,7 +50,12 @@ def generate_report(seed: int, *, num_sentences: int, num_findings: int | None =
             f"num_findings={num_findings} does not fit num_sentences={num_sentences}: it must be at least 1 and at "
             "most num_sentences"
         )
-    finding_words, background_words = _deal_words(rng)
+    own, others = {}, {}  # words for findings and for the background: kinds that both need are halved
+    for kind, words in WORDS.items():
+        shuffled = tuple(rng.sample(words, len(words)))
+        share = len(words) // 2 if any(f"{{{kind}}}" in template for template in _BACKGROUND) else 0
+        own[kind], others[kind] = shuffled[share:], shuffled[:share]
+    finding_words, background_words = _Words(own, rng), _Words(others, rng)
     title = "Review of the {program} program of the {office} in {place}, {year}".format_map(finding_words)
     findings = tuple(
         f"Finding {number}: {_sentence(rng.choice(_FINDINGS), finding_words)}" for number in range(1, num_findings + 1)
@@ -61,7 +66,16 @@ def generate_report(seed: int, *, num_sentences: int, num_findings: int | None =
         next(upcoming) if position in positions else _sentence(rng.choice(_BACKGROUND), background_words)
         for position in range(num_sentences)
     ]
-    return Report(title=title, findings=findings, text="\n".join((title, *_paragraphs(sentences, rng))))
+    # Lines of 3 to 7 sentences; about every third line has a numbered heading before it.
+    lines, section, start = [title], 0, 0
+    while start < len(sentences):
+        if rng.random() < 0.35:
+            section += 1
+            lines.append(f"{section}. {rng.choice(_HEADINGS)}")
+        end = start + rng.randint(3, 7)
+        lines.append(" ".join(sentences[start:end]))
+        start = end
+    return Report(title=title, findings=findings, text="\n".join(lines))
 
 
 class _Words:
@@ -95,30 +109,6 @@ class _Words:
         return str(composed[field]())
 
 
-def _deal_words(rng: random.Random) -> tuple[_Words, _Words]:
-    """Return the words for the findings and for the background of one report. Kinds that both need are halved."""
-    findings, background = {}, {}
-    for kind, words in WORDS.items():
-        shuffled = tuple(rng.sample(words, len(words)))
-        share = len(words) // 2 if any(f"{{{kind}}}" in template for template in _BACKGROUND) else 0
-        findings[kind], background[kind] = shuffled[share:], shuffled[:share]
-    return _Words(findings, rng), _Words(background, rng)
-
-
 def _sentence(template: str, words: _Words) -> str:
     text = template.format_map(words)
     return f"{text[0].upper()}{text[1:]}."
-
-
-def _paragraphs(sentences: list[str], rng: random.Random) -> list[str]:
-    """Join sentences to lines of 3 to 7 sentences; about every third line has a numbered heading before it."""
-    lines: list[str] = []
-    section = start = 0
-    while start < len(sentences):
-        if rng.random() < 0.35:
-            section += 1
-            lines.append(f"{section}. {rng.choice(_HEADINGS)}")
-        end = start + rng.randint(3, 7)
-        lines.append(" ".join(sentences[start:end]))
-        start = end
-    return lines

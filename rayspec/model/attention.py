@@ -609,7 +609,17 @@ class _Attention:
         mixed = self._zeros(torch.float32)
         total = self.query.new_full(mixed.shape[:2], float("-inf"), dtype=torch.float32)
         for call in pieces:
-            found, scores = self._seen_in_part(call)
+            keys, values = self._keys_and_values(call)
+            query, mask = self.query[:, call.rows], call.mask
+            num_heads, num_rows, size = query.shape
+            if not call.causal:
+                mask = None if mask is None else mask.repeat(num_heads // len(keys), 1)
+                query = _folded(query, len(keys))
+            found, scores = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query[None], keys[None], values[None], 0.0, call.causal, attn_mask=mask, scale=self.kind.scaling
+            )
+            found = found.reshape(num_heads, num_rows, size).transpose(0, 1)
+            scores = scores.reshape(num_heads, num_rows).T  # log-sum-exp
             before = total[call.rows]
             after = torch.logaddexp(before, scores)
             mixed[call.rows] = (
@@ -617,19 +627,6 @@ class _Attention:
             )
             total[call.rows] = after
         return mixed.to(self.query.dtype)
-
-    def _seen_in_part(self, call: _Call) -> tuple[Tensor, Tensor]:
-        """Return the partial result of a call, [m, H, D_v], and the log-sum-exp of its scores, [m, H]."""
-        keys, values = self._keys_and_values(call)
-        query, mask = self.query[:, call.rows], call.mask
-        num_heads, num_rows, size = query.shape
-        if not call.causal:
-            mask = None if mask is None else mask.repeat(num_heads // len(keys), 1)
-            query = _folded(query, len(keys))
-        found, scores = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query[None], keys[None], values[None], 0.0, call.causal, attn_mask=mask, scale=self.kind.scaling
-        )
-        return found.reshape(num_heads, num_rows, size).transpose(0, 1), scores.reshape(num_heads, num_rows).T
 
     def _zeros(self, dtype: torch.dtype) -> Tensor:
         return self.query.new_zeros(self.query.shape[1], len(self.query), self.own[1].shape[-1], dtype=dtype)

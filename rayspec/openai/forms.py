@@ -9,8 +9,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from rayspec.errors import ConfigError, GrammarError, RequestError
-from rayspec.openai.errors import InvalidRequestError, invalid
+from rayspec.errors import ConfigError
+from rayspec.openai.errors import invalid
 from rayspec.openai.strict_body import StrictBody
 from rayspec.structured import FORMS, StructuredOutputsParams
 
@@ -43,16 +43,6 @@ def asked_form(body: Mapping[str, Any]) -> tuple[str, StructuredOutputsParams] |
         name = next(name for name in FORMS if getattr(form, name) is not None)
         return f"{field}.{name}" if field == "structured_outputs" else field, form
     return None
-
-
-def refusal(error: GrammarError, asked: tuple[str, StructuredOutputsParams] | None) -> RequestError:
-    """Return the error of a form that cannot be compiled, or kept, by the name that the body has for it."""
-    if asked is None:
-        return error
-    place = str(error).removeprefix("structured_outputs")
-    for name in FORMS:
-        place = place.removeprefix(f".{name}")
-    return InvalidRequestError(f"{asked[0]}{place}", param=asked[0], code="invalid_value")
 
 
 def _response_format(value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:

@@ -14,10 +14,10 @@ from typing_extensions import Self, TypeIs
 
 from rayspec.config import SamplingParams
 from rayspec.openai.errors import InvalidRequestError, invalid
-from rayspec.openai.forms import MOST_TOOLS, Tool, asked_form, check_tools, read_choice, refusal, schema_beside_tools
+from rayspec.openai.forms import MOST_TOOLS, Tool, asked_form, check_tools, read_choice, schema_beside_tools
 from rayspec.openai.strict_body import Refusals, StrictBody
 from rayspec.prompts import InvalidMessageError, Rendering, read_message, truncated
-from rayspec.structured import StructuredOutputsParams
+from rayspec.structured import FORMS, StructuredOutputsParams
 from rayspec.types import ConfigError, GrammarError, PromptTooLongError, RequestError, Role
 
 _MAX_LOGPROBS = 20
@@ -221,7 +221,12 @@ class GenerationRequest(StrictBody):
 
     def refusal(self, error: GrammarError) -> RequestError:
         """Return the error of the output's form by the name that this body has for the form."""
-        return refusal(error, self.form)
+        if self.form is None:
+            return error
+        field, place = self.form[0], str(error).removeprefix("structured_outputs")
+        for name in FORMS:
+            place = place.removeprefix(f".{name}")
+        return InvalidRequestError(f"{field}{place}", param=field, code="invalid_value")
 
     @property
     def num_sequences(self) -> int:

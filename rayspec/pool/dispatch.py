@@ -115,7 +115,12 @@ class Dispatch:
                 turn.set_exception(error)
 
     def deal(self) -> None:
-        isolating = self._slot_for_isolated()
+        if not self._isolated:
+            self._isolating = None
+        elif self._isolating is None or not self._isolating.is_usable:  # else the slot stays the same
+            left = [slot for slot in self._slots if slot.is_usable]
+            self._isolating = min(left, key=lambda slot: len(slot.under_way), default=None)
+        isolating = self._isolating if self._isolating is not None and self._isolating.engine is not None else None
         if isolating is not None:
             num_free = -(-len(self._isolated) // _NUM_GROUPS) - len(isolating.under_way)
             found = {number: self._isolated[number] for number in self._waiting if number in self._isolated}
@@ -159,17 +164,6 @@ class Dispatch:
 
     def judgement(self, number: int) -> EngineKilledError | None:
         return isolated.judgement if (isolated := self._isolated.get(number)) is not None else None
-
-    def _slot_for_isolated(self) -> Slot | None:
-        """Return the slot for isolated items; None without such items, or while that slot has no engine.
-
-        The slot stays the same as long as it can have an engine. The first choice is the slot whose engine has died."""
-        if not self._isolated:
-            self._isolating = None
-        elif self._isolating is None or not self._isolating.is_usable:
-            left = [slot for slot in self._slots if slot.is_usable]
-            self._isolating = min(left, key=lambda slot: len(slot.under_way), default=None)
-        return self._isolating if self._isolating is not None and self._isolating.engine is not None else None
 
     def _has_room(self, slot: Slot) -> bool:
         return self._max_items is None or len(slot.under_way) < self._max_items

@@ -162,7 +162,16 @@ class Watch:
                     logger.warning("model %r: a replica is killed, because %s; another starts", model, fault)
                     replica.answered(None)
                     ray.kill(replica.actor, no_restart=True)
-            self._tell(model)
+            # Log one line for a model that has a new problem after it was healthy, or that has recovered.
+            problem, now_s = self.problem(model), self._clock()
+            since_s = self._ill_since_s.get(model, now_s)
+            if problem is None:
+                if since_s is not None and model in self._ill_since_s:
+                    logger.warning("model %r: ready after %.1f s", model, now_s - since_s)
+                self._ill_since_s[model] = None
+            elif since_s is None:
+                self._ill_since_s[model] = now_s
+                logger.warning("model %r: %s", model, problem)
         self._looked()
 
     async def _answering(self, timeout_s: float) -> list[WatchedReplica]:
@@ -173,18 +182,6 @@ class Watch:
         if asked:
             await asyncio.wait([task for _, task in asked], timeout=timeout_s)
         return [one for one, task in asked if task.done()]
-
-    def _tell(self, model: str) -> None:
-        """Log one line for a model that has a new problem after it was healthy, or that has recovered."""
-        problem, now_s = self.problem(model), self._clock()
-        since_s = self._ill_since_s.get(model, now_s)
-        if problem is None:
-            if since_s is not None and model in self._ill_since_s:
-                logger.warning("model %r: ready after %.1f s", model, now_s - since_s)
-            self._ill_since_s[model] = None
-        elif since_s is None:
-            self._ill_since_s[model] = now_s
-            logger.warning("model %r: %s", model, problem)
 
 
 def add_router(router: RequestRouter) -> None:

@@ -47,7 +47,14 @@ class MaskSearch:
     def propose(self) -> Keep:
         self._num_proposed += 1
         if self._num_proposed % self._suggest_every == 0 and len(self._scores) > 1:
-            return self._suggest()
+            candidates = np.unique(np.concatenate([self._random(_NUM_RANDOM), self._neighbours()]), axis=0)
+            unseen = [mask for mask in candidates if self._keep(mask) not in self._scores]
+            if not unseen:
+                return self._keep(self._random(1)[0])
+            recent = list(self._scores.items())[-_MAX_OBSERVED:]
+            observed = np.asarray(self._skips([keep for keep, _ in recent]))
+            bound = upper_bound(observed, np.asarray([score for _, score in recent]), np.asarray(unseen))
+            return self._keep(unseen[int(bound.argmax())])
         for _ in range(_MAX_REDRAWS):
             drawn = self._keep(self._random(1)[0])
             if drawn not in self._scores:
@@ -58,16 +65,6 @@ class MaskSearch:
         """Record the score of a mask; it replaces an earlier score of the same mask."""
         self._scores.pop(keep, None)
         self._scores[keep] = score
-
-    def _suggest(self) -> Keep:
-        candidates = np.unique(np.concatenate([self._random(_NUM_RANDOM), self._neighbours()]), axis=0)
-        unseen = [mask for mask in candidates if self._keep(mask) not in self._scores]
-        if not unseen:
-            return self._keep(self._random(1)[0])
-        recent = list(self._scores.items())[-_MAX_OBSERVED:]
-        observed = np.asarray(self._skips([keep for keep, _ in recent]))
-        bound = upper_bound(observed, np.asarray([score for _, score in recent]), np.asarray(unseen))
-        return self._keep(unseen[int(bound.argmax())])
 
     def _random(self, count: int) -> Masks:
         """Return `count` random masks over the free sublayers, [count, free], True = skip."""
