@@ -25,6 +25,7 @@ from typing_extensions import Self, Unpack
 
 from rayspec import demo
 from rayspec.config import EngineConfig, EngineKeywords, SamplingParams
+from rayspec.decode.engine import Engine
 from rayspec.decode.engine_loop import Client, EngineDeadError, EngineLoop
 from rayspec.decode.output import PieceQueue
 from rayspec.decode.stages import StageLostError
@@ -35,9 +36,6 @@ from rayspec.model.weights import load_tokenizer
 from rayspec.prompts import Rendering, chat_template, conversation_tokens, text_tokens
 from rayspec.types import ConfigError, EngineStats, LoRARequest, Request, RequestError, RequestOutput
 from rayspec.vllm_names import CALLS, ENGINE, METHODS, from_vllm
-
-if TYPE_CHECKING:
-    from rayspec.decode.engine import Engine
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, Any]

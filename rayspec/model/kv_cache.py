@@ -283,7 +283,10 @@ class PagePool:
         own = table.claimed
         self._claim(table, range(0))
         free = self._num_users == 0
-        behind = self._hole_at(table.pages[-1] + 1, free)[:room] if table.pages else range(0)
+        behind, page = range(0), table.pages[-1] + 1 if table.pages else self.num_pages
+        if page < self.num_pages and free[page]:  # the table itself may have claimed it
+            taken = np.flatnonzero(~free[page + 1 :] | self._claimed[page + 1 :])
+            behind = range(page, page + 1 + int(taken[0]) if len(taken) else self.num_pages)[:room]
         if self._spares_content:
             num_allowed = itertools.takewhile(lambda page: page in own or not self._released[page], behind)
             behind = behind[: sum(1 for _ in num_allowed)]
@@ -294,13 +297,6 @@ class PagePool:
                 return hole
             room //= 2
         return max(_ranges(free), key=len)
-
-    def _hole_at(self, page: int, free: NDArray[np.bool_]) -> range:
-        """Return the free pages from `page` up to the next used or claimed page. `page` itself may be claimed."""
-        if page >= self.num_pages or not free[page]:
-            return range(0)
-        taken = np.flatnonzero(~free[page + 1 :] | self._claimed[page + 1 :])
-        return range(page, page + 1 + int(taken[0]) if len(taken) else self.num_pages)
 
     def _oldest(self, allowed: NDArray[np.bool_], num_pages: int) -> range | None:
         """Return `num_pages` contiguous allowed pages that are empty, or else those whose newest content is oldest.

@@ -236,7 +236,10 @@ class Int4Matrix(_QuantisedMatrix):
     ) -> None:
         super().__init__(linears)
         weight = joined_weight(linears)
-        self.has_own_bits = _have_4_bits(weight[:_BLOCK_ROWS])
+        self.has_own_bits = False
+        if self.num_columns % _GROUP == 0:  # nearly all groups of the first rows have 16 levels with equal steps
+            steps = _steps(weight[:_BLOCK_ROWS].float().reshape(-1, _GROUP))
+            self.has_own_bits = float((steps > 0).float().mean()) > _MOST
         sizes = (_GROUP,) if self.has_own_bits or not use_operators else _GPU_GROUPS
         size = _group_size(self.num_columns, sizes)
         if mean_squares is None:
@@ -406,13 +409,6 @@ def _int4(
 def _levels(numbers: Tensor, step: Tensor, lowest: Tensor) -> Tensor:
     """Return the nearest levels 0 to 15 of the numbers [N, groups, size], as floats."""
     return ((numbers - lowest) / torch.where(step > 0, step, 1)).round_().clamp_(0, 15)
-
-
-def _have_4_bits(weight: Tensor) -> bool:
-    """Return whether nearly all groups of the weights [N, K] have at most 16 levels with equal steps."""
-    if weight.shape[1] % _GROUP:
-        return False
-    return float((_steps(weight.float().reshape(-1, _GROUP)) > 0).float().mean()) > _MOST
 
 
 def _steps(groups: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from rayspec.decode.engine import EngineInfo
 from rayspec.decode.engine_loop import EngineDeadError, Listener
@@ -14,9 +15,6 @@ from rayspec.decode.stages import Progress, StageUse
 from rayspec.pool.supervisor import EnginePool
 from rayspec.pool.worker import EngineFactory
 from rayspec.types import CompletionOutput, EngineLoad, EngineStats, Request, RequestError, RequestOutput
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class Replicas:

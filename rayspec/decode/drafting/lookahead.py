@@ -83,7 +83,15 @@ class Lookahead:
         if num_probes > max_tokens or self._num_columns + len(self._levels) - 1 > max_depth:
             num_probes = 0
         for continuation in self.pool.after(newest):
-            _graft(guess, continuation[:max_depth], max_tokens - num_probes)
+            row = 0
+            for token in continuation[:max_depth]:  # a branch, which shares the tokens that are already there
+                known = list(zip(guess.token_ids, guess.parents, strict=True))
+                if (token, row) in known:
+                    row = known.index((token, row)) + 1
+                elif len(known) < max_tokens - num_probes:
+                    row = guess.add(token, row)
+                else:
+                    break
         if num_probes:
             # The window: its first level is a chain; other tokens follow the token above them in their column.
             above = [0] * self._num_columns
@@ -106,17 +114,3 @@ class Lookahead:
             for ngram in zip(*self._levels, newest, strict=True):
                 self.pool.add(ngram)
         self._levels = [*self._levels[1:], newest]
-
-
-def _graft(guess: Guess, continuation: Sequence[int], max_tokens: int) -> None:
-    """Add a branch from the newest token, as far as `max_tokens` allows. Tokens that are already there are shared."""
-    row = 0
-    for token in continuation:
-        children = (
-            at for at, (other, parent) in enumerate(zip(guess.token_ids, guess.parents, strict=True), 1)
-            if (other, parent) == (token, row)
-        )  # fmt: skip
-        found = next(children, None)
-        if found is None and len(guess.token_ids) >= max_tokens:
-            return
-        row = guess.add(token, row) if found is None else found
