@@ -35,7 +35,14 @@ def bytes_in_total(root: Path = _ROOT) -> int:
 def num_cores(root: Path = _ROOT, *, affinity: int | None = None) -> int:
     """Return how many threads can run at once: the cores that this process may run on, or the CPU quota of its control
     groups if that is less, rounded down, at least 1. affinity: stands for the number of these cores."""
-    return max(1, int(min([affinity or len(os.sched_getaffinity(0)), *_cpu_quotas(root)])))
+    limits: list[float] = [affinity or len(os.sched_getaffinity(0))]
+    for group, version in _groups(root, "cpu"):
+        files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        numbers = [number for name in files for number in _integers(group / name)]
+        quota, period = numbers if len(numbers) == 2 else (None, None)
+        if quota is not None and quota > 0 and period:
+            limits.append(quota / period)
+    return max(1, int(min(limits)))
 
 
 def user_folder(folder: str | None) -> Path:
@@ -106,16 +113,6 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
             stat = dict(line.split(" ", 1) for line in _lines(group / "memory.stat"))
             reclaimable = sum(int(stat.get(name, 0)) for name in _RECLAIMABLE[version])
             yield min(limits), max(0, (used[0] or 0) - reclaimable)
-
-
-def _cpu_quotas(root: Path) -> Iterator[float]:
-    """Yield the cores that each control group with a limit allows."""
-    for group, version in _groups(root, "cpu"):
-        files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        numbers = [number for name in files for number in _integers(group / name)]
-        quota, period = numbers if len(numbers) == 2 else (None, None)
-        if quota is not None and quota > 0 and period:
-            yield quota / period
 
 
 def _integers(path: Path) -> list[int | None]:

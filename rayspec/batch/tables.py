@@ -105,14 +105,12 @@ def _reporting(table: Table) -> Iterator[None]:
         raise UnreadableFileError(problem) from error
 
 
-@lru_cache(maxsize=4)
-def _opened(table: Table) -> _Opened:
-    return _open(table)
-
-
 def _open(table: Table) -> _Opened:
     with _reporting(table):
         return {"Delta": _delta, "Lance": _lance, "Iceberg": _iceberg}[table.kind](table)
+
+
+_opened = lru_cache(maxsize=4)(_open)
 
 
 def _delta(table: Table) -> _Opened:
