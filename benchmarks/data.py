@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 import rayspec
 from rayspec.batch.document_task import DocumentTask, PromptBuilder, summary_prompt
 from rayspec.batch.documents import input_row
-from rayspec.batch.job import CompletedRows
-from rayspec.batch.local_backend import Source
+from rayspec.batch.job import CompletedRows, Source
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.ray_backend import RayBackend, quieten, reading
 from rayspec.batch.rows import Row, RowEngineFactory

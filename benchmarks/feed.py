@@ -21,8 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rayspec.batch.input_files import find_files
-from rayspec.batch.job import CONFIG_NAME, Job
-from rayspec.batch.local_backend import Source
+from rayspec.batch.job import CONFIG_NAME, Job, Source
 from rayspec.batch.ray_backend import RayBackend
 from rayspec.batch.rows import Row
 from rayspec.bench.result import describe_environment, markdown_table

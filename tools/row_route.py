@@ -22,8 +22,7 @@ from unittest.mock import patch
 import rayspec
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.input_files import find_files
-from rayspec.batch.job import Job
-from rayspec.batch.local_backend import LocalBackend, Source
+from rayspec.batch.job import Job, LocalBackend, Source
 from rayspec.batch.rows import Columns
 from rayspec.command.terminal import load_llm
 from rayspec.config import EngineConfig, SamplingParams, Settings

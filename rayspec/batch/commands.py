@@ -19,8 +19,7 @@ from rich.table import Table
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
 from rayspec.batch.documents import KNOWN_TYPES, check_template, input_row
 from rayspec.batch.input_files import find_files
-from rayspec.batch.job import Job, JobOptions
-from rayspec.batch.local_backend import LocalBackend, Source
+from rayspec.batch.job import Job, JobOptions, LocalBackend, Source
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import ROW_HEADINGS
 from rayspec.batch.rows import Columns, Row

@@ -21,8 +21,7 @@ from rayspec import demo
 from rayspec.batch.commands import backend_of
 from rayspec.batch.document_task import SUMMARY_SAMPLING, DocumentTask, summary_prompt
 from rayspec.batch.input_files import find_files
-from rayspec.batch.job import Job, JobOptions
-from rayspec.batch.local_backend import LocalBackend, Source
+from rayspec.batch.job import Job, JobOptions, LocalBackend, Source
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import dollars_per_million, page_of, token_sources
 from rayspec.batch.rows import Row

@@ -17,7 +17,7 @@ import ray
 import ray.data
 
 from rayspec.batch.documents import read_piece
-from rayspec.batch.local_backend import (
+from rayspec.batch.job import (
     LocalBackend,
     Order,
     Scan,

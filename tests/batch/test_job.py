@@ -22,8 +22,7 @@ import ray
 
 from rayspec import LLM, demo
 from rayspec.batch.documents import input_row
-from rayspec.batch.job import Job, JobOptions
-from rayspec.batch.local_backend import Source
+from rayspec.batch.job import Job, JobOptions, Source
 from rayspec.batch.ray_backend import RayBackend
 from rayspec.batch.rows import Row
 from rayspec.decode.engine_loop import EngineDeadError

@@ -17,7 +17,7 @@ from ray.data.exceptions import ExecutionTimeoutError
 from rayspec.batch import documents
 from rayspec.batch.documents import input_row
 from rayspec.batch.input_files import find_files
-from rayspec.batch.local_backend import LocalBackend, Order, Source, in_sample
+from rayspec.batch.job import LocalBackend, Order, Source, in_sample
 from rayspec.batch.ray_backend import _READER_THREADS, RayBackend, reader_threads, reading, rows_of
 from rayspec.batch.rows import Row
 

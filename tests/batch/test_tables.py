@@ -12,7 +12,7 @@ import pytest
 
 from rayspec.batch.documents import Piece, check_template, pieces_of, read_piece
 from rayspec.batch.input_files import find_files
-from rayspec.batch.local_backend import LocalBackend, Source
+from rayspec.batch.job import LocalBackend, Source
 from rayspec.batch.rows import Columns, Row
 from rayspec.types import ConfigError
 

@@ -8,8 +8,7 @@ import pytest
 
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.documents import input_row
-from rayspec.batch.job import Job, JobOptions
-from rayspec.batch.local_backend import LocalBackend, Source
+from rayspec.batch.job import Job, JobOptions, LocalBackend, Source
 from rayspec.batch.report import RunReport
 from rayspec.batch.rows import Row
 from rayspec.command.settings import make_settings

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rayspec import demo
-from rayspec.batch import local_backend
-from rayspec.batch.local_backend import in_sample
+from rayspec.batch import job as jobs
+from rayspec.batch.job import in_sample
 from rayspec.cli import app
 from tests.batch.test_documents import pdf
 from tests.jobs.job_process import FAST, committed, num_committed, write_lines
@@ -232,7 +232,7 @@ def test_a_job_killed_twice_extracts_fields_of_pdf_files(folder: Path, monkeypat
     assert len(found) == 40
     assert set(table["error_kind"].to_pylist()) <= {None, "unfinished_form"}
     assert None in table["error_kind"].to_pylist()
-    monkeypatch.setattr(local_backend, "LocalPool", None)  # no engine can be started
+    monkeypatch.setattr(jobs, "LocalPool", None)  # no engine can be started
     again_code = CliRunner().invoke(app, [*command[3:-1], "again"]).exit_code
     assert again_code == result.exit_code
     again = pq.read_table("again/summaries.parquet").to_pylist()

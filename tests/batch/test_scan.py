@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from rayspec.batch.local_backend import Comparison, LocalBackend, Source, compared
+from rayspec.batch.job import Comparison, LocalBackend, Source, compared
 from rayspec.batch.rows import Row
 from rayspec.types import ConfigError
 
