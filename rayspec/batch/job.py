@@ -550,7 +550,8 @@ class Job:
             with CompletedRows(pool.submit, rows, num_wanted=num_wanted) as completed:
                 say(f"loading model {engine.model!r}")
                 config = pool.begin()
-                folder.location.join(CONFIG_NAME).write(yaml.safe_dump(config, sort_keys=False).encode())
+                with folder.naming_output():
+                    folder.location.join(CONFIG_NAME).write(yaml.safe_dump(config, sort_keys=False).encode())
                 folder.note({"config": config})
                 report.num_under_way = num_wanted
                 with showing_progress(report, error_console()) as show:
@@ -595,7 +596,7 @@ class Job:
                 yield row
 
     def _conclude(self, folder: RunFolder, report: RunReport) -> None:
-        """Merge the rows and write the report, unless an earlier run has done so and no row has changed since."""
+        """Write the report and merge the rows, unless an earlier run has done so and no row has changed since."""
         folder.commit()
         if num_lost := report.stats.num_lost_replicas:
             say(f"{num_lost} replicas were lost for good, and the others did their rows; see the log")
@@ -608,12 +609,13 @@ class Job:
             "seconds": report.elapsed_s,
             "errors": dict(report.errors),
         }
-        folder.finish(counts, is_whole=not report.stopped)
-        if self.export is not None:
-            self.export(folder.parts.rows, folder.location)
         config, title = folder.manifest.extra.get("config", {}), self.name.capitalize()
-        for name, page in report_pages(report, config=config, title=title, price=self.options.price).items():
-            folder.location.join(name).write(page.encode())
+        with folder.naming_output():
+            if self.export is not None:
+                self.export(folder.parts.rows, folder.location)
+            for name, page in report_pages(report, config=config, title=title, price=self.options.price).items():
+                folder.location.join(name).write(page.encode())
+        folder.finish(counts, is_whole=not report.stopped)  # last: a job that is complete has all its files
 
 
 class _SharedResults:

@@ -100,7 +100,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of manifest.json. identity: the options that decide the content of the rows, as JSON values."""
+    """The content of manifest.json. identity: the options that decide the content of the rows, as JSON values.
+    merged_bytes: the size of the merged file; None before there is one."""
 
     version: int = 4
     status: Status = "running"
@@ -110,7 +111,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     sessions: tuple[Session, ...] = ()
     rows: dict[str, Any] = {}
     counts: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
+    extra: dict[str, dict[str, Any]] = {}
+    merged_bytes: int | None = None
 
 
 def _locked(location: Location) -> IO[bytes] | None:
@@ -184,7 +186,12 @@ class RunFolder:
             before = _begin(location, fresh, merged, report_files) if overwrite else _continue(location, fresh, merged)
             _remove_leftovers(location, merged)
             self.parts = Parts(location.join(_ROWS), text_column=text_column, json_schema=json_schema)
-            self.is_merged = before.status == "complete" and merged.exists and not self.parts.ignores_some
+            is_complete, merged_bytes = before.status == "complete", merged.num_bytes
+            if is_complete and None not in (merged_bytes, before.merged_bytes) and merged_bytes != before.merged_bytes:
+                raise DamagedOutputError(
+                    f"{merged}: not the file that the job wrote; move or delete it to have it written again"
+                )
+            self.is_merged = is_complete and merged_bytes is not None and not self.parts.ignores_some
             session = Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
             # last: a folder that cannot be read stays unchanged
             self._save(before, status="running", sessions=(*before.sessions, session))
@@ -224,16 +231,16 @@ class RunFolder:
             self._stop_timer()
             if not self._buffer:
                 return
-            with self._naming_output():
+            with self.naming_output():
                 self._check_place()
                 self.parts.append(self._buffer, self.manifest.sessions[-1].run_id)
             self.is_merged = False
             self._buffer.clear()
             self._is_overdue = False
 
-    def note(self, extra: dict[str, Any]) -> None:
+    def note(self, extra: dict[str, dict[str, Any]]) -> None:
         """Write further content of the manifest now, so that a run that is killed leaves it. Raises OutputError."""
-        with self._guard, self._naming_output():
+        with self._guard, self.naming_output():
             self._save(self.manifest, extra=extra)
 
     def finish(self, counts: dict[str, Any], *, is_whole: bool = True) -> None:
@@ -242,7 +249,7 @@ class RunFolder:
         counts: further content of the manifest. is_whole: no row was left out; the job is complete unless some rows
         are to be done again. Raises OutputError.
         """
-        with self._guard, self._naming_output():
+        with self._guard, self.naming_output():
             self.commit()
             self._merge()
             status: Status = "complete" if is_whole and self.parts.is_complete else "interrupted"
@@ -291,7 +298,8 @@ class RunFolder:
             raise OSError(errno.ESTALE, f"the folder, or its file {_LOCK}, was moved, deleted or replaced meanwhile")
 
     @contextmanager
-    def _naming_output(self) -> Iterator[None]:
+    def naming_output(self) -> Iterator[None]:
+        """Raise the errors of writing in the block as OutputError."""
         try:
             yield
         except (OSError, pa.ArrowException) as error:
@@ -324,6 +332,7 @@ class RunFolder:
                 "failed": {kind: number for kind, number in kinds.most_common() if kind is not None},
             },
             counts=counts,
+            merged_bytes=self._merged.num_bytes,
         )
 
     def _save(self, manifest: Manifest, **changes: Any) -> None:

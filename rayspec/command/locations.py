@@ -362,6 +362,16 @@ class Location:
             return None
         return "folder" if kind == fs.FileType.Directory else "file"
 
+    @property
+    def num_bytes(self) -> int | None:
+        """The size of the file; None if there is no file. Each use is a request to the store."""
+        if self.kind != "file":
+            return None
+        with self._asking():
+            if self.local_path is not None:
+                return os.stat(self._address).st_size
+            return cast("int", self.store.filesystem.get_file_info(self._address).size)
+
     def _walked(self) -> Iterator[tuple[Location, Kind | None]]:
         """Yield the files and folders below a folder, each with its kind; None is a folder that cannot be listed. On
         this machine, those with a leading dot are left out."""

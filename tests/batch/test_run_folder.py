@@ -181,6 +181,28 @@ def test_a_job_that_is_complete_is_merged_once(tmp_path: Path) -> None:
     assert merged.stat().st_mtime_ns > before
 
 
+def test_a_merged_file_that_is_not_as_it_was_written_is_refused(tmp_path: Path, file_format: str) -> None:
+    merged = tmp_path / f"summaries.{file_format}"
+    with open_folder(tmp_path, file_format=file_format) as folder:
+        folder.add(done("a"))
+        folder.finish({})
+    whole = merged.read_bytes()
+    for damaged in (b"", whole[:-9], whole + b"mine"):
+        merged.write_bytes(damaged)
+        with pytest.raises(DamagedOutputError, match=rf"summaries\.{file_format}: not the file that the job wrote"):
+            open_folder(tmp_path, file_format=file_format)
+        assert merged.read_bytes() == damaged
+        assert manifest_of(tmp_path)["status"] == "complete"
+    merged.unlink()
+    merged.mkdir()
+    with pytest.raises(OutputError, match="Is a directory"), open_folder(tmp_path, file_format=file_format) as folder:
+        folder.finish({})
+    merged.rmdir()
+    with open_folder(tmp_path, file_format=file_format) as folder:
+        folder.finish({})
+    assert merged.read_bytes() == whole
+
+
 SMALL_DISK = """
 import resource, sys
 from pathlib import Path
@@ -284,6 +306,11 @@ def test_overwriting_removes_what_a_job_left_and_nothing_else(tmp_path: Path) ->
         ("out", "", "a file: name a folder"),
         ("out/manifest.json", "{", r"manifest\.json: not a manifest that can be read.*--overwrite"),
         ("out/manifest.json", '{"version": 1}', r"manifest\.json: not a manifest that can be read.*--overwrite"),
+        (
+            "out/manifest.json",
+            '{"identity": {}, "text_column": "summary", "file_format": "parquet", "extra": {"config": "x"}}',
+            r"manifest\.json: not a manifest that can be read.*\$\.extra",
+        ),
     ],
 )
 def test_a_place_of_something_else_is_left_alone(tmp_path: Path, name: str, content: str, message: str) -> None:

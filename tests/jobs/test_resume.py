@@ -93,6 +93,20 @@ def test_rows_come_and_go_and_change(folder: Path) -> None:
     assert "other text" not in run("in.jsonl")
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "report.md", "report.html"])
+def test_a_job_is_complete_only_with_all_its_files(folder: Path, name: str) -> None:
+    write_lines(folder / "in.jsonl", documents(2))
+    run("in.jsonl")
+    write_lines(folder / "in.jsonl", documents(3))
+    (folder / "out" / name).unlink()
+    (folder / "out" / name).mkdir()
+    assert "error: the output 'out' cannot be written (Is a directory)" in run("in.jsonl", code=1)
+    (folder / "out" / name).rmdir()
+    run("in.jsonl")
+    assert len(texts()) == 3
+    assert (folder / "out" / name).is_file()
+
+
 def test_an_input_that_is_repaired_leaves_no_error_behind(folder: Path) -> None:
     good = [json.dumps(row) for row in documents(3)]
     (folder / "in.jsonl").write_text("\n".join([*good, "no json", good[0]]) + "\n", encoding="utf-8")
