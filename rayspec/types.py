@@ -148,8 +148,8 @@ class EngineStats(DraftCounts):
     There `draft_s` and `verify_s` are times at the stage with the head, summed over rounds that may overlap.
 
     compared_s: of the rounds for which the speed of plain decoding is known. plain_s: what their tokens would have
-    taken without drafts, by the latency profile and the rounds without drafts. died_at_s: when engines died, as
-    Unix time.
+    taken without drafts, by the latency profile and the rounds without drafts. died_at_s: when engines died, by
+    the `time.monotonic` of the process that replaces them.
     """
 
     num_prompt_tokens: int = 0

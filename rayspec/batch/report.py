@@ -286,7 +286,7 @@ def report_pages(
         "verifying, and decoding without drafts": stats.verify_s,
         "searching plans": stats.optimise_s,
     }
-    shown_s, began_s = len(rates) * report.timeline.bar_s, time.time() - report.elapsed_s
+    shown_s, began_s = len(rates) * report.timeline.bar_s, time.monotonic() - report.elapsed_s
     mapped = sorted((one for one in stats.plans if one.plan.drafts), key=lambda one: one.num_tokens)[-_MAX_MAPS:]
     drafting = stats.gate_reason or "no rows were decoded, or the strategy never drafts"
     speculation, threads = config.get("speculation", {}), config.get("num_threads") or "as measured"

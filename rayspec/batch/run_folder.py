@@ -186,12 +186,7 @@ class RunFolder:
             before = _begin(location, fresh, merged, report_files) if overwrite else _continue(location, fresh, merged)
             _remove_leftovers(location, merged)
             self.parts = Parts(location.join(_ROWS), text_column=text_column, json_schema=json_schema)
-            is_complete, merged_bytes = before.status == "complete", merged.num_bytes
-            if is_complete and None not in (merged_bytes, before.merged_bytes) and merged_bytes != before.merged_bytes:
-                raise DamagedOutputError(
-                    f"{merged}: not the file that the job wrote; move or delete it to have it written again"
-                )
-            self.is_merged = is_complete and merged_bytes is not None and not self.parts.ignores_some
+            self.is_merged = _is_merged(before, merged) and not self.parts.ignores_some
             session = Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
             # last: a folder that cannot be read stays unchanged
             self._save(before, status="running", sessions=(*before.sessions, session))
@@ -395,6 +390,17 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
             "another folder, or pass --overwrite to write into it all the same"
         )
     return fresh
+
+
+def _is_merged(manifest: Manifest, merged: Location) -> bool:
+    """Whether a complete job has its merged file. Raises DamagedOutputError if the file has another size than when the
+    job wrote it."""
+    num_bytes = merged.num_bytes
+    if manifest.status != "complete" or num_bytes is None:
+        return False
+    if manifest.merged_bytes not in (None, num_bytes):
+        raise DamagedOutputError(f"{merged}: not the file that the job wrote; move or delete it to have it made again")
+    return True
 
 
 def _begin(location: Location, fresh: Manifest, merged: Location, report_files: Collection[str]) -> Manifest:

@@ -200,7 +200,7 @@ class EngineSupervisor:
         if engine is not slot.engine:
             return
         slot.engine = None
-        self._died_at_s.append(time.time())
+        self._died_at_s.append(time.monotonic())
         engine.end()
         num_alone = self._dispatch.died(slot, error)
         num_items = len(slot.under_way)

@@ -56,7 +56,7 @@ def stats_of(records: list[PlanRecord]) -> EngineStats:
     return EngineStats(
         total_s=10.0, draft_s=2.0, verify_s=5.0, optimise_s=0.1, gate_reason="none pays", plans=records,
         num_generated_tokens=100, accepted_by_source={"own text": 60}, num_accepted_tokens=60, num_draft_tokens=80,
-        num_plain_rounds=40, compared_s=4.0, plain_s=9.2, died_at_s=[time.time()],
+        num_plain_rounds=40, compared_s=4.0, plain_s=9.2, died_at_s=[time.monotonic()],
     )  # fmt: skip
 
 
@@ -64,11 +64,14 @@ def stats_of(records: list[PlanRecord]) -> EngineStats:
 def test_the_report_and_its_short_form_say_what_happened(num_records: int, drafts: bool) -> None:
     rng = random.Random(0)
     records = [record(rng, drafts=drafts, num_tokens=rng.choice([0, 200])) for _ in range(num_records)]
-    run = RunReport(stats=stats_of(records))
+    run = RunReport()
+    run.stats = stats_of(records)
     for row in (GOOD, bad(), Row(id="other", text="A text | of\ntwo lines."), *repeat(GOOD, 60)):
         run.add(row)
     text, page = report_pages(run, config=CONFIG, title="Run", price=2.0).values()
     assert text.startswith("# Run\n")
+    [at] = re.findall(r'<s style="left:([-\d.]+)%', page)
+    assert 0 <= float(at) <= 100, "an engine died during the job"
     assert "| rows | 63, 1 failed |" in text
     assert "| time in verify | 50 % |" in text
     assert "| time in prefill |" not in text, "there was none"
