@@ -6,6 +6,7 @@ here, and a crash ends only this process. The first argument is the suffix. It n
 
 from __future__ import annotations
 
+import html
 import io
 import logging
 import re
@@ -29,7 +30,10 @@ _CHARSET = re.compile(rb"""charset\s*=\s*["']?\s*([\w.:-]+)""", re.IGNORECASE)
 def pdf_texts(content: bytes) -> Iterator[str]:
     import pypdf  # noqa: PLC0415 - of an extra
 
-    for page in pypdf.PdfReader(io.BytesIO(content)).pages:
+    reader = pypdf.PdfReader(io.BytesIO(content))
+    if reader.is_encrypted and not reader.decrypt(""):
+        raise ValueError("it needs a password: save it without one")
+    for page in reader.pages:
         yield f"{page.extract_text()}\n"
 
 
@@ -77,7 +81,9 @@ def html_texts(content: bytes) -> Iterator[str]:
     named = _CHARSET.search(content[:2048])
     parser = _Html()
     parser.feed(content.decode("utf-8-sig" if named is None else named[1].decode()))
-    parser.close()
+    # Not `close`, which searches an end for every "<" after a tag or comment without one: quadratic before Python 3.14.
+    if not parser.rawdata.startswith("<"):
+        parser.handle_data(html.unescape(parser.rawdata))
     lines = re.sub(r" {2,}", " ", "".join(parser.found)).split("\n")
     yield re.sub(r"\n{3,}", "\n\n", "\n".join(line.strip(" ") for line in lines)).strip()
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
+from pypdf import PdfReader, PdfWriter
 
 from rayspec.batch.documents import Piece, check_template, input_row, pieces_of, read_piece
 from rayspec.batch.input_files import find_files
@@ -488,6 +489,8 @@ def test_documents_of_other_programs_are_their_texts_and_a_bad_one_is_one_bad_ro
         "a.pdf": (pdf("One two", "three"), "One two\nthree\n"),
         "b.docx": (docx(WORDS), "One\ttwo\nthree\n"),
         "c.html": (PAGE, "One\n\ntwo éé\n\n\tthree\tfour"),
+        "c_at_end.html": (b"<p>1 < 2 &amp; 3 &gt 2&amp", "1 < 2 & 3 > 2&"),
+        "c_cut.html": (b"<p>one</p><p>two <b class='x", "one\n\ntwo"),
         "d.pdf": (b"%PDF-1.4 cut", "unreadable_document"),
         "e.pdf": (pdf(""), "unreadable_document"),
         "f.docx": (b"PK no more", "unreadable_document"),
@@ -498,12 +501,24 @@ def test_documents_of_other_programs_are_their_texts_and_a_bad_one_is_one_bad_ro
         (tmp_path / name).write_bytes(content)
     found = read(tmp_path)
     assert {row.id: outcome(row) for row in found} == {name: expected for name, (_, expected) in files.items()}
-    assert "there is none; scanned pages need text recognition first" in str(found[4].error)
+    assert "there is none; scanned pages need text recognition first" in str(found[6].error)
     scanned = [row for piece in pieces(tmp_path) for _, row in read_piece(piece, TEXT, with_text=False)]
     assert [row.input_hash for row in scanned] == [row.input_hash for row in found]
     assert {outcome(row) for row in scanned[:-1]} == {None}, "an error is the result of a row, and is not found twice"
     (wanted,) = read_piece(pieces(tmp_path / "a.pdf")[0], TEXT, frozenset({0}))
     assert wanted[1] == found[0]
+
+
+@pytest.mark.parametrize("algorithm", ["RC4-128", "AES-256"])
+def test_an_encrypted_pdf_is_read_if_no_password_is_needed(tmp_path: Path, algorithm: str) -> None:
+    for user_password in ("", "secret"):
+        writer = PdfWriter(clone_from=PdfReader(io.BytesIO(pdf("One two"))))
+        writer.encrypt(user_password, "owner", algorithm=algorithm)
+        writer.write(tmp_path / f"{user_password or 'free'}.pdf")
+    free, closed = read(tmp_path)
+    assert outcome(free) == "One two\n"
+    assert closed.error_kind == "unreadable_document"
+    assert "it needs a password: save it without one" in str(closed.error)
 
 
 @pytest.mark.parametrize("content", [docx(paragraph(f"<w:t>{'a' * 2**20}</w:t>") * 20), docx("<w:p>" * 10**5)])
@@ -514,10 +529,19 @@ def test_a_document_that_grows_without_bound_is_one_bad_row(tmp_path: Path, cont
     assert row.error_kind == "unreadable_document"
 
 
+def extracted(suffix: str, content: bytes, max_cpu_s: int) -> subprocess.CompletedProcess[bytes]:
+    program = f"import rayspec.batch.extract as extract; extract.MAX_CPU_S = {max_cpu_s}; extract.main({suffix!r})"
+    return subprocess.run([sys.executable, "-c", program], input=content, capture_output=True, check=False)
+
+
 def test_a_document_that_takes_too_long_ends_with_the_signal_that_says_so() -> None:
-    program = "import rayspec.batch.extract as extract; extract.MAX_CPU_S = 1; extract.main('.html')"
-    done = subprocess.run([sys.executable, "-c", program], input=b"</" * 2_000_000, capture_output=True, check=False)
-    assert done.returncode == -signal.SIGXCPU
+    assert extracted(".docx", docx("<w:p/>" * 3_000_000), 1).returncode == -signal.SIGXCPU
+
+
+@pytest.mark.parametrize("begun", ["</", "<!--", "<!", "<?", "<a ", "<a x='", "<script>", "<!doctype "])
+def test_tags_without_an_end_take_no_more_time_than_other_text(begun: str) -> None:
+    done = extracted(".html", f"<p>fish &amp; chips{begun * (2**21 // len(begun))}".encode(), 10)
+    assert (done.stdout.decode(), done.returncode) == ("fish & chips", 0)
 
 
 def test_a_signal_to_all_processes_of_a_job_makes_no_error_of_a_row_under_way(tmp_path: Path) -> None:
