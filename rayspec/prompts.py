@@ -6,7 +6,8 @@ from __future__ import annotations
 import difflib
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -112,10 +113,24 @@ def text_tokens(prompt: object, tokenizer: Any, **options: Any) -> list[int]:
     problem = _unicode_problem(prompt)
     if problem is not None:
         raise RequestError(problem)
-    try:
+    with naming_tokenizer():
         return list(tokenizer(prompt, **options)["input_ids"])
-    except Exception as error:  # a tokenizer may be anybody's code
+
+
+@contextmanager
+def naming_tokenizer() -> Iterator[None]:
+    """Raise what a tokenizer, which may be anybody's code, raises for a text as RequestError."""
+    try:
+        yield
+    except BaseException as error:
+        if not _is_problem(error):
+            raise
         raise RequestError(f"the tokenizer refuses the prompt: {type(error).__name__}: {error}") from error
+
+
+def _is_problem(error: BaseException) -> bool:
+    """Whether it is an error, also a panic of a library in Rust, and not the end of the program."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 _ROOM = 16  # tokens for the output where nobody says how many
@@ -263,7 +278,9 @@ def _templated(messages: Sequence[Any], tokenizer: Any, rendering: Rendering, **
             **options,
             **rendering.variables,
         )
-    except Exception as error:  # a template is anybody's program, which may raise anything
+    except BaseException as error:  # a template is anybody's program, which may raise anything
+        if not _is_problem(error):
+            raise
         is_of_jinja = type(error).__module__.startswith("jinja2")  # whose messages say all
         told = str(error) if is_of_jinja else f"{type(error).__name__}: {error}"
         raise InvalidMessagesError(f"the messages cannot be made a prompt: {told}") from error

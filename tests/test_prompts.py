@@ -5,7 +5,10 @@ import openai.types.chat as official
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer
+from tokenizers.normalizers import Replace
 
+from rayspec.batch.long_documents import TokenizedText
 from rayspec.prompts import (
     InvalidMessageError,
     Rendering,
@@ -15,9 +18,10 @@ from rayspec.prompts import (
     conversation_tokens,
     read_conversation,
     read_message,
+    text_tokens,
     without_nulls,
 )
-from rayspec.types import ConfigError, InvalidMessagesError
+from rayspec.types import ConfigError, InvalidMessagesError, RequestError
 from tests.demo_model import demo_tokenizer
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "mul", "arguments": '{"a": 6, "b": null}'}}
@@ -153,6 +157,20 @@ HOSTILE = {
 def test_whatever_a_template_raises_is_an_error_of_the_conversation(template: str) -> None:
     with pytest.raises(InvalidMessagesError, match=r"the messages cannot be made a prompt: \S"):
         conversation_tokens([USER], TOKENIZER, Rendering(template=template))
+
+
+def test_a_panic_of_the_tokenizer_is_an_error_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panic of a library in Rust is no Exception. Backtracking without bound in a regular expression is one."""
+    backtracking = Tokenizer.from_str(TOKENIZER.backend_tokenizer.to_str())
+    backtracking.normalizer = Replace(Regex("(e+)+$"), "x")
+    monkeypatch.setattr(TOKENIZER, "_tokenizer", backtracking)
+    text = "e" * 40 + "!"
+    with pytest.raises(RequestError, match=r"refuses the prompt: PanicException: .*retry-limit"):
+        text_tokens(text, TOKENIZER)
+    with pytest.raises(RequestError, match="the tokenizer refuses the prompt: PanicException"):
+        TokenizedText(TOKENIZER, text)
+    with pytest.raises(InvalidMessagesError, match="cannot be made a prompt: PanicException"):
+        conversation_tokens([{"role": "user", "content": text}], TOKENIZER)
 
 
 def rendered(arguments: Any, template: str = "{{ messages[0].tool_calls[0].function.arguments | tojson }}") -> str:

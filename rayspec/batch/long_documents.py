@@ -20,6 +20,7 @@ from pydantic import Field, field_validator
 
 from rayspec.batch.rows import Row
 from rayspec.config import Options, SamplingParams
+from rayspec.prompts import naming_tokenizer
 from rayspec.types import ConfigError, RequestError, RequestOutput
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ class TokenizedText:
     """A text and the positions of its tokens. `tokenizer` must be a fast tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        with naming_tokenizer():
+            encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         self._text = text
         import numpy as np  # noqa: PLC0415 - commands that do not split documents need no numpy
 
