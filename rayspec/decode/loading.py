@@ -383,9 +383,10 @@ def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers
     if way == "off" or (way == "auto" and (buffers is None or is_split)):
         return None
     if buffers is None:
-        raise ConfigError(
-            f"option 'cuda_graphs' is {way!r}, which needs a GPU that runs Triton kernels: leave it at auto"
-        )
+        wanted = "a GPU that runs Triton kernels"
+        if config.deterministic:
+            wanted += ", and with 'deterministic' a model without experts, adapters and stages, whose drafts are chains"
+        raise ConfigError(f"option 'cuda_graphs' is {way!r}, which needs {wanted}: leave it at auto")
     return StepGraphs(StaticStep(parts, buffers), CudaDriver(parts.device))
 
 

@@ -138,13 +138,13 @@ class Gate:
         self._num_outstanding = max(state.num_outstanding_tokens - num_tokens, 0)
         for each in self._records.values():
             each.fade(1)
+        self._was_trial = way == self.trial
         if not counts:
             return
         record, expected_s = self._record(way), num_tokens / (taken.rate * self._pace(way))
         if record.round_s.is_known:
             seconds = min(seconds, MAX_CLIP * record.round_s.value)
         record.observe(seconds, expected_s)
-        self._was_trial = way == self.trial
         if not self._was_trial:
             return
         # Judge the trial. It ends when its loss, its clear result or its length is enough.
