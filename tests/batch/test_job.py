@@ -167,17 +167,6 @@ def test_an_engine_that_dies_again_and_again_ends_the_job_which_keeps_its_rows(t
     assert manifest_of(tmp_path / "out")["status"] == "interrupted"
 
 
-@exhaustive
-@on_ray
-def test_a_killed_replica_is_replaced_while_the_other_goes_on(tmp_path: Path, undisturbed: dict[str, str]) -> None:
-    task = noted(tmp_path, kill_engine, after=20, parallel={"replicas": 2, "cpus_per_shard": 0.25})
-    report = job(task, tmp_path / "out").run(Source(rows=documents()))
-    assert (report.num_rows, report.num_failed) == (NUM_ROWS, 0)
-    assert len(task.read("done")) == 1
-    assert len(task.read("nodes")) >= 2, "two engines, and another in place of one if there was time for it"
-    assert texts_of(tmp_path / "out") == undisturbed
-
-
 @on_ray
 def test_sigterm_finishes_the_rows_under_way_and_a_run_the_rest(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     task = noted(tmp_path, partial(terminate, os.getpid()), after=30)

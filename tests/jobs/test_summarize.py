@@ -16,8 +16,6 @@ from rayspec.cli import app
 from tests.jobs.job_process import FAST, committed, num_committed, start, wait_until_gone, write_lines
 from tests.waiting import wait_until
 
-NUM_ROWS = 96
-
 pytestmark = pytest.mark.ray
 
 
@@ -57,38 +55,6 @@ def test_summaries_and_a_report_are_made(tmp_path: Path, ray_cluster: None, monk
     assert (manifest["status"], manifest["rows"]["total"]) == ("complete", 8)
     assert "\x1b" not in output + errors  # neither is a terminal
     assert ray.is_initialized()
-
-
-@pytest.mark.exhaustive
-def test_a_killed_job_goes_on_with_its_rest(tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-    monkeypatch.chdir(tmp_path)
-    samples = demo.sample_documents(NUM_ROWS, num_sentences=4)
-    write_lines(tmp_path / "a.jsonl", [{"id": sample.id, "text": sample.text} for sample in samples])
-    arguments = ["a.jsonl", *FAST, "--max-model-len", "256", "--max-tokens", "8", "--max-num-seqs", "2"]
-
-    job = start(tmp_path, *arguments, "--output", "out")
-    try:
-        wait_until(lambda: num_committed(tmp_path / "out") >= NUM_ROWS // 2, process=job)
-        job.kill()
-    finally:
-        job.communicate()
-    before = committed(tmp_path / "out")
-    assert NUM_ROWS // 2 <= len(before) < NUM_ROWS
-
-    result = CliRunner().invoke(app, ["job", "summarize", *arguments, "--output", "out"])
-    assert result.exit_code == 0, result.output
-    assert f"going on with a run that has {len(before)} rows" in result.stderr
-    after = committed(tmp_path / "out")[len(before) :]
-    assert sorted(before + after) == sorted(sample.id for sample in samples)
-    rows = {row["id"]: row for row in pq.read_table(tmp_path / "out" / "summaries.parquet").to_pylist()}
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
-    assert manifest["counts"]["output_tokens"] == sum(rows[row_id]["num_output_tokens"] for row_id in after)
-    assert [session["finished"] is None for session in manifest["sessions"]] == [True, False]
-
-    assert CliRunner().invoke(app, ["job", "summarize", *arguments, "--output", "whole"]).exit_code == 0
-    whole = pq.read_table(tmp_path / "whole" / "summaries.parquet").to_pylist()
-    assert {row["id"]: row["summary"] for row in whole} == {row_id: row["summary"] for row_id, row in rows.items()}
 
 
 def test_a_resumed_job_keeps_its_data_type(run: Any, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -16,15 +15,10 @@ from rayspec.pipeline.collective import LOOPBACK, MAX_PENDING_TENSORS, Rendezvou
 from rayspec.pipeline.messages import Failed
 from rayspec.pipeline.transport import Secret, Transport
 from tests.listening import listening_hosts
+from tests.pipeline.middle_rank import TIMEOUT_S, double, join, middle
 
-TIMEOUT_S = 120.0
 SHORT_S = 0.5
 Joined = Callable[..., Sequence[TensorLink]]
-
-
-def join(rank: int, size: int, address: str, timeout_s: float = TIMEOUT_S) -> TensorLink:
-    cpu = torch.device("cpu")
-    return TensorLink.join(rank=rank, size=size, address=address, host=LOOPBACK, timeout_s=timeout_s, device=cpu)
 
 
 @pytest.fixture
@@ -53,20 +47,6 @@ def files_and_threads() -> tuple[int, int]:
 
 
 # Peers that do not answer
-
-
-def double(link: TensorLink) -> None:
-    """What rank 1 of 3 does: it passes on what it gets, doubled."""
-    link.send(link.receive(torch.float32, (8,), 0) * 2, 2)
-
-
-def middle(pipe: Connection) -> None:
-    """In a process that dies."""
-    torch.set_num_threads(1)
-    pipe.send("ready")
-    link = join(1, 3, pipe.recv())
-    while True:
-        double(link)
 
 
 def test_the_others_notice_a_dead_rank_and_join_again_with_its_replacement(joined: Joined) -> None:

@@ -4,9 +4,7 @@ endpoint itself."""
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import os
 import shutil
 import socket
 import threading
@@ -390,25 +388,6 @@ def test_on_a_phone_the_summary_comes_into_view_and_nothing_is_wider(page: Page)
         assert page.driver.execute_script("return document.documentElement.scrollWidth") == 390
     finally:
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-@pytest.mark.usefixtures("troubled")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(page: Page, scheme: str) -> None:
-    """Needs axe.min.js, of the package axe-selenium-python or where RAYSPEC_AXE says."""
-    spec = importlib.util.find_spec("axe_selenium_python")
-    found = os.environ.get("RAYSPEC_AXE") or (spec and next(Path(spec.origin or "").parent.rglob("axe.min.js"), None))
-    if not found:
-        pytest.skip("needs axe-selenium-python, or RAYSPEC_AXE")
-    dark = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
-    page.choose("small")
-    page.ask("bytewise")
-    page.wait_until_done()
-    page.driver.execute_script(Path(found).read_text(encoding="utf-8"))
-    run = "const done = arguments[0]; axe.run().then(({ violations }) => done(violations));"
-    violations = page.driver.execute_async_script(run)
-    assert [one["help"] for one in violations if one["impact"] in {"serious", "critical"}] == []
 
 
 @pytest.mark.ray

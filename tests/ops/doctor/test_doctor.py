@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from rayspec import demo
 from rayspec.cli import app
 from rayspec.config import EngineConfig
 from rayspec.model import weights
@@ -174,11 +173,6 @@ def refused(folder: Path) -> Finding:
     assert (finding.status, place) == ("problem", None)
     assert "fetch the model again" in finding.remedy
     return finding
-
-
-def test_the_bundled_model_is_whole() -> None:
-    finding, place = check_model("demo")
-    assert (finding.status, place) == ("ok", demo.model_path())
 
 
 def test_a_file_that_was_cut_short_is_found(folder: Path) -> None:
