@@ -16,11 +16,11 @@ def meta_models() -> Iterator[None]:
     kept: dict[str, Any] = {}
 
     def from_config(config: PretrainedConfig, **options: Any) -> Any:
-        if options or torch.get_default_device().type != "meta":
+        if torch.get_default_device().type != "meta":
             return build(config, **options)
-        key = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
+        key = f"{type(config).__name__} {config.to_json_string(use_diff=False)} {options}"
         if key not in kept:
-            kept[key] = build(config)
+            kept[key] = build(config, **options)
         return kept[key]
 
     with pytest.MonkeyPatch.context() as patch:
