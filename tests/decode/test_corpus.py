@@ -12,6 +12,7 @@ from rayspec import LLM, SamplingParams
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting.lookup import SINGLE, Corpus, match_classes, tokenised
 from rayspec.types import CompletionOutput, ConfigError
+from tests.demo_model import shallow_demo
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_model_len": 512}
 COPIED = SamplingParams(max_tokens=48, temperature=3.0, seed=5, ignore_eos=True)
@@ -59,7 +60,7 @@ def test_a_tiny_corpus_is_no_larger_than_it_may_be() -> None:
 
 @pytest.mark.parametrize("corpus_tokens", [0, 1000])
 def test_the_second_of_two_equal_texts_is_copied(corpus_tokens: int) -> None:
-    llm = LLM("demo", speculation={"corpus_tokens": corpus_tokens}, **OPTIONS)
+    llm = LLM(shallow_demo(), speculation={"corpus_tokens": corpus_tokens}, **OPTIONS)
     first, second = (llm.generate("The meeting of the council", COPIED, use_tqdm=False)[0].outputs[0] for _ in range(2))
     assert first.token_ids == second.token_ids
     copied = llm.stats.accepted_by_source.get("corpus", 0)
@@ -82,14 +83,14 @@ def written(path: Path, text: str | None) -> str:
 
 @cache
 def plainly_generated() -> CompletionOutput:
-    plain = LLM("demo", speculation={"strategy": "ar"}, **OPTIONS)
+    plain = LLM(shallow_demo(), speculation={"strategy": "ar"}, **OPTIONS)
     return plain.generate("The meeting of the council", COPIED, use_tqdm=False)[0].outputs[0]
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
 def test_a_file_fills_the_corpus_at_the_start(tmp_path: Path, suffix: str) -> None:
     name = written(tmp_path / f"texts{suffix}", LETTER + " " + plainly_generated().text)
-    llm = LLM("demo", speculation={"corpus": name}, **OPTIONS)
+    llm = LLM(shallow_demo(), speculation={"corpus": name}, **OPTIONS)
     llm.engine.forget_texts()  # does not forget what the user gave
     output = llm.generate("The meeting of the council", COPIED, use_tqdm=False)[0]
     assert output.outputs[0].token_ids == plainly_generated().token_ids
@@ -115,7 +116,7 @@ def test_a_file_that_is_no_corpus_is_refused(tmp_path: Path, name: str, content:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=rf"option 'corpus' is .*{re.escape(name)}.*{reason}.*leave the option out"):
-        LLM("demo", speculation={"corpus": str(tmp_path / name)})
+        LLM(shallow_demo(), speculation={"corpus": str(tmp_path / name)})
 
 
 def test_of_a_large_file_only_as_much_is_read_as_the_corpus_holds(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_of_a_large_file_only_as_much_is_read_as_the_corpus_holds(tmp_path: Path
     with path.open("wb") as file:
         file.write((LETTER + "\n").encode() * 100)
         file.truncate(2**34)  # a hole of 16 GiB, which is no text
-    llm = LLM("demo", dtype="float32", speculation={"corpus": str(path), "corpus_tokens": 500})
+    llm = LLM(shallow_demo(), dtype="float32", speculation={"corpus": str(path), "corpus_tokens": 500})
     assert len(llm.engine.model.given_texts) == 500
 
 

@@ -24,7 +24,7 @@ from rayspec.openai.items import ResponsesRequest
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.openai.responses import plain_body
 from rayspec.types import NonFiniteLogitsError, PromptTooLongError, RayspecError, RequestError
-from tests.demo_model import demo_tokenizer
+from tests.demo_model import demo_tokenizer, shallow_demo
 from tests.openai.scripted import ScriptedEngine
 
 SERVED = ("short-name", "/models/path")
@@ -36,7 +36,7 @@ OPTIONS: dict[str, Any] = {
     "num_threads": 1,
     "max_model_len": CONTEXT,
     "max_num_seqs": 8,
-    "speculation": {"strategy": "static", "skip": [13, 14, 18], "max_draft_tokens": 4},
+    "speculation": {"strategy": "static", "skip": [3, 4], "max_draft_tokens": 4},
 }
 DOCUMENT = demo.sample_documents(1, num_sentences=6, seed=11)[0].text
 CHAT: dict[str, Any] = {
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[AsyncEngine]:
-    engine = AsyncEngine(LLM("demo", **OPTIONS))
+    engine = AsyncEngine(LLM(shallow_demo(), **OPTIONS))
     yield engine
     engine.stop()
 

@@ -22,6 +22,7 @@ from rayspec.openai.requests import ChatRequest
 from rayspec.openai.tool_formats import FORMATS, ToolFormat
 from rayspec.openai.tool_formats import HERMES as HERMES_FORM
 from rayspec.openai.tools import ToolUse
+from tests.demo_model import shallow_demo
 from tests.openai.scripted import ScriptedEngine, streamed_events, whole_answer
 from tests.tool_templates import HERMES, tokenizer_with
 
@@ -53,7 +54,9 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arg
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
     """With a chat template that describes tools."""
-    engine = AsyncEngine(LLM("demo", tokenizer=tokenizer_with(HERMES, tmp_path_factory.mktemp("hermes")), **OPTIONS))
+    engine = AsyncEngine(
+        LLM(shallow_demo(), tokenizer=tokenizer_with(HERMES, tmp_path_factory.mktemp("hermes")), **OPTIONS)
+    )
     yield engine
     engine.stop()
 
@@ -61,7 +64,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
 @pytest.fixture(scope="module")
 def plain() -> Iterator[AsyncEngine]:
     """With a chat template that does not."""
-    engine = AsyncEngine(LLM("demo", **OPTIONS))
+    engine = AsyncEngine(LLM(shallow_demo(), **OPTIONS))
     yield engine
     engine.stop()
 
@@ -259,7 +262,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused(engine: AsyncEngine) -> Non
 def test_marks_that_are_special_tokens(tmp_path: Path) -> None:
     template = "[TOOL_CALLS]" + HERMES
     tokenizer = tokenizer_with(template.replace("<|user|>", "<|document|>"), tmp_path, special="[TOOL_CALLS]")
-    engine = AsyncEngine(LLM("demo", tokenizer=tokenizer, **OPTIONS))
+    engine = AsyncEngine(LLM(shallow_demo(), tokenizer=tokenizer, **OPTIONS))
     try:
         mark = engine.tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
         (choice,) = answer(engine, tools=TOOLS, tool_choice=NAMED, return_token_ids=True)["choices"]
