@@ -458,7 +458,16 @@ class RoundPlanner:
         self._taps.extend(planned.work.taps)
         num_ends = sum(sequence.finish_reason == "stop" for sequence in planned.sequences)
         self._answer_length.observe(num_tokens=num_tokens, num_ends=num_ends)
-        self._teach(planned, result)
+        proposals, by_source = planned.state.proposals(), self._stats.accepted_by_source
+        for at, (sequence, entry) in enumerate(zip(planned.sequences, planned.work.entries, strict=True)):
+            committed, draft = result.committed[at], result.drafts[at]
+            rows = (result.paths[at] if result.paths else ()) or range(1, result.num_accepted[at] + 1)
+            for source in sources_of(draft, proposals[at], rows):
+                for counts in (by_source, sequence.metrics.accepted_by_source):
+                    counts[source] = counts.get(source, 0) + 1
+            if committed.finite and not committed.problem and sequence.finish_reason != "abort":
+                likeliest = result.likeliest[at] if result.likeliest else ()
+                self.proposer.learn(sequence, entry, proposals[at], draft, committed.token_ids, likeliest)
         for sequence, probed in itertools.zip_longest(planned.sequences, result.probed):
             if sequence.lookahead is not None and planned.work.plan.lookahead:
                 sequence.lookahead.observe(probed or ())
@@ -480,19 +489,6 @@ class RoundPlanner:
             self._stats.optimise_s += max(self._searched_s, self._clock() - started)
             self._searched_s = 0.0
         self._stats.gate_reason = self.strategy.status
-
-    def _teach(self, planned: PlannedRound, result: RoundResult) -> None:
-        """Let the proposer compare what it proposed with what came."""
-        proposals, by_source = planned.state.proposals(), self._stats.accepted_by_source
-        for at, (sequence, entry) in enumerate(zip(planned.sequences, planned.work.entries, strict=True)):
-            committed, draft = result.committed[at], result.drafts[at]
-            rows = (result.paths[at] if result.paths else ()) or range(1, result.num_accepted[at] + 1)
-            for source in sources_of(draft, proposals[at], rows):
-                for counts in (by_source, sequence.metrics.accepted_by_source):
-                    counts[source] = counts.get(source, 0) + 1
-            if committed.finite and not committed.problem and sequence.finish_reason != "abort":
-                likeliest = result.likeliest[at] if result.likeliest else ()
-                self.proposer.learn(sequence, entry, proposals[at], draft, committed.token_ids, likeliest)
 
     def forget(self, sequence: SequenceState | None = None) -> None:
         """Drop the taps of the sequence, or of all, and cancel the searches over them, because the sequence leaves its

@@ -219,7 +219,7 @@ class Int8Matrix(_QuantisedMatrix):
             self._multiply = _product_of_int8_rows
             self._weight = torch.ops.onednn.qlinear_prepack(quantised, None)
         else:
-            self._multiply = _product_of_full_rows
+            self._multiply = lambda rows, levels, scale: torch._weight_int8pack_mm(rows, levels, scale.to(rows.dtype))
 
 
 class Int4Matrix(_QuantisedMatrix):
@@ -354,11 +354,6 @@ def _product_of_int8_rows(rows: Tensor, weight: Tensor, scales: Tensor) -> Tenso
         quantised, 1.0, _ZERO_INPUT, weight, scales, None, None, 1.0, 0, numbers.dtype, "none", [], ""
     )
     return cast(Tensor, product.mul_(row_scales).to(rows.dtype))
-
-
-def _product_of_full_rows(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Multiply rows in full precision. weight: int8 [num_rows, num_columns]."""
-    return torch._weight_int8pack_mm(rows, weight, scales.to(rows.dtype))
 
 
 def _product_of_bfloat16_rows(rows: Tensor, weight: Tensor, scales: Tensor, *, size: int) -> Tensor:
