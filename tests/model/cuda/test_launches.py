@@ -151,7 +151,7 @@ def test_the_same_bits_in_any_batch(
 @pytest.mark.parametrize("window", [0, 300])
 def test_longer_contexts_have_longer_splits(window: int, num_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two splits of 256, 512 or 1,024 places, by one program or by two."""
-    monkeypatch.setattr(launches, "_MOST_SPLITS", 2)
+    monkeypatch.setattr(launches, "MOST_SPLITS", 2)
     monkeypatch.setattr(launches, "_NUM_PROGRAMS", num_programs)
     lengths = ((511, 1), (510, 3), (1023, 1), (1100, 5), (3, 2))
     sequences = [random_rows(context, rows, heads=(2, 1)) for context, rows in lengths]
