@@ -164,7 +164,7 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
             if counts is None:
                 _warm_up(runner, graphs, buckets, drafts.values())
             else:  # drafts run in other buckets
-                fixed = [replace(one, num_rows=counts.least) for one in buckets if one.num_rows <= counts.most]
+                fixed = [one._replace(num_rows=counts.least) for one in buckets if one.num_rows <= counts.most]
                 _warm_up(runner, graphs, fixed, ())
         if runner.may_retry:  # ranks would have to decide together
             self_test(runner)

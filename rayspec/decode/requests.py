@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rayspec.decode.drafting.lookahead import Guess, Lookahead
-from rayspec.decode.drafting.lookup import NOTHING, LookupIndex, Proposal
+from rayspec.decode.drafting.lookup import LookupIndex
 from rayspec.decode.output import Detokenizer, NewOutput, TokenTexts
 from rayspec.decode.processing import check_tokens
 from rayspec.decode.work import DecodingParams, GenerationDefaults
@@ -103,7 +103,7 @@ class SequenceState:
 
     @property
     def num_remaining(self) -> int:
-        return self.max_total_tokens - self.num_tokens
+        return self.max_total_tokens - len(self.token_ids)
 
     def rows(self, first: int, num_rows: int) -> RowSpan:
         return RowSpan(self.table.runs, first, num_rows, (), self.windowed_table.runs, self.adapter)
@@ -148,14 +148,6 @@ class SequenceState:
         """Keep what a chunk that ends before position `end` has given, again after a preemption."""
         first = min(end, self.num_prompt_tokens - 1) - len(rows)
         self.prompt_logprobs[first : first + len(rows)] = rows
-
-    def proposal(self, num_tokens: int) -> Proposal:
-        """Return tokens that may come next, looked up in the sequence's own text; at most one fewer than it may still
-        have."""
-        if self.lookup is None:
-            return NOTHING
-        self.lookup.extend_to(self.token_ids)
-        return self.lookup.propose(min(num_tokens, self.num_remaining - 1))
 
     def guess(self, max_tokens: int) -> Guess:
         """Return a tree of tokens that may come next, from the sequence's Jacobi window, and that window."""

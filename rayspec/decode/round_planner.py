@@ -59,7 +59,8 @@ _NGRAM = 3  # tokens that must match where a draft is looked up
 _SHORTEST_MATCH = 1
 _MOST_GROWN = 16  # sequences of a round for which `auto` grows trees: in larger batches every row costs
 _LEAST_SURVIVAL = 0.02  # of a token in a tree
-# Without a recycled token in any draft for so many rounds, the likeliest tokens are asked for in one round of a few.
+# Without a recycled token in any draft for so many rounds, the likeliest tokens are asked for in one round of a few;
+# without a copied token, matches of less than an n-gram are looked up in one round of a few.
 _IDLE_ROUNDS, _IDLE_INTERVAL = 32, 8
 _FORCING = ("auto", "knapspec", "lookup", "recycling", "static")  # strategies that take forced tokens as drafts
 _MAX_OWNERS = 8  # whose texts are remembered: those with the newest requests
@@ -166,7 +167,7 @@ class Proposer:
     def forget_texts(self) -> None:
         """Forget finished outputs and what was likely in them; what was learned of acceptance stays."""
         self._memories: OrderedDict[str, _Memory] = OrderedDict()  # by owner, the newest last
-        self._num_idle_rounds = 0  # since the last draft with a recycled token
+        self._num_unrecycled = self._num_uncopied = 0  # rounds since the last draft with such a token
 
     def _memory(self, owner: str) -> _Memory:
         if owner not in self._memories:
@@ -183,9 +184,9 @@ class Proposer:
         cost a look at all logits, so they are wanted rarely while no draft has recycled tokens."""
         if not self._recycles:
             return 0
-        self._num_idle_rounds += 1
-        has_begun = batch <= self._most_grown and self._num_idle_rounds <= _IDLE_ROUNDS
-        return NUM_SUCCESSORS if has_begun or self._num_idle_rounds % _IDLE_INTERVAL == 0 else 0
+        self._num_unrecycled += 1
+        self._num_uncopied += 1
+        return NUM_SUCCESSORS if _is_due(self._num_unrecycled, _IDLE_ROUNDS * (batch <= self._most_grown)) else 0
 
     def begin(self, sequence: SequenceState) -> None:
         """Prepare a new sequence, unless that is done."""
@@ -238,10 +239,13 @@ class Proposer:
 
     def _copied(self, sequence: SequenceState, num_tokens: int, by_class: Sequence[float]) -> Proposal:
         """Return the copy with the most tokens that are expected to be right. Own text wins ties."""
-        found = [sequence.proposal(num_tokens)]
+        shorter, found = _is_due(self._num_uncopied), list[Proposal]()
+        if sequence.lookup is not None:
+            sequence.lookup.extend_to(sequence.token_ids, shorter=shorter)
+            found.append(sequence.lookup.propose(num_tokens, shorter=shorter))
         corpus = self._memory(sequence.owner).corpus
         if corpus is not None:
-            found += corpus.proposals(newest_of(sequence.token_ids), num_tokens)
+            found += corpus.proposals(newest_of(sequence.token_ids), num_tokens, shorter=shorter)
         if sequence.constraint is not None:
             found = [one.cut_by(sequence.constraint) for one in found]
         found = [one for one in found if one.token_ids] or [NOTHING]
@@ -265,8 +269,11 @@ class Proposer:
         if draft.match_classes and list(committed[: draft.num_drafted]) == draft.token_ids[: draft.num_drafted]:
             added = draft.token_ids[draft.num_drafted :]
             self.record.observe(draft.match_classes, added, committed[draft.num_drafted :])
-        if "recycled" in sources_of(draft, proposal, range(1, len(draft.token_ids) + 1)):
-            self._num_idle_rounds = 0
+        sources = sources_of(draft, proposal, range(1, len(draft.token_ids) + 1))
+        if "recycled" in sources:
+            self._num_unrecycled = 0
+        if not {"own text", "corpus"}.isdisjoint(sources):
+            self._num_uncopied = 0
         successors, text = self._memory(sequence.owner).successors, sequence.token_ids
         if successors is None or not likeliest:
             return
@@ -282,6 +289,10 @@ class Proposer:
         parents = draft.parents or range(len(draft.token_ids))
         befores = [text[first - 1] if first else -1, *(rows[parent] for parent in parents)]
         successors.note(list(zip(befores, rows, strict=True)), likeliest)
+
+
+def _is_due(num_idle: int, num_always: int = _IDLE_ROUNDS) -> bool:
+    return num_idle <= num_always or num_idle % _IDLE_INTERVAL == 0
 
 
 def _grown(

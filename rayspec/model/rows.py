@@ -4,7 +4,6 @@ passes: those of one bucket launch the same kernels with the same arguments, so 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -162,8 +161,7 @@ SPLIT_BORDER = MOST_SPLITS * LEAST_SPLIT_LENGTH
 _MAX_PADDED_ROWS = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Shape of a pass. num_rows, num_sequences: numbers with padding. max_rows: the most rows of one sequence. is_tree:
     each row has bits for the rows that it sees."""
 

@@ -155,7 +155,7 @@ class DraftWhileWorth(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 def survival(by_class: Sequence[float], match_classes: Sequence[int]) -> list[float]:
     """Return for each looked-up token the probability that it and all looked-up tokens before it are right."""
-    return list(accumulate((by_class[one] for one in match_classes), mul))
+    return list(accumulate(map(by_class.__getitem__, match_classes), mul))
 
 
 def best_lookup(

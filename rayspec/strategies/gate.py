@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -89,7 +90,7 @@ class Gate:
         self.taken = PLAIN  # the way in use, trusted ways aside
         self._latency = latency
         self._trusted = frozenset(trusted)
-        self._records: dict[Way, _Record] = {}
+        self._records: defaultdict[Way, _Record] = defaultdict(_Record)
         self.trial: Way | None = None  # the way that a trial is testing
         self._num_trial_rounds, self._trial_lost_s, self._was_trial = 0, 0.0, False
         self._last: Taken | None = None
@@ -141,7 +142,7 @@ class Gate:
         self._was_trial = way == self.trial
         if not counts:
             return
-        record, expected_s = self._record(way), num_tokens / (taken.rate * self._pace(way))
+        record, expected_s = self._records[way], num_tokens / (taken.rate * self._pace(way))
         if record.round_s.is_known:
             seconds = min(seconds, MAX_CLIP * record.round_s.value)
         record.observe(seconds, expected_s)
@@ -169,14 +170,14 @@ class Gate:
         if self.trial == way:
             self._end_trial()
         if self.taken == way:
-            self._record(way).fade(HALF_LIFE)
+            self._records[way].fade(HALF_LIFE)
         else:
             self._records.pop(way, None)
 
     def factor(self, way: Way) -> float:
         """Return the measured over the predicted rate of a way. For a trusted way the prediction counts as one more
         round, so that it is not abandoned forever."""
-        return self._record(way).factor(prior_rounds=way in self._trusted) * self._pace(way)
+        return self._records[way].factor(prior_rounds=way in self._trusted) * self._pace(way)
 
     def rate(self, way: Way, predicted: Mapping[Way, float]) -> float:
         """Return the expected tokens per second of a way. predicted: tokens per second by way, as in `Taken.rates`."""
@@ -197,7 +198,7 @@ class Gate:
         switch = "off" if self.taken == PLAIN else "on"
         if self.trial is not None:
             return f"drafting is {switch} (trying the {self.trial})"
-        if not self._record(way).round_s.is_known or self._last is None or way not in self._last.rates:
+        if not self._records[way].round_s.is_known or self._last is None or way not in self._last.rates:
             return f"drafting is off ({way} not tried yet)"
         gain = self.rate(way, self._last.rates) / self.rate(PLAIN, self._last.rates)
         predicted = self._last.rates[way] / self._last.rates[PLAIN]
@@ -206,14 +207,14 @@ class Gate:
     def _pace(self, way: Way) -> float:
         """Return the recent factor of plain decoding, which scales the other ways; 1 for itself. A machine
         that is slower than predicted is slower for all ways."""
-        return 1.0 if way == PLAIN else self._record(PLAIN).factor()
+        return 1.0 if way == PLAIN else self._records[PLAIN].factor()
 
     def _error(self, way: Way, predicted: Mapping[Way, float]) -> float:
-        return predicted[way] * self._pace(way) * DEVIATION / math.sqrt(self._record(way).round_s.weight + 1)
+        return predicted[way] * self._pace(way) * DEVIATION / math.sqrt(self._records[way].round_s.weight + 1)
 
     def _optimistic_rate(self, way: Way, predicted: Mapping[Way, float]) -> float:
         """Return the expected rate plus one standard error. The prediction counts as one more round."""
-        factor = self._record(way).factor(prior_rounds=1) * self._pace(way)
+        factor = self._records[way].factor(prior_rounds=1) * self._pace(way)
         return predicted[way] * factor + self._error(way, predicted)
 
     def _best(self, predicted: Mapping[Way, float]) -> Way:
@@ -227,16 +228,13 @@ class Gate:
 
     def _allowance_s(self, way: Way, predicted: Mapping[Way, float]) -> float:
         """Return the seconds that all trials so far may have lost before the way is tried."""
-        first_s = FIRST_ROUNDS * self._record(PLAIN).round_s.value
+        first_s = FIRST_ROUNDS * self._records[PLAIN].round_s.value
         if self._num_outstanding is not None:
             saved = 1 - predicted[PLAIN] / predicted[way]
             share = max(FIRST_SHARE, SAVING_SHARE * saved)
             known_s = self._elapsed_s + self._num_outstanding / self.rate(PLAIN, predicted)
             first_s = min(first_s, share * known_s)
         return LOSS_SHARE * self._elapsed_s + first_s
-
-    def _record(self, way: Way) -> _Record:
-        return self._records.setdefault(way, _Record())
 
 
 class Gated:

@@ -1,5 +1,6 @@
 import json
 import re
+from array import array
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ COPIED = SamplingParams(max_tokens=48, temperature=3.0, seed=5, ignore_eos=True)
 
 
 def proposed(corpus: Corpus, newest: list[int], num_tokens: int = 8) -> list[tuple[int, ...]]:
-    return [each.token_ids for each in corpus.proposals(newest, num_tokens)]
+    return [each.token_ids for each in corpus.proposals(array("i", newest), num_tokens)]
 
 
 def test_an_output_is_copied_from_its_first_token_to_its_last() -> None:
@@ -35,7 +36,7 @@ def test_an_output_is_copied_from_its_first_token_to_its_last() -> None:
 def test_tokens_of_a_corpus_have_classes_of_their_own() -> None:
     corpus = Corpus(1000)
     corpus.add([7, 8, 9, 10, 11])
-    (proposal,) = corpus.proposals([7, 8, 9], 2)
+    (proposal,) = corpus.proposals(array("i", [7, 8, 9]), 2)
     assert set(proposal.match_classes).isdisjoint(match_classes(3, [SINGLE] * 2))
 
 

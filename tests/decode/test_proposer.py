@@ -147,6 +147,26 @@ def test_the_likeliest_tokens_are_wanted_rarely_while_nothing_is_recycled() -> N
     assert sum(of_many.num_likeliest(64) > 0 for _ in range(32)) == 4
 
 
+def test_short_matches_are_looked_up_rarely_while_nothing_is_copied() -> None:
+    sequence = sequence_of([9, 1, 2, 3, 9, 1, 2, 3, 4, 4, 4, 2])
+    proposer = proposer_for("auto", sequence)
+
+    def found_in(num_rounds: int) -> list[bool]:
+        return [
+            proposer.num_likeliest(64) >= 0 and proposer.propose(sequence, 3, batch=64) != NOTHING
+            for _ in range(num_rounds)
+        ]
+
+    assert all(found_in(32)), "after a match of one token"
+    assert sum(found_in(32)) == 4
+    sequence.token_ids += [9, 1, 2]
+    assert all(found_in(32)), "after a match of three tokens"
+    sequence.token_ids += [5, 2]
+    play(proposer, sequence, [3, 9], [], Draft([3]))  # a draft that is copied from after 2
+    sequence.token_ids += [2]
+    assert all(found_in(32))
+
+
 def test_owners_share_neither_outputs_nor_what_was_likely() -> None:
     proposer = Proposer(SpeculationOptions(strategy="auto"))
 

@@ -100,36 +100,36 @@ class LookupIndex:
     def num_tokens(self) -> int:
         return len(self._token_ids)
 
-    def extend_to(self, token_ids: Sequence[int], num_tokens: int | None = None) -> None:
+    def extend_to(self, token_ids: Sequence[int], num_tokens: int | None = None, *, shorter: bool = True) -> None:
         """Extend the text to the first `num_tokens` of `token_ids`, by default to all. Each text begins with the text
-        of the previous call. A text that is no longer than that changes nothing."""
-        self.extend(token_ids[len(self._token_ids) : num_tokens])
+        of the previous call. A text that is no longer than that changes nothing. shorter: whether `propose` may be
+        asked for shorter matches next."""
+        self.extend(token_ids[len(self._token_ids) : num_tokens], shorter=shorter)
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        if not token_ids:
-            return
+    def extend(self, token_ids: Sequence[int], *, shorter: bool = True) -> None:
         self._token_ids.extend(token_ids)
-        for ends in self._ends:
+        for ends in self._ends if shorter else self._ends[:1]:
             ends.extend(self._token_ids)
 
-    def propose(self, num_tokens: int, drafted: Sequence[int] = ()) -> Proposal:
+    def propose(self, num_tokens: int, drafted: Sequence[int] = (), *, shorter: bool = True) -> Proposal:
         """Propose at most `num_tokens` tokens that follow the text.
 
-        drafted: tokens that follow the text for this call only. They are not indexed.
+        drafted: tokens that follow the text for this call only. They are not indexed. shorter: see `propose_after`.
         """
         num_committed = len(self._token_ids)
         self._token_ids.extend(drafted)
         try:
-            return self.propose_after(newest_of(self._token_ids, self.ngram), num_tokens)
+            return self.propose_after(newest_of(self._token_ids, self.ngram), num_tokens, shorter=shorter)
         finally:
             del self._token_ids[num_committed:]
 
-    def propose_after(self, newest: Sequence[int], num_tokens: int) -> Proposal:
+    def propose_after(self, newest: array[int], num_tokens: int, *, shorter: bool = True) -> Proposal:
         """Propose at most `num_tokens` tokens that follow the tokens `newest`, from the place with the longest match;
-        of equal matches, from the latest. Newest tokens before the last `_LONGEST_MATCH` may be left out."""
+        of equal matches, from the latest. Newest tokens before the last `_LONGEST_MATCH` may be left out. shorter:
+        whether fewer than `ngram` matching tokens may suffice."""
         if num_tokens <= 0 or not self._token_ids:
             return NOTHING
-        for ends in self._ends:
+        for ends in self._ends if shorter else self._ends[:1]:
             found = sorted((self._matched(place, newest), place) for place in ends.of(newest[-ends.length :]))
             if found and found[-1][0] >= ends.length:
                 num_matched, end = found.pop()
@@ -138,35 +138,49 @@ class LookupIndex:
                 copied = self._token_ids[end : end + num_tokens]
                 while len(copied) < num_tokens:  # at the end of the text, it continues from `end` again
                     copied += copied[: num_tokens - len(copied)]
-                token_ids = tuple(copied[: copied.index(END_OF_TEXT)] if END_OF_TEXT in copied else copied)
-                classes = match_classes(num_matched, self._supports(token_ids, others), self._source)
-                return Proposal(token_ids, classes)
+                if END_OF_TEXT in copied:
+                    del copied[copied.index(END_OF_TEXT) :]
+                return Proposal(tuple(copied), match_classes(num_matched, self._supports(copied, others), self._source))
         return NOTHING
 
-    def _supports(self, token_ids: Sequence[int], others: Sequence[int]) -> list[int]:
+    def _supports(self, copied: array[int], others: Sequence[int]) -> list[int]:
         """Return the support of each token by the other places, as long as these continue like the proposal."""
-        text, supports = self._token_ids, list[int]()
-        for at, token in enumerate(token_ids):
-            if not others:
-                return supports + [SINGLE] * (len(token_ids) - at)
+        text = self._token_ids
+        texts = [text[place : place + len(copied)] for place in others]
+        lengths = [_num_equal(own, copied) for own in texts]
+        differing = [length for length, own in zip(lengths, texts, strict=True) if length < len(own)]
+        num_alike = min(differing, default=max(lengths, default=0))
+        supports = [UNANIMOUS] * num_alike
+        for at in range(num_alike, len(copied)):
             others = [place for place in others if place + at < len(text)]
-            same = [place for place in others if text[place + at] == token]
-            supports.append(SINGLE if not others else UNANIMOUS if len(same) == len(others) else AMBIGUOUS)
+            if not others:
+                return supports + [SINGLE] * (len(copied) - at)
+            same = [place for place in others if text[place + at] == copied[at]]
+            supports.append(UNANIMOUS if len(same) == len(others) else AMBIGUOUS)
             others = same
         return supports
 
-    def _matched(self, end: int, newest: Sequence[int]) -> int:
+    def _matched(self, end: int, newest: array[int]) -> int:
         """Return how many tokens before `end` equal the newest tokens."""
-        text, num_matched = self._token_ids, 0
-        longest = min(end, len(newest))
-        while num_matched < longest and text[end - 1 - num_matched] == newest[-1 - num_matched]:
+        text, longest = self._token_ids, min(end, len(newest))
+        if text[end - longest : end] == newest[len(newest) - longest :]:
+            return longest
+        num_matched = 0
+        while text[end - 1 - num_matched] == newest[-1 - num_matched]:
             num_matched += 1
         return num_matched
 
 
-def newest_of(text: Sequence[int], ngram: int = 0) -> Sequence[int]:
+def _num_equal(some: array[int], others: array[int]) -> int:
+    """Return the length of the longest common beginning of two texts, the first of which is not longer."""
+    if some == others[: len(some)]:
+        return len(some)
+    return next(at for at, token in enumerate(some) if token != others[at])
+
+
+def newest_of(text: Sequence[int], ngram: int = 0) -> array[int]:
     """Return the newest tokens of a text, as many as are compared."""
-    return text[-max(ngram, _LONGEST_MATCH) :]
+    return array("i", text[-max(ngram, _LONGEST_MATCH) :])
 
 
 class _Ends:
@@ -180,7 +194,7 @@ class _Ends:
         self.length = length
         self._hashes = np.empty(0, np.uint64)  # sorted; equal hashes stand in the order of the text
         self._starts = np.empty(0, np.int32)  # of the n-grams with these hashes
-        self._newest: dict[tuple[int, ...], tuple[int, ...]] = {}  # starts of the n-grams that follow
+        self._newest: dict[tuple[int, ...], tuple[int, ...]] = {}  # the latest starts of the n-grams that follow
         self._num_starts = 0  # of both
 
     def extend(self, text: array[int]) -> None:
@@ -196,14 +210,14 @@ class _Ends:
         else:
             for start in range(self._num_starts, num_starts):
                 ngram = tuple(text[start : start + self.length])
-                self._newest[ngram] = (*self._newest.get(ngram, ()), start)
+                self._newest[ngram] = (*self._newest.get(ngram, ())[1 - _MAX_PLACES :], start)
         self._num_starts = num_starts
 
     def of(self, ngram: Sequence[int]) -> list[int]:
         """Return where the latest n-grams with the hash of this one end, at most `_MAX_PLACES`."""
         if len(ngram) < self.length:
             return []
-        starts = list(self._newest.get(tuple(ngram), ())[-_MAX_PLACES:])
+        starts = list(self._newest.get(tuple(ngram), ()))
         if len(self._hashes) and len(starts) < _MAX_PLACES:
             wanted = np.uint64(_hash_of(ngram))
             last = int(self._hashes.searchsorted(wanted, side="right"))
@@ -234,7 +248,7 @@ def match_classes(num_matched: int, supports: Sequence[int], source: int = OWN_T
     (AMBIGUOUS, SINGLE or UNANIMOUS) and the copy's source (OWN_TEXT or CORPUS). num_matched: before the first token."""
     lengths = itertools.chain(_LENGTH_CLASSES[num_matched:], itertools.repeat(len(_LENGTHS) - 1))
     first = source * len(_COPIED)
-    return tuple(first + support * len(_LENGTHS) + length for support, length in zip(supports, lengths, strict=False))
+    return tuple([first + support * len(_LENGTHS) + length for support, length in zip(supports, lengths, strict=False)])
 
 
 def recycled_classes(probabilities: NDArray[np.float64], *, is_pair: bool) -> NDArray[np.int64]:
@@ -261,17 +275,15 @@ class LookupRecord:
 
     def __init__(self) -> None:
         self._classes = [Discounted(TEXT_HALF_LIFE, prior=prior, strength=1) for prior in _PRIORS]
-        self._by_class: tuple[float, ...] = ()  # empty since the last observation
+        self._by_class = list(_PRIORS)
 
     @property
     def by_class(self) -> tuple[float, ...]:
-        if not self._by_class:
-            self._by_class = tuple(one.value for one in self._classes)
-        return self._by_class
+        return tuple(self._by_class)
 
     def observe_one(self, match_class: int, is_right: bool) -> None:
         self._classes[match_class].observe(is_right)
-        self._by_class = ()
+        self._by_class[match_class] = self._classes[match_class].value
 
     def observe(self, match_classes: Sequence[int], proposed: Sequence[int], committed: Sequence[int]) -> None:
         """Compare a proposal with the committed tokens, up to the first difference or the end of the shorter.
@@ -304,10 +316,10 @@ class Corpus:
             self._halves.appendleft(_empty())
         self._halves[0].extend([*text, END_OF_TEXT])
 
-    def proposals(self, newest: Sequence[int], num_tokens: int) -> list[Proposal]:
+    def proposals(self, newest: array[int], num_tokens: int, *, shorter: bool = True) -> list[Proposal]:
         """Return what each half proposes after the tokens `newest`, the newer half first, and what the given texts
-        propose."""
-        return [one.propose_after(newest, num_tokens) for one in (*self._halves, *self._given)]
+        propose. shorter: see `LookupIndex.propose_after`."""
+        return [one.propose_after(newest, num_tokens, shorter=shorter) for one in (*self._halves, *self._given)]
 
 
 def index_of(token_ids: Sequence[int]) -> LookupIndex | None:
