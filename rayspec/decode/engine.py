@@ -121,8 +121,7 @@ class Engine:
     def replace_strategy(self, strategy: Strategy) -> Strategy:
         """Set the strategy, and return the previous one. Only allowed while no request is unfinished."""
         assert not self.has_unfinished, "plans are chosen for what is under way"
-        previous, self._planner.strategy = self._planner.strategy, strategy
-        return previous
+        return self._planner.replace_strategy(strategy)
 
     def forget_texts(self) -> None:
         """Forget the outputs that later texts could copy, and what the target found likely in them."""

@@ -403,7 +403,10 @@ def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
 
 
 def bytes_of_passes(config: EngineConfig, parts: Decomposition) -> int:
-    """Return the memory that the largest passes take on a GPU, which run once for it; 0 on a CPU."""
+    """Return the memory that the largest passes take on a GPU, which run once for it; 0 on a CPU. 0 without a run if
+    `kv_cache_tokens` says what the cache takes."""
+    if config.kv_cache_tokens is not None:
+        return 0
     max_model_len = resolve_max_model_len(config, parts.config)
 
     def make(cache: KVCache) -> Runner:

@@ -413,6 +413,13 @@ class RoundPlanner:
         self._searching: dict[Future[Answer], _Searching] = {}  # the oldest first
         self._num_cancelled = 0  # searches in a row
         self._searched_s = 0.0  # seconds of searches that are not yet in the statistics
+        self._earlier_s = self._earlier_searched_s = 0.0  # of other strategies, which were replaced
+
+    def replace_strategy(self, strategy: Strategy) -> Strategy:
+        """Set the strategy, and return the previous one. The time of earlier strategies pays no search of this one."""
+        previous, self.strategy = self.strategy, strategy
+        self._earlier_s, self._earlier_searched_s = self._stats.total_s, self._stats.optimise_s
+        return previous
 
     @property
     def tapped(self) -> list[TappedToken]:
@@ -427,8 +434,8 @@ class RoundPlanner:
         state = BatchState(
             context=sum(sequence.num_tokens for sequence in sequences) // batch,
             batch=batch,
-            elapsed_s=self._stats.total_s,
-            searched_s=self._stats.optimise_s,
+            elapsed_s=self._stats.total_s - self._earlier_s,
+            searched_s=self._stats.optimise_s - self._earlier_searched_s,
             num_outstanding_tokens=outstanding,
             sequence_ids=[sequence.sequence_id for sequence in sequences],
             proposals=cache(lambda: [self.proposer.propose(one, longest, batch=batch) for one in sequences]),

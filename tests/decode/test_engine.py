@@ -55,6 +55,32 @@ def test_counts_add_up() -> None:
         assert one.arrival_s <= one.first_token_s <= one.finished_s
 
 
+class _Budgets(RandomPlans):
+    """Notes the time that pays its searches."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, len(PARTS.sublayers))
+        self.elapsed_s, self.searched_s = list[float](), list[float]()
+
+    def choose(self, state: BatchState) -> RoundPlan:
+        self.elapsed_s.append(state.elapsed_s)
+        self.searched_s.append(state.searched_s)
+        return super().choose(state)
+
+
+def test_the_time_of_a_strategy_pays_no_search_of_the_next() -> None:
+    first, second = _Budgets(1), _Budgets(2)
+    clock = RowClock()
+    engine = engine_with(PARTS, first, wrap=clock.count, clock=clock)
+    complete(engine, KNOWN.prompts)
+    engine.stats.optimise_s = 0.5
+    assert engine.replace_strategy(second) is first
+    complete(engine, KNOWN.prompts)
+    assert second.elapsed_s[0] <= first.elapsed_s[0] < first.elapsed_s[-1]
+    assert 0 < second.elapsed_s[-1] <= engine.stats.total_s - first.elapsed_s[-1]
+    assert set(second.searched_s) == {0.0}
+
+
 class _Seconds(RandomPlans):
     """Adds up what it is told of rounds, which is nothing of those that had chunks."""
 

@@ -106,6 +106,8 @@ def test_every_stage_of_a_pipeline_runs_its_largest_passes(stage: int, monkeypat
     assert bytes_of_passes(config, parts) == 10**7 - num_slots * (whole_pages(300) + 1)
     assert ran == [(300, True), (6 * 17, True)]
     assert sampled == [True] * 6 * (stage == 2)
+    assert bytes_of_passes(config.replace(kv_cache_tokens=64), parts) == 0
+    assert len(ran) == 2, "with the size of the cache given, nothing runs"
 
 
 def test_a_kernel_that_fails_leaves_plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
