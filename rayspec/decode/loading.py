@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 

@@ -124,8 +124,8 @@ class Head:
         self.draft_look_interval = draft_look_interval
         self.verification: Verification = verification
         self.stopwatch = Stopwatch.of(device)
-        self._logits = logits
-        self._draft_logits = draft_logits or logits
+        self.logits = logits
+        self.draft_logits = draft_logits or logits
         self._vocab_size = vocab_size
         self._device = device
         self._num_taps = num_taps
@@ -161,14 +161,6 @@ class Head:
         assert sampler.lookup is not None, "a strategy that looks up has an index"
         sampler.lookup.extend_to(sampler.token_ids)
         return sampler.lookup
-
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._logits(hidden)
-
-    @torch.inference_mode()
-    def draft_logits(self, hidden: Tensor) -> Tensor:
-        return self._draft_logits(hidden)
 
     def note_taps(self, taps: Sequence[tuple[int, TappedToken]], logits: Tensor) -> None:
         """Remember the target's most likely token after each tapped token, and only the last `num_taps` of them.

@@ -233,7 +233,7 @@ class Noise:
         if (known := self._up_to(max(depths), len(rows), like)) is None:
             return None
         if samplers == self._samplers and depths.count(depths[0]) == size:
-            return known[depths[0] * size :][:size]
+            return known[depths[0] * size : (depths[0] + 1) * size]
         places = [depth * size + self._at[one] for depth, one in zip(depths, samplers, strict=True)]
         return known[integers(places, like.device)]
 
@@ -241,7 +241,7 @@ class Noise:
         """Return the noise of the row of each sequence after `depth` tokens; None as above, and if one is greedy."""
         size = len(self._samplers)
         known = self._up_to(depth, size, like) if size == len(like) else None
-        return None if known is None else known[depth * size :][:size]
+        return None if known is None else known[depth * size : (depth + 1) * size]
 
     def _up_to(self, depth: int, num_rows: int, like: Tensor) -> Tensor | None:
         size, num_depths = len(self._samplers), depth + 1

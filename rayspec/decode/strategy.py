@@ -22,8 +22,8 @@ class BatchState:
     """The batch of a round. context: mean number of tokens that a sequence holds. batch: number of sequences.
     elapsed_s: engine time with this strategy so far; searched_s: the part of it that searches took.
     num_outstanding_tokens: expected number of tokens still to generate for running and waiting requests. sequence_ids:
-    the sequences of the batch; an id is constant. proposals: function that looks up tokens for each sequence. by_class: function to the acceptance of
-    looked-up tokens by their class."""
+    the sequences of the batch; an id is constant. proposals: function that looks up tokens for each sequence. by_class:
+    function to the acceptance of looked-up tokens by their class."""
 
     context: int
     batch: int

@@ -4,6 +4,7 @@ passes: those of one bucket launch the same kernels with the same arguments, so 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -176,10 +177,10 @@ def bucket_of(spans: Sequence[RowSpan], paths: Sequence[Sequence[Path]]) -> Buck
 
     Three kinds of passes have separate buckets: single rows (decoding, drafting), chains and trees (verifying).
     """
-    num_rows = sum(span.num_rows for span in spans)
-    longest = max((span.num_rows for span in spans), default=1)
+    lengths = [span.num_rows for span in spans]
+    longest = max(lengths, default=1)
     return Bucket(
-        num_rows=padded_rows(num_rows),
+        num_rows=padded_rows(sum(lengths)),
         num_sequences=padded_sequences(len(spans)),
         max_rows=1 if longest == 1 else MAX_TREE_ROWS if longest <= MAX_TREE_ROWS else padded_rows(longest),
         is_tree=any(paths),
@@ -204,6 +205,7 @@ def decode_and_verify_buckets(max_sequences: int, max_draft_tokens: int) -> list
     return [*decode, *verify]
 
 
+@cache
 def padded_rows(num_rows: int) -> int:
     """Round up to 1, 2, 4, 8, a multiple of 8 up to 64, then in steps of an eighth to a quarter of the number.
 
@@ -217,6 +219,7 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
+@cache
 def padded_sequences(num_sequences: int) -> int:
     """Round up to a power of two."""
     return _power_of_two(num_sequences)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
@@ -25,6 +25,8 @@ from rayspec.model.rows import MAX_TREE_ROWS, Bucket, Path, RowSpan, Runs, is_pa
 STATIC_KEYS: Final[tuple[Keys, ...]] = ("all", "window")
 # The most copies to the device that may be under way.
 _NUM_STAGED = 4
+# Sizes of copies for which views of the buffers are kept.
+_MOST_SIZES = 512
 # Entries of block tables in one copy to the device. More of them take several copies.
 _MOST_ENTRIES = 4096
 # Buffers begin at multiples of 16 bytes, which kernels are compiled for.
@@ -176,12 +178,14 @@ class StepBuffers:
     def can_hold(self, metadata: BatchMetadata) -> bool:
         """Return whether the pass fits, every sequence is in whole pages, and none has an adapter."""
         bucket, spans = metadata.bucket, metadata.spans
+        unknown = [one.runs for one, held in zip(spans, self._table.runs, strict=False) if one.runs != held]
         return (
             bucket.num_rows <= self._max_rows
             and bucket.num_sequences <= self._max_sequences
             and not (bucket.is_tree and bucket.max_rows > MAX_TREE_ROWS)
-            and all(span.end <= self._num_places and not span.adapter for span in spans)
-            and all(is_paged(span.runs, PAGE_SIZE) for span in spans)
+            and max([span.end for span in spans], default=0) <= self._num_places
+            and not max([span.adapter for span in spans], default=0)
+            and all(is_paged(runs, PAGE_SIZE) for runs in unknown)
         )
 
     def holds(self, metadata: BatchMetadata) -> bool:
@@ -253,11 +257,10 @@ class StepBuffers:
     def _write(self, metadata: BatchMetadata, words: _Integers) -> None:
         """Write the integers of the pass to `words`, on the host."""
         layout, spans, narrow = self._layouts[metadata.bucket], metadata.spans, words.view(np.int32)
-        lengths = np.array([span.num_rows for span in spans], np.int64)
-        contexts = np.array([span.context for span in spans], np.int64)
+        sizes = np.array([(span.num_rows, span.context) for span in spans], np.int64).reshape(-1, 2)
+        lengths, contexts = sizes[:, 0], sizes[:, 1]
         ends, sequences = lengths.cumsum(), np.arange(len(spans)).repeat(lengths)
-        rows = np.arange(len(sequences)) - (ends - lengths)[sequences]  # of the row's own sequence
-        places = contexts[sequences] + rows
+        places = np.arange(len(sequences)) + (contexts + lengths - ends)[sequences]
         _fill(words[layout.positions], places, 0)
         # Padding rows write to a spare slot.
         _fill(words[layout.slots], self._table.slots(sequences, places), self._cache.num_slots)
@@ -270,7 +273,7 @@ class StepBuffers:
         if metadata.bucket.is_tree:
             positions, shared, bits = words[layout.positions], narrow[layout.shared], words[layout.bits]
             _fill(shared, contexts[sequences], 0)
-            _fill(bits, (2 << rows) - 1, 0)
+            _fill(bits, (2 << places - contexts[sequences]) - 1, 0)
             for span, paths, end in zip(spans, metadata.paths, ends.tolist(), strict=True):
                 own = slice(end - len(paths), end)
                 positions[own] = [path.position for path in paths]
@@ -283,8 +286,10 @@ class StepBuffers:
 
 
 def _fill(field: NDArray[Any], numbers: _Integers, padding: int) -> None:
-    field[: len(numbers)] = numbers
-    field[len(numbers) :] = padding
+    number = len(numbers)
+    field[:number] = numbers
+    if number < len(field):
+        field[number:] = padding
 
 
 class _Layout:
@@ -313,14 +318,14 @@ class _BlockTable:
 
     def __init__(self, max_sequences: int, num_places: int, device: torch.device) -> None:
         self.device = torch.zeros(max_sequences, num_places // PAGE_SIZE, dtype=torch.int32, device=device)
-        self._host = np.zeros(self.device.shape, np.int32)  # the same; -1 if a copy has failed
+        self._host = np.zeros(self.device.shape, np.int64)  # the same; -1 if a copy has failed
         self._capacities = np.zeros(max_sequences, np.int64)  # places of each sequence
-        self._runs: list[Runs] = [()] * max_sequences
+        self.runs: list[Runs] = [()] * max_sequences  # of each sequence
         self._entries = Staging(_MOST_ENTRIES + _MOST_ENTRIES // 2, device)
 
     def write(self, runs: Sequence[Runs]) -> None:
         """Write the pages of the first sequences, and copy the entries that have changed to the device."""
-        changed = [(at, own) for at, (own, known) in enumerate(zip(runs, self._runs, strict=False)) if own != known]
+        changed = [(at, own) for at, (own, known) in enumerate(zip(runs, self.runs, strict=False)) if own != known]
         if not changed:
             return
         width = self._host.shape[1]
@@ -333,19 +338,20 @@ class _BlockTable:
         all_where, all_pages = np.concatenate(where), np.concatenate(pages)
         self._host.reshape(-1)[all_where] = -1  # until they are there
         for sequence, _ in changed:
-            self._runs[sequence] = ()
+            self.runs[sequence] = ()
         for first in range(0, len(all_where), _MOST_ENTRIES):
             self._copy(all_where[first : first + _MOST_ENTRIES], all_pages[first : first + _MOST_ENTRIES])
         self._host.reshape(-1)[all_where] = all_pages
         for sequence, own in changed:
-            self._runs[sequence], self._capacities[sequence] = own, sum(run.length for run in own)
+            self.runs[sequence], self._capacities[sequence] = own, sum(run.length for run in own)
 
     def slots(self, sequences: _Integers, places: _Integers) -> _Integers:
         """Return the slots of these places, each in the sequence of the same index. Raises ValueError for a place that
         the sequence's pages do not have."""
-        if (places >= self._capacities[sequences]).any():
+        if np.count_nonzero(places >= self._capacities[sequences]):
             raise ValueError("rows of a pass lie beyond the pages of their sequence")
-        return self._host[sequences, places // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + places % PAGE_SIZE
+        pages, offsets = np.divmod(places, PAGE_SIZE)
+        return self._host[sequences, pages] * PAGE_SIZE + offsets
 
     def _copy(self, where: _Integers, pages: _Integers) -> None:
         number = len(where)
@@ -364,21 +370,27 @@ class Staging:
     """A device buffer, int64 [n], that the host fills from page-locked memory without waiting for the copy."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
-        self.buffer = torch.zeros(num_words, dtype=torch.int64, device=device)
+        self.buffer = buffer = torch.zeros(num_words, dtype=torch.int64, device=device)
         self._device = device
         self._is_cuda = device.type == "cuda"
-        self._hosts = [torch.zeros(num_words, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(_NUM_STAGED)]
-        self._words: list[_Integers] = [host.numpy() for host in self._hosts]  # the same memory
-        self._copied = [torch.cuda.Event() for _ in self._hosts] if self._is_cuda else []  # type: ignore[no-untyped-call]
+        hosts = [torch.zeros(num_words, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(_NUM_STAGED)]
+
+        @lru_cache(_MOST_SIZES)
+        def first(number: int) -> list[tuple[_Integers, Tensor, Tensor]]:
+            return [(host.numpy()[:number], host[:number], buffer[:number]) for host in hosts]
+
+        self._first = first  # words of each host buffer, as an array and as a tensor, and those of the device
+        self._copied = [torch.cuda.Event() for _ in hosts] if self._is_cuda else []  # type: ignore[no-untyped-call]
         self._turn = 0
 
     def upload(self, num_words: int, write: Callable[[_Integers], None]) -> None:
         """Call `write` to fill the first words of a host buffer, and queue the copy of `num_words` to the device."""
-        self._turn = (self._turn + 1) % len(self._hosts)
+        self._turn = (self._turn + 1) % _NUM_STAGED
         if self._is_cuda:
             self._copied[self._turn].synchronize()  # that copy has usually ended long ago
-        write(self._words[self._turn][:num_words])
-        self.buffer[:num_words].copy_(self._hosts[self._turn][:num_words], non_blocking=True)
+        words, host, buffer = self._first(num_words)[self._turn]
+        write(words)
+        buffer.copy_(host, non_blocking=True)
         if self._is_cuda:
             self._copied[self._turn].record(torch.cuda.current_stream(self._device))
 
