@@ -124,7 +124,8 @@ class KnapSpec:
         self._correction = Correction(prior_offset=FIRST_OFFSET)
         self._calibration = Calibration()
         self._stops = StopRecord()
-        self._slowness = Discounted(_HALF_LIFE, prior=1.0)  # measured over predicted seconds of draft steps
+        # Measured over predicted seconds, of draft steps and of rounds without a draft.
+        self._slowness, self._plain_slowness = (Discounted(_HALF_LIFE, prior=1.0) for _ in range(2))
         # Searches.
         self._trigger = trigger or Trigger()
         self._rounds_to_price = 0
@@ -193,6 +194,9 @@ class KnapSpec:
         if result.num_draft_steps and not result.is_unready:
             step_s = self._latency.draft_step_s(plan.choices, context=state.context, batch=state.batch)
             self._slowness.observe(result.draft_s, result.num_draft_steps * step_s, age=1)
+        elif not result.is_unready:
+            plain_s = self._latency.decode_step_s(context=state.context, batch=state.batch)
+            self._plain_slowness.observe(seconds, plain_s, age=1)
         if num_tested and candidate is not None:
             self._calibration.observe(confidences, outcomes)
             self._correction.observe(candidate.estimate, num_accepted=num_accepted, num_tested=num_tested)
@@ -264,7 +268,8 @@ class KnapSpec:
         """Set the question of a search that is due and that the budget allows; it stays for ROUNDS_TO_REVIEW rounds.
 
         After searches in vain, later ones get less and less of the time. The first search may take a share of the time
-        that the fastest draft it may find would save, so that it can come early, and may be smaller.
+        that the fastest draft it may find would save, so that it can come early, and may be smaller. It is expected to
+        be as slow as rounds without a draft are, compared with the latency model.
         """
         self._rounds_to_price -= 1
         if self._rounds_to_price > 0:
@@ -273,7 +278,8 @@ class KnapSpec:
         if reason is None:
             return
         self._rounds_to_price, self._reason = ROUNDS_TO_REVIEW, reason
-        step_s = self._latency.decode_step_s(context=state.context, batch=state.batch)
+        slowness = self._plain_slowness.value
+        step_s = self._latency.decode_step_s(context=state.context, batch=state.batch) * slowness
         work_s = share * state.num_outstanding_tokens * step_s / state.batch
         budget_s = (
             self._options.optimise_share
@@ -286,7 +292,7 @@ class KnapSpec:
         for max_states in (_MAX_STATES, _FEWER_STATES) if is_first else (_MAX_STATES,):
             question = self.question(state, max_states)
             self._predicted_s = self._search_cost_s(state, question)
-            if state.searched_s + (self._cost_ratio or 1.0) * self._predicted_s <= budget_s:
+            if state.searched_s + (self._cost_ratio or slowness) * self._predicted_s <= budget_s:
                 self._question = question
                 return
 

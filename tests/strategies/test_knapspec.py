@@ -139,6 +139,21 @@ def test_the_first_search_costs_little_of_what_it_may_save(num_tokens: int, tran
     assert asked == [(8, 16)] * searches
 
 
+@pytest.mark.parametrize("slowness", [1.0, 10.0])
+def test_a_first_search_is_as_slow_as_rounds_are(slowness: float) -> None:
+    """On a busy machine it comes after as many rounds as on a quiet one, not when the same seconds have passed."""
+    strategy, latency = KnapSpec(SpeculationOptions(), _with_transfers(0.0)), _with_transfers(0.0)
+    asker = Asker(lambda question: Found([FoundDraft((FULL,) * 31 + (SKIP,), 0.9, 3, 0.9, 0.5)], 8, 0.25))
+    state, num_rounds = replace(batch_state(), num_outstanding_tokens=10, elapsed_s=0.0), 0
+    while not asker.asked:
+        seconds = slowness * latency.decode_step_s(context=state.context, batch=1)
+        state = replace(state, elapsed_s=state.elapsed_s + seconds)
+        strategy.observe(state, strategy.plan, result([0], [0]), 1, seconds)
+        strategy.search(state, asker)
+        num_rounds += 1
+    assert 250 < num_rounds < 300
+
+
 def test_a_first_search_waits_where_the_host_takes_long_for_a_sublayer() -> None:
     """On a GPU: the device would take 0.3 s, the host takes 32 times 0.1 s."""
     state = replace(batch_state(), num_outstanding_tokens=256, elapsed_s=0.0)
