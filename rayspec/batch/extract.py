@@ -19,7 +19,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree as ET
 
 MAX_CPU_S, MAX_CHARACTERS = 120, 2**24
-_WORD_SPACES = {"tab": "\t", "br": "\n", "cr": "\n"}
+_WORD_ENDS = {"tab": "\t", "br": "\n", "cr": "\n", "p": "\n"}
 _BLOCK = re.compile(
     "address|article|aside|blockquote|body|br|dd|div|dl|dt|fig.*|foot.*|form|h[1-6r]|header|li|main|nav|ol|p|pre|section|"
     "table|title|tr|ul"
@@ -39,21 +39,22 @@ def pdf_texts(content: bytes) -> Iterator[str]:
 
 def docx_texts(content: bytes) -> Iterator[str]:
     """Yield the text of the body, with a line for each paragraph. Deleted text and second copies are left out."""
+    around: list[ET.Element] = []  # the elements around the place that is read, of which none keeps what was read
+    num_skipped = 0
     with zipfile.ZipFile(io.BytesIO(content)) as archive, archive.open("word/document.xml") as file:
-        yield from _word_texts(ET.parse(file).getroot())  # noqa: S314 - memory and time are limited
-
-
-def _word_texts(element: ET.Element) -> Iterator[str]:
-    for child in element:
-        name = child.tag.rpartition("}")[2]
-        if name == "t":
-            yield child.text or ""
-        elif name in _WORD_SPACES:
-            yield _WORD_SPACES[name]
-        elif name not in {"Fallback", "pPr"}:  # another form of what was read, and tabs of the ruler
-            yield from _word_texts(child)
-            if name == "p":
-                yield "\n"
+        for event, element in ET.iterparse(file, ("start", "end")):  # noqa: S314 - memory and time are limited
+            name = element.tag.rpartition("}")[2]
+            is_skipped = name in {"Fallback", "pPr"}  # another form of what was read, and tabs of the ruler
+            if event == "start":
+                around.append(element)
+                num_skipped += is_skipped
+                continue
+            around.pop()
+            num_skipped -= is_skipped
+            if not (num_skipped or is_skipped):
+                yield (element.text or "") if name == "t" else _WORD_ENDS.get(name, "")
+            if around:
+                del around[-1][:]
 
 
 class _Html(HTMLParser):

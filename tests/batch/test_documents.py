@@ -18,6 +18,7 @@ import pytest
 from pyarrow import fs
 from pypdf import PdfReader, PdfWriter
 
+from rayspec.batch import extract
 from rayspec.batch.documents import Piece, check_template, input_row, pieces_of, read_piece
 from rayspec.batch.input_files import find_files
 from rayspec.batch.rows import Columns, Row
@@ -536,6 +537,19 @@ def extracted(suffix: str, content: bytes, max_cpu_s: int) -> subprocess.Complet
 
 def test_a_document_that_takes_too_long_ends_with_the_signal_that_says_so() -> None:
     assert extracted(".docx", docx("<w:p/>" * 3_000_000), 1).returncode == -signal.SIGXCPU
+
+
+def test_a_word_file_takes_little_memory_whatever_it_unpacks_to() -> None:
+    content = docx(paragraph("<w:t>One</w:t>") + "<w:p/>" * 10**6)
+    assert len(content) < 20_000
+    program = (
+        "import atexit, runpy, sys; sys.argv[1:] = ['.docx']\n"
+        "atexit.register(lambda: print(open('/proc/self/status').read(), file=sys.stderr))\n"
+        f"runpy.run_path({extract.__file__!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=content, capture_output=True, check=True)
+    assert done.stdout == b"One\n" + b"\n" * 10**6
+    assert int(done.stderr.partition(b"VmHWM:")[2].split()[0]) < 50 * 1024
 
 
 @pytest.mark.parametrize("begun", ["</", "<!--", "<!", "<?", "<a ", "<a x='", "<script>", "<!doctype "])
