@@ -24,7 +24,7 @@ _HEAD = """\
 # Predicted step times on H100 and H200
 
 **Nothing here is measured.** The numbers follow from a count and from assumptions.
-[One H100](benchmarks/gpu-h100-2026-11.md) was measured: an 8B step at batch 1 took 7.2 ms where this page says 6.0.
+[One H100](benchmarks/gpu-h100-2026-11.md) was measured: an 8B step at batch 1 took 6.6 ms where this page says 6.0.
 `python -m benchmarks.device checks` measures on a GPU.
 
 `python -m benchmarks.device.predictions` prints this page.
@@ -59,8 +59,8 @@ busy cores of an AMD EPYC, without the driver's launches:
 steps while the GPU runs the step before. So the truth lies between "overlapped", where the slower of both counts, and
 "in turn", where both are added. At 256 rows arithmetic takes about as long as reading; the table leaves that out.
 
-The GPU was slower when it was measured: 7.2 ms at batch 1 (138 tokens/s), and 16.8 ms at 64, with the host's work and
-the attention kernels as they were then.
+The GPU was slower when it was measured: 6.6 ms at batch 1 (151 tokens/s), and 11.3 ms at 64 (5,646 tokens/s),
+where attention takes 4.6 ms and reading its keys and values would take 2.8.
 """
 
 

@@ -375,9 +375,11 @@ class Staging:
         self._is_cuda = device.type == "cuda"
         hosts = [torch.zeros(num_words, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(_NUM_STAGED)]
 
+        both: list[tuple[_Integers, Tensor]] = [(host.numpy(), host) for host in hosts]  # of the same memory
+
         @lru_cache(_MOST_SIZES)
         def first(number: int) -> list[tuple[_Integers, Tensor, Tensor]]:
-            return [(host.numpy()[:number], host[:number], buffer[:number]) for host in hosts]
+            return [(words[:number], host[:number], buffer[:number]) for words, host in both]
 
         self._first = first  # words of each host buffer, as an array and as a tensor, and those of the device
         self._copied = [torch.cuda.Event() for _ in hosts] if self._is_cuda else []  # type: ignore[no-untyped-call]

@@ -147,7 +147,7 @@ def test_without_memory_at_the_head_graphs_go_and_the_round_runs_again(monkeypat
     num_before = graphs.num_graphs
     lacks = lambda *_: graphs.num_graphs >= num_before  # noqa: E731
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    monkeypatch.setattr(stages.head, "_logits", _failing(stages.head._logits, error, lacks))
+    monkeypatch.setattr(stages.head, "logits", _failing(stages.head.logits, error, lacks))
     _texts_are_right(engine)
 
 
