@@ -445,7 +445,7 @@ def _step_ms(
     busy_ms, kernels = None, dict[str, float]()
     with _decoding(engine, prompts):
         times = [step_ms(num_steps) for _ in range(_NUM_REPEATS)]
-        if torch.cuda.is_available():
+        if engine.config.device.startswith("cuda"):
             first = engine.stats.num_generated_tokens
             with profile(activities=[ProfilerActivity.CUDA]) as seen:
                 step_ms(_NUM_PROFILED)

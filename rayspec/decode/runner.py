@@ -194,7 +194,8 @@ class Runner:
         """Pack rows for `embed` and `run`. fixed_shape: False for a prefill chunk and for a draft, which ignore
         `row_counts`. scores_pages: see `PackedRows`; rows in buffers leave no notes."""
         counts = self.row_counts if fixed_shape else None
-        if self.buffers is not None:
+        # With a fixed shape, chains only: in buffers a tree's row sums in another order than a chain's.
+        if self.buffers is not None and (counts is None or not any(span.parents for span in spans)):
             passes = [_in_buffers(spans, token_ids)] if counts is None else _in_fixed_shape(spans, token_ids, counts)
             if all(map(self.buffers.can_hold, passes)):
                 return PackedBatch(tuple((each.num_rows, each) for each in passes), token_ids)

@@ -285,10 +285,8 @@ def draft_tokens(
         scores = logits.to(torch.float32)
         best = scores.max(-1)
         return Drafts(best.indices, _confidence(scores, best.values), None, _ranked(scores, num_ranked))
-    coupled, histories = (
-        verification == "coupled",
-        [LogitRow(at, row.sampler, row.pending) for at, row in enumerate(rows)],
-    )
+    coupled = verification == "coupled"
+    histories = [LogitRow(at, row.sampler, row.pending) for at, row in enumerate(rows)]
     scores = process(logits.to(torch.float32, copy=True), histories)
     stream = Stream.TARGET if coupled else Stream.DRAFT
     drawn = _with_noise(scores, stream, histories, noise, winner_only=num_ranked == 0)

@@ -418,7 +418,6 @@ class LocalStages(Stages):
         )
         self.head.stopwatch = Stopwatch.of(runner.device, clock)
         self.num_steps = MAX_STEPS if runner.device.type == "cuda" else 1
-        # In buffers, the sums of a tree's row have another order than those of a chain's.
         self.takes_trees = runner.row_counts is None or runner.buffers is None
         self._clock = clock
         self._searches: list[_SearchUnderWay] = []

@@ -1,5 +1,6 @@
 """The deterministic mode in static buffers, as on a GPU: all passes but chunks have the same number of rows."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rayspec.decode.stages import LocalStages
 from rayspec.local_engine import load_engine
 from rayspec.model.row_counts import FIXED_IN_BUFFERS
 from rayspec.model.rows import RowSpan, one_run
+from rayspec.strategies.fixed import FixedPlan, static_plan
 from tests.engines import GREEDY, complete, tokens_of
 from tests.families import cases, checkpoint
 from tests.graph_driver import RecordingDriver
@@ -51,6 +53,21 @@ def test_texts_in_bfloat16_do_not_depend_on_strategy_or_batch(family: str) -> No
         assert plain == {64} if name == "ar" else 64 in plain  # drafts may have as many rows as sequences
         assert name == "ar" or engine.stats.num_draft_tokens > 0
     assert found == dict.fromkeys(found, found["ar", 1])
+
+
+@pytest.mark.usefixtures("_has_operators")
+def test_a_tree_of_a_strategy_of_the_users_own_runs_beside_the_buffers() -> None:
+    """The engine cannot know beforehand that the plans of such a strategy branch."""
+    known = cases(checkpoint("llama"), LENGTHS, MAX_TOKENS)
+    config = EngineConfig(
+        model=checkpoint("llama"), device="cpu", dtype="float32", deterministic=True, num_threads=1, max_model_len=256,
+        kv_cache_tokens=2048, max_num_seqs=2, max_num_batched_tokens=64, speculation=SpeculationOptions(strategy="ar"),
+    )  # fmt: skip
+    engine = load_engine(config, with_tokenizer=False)
+    branching = replace(static_plan((2, 5), 8, 3), tree_widths=(3, 3, 2, 2))
+    engine.replace_strategy(FixedPlan(branching))
+    assert tokens_of(complete(engine, known.prompts, GREEDY.replace(max_tokens=MAX_TOKENS))) == known.expected
+    assert engine.stats.num_draft_tokens > 3 * engine.stats.num_rounds, "there were branches"
 
 
 def test_a_chain_is_divided_where_splits_of_its_context_become_longer() -> None:
