@@ -76,6 +76,16 @@ def test_without_an_output_the_texts_are_printed_or_the_rows_and_nothing_is_kept
     )
 
 
+def test_ids_and_names_are_printed_as_they_are(run: Any, tmp_path: Path) -> None:
+    """The table's library would drop a tag, replace ":bug:" by a picture, and raise for a tag that closes nothing."""
+    rows = [{"id": name, "prompt": "a"} for name in ("[red]b[/red]", "[/c] :bug:", "d\x1b[2J\ne")]
+    write_rows(tmp_path / "in.jsonl", *rows)
+    result = run("generate", "in.jsonl", "-o", "[b]out.jsonl", *PLAIN, "--max-tokens", "1")
+    assert result.exit_code == 0, result.output
+    for shown in ("[red]b[/red]", "[/c] :bug:", r"d\x1b[2J\ne", "rows are in [b]out.jsonl"):
+        assert shown in result.stdout
+
+
 def test_the_saved_config_repeats_the_run(run: Any, tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", *report_rows(2))
     assert run("summarize", "in.jsonl", "-o", "a.jsonl", *PLAIN, "--max-tokens", "20").exit_code == 0

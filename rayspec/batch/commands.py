@@ -245,7 +245,7 @@ def _run_documents(
         justify: Literal["right", "left"] = "right" if each[1] else "left"
         table.add_column(", ".join(filter(None, each)), justify=justify, no_wrap=not each[1])
     for cells in report.listed:
-        table.add_row(*cells)
+        table.add_row(*("".join(c if c.isprintable() else repr(c)[1:-1] for c in cell) for cell in cells))
     console = output_console()
     console.print(table)
     folder, merged, _ = output_places(place, None)

@@ -78,7 +78,7 @@ def run_demo(
             f"Report: {report}. Rows: {output / 'auto' / 'summaries.parquet'}.",
             f"Your own documents: rayspec summarize FILES... -o summaries.parquet --model {for_own}",
         ):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, highlight=False, soft_wrap=True)
     raise typer.Exit(EXIT_OK if comparison.num_same == len(comparison.pairs) else EXIT_FAILED)
 
 

@@ -46,7 +46,7 @@ def bench(
             save_json(result, json)
 
         result = run_bench(bench_options(asked, **asked.given), say, keep=keep)
-        output_console().print(bench_markdown(result), markup=False, highlight=False, soft_wrap=True)
+        output_console().print(bench_markdown(result), highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -71,6 +71,6 @@ def selfcheck(
         save_json(found, json)
         rows = [[one["name"], one["status"], f"{one['seconds']:.1f}", one["found"]] for one in found["checks"]]
         table = markdown_table(("check", "status", "seconds", "found"), rows)
-        output_console().print(table, markup=False, highlight=False, soft_wrap=True)
+        output_console().print(table, highlight=False, soft_wrap=True)
     if not found["ok"]:
         raise typer.Exit(EXIT_FAILED)

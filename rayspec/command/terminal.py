@@ -26,19 +26,21 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 
 
 def output_console() -> Console:
-    """Return the console for results."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)  # width of tables in a file or a log
+    """Return the console for results. Texts are printed as they are: an id may look like markup."""
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 120  # of tables in a file or a log
+    return console
 
 
 def error_console() -> Console:
     """Return the console for progress and errors, which is not stdout, so that results can be piped."""
-    return Console(stderr=True)
+    return Console(stderr=True, markup=False, emoji=False)
 
 
 def say(line: str) -> None:
     """Print a line of progress."""
-    error_console().print(line, markup=False, highlight=False, soft_wrap=True)
+    error_console().print(line, highlight=False, soft_wrap=True)
 
 
 def save_json(content: Mapping[str, Any], path: Path | None) -> None:
@@ -95,5 +97,5 @@ def exit_on_sigterm() -> None:
 def fail(error: RayspecError | str, code: int) -> NoReturn:
     """End the process with a line on stderr and an exit code."""
     message = " ".join(str(error).split())
-    error_console().print(f"error: {message}", markup=False, highlight=False, soft_wrap=True)
+    error_console().print(f"error: {message}", highlight=False, soft_wrap=True)
     sys.exit(code)

@@ -74,7 +74,7 @@ def plan(*, model: Model, asked: Asked, json_: Json = None) -> None:
         options = asked.own_options(PlanOptions)
         report = rank_layouts(read_config(demo.local_path(model)), options)
         # Not cropped: flags to paste may be longer than a line.
-        output_console().print(plan_table(report), highlight=False, markup=False, crop=False)
+        output_console().print(plan_table(report), highlight=False, crop=False)
         save_json(plan_json(report), json_)
     raise typer.Exit(0 if report.fits else EXIT_FAILED)
 
