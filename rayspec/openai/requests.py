@@ -29,7 +29,8 @@ _MAX_MESSAGES = 2048
 _MESSAGE_CHARACTERS = 200  # names, and what a template adds
 _MAX_STOP_STRINGS, _MAX_STOP_CHARACTERS = 16, 1000
 _MAX_TOKENS_NAMED = 1024
-_MAX_RULES = 2**22  # allowed tokens, and characters of bad words, of all sequences: the engine reads them for each
+_MAX_ALLOWED_TOKENS = 2**22  # of all sequences: the engine reads them for each
+_MAX_BAD_CHARACTERS = 2**13  # the engine's thread tokenizes them, and compares the end of the text with them
 
 _PLAINLY = Rendering()
 ONLY_TIER = ("auto", "default")  # OpenAI's other tiers guarantee a price or a speed
@@ -203,11 +204,11 @@ class GenerationRequest(StrictBody):
         count = self.num_sequences
         if count > _MAX_SEQUENCES:
             raise invalid("n", f"{count} sequences (prompts times n); at most {_MAX_SEQUENCES}, split the request")
-        rules = {"allowed_token_ids": self.allowed_token_ids or (), "bad_words": "".join(self.bad_words or ())}
-        for field, rule in rules.items():
-            if len(rule) * count > _MAX_RULES:
-                of_each = f"{len(rule)} tokens or characters for each of {count} sequences"
-                raise invalid(field, f"{of_each}; at most {_MAX_RULES} in all, split the request")
+        if (num_allowed := len(self.allowed_token_ids or ())) * count > _MAX_ALLOWED_TOKENS:
+            of_each = f"{num_allowed} tokens for each of {count} sequences"
+            raise invalid("allowed_token_ids", f"{of_each}; at most {_MAX_ALLOWED_TOKENS} in all, split the request")
+        if (num_bad := sum(map(len, self.bad_words or ()))) > _MAX_BAD_CHARACTERS:
+            raise invalid("bad_words", f"{num_bad} characters; at most {_MAX_BAD_CHARACTERS} here, shorten them")
         return self
 
     @property
