@@ -102,7 +102,7 @@ def _measured(options: BenchOptions, config: EngineConfig, say: Callable[[str], 
         documents = _documents(prompts, options)
         ways: dict[str, _Way] = {
             BARE: partial(_by_llm, llm, prompts, params),
-            RAY_DATA: partial(_through_ray_data, pool, num_wanted=2 * config.max_num_seqs),
+            RAY_DATA: partial(_through_ray_data, pool, num_wanted=2 * config.num_seqs),
         }
         samples: dict[str, list[DataSample]] = {way: [] for way in ways}
         for repeat in range(1 + options.repeats):

@@ -120,7 +120,7 @@ def engine_of(parts: Decomposition, strategy: str, max_num_seqs: int) -> Engine:
     cache = KVCache(parts.shapes, size.num_slots, dtype=torch.float32, device=device, num_spare=1)
     buffers = StepBuffers(
         cache,
-        max_rows=padded_rows(config.max_num_batched_tokens + max_num_seqs * (MAX_TREE_ROWS + 1)),
+        max_rows=padded_rows(config.num_batched_tokens + max_num_seqs * (MAX_TREE_ROWS + 1)),
         max_sequences=padded_sequences(2 * max_num_seqs),
         max_places=_MAX_MODEL_LEN + 2 * MAX_TREE_ROWS,
         hidden_size=parts.config.hidden_size,

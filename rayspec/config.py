@@ -483,14 +483,9 @@ class OffloadOptions(Options):
     folder: str | None = Field(None, description="for the file on disk; unset: the system's for temporary files")
 
 
-# On a CPU, on a GPU.
-_MAX_NUM_SEQS, _MAX_NUM_BATCHED_TOKENS = (8, 64), (1024, 4096)
-
-
-def _is_on_gpu(given: Mapping[str, Any]) -> bool:
-    """Return whether an engine with these options is to run on a GPU: as `device` says, or as this machine has one."""
-    device = given.get("device", "auto")
-    return has_nvidia_gpu() if device == "auto" else str(device).startswith("cuda")
+# On a CPU, on a GPU, and on a large GPU.
+_MAX_NUM_SEQS, _MAX_NUM_BATCHED_TOKENS = (8, 64, 256), (1024, 4096, 8192)
+LARGE_GPU_BYTES = 70 * 2**30
 
 
 class EngineConfig(Options):
@@ -522,15 +517,14 @@ class EngineConfig(Options):
         description="format of reasoning in chat, which then is apart from the content; unset: only that of gpt-oss",
     )
     max_model_len: int | None = Field(None, ge=2, description="prompt and output tokens; unset: the model's own")
-    max_num_seqs: int = Field(
-        default_factory=lambda given: _MAX_NUM_SEQS[_is_on_gpu(given)],
-        ge=1,
-        description="sequences decoded at once; by default 8 on a CPU, 64 on a GPU",
+    max_num_seqs: int | None = Field(
+        None, ge=1, description="sequences decoded at once; unset: 8 on a CPU, 64 on a GPU, 256 on one from 70 GiB up"
     )
-    max_num_batched_tokens: int = Field(
-        default_factory=lambda given: _MAX_NUM_BATCHED_TOKENS[_is_on_gpu(given)],
+    max_num_batched_tokens: int | None = Field(
+        None,
         ge=16,
-        description="prompt tokens run between two decode rounds; by default 1024 on a CPU, 4096 on a GPU",
+        description="prompt tokens run between two decode rounds; unset: 1024 on a CPU, 4096 on a GPU, 8192 on one "
+        "from 70 GiB up",
     )
     kv_cache_tokens: int | None = Field(None, ge=16, description="tokens the KV cache holds; unset: from free memory")
     kv_cache_share: float | None = Field(
@@ -605,11 +599,35 @@ class EngineConfig(Options):
             )
         return self
 
+    def sized(self, gpu_bytes: int | None) -> Self:
+        """Return the config with numbers where `max_num_seqs` and `max_num_batched_tokens` are unset. gpu_bytes: memory
+        of the GPU that runs the engine; None: it runs on a CPU."""
+        size = 0 if gpu_bytes is None else 2 if gpu_bytes >= LARGE_GPU_BYTES else 1
+        return self.replace(
+            max_num_seqs=self.max_num_seqs or _MAX_NUM_SEQS[size],
+            max_num_batched_tokens=self.max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS[size],
+        )
+
+    @property
+    def num_seqs(self) -> int:
+        """`max_num_seqs`. If it is unset, and it is not known which GPU runs the engine (see `sized`), the default of a
+        small one where `device`, or this machine, has a GPU."""
+        return self.max_num_seqs or _MAX_NUM_SEQS[self._is_on_gpu]
+
+    @property
+    def num_batched_tokens(self) -> int:
+        """`max_num_batched_tokens`, or a default as in `num_seqs`."""
+        return self.max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS[self._is_on_gpu]
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return has_nvidia_gpu() if self.device == "auto" else self.device.startswith("cuda")
+
     @property
     def num_tap_tokens(self) -> int:
         """Number of tokens with a tap (see SpeculationOptions), over all sequences."""
         speculation = self.speculation
-        return speculation.num_tap_tokens * (self.max_num_seqs if speculation.strategy == "knn-ssd" else 1)
+        return speculation.num_tap_tokens * (self.num_seqs if speculation.strategy == "knn-ssd" else 1)
 
 
 class EngineKeywords(TypedDict, total=False):
@@ -631,8 +649,8 @@ class EngineKeywords(TypedDict, total=False):
     tool_call_parser: ToolCallParser | None
     reasoning_parser: ReasoningParser | None
     max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
     kv_cache_tokens: int | None
     kv_cache_share: float | None
     gpu_memory_utilization: float | None

@@ -482,7 +482,7 @@ def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
     from rayspec.ops.plan.auto import with_layout  # noqa: PLC0415
 
     config = EngineConfig(model=model, **{**options, "parallel": None})
-    return with_layout(config, keep_max_num_seqs="max_num_seqs" in options)
+    return with_layout(config)
 
 
 def _checked(requests: Iterable[Any]) -> Iterator[Request]:

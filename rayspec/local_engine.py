@@ -18,6 +18,7 @@ from rayspec.decode.loading import (
     cache_size,
     choices_here,
     copies_for_drafts,
+    gpu_bytes,
     load_weights,
     make_engine,
     make_runner,
@@ -50,10 +51,12 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     """
     torch.set_num_threads(asked_threads(config.num_threads) or num_cores())
 
+    device = resolve_device(config.device)
+
     def load() -> Engine:
-        with on_device(resolve_device(config.device)), LoadLock(user_folder(config.profile_cache)) as lock:
+        with on_device(device), LoadLock(user_folder(config.profile_cache)) as lock:
             lock.share()
-            return _load(config, with_tokenizer, lock)
+            return _load(config.sized(gpu_bytes(device)), with_tokenizer, lock)
 
     return in_thread_of_its_own(load)
 
@@ -115,7 +118,7 @@ def _local_engine(
     num_tokens = config.kv_cache_tokens
     if num_tokens is None:
         fitting = affordable_slots(config, parts, device, pass_bytes=bytes_of_passes(config, parts))
-        num_tokens = min(config.max_num_seqs * info.max_model_len, fitting)
+        num_tokens = min(config.num_seqs * info.max_model_len, fitting)
     num_slots = whole_pages(num_tokens)
     window = max(parts.windows.values(), default=None)
     size = cache_size(config, num_slots, window)
@@ -152,7 +155,7 @@ def _whole_engine(config: EngineConfig, model: PreTrainedModel, reason: str, inf
     config = for_undivided(config, reason)
     threads = Threads.of_all_passes(asked_threads(config.num_threads) or num_cores())
     span = WholeSpan(model, threads=threads)
-    num_tokens = config.max_num_seqs * info.max_model_len
+    num_tokens = config.num_seqs * info.max_model_len
     if config.kv_cache_tokens is None:
         num_tokens = min(num_tokens, affordable_tokens(config, model))
     num_slots = whole_pages(config.kv_cache_tokens or num_tokens)

@@ -84,7 +84,7 @@ SAME_NAME: Mapping[str, Mapping[Any, Any]] = {
 }
 """Options of vLLM's name, with values of vLLM's that are called otherwise here."""
 
-_NONE_IS_DEFAULT = ("dtype", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "trust_remote_code")
+_NONE_IS_DEFAULT = ("dtype", "enable_prefix_caching", "trust_remote_code")
 
 CALLS: Mapping[str, Argument] = _table("calls")
 """Arguments of `generate` and `chat`."""

@@ -176,9 +176,9 @@ def windowed_pages(
     needed = WindowedPages.num_slots_needed(
         max(windows),
         NUM_BEHIND,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.num_seqs,
         max_rows=max_rows,
-        max_prefill_tokens=config.max_num_batched_tokens,
+        max_prefill_tokens=config.num_batched_tokens,
         num_cohorts=num_cohorts,
     )
     return WindowedPages(needed, max(windows), NUM_BEHIND) if is_forced or needed < num_slots else None
@@ -254,11 +254,11 @@ def engine_with(
         scheduler=Scheduler(
             config.kv_cache_tokens,
             windowed=windowed,
-            max_num_seqs=config.max_num_seqs,
-            max_prefill_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.num_seqs,
+            max_prefill_tokens=config.num_batched_tokens,
             lookahead=max_draft_tokens,
             num_beside=num_beside,
-            chunk_grid=config.max_num_batched_tokens if config.deterministic else None,
+            chunk_grid=config.num_batched_tokens if config.deterministic else None,
             shares_pages=config.enable_prefix_caching,
         ),
         strategy=strategy,

@@ -80,15 +80,19 @@ def test_what_is_offloaded_is_not_split() -> None:
 
 
 def test_capacity_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capacity(**options: Any) -> tuple[int, int]:
-        made = EngineConfig(model="m", **options)
-        return made.max_num_seqs, made.max_num_batched_tokens
+    def capacity(made: EngineConfig) -> tuple[int, int]:
+        return made.num_seqs, made.num_batched_tokens
 
-    assert capacity(device="cpu") == (8, 1024)
-    assert capacity(device="cuda:1") == (64, 4096)
-    assert capacity(device="cuda", max_num_seqs=3) == (3, 4096)
+    unset = EngineConfig(model="m")
+    assert capacity(unset.replace(device="cpu")) == (8, 1024)
+    assert capacity(unset.replace(device="cuda:1")) == (64, 4096)
+    assert capacity(EngineConfig(model="m", device="cuda", max_num_seqs=3)) == (3, 4096)
+    for gpu_bytes, expected in ((None, (8, 1024)), (24 * 2**30, (64, 4096)), (79 * 2**30, (256, 8192))):
+        made = unset.sized(gpu_bytes)
+        assert (made.max_num_seqs, made.max_num_batched_tokens) == expected
+        assert made.sized(0) == made
     monkeypatch.setattr(config_module, "has_nvidia_gpu", lambda: True)
-    assert capacity() == (64, 4096)
+    assert capacity(unset) == (64, 4096)
 
 
 @pytest.mark.parametrize("layout", ["auto", "atuo"])

@@ -175,3 +175,33 @@ def test_a_ray_that_cannot_start_is_an_error_and_leaves_no_processes(tmp_path: P
     assert "ClusterStartError: Ray could not start on this machine (" in found
     assert str(folder) in found
     require_none_below(folder)
+
+
+_SIZES = """
+import sys, ray
+from rayspec.config import EngineConfig
+from rayspec.pipeline.placement import sized
+from rayspec.serve.app import _sized
+from rayspec.serve.options import LLMConfig
+ray.init(num_cpus=1, num_gpus=1, resources={sys.argv[1]: 1.0}, include_dashboard=False)
+engines = [sized(EngineConfig(model="m", device=device)) for device in ("auto", "cpu")]
+print([(one.num_seqs, one.num_batched_tokens) for one in engines])
+served = _sized(LLMConfig(model_loading_config={"model_id": "m"}, engine_kwargs={"max_num_batched_tokens": 99}))
+print((served.num_places, served.engine.num_batched_tokens), served.max_ongoing_requests)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "seqs", "tokens"), few_of([("H100", 256, 8192), ("L4", 64, 4096)], [("H100", 256, 8192)])
+)
+def test_sizes_are_those_of_the_clusters_gpus_where_this_process_has_none(
+    name: str, seqs: int, tokens: int, tmp_path: Path
+) -> None:
+    hidden = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")  # Ray counts no more GPUs than are visible
+    environment = {key: value for key, value in os.environ.items() if key not in hidden}
+    found = subprocess.run(
+        [sys.executable, "-c", _SIZES, f"accelerator_type:{name}"],
+        env=environment | {"RAY_TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[-2:] == [f"[({seqs}, {tokens}), (8, 1024)]", f"({seqs}, 99) {2 * seqs}"]

@@ -378,7 +378,7 @@ class CompletedRows:
     def __init__(self, submit: Callable[[Row], Future[Row]], rows: Iterator[Row], *, num_wanted: int) -> None:
         self._submit, self._rows = submit, rows
         self._thread = threading.Thread(target=self._feed, name="rayspec-feeder", daemon=True)
-        self._room = threading.Semaphore(num_wanted)
+        self._num_wanted, self._room = num_wanted, threading.Semaphore(num_wanted)
         self._done: queue.SimpleQueue[Row | Exception | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_ended = False
@@ -391,6 +391,13 @@ class CompletedRows:
     def __exit__(self, *_: object) -> None:
         self._end()
         self._thread.join(10.0)
+
+    def want(self, num_wanted: int) -> int:
+        """Raise the number of rows under way, if it was lower, and return it."""
+        if num_wanted > self._num_wanted:
+            self._room.release(num_wanted - self._num_wanted)
+            self._num_wanted = num_wanted
+        return self._num_wanted
 
     def _feed(self) -> None:
         try:
@@ -545,15 +552,16 @@ class Job:
         if drain.requested:  # SIGTERM came before the pool existed
             pool.drain()
         engine, failure = self.task.settings.engine, None
-        num_wanted = 2 * engine.max_num_seqs * (engine.parallel.replicas if engine.parallel is not None else 1)
+        num_wanted = 2 * (engine.parallel.replicas if engine.parallel is not None else 1)
+        under_way = CompletedRows(pool.submit, rows, num_wanted=num_wanted * engine.num_seqs)
         try:
-            with CompletedRows(pool.submit, rows, num_wanted=num_wanted) as completed:
+            with under_way as completed:
                 say(f"loading model {engine.model!r}")
                 config = pool.begin()
                 with folder.naming_output():
                     folder.location.join(CONFIG_NAME).write(yaml.safe_dump(config, sort_keys=False).encode())
                 folder.note({"config": config})
-                report.num_under_way = num_wanted
+                report.num_under_way = under_way.want(num_wanted * config["max_num_seqs"])
                 with showing_progress(report, error_console()) as show:
                     for row in completed:
                         if not row.is_final:

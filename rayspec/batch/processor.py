@@ -20,6 +20,7 @@ from rayspec.batch.ray_backend import patient
 from rayspec.batch.rows import Handler, RowEngineFactory, RowTask
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, Settings
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.pipeline.placement import sized
 from rayspec.pool.supervisor import start_supervisor
 from rayspec.pool.worker import answer, errors_of_actor, num_engines
 from rayspec.prompts import without_nulls
@@ -77,8 +78,8 @@ class ProcessorConfig(Options):
         """Number of batches under way at the same time. Raises ConfigError."""
         if self.max_concurrent_batches is not None:
             return self.max_concurrent_batches
-        config = self.engine
-        num_wanted = 2 * config.max_num_seqs * num_engines(config)  # as `EngineLoop.num_wanted`
+        config = sized(self.engine) if ray.is_initialized() else self.engine
+        num_wanted = 2 * config.num_seqs * num_engines(config)  # as `EngineLoop.num_wanted`
         # A new batch comes when the last row of a batch is done; on average, half of its rows are done before.
         num_rows = (min(self.batch_size, _MAX_ROWS_OF_A_BATCH) + 1) / 2
         return max(_MIN_BATCHES, math.ceil(num_wanted / num_rows))

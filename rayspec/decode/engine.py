@@ -238,7 +238,7 @@ class Engine:
         """Schedule the next step of the cohort, choose the drafts of its round, and run its work."""
         busy = {one.cohort for one in self._under_way}
         # After a few rounds with chunks, one without: strategies learn only from the time of such a round.
-        most = self.config.max_num_batched_tokens if self._num_mixed[cohort] < _MOST_MIXED else 0
+        most = self.config.num_batched_tokens if self._num_mixed[cohort] < _MOST_MIXED else 0
         # Wait a short time for the masks of the cohort's sequences; if none can run without, a little longer.
         members = self._scheduler.members(cohort)
         late = [one.constraint for one in members if one.constraint is not None and not one.constraint.wait()]

@@ -137,7 +137,7 @@ class EngineLoop:
 
     @property
     def num_wanted(self) -> int:
-        return 2 * self.info.config.max_num_seqs
+        return 2 * self.info.config.num_seqs
 
     @property
     def load(self) -> EngineLoad:

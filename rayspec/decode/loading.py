@@ -158,7 +158,7 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
     if has_kernels(config, parts):
         runner.on_loss = partial(_note_loss, _verdict_file(config, parts))
         if graphs is not None:
-            buckets = decode_and_verify_buckets(config.max_num_seqs, _num_draft_tokens(config))
+            buckets = decode_and_verify_buckets(config.num_seqs, _num_draft_tokens(config))
             drafts = drafts_by_copies(config.speculation.draft_weights, ways_of(parts, choices))
             if counts is None:
                 _warm_up(runner, graphs, buckets, drafts.values())
@@ -292,9 +292,9 @@ def _num_windowed_slots(config: EngineConfig, window: int) -> int:
     return WindowedPages.num_slots_needed(
         window,
         _NUM_BEHIND,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.num_seqs,
         max_rows=_lookahead(config) + config.speculation.num_branch_tokens,
-        max_prefill_tokens=config.max_num_batched_tokens,
+        max_prefill_tokens=config.num_batched_tokens,
         num_cohorts=config.parallel.num_cohorts if config.parallel is not None else 1,
     )
 
@@ -315,11 +315,11 @@ def make_scheduler(config: EngineConfig, size: CacheSize, *, window: int | None,
         windowed=WindowedPages(size.num_windowed_slots, window, _NUM_BEHIND)
         if window and size.num_windowed_slots
         else None,
-        max_num_seqs=config.max_num_seqs,
-        max_prefill_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.num_seqs,
+        max_prefill_tokens=config.num_batched_tokens,
         lookahead=_lookahead(config),
         num_beside=config.speculation.num_branch_tokens,
-        chunk_grid=config.max_num_batched_tokens if config.deterministic else None,
+        chunk_grid=config.num_batched_tokens if config.deterministic else None,
         num_cohorts=num_cohorts,
         shares_pages=config.enable_prefix_caching,
     )
@@ -354,8 +354,8 @@ def make_buffers(config: EngineConfig, parts: Decomposition, cache: KVCache, max
         return None
     return StepBuffers(
         cache,
-        max_rows=padded_rows(config.max_num_batched_tokens + config.max_num_seqs * (MAX_TREE_ROWS + 1)),
-        max_sequences=padded_sequences(2 * config.max_num_seqs),
+        max_rows=padded_rows(config.num_batched_tokens + config.num_seqs * (MAX_TREE_ROWS + 1)),
+        max_sequences=padded_sequences(2 * config.num_seqs),
         max_places=_max_places(config, max_model_len),
         hidden_size=parts.config.get_text_config().hidden_size,
         dtype=parts.dtype,
@@ -418,8 +418,8 @@ def bytes_of_passes(config: EngineConfig, parts: Decomposition) -> int:
     return rehearse(
         parts,
         make,
-        num_prompt_rows=config.max_num_batched_tokens,
-        num_sequences=config.max_num_seqs,
+        num_prompt_rows=config.num_batched_tokens,
+        num_sequences=config.num_seqs,
         rows_each=1 + _num_draft_tokens(config),
         max_model_len=max_model_len,
     )
@@ -449,7 +449,7 @@ def affordable_tokens(config: EngineConfig, model: PreTrainedModel, *, num_shari
     own. Raises CheckpointError for fewer than 16."""
     of_token, of_sequence = cache_bytes(model)
     budget = _cache_budget(config, model.device, num_sharing, 0)
-    left = budget - config.max_num_seqs * of_sequence
+    left = budget - config.num_seqs * of_sequence
     return _enough(int(left / max(of_token, 1)), budget, model.device, num_sharing)
 
 
@@ -472,6 +472,11 @@ def _enough(affordable: int, budget: float, device: torch.device, num_sharing: i
 
 def total_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[1]
+
+
+def gpu_bytes(device: torch.device) -> int | None:
+    """Return the memory of a GPU; None for a CPU."""
+    return total_bytes(device) if device.type == "cuda" else None
 
 
 def free_bytes(device: torch.device) -> int:

@@ -16,7 +16,7 @@ from rayspec.decode.loading import allowed_copies, make_engine, model_info
 from rayspec.model.kv_cache import whole_pages
 from rayspec.model.sizes import ModelSizes, model_sizes, quantisation_of, quantised_bytes
 from rayspec.model.weights import load_config, num_layers
-from rayspec.pipeline.placement import gpus_per_shard
+from rayspec.pipeline.placement import gpus_per_shard, sized
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.replica import Replica
 from rayspec.pipeline.shard import Blueprint, Shard
@@ -39,7 +39,7 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
     Raises ConfigError, CheckpointError, PlacementError, and UnsupportedModelError for a model whose layers stages
     cannot divide.
     """
-    options = config.parallel or ParallelOptions()
+    config, options = sized(config), config.parallel or ParallelOptions()
     model = load_config(config)
     sizes = _sizes(config, options, model)
     if not sizes.splits:
@@ -56,7 +56,7 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
         costs=_costs(config, options, sizes, info.max_model_len),
         vocab_size=info.vocab_size,
         hidden_size=model.get_text_config().hidden_size,
-        num_slots=whole_pages(config.kv_cache_tokens or config.max_num_seqs * info.max_model_len),
+        num_slots=whole_pages(config.kv_cache_tokens or config.num_seqs * info.max_model_len),
         window=window,
         splits=sizes.splits,
         num_gpus=num_gpus,
@@ -175,7 +175,7 @@ def _costs(config: EngineConfig, options: ParallelOptions, sizes: ModelSizes, ma
         layers=tuple(
             cost(
                 layer.weight_bytes,
-                layer.kv_bytes_read(max_model_len) + config.max_num_seqs * layer.state_bytes,
+                layer.kv_bytes_read(max_model_len) + config.num_seqs * layer.state_bytes,
                 layer.copy_bytes,
             )
             for layer in sizes.layers

@@ -19,10 +19,12 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.config import LARGE_GPU_BYTES, EngineConfig, ParallelOptions
 from rayspec.types import ConfigError, RayspecError
 
 _GROUP_PREFIX = "rayspec:"
+# Ray's resource of a node names its GPUs. All of these have at least `LARGE_GPU_BYTES`, which not every A100 has.
+_TYPE, _LARGE_GPUS = "accelerator_type:", ("A100-80G", "B200", "B300", "GB200", "GB300", "GH200", "H100", "H20", "H200")
 # One thread runs `serve` until the process ends; the others answer calls meanwhile.
 _MAX_CONCURRENCY = 4
 
@@ -180,6 +182,17 @@ def first_line(error: BaseException) -> str:
 def wants_gpu(config: EngineConfig) -> bool:
     """Return whether the engine's own process needs a GPU. With shards it does not: they have GPUs of their own."""
     return config.parallel is None and _runs_on_gpu(config)
+
+
+def sized(config: EngineConfig) -> EngineConfig:
+    """Return the config with numbers where `max_num_seqs` and `max_num_batched_tokens` are unset, by the GPUs of the
+    cluster: this process may have none. Ray must be running."""
+    if not _runs_on_gpu(config):
+        return config.sized(None)
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    having = [node["Resources"] for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
+    are_large = bool(having) and all(any(_TYPE + name in node for name in _LARGE_GPUS) for node in having)
+    return config.sized(LARGE_GPU_BYTES if are_large else 0)
 
 
 def gpus_per_shard(config: EngineConfig, options: ParallelOptions) -> float:

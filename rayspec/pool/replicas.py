@@ -51,7 +51,7 @@ class Replicas:
 
     @property
     def num_wanted(self) -> int:
-        return 2 * self.info.config.max_num_seqs * self._num_replicas
+        return 2 * self.info.config.num_seqs * self._num_replicas
 
     @property
     def is_recovering(self) -> bool:

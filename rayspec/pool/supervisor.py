@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import ray
 
 from rayspec.decode.engine_loop import EngineDeadError, LoopThread
-from rayspec.pipeline.placement import PlacementError
+from rayspec.pipeline.placement import PlacementError, sized
 from rayspec.pipeline.recovery import Restarts
 from rayspec.pool.dispatch import Dispatch, Slot, part_hashes
 from rayspec.pool.worker import Beginning, Callback, CommonDType, EngineFactory, RemoteEngine, WorkerMethod, num_engines
@@ -341,7 +341,7 @@ def supervision(factory: EngineFactory, max_restarts: int) -> dict[str, Any]:
         "start": partial(RemoteEngine, factory, CommonDType()),
         "num_engines": num_engines(factory.engine),
         "max_restarts": max_restarts,
-        "max_items": math.ceil(_SURPLUS * factory.engine.max_num_seqs),
+        "max_items": math.ceil(_SURPLUS * sized(factory.engine).num_seqs),
         "silence_s": 60.0,  # a busy machine may keep a process waiting for seconds
         "beginning": factory.beginning,
     }

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rayspec.config import KV_CACHE_SHARE, EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import Client, EngineDeadError
-from rayspec.pipeline.placement import PlacementError, gpus_per_shard, remove_orphaned_groups, wants_gpu
+from rayspec.pipeline.placement import PlacementError, gpus_per_shard, remove_orphaned_groups, sized, wants_gpu
 from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
 from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestError
 
@@ -355,7 +355,7 @@ class RemoteEngine:
 
 def start_worker(factory: EngineFactory) -> Any:
     """Start an EngineWorker and return its actor handle. Ray does not restart it: its callers get the error."""
-    config = config_of_one(factory.engine)
+    config = sized(config_of_one(factory.engine))
     num_sharing = engines_of_a_place(factory.engine)
     if num_sharing > 1:
         on_gpu = gpus_per_shard(factory.engine, factory.engine.parallel or ParallelOptions()) > 0

@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.config import AutoscalingConfig
 
-from rayspec.pipeline.placement import wants_gpu
+from rayspec.pipeline.placement import sized, wants_gpu
 from rayspec.serve import watch
 from rayspec.serve.access import ANY, ApiKeys
 from rayspec.serve.batch_runner import BatchRunner
@@ -55,6 +55,7 @@ def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
     if not ray.is_initialized():
         ray.init()
     options = serve_options(args, environment=os.environ)
+    options = options.replace(llm_configs=tuple(map(_sized, options.llm_configs)))
     models = bind_models(options)
     own = options.ingress_deployment_config
     deployment = _deployment(
@@ -74,6 +75,13 @@ def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
         num_ingresses=own.num_replicas or 1,
     )
     return app
+
+
+def _sized(config: LLMConfig) -> LLMConfig:
+    """Return the config with the sizes of its engines, which admission goes by in other processes."""
+    engine = sized(config.engine)
+    sizes = {"max_num_seqs": engine.num_seqs, "max_num_batched_tokens": engine.num_batched_tokens}
+    return config.replace(engine_kwargs=config.engine_kwargs | sizes)
 
 
 def bind_runner(options: ServeOptions, models: Mapping[str, Any]) -> serve.Application | None:

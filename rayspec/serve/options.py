@@ -106,7 +106,7 @@ class LLMConfig(Options):
     @property
     def num_places(self) -> int:
         """Number of sequences that one replica decodes at once. All cohorts of an engine share its `max_num_seqs`."""
-        return self.engine.max_num_seqs
+        return self.engine.num_seqs
 
     @property
     def max_ongoing_requests(self) -> int:

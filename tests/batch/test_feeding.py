@@ -82,6 +82,20 @@ def test_reading_begins_before_the_first_row_is_taken() -> None:
         assert len(list(results)) == 2
 
 
+def test_more_rows_are_under_way_when_more_are_wanted() -> None:
+    given: list[Row] = []
+
+    def submit(row: Row) -> Future[Row]:
+        given.append(row)
+        return Future()
+
+    under_way = CompletedRows(submit, iter(documents(*"a" * 40)), num_wanted=4)
+    with under_way:
+        wait_until(lambda: len(given) == 4)
+        assert (under_way.want(2), under_way.want(9)) == (4, 9)
+        wait_until(lambda: len(given) == 9)
+
+
 @pytest.mark.parametrize(("word", "kind"), [("deadly", "engine_killed"), ("unsendable", "request")])
 def test_a_row_that_is_at_fault_is_final_and_the_others_go_on(word: str, kind: str) -> None:
     results = completed(documents("a", word, *"b" * 40), Pool())

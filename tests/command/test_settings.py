@@ -24,7 +24,7 @@ def test_overrides_and_flags_win_over_the_file(tmp_path: Path) -> None:
         sampling=SamplingParams(max_tokens=99, temperature=0.0),
     )
     engine, speculation = settings.engine, settings.engine.speculation
-    assert (engine.model, engine.max_num_seqs, engine.dtype, engine.device) == ("m", 4, "float16", "auto")
+    assert (engine.model, engine.num_seqs, engine.dtype, engine.device) == ("m", 4, "float16", "auto")
     assert (speculation.strategy, speculation.gate, speculation.exit_layer) == ("knapspec", False, 4)
     assert (settings.sampling.max_tokens, settings.sampling.temperature) == (99, 0.5)
 

@@ -461,8 +461,8 @@ def loop_engine(
             scheduler=Scheduler(
                 kv_cache_tokens,
                 windowed=windowed,
-                max_num_seqs=config.max_num_seqs,
-                max_prefill_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.num_seqs,
+                max_prefill_tokens=config.num_batched_tokens,
                 lookahead=max_draft_tokens,
                 num_beside=num_beside,
                 num_cohorts=config.parallel.num_cohorts,

@@ -36,7 +36,7 @@ def test_the_names_of_ray_serve_llm_are_understood() -> None:
     ).llm_configs[0]
     engine = config.engine
     assert (config.model_id, engine.model, engine.tokenizer) == ("served", "org/model", "org/other")
-    assert (engine.dtype, engine.max_num_seqs, engine.speculation.strategy) == ("float32", 3, "ar")
+    assert (engine.dtype, engine.num_seqs, engine.speculation.strategy) == ("float32", 3, "ar")
     assert config.max_ongoing_requests == 6
 
 

@@ -26,27 +26,25 @@ from rayspec.types import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def with_layout(config: EngineConfig, *, keep_max_num_seqs: bool) -> EngineConfig:
+def with_layout(config: EngineConfig) -> EngineConfig:
     """Return the config with `parallel` set for the GPUs of the Ray cluster or, without a cluster, of this machine.
 
-    keep_max_num_seqs: see `laid_out`. Without GPUs, and where the device is not CUDA, the config stays unchanged, and
+    Without GPUs, and where the device is not CUDA, the config stays unchanged, and
     the model runs in this process. Raises ConfigError.
     """
     nodes = found_gpus() if config.device in ("auto", "cuda") else ()
     if not nodes:
         return config
-    return laid_out(config, load_config(config), nodes, keep_max_num_seqs=keep_max_num_seqs)
+    return laid_out(config, load_config(config), nodes)
 
 
-def laid_out(
-    config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequence[Gpu]], *, keep_max_num_seqs: bool
-) -> EngineConfig:
-    """Return the config with the best layout. nodes: the GPUs of each node with GPUs. keep_max_num_seqs: whether the
-    user has chosen `max_num_seqs`; if not, it follows from the default concurrency of `rayspec plan`, halved until the
-    model fits. Raises ConfigError where the model does not fit."""
+def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequence[Gpu]]) -> EngineConfig:
+    """Return the config with the best layout. nodes: the GPUs of each node with GPUs. Without `max_num_seqs`, that is
+    the default concurrency of `rayspec plan`, halved until the model fits. Raises ConfigError where it does not."""
     usual = PlanOptions.model_fields
     context = usual_context(model) if config.max_model_len is None else resolve_max_model_len(config, model)
-    most = config.max_num_seqs if keep_max_num_seqs else usual["concurrency"].default
+    usual_seqs: int = usual["concurrency"].default
+    fewer = [usual_seqs >> power for power in range(usual_seqs.bit_length())]
     options = PlanOptions(  # of the equivalent `rayspec plan`
         gpus=gpus_spec([gpu for node in nodes for gpu in node]),
         gpus_per_node=min(map(len, nodes)),
@@ -55,15 +53,18 @@ def laid_out(
         quantization=quantisation_of(model, config.quantization_config),
         draft_weights=config.speculation.draft_weights,
         dtype=config.dtype,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens or usual["max_num_batched_tokens"].default,
     )
-    for concurrency in [most] if keep_max_num_seqs else [most >> power for power in range(most.bit_length())]:
+    for concurrency in [config.max_num_seqs] if config.max_num_seqs else fewer:
         best = rank_layouts(model, options.replace(concurrency=concurrency)).best
         if best.fits:
             logger.info("on %s: %s", options.gpus, best.title)
-            sequences = config.max_num_seqs if keep_max_num_seqs else best.concurrency
-            parallel = ParallelOptions(**best.parallel) if best.parallel else None
-            return config.replace(parallel=parallel, max_model_len=options.num_tokens, max_num_seqs=sequences)
+            return config.replace(
+                parallel=ParallelOptions(**best.parallel) if best.parallel else None,
+                max_model_len=options.num_tokens,
+                max_num_seqs=config.max_num_seqs or best.concurrency,
+                max_num_batched_tokens=options.max_num_batched_tokens,
+            )
     raise ConfigError(
         f"option 'parallel' is 'auto': {best.missing_bytes / 2**30:.1f} GiB are missing on {options.gpus}, even with "
         f"{best.title}; use more GPUs, a shorter max_model_len, fewer max_num_seqs or quantized weights"

@@ -10,7 +10,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from rayspec.config import EngineConfig
 from rayspec.ops.plan.forecast import EFFICIENCY, Performance, Ranking
 from rayspec.ops.plan.gpus import DEFAULT_GPUS_PER_NODE
 from rayspec.ops.plan.options import PUBLISHED_ACCEPTANCE, PlanOptions
@@ -26,9 +25,7 @@ def flags_of(layout: Layout, options: PlanOptions) -> dict[str, str | None]:
     different kinds of GPUs, which Ray could not distinguish. options: with a context."""
     dtype = {} if options.dtype == "auto" else {"dtype": options.dtype}
     engine: dict[str, Any] = {"max_model_len": options.num_tokens, "max_num_seqs": layout.concurrency}
-    if options.max_num_batched_tokens != EngineConfig(model="any", device="cuda").max_num_batched_tokens:
-        engine["max_num_batched_tokens"] = options.max_num_batched_tokens
-    engine |= dtype
+    engine |= {"max_num_batched_tokens": options.max_num_batched_tokens} | dtype
     arguments = engine | ({"parallel": layout.parallel} if layout.parallel else {})
     copy: dict[str, Any] = {"gpus": layout.groups[0].options.gpus, "stages": layout.stages, "tensor": layout.tensor}
     copy |= {"context": options.num_tokens, "concurrency": layout.concurrency}

@@ -30,7 +30,7 @@ def config(**options: Any) -> EngineConfig:
     ("model", "gpus", "count"), few_of([(SMALL, "4xH100", 2), (LLAMA_70B, "4xH100", 2)], [(SMALL, "4xH100", 2)])
 )
 def test_the_layout_is_the_planners(model: LlamaConfig, gpus: str, count: int) -> None:
-    chosen = laid_out(config(), model, nodes(gpus, count), keep_max_num_seqs=False)
+    chosen = laid_out(config(), model, nodes(gpus, count))
     spec = f"{count}x{gpus}"
     best = rank_layouts(model, PlanOptions(gpus=spec)).best
     assert chosen.parallel == ParallelOptions(stages=best.stages, tensor=best.tensor, replicas=best.replicas)
@@ -48,29 +48,29 @@ def test_the_context_is_one_that_the_model_has(rope: dict[str, Any] | None, long
     if rope is not None:
         factors = {name: [1.0] * 64 for name in ("short_factor", "long_factor")}
         model.rope_parameters = rope | factors | {"rope_theta": 1e4}
-    chosen = laid_out(config(), model, nodes("1xH100"), keep_max_num_seqs=False)
+    chosen = laid_out(config(), model, nodes("1xH100"))
     assert chosen.max_model_len == resolve_max_model_len(config(), model) == longest
     with pytest.raises(ConfigError, match=f"'max_model_len' is {longest + 1}"):
-        laid_out(config(max_model_len=longest + 1), model, nodes("1xH100"), keep_max_num_seqs=False)
+        laid_out(config(max_model_len=longest + 1), model, nodes("1xH100"))
 
 
 def test_where_memory_is_short_fewer_sequences_run_at_once_and_what_the_user_named_stays() -> None:
-    chosen = laid_out(config(), LLAMA_8B, nodes("1xH100"), keep_max_num_seqs=False)
+    chosen = laid_out(config(), LLAMA_8B, nodes("1xH100"))
     assert (chosen.parallel, chosen.max_num_seqs, chosen.max_model_len) == (None, 16, 16384)
-    chosen = laid_out(config(max_num_seqs=4, max_model_len=2048), LLAMA_8B, nodes("2xH100"), keep_max_num_seqs=True)
+    chosen = laid_out(config(max_num_seqs=4, max_model_len=2048), LLAMA_8B, nodes("2xH100"))
     assert (chosen.max_num_seqs, chosen.max_model_len) == (4, 2048)
 
 
 def test_quantised_layers_are_not_cut_into_ranks() -> None:
     int8 = {"quant_method": "torchao", "quant_type": {"default": "int8"}}
-    chosen = laid_out(config(quantization_config=int8), LLAMA_70B, nodes("8xH100"), keep_max_num_seqs=False)
+    chosen = laid_out(config(quantization_config=int8), LLAMA_70B, nodes("8xH100"))
     assert chosen.parallel is not None
     assert chosen.parallel.tensor == 1
 
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'parallel' is 'auto': [\d.]+ GiB are missing on 1xH100-80G, even with"):
-        laid_out(config(), LLAMA_70B, nodes("1xH100"), keep_max_num_seqs=False)
+        laid_out(config(), LLAMA_70B, nodes("1xH100"))
 
 
 def test_without_gpus_the_model_is_in_this_process() -> None:
