@@ -191,17 +191,18 @@ print((served.num_places, served.engine.num_batched_tokens), served.max_ongoing_
 """
 
 
+@pytest.mark.ray
 @pytest.mark.parametrize(
     ("name", "seqs", "tokens"), few_of([("H100", 256, 8192), ("L4", 64, 4096)], [("H100", 256, 8192)])
 )
 def test_sizes_are_those_of_the_clusters_gpus_where_this_process_has_none(
-    name: str, seqs: int, tokens: int, tmp_path: Path
+    name: str, seqs: int, tokens: int, ray_folder: Path
 ) -> None:
     hidden = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES")  # Ray counts no more GPUs than are visible
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     found = subprocess.run(
         [sys.executable, "-c", _SIZES, f"accelerator_type:{name}"],
-        env=environment | {"RAY_TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=False,
+        env=environment | {"RAY_TMPDIR": str(ray_folder)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines()[-2:] == [f"[({seqs}, {tokens}), (8, 1024)]", f"({seqs}, 99) {2 * seqs}"]
