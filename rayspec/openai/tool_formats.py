@@ -133,12 +133,20 @@ class CallParser:
     """Divides an output into content and calls. The pieces join to the same result however the text is cut.
 
     Spaces around calls are no content. A text that begins like a call and is no call is content. schemas: the JSON
-    schema of each function's arguments, by its name. is_parallel: if not, calls after the first are dropped.
+    schema of each function's arguments, by its name. is_parallel: if not, calls after the first are dropped. is_forced:
+    a grammar allows calls only, so the text that belongs to none is the begin of a call that has no end; it is dropped.
     """
 
-    def __init__(self, form: ToolFormat, schemas: Mapping[str, Mapping[str, Any]], *, is_parallel: bool) -> None:
+    def __init__(
+        self,
+        form: ToolFormat,
+        schemas: Mapping[str, Mapping[str, Any]],
+        *,
+        is_parallel: bool,
+        is_forced: bool = False,
+    ) -> None:
         self.num_calls = 0
-        self._form, self._schemas, self._is_parallel = form, schemas, is_parallel
+        self._form, self._schemas, self._is_parallel, self._is_forced = form, schemas, is_parallel, is_forced
         self._rest, self._is_last = "", False  # the text that belongs to no piece yet, and whether no more follows
         self._pieces: list[str | CallPiece] = []
         self._has_content = False
@@ -289,7 +297,8 @@ class CallParser:
 
     def _show(self, num_characters: int) -> None:
         if num_characters:
-            self._pieces.append(self._rest[:num_characters])
+            if not self._is_forced:
+                self._pieces.append(self._rest[:num_characters])
             self._rest, self._has_content = self._rest[num_characters:], True
 
     def _add(self, name: str | None, arguments: str) -> None:

@@ -76,7 +76,7 @@ class ToolUse:
         if self.form.has_channels:
             return HarmonyParser(has_tools=True, is_parallel=self.is_parallel)
         schemas = {tool.function.name: tool.function.schema_of_arguments for tool in self.tools}
-        return CallParser(self.form, schemas, is_parallel=self.is_parallel)
+        return CallParser(self.form, schemas, is_parallel=self.is_parallel, is_forced=self.is_forced)
 
     def rendering(self, rendering: Rendering) -> Rendering:
         return replace(rendering, tools=[tool.for_template for tool in self.tools]) if self.is_known else rendering

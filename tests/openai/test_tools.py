@@ -23,7 +23,7 @@ from rayspec.openai.tool_formats import FORMATS, ToolFormat
 from rayspec.openai.tool_formats import HERMES as HERMES_FORM
 from rayspec.openai.tools import ToolUse
 from tests.demo_model import shallow_demo
-from tests.openai.scripted import ScriptedEngine, streamed_events, whole_answer
+from tests.openai.scripted import ScriptedEngine, joined, streamed_events, whole_answer
 from tests.tool_templates import HERMES, tokenizer_with
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 512}
@@ -137,6 +137,25 @@ def test_an_output_that_ends_in_a_call_says_so(engine: AsyncEngine) -> None:
     whole = answer(engine, tools=TOOLS, tool_choice=NAMED, max_tokens=25)["choices"][0]
     assert whole["finish_reason"] == "length"
     assert all(call["function"]["name"] == "weather" for call in whole["message"].get("tool_calls", ()))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.opens or form.begin)
+def test_forced_calls_are_calls_wherever_the_output_ends(form: ToolFormat) -> None:
+    """The begin of a call without a name is no content, as a grammar allows calls only."""
+    tools = ChatRequest.parse(CHAT | {"tools": TOOLS}).tools
+    assert tools is not None
+    use = ToolUse(tools=tools, called=tools, form=form, is_forced=True, is_parallel=True, is_known=True, special={})
+    arguments = "<parameter=city>\nRome\n</parameter>\n" if form.has_tags else '{"city": "Rome"}'
+    calls = [
+        form.opens + arguments.join((form.head.replace("NAME", name), form.tail)) + form.closes
+        for name in ("weather", "now")
+    ]
+    between = "<|call|><|start|>assistant" if form.has_channels else form.between
+    text = form.many_opens + between.join(calls) + form.many_closes
+    for end in range(len(text) + 1):
+        _, content, found = joined(use.parser(), [text[:end]])
+        assert (content, [name for name, _ in found]) == ("", ["weather", "now"][: len(found)]), text[:end]
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.opens or form.begin)
