@@ -72,6 +72,13 @@ KEYWORDS: dict[str, dict[str, Any]] = {
         "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/b"}, "maxItems": 1}, "b": {"const": 1}},
     },
     **{one: {"type": "string", "format": one} for one in ("date", "ipv4", "uuid")},
+    "other formats": {
+        "type": "object",
+        "properties": {"format": {"type": "string", "format": "path", "maxLength": 3}, "b": {"$ref": "#/$defs/b"}},
+        "required": ["format", "b"],
+        "additionalProperties": False,
+        "$defs": {"b": {"anyOf": [{"format": "password", "enum": ["x"]}, {"type": "integer", "format": "int32"}]}},
+    },
 }
 
 

@@ -80,7 +80,7 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
             return settings
         text = self.file("json_schema")
         try:
-            form = StructuredOutputsParams(json=text)
+            form = StructuredOutputsParams(json=text, disable_any_whitespace=True)
         except ConfigError as error:
             raise ConfigError(f"option 'json_schema' is {self.json_schema!r}: {error}") from None
         return replace(settings, sampling=settings.sampling.replace(structured_outputs=form))

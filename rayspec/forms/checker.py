@@ -30,6 +30,21 @@ _ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_sep
 # Keywords of JSON schema whose value has a schema in each field, and those whose value is a schema or a list of some.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _PARTS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "allOf")
+# Those of JSON Schema. Any other describes a value and forbids none, as "int32" of OpenAPI, or "path" of pydantic.
+_FORMATS = {
+    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri"),
+    *(
+        "uri-reference",
+        "iri",
+        "iri-reference",
+        "uuid",
+        "uri-template",
+        "json-pointer",
+        "relative-json-pointer",
+        "regex",
+    ),
+}
+_SAID = {"NoExtensionBias": "a $ref, or a rule of a grammar, leads to itself and to nothing else"}
 _TOO_HARD = f"it takes more than {MOST_S} s or {_MOST_BYTES >> 20} MiB to compile, or is nested too deeply: simplify it"
 
 
@@ -94,7 +109,8 @@ def problem_of(matcher: LLMatcher) -> str:
 
 
 def without_state(problem: str) -> str:
-    return problem.partition("\n<state>")[0].strip()[:_MAX_CHARACTERS]
+    problem = problem.partition("\n<state>")[0].strip()[:_MAX_CHARACTERS]
+    return _SAID.get(problem, problem)
 
 
 def main() -> None:
@@ -170,6 +186,7 @@ def _grammar_of(form: dict[str, Any]) -> str:
     if form["grammar"] is not None:
         return grammar_from("grammar", form["grammar"])
     schema = {"type": "object"} if form["json"] is None else json.loads(form["json"])
+    drop_other_formats(schema)
     if form["disable_additional_properties"]:
         _close(schema)
     space: Any = {"whitespace_pattern": form["whitespace_pattern"] or _WHITESPACE}
@@ -194,11 +211,12 @@ def _after_reasoning(grammar: str, reasoning: str | None, marks: Mapping[str, in
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, {**form, "name": "form"}]})
 
 
-def _place_of(schema: Mapping[str, Any], problem: str) -> str:
+def _place_of(schema: dict[str, Any], problem: str) -> str:
     """Return the place of a problem in a schema, as ".properties.age": of the smallest part that alone has it."""
     from llguidance import LLMatcher  # noqa: PLC0415
 
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    drop_other_formats(schema)
+    shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     place, num_left = "", _MAX_SCHEMAS
     parts = list(_parts_of(schema))
     while parts and num_left > 0:
@@ -221,6 +239,16 @@ def _parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any
             yield f".{keyword}", value
         elif isinstance(value, list):
             yield from ((f".{keyword}.{at}", part) for at, part in enumerate(value) if isinstance(part, Mapping))
+
+
+def drop_other_formats(schema: dict[str, Any]) -> None:
+    """Take out the formats that JSON Schema does not define, which its validators ignore and llguidance refuses."""
+    schemas: list[Any] = [schema]
+    while schemas:
+        one = schemas.pop()
+        if isinstance(one.get("format"), str) and one["format"] not in _FORMATS:
+            del one["format"]
+        schemas += [part for _, part in _parts_of(one)]
 
 
 def _close(schema: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rayspec.forms.checker import drop_other_formats
 from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.forms import Tool, schema_beside_tools
 from rayspec.openai.reasoning import HarmonyParser
@@ -172,4 +173,6 @@ class ToolUse:
 
 
 def _json_rule(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _ONE_LINE})}"
+    own = json.loads(json.dumps({**schema, "x-guidance": _ONE_LINE}))
+    drop_other_formats(own)
+    return f"%json {json.dumps(own)}"

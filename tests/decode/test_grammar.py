@@ -339,6 +339,22 @@ def test_parameters_that_leave_no_token_of_the_form_fail_the_request(llm: LLM) -
     assert "allowed_token_ids" in str(output.error)
 
 
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+            ": a $ref, or a rule of a grammar, leads to itself",
+        ),
+        ({"properties": {"a": {"format": "iri"}, "b": {"format": "x"}}}, ".properties.a: Unknown format: iri"),
+        ({"properties": {"a": {"items": {"format": "x", "not": {}}}}}, ".properties.a.items: Unimplemented keys"),
+    ],
+)
+def test_a_schema_that_llguidance_does_not_know_says_where(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(GrammarError, match=re.escape(f"structured_outputs.json{message}")):
+        _grammars().compiled(StructuredOutputsParams(json=schema)).result()
+
+
 def test_max_tokens_may_end_a_form_early(llm: LLM) -> None:
     (output,) = llm.generate("A person:", _params(PERSON, temperature=0).replace(max_tokens=5), use_tqdm=False)
     assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("length", 5)

@@ -144,12 +144,13 @@ def test_a_limited_run_is_taken_further_and_a_share_is_the_same_every_time(folde
 
 def test_every_output_has_the_schema_or_an_error_of_its_own_kind(folder: Path) -> None:
     """The schema decides the text: the same command is finished, another schema is another run."""
+    short = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}
     too_long = {"type": "string", "minLength": 200}
-    for name, schema in (("short", {"enum": [1, 22, "é"]}), ("long", too_long), ("wrong", {"type": "objekt"})):
+    for name, schema in (("short", short), ("long", too_long), ("wrong", {"type": "objekt"})):
         (folder / f"{name}.json").write_text(json.dumps(schema), encoding="utf-8")
     write_lines(folder / "in.jsonl", documents(3))
     run("in.jsonl", "--json-schema", "short.json")
-    assert all(json.loads(text) in (1, 22, "é") for text in texts().values())
+    assert set(texts().values()) <= {f"[{first}, {second}]" for first in (1, 2) for second in (1, 2)}, "on one line"
     assert "(3 of an earlier run)" in run("in.jsonl", "--json-schema", "short.json")
     assert "structured_outputs" in run("in.jsonl", "--json-schema", "long.json", code=2)
     run("in.jsonl", "--json-schema", "long.json", "--overwrite", code=1)
@@ -203,8 +204,7 @@ def test_a_budget_ends_a_run_that_can_be_taken_further(folder: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_job_killed_twice_extracts_fields_of_pdf_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a kill comes before or after the job's end, every file has its typed fields, or the error that its output
-    has no end within --max-tokens."""
+    """Whether a kill comes before or after the job's end, every file has its typed fields."""
     (folder / "docs").mkdir()
     for number, sample in enumerate(demo.sample_documents(40, num_sentences=2)):
         (folder / "docs" / f"{number}.pdf").write_bytes(pdf(sample.text.replace("(", "").replace(")", "")))
@@ -236,18 +236,14 @@ def test_a_job_killed_twice_extracts_fields_of_pdf_files(folder: Path, monkeypat
             job.kill()
             job.wait()
     result = CliRunner().invoke(app, command[3:])
-    assert result.exit_code in {0, 3}, result.output
+    assert result.exit_code == 0, result.output
     table = pq.read_table("out/summaries.parquet")
     assert [str(table.schema.field(name).type) for name in fields] == ["string", "int64", "bool"]
     found = {row["id"]: {name: row[name] for name in fields} for row in table.to_pylist()}
-    none = dict.fromkeys(fields)
-    ends = {row["id"]: json.loads(row["summary"]) if row["error_kind"] is None else none for row in table.to_pylist()}
-    assert found == ends
+    assert found == {row["id"]: json.loads(row["summary"]) for row in table.to_pylist()}
     assert len(found) == 40
-    assert set(table["error_kind"].to_pylist()) <= {None, "unfinished_form"}
-    assert None in table["error_kind"].to_pylist()
     monkeypatch.setattr(jobs, "LocalPool", None)  # no engine can be started
-    again_code = CliRunner().invoke(app, [*command[3:-1], "again"]).exit_code
-    assert again_code == result.exit_code
-    again = pq.read_table("again/summaries.parquet").to_pylist()
-    assert {row["id"]: {name: row[name] for name in fields} for row in again} == found
+    again = CliRunner().invoke(app, [*command[3:-1], "again"])
+    assert again.exit_code == 0, again.output
+    rows_again = pq.read_table("again/summaries.parquet").to_pylist()
+    assert {row["id"]: {name: row[name] for name in fields} for row in rows_again} == found

@@ -35,7 +35,7 @@ WEATHER: dict[str, Any] = {
         "properties": {
             "city": {"type": "string", "enum": ["Oslo", "Rome"]},
             "days": {"type": "integer", "minimum": 1, "maximum": 9},
-            "unit": {"enum": ["C", None]},
+            "unit": {"enum": ["C", None], "format": "letter"},
         },
         "required": ["city", "days"],
     },

@@ -117,7 +117,7 @@ class TestLiteLLM:
 
         def ask(provider: str, **options: Any) -> Any:
             asked = {"messages": ASKED, "temperature": 0, "max_tokens": 200, "num_retries": 0} | options
-            return package.completion(model=f"{provider}/demo", api_base=url, api_key="none", **asked)
+            return package.completion(model=f"{provider}/tools", api_base=url, api_key="none", **asked)
 
         return ask
 
@@ -135,7 +135,7 @@ class TestLiteLLM:
     def test_responses(self, url: str, answer: str) -> None:
         package = importlib.import_module("litellm")
         whole = package.responses(
-            model="openai/demo", input=QUESTION, api_base=url, api_key="none", temperature=0, max_output_tokens=24
+            model="openai/tools", input=QUESTION, api_base=url, api_key="none", temperature=0, max_output_tokens=24
         )
         assert whole.output[0].content[0].text == answer
 
