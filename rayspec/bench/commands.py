@@ -9,7 +9,7 @@ import typer
 
 from rayspec.bench.options import BenchOptions, bench_options
 from rayspec.command.options import Asked, LongCommand, with_settings
-from rayspec.command.terminal import EXIT_FAILED, clean_exit, output_console, save_json, say
+from rayspec.command.terminal import EXIT_FAILED, output_console, save_json, say
 from rayspec.config import DType
 
 app = typer.Typer()
@@ -35,18 +35,17 @@ def bench(
 
     'all' names the strategies that need no further option, those that --plans has a file for, and static with --skip.
     """
-    with clean_exit():
-        from rayspec.bench.result import bench_markdown  # noqa: PLC0415
-        from rayspec.bench.run import run_bench  # noqa: PLC0415 - brings torch
+    from rayspec.bench.result import bench_markdown  # noqa: PLC0415
+    from rayspec.bench.run import run_bench  # noqa: PLC0415 - brings torch
 
-        def keep(result: dict[str, Any]) -> None:
-            if output is not None:
-                save_json(result, output / "results.json")
-                (output / "results.md").write_text(bench_markdown(result), encoding="utf-8")
-            save_json(result, json)
+    def keep(result: dict[str, Any]) -> None:
+        if output is not None:
+            save_json(result, output / "results.json")
+            (output / "results.md").write_text(bench_markdown(result), encoding="utf-8")
+        save_json(result, json)
 
-        result = run_bench(bench_options(asked, **asked.given), say, keep=keep)
-        output_console().print(bench_markdown(result), highlight=False, soft_wrap=True)
+    result = run_bench(bench_options(asked, **asked.given), say, keep=keep)
+    output_console().print(bench_markdown(result), highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -62,15 +61,14 @@ def selfcheck(
 
     Exit code 1 if any check failed.
     """
-    with clean_exit():
-        # Imported here, so that other commands do not wait for torch.
-        from rayspec.bench.result import markdown_table  # noqa: PLC0415
-        from rayspec.bench.run import run_selfcheck  # noqa: PLC0415
+    # Imported here, so that other commands do not wait for torch.
+    from rayspec.bench.result import markdown_table  # noqa: PLC0415
+    from rayspec.bench.run import run_selfcheck  # noqa: PLC0415
 
-        found = run_selfcheck(device=device, dtype=dtype, num_threads=num_threads, quick=quick, say=say)
-        save_json(found, json)
-        rows = [[one["name"], one["status"], f"{one['seconds']:.1f}", one["found"]] for one in found["checks"]]
-        table = markdown_table(("check", "status", "seconds", "found"), rows)
-        output_console().print(table, highlight=False, soft_wrap=True)
+    found = run_selfcheck(device=device, dtype=dtype, num_threads=num_threads, quick=quick, say=say)
+    save_json(found, json)
+    rows = [[one["name"], one["status"], f"{one['seconds']:.1f}", one["found"]] for one in found["checks"]]
+    table = markdown_table(("check", "status", "seconds", "found"), rows)
+    output_console().print(table, highlight=False, soft_wrap=True)
     if not found["ok"]:
         raise typer.Exit(EXIT_FAILED)

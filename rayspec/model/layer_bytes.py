@@ -49,7 +49,8 @@ def layer_bytes(model: Any) -> list[tuple[int, int]]:
 
 def _bytes_after(model: Any, num_tokens: int) -> list[int]:
     output = meta_pass(model, num_tokens)
-    cache = next(getattr(output, name) for name in ("past_key_values", "cache_params") if hasattr(output, name))
+    names = ("cache", "past_key_values", "cache_params")  # of transformers from 5.24 on, and before
+    cache = next(getattr(output, name) for name in names if hasattr(output, name))
     return [cached_bytes(each) for each in cache.layers]
 
 

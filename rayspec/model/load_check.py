@@ -6,6 +6,7 @@ sequences begin late: around every length that the config names, and at the end 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -284,7 +285,9 @@ class TransformersLayers:
         return torch.cat(entering, 1), calls
 
     def _run(self, states: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        output = self._trunk(inputs_embeds=states, position_ids=positions, past_key_values=cache, use_cache=True)
+        known = inspect.signature(self._trunk.forward).parameters
+        name = "cache" if "cache" in known else "past_key_values"  # the second before transformers 5.24
+        output = self._trunk(inputs_embeds=states, position_ids=positions, use_cache=True, **{name: cache})
         hidden: Tensor = output.last_hidden_state
         return hidden
 

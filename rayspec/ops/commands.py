@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rayspec import demo
 from rayspec.command.options import Asked, with_options
-from rayspec.command.terminal import EXIT_FAILED, clean_exit, error_console, output_console, save_json
+from rayspec.command.terminal import EXIT_FAILED, error_console, output_console, save_json
 from rayspec.ops.doctor import machine
 from rayspec.ops.doctor.machine import Finding, findings_table, skipped
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
@@ -50,11 +50,10 @@ def placement(*, model: Model, asked: Asked, json_: Json = None) -> None:
     from rayspec.ops.plan.forecast import place_best  # noqa: PLC0415
     from rayspec.ops.plan.placement import placements_json, placements_table  # noqa: PLC0415
 
-    with clean_exit():
-        options = asked.own_options(PlacementOptions)
-        found = place_best(read_config(demo.local_path(model)), options)
-        output_console().print(placements_table(found), highlight=False)
-        save_json(placements_json(found), json_)
+    options = asked.own_options(PlacementOptions)
+    found = place_best(read_config(demo.local_path(model)), options)
+    output_console().print(placements_table(found), highlight=False)
+    save_json(placements_json(found), json_)
     raise typer.Exit(0 if all(placement.fits for placement in found) else EXIT_FAILED)
 
 
@@ -70,12 +69,11 @@ def plan(*, model: Model, asked: Asked, json_: Json = None) -> None:
     from rayspec.ops.plan.forecast import rank_layouts  # noqa: PLC0415
     from rayspec.ops.plan.report import plan_json, plan_table  # noqa: PLC0415
 
-    with clean_exit():
-        options = asked.own_options(PlanOptions)
-        report = rank_layouts(read_config(demo.local_path(model)), options)
-        # Not cropped: flags to paste may be longer than a line.
-        output_console().print(plan_table(report), highlight=False, crop=False)
-        save_json(plan_json(report), json_)
+    options = asked.own_options(PlanOptions)
+    report = rank_layouts(read_config(demo.local_path(model)), options)
+    # Not cropped: flags to paste may be longer than a line.
+    output_console().print(plan_table(report), highlight=False, crop=False)
+    save_json(plan_json(report), json_)
     raise typer.Exit(0 if report.fits else EXIT_FAILED)
 
 
@@ -89,10 +87,9 @@ def models(
 
     A model whose weights are here is loaded as for generation. Exit code 1 if it is refused.
     """
-    with clean_exit():
-        rows = supported(model)
-        output_console().print(supported_table(rows, model), highlight=False)
-        save_json({"models": [asdict(row) for row in rows]}, json_)
+    rows = supported(model)
+    output_console().print(supported_table(rows, model), highlight=False)
+    save_json({"models": [asdict(row) for row in rows]}, json_)
 
 
 @app.command()
@@ -109,11 +106,10 @@ def doctor(
 
     Exit code 1 if there is a problem.
     """
-    with clean_exit():
-        findings = examine(model=model, address=address, quick=quick)
-        output_console().print(findings_table(findings))
-        is_ok = all(finding.status != "problem" for finding in findings)
-        save_json({"ok": is_ok, "findings": [asdict(finding) for finding in findings]}, json_)
+    findings = examine(model=model, address=address, quick=quick)
+    output_console().print(findings_table(findings))
+    is_ok = all(finding.status != "problem" for finding in findings)
+    save_json({"ok": is_ok, "findings": [asdict(finding) for finding in findings]}, json_)
     raise typer.Exit(0 if is_ok else EXIT_FAILED)
 
 
@@ -211,8 +207,7 @@ def render(
 ) -> None:
     from rayspec.ops.k8s.render import render  # noqa: PLC0415 - brings torch, which others wait for
 
-    with clean_exit():
-        print(render(read_render_options(config, asked.given | ({"inputs": tuple(inputs)} if inputs else {}))), end="")  # noqa: T201 - a command's output
+    print(render(read_render_options(config, asked.given | ({"inputs": tuple(inputs)} if inputs else {}))), end="")  # noqa: T201 - a command's output
 
 
 @k8s.command()
@@ -223,10 +218,9 @@ def overlays(
     """Render the manifest.yaml next to each options.yaml below a folder."""
     from rayspec.ops.k8s.render import stale_overlays  # noqa: PLC0415 - brings torch, which others wait for
 
-    with clean_exit():
-        stale = stale_overlays(folder)
-        for path, text in stale.items():
-            error_console().print(f"{path} {'is not up to date' if check else 'written'}", highlight=False)
-            if not check:
-                path.write_text(text, encoding="utf-8")
+    stale = stale_overlays(folder)
+    for path, text in stale.items():
+        error_console().print(f"{path} {'is not up to date' if check else 'written'}", highlight=False)
+        if not check:
+            path.write_text(text, encoding="utf-8")
     raise typer.Exit(EXIT_FAILED if check and stale else 0)

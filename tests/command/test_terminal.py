@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -13,3 +15,18 @@ def test_a_sigterm_ends_with_its_code_and_the_handler_is_that_of_before() -> Non
         signal.pause()
     assert ended.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ctrl_c_while_modules_are_imported_ends_with_its_code() -> None:
+    code = """
+import sys
+class Interrupted:
+    def find_spec(self, name, path, target=None):
+        if name == "rayspec.ops.commands":
+            raise KeyboardInterrupt
+from rayspec.cli import main
+sys.meta_path.insert(0, Interrupted())
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, "models"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (130, "")

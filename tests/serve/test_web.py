@@ -96,7 +96,7 @@ class Page:
         self.until(lambda: self.find("#start:enabled"))
 
     def num_pieces(self) -> int:
-        return int(self.driver.execute_script("return document.getElementById('summary').dataset.numPieces"))
+        return int(self.driver.execute_script("return document.getElementById('summary').dataset.numChunks"))
 
     def cells(self) -> list[str]:
         """The choice in each sublayer's tooltip, in the model's order; of a map of one band."""

@@ -37,7 +37,7 @@ export class Endpoint {
     return (await this.#fetch("sample.txt")).text();
   }
 
-  /** Pieces of the answer as they come: {text, finishReason, numTokens}, each null where there is nothing new. */
+  /** Chunks of the answer as they come: {text, finishReason, numTokens}, each null where there is nothing new. */
   async *complete({ model, prompt, maxTokens, temperature }, signal) {
     const body = {
       model,
@@ -51,7 +51,7 @@ export class Endpoint {
     try {
       for await (const data of eventData(response.body)) {
         if (data === DONE) return;
-        yield pieceOf(JSON.parse(data));
+        yield chunkOf(JSON.parse(data));
       }
     } catch (error) {
       throw error instanceof TypeError ? new EndpointError(LOST) : error; // what a broken body throws
@@ -89,7 +89,7 @@ export class Endpoint {
   }
 }
 
-function pieceOf(chunk) {
+function chunkOf(chunk) {
   if (chunk.error) throw new EndpointError(`The summary broke off: ${chunk.error.message}`);
   const choice = chunk.choices[0];
   return {

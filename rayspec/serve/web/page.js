@@ -17,7 +17,7 @@ const model = byId("model");
 const summary = byId("summary");
 const endpoint = new Endpoint();
 const live = new LivePanel(endpoint, () => model.value);
-const documents = []; // of this session: {name, text, state, summary, numPieces, outcome, error, figures}
+const documents = []; // of this session: {name, text, state, summary, numChunks, outcome, error, figures}
 let shown = null; // the document whose summary is shown
 let running = null; // the AbortController of the summary under way
 
@@ -95,7 +95,7 @@ async function addFiles(files) {
 }
 
 function addDocument(name, text) {
-  documents.push({ name, text, state: "waiting", summary: "", numPieces: 0, outcome: "", error: "", figures: {} });
+  documents.push({ name, text, state: "waiting", summary: "", numChunks: 0, outcome: "", error: "", figures: {} });
   showDocuments();
 }
 
@@ -122,7 +122,7 @@ async function summarizeAll() {
 
 /** Whether the next document may follow. */
 async function summarize(one) {
-  Object.assign(one, { state: "running", summary: "", numPieces: 0, error: "", outcome: "working …", figures: {} });
+  Object.assign(one, { state: "running", summary: "", numChunks: 0, error: "", outcome: "working …", figures: {} });
   show(one);
   let error = null;
   try {
@@ -139,7 +139,7 @@ async function summarize(one) {
   return error === null || STATES_TO_REPEAT.includes(error.status);
 }
 
-/** Takes the pieces as they come. When the endpoint is full or starts a model, tries again when it asks to. */
+/** Takes the chunks as they come. When the endpoint is full or starts a model, tries again when it asks to. */
 async function stream(one, signal) {
   for (let attempt = 0; ; attempt += 1) {
     try {
@@ -161,17 +161,17 @@ async function streamOnce(one, signal) {
   let wasCut = false;
   const timer = setInterval(() => showWaiting(secondsSince(began)), 200);
   try {
-    for await (const piece of endpoint.complete(requestOf(one.text), signal)) {
-      if (piece.text !== null) {
-        if (one.numPieces === 0) {
+    for await (const chunk of endpoint.complete(requestOf(one.text), signal)) {
+      if (chunk.text !== null) {
+        if (one.numChunks === 0) {
           one.figures.firstS = secondsSince(began);
           clearInterval(timer);
           showWaiting(null);
         }
-        append(one, piece.text);
+        append(one, chunk.text);
       }
-      if (piece.finishReason !== null) wasCut = piece.finishReason === "length";
-      if (piece.numTokens !== null) numTokens = piece.numTokens;
+      if (chunk.finishReason !== null) wasCut = chunk.finishReason === "length";
+      if (chunk.numTokens !== null) numTokens = chunk.numTokens;
     }
   } finally {
     clearInterval(timer);
@@ -196,12 +196,12 @@ function requestOf(text) {
 /** Follows the end of the text, unless the reader has scrolled away from it. */
 function append(one, text) {
   one.summary += text;
-  one.numPieces += 1;
+  one.numChunks += 1;
   if (shown !== one) return;
   const follows = summary.scrollHeight - summary.scrollTop - summary.clientHeight < 8;
   summary.append(text); // a text node: nothing in it is ever read as HTML
-  summary.dataset.numPieces = one.numPieces;
-  if (one.numPieces === 1) showFigures(one);
+  summary.dataset.numChunks = one.numChunks;
+  if (one.numChunks === 1) showFigures(one);
   if (follows) summary.scrollTop = summary.scrollHeight;
 }
 
@@ -209,7 +209,7 @@ function append(one, text) {
 function show(one) {
   shown = one;
   summary.replaceChildren(...(one.state === "done" ? markdown(one.summary) : [one.summary].filter(Boolean)));
-  summary.dataset.numPieces = one.numPieces;
+  summary.dataset.numChunks = one.numChunks;
   for (const id of ["copy", "download"]) byId(id).disabled = one.summary === "";
   showOutcome(one.outcome);
   showError(one.error);
