@@ -55,6 +55,13 @@ DEFAULTS: dict[str, Any] = {
     "enable_lora": False,
     "compilation_config": {"level": 3},
     "model_impl": "auto",
+    "allowed_methods": ["*"],
+    "default_chat_template_kwargs": None,
+    "enable_log_deltas": True,
+    "fingerprint_mode": "full",
+    "ssl_cert_reqs": 0,
+    "tool_parser_plugin": "",
+    "tokens_only": False,
 }
 
 
@@ -135,6 +142,7 @@ def test_sampling_parameters_that_are_refused(options: dict[str, Any], message: 
 
 def test_sampling_parameters_that_ask_for_nothing() -> None:
     given: dict[str, Any] = {"best_of": 1, "logits_processors": None, "extra_args": None, "output_kind": 2, "seed": -1}
+    given |= {"stream_interval": 1, "thinking_token_budget": -1, "logprob_token_ids": None, "repetition_detection": None}
     assert SamplingParams(**given) == SamplingParams()
 
 
