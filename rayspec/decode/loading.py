@@ -76,9 +76,10 @@ def model_info(config: EngineConfig, model: PretrainedConfig, *, with_tokenizer:
     )
 
 
-def load_weights(config: EngineConfig, *, layers: range | None = None) -> PreTrainedModel:
+def load_weights(config: EngineConfig, *, layers: range | None = None, with_embedding: bool = False) -> PreTrainedModel:
     """Call `load_model`. A model that will be offloaded is loaded into CPU memory and stays there until then."""
-    return load_model(config if config.offload is None else config.replace(device="cpu"), layers=layers)
+    config = config if config.offload is None else config.replace(device="cpu")
+    return load_model(config, layers=layers, with_embedding=with_embedding)
 
 
 def prepare_span(

@@ -7,7 +7,7 @@ layers. At the layer after its last, the states are taken for the next stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from rayspec.model.layer_bytes import META_ERRORS, decoder_layers, meta_pass
+from rayspec.model.layer_bytes import decoder_layers, layer_flow
 from rayspec.model.weights import Absent
-from rayspec.types import UnsupportedModelError
 
 
 class Border:
-    """What a pass of this thread takes from the stage before, [1, N, hidden_size], and sends to the next."""
+    """What a pass of this thread takes from the stage before, [1, N, S], and sends to the next. S: numbers of a row."""
 
     def __init__(self, received: Tensor | None) -> None:
         self._received = received
+        self.received_shape = (0, 0, 0)
         self.sent: list[Tensor] = []
 
     def take(self, num_rows: int) -> Tensor | None:
@@ -62,46 +62,48 @@ class _Passing(Absent):
     def forward(self, *given: Any, **named: Any) -> Any:
         hidden: Tensor = given[0] if given else named["hidden_states"]
         for cache in (each for each in (*given, *named.values()) if isinstance(each, Cache)):
-            _lengthen(cache.layers[self._index], hidden)
+            if self._index < len(cache.layers):  # else it reads the keys of an earlier layer
+                _lengthen(cache.layers[self._index], hidden)
         if (border := _border.get()) is not None:
-            if self._takes and (received := border.take(hidden.shape[1])) is not None:
-                hidden = received
+            *others, num_rows, size = hidden.shape  # [1, N, hidden_size], or several such states
+            if self._takes:
+                border.received_shape = (1, num_rows, hidden.numel() // num_rows)
+                if (received := border.take(num_rows)) is not None:
+                    hidden = received.view(num_rows, *others, size).movedim(0, -2)
             if self._sends:
-                border.sent.append(hidden)
+                border.sent.append(hidden.movedim(-2, 0).reshape(1, num_rows, -1))
         return hidden if self._num_nones is None else (hidden, *[None] * self._num_nones)
 
 
 def _lengthen(layer: Any, hidden: Tensor) -> None:
     """Let this layer of the cache know of as many further tokens."""
     if isinstance(layer, CacheLayerMixin):
-        keys = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)  # keys of no width would count as no tokens
+        keys = hidden.new_zeros(1, 1, hidden.shape[-2], 1)  # keys of no width would count as no tokens
         layer.update(keys, keys)
     if hasattr(layer, "has_previous_state"):
         known = layer.has_previous_state
         layer.has_previous_state = dict.fromkeys(known, True) if isinstance(known, dict) else True
 
 
-class _Embedding(Absent):
+class StandIn(Absent):
     """In place of an embedding that another stage has: numbers that follow from the token, so that a stage is a model
     that the checks at load can run. No result of a pipeline depends on them."""
 
-    def __init__(self, embedding: Any, dtype: torch.dtype) -> None:
+    def __init__(self, embedding: Any, model: PreTrainedModel) -> None:
         super().__init__(embedding)
-        self._size, self._dtype = embedding.weight.shape[1], dtype
+        self._size, self._dtype, self.shift = embedding.weight.shape[1], model.dtype, 0
+        self.weight = torch.empty(0, dtype=model.dtype, device=model.device)  # some models read the device
 
     def forward(self, token_ids: Tensor) -> Tensor:
         odd = torch.arange(1, 2 * self._size, 2, device=token_ids.device)
-        return (((token_ids + 1).unsqueeze(-1) * odd % 1009) / 291 - 1.73).to(self._dtype)
+        return (((token_ids + 1 + self.shift).unsqueeze(-1) * odd % 1009) / 291 - 1.73).to(self._dtype)
 
 
 def as_stage(model: PreTrainedModel, layers: range) -> None:
-    """Make a model of which only these layers are loaded a stage. Raises UnsupportedModelError if its layers do not
-    simply follow one another."""
+    """Make a model of which only these layers are loaded a stage. Raises UnsupportedModelError as `layer_flow` does."""
     with torch.device("meta"):
         whole: Any = type(model).__bases__[0](model.config)
-    absent = {name for name, module in model.named_modules() if isinstance(module, Absent)}
-    ends = [whole.get_submodule(name) for name in absent]
-    num_nones = _num_nones(whole, [each for each in ends if each is not whole.get_input_embeddings()])
+    num_nones = layer_flow(whole).num_nones
     own = decoder_layers(model, model.config)
     for index in set(range(len(own))).difference(layers):
         takes, sends = index == 0, index == layers.stop
@@ -109,35 +111,4 @@ def as_stage(model: PreTrainedModel, layers: range) -> None:
         own[index] = _Passing(elsewhere, index, takes=takes, sends=sends, num_nones=num_nones)
     embedding = model.get_input_embeddings()
     if isinstance(embedding, Absent):
-        model.set_input_embeddings(_Embedding(vars(embedding)["module"], model.dtype))
-
-
-def _num_nones(whole: Any, absent: Sequence[nn.Module]) -> int | None:
-    """Return how many values, all None, layers of this model on the meta device return after the states; None if they
-    return no tuple. Require that each layer runs once, on the states that the layer before returned, and before the
-    absent modules at the end."""
-    layers = list(decoder_layers(whole, whole.config))
-    seen: list[tuple[nn.Module, Any, Any]] = []
-
-    def note(module: nn.Module, given: Sequence[Any], named: dict[str, Any], output: Any) -> None:
-        seen.append((module, given[0] if given else named["hidden_states"], output))
-
-    handles = [each.register_forward_hook(note, with_kwargs=True) for each in {*layers, *absent}]
-    try:
-        meta_pass(whole, 2)
-    except META_ERRORS as error:
-        raise UnsupportedModelError(f"{whole.config.model_type}: it does not run without weights: {error}") from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    of_layers = seen[: len(layers)]
-    outputs = [output if isinstance(output, tuple) else (output,) for _, _, output in of_layers]
-    is_chain = (
-        [module for module, _, _ in of_layers] == layers
-        and not any(module in layers for module, _, _ in seen[len(layers) :])
-        and all(hidden is before[0] for (_, hidden, _), before in zip(of_layers[1:], outputs, strict=False))
-        and all(other is None for output in outputs for other in output[1:])
-    )
-    if not is_chain:
-        raise UnsupportedModelError(f"{whole.config.model_type}: its layers do not simply follow one another")
-    return len(outputs[0]) - 1 if isinstance(seen[0][2], tuple) else None
+        model.set_input_embeddings(StandIn(vars(embedding)["module"], model))

@@ -15,7 +15,7 @@ from rayspec.choices import Weights
 from rayspec.model.architecture import attention_calls, outline
 from rayspec.model.fused import matrices_of
 from rayspec.model.kv_cache import LayerShape, bytes_per_slot
-from rayspec.model.layer_bytes import decoder_layers, layer_bytes
+from rayspec.model.layer_bytes import Flow, decoder_layers, layer_bytes, layer_flow
 from rayspec.model.matrices import num_bytes
 from rayspec.model.sublayers import Decomposition, Sublayer, window_of
 from rayspec.model.weights import in_one_line
@@ -59,7 +59,8 @@ class ModelSizes:
 
     embedding_bytes: all matrices before the layers. norm_bytes, head_bytes: final norm and LM head. head_bytes counts
     the head's matrix even if it is `tied` to the embedding. head_copy_bytes: the head's copy for drafts. why_whole: why
-    stages cannot divide the layers; empty if they can.
+    stages cannot divide the layers; empty if they can. starts: layers that can begin a stage. embedding_everywhere:
+    whether every stage has the embedding, which its layers read.
     """
 
     num_parameters: int
@@ -70,6 +71,8 @@ class ModelSizes:
     tied: bool
     head_copy_bytes: int = 0
     why_whole: str = ""
+    starts: tuple[int, ...]
+    embedding_everywhere: bool = False
 
     @property
     def window(self) -> int | None:
@@ -109,6 +112,7 @@ def model_sizes(
     quantization: Quantization | None = None,
     tensor: int = 1,
     draft_weights: Collection[Weights] = (),
+    may_split: bool = True,
 ) -> ModelSizes:
     """Return the sizes of the causal LM that `config` describes.
 
@@ -117,6 +121,7 @@ def model_sizes(
     tensor: ranks that share the layers' matrices and KV heads evenly. Each rank has at least one KV head, and all of
     the other weights.
     draft_weights: types of the quantised copies for drafts; a model with `quantization` gets no copies.
+    may_split: whether layers may be split into attention and MLP, if that is possible.
 
     Raises UnsupportedModelError if transformers has no causal LM for the config or the model has no list of layers, and
     ConfigError for a `tensor` that does not divide the attention heads.
@@ -126,14 +131,20 @@ def model_sizes(
     if tensor < 1 or num_heads % tensor:
         raise ConfigError(f"option 'tensor' is {tensor}: it must divide the model's {num_heads} attention heads")
     model, parts = _meta_model(config, dtype)
-    layers = decoder_layers(model, config)
-    kept, why_whole = None, ""
+    calls, kept, why_whole = None, None, ""
+    try:
+        calls = _attention_calls(model, parts) if parts is not None and may_split else None
+    except UnsupportedModelError:
+        may_split = False
+    layers, parts = decoder_layers(model, config), parts if may_split else None
+    flow = Flow(None, tuple(range(len(layers))), reads_embedding=False)
     if parts is None:
         try:
             kept = layer_bytes(model)
+            flow = layer_flow(model)
         except UnsupportedModelError as error:
             why_whole = str(error)
-    calls = _keys_and_values(model, parts, layers, text) if kept is None else [()] * len(layers)
+    calls = calls or (_named_calls(layers, text) if kept is None else [()] * len(layers))
     head = list(model.get_output_embeddings().parameters())
     known = {id(parameter) for parameter in (*layers.parameters(), *head)}
     tied = any(parameter is model.get_input_embeddings().weight for parameter in head)
@@ -175,6 +186,8 @@ def model_sizes(
         tied=tied,
         head_copy_bytes=_head_copy_bytes(model.get_output_embeddings(), draft_weights) if parts is not None else 0,
         why_whole=why_whole,
+        starts=flow.starts,
+        embedding_everywhere=flow.reads_embedding,
     )
 
 
@@ -241,19 +254,18 @@ def _meta_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> t
         return model, None
 
 
-def _keys_and_values(
-    model: Any, parts: Decomposition | None, layers: nn.ModuleList, text: PretrainedConfig
-) -> Sequence[Sequence[LayerShape]]:
-    """Return the keys and values that each layer caches, one shape for each of its attention calls.
+def _attention_calls(model: Any, parts: Decomposition) -> Sequence[Sequence[LayerShape]] | None:
+    """Return the keys and values that each layer passes to attention, one shape for each of its calls, as an engine
+    sees it when it has loaded the model; None if the model cannot run without numbers. Raises UnsupportedModelError for
+    a call that an engine cannot make."""
+    try:
+        return list(attention_calls(model, parts).values())
+    except (AttributeError, TypeError, KeyError, RuntimeError, ValueError):
+        return None  # as a rotary embedding that rescales
 
-    They are what the layers pass to attention, as an engine sees it when it has loaded the model. In a model that does
-    not split, or that cannot run without numbers, each layer has one call with the heads that the config names.
-    """
-    if parts is not None:
-        try:
-            return list(attention_calls(model, parts).values())
-        except (AttributeError, TypeError, KeyError, RuntimeError, ValueError):
-            pass  # as a rotary embedding that rescales
+
+def _named_calls(layers: nn.ModuleList, text: PretrainedConfig) -> Sequence[Sequence[LayerShape]]:
+    """Return one call for each layer, with the heads that the config names."""
     if not getattr(text, "num_attention_heads", None):
         raise UnsupportedModelError(f"{text.model_type}: its layers have no attention heads, so no keys and values")
     num_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)

@@ -189,13 +189,14 @@ def vocab_size(config: PretrainedConfig) -> int:
     return int(config.get_text_config(decoder=True).vocab_size)
 
 
-def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrainedModel:
+def load_model(config: EngineConfig, *, layers: range | None = None, with_embedding: bool = False) -> PreTrainedModel:
     """Load the causal LM of a local folder or hub id, in evaluation mode on its device.
 
     layers: load these decoder layers only, with the embedding if they are the first and with final norm and LM head if
         they are the last. Modules that are not loaded are `Absent`. The others keep their names and numbers, and have
         the same tensors as in the whole model. A tied matrix is loaded at both ends, and a final norm that is not named
         `norm` always. Only files with some of these tensors are opened, or fetched from the hub.
+    with_embedding: load the embedding with any layers.
 
     Raises CheckpointError for unreadable files, missing shards, and missing, unexpected or misshaped tensors of
     `layers`: transformers would fill such tensors with random numbers and continue. Raises UnsupportedModelError for
@@ -214,7 +215,7 @@ def load_model(config: EngineConfig, *, layers: range | None = None) -> PreTrain
     if config.quantization_config is not None:
         options |= {"quantization_config": config.quantization_config, "device_map": {"": device}}
     try:
-        model, info = _load(config, described, layers, options)
+        model, info = _load(config, described, layers, with_embedding, options)
     except LOADING_ERRORS as error:
         raise CheckpointError(f"model {config.model!r} could not be loaded: {in_one_line(error)}") from error
     except _UNPICKLING_ERRORS as error:  # torch's message recommends to run the file's code
@@ -253,7 +254,13 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load(config: EngineConfig, described: PretrainedConfig, layers: range | None, options: dict[str, Any]) -> Any:
+def _load(
+    config: EngineConfig,
+    described: PretrainedConfig,
+    layers: range | None,
+    with_embedding: bool,
+    options: dict[str, Any],
+) -> Any:
     """Load the whole model, or some layers with a model class that has no other modules.
 
     transformers itself loads them, so its key conversions and quantizers apply.
@@ -262,7 +269,8 @@ def _load(config: EngineConfig, described: PretrainedConfig, layers: range | Non
 
     def is_wanted(name: str) -> bool:  # of the tensors of a GGUF file
         tied = bool(getattr(described, "tie_word_embeddings", False))
-        return layers is None or gguf.is_in_span(name, layers, num_layers(described), tied=tied)
+        is_embedding = with_embedding and name.startswith("token_embd.")
+        return layers is None or is_embedding or gguf.is_in_span(name, layers, num_layers(described), tied=tied)
 
     if file is not None:
         if options["dtype"] == "auto":
@@ -285,7 +293,7 @@ def _load(config: EngineConfig, described: PretrainedConfig, layers: range | Non
                 whole: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                     described, attn_implementation="eager", **own_code
                 )
-            foreign = _foreign_modules(whole, layers)
+            foreign = _foreign_modules(whole, layers, with_embedding)
             prefix = whole.base_model_prefix  # some checkpoints were saved without it
             names = "|".join(re.escape(name.removeprefix(f"{prefix}.")) for name in foreign)
             foreign_keys = re.compile(rf"^({re.escape(prefix)}\.)?({names})\." if names else r"(?!)")
@@ -314,7 +322,7 @@ class Absent(nn.Identity):
         return getattr(vars(self)["module"], name)
 
 
-def _foreign_modules(model: Any, layers: range) -> list[str]:
+def _foreign_modules(model: Any, layers: range, with_embedding: bool) -> list[str]:
     """Return the names of the modules that a span leaves out.
 
     With tied embeddings, a span at either end keeps both embedding and head: they share one matrix.
@@ -325,7 +333,7 @@ def _foreign_modules(model: Any, layers: range) -> list[str]:
     holds_first, holds_last = layers.start == 0, layers.stop == len(all_layers)
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     modules = [layer for number, layer in enumerate(all_layers) if number not in layers]
-    if not (holds_first or (tied and holds_last)):
+    if not (holds_first or with_embedding or (tied and holds_last)):
         modules.append(model.get_input_embeddings())
     if not (holds_last or (tied and holds_first)):
         modules.append(model.get_output_embeddings())

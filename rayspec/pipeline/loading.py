@@ -33,20 +33,23 @@ _WHY_UNDIVIDED = "its layers do not split into attention and MLP sublayers"
 _WORTH_RELOADING = 1.25
 
 
-def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_type: type[Shard] = Shard) -> Engine:
-    """Place and load the shards of one replica, measure them, and put an engine on top. Ray must be running.
+def load_pipeline(
+    config: EngineConfig, *, with_tokenizer: bool = True, shard_type: type[Shard] = Shard, why_whole: str = ""
+) -> Engine:
+    """Place and load the shards of one replica, measure them, and put an engine on top. Ray must be running. why_whole:
+    why layers are not split into sublayers, although their names are those of layers that are.
 
     Raises ConfigError, CheckpointError, PlacementError, and UnsupportedModelError for a model whose layers stages
     cannot divide.
     """
     config, options = sized(config), config.parallel or ParallelOptions()
     model = load_config(config)
-    sizes = _sizes(config, options, model)
+    sizes = _sizes(config, options, model, may_split=not why_whole)
+    why_undivided = why_whole or f"{model.model_type}: {_WHY_UNDIVIDED}"
     if not sizes.splits:
-        config = for_undivided(config, _WHY_UNDIVIDED)
+        config = for_undivided(config, why_undivided)
         if options.tensor > 1:
-            why = f"option 'tensor' is {options.tensor}, but {_WHY_UNDIVIDED}"
-            raise UnsupportedModelError(f"{model.model_type}: {why}: set it to 1")
+            raise UnsupportedModelError(f"option 'tensor' is {options.tensor}: set it to 1, because {why_undivided}")
         if sizes.why_whole:
             raise UnsupportedModelError(f"{sizes.why_whole}, so it cannot be cut into stages: remove option 'parallel'")
     info = model_info(config, model, with_tokenizer=with_tokenizer)
@@ -62,14 +65,19 @@ def load_pipeline(config: EngineConfig, *, with_tokenizer: bool = True, shard_ty
         num_gpus=num_gpus,
         shard_type=shard_type if sizes.splits else WholeShard,
     )
-    stages, latency = _started(blueprint)
+    try:
+        stages, latency = _started(blueprint)
+    except UnsupportedModelError as error:  # the check of the loaded weights has the last word
+        if not sizes.splits:
+            raise
+        return load_pipeline(config, with_tokenizer=with_tokenizer, shard_type=shard_type, why_whole=str(error))
     replica, num_sublayers = stages.replica, stages.num_sublayers
     first = replica.loaded["stage-0"]
     if sizes.splits:
         strategy = make_strategy(config, num_sublayers, latency, ways=stages.ways)
     else:
         problems = {each.problem: None for each in replica.loaded.values() if each.problem}
-        why = "; ".join([f"{model.model_type}: {_WHY_UNDIVIDED}", *problems])
+        why = "; ".join([why_undivided, *problems])
         strategy = copying_strategy(config, num_sublayers, latency if replica.cuts else None, why)
     return make_engine(
         config,
@@ -101,7 +109,8 @@ def balanced_cut(
         replace(cost, seconds=tuple(float(seconds) * there / pace[here] for there in pace))
         for cost, seconds, here in zip(costs.layers, layer_s, owner, strict=True)
     ]
-    costs = ModelCosts(
+    costs = replace(
+        costs,
         embedding=replace(costs.embedding, seconds=(0.0,) * len(cuts)),
         layers=tuple(layers),
         head=replace(costs.head, seconds=(latency.head_s(1),) * len(cuts)),
@@ -137,7 +146,9 @@ def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
     return _started(replace(blueprint, config=blueprint.config.replace(parallel=options)))
 
 
-def _sizes(config: EngineConfig, options: ParallelOptions, model: PretrainedConfig) -> ModelSizes:
+def _sizes(
+    config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, *, may_split: bool = True
+) -> ModelSizes:
     """Return the sizes of one rank, with copies of weights for drafts."""
     if num_layers(model) < options.stages:
         raise ConfigError(
@@ -156,6 +167,7 @@ def _sizes(config: EngineConfig, options: ParallelOptions, model: PretrainedConf
         quantization=quantisation_of(model, config.quantization_config),
         tensor=options.tensor,
         draft_weights=allowed_copies(by_weights, config.speculation.extra_weight_bytes),
+        may_split=may_split,
     )
 
 
@@ -181,4 +193,6 @@ def _costs(config: EngineConfig, options: ParallelOptions, sizes: ModelSizes, ma
             for layer in sizes.layers
         ),
         head=cost(sizes.last_stage_bytes(options.stages), copy_bytes=sizes.head_copy_bytes),
+        starts=sizes.starts,
+        embedding_everywhere=sizes.embedding_everywhere,
     )

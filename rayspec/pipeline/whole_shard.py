@@ -30,7 +30,8 @@ class WholeShard(Shard):
 
     def _load(self, layers: range, meeting_place: str | None) -> Loaded:
         self._num_layers = len(layers)
-        model = load_weights(self._config, layers=layers)
+        with_embedding = self._blueprint.costs.embedding_everywhere
+        model = load_weights(self._config, layers=layers, with_embedding=with_embedding)
         as_stage(model, layers)
         threads = Threads.of_all_passes(torch.get_num_threads())
         self.span = WholeSpan(model, threads=threads, is_last=self._is_last)

@@ -43,11 +43,14 @@ class LayerCost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
     """The parts of the model in order. The first stage also holds the embedding, the last stage the final norm and the
-    LM head."""
+    LM head. starts: layers that can begin a stage; by default all. embedding_everywhere: whether every stage holds the
+    embedding."""
 
     embedding: LayerCost
     layers: tuple[LayerCost, ...]
     head: LayerCost
+    starts: tuple[int, ...] | None = None
+    embedding_everywhere: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -91,7 +94,14 @@ def partition(costs: ModelCosts, devices: Sequence[Device], pinned: Sequence[int
                 "at least 1"
             )
         ends = np.cumsum(pinned).tolist()
-        return tuple(range(end - count, end) for end, count in zip(ends, pinned, strict=True))
+        spans = tuple(range(end - count, end) for end, count in zip(ends, pinned, strict=True))
+        for span in spans:
+            if costs.starts is not None and span.start not in costs.starts:
+                raise ConfigError(
+                    f"option 'layers' is {shown}: layer {span.start} cannot begin a stage, because layers from there "
+                    f"on read keys of earlier ones; only {_in_words(costs.starts)} can"
+                )
+        return spans
     missing = bytes_missing(costs, devices)
     if missing:
         free = sum(device.bytes_free for device in devices)
@@ -101,7 +111,7 @@ def partition(costs: ModelCosts, devices: Sequence[Device], pinned: Sequence[int
             "use more stages or tensor-parallel ranks, quantization, offload, or plan for fewer or shorter sequences"
         )
     by_layer = np.asarray([layer.seconds for layer in costs.layers]).T
-    seconds = _span_sums(by_layer, costs.embedding.seconds[0], costs.head.seconds[-1])
+    seconds = _span_sums(costs, by_layer, costs.embedding.seconds[0], costs.head.seconds[-1])
     seconds[_bytes_over(costs, devices) > 0] = np.inf
     slowest_s, _ = _best_cut(seconds, np.maximum)
     even = np.where(seconds <= slowest_s * (1 + _ROUNDING), seconds**2, np.inf)
@@ -120,7 +130,7 @@ def stage_costs(costs: ModelCosts, devices: Sequence[Device], spans: Sequence[ra
     stages = []
     for stage, (device, span) in enumerate(zip(devices, spans, strict=True)):
         parts = [costs.layers[layer] for layer in span]
-        parts += [costs.embedding] if stage == 0 else []
+        parts += [costs.embedding] if stage == 0 or costs.embedding_everywhere else []
         parts += [costs.head] if stage == len(devices) - 1 else []
         stages.append(
             StageCost(
@@ -139,22 +149,36 @@ def _check(costs: ModelCosts, devices: Sequence[Device]) -> None:
         raise ConfigError(
             f"option 'stages' is {len(devices)}: a model of {len(costs.layers)} layers has 1 to {len(costs.layers)}"
         )
+    if costs.starts is not None and len(costs.starts) < len(devices):
+        raise ConfigError(
+            f"option 'stages' is {len(devices)}, but only {_in_words(costs.starts)} can begin a stage, because later "
+            f"layers read keys of earlier ones: set it to at most {len(costs.starts)}"
+        )
+
+
+def _in_words(starts: Sequence[int]) -> str:
+    return f"layers {', '.join(map(str, starts))}" if len(starts) > 1 else f"layer {starts[0]}"
 
 
 def _bytes_over(costs: ModelCosts, devices: Sequence[Device]) -> Floats:
     """Return [stage, start, end]: bytes of layers start .. end - 1 beyond those that the stage's device has free."""
     layers = np.tile([layer.total_bytes for layer in costs.layers], (len(devices), 1))
     free = np.asarray([device.bytes_free for device in devices], np.float64)[:, None, None]
-    return _span_sums(layers, costs.embedding.total_bytes, costs.head.total_bytes) - free
+    sums = _span_sums(costs, layers, costs.embedding.total_bytes, costs.head.total_bytes)
+    if costs.embedding_everywhere:
+        sums[1:] += costs.embedding.total_bytes
+    return sums - free
 
 
-def _span_sums(layers: NDArray[np.generic], first: float, last: float) -> Floats:
-    """Return [stage, start, end]: the sum over layers start .. end - 1 on a stage, infinite for an empty span. layers:
-    [stage, layer]. first, last: added for the first and the last stage."""
+def _span_sums(costs: ModelCosts, layers: NDArray[np.generic], first: float, last: float) -> Floats:
+    """Return [stage, start, end]: the sum over layers start .. end - 1 on a stage, infinite for an empty span and for
+    one that cannot begin there. layers: [stage, layer]. first, last: added for the first and the last stage."""
     running = np.pad(np.cumsum(layers, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
     sums = running[:, None, :] - running[:, :, None]
     sums[0] += first
     sums[-1] += last
+    if costs.starts is not None:
+        sums[:, np.setdiff1d(np.arange(sums.shape[1]), costs.starts)] = np.inf
     return np.where(np.triu(np.ones(sums.shape[1:], bool), k=1), sums, np.inf)
 
 

@@ -33,6 +33,7 @@ from rayspec.decode.work import GenerationDefaults, Pass, Result, Round, RoundEn
 from rayspec.model.architecture import decompose
 from rayspec.model.fused import fuse
 from rayspec.model.kv_cache import PAGE_SIZE, CacheSize
+from rayspec.model.sizes import model_sizes
 from rayspec.model.sublayers import Decomposition
 from rayspec.model.weights import load_config, load_model, vocab_size
 from rayspec.pipeline import endpoint as endpoint_module
@@ -49,7 +50,7 @@ from rayspec.pipeline.transport import Received, Secret
 from rayspec.pipeline.whole_shard import WholeShard
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.learning import CalibrationCurve
-from rayspec.planning.partition import LayerCost, ModelCosts
+from rayspec.planning.partition import Device, LayerCost, ModelCosts, partition
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import no_draft
 from tests.engines import RandomPlans, windowed_pages
@@ -285,10 +286,23 @@ class LoopReplica(Replica):
     def __init__(
         self, loop: Loop, config: EngineConfig, size: CacheSize, quantised: tuple[Weights, ...], splits: bool
     ) -> None:
+        costs, num_stages = ModelCosts(embedding=NOTHING, layers=(), head=NOTHING), config.parallel.stages
+        spans = cut(num_stages)
+        if not splits:
+            sizes = model_sizes(load_config(config), dtype=torch.float32, may_split=False)
+            end, layer = (LayerCost(weight_bytes=0, seconds=(each,) * num_stages) for each in (0.0, 1.0))
+            costs = ModelCosts(
+                embedding=end,
+                layers=(layer,) * len(sizes.layers),
+                head=end,
+                starts=sizes.starts,
+                embedding_everywhere=sizes.embedding_everywhere,
+            )
+            spans = spans_of(partition(costs, [Device(name="one", bytes_free=1)] * num_stages))
         blueprint = Blueprint(
             splits=splits,
             config=config,
-            costs=ModelCosts(embedding=NOTHING, layers=(), head=NOTHING),
+            costs=costs,
             vocab_size=vocab_size(load_config(config)),
             hidden_size=HIDDEN_SIZE,
             num_slots=size.num_slots,
@@ -297,7 +311,7 @@ class LoopReplica(Replica):
         )
         with patch.object(replica_module, "Bundles"):
             super().__init__(blueprint)
-        self.spans, self.cache_size = cut(self.num_stages), size
+        self.spans, self.cache_size = spans, size
         self.loop, self.quantised = loop, quantised
         self.parts: dict[str, Any] = {}
         self.num_started = 0

@@ -1,6 +1,7 @@
 """Models that do not split, cut into stages: whatever is copied, preempted or lost, tokens are those of `generate`."""
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.generate_state import check_received
 from rayspec.local_engine import load_engine
 from rayspec.model.passing import as_stage
+from rayspec.model.sizes import model_sizes
 from rayspec.model.weights import load_model
 from rayspec.pipeline.endpoint import stage_name
 from rayspec.pipeline.loading import load_pipeline
@@ -47,8 +49,19 @@ def prompts() -> list[list[int]]:
     return ragged_prompts(LENGTHS, vocab_size=200)
 
 
-@pytest.mark.parametrize("num_stages", few_of([2, 3, 4], [2]))
-def test_copies_in_stages_equal_generate(path: str, num_stages: int) -> None:
+# Layers that read embeddings, keys of earlier layers or several states, or return more than states.
+OTHERS = (
+    "gemma3n_text#shared", "gemma4", "gemma4_text#shared", "zamba2", "llama4", "gpt_oss", "cohere2", "phimoe", "bloom",
+)  # fmt: skip
+FEW = {(family, 2) for family in (*every_type.RECURRENT, "gemma3n_text#shared", "gemma4", "llama4")}
+STAGES = [*itertools.product(every_type.RECURRENT, (2, 3, 4)), *itertools.product(OTHERS, (2, 3))]
+
+
+@pytest.mark.parametrize(("family", "num_stages"), few_of(STAGES, FEW))
+def test_copies_in_stages_equal_generate(
+    family: str, num_stages: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = saved(family, tmp_path_factory)
     expected = greedy(path, prompts(), MAX_TOKENS)
     options: dict[str, Any] = {"kv_cache_tokens": 160, "max_num_batched_tokens": 40, "max_num_seqs": 4}
     with loop_engine(path, num_stages, seed=num_stages, splits=False, **options) as run:
@@ -126,21 +139,30 @@ def test_a_lack_of_memory_in_a_stage_fails_one_sequence(hybrid: str, stage: int)
         run.require_clean()
 
 
+# The first runs its final norm before the layers, too. Layers of the others return what the next layer reads.
+@pytest.mark.parametrize("family", ["nanochat", "zaya", "glm_moe_dsa"])
+def test_layers_that_stages_cannot_divide_are_refused_before_they_are_loaded(family: str) -> None:
+    sizes = model_sizes(every_type.config_of(family), dtype=torch.float32, may_split=False)
+    assert sizes.why_whole.endswith("do not simply follow one another")
+
+
 @pytest.mark.parametrize(
-    ("family", "layers", "why"),
-    [
-        ("nanochat", range(2), "do not simply follow"),  # its final norm comes before the layers, too
-        ("zaya", range(2), "do not simply follow"),
-        ("zamba2", range(2, 4), "read the tokens"),  # every layer reads the embeddings
-    ],
+    ("family", "starts", "reads_embedding"),
+    [("gemma3n_text#shared", (0, 1, 2), True), ("zamba2", (0, 1, 2, 3), True), ("cohere2", (0, 1, 2, 3), False)],
 )
-def test_layers_that_stages_cannot_divide_are_refused(family: str, layers: range, why: str, tmp_path: Path) -> None:
+def test_what_layers_read_decides_where_stages_begin(
+    family: str, starts: tuple[int, ...], reads_embedding: bool, tmp_path: Path
+) -> None:
+    config = every_type.config_of(family)
+    sizes = model_sizes(config, dtype=torch.float32)
+    assert (sizes.starts, sizes.embedding_everywhere) == (starts, reads_embedding)
     every_type.build(family).save_pretrained(tmp_path)
-    stage: Any = load_model(EngineConfig(model=str(tmp_path), dtype="float32", device="cpu"), layers=layers)
-    stage.generation_config = GenerationConfig(use_cache=True)
-    with pytest.raises(UnsupportedModelError, match=why):
-        as_stage(stage, layers)
-        check_received(stage)
+    layers = range(2, len(sizes.layers))
+    without: Any = load_model(EngineConfig(model=str(tmp_path), dtype="float32", device="cpu"), layers=layers)
+    without.generation_config = GenerationConfig(use_cache=True)
+    as_stage(without, layers)
+    with pytest.raises(UnsupportedModelError, match="need the embedding") if reads_embedding else nullcontext():
+        check_received(without)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,8 +40,8 @@ def model(
     )
 
 
-def all_cuts(num_layers: int, num_stages: int) -> Iterator[tuple[range, ...]]:
-    for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
+def all_cuts(num_layers: int, num_stages: int, starts: Sequence[int] | None) -> Iterator[tuple[range, ...]]:
+    for inner in itertools.combinations(range(1, num_layers) if starts is None else starts[1:], num_stages - 1):
         yield tuple(itertools.starmap(range, itertools.pairwise((0, *inner, num_layers))))
 
 
@@ -69,13 +70,16 @@ def instances(draw: Any) -> tuple[ModelCosts, list[Device]]:
         ends=(draw(few), draw(few)),
         end_seconds=(draw(few), draw(few)),
     )
+    others = draw(st.sets(st.integers(1, max(1, num_layers - 1)), min_size=num_stages - 1))
+    starts = (0, *sorted(others & set(range(num_layers)))) if draw(st.booleans()) else None
+    costs = replace(costs, starts=starts, embedding_everywhere=draw(st.booleans()))
     return costs, devices(*draw(st.lists(many, min_size=num_stages, max_size=num_stages)))
 
 
 @given(instances())
 def test_brute_force_finds_nothing_better(instance: tuple[ModelCosts, list[Device]]) -> None:
     costs, places = instance
-    cuts = [stage_costs(costs, places, spans) for spans in all_cuts(len(costs.layers), len(places))]
+    cuts = [stage_costs(costs, places, spans) for spans in all_cuts(len(costs.layers), len(places), costs.starts)]
     assert bytes_missing(costs, places) == min(map(missing, cuts))
     fitting = [stages for stages in cuts if not missing(stages)]
     if fitting:
@@ -121,6 +125,16 @@ def test_pinned_layers_win_and_only_report_what_is_missing() -> None:
 def test_pinned_layers_must_add_up(pinned: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         partition(model([1.0] * 8, (1, 1)), devices(1, 1), pinned=pinned)
+
+
+def test_only_some_layers_begin_a_stage() -> None:
+    costs = replace(model([1.0] * 8, (1, 1)), starts=(0, 1, 2))
+    assert partition(costs, devices(1, 1)) == (range(2), range(2, 8))
+    assert partition(costs, devices(1, 1), pinned=[1, 7]) == (range(1), range(1, 8))
+    with pytest.raises(ConfigError, match=r"'layers' is 4,4: layer 4 cannot begin a stage.*only layers 0, 1, 2 can"):
+        partition(costs, devices(1, 1), pinned=[4, 4])
+    with pytest.raises(ConfigError, match=r"'stages' is 2, but only layer 0 can begin a stage.*set it to at most 1"):
+        partition(replace(costs, starts=(0,)), devices(1, 1))
 
 
 @pytest.mark.parametrize("num_stages", [0, 4])

@@ -199,7 +199,7 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
         sizes, num_groups = _sizes(config, options, tensor), len(gpus) // tensor
         if not sizes.splits and tensor > 1:
             continue
-        stages = {min(num_groups // replicas, len(sizes.layers)) for replicas in range(1, num_groups + 1)}
+        stages = {min(num_groups // replicas, len(sizes.starts)) for replicas in range(1, num_groups + 1)}
         most = min(options.concurrency, max_replicas or num_groups)
         replicas_of = {count: min(num_groups // count, most) for count in ([1] if sizes.why_whole else sorted(stages))}
         fewest = _placed(sizes, dtype, options, gpus, tensor=tensor)
@@ -345,7 +345,7 @@ def _num_stages(
                 "more GPUs"
             )
         return asked, f"{asked} stages as asked"
-    most = 1 if sizes.why_whole else min(len(groups), len(sizes.layers))
+    most = 1 if sizes.why_whole else min(len(groups), len(sizes.starts))
     for count in range(1, most + 1):
         if not bytes_missing(*_costs(sizes, groups[:count], options)):
             return count, f"{count} of up to {most} stages, the fewest that fit with tensor {options.num_ranks}"
@@ -380,4 +380,11 @@ def _costs(
     head = cost(
         sizes.last_stage_bytes(len(groups)) + sizes.head_copy_bytes, bytes_read=sizes.norm_bytes + sizes.head_bytes
     )
-    return ModelCosts(embedding=embedding, layers=layers, head=head), [device for device, _ in groups]
+    costs = ModelCosts(
+        embedding=embedding,
+        layers=layers,
+        head=head,
+        starts=sizes.starts,
+        embedding_everywhere=sizes.embedding_everywhere,
+    )
+    return costs, [device for device, _ in groups]
