@@ -148,17 +148,11 @@ class LookupIndex:
         text = self._token_ids
         texts = [text[place : place + len(copied)] for place in others]
         lengths = [_num_equal(own, copied) for own in texts]
-        differing = [length for length, own in zip(lengths, texts, strict=True) if length < len(own)]
-        num_alike = min(differing, default=max(lengths, default=0))
-        supports = [UNANIMOUS] * num_alike
-        for at in range(num_alike, len(copied)):
-            others = [place for place in others if place + at < len(text)]
-            if not others:
-                return supports + [SINGLE] * (len(copied) - at)
-            same = [place for place in others if text[place + at] == copied[at]]
-            supports.append(UNANIMOUS if len(same) == len(others) else AMBIGUOUS)
-            others = same
-        return supports
+        differing = {length for length, own in zip(lengths, texts, strict=True) if length < len(own)}
+        longest = max(lengths, default=0)
+        return [
+            AMBIGUOUS if at in differing else UNANIMOUS if at < longest else SINGLE for at in range(len(copied))
+        ]
 
     def _matched(self, end: int, newest: array[int]) -> int:
         """Return how many tokens before `end` equal the newest tokens."""
@@ -199,7 +193,9 @@ class _Ends:
 
     def extend(self, text: array[int]) -> None:
         """Add the n-grams of the text that are not here yet. A proposal needs a token after its n-gram."""
-        num_sorted, num_starts = len(self._starts), max(self._num_starts, len(text) - self.length)
+        num_sorted, num_starts = len(self._starts), len(text) - self.length
+        if num_starts <= self._num_starts:
+            return
         if num_starts - num_sorted > _MAX_UNSORTED:
             new = _hashes(np.array(text[num_sorted:-1]).astype(np.uint64), self.length)
             order = np.argsort(new, kind="stable")
