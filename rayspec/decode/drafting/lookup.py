@@ -150,9 +150,7 @@ class LookupIndex:
         lengths = [_num_equal(own, copied) for own in texts]
         differing = {length for length, own in zip(lengths, texts, strict=True) if length < len(own)}
         longest = max(lengths, default=0)
-        return [
-            AMBIGUOUS if at in differing else UNANIMOUS if at < longest else SINGLE for at in range(len(copied))
-        ]
+        return [AMBIGUOUS if at in differing else UNANIMOUS if at < longest else SINGLE for at in range(len(copied))]
 
     def _matched(self, end: int, newest: array[int]) -> int:
         """Return how many tokens before `end` equal the newest tokens."""
