@@ -179,14 +179,17 @@ def test_a_ray_that_cannot_start_is_an_error_and_leaves_no_processes(tmp_path: P
 
 _SIZES = """
 import sys, ray
+from rayspec.batch.ray_backend import idle_gpus
 from rayspec.config import EngineConfig
 from rayspec.pipeline.placement import sized
 from rayspec.serve.app import _sized
 from rayspec.serve.options import LLMConfig
-ray.init(num_cpus=1, num_gpus=1, resources={sys.argv[1]: 1.0}, include_dashboard=False)
+ray.init(num_cpus=1, num_gpus=4, resources={sys.argv[1]: 1.0}, include_dashboard=False)
 engines = [sized(EngineConfig(model="m", device=device)) for device in ("auto", "cpu")]
 print([(one.num_seqs, one.num_batched_tokens) for one in engines])
 served = _sized(LLMConfig(model_loading_config={"model_id": "m"}, engine_kwargs={"max_num_batched_tokens": 99}))
+layouts = ({}, {"stages": 2}, {"gpus_per_shard": 0.5, "replicas": 7}, {"replicas": 4})
+print([idle_gpus(EngineConfig(model="m", parallel=parallel)) for parallel in layouts], idle_gpus(engines[1]))
 print((served.num_places, served.engine.num_batched_tokens), served.max_ongoing_requests)
 """
 
@@ -205,4 +208,7 @@ def test_sizes_are_those_of_the_clusters_gpus_where_this_process_has_none(
         env=environment | {"RAY_TMPDIR": str(ray_folder)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines()[-2:] == [f"[({seqs}, {tokens}), (8, 1024)]", f"({seqs}, 99) {2 * seqs}"]
+    sizes, idle, served = found.stdout.splitlines()[-3:]
+    assert (sizes, served) == (f"[({seqs}, {tokens}), (8, 1024)]", f"({seqs}, 99) {2 * seqs}")
+    told = "{} of the 4 GPUs here run the model; --replicas {} uses all of them"
+    assert idle == f"{[told.format(1, 4), told.format(2, 2), told.format(3.5, 8), None]} None"
