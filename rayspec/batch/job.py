@@ -266,7 +266,8 @@ class LocalPool:
         import torch  # noqa: PLC0415 - the engine needs it, and the command's help does not
 
         self._engine = self._factory.load(self._factory.engine)
-        if torch.cuda.is_initialized() and (there := torch.cuda.device_count()) > 1:
+        has_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if has_gpu and (there := torch.cuda.device_count()) > 1:
             say(f"1 of the {there} GPUs here runs the model; `rayspec job` with --replicas {there} uses all of them")
         self._thread.call_soon(self._is_loaded.set)
         return self._engine.info
