@@ -142,7 +142,8 @@ def test_sampling_parameters_that_are_refused(options: dict[str, Any], message: 
 
 def test_sampling_parameters_that_ask_for_nothing() -> None:
     given: dict[str, Any] = {"best_of": 1, "logits_processors": None, "extra_args": None, "output_kind": 2, "seed": -1}
-    given |= {"stream_interval": 1, "thinking_token_budget": -1, "logprob_token_ids": None, "repetition_detection": None}
+    given |= {"stream_interval": 1, "thinking_token_budget": -1}
+    given |= {"logprob_token_ids": None, "repetition_detection": None}
     assert SamplingParams(**given) == SamplingParams()
 
 
