@@ -118,14 +118,14 @@ def text_tokens(prompt: object, tokenizer: Any, **options: Any) -> list[int]:
 
 
 @contextmanager
-def naming_tokenizer() -> Iterator[None]:
-    """Raise what a tokenizer, which may be anybody's code, raises for a text as RequestError."""
+def naming_tokenizer(problem: str = "refuses the prompt") -> Iterator[None]:
+    """Raise what a tokenizer, which may be anybody's code, raises as RequestError."""
     try:
         yield
     except BaseException as error:
         if not _is_problem(error):
             raise
-        raise RequestError(f"the tokenizer refuses the prompt: {type(error).__name__}: {error}") from error
+        raise RequestError(f"the tokenizer {problem}: {type(error).__name__}: {error}") from error
 
 
 def _is_problem(error: BaseException) -> bool:

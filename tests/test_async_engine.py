@@ -46,6 +46,41 @@ def test_streams_beside_one_another_add_up(engine: AsyncEngine) -> None:
         assert pieces[-1].metrics.num_draft_tokens > 0
 
 
+class _Panic(BaseException):
+    """As that of a library in Rust."""
+
+
+_Panic.__name__ = "PanicException"
+
+
+@pytest.mark.parametrize("stop", [[], ["Total"]])
+@pytest.mark.parametrize("kind", [IndexError, _Panic])
+def test_a_token_that_the_tokenizer_cannot_decode_costs_its_request_only(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], stop: list[str]
+) -> None:
+    """As sentencepiece raises for the ids by which a model has more than its tokenizer."""
+    (prompt,), bad, decode = demo_prompts(1, 6), 1999, type(engine.tokenizer).decode
+
+    def refusing(tokenizer: object, token_ids: list[int], **options: object) -> object:
+        if bad in token_ids:
+            raise kind("piece id is out of range")
+        return decode(tokenizer, token_ids, **options)
+
+    monkeypatch.setattr(type(engine.tokenizer), "decode", refusing)
+    forced = SamplingParams(temperature=0.0, max_tokens=40, allowed_token_ids=[bad], ignore_eos=True, stop=stop)
+
+    async def together() -> tuple[RequestOutput, list[RequestOutput], RequestOutput]:
+        runs = engine.run(prompt, forced), _streamed(engine, prompt, forced), engine.run(prompt, PARAMS)
+        return await asyncio.gather(*runs)
+
+    whole, pieces, other = asyncio.run(together())
+    problem = f"the tokenizer cannot decode the output: {kind.__name__}: piece id is out of range"
+    assert [str(whole.error), str(pieces[-1].error)] == [problem, problem]
+    assert other.error is None
+    assert other.outputs[0].text
+    asyncio.run(_aborted(engine, engine.client.stats.num_generated_tokens))
+
+
 def test_closing_and_cancelling_abort_the_request(engine: AsyncEngine) -> None:
     (prompt,) = demo_prompts(1, 6)
     stats = engine.client.stats

@@ -44,6 +44,7 @@ from rayspec.types import (
     OutOfMemoryError,
     RayspecError,
     Request,
+    RequestError,
     RequestOutput,
 )
 
@@ -360,7 +361,11 @@ class Engine:
                 ),
             )
             return 0
-        num_tokens = sequence.commit(committed.token_ids, committed.logprobs)
+        try:
+            num_tokens = sequence.commit(committed.token_ids, committed.logprobs)
+        except RequestError as error:  # of the tokenizer, where a stop string is looked for
+            self._fail(sequence, error)
+            return 0
         if sequence.constraint is not None and not sequence.finished:
             sequence.constraint.extend_to(sequence.token_ids)
         self.stats.num_generated_tokens += num_tokens

@@ -307,11 +307,17 @@ class EngineLoop:
             job()
 
     def _hand_over(self, arrival: _Arrival, new: NewOutput) -> None:
-        """Decode the texts, then settle the future or call the listener. An exception here ends the loop."""
+        """Decode the texts, then settle the future or call the listener. An error of the tokenizer ends the request;
+        any other exception here ends the loop."""
         try:
-            if arrival.future.cancelled():
+            if arrival.future.done():
                 return
-            is_last, output = new.finished, new.decoded()
+            is_last = new.finished
+            try:
+                output = new.decoded()
+            except RequestError as error:
+                self._put(partial(self._cancel, arrival.request.request_id))
+                is_last, output = True, RequestOutput.refused(arrival.request, error)
             output.request_id = arrival.name
             if not is_last and arrival.listener is not None:
                 arrival.listener(output)

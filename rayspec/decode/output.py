@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from rayspec.prompts import naming_tokenizer
 from rayspec.types import CompletionOutput, Logprob, RequestOutput
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rayspec.decode.work import DecodingParams
 
 
+_REFUSES = "cannot decode the output"
 _MANY_ROWS = 1000  # of log-probabilities; 20 in each take 50 ms
 
 
@@ -60,10 +62,13 @@ class Detokenizer:
 
     def push(self, token_id: int, *, may_stop: bool) -> str | None:
         """Add a token of a sequence with stop strings. Return the stop string that it completed, if any; the text then
-        ends there."""
+        ends there. Raises RequestError for any error of the tokenizer, after which the text stays as it is."""
         self._token_ids.append(token_id)
         length = len(self._text) + len(self._tail)
-        self._grow()
+        self._is_stopped = True
+        with naming_tokenizer(_REFUSES):
+            self._grow()
+        self._is_stopped = False
         text = self._text + self._tail
         starts = [(text.find(stop, max(0, length - len(stop) + 1)), stop) for stop in self._params.stop]
         found = [(position, stop) for position, stop in starts if position >= 0]
@@ -147,7 +152,12 @@ class NewOutput:
         return sum(map(len, rows)) > _MANY_ROWS
 
     def decoded(self) -> RequestOutput:
-        """Return the output with its texts. May be called once, on any thread; for a stream, in order."""
+        """Return the output with its texts. May be called once, on any thread; for a stream, in order. Raises
+        RequestError for any error of the tokenizer."""
+        with naming_tokenizer(_REFUSES):
+            return self._decoded()
+
+    def _decoded(self) -> RequestOutput:
         for completion, detokenizer in zip(self.output.outputs, self.detokenizers, strict=True):
             if detokenizer is not None:
                 completion.text = detokenizer.text_of(completion)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from rayspec.forms.grammar import Constraint
 from rayspec.planning.learning import TEXT_HALF_LIFE, Discounted
+from rayspec.prompts import text_tokens
 
 _MAX_PLACES = 8  # the latest occurrences of an n-gram, which are compared
 _LONGEST_MATCH = 32  # tokens that are compared at most
@@ -327,11 +328,11 @@ def index_of(token_ids: Sequence[int]) -> LookupIndex | None:
 
 def tokenised(texts: Iterable[str], tokenizer: Any, *, vocab_size: int) -> Iterator[array[int]]:
     """Yield the tokens of texts, several short texts together and a long text in parts, END_OF_TEXT after each. It also
-    stands in place of tokens that the model does not have."""
+    stands in place of tokens that the model does not have. Raises RequestError, see `text_tokens`."""
     found = array("i")
     parts = (text[at : at + _CHARACTERS_AT_ONCE] for text in texts for at in range(0, len(text), _CHARACTERS_AT_ONCE))
     for part in parts:
-        token_ids = tokenizer(part, add_special_tokens=False)["input_ids"]
+        token_ids = text_tokens(part, tokenizer, add_special_tokens=False)
         found.extend(one if one < vocab_size else END_OF_TEXT for one in token_ids)
         found.append(END_OF_TEXT)
         if len(found) >= _MOST_AT_ONCE:
