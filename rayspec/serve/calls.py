@@ -82,6 +82,8 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
             pass
 
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(hung_up())
+    # A call that is cancelled may fail instead. Nobody waits for its error then, which asyncio would log.
+    working.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():

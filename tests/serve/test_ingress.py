@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import socket
@@ -14,9 +15,11 @@ from typing import Any
 import httpx2
 import pytest
 from ray.exceptions import RayError
+from starlette.requests import ClientDisconnect, Request
 
 from rayspec.serve import access
 from rayspec.serve.access import ANY, BUSY, Admission, ApiKeys, Places, Refused, allowed_host, network_of
+from rayspec.serve.calls import while_connected
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.watch import WatchedReplica
@@ -389,3 +392,26 @@ def test_the_last_place_may_be_taken_by_a_large_request_and_then_there_is_none()
         assert refused.value.error.status == 429
         assert admission.under_way == 103
     assert admission.under_way == 0
+
+
+def test_a_call_that_fails_after_its_client_has_left_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Serve's calls do so when they are cancelled: each client that hung up cost a traceback in the log."""
+
+    async def call() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise Refused(access.GONE) from None
+
+    async def left() -> dict[str, str]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def ask() -> None:
+        with pytest.raises(ClientDisconnect):
+            await while_connected(Request({"type": "http"}, left), call())
+        await asyncio.sleep(0.01)
+
+    asyncio.run(ask())
+    gc.collect()
+    assert not caplog.records
