@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from importlib import metadata
@@ -81,7 +82,11 @@ class _Commands(TyperGroup):
     """The commands. Commands and flags that are gone give an error that says what replaced them."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Run a command. Errors end with one line and a code, also where the command's modules are imported."""
+        """Run a command. Errors end with one line and a code, also where the command's modules are imported. What is
+        printed is UTF-8 in every locale, as files are; bytes of a file name that are not are escaped."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(encoding="utf-8", errors="backslashreplace")
         try:
             with clean_exit():
                 result = super().main(*args, **{**options, "standalone_mode": False})

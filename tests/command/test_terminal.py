@@ -30,3 +30,12 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", code, "models"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.strip()) == (130, "")
+
+
+def test_what_is_printed_is_utf_8_in_every_locale() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "rayspec.cli", "fetch"]
+    for given, said in (("größe".encode(), "größe"), (b"gr\xf6", r"gr\udcf6")):
+        done = subprocess.run([*map(os.fsencode, command), given], capture_output=True, env=environment, check=False)
+        assert done.returncode == 2
+        assert f"argument 'name' is '{said}'" in done.stderr.decode()

@@ -324,7 +324,8 @@ def test_what_breaks_a_summary_is_said_and_its_beginning_stays(page: Page, troub
 @pytest.mark.usefixtures("troubled")
 def test_the_choice_map_shows_the_plan_of_the_chosen_model(page: Page) -> None:
     page.choose("small")
-    page.until(lambda: page.text("plan") == "drafts run 3 full, 3 skip, 1 int4, 1 int4+pages sublayers, up to 4 tokens")
+    said = "of 8 sublayers, drafts run 3 in full, skip 3, run 1 with int4, run 1 with int4+pages; up to 4 tokens"
+    page.until(lambda: page.text("plan") == said)
     assert page.cells() == list(PLANS["small"]["choices"])
     drawn = [len(page.find(f"#skip-map i.{state}")) for state in ("kept", "cheap", "skipped", "unknown")]
     assert drawn == [3, 2, 3, 0]

@@ -25,7 +25,7 @@ export function describePlan(plan) {
     return "no plan yet: the model searches one after some tens of tokens, where a draft of its own may be faster";
   }
   if (plan.num_draft_tokens === 0) return "no draft: no plan is predicted to be faster, so the whole model decodes";
-  return `drafts run ${counted(plan.choices)} sublayers, up to ${plan.num_draft_tokens} tokens`;
+  return `of ${plan.choices.length} sublayers, drafts ${counted(plan.choices)}; up to ${plan.num_draft_tokens} tokens`;
 }
 
 function band(first, end, plan) {
@@ -66,11 +66,12 @@ function describeSkips(numSublayers, plan) {
   return `How the draft runs sublayers. ${ways.join("; ")}.`;
 }
 
-/** "14 full, 2 skip". */
+/** "run 14 in full, skip 2, run 3 with int4". */
 function counted(choices) {
   const counts = new Map();
   for (const choice of choices) counts.set(choice, (counts.get(choice) ?? 0) + 1);
-  return [...counts].map(([choice, count]) => `${count} ${choice}`).join(", ");
+  const said = { full: (count) => `run ${count} in full`, skip: (count) => `skip ${count}` };
+  return [...counts].map(([choice, count]) => said[choice]?.(count) ?? `run ${count} with ${choice}`).join(", ");
 }
 
 /** [0, 1, 2, 5] as "0 to 2, 5". */
