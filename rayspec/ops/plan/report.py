@@ -46,6 +46,11 @@ def flags_of(layout: Layout, options: PlanOptions) -> dict[str, str | None]:
     }
 
 
+def _two_digits(number: float) -> str:
+    """Return a prediction with two significant digits, as "64,000" or "0.0031"."""
+    return f"{float(f'{number:.2g}'):,.10g}"
+
+
 def plan_table(plan: Ranking) -> Group:
     if not plan.fits:
         return Group(
@@ -64,14 +69,14 @@ def plan_table(plan: Ranking) -> Group:
             layout.name,
             str(layout.num_gpus),
             f"{layout.bytes_left / _GIB:.1f}",
-            f"{plain.tokens_per_s:.0f}",
-            f"{drafted.tokens_per_s:.0f}" if drafted else "-",
+            _two_digits(plain.tokens_per_s),
+            _two_digits(drafted.tokens_per_s) if drafted else "-",
             f"{drafted.tokens_per_s / plain.tokens_per_s:.2f}x" if drafted else "-",
-            f"{fastest.first_token_s:.2f}" if fastest.first_token_s is not None else "-",
-            f"{fastest.alone_first_token_s:.2f}",
-            f"{1000 * candidate.alone_token_s:.1f}",
+            "-" if fastest.first_token_s is None else _two_digits(fastest.first_token_s),
+            _two_digits(fastest.alone_first_token_s),
+            _two_digits(1000 * candidate.alone_token_s),
             f"{fastest.idle_share:.0%}",
-            *([f"{fastest.dollars(layout.num_gpus, options.price):.2f}"] if options.price else []),
+            *([_two_digits(fastest.dollars(layout.num_gpus, options.price))] if options.price else []),
         )
     is_published = options.acceptance == PUBLISHED_ACCEPTANCE
     given = (

@@ -158,6 +158,10 @@ def test_printed_flags_make_that_layout(gpus: str, more: tuple[Any, ...], run: A
     ]
     layout = best["candidates"][0]
     expected = tuple(layout[name] for name in ("stages", "tensor", "replicas"))
+    name = " x ".join(map(str, expected))
+    row = next(line for line in made.stdout.splitlines() if line.strip().startswith(name)).removeprefix(f"  {name}")
+    predicted = [number.replace(",", "").replace(".", "").strip("0") for number in row.split()[2:4]]
+    assert all(len(number) <= 2 for number in predicted), row
 
     assert _of_job(pasted["jobs, rayspec serve"]) == expected
     assert run("serve", "--model", "demo", *shlex.split(pasted["jobs, rayspec serve"]), "--help").exit_code == 0
