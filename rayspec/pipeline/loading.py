@@ -42,7 +42,7 @@ def load_pipeline(
     Raises ConfigError, CheckpointError, PlacementError, and UnsupportedModelError for a model whose layers stages
     cannot divide.
     """
-    config, options = sized(config), config.parallel or ParallelOptions()
+    options = config.parallel or ParallelOptions()
     model = load_config(config)
     sizes = _sizes(config, options, model, may_split=not why_whole)
     why_undivided = why_whole or f"{model.model_type}: {_WHY_UNDIVIDED}"
@@ -52,7 +52,7 @@ def load_pipeline(
             raise UnsupportedModelError(f"option 'tensor' is {options.tensor}: set it to 1, because {why_undivided}")
         if sizes.why_whole:
             raise UnsupportedModelError(f"{sizes.why_whole}, so it cannot be cut into stages: remove option 'parallel'")
-    info = model_info(config, model, with_tokenizer=with_tokenizer)
+    config, info = sized(config), model_info(config, model, with_tokenizer=with_tokenizer)
     num_gpus, window = gpus_per_shard(config, options), sizes.window if sizes.splits else None
     blueprint = Blueprint(
         config=config.replace(parallel=options),

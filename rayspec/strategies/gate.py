@@ -197,7 +197,7 @@ class Gate:
             return "drafting is off (no plan is predicted to be faster)"
         switch = "off" if self.taken == PLAIN else "on"
         if self.trial is not None:
-            return f"drafting is {switch} (trying the {self.trial})"
+            return f"drafting is {switch} (some rounds try the {self.trial})"
         if not self._records[way].round_s.is_known or self._last is None or way not in self._last.rates:
             return f"drafting is off ({way} not tried yet)"
         gain = self.rate(way, self._last.rates) / self.rate(PLAIN, self._last.rates)

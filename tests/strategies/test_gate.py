@@ -187,7 +187,7 @@ def test_the_status_says_why_rounds_do_not_draft() -> None:
     assert gate.status("plan") == "drafting is off (plan not tried yet)"
     steady(gate, 1, 1.0)
     gate.choose(ENDLESS, rates)
-    assert gate.status("plan") == "drafting is off (trying the plan)"
+    assert gate.status("plan") == "drafting is off (some rounds try the plan)"
     steady(gate, 60, 2.0)
     assert gate.status("plan") == "drafting is on (measured 1.50x plain decoding, predicted 1.20x)"
     steady(gate := Gate(LATENCY), 10, 4.0)
