@@ -182,12 +182,13 @@ import sys, ray
 from rayspec.batch.ray_backend import idle_gpus
 from rayspec.config import EngineConfig
 from rayspec.pipeline.placement import sized
-from rayspec.serve.app import _sized
-from rayspec.serve.options import LLMConfig
+from rayspec.serve.app import with_sizes
+from rayspec.serve.options import ServeOptions
 ray.init(num_cpus=1, num_gpus=4, resources={sys.argv[1]: 1.0}, include_dashboard=False)
 engines = [sized(EngineConfig(model="m", device=device)) for device in ("auto", "cpu")]
 print([(one.num_seqs, one.num_batched_tokens) for one in engines])
-served = _sized(LLMConfig(model_loading_config={"model_id": "m"}, engine_kwargs={"max_num_batched_tokens": 99}))
+config = {"model_loading_config": {"model_id": "m"}, "engine_kwargs": {"max_num_batched_tokens": 99}}
+served = with_sizes(ServeOptions(llm_configs=[config])).llm_configs[0]
 layouts = ({}, {"stages": 2}, {"gpus_per_shard": 0.5, "replicas": 7}, {"replicas": 4})
 print([idle_gpus(EngineConfig(model="m", parallel=parallel)) for parallel in layouts], idle_gpus(engines[1]))
 print((served.num_places, served.engine.num_batched_tokens), served.max_ongoing_requests)

@@ -55,7 +55,7 @@ def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
     if not ray.is_initialized():
         ray.init()
     options = serve_options(args, environment=os.environ)
-    options = options.replace(llm_configs=tuple(map(_sized, options.llm_configs)))
+    options = with_sizes(options)
     models = bind_models(options)
     own = options.ingress_deployment_config
     deployment = _deployment(
@@ -77,11 +77,15 @@ def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
     return app
 
 
-def _sized(config: LLMConfig) -> LLMConfig:
-    """Return the config with the sizes of its engines, which admission goes by in other processes."""
-    engine = sized(config.engine)
-    sizes = {"max_num_seqs": engine.num_seqs, "max_num_batched_tokens": engine.num_batched_tokens}
-    return config.replace(engine_kwargs=config.engine_kwargs | sizes)
+def with_sizes(options: ServeOptions) -> ServeOptions:
+    """Return the options with the sizes of all engines, which admission goes by in other processes. Ray must be
+    running."""
+    configs = []
+    for config in options.llm_configs:
+        engine = sized(config.engine)
+        sizes = {"max_num_seqs": engine.num_seqs, "max_num_batched_tokens": engine.num_batched_tokens}
+        configs.append(config.replace(engine_kwargs=config.engine_kwargs | sizes))
+    return options.replace(llm_configs=tuple(configs))
 
 
 def bind_runner(options: ServeOptions, models: Mapping[str, Any]) -> serve.Application | None:

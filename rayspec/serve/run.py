@@ -15,10 +15,10 @@ import ray
 from ray import serve
 
 from rayspec.command.terminal import exit_on_sigterm, say
-from rayspec.demo import BUNDLED
+from rayspec.demo import BUNDLED, local_path
 from rayspec.ray_session import ray_session
 from rayspec.serve.access import ANY, ApiKeys, is_loopback
-from rayspec.serve.app import bind_models, bind_runner
+from rayspec.serve.app import bind_models, bind_runner, with_sizes
 from rayspec.serve.front import http_server
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
@@ -80,6 +80,7 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
     with address.bound() as listener:
         bound = Address(host=address.host, port=listener.getsockname()[1])
         engines = [config.engine for config in options.llm_configs if config.engine.model not in BUNDLED]
+        engines = [engine.replace(model=local_path(engine.model)) for engine in engines]
         if engines and _RAY_ADDRESS not in os.environ:  # a cluster's nodes may have other files
             from rayspec.model.weights import load_config  # noqa: PLC0415 - it brings torch and transformers
 
@@ -89,7 +90,7 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
             if _CONTROLLER in ray.util.list_named_actors(all_namespaces=True):
                 raise ConfigError("the cluster at RAY_ADDRESS runs Serve already: deploy to it with `serve deploy`")
             try:
-                _serve(options, bound, listener, announce)
+                _serve(with_sizes(options), bound, listener, announce)
             finally:
                 if _RAY_ADDRESS in os.environ:  # a private Ray ends with its Serve
                     serve.shutdown()  # type: ignore[no-untyped-call]

@@ -48,6 +48,9 @@ def test_a_missing_model_is_told_before_anything_starts(tmp_path: Path, monkeypa
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path / "absent")])
     assert (result.exit_code, result.stderr.startswith("error: ")) == (2, True), result.output
     assert "absent" in result.stderr
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", "smollm2"])
+    assert (result.exit_code, "rayspec fetch smollm2" in result.stderr) == (2, True), result.output
 
 
 @pytest.fixture
