@@ -1,6 +1,7 @@
 """Run a model with LoRA adapters and without, in one batch: python examples/adapters.py
 
-It needs peft, which makes two adapters with random weights here. They stand for adapters that were trained.
+It needs peft, which makes two adapters with random weights here. They stand for adapters that were trained, so their
+texts make no sense.
 """
 
 import tempfile
@@ -16,7 +17,9 @@ from rayspec.demo import model_path, sample_documents
 folder = Path(tempfile.mkdtemp())
 for name in ("legal", "medical"):
     torch.manual_seed(len(name))
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=4, lora_alpha=32, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     get_peft_model(AutoModelForCausalLM.from_pretrained(model_path()), config).save_pretrained(folder / name)
 
 llm = LLM("demo", dtype="float32", max_model_len=2048, lora_modules={"legal": str(folder / "legal")})

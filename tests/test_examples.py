@@ -37,6 +37,8 @@ def test_an_example_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     if name == "scores.py":
         right, wrong = (float(line.split()[0]) for line in printed.splitlines())
         assert wrong < right < 0
+    if name == "adapters.py":
+        assert len({line.split(": ", 1)[1] for line in printed.splitlines() if ": " in line}) == 3, "each adapter shows"
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "k8s/README.md", "cluster/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-# What users and operators read in addition: the web page, reports, manifests, the dashboard, alerts, notebooks.
+# What users and operators read in addition: the changelog, web page, reports, manifests, dashboard, alerts, notebooks.
 SHOWN = [
-    *(ROOT / name for name in ("Makefile", "mkdocs.yml", "pyproject.toml", "rayspec/vllm_names.json")),
+    *(ROOT / name for name in ("CHANGELOG.md", "Makefile", "mkdocs.yml", "pyproject.toml", "rayspec/vllm_names.json")),
     *(
         path
         for folder in ("rayspec", "k8s", "cluster", "examples", ".github", ".devcontainer")
