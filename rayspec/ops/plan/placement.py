@@ -237,6 +237,11 @@ def _tensor_degrees(config: PretrainedConfig, gpus: Sequence[Gpu], options: Plan
     ]
 
 
+def two_digits(number: float) -> str:
+    """Return a prediction with two significant digits, as "64,000" or "0.0031"."""
+    return f"{float(f'{number:.2g}'):,.10g}"
+
+
 def placements_table(placements: Sequence[Placement]) -> Group:
     """Return a table per placement, for each kind of copy. Its GPUs are those of the first copy of that kind."""
     shown = []
@@ -252,7 +257,7 @@ def placements_table(placements: Sequence[Placement]) -> Group:
                 f"{first}-{last}",
                 f"{2 * first}-{2 * last + 1}" if placement.splits else "-",
                 *(f"{size / _GIB:.1f}" for size in (stage.weight_bytes, stage.kv_bytes, stage.bytes_left)),
-                f"{1000 * stage.seconds:.2f}",
+                two_digits(1000 * stage.seconds),
                 "yes" if stage.bytes_left >= 0 else f"{-stage.bytes_left / _GIB:.1f} GiB missing",
             )
         verdict = "it fits"
@@ -268,7 +273,7 @@ def placements_table(placements: Sequence[Placement]) -> Group:
             )
         form = f"{options.quantization} with embedding and head in " if options.quantization else ""
         copies = f" on each of {placement.num_copies} copies" if placement.num_copies > 1 else ""
-        number, milliseconds = placement.num_parameters, 1000 * placement.step_s
+        number = placement.num_parameters
         size = f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number / 1e6:.2f} million"
         own = Group(
             f"{size} parameters in {form}{placement.dtype}, KV cache of "
@@ -276,7 +281,7 @@ def placements_table(placements: Sequence[Placement]) -> Group:
             table,
             f"{placement.choice}; GiB are of each GPU, of whose memory {RESERVED_SHARE:.0%} and "
             f"{RESERVED_BYTES / _GIB:.0f} GiB are kept for activations and the CUDA context",
-            f"a decode step of all sequences takes {milliseconds:.{1 if milliseconds > 1 else 2}f} ms by roofline, "
+            f"a decode step of all sequences takes {two_digits(1000 * placement.step_s)} ms by roofline, "
             "bytes read over memory bandwidth: a bound, not a measurement",
             verdict,
         )

@@ -13,7 +13,7 @@ from rich.text import Text
 from rayspec.ops.plan.forecast import EFFICIENCY, Performance, Ranking
 from rayspec.ops.plan.gpus import DEFAULT_GPUS_PER_NODE
 from rayspec.ops.plan.options import PUBLISHED_ACCEPTANCE, PlanOptions
-from rayspec.ops.plan.placement import Layout
+from rayspec.ops.plan.placement import Layout, two_digits
 
 _GIB = 2**30
 _NUM_SHOWN = 8
@@ -46,11 +46,6 @@ def flags_of(layout: Layout, options: PlanOptions) -> dict[str, str | None]:
     }
 
 
-def _two_digits(number: float) -> str:
-    """Return a prediction with two significant digits, as "64,000" or "0.0031"."""
-    return f"{float(f'{number:.2g}'):,.10g}"
-
-
 def plan_table(plan: Ranking) -> Group:
     if not plan.fits:
         return Group(
@@ -69,14 +64,14 @@ def plan_table(plan: Ranking) -> Group:
             layout.name,
             str(layout.num_gpus),
             f"{layout.bytes_left / _GIB:.1f}",
-            _two_digits(plain.tokens_per_s),
-            _two_digits(drafted.tokens_per_s) if drafted else "-",
+            two_digits(plain.tokens_per_s),
+            two_digits(drafted.tokens_per_s) if drafted else "-",
             f"{drafted.tokens_per_s / plain.tokens_per_s:.2f}x" if drafted else "-",
-            "-" if fastest.first_token_s is None else _two_digits(fastest.first_token_s),
-            _two_digits(fastest.alone_first_token_s),
-            _two_digits(1000 * candidate.alone_token_s),
+            "-" if fastest.first_token_s is None else two_digits(fastest.first_token_s),
+            two_digits(fastest.alone_first_token_s),
+            two_digits(1000 * candidate.alone_token_s),
             f"{fastest.idle_share:.0%}",
-            *([_two_digits(fastest.dollars(layout.num_gpus, options.price))] if options.price else []),
+            *([two_digits(fastest.dollars(layout.num_gpus, options.price))] if options.price else []),
         )
     is_published = options.acceptance == PUBLISHED_ACCEPTANCE
     given = (

@@ -118,7 +118,7 @@ def test_the_command_prints_and_saves_what_goes_where(run: Any, tmp_path: Path) 
     assert "70.55 billion parameters in bfloat16" in result.stdout
     rows = [line for line in result.stdout.splitlines() if "H100-80G" in line]
     assert [cell.strip() for cell in rows[1].split("│")[1:-1]] == [
-        *("1: H100-80G", "16-31", "32-63", "25.5", "32.0", "11.3", "18.43", "yes")
+        *("1: H100-80G", "16-31", "32-63", "25.5", "32.0", "11.3", "18", "yes")
     ]
     assert result.stdout.rstrip().endswith("it fits")
     saved = json.loads((tmp_path / "out" / "p.json").read_text(encoding="utf-8"))
