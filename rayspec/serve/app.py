@@ -54,8 +54,7 @@ def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
     Raises ConfigError."""
     if not ray.is_initialized():
         ray.init()
-    options = serve_options(args, environment=os.environ)
-    options = with_sizes(options)
+    options = with_sizes(serve_options(args, environment=os.environ))
     models = bind_models(options)
     own = options.ingress_deployment_config
     deployment = _deployment(

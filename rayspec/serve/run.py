@@ -80,12 +80,11 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
     with address.bound() as listener:
         bound = Address(host=address.host, port=listener.getsockname()[1])
         engines = [config.engine for config in options.llm_configs if config.engine.model not in BUNDLED]
-        engines = [engine.replace(model=local_path(engine.model)) for engine in engines]
         if engines and _RAY_ADDRESS not in os.environ:  # a cluster's nodes may have other files
             from rayspec.model.weights import load_config  # noqa: PLC0415 - it brings torch and transformers
 
             for engine in engines:
-                load_config(engine)  # finds errors before Ray starts
+                load_config(engine.replace(model=local_path(engine.model)))  # finds errors before Ray starts
         with ray_session():
             if _CONTROLLER in ray.util.list_named_actors(all_namespaces=True):
                 raise ConfigError("the cluster at RAY_ADDRESS runs Serve already: deploy to it with `serve deploy`")
