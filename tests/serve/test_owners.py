@@ -57,6 +57,7 @@ def test_outputs_are_copied_by_requests_of_the_same_key_only() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_key_that_floods_makes_another_wait_for_few_of_its_answers(ray_environment: None, tmp_path: Path) -> None:
     """Of eight replicas one runs, as where a cluster has no room for more. In Serve's queue, where all stand in one
     line, the other key would wait for more than half of the answers."""
