@@ -19,9 +19,29 @@ from rayspec.bench.commands import app as bench_app
 from rayspec.bench.options import TuneOptions
 from rayspec.command.options import Asked, LongCommand, format_groups, with_settings
 from rayspec.command.terminal import EXIT_INTERRUPTED, EXIT_USAGE, clean_exit, fail, load_llm, output_console, say
-from rayspec.config import ParallelOptions, SamplingParams
+from rayspec.config import REPLACED, ParallelOptions, SamplingParams
 from rayspec.errors import plainly
 from rayspec.types import ConfigError
+
+# Commands that have left the package, and what runs them in a checkout of the project.
+_MOVED = {f"bench-{name}": f"python -m benchmarks {name}" for name in ("data", "feed", "pipeline", "serve")}
+_MOVED["figures"] = "python -m benchmarks figures"
+_ROWS = {
+    "truncate": "is now '--long truncate'",
+    "report": "is gone: the report is always there, in the output folder or in OUTPUT.run next to an output file",
+}
+_REPLACED_OF_COMMANDS = {
+    "summarize": _ROWS,
+    "generate": _ROWS,
+    "bench": {
+        "paper": "is not in the package any more: run `python -m benchmarks papers` in a checkout",
+        "stream": "is not in the package any more: run `python -m benchmarks streams --ratios ...` in a checkout",
+        "threads": "is now '--num-threads'",
+    },
+    "selfcheck": {"out": "is now '--json FILE', for the numbers"},
+    "tune": REPLACED["TuningOptions"],
+}
+
 
 # Commands whose modules bring packages that `rayspec --help` need not wait for: by module, each with its help in the
 # list.
@@ -59,7 +79,7 @@ _UsageError: Any = typer.BadParameter.__base__  # typer has no public name for i
 
 
 class _Commands(TyperGroup):
-    """The commands, of which some are imported when they run."""
+    """The commands. Commands and flags that are gone give an error that says what replaced them."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run a command. Errors end with one line and a code, also where the command's modules are imported. What is
@@ -85,6 +105,12 @@ class _Commands(TyperGroup):
         format_groups(self, ctx, formatter, _GROUPS)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in _MOVED:
+            ctx.fail(f"command '{args[0]}' is not in the package any more: run `{_MOVED[args[0]]}` in a checkout")
+        replaced = {**REPLACED["SpeculationOptions"], **_REPLACED_OF_COMMANDS.get(args[0] if args else "", {})}
+        for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
+            if (remedy := replaced.get(flag.removeprefix("--").replace("-", "_"))) is not None:
+                ctx.fail(f"option {flag!r} {remedy}")
         if args and args[0] in LAZY_HELP:
             return args[0], lazy_command(args[0]), args[1:]
         return super().resolve_command(ctx, args)

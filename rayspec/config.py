@@ -74,9 +74,41 @@ class Options(pydantic.BaseModel):
         raise ConfigError(f"{type(self).__name__} cannot change: use its copy by replace({name}={value!r})")
 
 
+_FIXED = "is gone: its default is what everybody used; leave it out"
+_PUBLISHED = "is gone: its numbers are the published ones; leave it out"
+_THRESHOLD = "'threshold' and 'exit_threshold' are now 'speculation.draft_threshold'"
+_SEARCH = "'interval' is now 'speculation.search_interval', 'num_tap_tokens' is now 'speculation.num_search_tokens'"
+# Options that are gone, by the class that had them, and what replaced each.
+REPLACED: Mapping[str, Mapping[str, str]] = {
+    "SpeculationOptions": {
+        "knapsack": f"is gone: {_SEARCH}; leave out the others, which are fixed",
+        "clasp": f"is gone: {_SEARCH}, and {_THRESHOLD}; leave out 'num_skipped_layers', which is half of the layers",
+        "dynamic_exit": f"is gone: {_SEARCH}; leave out the others, which are fixed",
+        "asd": f"is gone: {_SEARCH}, and {_THRESHOLD}; leave out the others, which are fixed",
+        "self_sd": f"is gone: {_THRESHOLD}; leave out the others, which are fixed",
+        "knn_ssd": f"is gone: {_THRESHOLD}; leave out 'reject_distance', which is saved with each plan",
+        "swift": f"is gone: {_THRESHOLD}, 'context_window' is now 'speculation.num_search_tokens'; leave out the "
+        "others, which are the published ones",
+        "layerskip": "is gone: 'exit_layer' is now 'speculation.exit_layer'; drafts have 6 tokens, or "
+        "'max_draft_tokens' if that is less",
+        "lookup_tokens": "is gone: drafts have 10 tokens, or 'max_draft_tokens' if that is less",
+        "max_tree_tokens": f"is gone: drafts with branches have at most {MAX_TREE_TOKENS} tokens; leave it out",
+        **dict.fromkeys(("lookahead", "attention_cosine", "num_skipped_layers"), _PUBLISHED),
+        **dict.fromkeys(("lookup_ngram", "confidence_stop"), _FIXED),
+    },
+    "TuningOptions": {
+        "threshold": "is now 'speculation.draft_threshold'",
+        "plans_by": "is gone: plans are tuned by trials; leave it out",
+        **dict.fromkeys(("seed", "num_anchors"), _FIXED),
+    },
+}
+
+
 def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
+        if (replaced := REPLACED.get(options.__name__, {}).get(name)) is not None:
+            return f"option {name!r} {replaced}"
         valid = sorted(options.model_fields)
         if (home := _home(options, name, error["input"])) is not None:
             return f"unknown option {name!r} here: {home}"

@@ -127,6 +127,7 @@ def test_a_repeated_run_does_the_rest_and_reads_no_output(
     ("arguments", "message"),
     [
         (["-o", "out.jsonl"], "error: option 'model' is missing: give it a folder, a name on the hub"),
+        (["-o", "out.jsonl", *PLAIN, "--truncate"], "error: option '--truncate' is now '--long truncate'; help: "),
         (["-o", "/proc/out.jsonl", *PLAIN], "error: option 'output' is '/proc/out.jsonl.run', which cannot be used"),
         ([".", "-o", "in.jsonl", "--overwrite", *PLAIN], "error: option 'output' is 'in.jsonl', which is an input too"),
         (["-o", "out.jsonl", *FAST, "--set", "speculation.gat=1"], "unknown option 'gat'; did you mean 'gate'?"),

@@ -1,3 +1,4 @@
+import re
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 from rayspec import config as config_module
 from rayspec.batch.processor import ProcessorConfig
 from rayspec.choices import FULL, SKIP
-from rayspec.config import EngineConfig, EngineKeywords, SamplingParams, SpeculationOptions
+from rayspec.config import REPLACED, EngineConfig, EngineKeywords, Options, SamplingParams, SpeculationOptions
 from rayspec.decode.work import DecodingParams
 from rayspec.types import ConfigError
 
@@ -17,6 +18,16 @@ def config(**options: Any) -> EngineConfig:
 
 def speculation(**options: Any) -> SpeculationOptions:
     return SpeculationOptions(**options)
+
+
+@pytest.mark.parametrize(("group", "old"), [(group, old) for group, replaced in REPLACED.items() for old in replaced])
+def test_an_option_that_is_gone_says_what_replaced_it(group: str, old: str) -> None:
+    options: type[Options] = getattr(config_module, group)
+    with pytest.raises(ConfigError, match=f"option '{old}' is (now|gone)") as raised:
+        options(**{old: 1})
+    named = re.findall(r"now '(\w+)\.(\w+)'", str(raised.value))
+    assert all(name in SpeculationOptions.model_fields for _, name in named)
+    assert old not in options.model_fields
 
 
 @pytest.mark.parametrize(
