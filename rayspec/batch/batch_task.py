@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rayspec.batch.documents import input_row
 from rayspec.batch.rows import Handler, Row
 from rayspec.command.locations import FILE_ERRORS, Location, limited_lines
@@ -67,9 +69,17 @@ def read_requests(path: str) -> tuple[list[Row], list[Row]]:
     return requests, refused
 
 
+class _Used(msgspec.Struct):
+    """What a job reads of a response."""
+
+    usage: dict[str, Any]
+
+
 def answered(row: Row, result: BatchResult) -> Row:
     """Return the row with the result. The text of the row is the line for the output file."""
-    usage = result.response.body.get("usage", {}) if result.response is not None and not result.failed else {}
+    usage = {}
+    if result.response is not None and not result.failed:
+        usage = msgspec.json.decode(result.response.body, type=_Used).usage
     return replace(
         row.without_input(),
         text=result.json_line(),

@@ -26,7 +26,7 @@ from rayspec.openai.answer import Limit, respond
 from rayspec.openai.errors import ApiError, InvalidRequestError, parse_json
 from rayspec.openai.items import ResponsesRequest
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
-from rayspec.openai.responses import json_body, plain_body
+from rayspec.openai.responses import json_body
 from rayspec.openai.strict_body import StrictBody
 from rayspec.openai.tokenizing import in_thread_if_large
 from rayspec.types import RequestError
@@ -63,8 +63,8 @@ class BatchError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A response as HTTP would have returned it. body: a ChatCompletion, a Completion, a Response, or
-    {"error": ...}."""
+    """A response as HTTP would have returned it. body: {"error": ...}; or a ChatCompletion, a Completion or a Response
+    as JSON, because many log-probabilities take ten times as much memory in plain types."""
 
     status_code: int
     request_id: str
@@ -141,41 +141,33 @@ def read_batch(lines: Iterable[bytes], *, source: str) -> Iterator[BatchLine | B
     seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
         content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        if content.strip():
-            yield _read_line(content, number, source, seen)
-
-
-def _read_line(line: bytes, number: int, source: str, seen: set[str]) -> BatchLine | BatchResult:
-    custom_id = None
-    try:
-        row = parse_json(line, max_bytes=MAX_LINE_BYTES)
-        name = row.get("custom_id") if isinstance(row, dict) else None
-        if isinstance(name, str) and 0 < len(name) <= _MAX_CUSTOM_ID:
-            custom_id = name  # errors of the line, too, are reported with it
-        _claim(custom_id, seen)
-        fields = _Fields.parse(row)
-    except InvalidRequestError as error:
-        failure = BatchError(
-            code=error.code or error.kind, message=f"line {number}: {error}", param=error.param, line=number
+        if not content.strip():
+            continue
+        custom_id = None
+        try:
+            row = parse_json(content, max_bytes=MAX_LINE_BYTES)
+            name = row.get("custom_id") if isinstance(row, dict) else None
+            if isinstance(name, str) and 0 < len(name) <= _MAX_CUSTOM_ID:
+                custom_id = name  # errors of the line, too, are reported with it
+                if name in seen:
+                    message = f"custom_id {reprlib.repr(name)} is that of an earlier line; each line needs its own"
+                    raise InvalidRequestError(message, param="custom_id", code="duplicate_custom_id")
+                seen.add(name)
+            fields = _Fields.parse(row)
+        except InvalidRequestError as error:
+            failure = BatchError(
+                code=error.code or error.kind, message=f"line {number}: {error}", param=error.param, line=number
+            )
+            yield BatchResult(id=f"batch_req_{_digest(source, number)}", custom_id=custom_id, error=failure)
+            continue
+        model = fields.body.get("model")
+        yield BatchLine(
+            digest=_digest(source, fields.custom_id),
+            custom_id=fields.custom_id,
+            url=fields.url,
+            model=model if isinstance(model, str) else None,
+            text=content.decode().strip(),
         )
-        return BatchResult(id=f"batch_req_{_digest(source, number)}", custom_id=custom_id, error=failure)
-    digest = _digest(source, fields.custom_id)
-    model = fields.body.get("model")
-    return BatchLine(
-        digest=digest,
-        custom_id=fields.custom_id,
-        url=fields.url,
-        model=model if isinstance(model, str) else None,
-        text=line.decode().strip(),
-    )
-
-
-def _claim(custom_id: str | None, seen: set[str]) -> None:
-    if custom_id in seen:
-        message = f"custom_id {reprlib.repr(custom_id)} is that of an earlier line; each line needs its own"
-        raise InvalidRequestError(message, param="custom_id", code="duplicate_custom_id")
-    if custom_id is not None:
-        seen.add(custom_id)
 
 
 def _digest(source: str, name: str | int) -> str:
@@ -190,12 +182,10 @@ async def answer(
     *,
     background: Limit | None = None,
     logprobs: Limit | None = None,
-    encode: Callable[[Any], Any] = plain_body,
     clock: Callable[[], float] = time.time,
 ) -> BatchResult:
     """Answer a line with an engine; an error of the line is in the result. served, background, logprobs: see `respond`.
-    encode: makes the body of the result. Raises EngineDeadError and StageLostError if the engine is gone; then another
-    engine may answer the line."""
+    Raises EngineDeadError and StageLostError if the engine is gone; then another engine may answer the line."""
     try:
         request = await in_thread_if_large(line.request, len(line.text))
         options: Any = {"created": int(clock()), "background": background, "logprobs": logprobs}
@@ -203,12 +193,7 @@ async def answer(
     except RequestError as error:
         failure = ApiError.of(error)
         return line.result(failure.status, failure.body)
-    return line.result(200, encode(response))
-
-
-def as_json(response: Any) -> msgspec.Raw:
-    """Return a response that is to be sent on: many log-probabilities take ten times as much memory in plain types."""
-    return msgspec.Raw(json_body(response))
+    return line.result(200, msgspec.Raw(json_body(response)))
 
 
 class FileObject(msgspec.Struct, frozen=True, kw_only=True):

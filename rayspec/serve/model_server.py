@@ -17,7 +17,7 @@ from rayspec.command.terminal import load_llm
 from rayspec.llm import AsyncEngine
 from rayspec.model.weights import load_config, num_layers
 from rayspec.openai.answer import Limit, logprobs_limit, respond, stream
-from rayspec.openai.batch import BatchLine, BatchResult, answer, as_json
+from rayspec.openai.batch import BatchLine, BatchResult, answer
 from rayspec.openai.errors import ApiError
 from rayspec.openai.requests import Request
 from rayspec.openai.responses import ModelCard, Response, json_body
@@ -82,7 +82,7 @@ class ModelServer:
         """Return the result of a batch line; interactive requests go first. Raises EngineDeadError and StageLostError
         if the line has no answer yet."""
         limits: Any = {"background": self._background, "logprobs": self._background_logprobs}
-        return await answer(line, self._engine, self._served, encode=as_json, **limits)
+        return await answer(line, self._engine, self._served, **limits)
 
     async def tokenize(
         self, kind: type[TokenizeRequest | DetokenizeRequest], body: bytes, name: str

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rayspec.batch.batch_task import BatchFiles, answered, read_requests
@@ -22,7 +23,7 @@ def test_answers_and_failures_go_to_their_files(tmp_path: Path) -> None:
     asked = input_row("x", source="x", text=json.dumps({"custom_id": "c"}))
     line = BatchLine(digest="d", custom_id="a", url="/v1/completions", model=None, text="{}")
     usage = {"usage": {"prompt_tokens": 5, "completion_tokens": 7}}
-    good = answered(asked, line.result(200, usage))
+    good = answered(asked, line.result(200, msgspec.Raw(json.dumps(usage).encode())))
     bad = answered(asked, line.result(400, {"error": {"code": None, "type": "invalid_request_error"}}))
     gone = Row(id="x", finish_reason="error", error_kind="stage_lost", error="gone")
     assert (good.num_prompt_tokens, good.num_output_tokens, good.finish_reason, good.error_kind) == (5, 7, "stop", None)

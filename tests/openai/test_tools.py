@@ -236,7 +236,7 @@ def test_a_line_of_a_batch_file_has_the_same_answer_again(engine: AsyncEngine) -
     results = [asyncio.run(answer_line(read, engine, ("m",), clock=lambda: 9.0)) for _ in range(2)]
     assert results[0] == results[1]
     assert results[0].response is not None
-    check_weather(results[0].response.body["choices"][0]["message"]["tool_calls"][0])
+    check_weather(json.loads(bytes(results[0].response.body))["choices"][0]["message"]["tool_calls"][0])
 
 
 def test_a_template_without_tools_takes_forced_calls_only(plain: AsyncEngine) -> None:
