@@ -77,8 +77,7 @@ async def respond(
     the response's id.
     background: the request runs behind other requests, within this limit. logprobs: see `logprobs_limit`.
     """
-    engine, model = _addressed(request.model, engine, served)
-    answer, prompts = await _prepared(request, engine, name=name, created=created, model=model)
+    engine, answer, prompts = await _prepared(request, engine, served, name=name, created=created)
     async with _room_for(prompts, logprobs):
         tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
         try:
@@ -107,8 +106,7 @@ async def stream(
     """Run a request like `respond`, and yield the response as server-sent events, at least once. An error before the
     first events is raised, because the HTTP status can still change; a later one is the last event, by `failure`.
     interval_s: shortest time between two outputs of a prompt, see `PieceQueue`."""
-    engine, model = _addressed(request.model, engine, served)
-    answer, prompts = await _prepared(request, engine, name=name, created=created, model=model)
+    engine, answer, prompts = await _prepared(request, engine, served, name=name, created=created)
     num_running, has_begun = len(prompts), False
     together = _stream_together(engine, prompts, interval_s)
     async with _room_for(prompts, logprobs), aclosing(together) as pieces:
@@ -126,17 +124,17 @@ async def stream(
             yield event(failure(error)) + END_OF_EVENTS
 
 
-def _addressed(model: str, engine: AsyncEngine, served: Sequence[str]) -> tuple[AsyncEngine, str]:
-    """Return the engine of a model or adapter, and the name that responses show. Raises InvalidRequestError."""
-    check_served(model, (*served, *engine.adapters))
-    return (engine.with_adapter(model), model) if model in engine.adapters else (engine, served[0])
-
-
-async def _prepared(request: Request, engine: AsyncEngine, **options: Any) -> tuple[Answer, list[Prompt]]:
-    """Return what makes the response, and the prompts. Raises RequestError for what is known before the engine runs."""
-    texts = TokenTexts(engine.tokenizer)
+async def _prepared(
+    request: Request, engine: AsyncEngine, served: Sequence[str], **options: Any
+) -> tuple[AsyncEngine, Answer, list[Prompt]]:
+    """Return the engine of the model or adapter, what makes the response, and the prompts. Raises RequestError for what
+    is known before the engine runs."""
+    check_served(request.model, (*served, *engine.adapters))
+    is_adapter = request.model in engine.adapters
+    engine = engine.with_adapter(request.model) if is_adapter else engine
+    texts, options["model"] = TokenTexts(engine.tokenizer), request.model if is_adapter else served[0]
     if not isinstance(request, ChatRequest):
-        return Answer(request, texts, **options), await _prompts(request, engine)
+        return engine, Answer(request, texts, **options), await _prompts(request, engine)
     config = engine.llm.config
     tool_use = ToolUse.of(request, engine.tokenizer, config.tool_call_parser)
     try:
@@ -159,7 +157,7 @@ async def _prepared(request: Request, engine: AsyncEngine, **options: Any) -> tu
         make_parser = partial(ThinkParser, of_calls, is_inside=end.rstrip().endswith(THINK))
     kind: Any = ItemAnswer if isinstance(request, ResponsesRequest) else Answer
     options["has_short_ids"] = tool_use is not None and tool_use.form.has_short_ids
-    return kind(request, texts, make_parser=make_parser, **options), prompts
+    return engine, kind(request, texts, make_parser=make_parser, **options), prompts
 
 
 async def _prompts(

@@ -151,7 +151,9 @@ def read_batch(lines: Iterable[bytes], *, source: str) -> Iterator[BatchLine | B
                 custom_id = name  # errors of the line, too, are reported with it
                 if name in seen:
                     message = f"custom_id {reprlib.repr(name)} is that of an earlier line; each line needs its own"
-                    raise InvalidRequestError(message, param="custom_id", code="duplicate_custom_id")
+                    raise InvalidRequestError(  # noqa: TRY301
+                        message, param="custom_id", code="duplicate_custom_id"
+                    )
                 seen.add(name)
             fields = _Fields.parse(row)
         except InvalidRequestError as error:

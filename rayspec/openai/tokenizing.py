@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
-_PLAINLY = Rendering()
 
 _LONG = 20_000  # characters, bytes or tokens; more would block the event loop for too long
 _MOST_CUT = 2**20  # characters, of which all are tokenized; a million takes 300 MB
@@ -69,7 +68,7 @@ in_thread_if_large = LargeWork(2).run
 
 
 def prompt_tokens(
-    engine: AsyncEngine, prompt: str | Messages, rendering: Rendering = _PLAINLY, *, is_cut: bool = False
+    engine: AsyncEngine, prompt: str | Messages, rendering: Rendering, *, is_cut: bool = False
 ) -> list[int]:
     """Return the tokens of a text, or of a conversation through the chat template. is_cut: only their end is used.
     Raises RequestError: an InvalidRequestError names the field of a message, and PromptTooLongError comes before all of
@@ -164,14 +163,12 @@ class TokenizeRequest(StrictBody):
     def answer(self, engine: AsyncEngine, served: Sequence[str]) -> TokenizeResponse:
         """served: names of the model that a body may use. Raises RequestError."""
         check_served(self.model or served[0], (*served, *engine.adapters))
-        if self.messages is not None:
-            messages = [message.for_template for message in self.messages]
-            token_ids = prompt_tokens(engine, messages, self.rendering)
-        elif self.add_special_tokens is False:
+        if self.messages is None and self.add_special_tokens is False:
             _check_length(str(self.prompt), engine)
             token_ids = text_tokens(str(self.prompt), engine.tokenizer, add_special_tokens=False)
         else:
-            token_ids = prompt_tokens(engine, str(self.prompt))
+            messages = [message.for_template for message in self.messages or ()]
+            token_ids = prompt_tokens(engine, messages or str(self.prompt), self.rendering)
         strings: Any = engine.tokenizer.convert_ids_to_tokens(token_ids) if self.return_token_strs else None
         length = engine.max_model_len
         return TokenizeResponse(count=len(token_ids), max_model_len=length, tokens=token_ids, token_strs=strings)

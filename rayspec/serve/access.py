@@ -285,43 +285,44 @@ class Entry:
         finally:
             self._arriving.pop(late, None)
 
-    def refusal(self, headers: Headers, *, costs: bool, needs_key: bool) -> Response | None:
-        if not allowed_host(headers.get("host"), self.hosts):
-            return error_response(WRONG_HOST)
-        if costs and not allowed_origin(headers, self.origins):
-            return error_response(WRONG_ORIGIN)
-        if needs_key and not self.keys.admit(headers.get("authorization")):
-            return error_response(UNAUTHORIZED, {"www-authenticate": "Bearer"})
-        return error_response(ENDING) if self.draining else None
+    def guarded(self, app: ASGIApp, *, open_paths: Collection[str]) -> ASGIApp:
+        """Return the application without requests that may not enter. open_paths: paths that need no key."""
 
-
-class AdmissionControl:
-    """ASGI middleware that refuses requests that may not enter. open_paths: paths that need no key."""
-
-    def __init__(self, app: ASGIApp, *, entry: Entry, open_paths: Collection[str]) -> None:
-        self._app, self._entry, self._open_paths = app, entry, open_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        costs, needs_key = scope["method"] in {"POST", "DELETE"}, scope["path"] not in self._open_paths
-        try:
-            with ExitStack() as held:
-                app = self._entry.refusal(Headers(scope=scope), costs=costs, needs_key=needs_key) or self._app
-                if costs and app is self._app:
-                    receive = held.enter_context(self._entry.admitted(receive))
-                elif not costs:
-                    held.enter_context((self._entry.gets if needs_key else self._entry.free).admit())
+        async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
                 await app(scope, receive, send)
-        except Refused as refused:
-            await error_response(refused.error)(scope, receive, send)
+                return
+            headers, has_cost = Headers(scope=scope), scope["method"] in {"POST", "DELETE"}
+            needs_key = scope["path"] not in open_paths
+            try:
+                with ExitStack() as held:
+                    if not has_cost:
+                        held.enter_context((self.gets if needs_key else self.free).admit())
+                    self._check(headers, has_cost=has_cost, needs_key=needs_key)
+                    await app(scope, held.enter_context(self.admitted(receive)) if has_cost else receive, send)
+            except Refused as refused:
+                await error_response(refused.error)(scope, receive, send)
+
+        return guard
+
+    def _check(self, headers: Headers, *, has_cost: bool, needs_key: bool) -> None:
+        if not allowed_host(headers.get("host"), self.hosts):
+            raise Refused(WRONG_HOST)
+        if has_cost and not allowed_origin(headers, self.origins):
+            raise Refused(WRONG_ORIGIN)
+        if needs_key and not self.keys.admit(headers.get("authorization")):
+            raise Refused(UNAUTHORIZED)
+        if self.draining:
+            raise Refused(ENDING)
 
 
 def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
-    waits = {"retry-after": str(_RETRY_AFTER_S)} if error.status in {429, 503} else {}
-    content, headers = json_body(error), {**waits, **(headers or {})}
-    return Response(content, status_code=error.status, media_type="application/json", headers=headers)
+    headers = dict(headers or {})
+    if error.status in {429, 503}:
+        headers["retry-after"] = str(_RETRY_AFTER_S)
+    elif error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(json_body(error), status_code=error.status, media_type="application/json", headers=headers)
 
 
 def json_response(found: Any) -> Response:

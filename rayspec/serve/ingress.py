@@ -32,7 +32,6 @@ from rayspec.serve.access import (
     OVERRUN,
     STARTING,
     Admission,
-    AdmissionControl,
     ApiKeys,
     Entry,
     Places,
@@ -176,7 +175,7 @@ def build_app(ingress: Ingress) -> FastAPI:
     open_paths = frozenset({"/docs", "/health", "/ping"}) | _add_web(app)
     for kind in (RequestError, Refused, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
-    app.add_middleware(AdmissionControl, entry=ingress.entry, open_paths=open_paths)
+    app.add_middleware(ingress.entry.guarded, open_paths=open_paths)
     if ingress.options.cors:
         app.add_middleware(
             CORSMiddleware,
