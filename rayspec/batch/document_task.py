@@ -10,7 +10,7 @@ from rayspec.batch.long_documents import LongDocumentOptions, LongDocuments
 from rayspec.batch.rows import Handler, Row
 from rayspec.config import SamplingParams, Settings
 from rayspec.demo import BUNDLED
-from rayspec.openai.reasoning import ThinkParser, Thought
+from rayspec.openai.parsers import ThinkParser, Thought
 from rayspec.prompts import text_tokens
 from rayspec.structured import MOST_TOKENS_OF_THINK, THINK, THINKING
 from rayspec.types import ConfigError, InvalidMessagesError, RequestError, UnfinishedFormError

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rayspec.config import SamplingParams
 from rayspec.decode.output import TokenTexts
-from rayspec.openai.errors import ApiError, InvalidRequestError
 from rayspec.openai.items import ItemAnswer, ResponsesRequest
-from rayspec.openai.reasoning import HARMONY, HarmonyParser, OutputParser, ThinkParser, reasoning_style
+from rayspec.openai.parsers import HARMONY, HarmonyParser, OutputParser, ThinkParser, reasoning_style
+from rayspec.openai.protocol import ApiError, InvalidRequestError
 from rayspec.openai.requests import ChatRequest, Input, Request, check_served, is_token_ids
 from rayspec.openai.responses import END_OF_EVENTS, Answer, Response, event
 from rayspec.openai.tokenizing import check_tokens, in_thread_if_large, prompt_tokens

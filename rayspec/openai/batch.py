@@ -23,11 +23,10 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from rayspec.openai.answer import Limit, respond
-from rayspec.openai.errors import ApiError, InvalidRequestError, parse_json
 from rayspec.openai.items import ResponsesRequest
+from rayspec.openai.protocol import ApiError, InvalidRequestError, StrictBody, parse_json
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.openai.responses import json_body
-from rayspec.openai.strict_body import StrictBody
 from rayspec.openai.tokenizing import in_thread_if_large
 from rayspec.types import RequestError
 

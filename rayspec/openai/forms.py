@@ -10,8 +10,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from rayspec.errors import ConfigError
-from rayspec.openai.errors import invalid
-from rayspec.openai.strict_body import StrictBody
+from rayspec.openai.protocol import StrictBody, invalid
 from rayspec.structured import FORMS, StructuredOutputsParams
 
 # vLLM's older fields, each with its name in `structured_outputs`.

@@ -13,10 +13,9 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from rayspec.errors import GrammarError, RequestError
-from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.protocol import InvalidRequestError, Refusals, StrictBody
 from rayspec.openai.requests import ONLY_TIER, ChatRequest
 from rayspec.openai.responses import Answer, StreamEvent, Usage
-from rayspec.openai.strict_body import Refusals, StrictBody
 from rayspec.types import RequestOutput
 
 # Names of the chat request, each with its name here. Errors of the chat request are reported by the latter.

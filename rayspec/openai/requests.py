@@ -13,9 +13,8 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self, TypeIs
 
 from rayspec.config import SamplingParams
-from rayspec.openai.errors import InvalidRequestError, invalid
 from rayspec.openai.forms import MOST_TOOLS, Tool, asked_form, check_tools, read_choice, schema_beside_tools
-from rayspec.openai.strict_body import Refusals, StrictBody
+from rayspec.openai.protocol import InvalidRequestError, Refusals, StrictBody, invalid
 from rayspec.prompts import InvalidMessageError, Rendering, read_message, truncated
 from rayspec.structured import FORMS, StructuredOutputsParams
 from rayspec.types import ConfigError, GrammarError, PromptTooLongError, RequestError, Role

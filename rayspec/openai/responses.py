@@ -16,10 +16,9 @@ from msgspec import UNSET, UnsetType
 from typing_extensions import Self
 
 from rayspec.decode.output import TextOffsets, TokenTexts
-from rayspec.openai.errors import ApiError
-from rayspec.openai.reasoning import OutputParser, Thought
+from rayspec.openai.parsers import CallPiece, OutputParser, Thought
+from rayspec.openai.protocol import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
-from rayspec.openai.tool_formats import CallPiece
 from rayspec.types import CompletionOutput, Logprob, RequestOutput
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -64,20 +63,6 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-
-    @classmethod
-    def of(cls, outputs: Collection[RequestOutput], num_output_tokens: int | None = None) -> Self:
-        """outputs: one for each prompt. num_output_tokens: None: those in `outputs`."""
-        if num_output_tokens is None:
-            num_output_tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-        num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-        num_cached = sum(output.metrics.num_cached_tokens for output in outputs)
-        return cls(
-            prompt_tokens=num_prompt_tokens,
-            completion_tokens=num_output_tokens,
-            total_tokens=num_prompt_tokens + num_output_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
-        )
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,7 +256,8 @@ class Answer:
             one, calls, thought = self._divided(index, one)  # noqa: PLW2901
             choices.append(self._choice(index, at, outputs[at], one, "message", calls, thought))
         fields = self._of_prompt(outputs[0]) if self._is_chat else {}
-        return self._body(choices, usage=self._usage(outputs, 0 if self._only_echoes else None), **fields)
+        num_output_tokens = 0 if self._only_echoes else sum(len(one.token_ids) for _, one in completions)
+        return self._body(choices, usage=self._usage(outputs, num_output_tokens), **fields)
 
     def chunks(self, prompt_index: int, piece: RequestOutput) -> Iterator[Response]:
         self._latest[prompt_index] = piece
@@ -293,13 +279,21 @@ class Answer:
         if self._request.stream_options.include_usage:
             yield self._chunk([], usage=self._usage(self._latest.values(), self._num_output_tokens))
 
-    def _usage(self, outputs: Collection[RequestOutput], num_output_tokens: int | None) -> Usage:
-        usage = Usage.of(outputs, num_output_tokens)
-        if not self._num_of_reasoning:
-            return usage
-        num_tokens = usage.completion_tokens * self._num_of_reasoning // self._num_characters
-        details = CompletionTokensDetails(reasoning_tokens=num_tokens)
-        return msgspec.structs.replace(usage, completion_tokens_details=details)
+    def _usage(self, outputs: Collection[RequestOutput], num_output_tokens: int) -> Usage:
+        """outputs: one for each prompt."""
+        num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        num_cached = sum(output.metrics.num_cached_tokens for output in outputs)
+        details: CompletionTokensDetails | UnsetType = UNSET
+        if self._num_of_reasoning:
+            num_tokens = num_output_tokens * self._num_of_reasoning // self._num_characters
+            details = CompletionTokensDetails(reasoning_tokens=num_tokens)
+        return Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=num_output_tokens,
+            total_tokens=num_prompt_tokens + num_output_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+            completion_tokens_details=details,
+        )
 
     @property
     def _only_echoes(self) -> bool:
@@ -404,7 +398,7 @@ class Answer:
         kind = {"object": "chat.completion.chunk"} if self._is_chat else {}
         usage: Usage | UnsetType | None = None if self._request.stream_options.include_usage else UNSET
         if self._request.stream_options.continuous_usage_stats:
-            usage = Usage.of(self._latest.values(), self._num_output_tokens)
+            usage = self._usage(self._latest.values(), self._num_output_tokens)
         return self._body(choices, **{"usage": usage, **kind, **fields})
 
     def _body(self, choices: Sequence[Any], **fields: Any) -> Response:

@@ -15,9 +15,8 @@ import msgspec
 from pydantic import model_validator
 from typing_extensions import Self
 
-from rayspec.openai.errors import InvalidRequestError, invalid
+from rayspec.openai.protocol import InvalidRequestError, Refusals, StrictBody, invalid
 from rayspec.openai.requests import Conversation, TokenIds, Tools, check_served, rendering_of
-from rayspec.openai.strict_body import Refusals, StrictBody
 from rayspec.prompts import InvalidMessageError, Rendering, conversation_text, text_tokens
 from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, PromptTooLongError
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rayspec.forms.checker import drop_other_formats
-from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.forms import Tool, schema_beside_tools
-from rayspec.openai.reasoning import HarmonyParser
+from rayspec.openai.parsers import HERMES, CallParser, HarmonyParser, ToolFormat, format_of
+from rayspec.openai.protocol import InvalidRequestError
 from rayspec.openai.requests import ChatRequest
-from rayspec.openai.tool_formats import HERMES, CallParser, ToolFormat, format_of
 from rayspec.prompts import Rendering, chat_template
 from rayspec.structured import StructuredOutputsParams
 from rayspec.types import ConfigError

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import Self
 
-from rayspec.openai.errors import ApiError
+from rayspec.openai.protocol import ApiError
 from rayspec.openai.responses import json_body
 
 ANY = "*"

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
 from rayspec.openai.batch import Batch, BatchRequest, Deleted, FileObject, Page, PageRequest
-from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.protocol import InvalidRequestError
 from rayspec.serve.access import json_response
 from rayspec.serve.batch_store import BatchStore, new_id
 from rayspec.serve.bodies import BodyReader, read_form

@@ -17,7 +17,7 @@ from typing import IO, Any, Literal
 import msgspec
 
 from rayspec.openai.batch import FINAL, Batch, BatchError, BatchErrors, BatchLine, BatchResult, RequestCounts
-from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.openai.protocol import ApiError, InvalidRequestError
 from rayspec.serve.access import BUSY, Places, Refused
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.calls import fetch
@@ -121,18 +121,17 @@ class BatchRunner:
         turn = places.ask(batch_id)
         try:
             await turn
-            while (found := await self._ask(model, line)) is BUSY:
-                await asyncio.sleep(1.0)
-            return found
+            while True:
+                try:
+                    found: BatchResult = await fetch(handle.answer.remote(line), None)
+                except Refused as refused:  # noqa: PERF203
+                    if refused.error is not BUSY:
+                        return refused.error
+                    await asyncio.sleep(1.0)
+                else:
+                    return found
         finally:
             places.leave(batch_id, turn)
-
-    async def _ask(self, model: str, line: BatchLine) -> BatchResult | ApiError:
-        try:
-            found: BatchResult = await fetch(self._models[model].answer.remote(line), None)
-        except Refused as refused:
-            return refused.error
-        return found
 
 
 @dataclass(slots=True)

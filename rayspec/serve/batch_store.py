@@ -39,7 +39,7 @@ from rayspec.openai.batch import (
     Purpose,
     read_batch,
 )
-from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.protocol import InvalidRequestError
 from rayspec.types import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from rayspec.openai.errors import ApiError, InvalidRequestError
-from rayspec.openai.strict_body import StrictBody
+from rayspec.openai.protocol import ApiError, InvalidRequestError, StrictBody
 from rayspec.openai.tokenizing import LargeWork
 from rayspec.serve.access import NO_UPGRADE, NOT_JSON, OVERRUN, Admission, Refused, too_large, too_slow
 from rayspec.serve.options import ServeOptions

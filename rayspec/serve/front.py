@@ -21,7 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rayspec.openai.errors import ApiError
+from rayspec.openai.protocol import ApiError
 from rayspec.openai.responses import json_body
 from rayspec.serve.access import MALFORMED, error_response
 

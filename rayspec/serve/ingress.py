@@ -21,8 +21,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import rayspec
-from rayspec.openai.errors import ApiError
 from rayspec.openai.items import ResponsesBody, ResponsesRequest
+from rayspec.openai.protocol import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, check_served
 from rayspec.openai.responses import ChatCompletion, Completion, ModelCard, ModelList
 from rayspec.openai.tokenizing import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
@@ -46,8 +46,7 @@ from rayspec.serve.calls import ModelCall, fetch, while_connected
 from rayspec.serve.description import ERRORS, PAGE_HEADERS, Description
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
-from rayspec.serve.status import EndpointStatus
-from rayspec.serve.watch import Watch
+from rayspec.serve.watch import EndpointStatus, Watch
 from rayspec.types import RequestError
 
 _WEB = Path(__file__).parent / "web"

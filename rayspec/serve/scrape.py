@@ -6,10 +6,9 @@ import asyncio
 import csv
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import ray
@@ -54,13 +53,10 @@ with Path(__file__).with_name("metrics.csv").open(encoding="utf-8", newline="") 
 async def scrape(*, timeout_s: float = 2.0) -> str:
     """Return the metrics of rayspec and Serve on all nodes, in Prometheus' text format (CONTENT_TYPE). A node that has
     not answered after `timeout_s` is left out and counted."""
-    return await scrape_agents(agents(await asyncio.to_thread(ray.nodes)), timeout_s=timeout_s)
-
-
-def agents(nodes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the addresses (host:port) of the agents of `ray.nodes()`, without nodes that Ray knows to be dead."""
-    hosts = [(node["NodeManagerAddress"], node["MetricsExportPort"]) for node in nodes if node["Alive"]]
-    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in hosts]
+    nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+    hosts = [(node["NodeManagerAddress"], node["MetricsExportPort"]) for node in nodes]
+    addresses = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in hosts]
+    return await scrape_agents(addresses, timeout_s=timeout_s)
 
 
 async def scrape_agents(addresses: Sequence[str], *, timeout_s: float) -> str:

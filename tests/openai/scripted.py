@@ -11,8 +11,8 @@ from typing import Any
 from rayspec import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.openai.answer import respond, stream
-from rayspec.openai.errors import ApiError
-from rayspec.openai.reasoning import OutputParser, Thought
+from rayspec.openai.parsers import OutputParser, Thought
+from rayspec.openai.protocol import ApiError
 from rayspec.openai.responses import plain_body
 from rayspec.prompts import Rendering
 from rayspec.types import CompletionOutput, RayspecError, RequestOutput

@@ -19,8 +19,8 @@ from rayspec.llm import AsyncEngine
 from rayspec.openai import answer as answer_module
 from rayspec.openai.answer import Limit, logprobs_limit, respond
 from rayspec.openai.answer import stream as streamed
-from rayspec.openai.errors import ApiError
 from rayspec.openai.items import ResponsesRequest
+from rayspec.openai.protocol import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.openai.responses import plain_body
 from rayspec.types import NonFiniteLogitsError, PromptTooLongError, RayspecError, RequestError

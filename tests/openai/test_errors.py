@@ -5,7 +5,7 @@ import pytest
 
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.stages import StageLostError
-from rayspec.openai.errors import ApiError, InvalidRequestError, parse_json
+from rayspec.openai.protocol import ApiError, InvalidRequestError, parse_json
 from rayspec.types import OutOfMemoryError, PromptTooLongError, RayspecError
 
 

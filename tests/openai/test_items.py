@@ -10,8 +10,8 @@ import pytest
 
 from rayspec import LLM
 from rayspec.llm import AsyncEngine
-from rayspec.openai.errors import InvalidRequestError
 from rayspec.openai.items import ResponsesRequest
+from rayspec.openai.protocol import InvalidRequestError
 from tests.openai.scripted import streamed_events, whole_answer
 from tests.openai.test_tools import OPTIONS, WEATHER
 from tests.tool_templates import HERMES, tokenizer_with

@@ -9,9 +9,8 @@ import pytest
 
 from rayspec import SamplingParams
 from rayspec.openai.items import ResponsesRequest
-from rayspec.openai.reasoning import HarmonyParser, OutputParser, ThinkParser, reasoning_style
+from rayspec.openai.parsers import HERMES, CallParser, HarmonyParser, OutputParser, ThinkParser, reasoning_style
 from rayspec.openai.requests import ChatRequest
-from rayspec.openai.tool_formats import HERMES, CallParser
 from rayspec.types import CompletionOutput, RequestOutput
 from tests.openai.scripted import Read, ScriptedEngine, joined, require_one_reading, streamed_events, whole_answer
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rayspec import StructuredOutputsParams
 from rayspec.config import SamplingParams
-from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.openai.protocol import ApiError, InvalidRequestError
 from rayspec.openai.requests import ChatRequest, CompletionRequest
 from rayspec.types import PromptTooLongError
 

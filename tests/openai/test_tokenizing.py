@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.protocol import InvalidRequestError
 from rayspec.openai.requests import ChatRequest, CompletionRequest
 from rayspec.openai.responses import plain_body
 from rayspec.openai.tokenizing import DetokenizeRequest, Messages, TokenizeRequest, in_thread_if_large

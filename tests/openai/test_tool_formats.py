@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rayspec.openai.tool_formats import FORMATS, CallParser, ToolFormat, format_of
+from rayspec.openai.parsers import FORMATS, CallParser, ToolFormat, format_of
 from tests.openai.scripted import joined, require_one_reading
 
 SCHEMAS: dict[str, Any] = {

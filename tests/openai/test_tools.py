@@ -17,10 +17,10 @@ from rayspec.forms.grammar import Grammars
 from rayspec.llm import AsyncEngine
 from rayspec.openai.batch import BatchLine, read_batch
 from rayspec.openai.batch import answer as answer_line
-from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.openai.parsers import FORMATS, ToolFormat
+from rayspec.openai.parsers import HERMES as HERMES_FORM
+from rayspec.openai.protocol import ApiError, InvalidRequestError
 from rayspec.openai.requests import ChatRequest
-from rayspec.openai.tool_formats import FORMATS, ToolFormat
-from rayspec.openai.tool_formats import HERMES as HERMES_FORM
 from rayspec.openai.tools import ToolUse
 from tests.demo_model import shallow_demo
 from tests.openai.scripted import ScriptedEngine, joined, streamed_events, whole_answer

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from rayspec.command.locations import Location
 from rayspec.openai.batch import Batch, BatchLine, BatchRequest, BatchResult, FileObject, Page, PageRequest
-from rayspec.openai.errors import ApiError, InvalidRequestError
+from rayspec.openai.protocol import ApiError, InvalidRequestError
 from rayspec.serve.access import GONE
 from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.batch_runner import BatchRun, BatchRunner

@@ -25,7 +25,7 @@ from rayspec.config import SamplingParams
 from rayspec.serve import build_openai_app
 from rayspec.serve.description import ErrorBody
 from rayspec.serve.run import Address
-from rayspec.serve.status import EndpointStatus
+from rayspec.serve.watch import EndpointStatus
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

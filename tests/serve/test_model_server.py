@@ -12,7 +12,7 @@ import pytest
 from rayspec.openai.requests import CompletionRequest
 from rayspec.serve.model_server import ModelServer
 from rayspec.serve.options import LLMConfig
-from rayspec.serve.status import ReplicaReport
+from rayspec.serve.watch import ReplicaReport
 from tests.serve.endpoint_process import ENGINE
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

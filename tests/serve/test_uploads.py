@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayspec.openai.errors import InvalidRequestError
+from rayspec.openai.protocol import InvalidRequestError
 from rayspec.serve.access import Refused
 from rayspec.serve.bodies import read_form
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from rayspec.pool.stopped import Place
-from rayspec.serve.status import RecentRates
-from rayspec.serve.watch import PERIOD_S, Watch, WatchedReplica
+from rayspec.serve.watch import PERIOD_S, RecentRates, Watch, WatchedReplica
 from rayspec.types import EngineStats
 
 TIMEOUT_S = 60.0
