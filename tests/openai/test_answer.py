@@ -127,6 +127,7 @@ def rounded(value: Any) -> Any:
     return {name: rounded(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
+SENTENCE = "The agency spent 40 million dollars on roads."
 SAMPLED = {"temperature": 0.8, "seed": 5}
 HAN = demo_tokenizer()("世", add_special_tokens=False)["input_ids"]
 HAN_PARTS = {**dict.fromkeys(map(str, HAN), 100.0), "40": 99.0}
@@ -137,6 +138,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "token ids with logprobs": TEXT | {"prompt": [[40, 41], [42]], "logprobs": 2},
     "special tokens": TEXT | {"logprobs": 1, "skip_special_tokens": False, "min_tokens": 3, "logit_bias": {"1": 100}},
     "parts of characters": TEXT | {"logit_bias": HAN_PARTS, "n": 4, "logprobs": 0, "temperature": 1, "seed": 3},
+    "whole characters of parts": TEXT | {"logit_bias": HAN_PARTS, "n": 4, "temperature": 1, "seed": 3},
+    "echoes": TEXT | {"prompt": SENTENCE, "echo": True, "n": 2},
 }  # fmt: skip
 
 
@@ -157,6 +160,8 @@ def test_chunks_join_to_the_answer(engine: AsyncEngine, name: str) -> None:
         assert not any("usage" in chunk for chunk in chunks)
         assert all(chunk["choices"] for chunk in chunks)
     assert "\ufffd" in whole["choices"][0].get("text", "\ufffd") or "parts" not in name
+    told = ("text", "logprobs", "finish_reason", "delta")
+    assert all(any(map(one.get, told)) for chunk in chunks for one in chunk["choices"]), "no chunk is empty"
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -393,9 +398,6 @@ def _whole(engine: Any, body: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return plain_body(run(respond(parsed(body, **changes), engine, SERVED, **STAMP)))
 
 
-SENTENCE = "The agency spent 40 million dollars on roads."
-
-
 def test_an_echoed_prompt_is_scored_as_evaluation_harnesses_ask(engine: Any) -> None:
     """By text and by token ids, several at once, with a generated token and without."""
     token_ids = demo_tokenizer()(SENTENCE)["input_ids"]
@@ -457,13 +459,6 @@ def test_an_echoed_prompt_is_decoded_once_for_all_completions(
     choices = _whole(engine, TEXT | {"prompt": token_ids, "n": 3, "echo": True, "max_tokens": 0})["choices"]
     assert [one["text"] for one in choices] == [SENTENCE] * 3
     assert decoded.count(token_ids) == 1
-
-
-def test_an_echo_is_streamed_before_the_text(engine: Any) -> None:
-    body = {"model": "short-name", "prompt": SENTENCE, "temperature": 0, "max_tokens": 8, "echo": True}
-    whole = _whole(engine, body, n=2)
-    assert all(one["text"].startswith(SENTENCE) for one in whole["choices"])
-    check_same(run(chunks_of(parsed(body, n=2), engine)), whole)
 
 
 def test_a_last_message_is_continued(engine: Any) -> None:

@@ -145,6 +145,7 @@ def test_a_bad_request_says_where(changes: dict[str, Any], param: str, message: 
 
 def test_a_schema_that_cannot_be_enforced_is_refused_with_its_place(engine: AsyncEngine) -> None:
     bad = FORM | {"schema": {"type": "object", "properties": {"a": {"type": "thing"}}}}
-    with pytest.raises(InvalidRequestError, match=r"text\.format\.schema") as caught:
-        answer(engine, text={"format": bad})
-    assert caught.value.param == "text.format.schema"
+    for read in (whole_answer, streamed_events):
+        with pytest.raises(InvalidRequestError, match=r"text\.format\.schema\.properties\.a: ") as caught:
+            read(ResponsesRequest.parse(ASKED | {"text": {"format": bad}}), engine)
+        assert caught.value.param == "text.format.schema"

@@ -1,6 +1,5 @@
 """Requests with tools on the bundled model: what is called, in each format, as a whole and as a stream."""
 
-import asyncio
 import copy
 import json
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ from rayspec import LLM
 from rayspec.errors import RequestError
 from rayspec.forms.grammar import Grammars
 from rayspec.llm import AsyncEngine
-from rayspec.openai.batch import BatchLine, read_batch
-from rayspec.openai.batch import answer as answer_line
 from rayspec.openai.parsers import FORMATS, ToolFormat
 from rayspec.openai.parsers import HERMES as HERMES_FORM
 from rayspec.openai.protocol import ApiError, InvalidRequestError
@@ -226,17 +223,6 @@ def test_an_answer_without_calls_has_its_schema(engine: AsyncEngine) -> None:
         for text, is_taken in ((f'{begin}{{"cold": true}}', True), (f"{begin}No.", False), (call, True)):
             tokens = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
             assert (initial.deep_copy().validate_tokens(tokens) == len(tokens)) == is_taken, text
-
-
-def test_a_line_of_a_batch_file_has_the_same_answer_again(engine: AsyncEngine) -> None:
-    body = CHAT | {"tools": TOOLS, "tool_choice": NAMED}
-    line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}).encode()
-    (read,) = read_batch([line], source="file")
-    assert isinstance(read, BatchLine)
-    results = [asyncio.run(answer_line(read, engine, ("m",), clock=lambda: 9.0)) for _ in range(2)]
-    assert results[0] == results[1]
-    assert results[0].response is not None
-    check_weather(json.loads(bytes(results[0].response.body))["choices"][0]["message"]["tool_calls"][0])
 
 
 def test_a_template_without_tools_takes_forced_calls_only(plain: AsyncEngine) -> None:

@@ -3,7 +3,6 @@
 import itertools
 import json
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -137,21 +136,6 @@ def test_answers_that_nobody_reads_are_given_up(address: tuple[str, int]) -> Non
             with suppress(ConnectionResetError), connection.makefile("rb") as reader:
                 assert len(reader.read()) < 2**25
     assert STREAMS.count("begun") == 2
-
-
-def test_many_small_chunks_hold_up_nobody(address: tuple[str, int]) -> None:
-    chunks = b"1\r\na\r\n" * 40_000
-
-    def flood() -> None:
-        with suppress(OSError), socket.create_connection(address, timeout=5) as connection:
-            connection.sendall(POST + b"transfer-encoding: chunked\r\n\r\n" + chunks)
-
-    floods = [threading.Thread(target=flood) for _ in range(20)]
-    for one in floods:
-        one.start()
-    assert exchange(address, b"GET /echo HTTP/1.1\r\nhost: localhost\r\n\r\n")[0] == b"HTTP/1.1 200 OK"
-    for one in floods:
-        one.join()
 
 
 def test_an_answer_that_is_read_slowly_comes_whole(address: tuple[str, int]) -> None:

@@ -39,6 +39,7 @@ class Model:
 
     def __init__(self, *events: bytes | Exception, hangs: bool = False) -> None:
         self.hangs, self.begun, self.cancelled = hangs, threading.Semaphore(0), threading.Semaphore(0)
+        self.clients: list[str] = []
         self._events = iter(events)
         self.respond = self.stream = self.tokenize = self
 
@@ -48,7 +49,8 @@ class Model:
     def running_replicas_populated(self) -> bool:
         return False
 
-    def remote(self, *_: Any) -> Model:
+    def remote(self, *given: Any) -> Model:
+        self.clients.append(given[-1])
         self.begun.release()
         return self
 
@@ -371,15 +373,18 @@ def test_places_are_those_of_the_replicas_that_run_now() -> None:
     replicas = {"a": WatchedReplica(actor=None), "b": WatchedReplica(actor=None, has_ended=True)}
     ingress.watch.replicas["demo"] = replicas
     with served(build_app(ingress)) as address, ExitStack() as held:
-        for key in (b"a", b"key", b"a", b"key"):
+        for number, key in enumerate((b"a", b"a", b"a", b"key")):
             own = head.replace(b"host:", b"authorization: Bearer %s\r\nhost:" % key)
             held.enter_context(socket.create_connection(address, timeout=60)).sendall(own + body)
+            wait_until(lambda most=number: ingress.entry.num_under_way > most, 60)  # type: ignore[misc]
         assert model.begun.acquire(timeout=60)
         assert not model.begun.acquire(timeout=2), "as many as one replica takes"
         replicas["b"] = WatchedReplica(actor=None)
         httpx2.get(f"http://localhost:{address[1]}/health")  # looks at once
         assert model.begun.acquire(timeout=60)
         assert not model.begun.acquire(timeout=2)
+        owner = ingress.entry.keys.owner
+        assert model.clients == [owner("Bearer a"), owner("Bearer key")], "keys take turns"
 
 
 def test_the_last_place_may_be_taken_by_a_large_request_and_then_there_is_none() -> None:
