@@ -33,16 +33,8 @@ _PARTS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf", "all
 # Those of JSON Schema. Any other describes a value and forbids none, as "int32" of OpenAPI, or "path" of pydantic.
 _FORMATS = {
     *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri"),
-    *(
-        "uri-reference",
-        "iri",
-        "iri-reference",
-        "uuid",
-        "uri-template",
-        "json-pointer",
-        "relative-json-pointer",
-        "regex",
-    ),
+    *("uri-reference", "iri", "iri-reference", "uuid", "uri-template"),
+    *("json-pointer", "relative-json-pointer", "regex"),
 }
 _SAID = {"NoExtensionBias": "a $ref, or a rule of a grammar, leads to itself and to nothing else"}
 _TOO_HARD = f"it takes more than {MOST_S} s or {_MOST_BYTES >> 20} MiB to compile, or is nested too deeply: simplify it"

@@ -412,12 +412,6 @@ def json_body(body: Any) -> bytes:
     return msgspec.json.encode(body.body if isinstance(body, ApiError) else body)
 
 
-def plain_body(body: Any) -> dict[str, Any]:
-    """Return a body in the types that `json.loads` returns."""
-    plain: dict[str, Any] = msgspec.to_builtins(body)
-    return plain
-
-
 def event(body: Response | ApiError) -> bytes:
     name = f"event: {body['type']}\n".encode() if isinstance(body, dict) else b""
     return name + b"data: " + json_body(body) + b"\n\n"

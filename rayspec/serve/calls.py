@@ -25,13 +25,9 @@ class ModelCall:
         self._response, self._timeout_s = response, timeout_s
         self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
 
-    async def result(self) -> Any:
-        """Return the result, of any type. Raises Refused where the call failed."""
-        return await self._in_time(self._response)
-
     async def next(self) -> Any:
         """Return the next item of a stream. Raises StopAsyncIteration, and Refused where the call failed."""
-        return await self._in_time(anext(self._response))
+        return await self.in_time(anext(self._response))
 
     async def events(self, first: bytes) -> AsyncGenerator[bytes, None]:
         """Yield `first` and the events of a stream after it. If the model is lost, the last event is an error."""
@@ -50,7 +46,8 @@ class ModelCall:
         with suppress(RayServeException, RayError):
             self._response.cancel()
 
-    async def _in_time(self, awaitable: Awaitable[Any]) -> Any:
+    async def in_time(self, awaitable: Awaitable[Any]) -> Any:
+        """Return a result of the call, of any type. Raises Refused where the call failed."""
         left_s = None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
         try:
             return await asyncio.wait_for(awaitable, left_s)
@@ -68,7 +65,7 @@ async def fetch(response: Any, timeout_s: float | None) -> Any:
     """Return the result of a call, see `ModelCall`. Cancelling the wait cancels the call. Raises Refused."""
     call = ModelCall(response, timeout_s)
     try:
-        return await call.result()
+        return await call.in_time(response)
     except (Refused, asyncio.CancelledError):
         call.cancel()
         raise

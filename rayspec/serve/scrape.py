@@ -50,13 +50,13 @@ with Path(__file__).with_name("metrics.csv").open(encoding="utf-8", newline="") 
     METRICS: tuple[MetricSpec, ...] = tuple(MetricSpec(**row) for row in csv.DictReader(_table))
 
 
-async def scrape(*, timeout_s: float = 2.0) -> str:
+async def scrape() -> str:
     """Return the metrics of rayspec and Serve on all nodes, in Prometheus' text format (CONTENT_TYPE). A node that has
-    not answered after `timeout_s` is left out and counted."""
+    not answered after two seconds is left out and counted."""
     nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
     hosts = [(node["NodeManagerAddress"], node["MetricsExportPort"]) for node in nodes]
     addresses = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in hosts]
-    return await scrape_agents(addresses, timeout_s=timeout_s)
+    return await scrape_agents(addresses, timeout_s=2.0)
 
 
 async def scrape_agents(addresses: Sequence[str], *, timeout_s: float) -> str:

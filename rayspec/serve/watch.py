@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
 _FRESH_S = 0.5
+_WINDOW_S = 10.0
 _SILENT_S = 6.0  # with 15 busy processes on two cores, an answer took up to 4.3 s
 
 # Serve makes the routers itself, by the name of their class, and gives no access to them. So they register here.
@@ -45,16 +46,15 @@ EngineHealth = Literal["ready", "recovering", "engine dead", "stuck"]
 
 
 class RecentRates:
-    """Computes rates over the last `window_s` seconds, from samples of an engine's counters."""
+    """Computes rates over the last ten seconds, from samples of an engine's counters."""
 
-    def __init__(self, window_s: float = 10.0) -> None:
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._counts: deque[tuple[float, EngineStats]] = deque()
 
     def add(self, stats: EngineStats, time_s: float) -> None:
         """Add a sample. time_s: of a monotonic clock."""
         self._counts.append((time_s, copy.copy(stats)))
-        while time_s - self._counts[0][0] > self._window_s:
+        while time_s - self._counts[0][0] > _WINDOW_S:
             self._counts.popleft()
 
     @property
@@ -208,10 +208,9 @@ class Watch:
         models: Mapping[str, Any],
         *,
         replica_timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
         looked: Callable[[], None] = lambda: None,
     ) -> None:
-        self._models, self._timeout_s, self._clock, self._looked = dict(models), replica_timeout_s, clock, looked
+        self._models, self._timeout_s, self._looked = dict(models), replica_timeout_s, looked
         self.replicas: dict[str, dict[str, WatchedReplica]] = {}  # by model, without models that are not known
         self._ill_since_s: dict[str, float | None] = {}  # None: healthy. Without models that were never healthy
 
@@ -248,13 +247,13 @@ class Watch:
 
     async def keep(self) -> None:
         while True:
-            start_s = self._clock()
+            start_s = time.monotonic()
             try:
                 await self.look()
             except Exception as error:  # noqa: BLE001 - logged, and tried again
                 logger.warning("the replicas cannot be watched now: %s", str(error).partition("\n")[0])
             await asyncio.sleep(PERIOD_S)
-            self.count_silence(self._clock() - start_s)
+            self.count_silence(time.monotonic() - start_s)
 
     def count_silence(self, seconds: float) -> None:
         """Add to the silence of all replicas. The next answer of a replica ends its silence."""
@@ -282,7 +281,7 @@ class Watch:
                     replica.answered(None)
                     ray.kill(replica.actor, no_restart=True)
             # Log one line for a model that has a new problem after it was healthy, or that has recovered.
-            problem, now_s = self.problem(model), self._clock()
+            problem, now_s = self.problem(model), time.monotonic()
             since_s = self._ill_since_s.get(model, now_s)
             if problem is None:
                 if since_s is not None and model in self._ill_since_s:

@@ -8,12 +8,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from rayspec import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.openai.answer import respond, stream
 from rayspec.openai.parsers import OutputParser, Thought
 from rayspec.openai.protocol import ApiError
-from rayspec.openai.responses import plain_body
 from rayspec.prompts import Rendering
 from rayspec.types import CompletionOutput, RayspecError, RequestOutput
 from tests.demo_model import demo_tokenizer
@@ -78,7 +79,7 @@ class ScriptedEngine:
 
 def whole_answer(request: Any, engine: Any) -> dict[str, Any]:
     work = respond(request, engine, ("m",), name="7", created=9)
-    return plain_body(asyncio.run(asyncio.wait_for(work, 60)))
+    return msgspec.to_builtins(asyncio.run(asyncio.wait_for(work, 60)))
 
 
 def streamed_events(request: Any, engine: Any) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import httpx2
+import msgspec
 import openai
 import openai.types as official
 import openai.types.chat as official_chat
@@ -22,7 +23,6 @@ from rayspec.openai.answer import stream as streamed
 from rayspec.openai.items import ResponsesRequest
 from rayspec.openai.protocol import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
-from rayspec.openai.responses import plain_body
 from rayspec.types import NonFiniteLogitsError, PromptTooLongError, RayspecError, RequestError
 from tests.demo_model import demo_tokenizer, shallow_demo
 from tests.openai.scripted import ScriptedEngine
@@ -149,7 +149,7 @@ def test_chunks_join_to_the_answer(engine: AsyncEngine, name: str) -> None:
     body.setdefault("stream_options", {"include_usage": "usage" in name or "prompts" in name})
     request = parsed(body)
     assert request.stream
-    whole = plain_body(run(respond(request, engine, SERVED, **STAMP)))
+    whole = msgspec.to_builtins(run(respond(request, engine, SERVED, **STAMP)))
     chunks = run(chunks_of(request, engine))
     check_same(chunks, whole)
     assert len(chunks) >= 2
@@ -166,10 +166,10 @@ def test_chunks_join_to_the_answer(engine: AsyncEngine, name: str) -> None:
 
 @pytest.mark.parametrize("include", [False, True])
 def test_chunks_end_at_stop_strings_as_the_answer_does(engine: AsyncEngine, include: bool) -> None:
-    text = plain_body(run(respond(parsed(CHAT), engine, SERVED, **STAMP)))["choices"][0]["message"]["content"]
+    text = msgspec.to_builtins(run(respond(parsed(CHAT), engine, SERVED, **STAMP)))["choices"][0]["message"]["content"]
     stop = text[len(text) // 2 :][:5]
     request = parsed(CHAT, stop=["never there", stop], include_stop_str_in_output=include)
-    whole = plain_body(run(respond(request, engine, SERVED, **STAMP)))
+    whole = msgspec.to_builtins(run(respond(request, engine, SERVED, **STAMP)))
     check_same(run(chunks_of(request, engine)), whole)
     (choice,) = whole["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
@@ -395,7 +395,7 @@ def test_requests_for_many_log_probabilities_run_in_turn() -> None:
 
 
 def _whole(engine: Any, body: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    return plain_body(run(respond(parsed(body, **changes), engine, SERVED, **STAMP)))
+    return msgspec.to_builtins(run(respond(parsed(body, **changes), engine, SERVED, **STAMP)))
 
 
 def test_an_echoed_prompt_is_scored_as_evaluation_harnesses_ask(engine: Any) -> None:

@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from transformers import AutoTokenizer
 
 from rayspec.openai.protocol import InvalidRequestError
 from rayspec.openai.requests import ChatRequest, CompletionRequest
-from rayspec.openai.responses import plain_body
 from rayspec.openai.tokenizing import DetokenizeRequest, Messages, TokenizeRequest, in_thread_if_large
 from rayspec.prompts import Rendering, conversation_tokens
 from rayspec.types import InvalidMessagesError, InvalidTokenError, PromptTooLongError
@@ -47,7 +47,7 @@ class DemoTokens:
 
 
 def asked(**body: Any) -> Any:
-    return plain_body(TokenizeRequest.parse(body).answer(DemoTokens(), SERVED))
+    return msgspec.to_builtins(TokenizeRequest.parse(body).answer(DemoTokens(), SERVED))
 
 
 def test_a_text_is_told_as_vllm_tells_it() -> None:
@@ -101,7 +101,9 @@ def test_what_cannot_be_tokenized_is_refused_by_name(body: dict[str, Any], param
 @pytest.mark.parametrize("text", ["Fee é was <|assistant|> paid", ""])
 def test_tokens_become_the_text_that_they_came_of(text: str) -> None:
     tokens = asked(prompt=text)["tokens"]
-    assert plain_body(DetokenizeRequest.parse({"tokens": tokens}).answer(DemoTokens(), SERVED)) == {"prompt": text}
+    assert msgspec.to_builtins(DetokenizeRequest.parse({"tokens": tokens}).answer(DemoTokens(), SERVED)) == {
+        "prompt": text
+    }
 
 
 @pytest.mark.parametrize("token_id", [-1, len(demo_tokenizer()), 10**30])

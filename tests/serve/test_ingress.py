@@ -217,6 +217,18 @@ def test_who_hangs_up_before_the_answer_begins_frees_the_place(path: str) -> Non
             wait_until(lambda: ingress.entry.num_under_way == 0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_too_long_is_given_up(stream: bool) -> None:
+    model = Model(hangs=True)
+    ingress = ingress_of(model, request_timeout_s=0.3)
+    ingress.watch.replicas["demo"] = {"a": WatchedReplica(actor=None)}
+    with served(build_app(ingress)) as (_, port):
+        url, headers = f"http://localhost:{port}/v1/completions", {"authorization": "Bearer a"}
+        answer = httpx2.post(url, json=BODY | {"stream": stream}, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+    assert model.cancelled.acquire(timeout=5)
+
+
 @pytest.mark.parametrize(
     ("rest", "status"),
     [

@@ -83,7 +83,7 @@ def test_an_engine_that_is_stuck_is_lost_and_one_that_recovers_is_not() -> None:
 
 
 def test_rates_are_of_the_window_and_begin_with_a_burst() -> None:
-    rates = RecentRates(window_s=10.0)
+    rates = RecentRates()
     assert (rates.tokens_per_s, rates.grown.acceptance_rate, rates.grown.mean_accepted_length) == (0.0, None, None)
     for second in range(16):
         grown = max(0, second - 5)
