@@ -1,4 +1,5 @@
-"""The endpoint as clients meet it: a real Serve with two models, one of which takes one request at a time."""
+"""The endpoint behind Serve's proxy, as `serve deploy` starts it: a real Serve with a model that takes one request at a
+time."""
 
 import json
 import os
@@ -30,14 +31,14 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-APP = "endpoint"
+APP, MODEL = "endpoint", "org/narrow"
 KEY = "correct-horse"
 MAX_BYTES = 20_000
 TIMEOUT_S = 6.0
 ENGINE = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 4, "kv_cache_tokens": 16384}
 MESSAGES: Any = [{"role": "user", "content": "Summarize: The agency spent 40 million dollars on roads."}]
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
-ENDLESS = {"model": "demo", "prompt": "The", "max_tokens": 8000, "ignore_eos": True, "temperature": 0.0}
+ENDLESS = {"model": MODEL, "prompt": "The", "max_tokens": 8000, "ignore_eos": True, "temperature": 0.0}
 
 
 class Report(pydantic.BaseModel):
@@ -59,9 +60,9 @@ class Endpoint:
     def post(self, path: str, body: Any, **more: Any) -> httpx2.Response:
         return self.http.post(path, json=body, **more)
 
-    def status(self, model: str = "demo") -> dict[str, Any]:
-        models = self.http.get("/status").json()["models"]
-        return next(one for one in models if one["model"] == model)
+    def status(self) -> dict[str, Any]:
+        (status,) = self.http.get("/status").json()["models"]
+        return status  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +70,14 @@ def endpoint(ray_cluster: None) -> Iterator[Endpoint]:
     with Address(port=0).bound() as listener:
         address = Address(port=listener.getsockname()[1])
     serve.start(http_options={"host": address.host, "port": address.port}, logging_config={"log_level": "WARNING"})
-    narrow = {"max_ongoing_requests": 1, "max_queued_requests": 1, "health_check_period_s": 1.0}
+    model = {
+        "model_loading_config": {"model_id": MODEL, "model_source": "demo"},
+        "engine_kwargs": ENGINE,
+        "deployment_config": {"max_ongoing_requests": 1, "max_queued_requests": 1},
+        "log_engine_metrics": False,
+    }
     args = {
-        "llm_configs": [
-            {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": ENGINE},
-            {
-                "model_loading_config": {"model_id": "org/narrow", "model_source": "demo"},
-                "engine_kwargs": ENGINE | {"speculation": {"strategy": "ar"}},
-                "deployment_config": narrow,
-                "log_engine_metrics": False,
-            },
-        ],
+        "llm_configs": [model],
         "api_keys": ["another", KEY],
         "max_request_bytes": MAX_BYTES,
         "request_timeout_s": TIMEOUT_S,
@@ -112,15 +110,14 @@ def events(lines: Iterator[str]) -> list[Any]:
 
 
 class TestAnswers:
-    @pytest.mark.parametrize("model", ["demo", "org/narrow"])
-    def test_completions_of_each_model(self, client: openai.OpenAI, llm: rayspec.LLM, model: str) -> None:
+    def test_completions(self, client: openai.OpenAI, llm: rayspec.LLM) -> None:
         prompts = ["The report found that", "In 2011 the department"]
         expected = [output.outputs[0].text for output in llm.generate(prompts, SamplingParams(**GREEDY))]
-        whole = client.completions.create(model=model, prompt=prompts, **GREEDY)
+        whole = client.completions.create(model=MODEL, prompt=prompts, **GREEDY)
         assert [choice.text for choice in whole.choices] == expected
-        assert whole.model == model
+        assert whole.model == MODEL
         texts = ["", ""]
-        with client.completions.create(model=model, prompt=prompts, stream=True, **GREEDY) as stream:
+        with client.completions.create(model=MODEL, prompt=prompts, stream=True, **GREEDY) as stream:
             for chunk in stream:
                 texts[chunk.choices[0].index] += chunk.choices[0].text
         assert texts == expected
@@ -128,7 +125,7 @@ class TestAnswers:
     def test_a_parsed_answer_has_its_schema(self, client: openai.OpenAI, llm: rayspec.LLM) -> None:
         form = StructuredOutputsParams(json=Report)
         expected = llm.chat(MESSAGES, SamplingParams(temperature=0.0, max_tokens=500, structured_outputs=form))[0]
-        asked: Any = {"model": "demo", "messages": MESSAGES, "temperature": 0.0, "max_tokens": 500}
+        asked: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0.0, "max_tokens": 500}
         answer = client.chat.completions.parse(response_format=Report, **asked)
         assert isinstance(answer.choices[0].message.parsed, Report)
         with client.chat.completions.stream(response_format=Report, **asked) as stream:
@@ -140,14 +137,14 @@ class TestAnswers:
         assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
 
     def test_models(self, client: openai.OpenAI) -> None:
-        assert [model.id for model in client.models.list()] == ["demo", "org/narrow"]
-        assert client.models.retrieve("org/narrow").id == "org/narrow"
+        assert [model.id for model in client.models.list()] == [MODEL]
+        assert client.models.retrieve(MODEL).id == MODEL
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve("org/other")
 
     def test_tokens_and_back(self, endpoint: Endpoint, llm: rayspec.LLM) -> None:
         text = "The agency spent"
-        found = endpoint.post("/tokenize", {"model": "org/narrow", "prompt": text}).json()
+        found = endpoint.post("/tokenize", {"model": MODEL, "prompt": text}).json()
         assert found["tokens"] == list(llm.tokenizer(text)["input_ids"])
         assert endpoint.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"].endswith(text)
         assert endpoint.post("/tokenize", {"messages": MESSAGES}).json()["count"] > 10
@@ -183,14 +180,14 @@ class TestLimits:
         assert wait_until(lambda: endpoint.status()["num_running"] == 0) < TIMEOUT_S - 1.5
 
     def test_who_comes_when_all_places_are_taken_is_sent_away(self, endpoint: Endpoint) -> None:
-        body = ENDLESS | {"model": "org/narrow", "max_tokens": 120}
+        body = ENDLESS | {"max_tokens": 120}
         with ThreadPoolExecutor(6) as pool:
             running = [pool.submit(endpoint.post, "/v1/completions", body)]
-            wait_until(lambda: endpoint.status("org/narrow")["num_running"] == 1)
+            wait_until(lambda: endpoint.status()["num_running"] == 1)
             running += [pool.submit(endpoint.post, "/v1/completions", body | {"stream": n % 2 == 0}) for n in range(4)]
             # A busy model is not a sick one, and tells how it is.
             assert endpoint.http.get("/health").status_code == 200
-            assert endpoint.status("org/narrow")["num_running"] == 1
+            assert endpoint.status()["num_running"] == 1
             responses = [future.result() for future in running]
         refused = [response for response in responses if response.status_code == 429]
         assert len(refused) == 3
@@ -201,32 +198,28 @@ class TestLimits:
             assert int(response.headers["retry-after"]) > 0
 
 
-class TestWhatOperatorsSee:
-    def test_status(self, endpoint: Endpoint) -> None:
-        endpoint.post("/v1/completions", {"model": "demo", "prompt": "The"} | GREEDY)
-        status = msgspec.convert(endpoint.http.get("/status").json(), EndpointStatus)
-        demo, narrow = sorted(status.models, key=lambda one: one.model)
-        assert (demo.model, narrow.model, demo.version) == ("demo", "org/narrow", rayspec.__version__)
-        assert demo.num_sublayers == narrow.num_sublayers == 32
-        assert demo.num_generated_tokens >= 40
-        assert (demo.kv_used_tokens, demo.kv_total_tokens) == (0, 16384)
-        wait_until(lambda: endpoint.status()["tokens_per_s"] > 1)
-        if demo.plan is not None:
-            assert len(demo.plan.choices) == 32
+def test_status(endpoint: Endpoint) -> None:
+    endpoint.post("/v1/completions", {"model": MODEL, "prompt": "The"} | GREEDY)
+    (status,) = msgspec.convert(endpoint.http.get("/status").json(), EndpointStatus).models
+    assert (status.model, status.version, status.num_sublayers) == (MODEL, rayspec.__version__, 32)
+    assert status.num_generated_tokens >= 40
+    assert (status.kv_used_tokens, status.kv_total_tokens) == (0, 16384)
+    wait_until(lambda: endpoint.status()["tokens_per_s"] > 1)
+    if status.plan is not None:
+        assert len(status.plan.choices) == 32
 
 
 def test_a_model_that_is_lost_on_the_way(endpoint: Endpoint) -> None:
     """The last test: the model comes back only later."""
-    body = ENDLESS | {"model": "org/narrow", "stream": True}
+    body = ENDLESS | {"stream": True}
     with endpoint.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
         names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
-        (narrow,) = [name for name in names if name.startswith(f"SERVE_REPLICA::{APP}#Model:org--narrow#")]
-        ray.kill(ray.get_actor(narrow, namespace="serve"))
+        (replica,) = [name for name in names if name.startswith(f"SERVE_REPLICA::{APP}#Model:org--narrow#")]
+        ray.kill(ray.get_actor(replica, namespace="serve"))
         assert events(lines)[-1]["error"]["code"] == "engine_dead"
     health = endpoint.http.get("/health")
     assert health.status_code == 503
-    assert error_of(health)["message"] == "org/narrow: starting"
+    assert error_of(health)["message"] == f"{MODEL}: starting"
     assert int(health.headers["retry-after"]) > 0
-    assert endpoint.post("/v1/completions", {"model": "demo", "prompt": "The", "max_tokens": 2}).status_code == 200

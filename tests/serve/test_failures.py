@@ -114,8 +114,8 @@ class TestShards:
         assert staged.pids(REPLICA) == replicas  # Serve did not give it up meanwhile
 
 
-def post(endpoint: EndpointProcess, max_tokens: int = 2) -> httpx2.Response:
-    body = {"model": "demo", "prompt": "The", "max_tokens": max_tokens, "ignore_eos": True}
+def post(endpoint: EndpointProcess, max_tokens: int = 2, model: str = "demo") -> httpx2.Response:
+    body = {"model": model, "prompt": "The", "max_tokens": max_tokens, "ignore_eos": True}
     return httpx2.post(f"{endpoint.url}/v1/completions", json=body, timeout=300)
 
 
@@ -146,6 +146,7 @@ class TestReplicas:
         (replica,) = demo_endpoint.pids(REPLICA)
         os.kill(replica, signal.SIGKILL)
         wait_until(lambda: demo_endpoint.health() == 503, 4 * BAD_S)
+        assert post(demo_endpoint, model="short").status_code == 200, "other models go on"
         took_s = until_served(demo_endpoint)
         print(f"served again after {took_s:.1f} s, load {os.getloadavg()[0]:.1f}")
         assert demo_endpoint.health() == 200
