@@ -70,6 +70,11 @@ def run(work: Awaitable[T]) -> T:
     return asyncio.run(in_time())
 
 
+def _whole(engine: Any, body: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    whole: dict[str, Any] = msgspec.to_builtins(run(respond(parsed(body, **changes), engine, SERVED, **STAMP)))
+    return whole
+
+
 def stream(request: Request, engine: Any, **options: Any) -> AsyncGenerator[bytes, None]:
     return streamed(request, engine, SERVED, failure=ApiError.of, **STAMP, **options)  # type: ignore[arg-type]
 
@@ -149,7 +154,7 @@ def test_chunks_join_to_the_answer(engine: AsyncEngine, name: str) -> None:
     body.setdefault("stream_options", {"include_usage": "usage" in name or "prompts" in name})
     request = parsed(body)
     assert request.stream
-    whole = msgspec.to_builtins(run(respond(request, engine, SERVED, **STAMP)))
+    whole = _whole(engine, body)
     chunks = run(chunks_of(request, engine))
     check_same(chunks, whole)
     assert len(chunks) >= 2
@@ -166,11 +171,11 @@ def test_chunks_join_to_the_answer(engine: AsyncEngine, name: str) -> None:
 
 @pytest.mark.parametrize("include", [False, True])
 def test_chunks_end_at_stop_strings_as_the_answer_does(engine: AsyncEngine, include: bool) -> None:
-    text = msgspec.to_builtins(run(respond(parsed(CHAT), engine, SERVED, **STAMP)))["choices"][0]["message"]["content"]
+    text = _whole(engine, CHAT)["choices"][0]["message"]["content"]
     stop = text[len(text) // 2 :][:5]
-    request = parsed(CHAT, stop=["never there", stop], include_stop_str_in_output=include)
-    whole = msgspec.to_builtins(run(respond(request, engine, SERVED, **STAMP)))
-    check_same(run(chunks_of(request, engine)), whole)
+    changes = {"stop": ["never there", stop], "include_stop_str_in_output": include}
+    whole = _whole(engine, CHAT, **changes)
+    check_same(run(chunks_of(parsed(CHAT, **changes), engine)), whole)
     (choice,) = whole["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
     assert choice["message"]["content"] == text[: text.index(stop)] + stop * include
@@ -199,20 +204,27 @@ def test_what_is_wrong_with_a_request_is_told_before_anything_runs(
     assert engine.client.stats.num_prompt_tokens == before
 
 
-def test_copies_of_long_prompts_are_limited(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "fewer", "message"),
+    [
+        ({"prompt": [[5] * 300] * 2, "n": 6}, [{"n": 5}], "3600 tokens, n times; at most 3000"),
+        (
+            {"prompt": ["a"] * 512, "max_tokens": 400, "logprobs": 20},
+            [{"max_tokens": 20}, {"logprobs": 0}, {"logprobs": None}],
+            "lower max_tokens",
+        ),
+        ({"prompt": "ab " * 2**19, "truncate_prompt_tokens": 5}, [], "at most 1048576, also to be cut"),
+    ],
+)
+def test_what_takes_too_much_memory_is_refused(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, changes: Any, fewer: list[Any], message: str
+) -> None:
     monkeypatch.setattr(answer_module, "_MOST_PROMPT_TOKENS", 3000)
-    request = parsed(TEXT, prompt=[[5] * 300] * 2, max_tokens=1, temperature=1)
-    assert len(run(answer_module._prompts(request.model_copy(update={"n": 5}), engine))) == 2
-    with pytest.raises(RequestError, match="3600 tokens, n times; at most 3000"):
-        run(answer_module._prompts(request.model_copy(update={"n": 6}), engine))
-
-
-def test_more_logprobs_than_memory_is_good_for_are_refused(engine: AsyncEngine) -> None:
-    many = parsed(TEXT, prompt=["a"] * 1024, max_tokens=400, logprobs=20)
-    with pytest.raises(RequestError, match="lower max_tokens"):
-        run(answer_module._prompts(many, engine))
-    for fewer in ({"max_tokens": 20}, {"logprobs": 0}, {"logprobs": None}):
-        assert len(run(answer_module._prompts(many.model_copy(update=fewer), engine))) == 1024
+    asked = TEXT | {"max_tokens": 1, "temperature": 1} | changes
+    with pytest.raises(RequestError, match=message):
+        run(answer_module._prompts(parsed(asked), engine))
+    for less in fewer:
+        assert run(answer_module._prompts(parsed(asked | less), engine))
 
 
 def test_events_that_repeat_all_logprobs_have_fewer() -> None:
@@ -238,12 +250,6 @@ def test_many_logprobs_are_made_beside_the_event_loop(engine: AsyncEngine, monke
         assert len(response.choices[-1].prompt_logprobs) == 100
     assert made_in[0] == threading.main_thread().name
     assert made_in[1].startswith("rayspec-large-work")
-
-
-def test_a_text_that_is_to_be_cut_has_a_limit_too(engine: AsyncEngine) -> None:
-    request = parsed(TEXT, prompt="ab " * 2**19, truncate_prompt_tokens=5)
-    with pytest.raises(RequestError, match="at most 1048576, also to be cut"):
-        run(answer_module._prompts(request, engine))
 
 
 @pytest.mark.parametrize(("shape", "as_chat"), [("ab ", True), ("😀", False)])
@@ -392,10 +398,6 @@ def test_requests_for_many_log_probabilities_run_in_turn() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     run(work())
-
-
-def _whole(engine: Any, body: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    return msgspec.to_builtins(run(respond(parsed(body, **changes), engine, SERVED, **STAMP)))
 
 
 def test_an_echoed_prompt_is_scored_as_evaluation_harnesses_ask(engine: Any) -> None:

@@ -123,9 +123,14 @@ def connected(url: str, timeout_s: float = 20.0) -> socket.socket:
     return socket.create_connection((address.host, address.port or 0), timeout=timeout_s)
 
 
-def head_of(path: str, num_bytes: int) -> bytes:
+def head_of(path: str, num_bytes: int, key: str = "none") -> bytes:
     """Of a request with a JSON body of so many bytes."""
-    lines = (f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json")
+    lines = (
+        f"POST {path} HTTP/1.1",
+        "host: localhost",
+        f"authorization: Bearer {key}",
+        "content-type: application/json",
+    )
     return "\r\n".join((*lines, f"content-length: {num_bytes}", "", "")).encode()
 
 
