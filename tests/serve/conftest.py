@@ -24,15 +24,12 @@ def llm() -> Iterator[rayspec.LLM]:
 
 @pytest.fixture(scope="session")
 def demo_endpoint(ray_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EndpointProcess]:
-    """With the demo model: as "demo"; as "short", for answers that are short whatever is asked; and as "tools", with a
-    chat template that describes tools."""
+    """With the demo model: as "demo", and as "tools", with a chat template that describes tools."""
     folder = tmp_path_factory.mktemp("endpoint")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    short = {**ENGINE, "max_model_len": 48, "speculation": {"strategy": "ar"}}
     own = {"model_source": "demo", "tokenizer_source": tokenizer_with(HERMES, folder / "own")}
     models = [
         {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": dict(ENGINE)},
-        {"model_loading_config": {"model_id": "short", "model_source": "demo"}, "engine_kwargs": short},
         {"model_loading_config": {"model_id": "tools", **own}, "engine_kwargs": dict(ENGINE)},
     ]
     for model in models:

@@ -146,7 +146,7 @@ class TestReplicas:
         (replica,) = demo_endpoint.pids(REPLICA)
         os.kill(replica, signal.SIGKILL)
         wait_until(lambda: demo_endpoint.health() == 503, 4 * BAD_S)
-        assert post(demo_endpoint, model="short").status_code == 200, "other models go on"
+        assert post(demo_endpoint, model="tools").status_code == 200, "other models go on"
         took_s = until_served(demo_endpoint)
         print(f"served again after {took_s:.1f} s, load {os.getloadavg()[0]:.1f}")
         assert demo_endpoint.health() == 200

@@ -22,6 +22,11 @@ from tests.serve.test_ingress import ingress_of
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 ANSWER_S = 120.0
+LIMITS = {
+    "/v1/chat/completions": "max_completion_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
 BOUNDED = settings(
     max_examples=settings.default.max_examples // 4, database=None, suppress_health_check=list(HealthCheck)
 )
@@ -51,7 +56,7 @@ def test_the_document_holds(document: Any, method: str, path: str, mode: Generat
     @given(case=document[path][method].as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
         if isinstance(case.body, dict):
-            _keep_short(case.body)
+            _keep_short(case.body, path)
         response = case.call(timeout=ANSWER_S)
         case.validate_response(response, checks=CHECKS)
         assert "Traceback" not in response.text
@@ -64,10 +69,13 @@ def test_the_document_holds(document: Any, method: str, path: str, mode: Generat
         assert "requestBody" not in PATHS[path][method.lower()]
 
 
-def _keep_short(body: dict[str, Any]) -> None:
+def _keep_short(body: dict[str, Any], path: str) -> None:
     if isinstance(body.get("model"), str):
-        body["model"] = "short"
-    for name, most in (("n", 4), ("prompt", 4)):
+        body["model"] = "demo"
+    limit = LIMITS.get(path, "limit")
+    if body.get(limit) is None and path in LIMITS:
+        body[limit] = 8
+    for name, most in (("n", 4), ("prompt", 4), (limit, 8)):
         if isinstance(body.get(name), list):
             body[name] = body[name][:most]
         elif isinstance(body.get(name), int) and body[name] > most:
