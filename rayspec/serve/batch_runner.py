@@ -50,7 +50,7 @@ class BatchRunner:
         self._num_places = {one.model_id: one.num_places for one in options.llm_configs}
         self._places = {name: Places(most, leaves_room=False) for name, most in self._num_places.items()}
         self._runs: dict[str, asyncio.Task[None]] = {}
-        self._known: dict[str, Batch] = {}  # as they were when they began to wait, or ended
+        self._ended: set[str] = set()  # the ids of batches
         self._lock: IO[bytes] | None = None
         self._is_waiting, self._has_told = True, False
         self._woken = asyncio.Event()
@@ -86,28 +86,24 @@ class BatchRunner:
     def _waiting(self) -> list[tuple[Batch, bool]]:
         """Return the batches that have not ended and do not run, and whether they only have to be ended."""
         waiting = []
-        names = self._store.batch_ids()
-        for name in self._known.keys() - names:
-            del self._known[name]
-        for name in names:
-            if name not in self._known:
-                with suppress(InvalidRequestError):  # deleted, or its first state is not written yet
-                    self._known[name] = self._store.saved(name)
-            batch = self._known.get(name)
-            if batch is not None and batch.status not in FINAL and name not in self._runs:
-                is_over = batch.expires_at <= self._store.clock() or self._store.cancel_asked_at(name) is not None
-                waiting.append((batch, is_over))
+        for name in self._store.batch_ids():
+            if name in self._runs or name in self._ended:
+                continue
+            with suppress(InvalidRequestError):  # deleted, or its first state is not written yet
+                batch = self._store.saved(name)
+                if batch.status in FINAL:
+                    self._ended.add(name)
+                else:
+                    is_over = batch.expires_at <= self._store.clock() or self._store.cancel_asked_at(name) is not None
+                    waiting.append((batch, is_over))
         return waiting
 
     async def _run(self, batch: Batch) -> None:
         try:
-            run = BatchRun(batch, self._store, self._max_lines, partial(self._answer, batch.id))
-            await run.run()
-            self._known[batch.id] = run.batch
+            await BatchRun(batch, self._store, self._max_lines, partial(self._answer, batch.id)).run()
             self._woken.set()
         except Exception:  # logged, and tried again
             logger.exception("batch %s cannot go on now", batch.id)
-            self._known.pop(batch.id)
         finally:
             self._runs.pop(batch.id, None)
 
