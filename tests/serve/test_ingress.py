@@ -10,10 +10,12 @@ import socket
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import httpx2
 import pytest
+from fastapi import FastAPI
 from ray.exceptions import RayError
 from starlette.requests import ClientDisconnect, Request
 
@@ -79,6 +81,11 @@ def ingress_of(model: Model | None = None, scaling: Mapping[str, int] | None = N
     return Ingress(chosen, {"demo": model or Model()}, keys=ApiKeys.of(["a", "key"]), hosts=frozenset({"app.example"}))
 
 
+@cache
+def app_of(model: Model | None) -> FastAPI:
+    return build_app(ingress_of(model))
+
+
 def asked(
     method: str = "POST",
     path: str = "/v1/completions",
@@ -91,7 +98,7 @@ def asked(
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
 
     async def send() -> httpx2.Response:
-        transport = httpx2.ASGITransport(app=build_app(ingress_of(model)))
+        transport = httpx2.ASGITransport(app=app_of(model))
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
             return await http.request(method, path, headers=given, content=body if content else b"")
 
