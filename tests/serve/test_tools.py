@@ -23,35 +23,7 @@ PARAMETERS = {
     },
     "required": ["agency", "year"],
 }
-ASKED: Any = {
-    "model": "tools",
-    "tools": [{"type": "function", "function": {"name": "budget", "strict": True, "parameters": PARAMETERS}}],
-    "temperature": 0.0,
-    "max_tokens": 150,
-}
 MESSAGES: Any = [{"role": "user", "content": "What did the Parks Council spend in 2021?"}]
-NAMED: Any = {"type": "function", "function": {"name": "budget"}}
-
-
-def test_a_loop_with_tools(demo_endpoint: EndpointProcess) -> None:
-    client = openai.OpenAI(base_url=f"{demo_endpoint.url}/v1", api_key="none", timeout=60)
-    first = client.chat.completions.create(messages=MESSAGES, tool_choice=NAMED, **ASKED)
-    (call,) = first.choices[0].message.tool_calls or ()
-    assert call.type == "function"
-    assert first.choices[0].finish_reason == "tool_calls"
-    assert json.loads(call.function.arguments).keys() == {"agency", "year"}
-    with client.chat.completions.stream(messages=MESSAGES, tool_choice=NAMED, **ASKED) as events:
-        names = [event.type for event in events]
-        streamed = events.get_final_completion()
-    assert "tool_calls.function.arguments.delta" in names
-    (same,) = streamed.choices[0].message.tool_calls or ()
-    assert same.function.parsed_arguments == json.loads(call.function.arguments)
-    result = {"role": "tool", "tool_call_id": call.id, "content": "21 million dollars"}
-    last = client.chat.completions.create(messages=[*MESSAGES, first.choices[0].message, result], **ASKED)
-    assert last.choices[0].finish_reason in ("stop", "length")
-    with pytest.raises(openai.BadRequestError, match="two functions are called 'budget'") as caught:
-        client.chat.completions.create(messages=MESSAGES, **{**ASKED, "tools": ASKED["tools"] * 2})
-    assert caught.value.param == "tools"
 
 
 class Year(pydantic.BaseModel):
