@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -103,9 +103,8 @@ class WaitingEngineFactory:
 class WaitingEngine:
     """An engine in an actor. It waits `row_s` seconds for each row and returns a fixed text."""
 
-    info: Mapping[str, Any] = {}
-
     def __init__(self, options: FeedOptions) -> None:
+        self.info = {"max_num_seqs": options.max_num_seqs}  # the part of an engine's config that a job reads
         answered: Future[None] = Future()
         answered.set_result(None)
         self.client: Any = SimpleNamespace(
