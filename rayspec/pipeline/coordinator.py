@@ -127,67 +127,58 @@ class RemoteSearch:
         return self.gather([RemoteBatch(0, 0, 1)], np.zeros(1, np.int64))
 
     def run(self, sublayer: int, choice: Choice, states: Any) -> RemoteBatch:
-        stage = self._stage_of[sublayer]
-        here = self._brought(states, stage)
-        result = self._new(stage, here.num_states)
-        self._pending[stage].append(wire.RunSublayer(sublayer, choice, here.number, result.number))
-        return result
+        here = self._brought(states, self._stage_of[sublayer])
+        return self._made(here.num_states, "run", [here], sublayer=sublayer, choices=[choice])
 
     def vary(self, sublayer: int, choices: Sequence[Choice], states: Any) -> RemoteBatch:
-        result = self._new(states.stage, states.num_states)
-        self._pending[states.stage].append(wire.Vary(sublayer, choices, states.number, result.number))
-        return result
+        return self._made(states.num_states, "vary", [states], sublayer=sublayer, choices=choices)
 
     def gather(self, batches: Sequence[Any], index: NDArray[np.int64]) -> RemoteBatch:
         stage = max(batch.stage for batch in batches)
         here = [self._brought(batch, stage) for batch in batches]
-        result = self._new(stage, len(index))
-        operation = wire.Gather([batch.number for batch in here], np.asarray(index).tolist(), result.number)
-        self._pending[stage].append(operation)
-        return result
+        return self._made(len(index), "gather", here, index=np.asarray(index).tolist())
 
     def keep(self, batches: Sequence[Any]) -> None:
         for number in self._kept.keys() - {batch.number for batch in batches}:
             batch = self._kept.pop(number)
-            self._pending[batch.stage].append(wire.Drop(number))
+            self._pending[batch.stage].append(wire.Operation("drop", [number]))
 
     def similarity(self, sublayer: int, states: Any) -> NDArray[np.float64]:
         here = self._brought(states, self._stage_of[sublayer])
-        return np.asarray(self._score("similarity", here.stage, here.number, sublayer))
+        return np.asarray(self._do(here.stage, wire.Operation("similarity", [here.number], sublayer=sublayer)))
 
     def agreement(self, states: Any) -> Agreement:
         here = self._brought(states, len(self._spans) - 1)
-        scores = np.asarray(self._score("agreement", here.stage, here.number))
+        scores = np.asarray(self._do(here.stage, wire.Operation("agreement", [here.number])))
         num_agreed, confidence, missed = scores.reshape(3, here.num_states)
         return Agreement(len(self._message.tokens), num_agreed.astype(np.int64), confidence, missed)
 
     def cosines(self) -> list[float]:
-        return [value for stage in range(len(self._spans)) for value in self._score("cosines", stage)]
+        return [value for stage in range(len(self._spans)) for value in self._do(stage, wire.Operation("cosines"))]
 
     def feature(self) -> Sequence[float]:
-        return self._score("feature", len(self._spans) - 1)
+        return self._do(len(self._spans) - 1, wire.Operation("feature"))
 
-    def _score(
-        self,
-        kind: Literal["similarity", "agreement", "cosines", "feature"],
-        stage: int,
-        source: int = 0,
-        sublayer: int = 0,
-    ) -> Sequence[float]:
-        self._pending[stage].append(wire.Score(kind, source, sublayer))
-        return self._flush(stage)
+    def _made(
+        self, num_states: int, method: Literal["run", "vary", "gather"], sources: Sequence[RemoteBatch], **options: Any
+    ) -> RemoteBatch:
+        """Return a new batch, to be made of batches of one stage."""
+        self._num_batches += 1
+        batch = self._kept[self._num_batches] = RemoteBatch(sources[0].stage, self._num_batches, num_states)
+        numbers = [source.number for source in sources]
+        self._pending[batch.stage].append(wire.Operation(method, numbers, into=batch.number, **options))
+        return batch
 
     def _brought(self, batch: RemoteBatch, stage: int) -> RemoteBatch:
         """Move a batch to a stage, directly from shard to shard, unless it is there already. Return the batch."""
-        if batch.stage == stage:
-            return batch
-        self._pending[batch.stage].append(wire.Ship(batch.number, stage_name(stage)))
-        self._flush(batch.stage)
-        batch.stage = stage
+        if batch.stage != stage:
+            self._do(batch.stage, wire.Operation("ship", [batch.number], peer=stage_name(stage)))
+            batch.stage = stage
         return batch
 
-    def _flush(self, stage: int) -> Sequence[float]:
-        operations, self._pending[stage] = self._pending[stage], []
+    def _do(self, stage: int, operation: wire.Operation) -> Sequence[float]:
+        """Let a stage do its pending operations and this one, and return the numbers of the answer."""
+        operations, self._pending[stage] = [*self._pending[stage], operation], []
         expand = wire.Expand(search_id=self._message.search_id, operations=operations)
         self._endpoint.send(stage_name(stage), expand)
         return self._answer().values
@@ -205,8 +196,3 @@ class RemoteSearch:
                     raise SearchFailedError(message.error)
                 return message
         raise SearchFailedError(f"no Sought came from the shards within {_ANSWER_TIMEOUT_S:.0f} s")
-
-    def _new(self, stage: int, num_states: int) -> RemoteBatch:
-        self._num_batches += 1
-        batch = self._kept[self._num_batches] = RemoteBatch(stage, self._num_batches, num_states)
-        return batch

@@ -143,60 +143,22 @@ class Seek(Message, frozen=True, kw_only=True):
     rows: Sequence[RowSpan]
 
 
-class RunSublayer(msgspec.Struct, frozen=True, tag="run"):
-    """Run a sublayer on the batch `source`; the result is the batch `into`."""
+class Operation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Call a method of the search on the batches `sources` of states; its result becomes the batch `into`, or the
+    numbers that Sought returns (of `agreement`, its arrays one after another). drop: forget a batch. ship: send a batch
+    to another shard and forget it; it comes last, and the other shard answers Sought when the batch has arrived."""
 
-    sublayer: int
-    choice: Choice
-    source: int
-    into: int
-
-
-class Vary(msgspec.Struct, frozen=True, tag="vary"):
-    """Approximate other choices of a sublayer that has run in full on the batch `source`, see `Expansion.vary`. The
-    result is the batch `into`."""
-
-    sublayer: int
-    choices: Sequence[Choice]
-    source: int
-    into: int
-
-
-class Gather(msgspec.Struct, frozen=True, tag="gather"):
-    """Make the batch `into` from the states `index` of the concatenated batches `sources`."""
-
-    sources: Sequence[int]
-    index: Sequence[int]
-    into: int
-
-
-class Score(msgspec.Struct, frozen=True, tag="score"):
-    """Return numbers: of a batch the similarity before `sublayer`, or the arrays of `search.Agreement` one after
-    another; of the tapped states their cosines, or their feature."""
-
-    kind: Literal["similarity", "agreement", "cosines", "feature"]
-    source: int = 0
+    method: Literal["run", "vary", "gather", "similarity", "agreement", "cosines", "feature", "drop", "ship"]
+    sources: Sequence[int] = ()
+    into: int = 0
     sublayer: int = 0
-
-
-class Drop(msgspec.Struct, frozen=True, tag="drop"):
-    """Forget a batch that is not needed any more."""
-
-    source: int
-
-
-class Ship(msgspec.Struct, frozen=True, tag="ship"):
-    """Send a batch to another shard and forget it. The other shard answers Sought when the batch has arrived."""
-
-    source: int
-    peer: str
-
-
-Operation: TypeAlias = RunSublayer | Vary | Gather | Score | Ship | Drop
+    choices: Sequence[Choice] = ()
+    index: Sequence[int] = ()
+    peer: str = ""
 
 
 class Expand(Message, frozen=True, kw_only=True):
-    """Coordinator to a shard: do these operations. Answered by Sought, unless a Ship is among them."""
+    """Coordinator to a shard: do these operations. Answered by Sought, unless the last one ships a batch."""
 
     search_id: int
     operations: Sequence[Operation]

@@ -388,29 +388,28 @@ class Shard(Server):
         if isinstance(message, wire.Shipped):
             batches[message.batch] = tensors[0].to(self._device)
         for operation in message.operations if isinstance(message, wire.Expand) else ():
-            match operation:
-                case wire.RunSublayer(sublayer, choice, source, into):
-                    batches[into] = search.run(sublayer, choice, batches[source])
-                case wire.Vary(sublayer, choices, source, into):
-                    batches[into] = search.vary(sublayer, choices, batches[source])
-                case wire.Gather(sources, index, into):
-                    found = [batches[source] for source in sources]
-                    batches[into] = search.gather(found, np.asarray(index, np.int64))
-                case wire.Score("similarity", source, sublayer):
-                    values = search.similarity(sublayer, batches[source]).tolist()
-                case wire.Score("agreement", source):
-                    agreed = search.agreement(batches[source])
+            sublayer, found = operation.sublayer, [batches[source] for source in operation.sources]
+            match operation.method:
+                case "run":
+                    batches[operation.into] = search.run(sublayer, operation.choices[0], *found)
+                case "vary":
+                    batches[operation.into] = search.vary(sublayer, operation.choices, *found)
+                case "gather":
+                    batches[operation.into] = search.gather(found, np.asarray(operation.index, np.int64))
+                case "similarity":
+                    values = search.similarity(sublayer, *found).tolist()
+                case "agreement":
+                    agreed = search.agreement(*found)
                     arrays = (agreed.num_agreed, agreed.confidence, agreed.missed_confidence)
                     values = [value for array in arrays for value in array.tolist()]
-                case wire.Score("cosines"):
-                    values = search.cosines()
-                case wire.Score("feature"):
-                    values = search.feature()
-                case wire.Drop(source):
-                    del batches[source]
-                case wire.Ship(source, peer):  # the last operation, which the other shard answers
+                case "cosines" | "feature" as method:
+                    values = getattr(search, method)()
+                case "drop":
+                    del batches[operation.sources[0]]
+                case "ship":
+                    (source,) = operation.sources
                     onward = wire.Shipped(search_id=message.search_id, batch=source)
-                    self._send(peer, onward, [batches.pop(source)])
+                    self._send(operation.peer, onward, [batches.pop(source)])
                     return
         self._send(COORDINATOR, wire.Sought(search_id=message.search_id, values=values))
 

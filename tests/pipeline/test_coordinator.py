@@ -30,7 +30,7 @@ from rayspec.decode.work import TappedToken
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan
 from rayspec.pipeline.endpoint import COORDINATOR, stage_name
-from rayspec.pipeline.messages import RunSublayer, Searched, Seek, Ship
+from rayspec.pipeline.messages import Searched, Seek
 from rayspec.planning.knapsack import finished
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import Plan, RayspecError
@@ -221,8 +221,8 @@ def test_states_travel_once_a_stage_and_are_dropped_when_nobody_needs_them() -> 
         shard._expand = watched  # type: ignore[method-assign]
         wait_for(run, run.engine.stages.search(*places(run, 6), knapsack()))
         operations = [(name, op) for name, m, _ in run.loop.delivered for op in getattr(m, "operations", ())]
-        assert [op.peer for _, op in operations if isinstance(op, Ship)] == ["stage-1", "stage-2"]
-        asked = {(name, op.sublayer) for name, op in operations if isinstance(op, RunSublayer)}
+        assert [op.peer for _, op in operations if op.method == "ship"] == ["stage-1", "stage-2"]
+        asked = {(name, op.sublayer) for name, op in operations if op.method == "run"}
         assert asked <= {(stage_name(stage), sub) for stage, (a, b) in enumerate(cut(3)) for sub in range(a, b)}
         wait_for(run, run.engine.stages.search(*places(run, 6), Trial(num_tokens=6, patterns=exits)))
         assert 0 < most <= 4
