@@ -15,7 +15,7 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
 from rayspec.decode.work import RoundResult
 from rayspec.planning.latency import LatencyModel
-from rayspec.strategies.periodic import Tested
+from rayspec.strategies.periodic import num_tested
 from rayspec.strategies.tuning import selecting
 from rayspec.types import ConfigError, EngineStats, PlanRecord
 
@@ -86,7 +86,7 @@ class TimedStrategy:
     def observe(
         self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
     ) -> None:
-        self.num_tested += Tested.of(chosen.plan, result).num_tested
+        self.num_tested += num_tested(result)
         self._strategy.observe(self._own(state), chosen, result, num_tokens, seconds)
 
     def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:

@@ -24,7 +24,7 @@ from rayspec.choices import Choices
 from rayspec.decode.strategy import Strategy
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.knapspec import Auto
-from rayspec.strategies.self_sd import DraftThreshold, SelfSD
+from rayspec.strategies.self_sd import SelfSD
 from rayspec.types import Plan, PlanRecord, no_draft
 
 
@@ -116,7 +116,7 @@ class _Case:
 
 
 def _ending_below(plan: Plan, threshold: float) -> SelfSD:
-    return SelfSD(PlanRecord(plan=plan, reason="a sweep"), DraftThreshold(threshold, adaptive=False))
+    return SelfSD(PlanRecord(plan=plan, reason="a sweep"), threshold, adapts=False)
 
 
 def _measure(

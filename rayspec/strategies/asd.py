@@ -11,12 +11,10 @@ from __future__ import annotations
 from rayspec.choices import SKIP, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Cosine, Values
-from rayspec.decode.strategy import BatchState, RoundPlan
-from rayspec.decode.work import KeepDrafting, RoundResult
+from rayspec.decode.strategy import BatchState
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.learning import DraftWhileSure
-from rayspec.strategies.periodic import PeriodicStrategy, Tested
-from rayspec.strategies.self_sd import TARGET_ACCEPTANCE, DraftThreshold
+from rayspec.strategies.periodic import TARGET_ACCEPTANCE, PeriodicStrategy
+from rayspec.strategies.self_sd import FIRST_THRESHOLD
 from rayspec.types import PlanRecord
 
 _INTERVAL = 64  # tokens of a sequence between two searches: our value
@@ -26,22 +24,13 @@ _SIMILAR = 0.95  # cosine of the hidden states before and after an attention sub
 class ASD(PeriodicStrategy):
     """It does not draft while no attention exceeds the threshold."""
 
+    source = "asd"
+
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
-        super().__init__("asd", latency, interval=options.search_interval or _INTERVAL)
+        first = FIRST_THRESHOLD if options.draft_threshold is None else options.draft_threshold
+        super().__init__(latency, interval=options.search_interval or _INTERVAL, threshold=first, adapts=True)
         self._options = options
-        self._max_draft_tokens = options.max_draft_tokens
         self._is_attention = [name.startswith("attention") for name in latency.sublayers]
-        first = 0.6 if options.draft_threshold is None else options.draft_threshold
-        self._draft_threshold = DraftThreshold(first)
-
-    def _rule(self) -> KeepDrafting:
-        return DraftWhileSure(threshold=self._draft_threshold.value)
-
-    def observe(
-        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
-    ) -> None:
-        super().observe(state, chosen, result, num_tokens, seconds)
-        self._draft_threshold.observe(Tested.of(chosen.plan, result))
 
     def _question(self, state: BatchState) -> Cosine:
         return Cosine(num_tokens=self._options.num_tap_tokens)
@@ -50,12 +39,12 @@ class ASD(PeriodicStrategy):
         assert isinstance(answer, Values)
         cosines = zip(self._is_attention, answer.values, strict=True)
         choices = choices_of([not (attention and cosine > _SIMILAR) for attention, cosine in cosines])
-        if choices == self._current.plan.choices:
+        if choices == self._plan.choices:
             return None
-        return self._current.take(
+        return self.take(
             state,
             choices,
-            self._max_draft_tokens,
+            self._options.max_draft_tokens,
             acceptance=TARGET_ACCEPTANCE,
             reason=f"{choices.count(SKIP)} attention sublayers change the states little",
             optimise_s=answer.seconds,

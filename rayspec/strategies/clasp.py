@@ -11,10 +11,8 @@ from rayspec.choices import FULL
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, LayerKnapsack
 from rayspec.decode.strategy import BatchState
-from rayspec.decode.work import KeepDrafting
 from rayspec.planning.acceptance import estimated_acceptance
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.periodic import PeriodicStrategy
 from rayspec.types import PlanRecord
 
@@ -23,15 +21,13 @@ _INTERVAL = 128  # tokens of a sequence between two searches
 
 
 class CLaSp(PeriodicStrategy):
-    def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
-        super().__init__("clasp", latency, interval=options.search_interval or _INTERVAL)
-        num_layers = len(latency.sublayers) // 2
-        self._num_skipped = max(1, num_layers // 2)  # of the published 40 to 60 %
-        self._threshold = 0.7 if options.draft_threshold is None else options.draft_threshold
-        self._max_draft_tokens = options.max_draft_tokens
+    source = "clasp"
 
-    def _rule(self) -> KeepDrafting:
-        return DraftWhileSure(threshold=self._threshold)
+    def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
+        threshold = 0.7 if options.draft_threshold is None else options.draft_threshold
+        super().__init__(latency, interval=options.search_interval or _INTERVAL, threshold=threshold)
+        self._num_skipped = max(1, len(latency.sublayers) // 2 // 2)  # layers, of the published 40 to 60 %
+        self._max_draft_tokens = options.max_draft_tokens
 
     def _question(self, state: BatchState) -> LayerKnapsack:
         return LayerKnapsack(num_tokens=1, num_skipped=self._num_skipped)
@@ -39,7 +35,7 @@ class CLaSp(PeriodicStrategy):
     def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         assert isinstance(answer, Found)
         chosen = min(answer.drafts, key=lambda draft: draft.choices.count(FULL))
-        return self._current.take(
+        return self.take(
             state,
             chosen.choices,
             self._max_draft_tokens,

@@ -22,10 +22,8 @@ from rayspec.choices import Choices, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, FoundDraft, Trial
 from rayspec.decode.strategy import BatchState
-from rayspec.decode.work import KeepDrafting
 from rayspec.planning.acceptance import best_choice
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.periodic import PeriodicStrategy
 from rayspec.types import ConfigError, PlanRecord
 
@@ -64,9 +62,12 @@ class DEL(PeriodicStrategy):
     """It does not draft while no exit is predicted to be faster. Raises ConfigError for a model of one layer, which has
     no exits."""
 
+    source = "del"
+    _latency: LatencyModel
+
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
         interval = options.search_interval or 1  # every round, as published
-        super().__init__("del", latency, interval=interval)
+        super().__init__(latency, interval=interval)
         num_sublayers = len(latency.sublayers)
         self._exits = early_exits(num_sublayers)
         if not self._exits:
@@ -74,14 +75,9 @@ class DEL(PeriodicStrategy):
         self._num_first_tokens = options.num_tap_tokens
         self._max_draft_tokens = options.max_draft_tokens
         self._reuse_prefix = interval > 1  # rounds that capture run all rows through all sublayers
-        self._latency = latency
         # weight of what was known before, at each comparison; the published value
-        self._record = ExitRecord(len(self._exits), memory=0.95)
+        self._exit_record = ExitRecord(len(self._exits), memory=0.95)
         self._num_looks = 0
-        self._threshold: float | None = None
-
-    def _rule(self) -> KeepDrafting | None:
-        return None if self._threshold is None else DraftWhileSure(threshold=self._threshold)
 
     def _question(self, state: BatchState) -> Trial:
         most = self._num_first_tokens
@@ -91,10 +87,10 @@ class DEL(PeriodicStrategy):
     def _decide(self, state: BatchState, answer: Answer) -> PlanRecord | None:
         assert isinstance(answer, Found)
         self._num_looks += 1
-        self._record.observe(answer.drafts, answer.num_tokens)
+        self._exit_record.observe(answer.drafts, answer.num_tokens)
         best = best_choice(
             self._exits,
-            self._record.acceptance,
+            self._exit_record.acceptance,
             self._latency,
             context=state.context,
             batch=state.batch,
@@ -102,15 +98,15 @@ class DEL(PeriodicStrategy):
             reuse_prefix=self._reuse_prefix,
         )
         index, length = (0, 0) if best.candidate is None else (best.candidate, best.num_draft_tokens)
-        self._threshold = self._record.threshold(index) if length else None
-        choices, current = self._exits[index], self._current.plan
+        self.threshold = self._exit_record.threshold(index) if length else None
+        choices, current = self._exits[index], self._plan
         if length == current.num_draft_tokens and (length == 0 or choices == current.choices):
             return None
-        return self._current.take(
+        return self.take(
             state,
             choices,
             length,
-            acceptance=float(self._record.acceptance[index]),
+            acceptance=float(self._exit_record.acceptance[index]),
             reason=f"{length} tokens from layer {index + 1} are predicted fastest"
             if length
             else "no exit is predicted to pay",

@@ -26,7 +26,7 @@ from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.gate import Gated
 from rayspec.strategies.periodic import answer_of
 from rayspec.strategies.saved_plans import SavedPlans, Vector
-from rayspec.strategies.self_sd import DraftThreshold, SelfSD
+from rayspec.strategies.self_sd import SelfSD
 from rayspec.types import ConfigError, PlanRecord, no_draft
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -116,7 +116,7 @@ class KnnSSD:
                 continue  # no text is ever near it
             reason = f"the plan for {plan.domain!r}" if plan.domain else "the plan for any text"
             record = plan.record(options.max_draft_tokens, source="knn-ssd", reason=reason)
-            drafter = SelfSD(record, DraftThreshold(threshold, adaptive=False))
+            drafter = SelfSD(record, threshold, adapts=False)
             self._drafters[plan.domain] = Gated(drafter, latency) if options.gate else drafter
         self._drafter_by_sequence: dict[str, Strategy] = {}  # of each classified sequence
         self._asked: dict[str, Future[Answer]] = {}  # questions under way, by sequence

@@ -1,6 +1,6 @@
-"""What CLaSp, DEL and ASD share: they ask about captured tokens at an interval, and choose their plan by the answer.
+"""What the strategies of the papers share: one plan at a time, and questions about captured tokens at an interval.
 
-SWIFT and Self-SD use `CurrentPlan` and `Tested`, too.
+SWIFT and Self-SD use `PlanStrategy` only.
 """
 
 from __future__ import annotations
@@ -8,50 +8,30 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from dataclasses import dataclass
+from typing import ClassVar
 
 from rayspec.choices import Choices, num_leading_full
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan
-from rayspec.decode.work import KeepDrafting, RoundResult
+from rayspec.decode.work import RoundResult
 from rayspec.planning.acceptance import best_choice
 from rayspec.planning.latency import LatencyModel
+from rayspec.planning.learning import DraftWhileSure
 from rayspec.types import Plan, PlanRecord, no_draft
 
 logger = logging.getLogger(__name__)
 
-# The status of a strategy that is not behind a gate.
-ALWAYS_DRAFTS = "rounds draft whenever there is a plan"
+# Of a threshold that follows the acceptance: values of the published code of Self-SD.
+TARGET_ACCEPTANCE = 0.9
+_MATCHED_MEMORY = 0.5
+_THRESHOLD_MEMORY = 0.9
+_STEP = 0.01
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tested:
-    """Draft tokens of a round, over the batch; a tree counts by its longest path. num_tested: up to and with the first
-    rejected token of each draft. reached_length: no draft ended before the plan's length."""
-
-    num_accepted: int
-    num_tested: int
-    num_drafted: int
-    reached_length: bool
-
-    @classmethod
-    def of(cls, plan: Plan, result: RoundResult) -> Tested:
-        lengths = [one.length for one in result.drafts]
-        tested = [min(accepted + 1, length) for accepted, length in zip(result.num_accepted, lengths, strict=True)]
-        return cls(
-            num_accepted=sum(result.num_accepted),
-            num_tested=sum(tested),
-            num_drafted=sum(lengths),
-            reached_length=all(length == plan.num_draft_tokens for length in lengths if length),
-        )
-
-    def add_to(self, record: PlanRecord, num_tokens: int, sequence_s: float) -> None:
-        record.add_round(
-            num_tokens=num_tokens,
-            sequence_s=sequence_s,
-            num_accepted=self.num_accepted,
-            num_tested=self.num_tested,
-        )
+def num_tested(result: RoundResult) -> int:
+    """Return the draft tokens up to and with the first rejected token of each draft. A tree counts by its longest
+    path."""
+    return sum(min(count + 1, one.length) for count, one in zip(result.num_accepted, result.drafts, strict=True))
 
 
 def answer_of(asked: Future[Answer]) -> Answer | None:
@@ -64,20 +44,56 @@ def answer_of(asked: Future[Answer]) -> Answer | None:
     return asked.result()
 
 
-class CurrentPlan:
-    """Current plan of a strategy that chooses how to run each sublayer. It drafts nothing before the first `take`."""
+class PlanStrategy:
+    """Drafts by one plan at a time, and adds its rounds to its record. There is no draft before the first `take`.
 
-    def __init__(self, source: str, latency: LatencyModel) -> None:
-        self.plan = no_draft(len(latency.sublayers), f"{source}: no draft")
-        self._no_draft = self.plan
-        self._source = source
+    threshold: the confidence below which a draft ends; None: drafts reach their length. adapts: whether it follows the
+    acceptance. It rises while the accepted share of the drafted tokens is below TARGET_ACCEPTANCE; else it falls, or
+    stays if drafts reach their length. It changes by at most 0.001 per verify.
+    """
+
+    status = "rounds draft whenever there is a plan"
+    source: ClassVar[str]
+
+    def __init__(self, latency: LatencyModel | None, *, threshold: float | None = None, adapts: bool = False) -> None:
+        """latency: None if there is no `take`."""
+        self.threshold = threshold
+        self.record: PlanRecord | None = None
         self._latency = latency
-        self._record: PlanRecord | None = None
+        self._plan = no_draft(len(latency.sublayers) if latency is not None else 0, f"{self.source}: no draft")
+        self._no_draft = self._plan
+        self._adapts = adapts
+        self._matched = 0.0  # accepted share of the drafted tokens, moving average over verifies
 
-    def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
-        """Add a round to the current plan's record; ignore rounds by other plans."""
-        if self._record is not None and plan is self._record.plan:
-            Tested.of(plan, result).add_to(self._record, num_tokens, seconds * state.batch)
+    @property
+    def wants_captures(self) -> bool:
+        return False
+
+    def choose(self, state: BatchState) -> RoundPlan:
+        rule = None if self.threshold is None else DraftWhileSure(threshold=self.threshold)
+        return RoundPlan(plan=self._plan, keep_drafting=rule, capture=self.wants_captures)
+
+    def observe(
+        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
+    ) -> None:
+        num_accepted, lengths = sum(result.num_accepted), [one.length for one in result.drafts]
+        if self.record is not None and chosen.plan is self.record.plan:
+            self.record.add_round(
+                num_tokens=num_tokens,
+                sequence_s=seconds * state.batch,
+                num_accepted=num_accepted,
+                num_tested=num_tested(result),
+            )
+        if not self._adapts or self.threshold is None or not any(lengths):
+            return
+        self._matched = _MATCHED_MEMORY * self._matched + (1 - _MATCHED_MEMORY) * num_accepted / sum(lengths)
+        if self._matched < TARGET_ACCEPTANCE:
+            wanted = self.threshold + _STEP
+        else:
+            reach_length = all(length == chosen.plan.num_draft_tokens for length in lengths if length)
+            wanted = self.threshold if reach_length else self.threshold - _STEP
+        adapted = _THRESHOLD_MEMORY * self.threshold + (1 - _THRESHOLD_MEMORY) * wanted
+        self.threshold = min(max(adapted, 0.0), 1.0)
 
     def take(
         self,
@@ -93,13 +109,12 @@ class CurrentPlan:
     ) -> PlanRecord:
         """Draft by these choices from now on; do not draft if all of them are full. Return the new plan's record.
         acceptance: expected, of a token. reuse_prefix: whether verifies reuse the draft's leading sublayers in full."""
+        assert self._latency is not None
         drafts = num_leading_full(choices) < len(choices) and num_draft_tokens > 0
-        drafting = Plan(
-            choices=choices, num_draft_tokens=num_draft_tokens, source=self._source, tree_widths=tree_widths
-        )
-        self.plan = drafting if drafts else self._no_draft
+        drafting = Plan(choices=choices, num_draft_tokens=num_draft_tokens, source=self.source, tree_widths=tree_widths)
+        self._plan = drafting if drafts else self._no_draft
         decision = best_choice(
-            [self.plan.choices],
+            [self._plan.choices],
             [acceptance],
             self._latency,
             context=state.context,
@@ -109,34 +124,34 @@ class CurrentPlan:
             min_gain=-1.0,
         )
         expected = acceptance if drafts else 0.0
-        self._record = state.record(
-            self.plan, decision, reason=reason, estimated_acceptance=expected, optimise_s=optimise_s
+        self.record = state.record(
+            self._plan, decision, reason=reason, estimated_acceptance=expected, optimise_s=optimise_s
         )
-        return self._record
+        return self.record
 
 
-class PeriodicStrategy(ABC):
+class PeriodicStrategy(PlanStrategy, ABC):
     """Asks one question at a time, each when enough new tokens are captured; no drafts before an answer has led to a
     plan. interval: tokens of one sequence from the start of a question to the start of the next. A question is asked
     again if its tokens were lost. If it fails, the plan stays."""
 
-    status = ALWAYS_DRAFTS
-
-    def __init__(self, source: str, latency: LatencyModel, *, interval: int) -> None:
-        self._current = CurrentPlan(source, latency)
+    def __init__(
+        self, latency: LatencyModel, *, interval: int, threshold: float | None = None, adapts: bool = False
+    ) -> None:
+        super().__init__(latency, threshold=threshold, adapts=adapts)
         self._interval = interval
         self._num_tokens = float(interval)  # tokens of one sequence since the last question began
         self._num_captured: int | None = None  # for the question that is due; None: no question is due
         self._asked: Future[Answer] | None = None
 
-    def choose(self, state: BatchState) -> RoundPlan:
-        capture = self._num_captured is not None and self._asked is None
-        return RoundPlan(plan=self._current.plan, keep_drafting=self._rule(), capture=capture)
+    @property
+    def wants_captures(self) -> bool:
+        return self._num_captured is not None and self._asked is None
 
     def observe(
         self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
     ) -> None:
-        self._current.observe(state, chosen.plan, result, num_tokens, seconds)
+        super().observe(state, chosen, result, num_tokens, seconds)
         self._num_tokens += num_tokens / state.batch
 
     def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
@@ -154,10 +169,6 @@ class PeriodicStrategy(ABC):
             self._num_captured, self._num_tokens = 0, 0.0
         answer = None if asked is None else answer_of(asked)
         return None if answer is None else self._decide(state, answer)
-
-    @abstractmethod
-    def _rule(self) -> KeepDrafting | None:
-        """Return the rule that ends drafts."""
 
     @abstractmethod
     def _question(self, state: BatchState) -> Question: ...

@@ -13,12 +13,10 @@ from concurrent.futures import Future
 from rayspec.choices import choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, Trial
-from rayspec.decode.strategy import Ask, BatchState, RoundPlan
-from rayspec.decode.work import RoundResult
+from rayspec.decode.strategy import Ask, BatchState
 from rayspec.planning.latency import LatencyModel
-from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.mask_search import Keep, MaskSearch
-from rayspec.strategies.periodic import ALWAYS_DRAFTS, CurrentPlan, answer_of
+from rayspec.strategies.periodic import PlanStrategy, answer_of
 from rayspec.types import ConfigError, PlanRecord
 
 # Published values.
@@ -32,12 +30,12 @@ _SKIP_RATIO = 0.45  # of the sublayers between the first and the last layer
 _TREE_WIDTHS = (1, 3, 5, 10)
 
 
-class Swift:
+class Swift(PlanStrategy):
     """Until the search ends, each round tries one set, and each new best set becomes the plan. The seconds of tries
     without a gain are reported with the next gain. Raises ConfigError if the ratio skips no sublayer between the first
     and the last layer."""
 
-    status = ALWAYS_DRAFTS
+    source = "swift"
 
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
         num_sublayers = len(latency.sublayers)
@@ -49,10 +47,9 @@ class Swift:
                 f"{_SKIP_RATIO:.0%} leave none to skip: choose another strategy"
             )
         threshold = 0.8 if options.draft_threshold is None else options.draft_threshold
-        self._rule = DraftWhileSure(threshold=threshold)
+        super().__init__(latency, threshold=threshold)
         self._num_search_tokens = options.num_search_tokens or _NUM_SEARCH_TOKENS
         self._max_draft_tokens = options.max_draft_tokens
-        self._current = CurrentPlan("swift", latency)
         self._sets = MaskSearch(num_sublayers, free, num_skipped=num_skipped, suggest_every=25, seed=1)
         self._best, self._best_score = odd_layers_skipped(num_sublayers), 0.0
         self._num_tries = self._num_without_gain = 0
@@ -69,13 +66,9 @@ class Swift:
             return f"{self._num_without_gain} sets were tried in vain"
         return f"{self._num_tries} sets were tried" if self._num_tries >= _MAX_TRIES else None
 
-    def choose(self, state: BatchState) -> RoundPlan:
-        return RoundPlan(plan=self._current.plan, keep_drafting=self._rule, capture=self._end is None)
-
-    def observe(
-        self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
-    ) -> None:
-        self._current.observe(state, chosen.plan, result, num_tokens, seconds)
+    @property
+    def wants_captures(self) -> bool:
+        return self._end is None
 
     def search(self, state: BatchState, ask: Ask) -> PlanRecord | None:
         """Begin a trial, or conclude the one under way."""
@@ -101,7 +94,7 @@ class Swift:
         elif self._end is None:
             return None
         spent_s, self._spent_s = self._spent_s, 0.0
-        return self._current.take(
+        return self.take(
             state,
             choices_of(self._best),
             self._max_draft_tokens,

@@ -23,7 +23,7 @@ from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.knn_ssd import radius, representatives
 from rayspec.strategies.mask_search import Keep, MaskSearch
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlan, SavedPlans
-from rayspec.strategies.self_sd import FIRST_THRESHOLD, DraftThreshold, SelfSD
+from rayspec.strategies.self_sd import FIRST_THRESHOLD, SelfSD
 from rayspec.types import ConfigError, Plan, PlanRecord, Request, no_draft
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def tune_plan(
         """Generate by a plan; the strategy has its record and its last threshold."""
         first = config.speculation.draft_threshold
         record = PlanRecord(plan=plan, reason="tuning", plain_tpt=plain_tpt)
-        strategy = SelfSD(record, DraftThreshold(FIRST_THRESHOLD if first is None else first))
+        strategy = SelfSD(record, FIRST_THRESHOLD if first is None else first)
         with selecting(engine, strategy):
             _generate(engine, prompts, options.max_tokens)
         return strategy
@@ -89,7 +89,7 @@ def tune_plan(
         domain=domain,
         choices=plan.choices,
         num_draft_tokens=plan.num_draft_tokens,
-        threshold=confirmed.threshold.value,
+        threshold=confirmed.threshold,
         acceptance=record.observed_acceptance,
         num_tested_tokens=record.num_tested_tokens,
         tokens_per_s=record.measured_tpt,
