@@ -21,7 +21,7 @@ from rayspec.choices import Choice
 from rayspec.decode.search import Agreement, answer
 from rayspec.pipeline import messages as wire
 from rayspec.pipeline.collective import node_address
-from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, Server, stage_name
+from rayspec.pipeline.server import COORDINATOR, ENGINE, NewEpoch, Server, stage_name
 from rayspec.pipeline.transport import Secret
 from rayspec.planning.knapsack import finished
 from rayspec.types import RayspecError
@@ -41,34 +41,34 @@ class Coordinator(Server):
     it. spans: sublayers [first, last) of every stage."""
 
     def __init__(self, spans: Sequence[tuple[int, int]], secret: Secret) -> None:
-        super().__init__()
-        self._spans, self._secret = spans, secret
+        super().__init__(COORDINATOR, secret)
+        self._spans = spans
         self._num_answers = 0
         self._waiting: deque[wire.Search] = deque()  # came during a search
 
     def serve(self) -> None:
         """Serve until the process is killed. Report any error to the engine, then raise it."""
         torch.set_num_threads(1)
-        endpoint = Endpoint(COORDINATOR, self._secret, host=node_address())
-        with self.serving(endpoint):
-            self._address.set_result(endpoint.transport.address)
+        self.listen(node_address())
+        with self.serving():
+            self._address.set_result(self.transport.address)
             while True:
-                self.serve_one(endpoint)
+                self.serve_one()
 
-    def serve_one(self, endpoint: Endpoint) -> None:
+    def serve_one(self) -> None:
         """Wait for a question and answer it, and those that come meanwhile. A new epoch ends the work on them."""
         try:
-            received = endpoint.receive()
+            received = self.receive()
             if received is not None and isinstance(received.message, wire.Search):
                 self._waiting.append(received.message)
             while self._waiting:
-                self._search(endpoint, self._waiting.popleft())
+                self._search(self._waiting.popleft())
         except NewEpoch:
             self._waiting.clear()
 
-    def _search(self, endpoint: Endpoint, message: wire.Search) -> None:
+    def _search(self, message: wire.Search) -> None:
         started = time.perf_counter()
-        search = RemoteSearch(endpoint, message, self._spans, self._waiting)
+        search = RemoteSearch(self, message, self._spans, self._waiting)
         found, reason = None, ""
         try:
             search.begin()
@@ -80,7 +80,7 @@ class Coordinator(Server):
         finally:
             search.end()
         search_id, version = message.search_id, self._num_answers
-        endpoint.send(ENGINE, wire.Searched(search_id=search_id, version=version, answer=found, reason=reason))
+        self.send(ENGINE, wire.Searched(search_id=search_id, version=version, answer=found, reason=reason))
 
 
 @dataclass(eq=False)
@@ -98,9 +98,9 @@ class RemoteSearch:
     few per stage. waiting: takes the questions that come meanwhile."""
 
     def __init__(
-        self, endpoint: Endpoint, message: wire.Search, spans: Sequence[tuple[int, int]], waiting: deque[wire.Search]
+        self, server: Server, message: wire.Search, spans: Sequence[tuple[int, int]], waiting: deque[wire.Search]
     ) -> None:
-        self._endpoint, self._waiting = endpoint, waiting
+        self._server, self._waiting = server, waiting
         self._message = message
         self._spans = spans
         self._pending: list[list[wire.Operation]] = [[] for _ in spans]  # operations that a stage has not been sent yet
@@ -113,14 +113,14 @@ class RemoteSearch:
         message = self._message
         seek = wire.Seek(search_id=message.search_id, tokens=message.tokens, rows=message.rows)
         for stage in range(len(self._spans)):
-            self._endpoint.send(stage_name(stage), seek)
+            self._server.send(stage_name(stage), seek)
         for _ in self._spans:
             self._answer()
 
     def end(self) -> None:
         """Let the shards forget the search and its states."""
         for stage in range(len(self._spans)):
-            self._endpoint.send(stage_name(stage), FORGET)
+            self._server.send(stage_name(stage), FORGET)
 
     def start(self) -> RemoteBatch:
         """Return a copy of the first state, because the search may start again."""
@@ -180,14 +180,14 @@ class RemoteSearch:
         """Let a stage do its pending operations and this one, and return the numbers of the answer."""
         operations, self._pending[stage] = [*self._pending[stage], operation], []
         expand = wire.Expand(search_id=self._message.search_id, operations=operations)
-        self._endpoint.send(stage_name(stage), expand)
+        self._server.send(stage_name(stage), expand)
         return self._answer().values
 
     def _answer(self) -> wire.Sought:
         """Return the next answer to this search. Messages that answer earlier questions are dropped."""
         deadline = time.monotonic() + _ANSWER_TIMEOUT_S
         while (left_s := deadline - time.monotonic()) > 0:
-            received = self._endpoint.receive(left_s)
+            received = self._server.receive(left_s)
             message = received.message if received is not None else None
             if isinstance(message, wire.Search):
                 self._waiting.append(message)

@@ -24,10 +24,10 @@ from rayspec.model.rows import RowSpan
 from rayspec.pipeline import messages as wire
 from rayspec.pipeline.collective import Rendezvous, node_address
 from rayspec.pipeline.coordinator import FORGET
-from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, stage_name
 from rayspec.pipeline.placement import Process
 from rayspec.pipeline.recovery import Pulse, Restarts, Status
 from rayspec.pipeline.replica import Replica
+from rayspec.pipeline.server import COORDINATOR, ENGINE, stage_name
 from rayspec.pipeline.transport import Received, Transport
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import OutOfMemoryError, RayspecError

@@ -10,8 +10,8 @@ from rayspec.decode.loading import cache_size
 from rayspec.model.kv_cache import CacheSize
 from rayspec.pipeline.collective import Rendezvous, node_address
 from rayspec.pipeline.coordinator import Coordinator
-from rayspec.pipeline.endpoint import COORDINATOR, stage_name
 from rayspec.pipeline.placement import Bundles, Process, start_process, wait_for
+from rayspec.pipeline.server import COORDINATOR, stage_name
 from rayspec.pipeline.shard import Blueprint, Loaded, rank_name
 from rayspec.pipeline.transport import Secret
 from rayspec.planning.partition import Device, partition

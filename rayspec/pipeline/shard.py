@@ -42,8 +42,8 @@ from rayspec.model.sublayers import Decomposition
 from rayspec.model.weights import load_tokenizer, resolve_device
 from rayspec.pipeline import messages as wire
 from rayspec.pipeline.collective import node_address
-from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, Server, stage_name
 from rayspec.pipeline.ranks import LeadingSpan, follow
+from rayspec.pipeline.server import COORDINATOR, ENGINE, NewEpoch, Server, stage_name
 from rayspec.pipeline.tensor_parallel import RankGroup, split_tensor_parallel
 from rayspec.pipeline.transport import Received, Secret
 from rayspec.planning.latency import Measurement
@@ -125,10 +125,9 @@ class Shard(Server):
     cuts: Cuts | None = None
 
     def __init__(self, blueprint: Blueprint, secret: Secret, stage: int, rank: int) -> None:
-        super().__init__()
-        self._blueprint, self._secret = blueprint, secret
-        self._config, self._options = blueprint.config, blueprint.options
-        self.stage, self.rank, self.name = stage, rank, rank_name(stage, rank)
+        super().__init__(rank_name(stage, rank), secret)
+        self._blueprint, self._config, self._options = blueprint, blueprint.config, blueprint.options
+        self.stage, self.rank = stage, rank
         self._is_last = stage == self._options.stages - 1
         self._order = itertools.count()
         self._inbox: list[_Due] = []
@@ -189,17 +188,17 @@ class Shard(Server):
         """Serve until the process is killed. Report any error to the engine, then raise it. cuts: of all stages of a
         model that does not split."""
         rank = (self.stage, self._options.stages) if self.rank == 0 and self._options.stages > 1 else None
-        endpoint = Endpoint(self.name, self._secret, host=node_address(), rank=rank, device=self._device)
-        with on_device(self._device), self.serving(endpoint):
+        self.listen(node_address(), rank=rank, device=self._device)
+        with on_device(self._device), self.serving():
             self.cuts = cuts
-            self.prepare(endpoint, size)
-            self._address.set_result(endpoint.transport.address)
+            self.prepare(size)
+            self._address.set_result(self.transport.address)
             while True:
                 self.serve_epoch()
 
-    def prepare(self, endpoint: Endpoint, size: CacheSize) -> None:
+    def prepare(self, size: CacheSize) -> None:
         """Make the KV cache and all else that serving needs, after the weights are loaded."""
-        config, self._endpoint = self._config, endpoint
+        config = self._config
         # Several cohorts tap at the same time, and the engine may ask about tokens of each.
         num_taps = config.num_tap_tokens * (1 + self._options.num_cohorts)
         runner = make_runner(config, self._parts, size, resolve_max_model_len(config, self._parts.config))
@@ -209,7 +208,7 @@ class Shard(Server):
 
             def announce(message: wire.Follow) -> None:
                 for name in followers:
-                    endpoint.send(name, message)
+                    self.send(name, message)
 
             self.span = LeadingSpan(runner, num_taps=num_taps, announce=announce)
         self.head = None
@@ -243,7 +242,7 @@ class Shard(Server):
                 self.forget()
         except TransportError as error:
             self._inbox.clear()
-            self._endpoint.send(ENGINE, wire.Broken(reason=str(error), ended=False))
+            self.send(ENGINE, wire.Broken(reason=str(error), ended=False))
 
     def forget(self) -> None:
         """Drop all work under way, because a new epoch has begun."""
@@ -256,17 +255,17 @@ class Shard(Server):
 
     def collect(self) -> None:
         """Queue all messages that have come in; wait for one if the queue is empty."""
-        while (received := self._endpoint.receive(0.0 if self._inbox else None)) is not None:
+        while (received := self.receive(0.0 if self._inbox else None)) is not None:
             self._queue(received)
 
     def handle(self, received: Received) -> None:
         """Handle a message, and send the messages that follow from it. Raises errors of the model, except lack of
         memory, which becomes a Failed."""
-        message, endpoint = received.message, self._endpoint
-        with endpoint.progress.of(type(message).__name__, self.size_of(message)):
+        message = received.message
+        with self.progress.of(type(message).__name__, self.size_of(message)):
             self._do(message, received.tensors)
         if isinstance(message, wire.Begin | wire.Forward | wire.Follow):
-            endpoint.num_passes += 1
+            self.num_passes += 1
 
     @torch.inference_mode()
     def _do(self, message: wire.Message, tensors: Sequence[Tensor]) -> None:
@@ -323,7 +322,7 @@ class Shard(Server):
         if peer == self.name:  # the only stage: its next pass is queued like any message
             self._queue(Received(peer, message, list(tensors)))  # type: ignore[arg-type]
         else:
-            self._endpoint.send(peer, message, tensors)
+            self.send(peer, message, tensors)
 
     def _pass(self, work: Pass, hidden: Tensor | None, begin: wire.Begin | None) -> None:
         if begin is not None:

@@ -18,7 +18,7 @@ from rayspec.model.kv_cache import CacheSize
 from rayspec.model.passing import as_stage
 from rayspec.model.weights import num_layers
 from rayspec.pipeline import messages as wire
-from rayspec.pipeline.endpoint import ENGINE, Endpoint
+from rayspec.pipeline.server import ENGINE
 from rayspec.pipeline.shard import Loaded, Shard
 from rayspec.strategies.by_name import COPYING
 
@@ -46,8 +46,7 @@ class WholeShard(Shard):
     def num_slots(self, num_sharing: int) -> int:
         return affordable_tokens(self._config, self.span.model, num_sharing=num_sharing)
 
-    def prepare(self, endpoint: Endpoint, size: CacheSize) -> None:
-        self._endpoint = endpoint
+    def prepare(self, size: CacheSize) -> None:
         self.span.cuts = self.cuts
         self._measured()
         self.head = None

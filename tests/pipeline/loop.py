@@ -36,15 +36,15 @@ from rayspec.model.kv_cache import PAGE_SIZE, CacheSize
 from rayspec.model.sizes import model_sizes
 from rayspec.model.sublayers import Decomposition
 from rayspec.model.weights import load_config, load_model, vocab_size
-from rayspec.pipeline import endpoint as endpoint_module
 from rayspec.pipeline import ray_stages as ray_stages_module
 from rayspec.pipeline import replica as replica_module
+from rayspec.pipeline import server as server_module
 from rayspec.pipeline.coordinator import Coordinator
-from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, Endpoint, NewEpoch, stage_name
 from rayspec.pipeline.messages import AnyMessage, Envelope, Forward, Message, decode, encode
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.recovery import Status
 from rayspec.pipeline.replica import Replica, spans_of
+from rayspec.pipeline.server import COORDINATOR, ENGINE, NewEpoch, Server, stage_name
 from rayspec.pipeline.shard import Blueprint, Shard
 from rayspec.pipeline.transport import Received, Secret
 from rayspec.pipeline.whole_shard import WholeShard
@@ -209,12 +209,12 @@ class LoopShard(Shard):
         self._offloaded = None
         first, last = spans[stage]
         self._parts = span_parts(self._config.model, first // 2, last // 2, quantised)
-        self.endpoint = Endpoint(self.name, SECRET, host="", rank=(stage, len(spans)))
-        self.prepare(self.endpoint, size)
+        self.listen("", rank=(stage, len(spans)))
+        self.prepare(size)
 
     def step(self) -> None:
         try:
-            while (received := self.endpoint.receive(0.0)) is not None:
+            while (received := self.receive(0.0)) is not None:
                 self.handle(received)
             while self._inbox:
                 self.handle(self._inbox.pop(0).received)
@@ -228,7 +228,7 @@ class LoopWholeShard(WholeShard):
     def __init__(self, blueprint: Blueprint, stage: int, spans: tuple[tuple[int, int], ...]) -> None:
         super().__init__(blueprint, SECRET, stage, 0)
         self.loaded = self.load(spans, None)
-        self.endpoint = Endpoint(self.name, SECRET, host="", rank=(stage, len(spans)))
+        self.listen("", rank=(stage, len(spans)))
 
     step = LoopShard.step
 
@@ -256,18 +256,18 @@ class LoopProcess:
     """It answers at once. reason: why it has ended."""
 
     name: str
-    endpoint: Endpoint
+    server: Server
     loop: Loop
     reason: str | None = None
     listens = True
 
     @property
     def address(self) -> str:
-        return self.endpoint.transport.address
+        return self.server.transport.address
 
     def ask(self, method: str) -> Future[Status]:
         future: Future[Status] = Future()
-        future.set_result(getattr(self.endpoint, method)())
+        future.set_result(getattr(self.server, method)())
         return future
 
     def end(self) -> str | None:
@@ -327,9 +327,10 @@ class LoopReplica(Replica):
 
     def start_coordinator(self) -> None:
         self.end_coordinator()
-        coordinator, endpoint = Coordinator(self.spans, SECRET), Endpoint(COORDINATOR, SECRET, host="")
-        self.coordinator = LoopProcess(COORDINATOR, endpoint, self.loop)
-        self.loop.readers[COORDINATOR] = lambda: coordinator.serve_one(endpoint)
+        coordinator = Coordinator(self.spans, SECRET)
+        coordinator.listen("")
+        self.coordinator = LoopProcess(COORDINATOR, coordinator, self.loop)
+        self.loop.readers[COORDINATOR] = coordinator.serve_one
 
     def _start_stages(self, stages: Sequence[int]) -> None:
         if self.blueprint.splits:
@@ -342,11 +343,11 @@ class LoopReplica(Replica):
                 self.cuts = weakest([shard.loaded.cuts for shard in started])
             for shard in started:
                 shard.cuts = self.cuts
-                shard.prepare(shard.endpoint, self.cache_size)
+                shard.prepare(self.cache_size)
         for shard in started:
             self.num_started += 1
             self.parts[shard.name] = shard
-            self.shards[shard.name] = LoopProcess(shard.name, shard.endpoint, self.loop)
+            self.shards[shard.name] = LoopProcess(shard.name, shard, self.loop)
             self.loop.readers[shard.name] = shard.step
 
 
@@ -454,7 +455,7 @@ def loop_engine(
     )
     with ExitStack() as stack:
         transport = lambda name, secret, host: LoopTransport(loop, name)  # noqa: E731
-        stack.enter_context(patch.object(endpoint_module, "Transport", transport))
+        stack.enter_context(patch.object(server_module, "Transport", transport))
         stack.enter_context(patch.object(ray_stages_module, "Transport", transport))
         if patience == math.inf:
             stack.enter_context(patch.object(ray_stages_module, "_CHECK_EVERY_S", 0.0))

@@ -29,8 +29,8 @@ from rayspec.decode.search import (
 from rayspec.decode.work import TappedToken
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan
-from rayspec.pipeline.endpoint import COORDINATOR, stage_name
 from rayspec.pipeline.messages import Searched, Seek
+from rayspec.pipeline.server import COORDINATOR, stage_name
 from rayspec.planning.knapsack import finished
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import Plan, RayspecError

@@ -29,9 +29,9 @@ from rayspec.decode.runner import PackedBatch, Runner
 from rayspec.decode.stages import StageLostError
 from rayspec.decode.strategy import Strategy
 from rayspec.model.kv_cache import CacheSize, bytes_per_slot, whole_pages
-from rayspec.pipeline.endpoint import COORDINATOR, Endpoint
 from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.ray_stages import RayStages
+from rayspec.pipeline.server import COORDINATOR
 from rayspec.pipeline.shard import Shard
 from rayspec.strategies.by_name import make_strategy
 from tests import every_type
@@ -196,8 +196,8 @@ class SlowRunner(Runner):
 class UnevenShard(Shard):
     """The second stage is slow."""
 
-    def prepare(self, endpoint: Endpoint, size: CacheSize) -> None:
-        super().prepare(endpoint, size)
+    def prepare(self, size: CacheSize) -> None:
+        super().prepare(size)
         if self.stage == 1:
             self.span.runner.__class__ = SlowRunner
 

@@ -14,9 +14,9 @@ from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.pipeline import ranks
 from rayspec.pipeline import shard as shard_module
-from rayspec.pipeline.endpoint import ENGINE, NewEpoch
 from rayspec.pipeline.messages import Begin, Follow, Message, Seek
 from rayspec.pipeline.ranks import LeadingSpan, RanksOutOfStepError, follow
+from rayspec.pipeline.server import ENGINE, NewEpoch
 from rayspec.pipeline.shard import Blueprint, Shard
 from rayspec.pipeline.transport import Received, Secret
 from rayspec.planning.partition import LayerCost, ModelCosts
@@ -47,8 +47,8 @@ def shard(rank: int = 0, tensor: int = 1, **options: Any) -> Shard:
     return Shard(blueprint, Secret(), 0, rank)
 
 
-class _Endpoint:
-    """An endpoint with some messages in it, at known times."""
+class _Messages:
+    """Come in at known times."""
 
     def __init__(self, clock: Any, messages: list[tuple[float, Message]]) -> None:
         self._clock, self._messages = clock, messages
@@ -75,7 +75,7 @@ def test_rounds_overtake_prefills_and_those_searches_for_a_while(monkeypatch: py
     seek = Seek(search_id=1, tokens=[], rows=[])
     messages = [(0.0, seek), (0.0, PREFILL), (0.0, ROUND), (0.0, later), (0.05, last), (0.2, ROUND)]
     one = shard()
-    one._endpoint = _Endpoint(clock, messages)  # type: ignore[assignment]
+    one.receive = _Messages(clock, messages).receive  # type: ignore[method-assign]
     one.collect()
     order = [heapq.heappop(one._inbox).received.message for _ in range(6)]
     assert order == [ROUND, later, PREFILL, last, seek, ROUND]

@@ -15,9 +15,9 @@ from rayspec.decode.stages import StageLostError
 from rayspec.decode.strategy import RoundPlan
 from rayspec.decode.work import Pass
 from rayspec.errors import TransportError
-from rayspec.pipeline import endpoint as endpoint_module
-from rayspec.pipeline.endpoint import COORDINATOR, ENGINE, stage_name
+from rayspec.pipeline import server as server_module
 from rayspec.pipeline.messages import Connect, Failed
+from rayspec.pipeline.server import COORDINATOR, ENGINE, stage_name
 from rayspec.types import OutOfMemoryError, Plan
 from tests.engines import complete, engine_with, finish, plant_trees, requests_for, require_idle, tokens_of
 from tests.exhaustive import few_of
@@ -259,7 +259,7 @@ def require_no_link(caplog: pytest.LogCaptureFixture, reason: str) -> set[tuple[
 
 def test_a_link_that_cannot_be_joined_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     cannot = TransportError("Duplicate GPU detected")
-    with patch.object(endpoint_module.TensorLink, "join", side_effect=cannot):
+    with patch.object(server_module.TensorLink, "join", side_effect=cannot):
         assert require_no_link(caplog, "Duplicate GPU detected") == {(1, True), (2, False), (3, False)}
 
 

@@ -15,8 +15,8 @@ from rayspec.local_engine import load_engine
 from rayspec.model.passing import as_stage
 from rayspec.model.sizes import model_sizes
 from rayspec.model.weights import load_model
-from rayspec.pipeline.endpoint import stage_name
 from rayspec.pipeline.loading import load_pipeline
+from rayspec.pipeline.server import stage_name
 from rayspec.types import OutOfMemoryError, RayspecError, UnsupportedModelError
 from tests import every_type
 from tests.engines import complete, tokens_of

@@ -1,4 +1,4 @@
-"""Communication of a shard or the coordinator: a transport for messages of the present epoch."""
+"""What a shard and the coordinator share: an actor that exchanges messages of the present epoch."""
 
 from __future__ import annotations
 
@@ -32,29 +32,53 @@ def stage_name(stage: int) -> str:
     return f"stage-{stage}"
 
 
-class Endpoint:
-    """Transport of a shard or the coordinator, for the thread that made it. Any thread may call `status`.
+class Server:
+    """The actor of a shard or the coordinator: exchanges messages of the present epoch until it fails or is killed.
 
-    progress: the tasks of the thread. num_passes: how many of them were passes. transport: for this thread only.
+    One thread serves; any thread may call `process_id`, `address` and `status`. progress: the tasks of the serving
+    thread. num_passes: how many of them were passes.
     """
 
-    def __init__(
-        self,
-        name: str,
-        secret: Secret,
-        *,
-        host: str,
-        rank: tuple[int, int] | None = None,
-        device: torch.device = _CPU,
-    ) -> None:
-        """rank: of a stage that sends tensors to later stages by torch.distributed, if Connect names a link: its number
-        and the number of stages. device: of these tensors."""
+    transport: Transport
+
+    def __init__(self, name: str, secret: Secret) -> None:
+        self.name = name
         self.progress = Progress()
         self.num_passes = 0
-        self._host = host
-        self._rank, self._device = rank, device
+        self._secret = secret
+        self._address: Future[str] = Future()
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def address(self) -> str:
+        """Wait until the process serves, and return its address."""
+        return self._address.result()
+
+    def status(self) -> Status:
+        return Status(self.progress.problem() or "", self.progress.worked_s, self.num_passes)
+
+    def listen(self, host: str, *, rank: tuple[int, int] | None = None, device: torch.device = _CPU) -> None:
+        """rank: of a stage that sends tensors to later stages by torch.distributed, if Connect names a link: its number
+        and the number of stages. device: of these tensors."""
+        self._host, self._link_rank, self._device = host, rank, device
         self._ranks_ahead = {stage_name(stage): stage for stage in range(rank[0] + 1, rank[1])} if rank else {}
-        self.transport = Transport(name, secret, host=host)
+        self.transport = Transport(self.name, self._secret, host=host)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Report any error of a block to the engine, then raise it. Close the transport at the end."""
+        try:
+            yield
+        except Exception as error:
+            if not self._address.done():
+                self._address.set_exception(error)
+            if self.transport.epoch:
+                self.send(ENGINE, Broken(reason=f"{type(error).__name__}: {error}"))
+                time.sleep(0.2)  # for the message to leave
+            raise
+        finally:
+            self.transport.close()
 
     def send(self, peer: str, message: Message, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message to a peer. Nobody may write to the tensors afterwards."""
@@ -75,65 +99,23 @@ class Endpoint:
                 self.transport.connect(message.peers)
                 if epoch > self.transport.epoch:
                     self.transport.epoch = epoch
-                    self._enter(message)
+                    self._enter_epoch(message)
                     raise NewEpoch
             # A Follow is handled in any epoch, because the leader already waits in the operation that it announces.
             elif isinstance(message, Follow) or epoch == self.transport.epoch:
                 return received
 
-    def status(self) -> Status:
-        return Status(self.progress.problem() or "", self.progress.worked_s, self.num_passes)
-
-    def close(self) -> None:
-        self.transport.close()
-
-    def _enter(self, message: Connect) -> None:
+    def _enter_epoch(self, message: Connect) -> None:
         link_error = ""
         if self.transport.link is not None:
             self.transport.link.leave()
             self.transport.link = None
-        if message.link and self._rank is not None:
-            rank, size = self._rank
+        if message.link and self._link_rank is not None:
+            rank, size = self._link_rank
             try:
                 self.transport.link = TensorLink.join(
-                    rank=rank, size=size, address=message.link, host=self._host, timeout_s=20.0,
-                    device=self._device,
-                )  # fmt: skip
+                    rank=rank, size=size, address=message.link, host=self._host, timeout_s=20.0, device=self._device
+                )
             except TransportError as error:
                 link_error = str(error)
         self.send(ENGINE, Connected(link_error=link_error))
-
-
-class Server:
-    """The actor of a shard or the coordinator, which serves messages until it fails or is killed."""
-
-    _endpoint: Endpoint
-
-    def __init__(self) -> None:
-        self._address: Future[str] = Future()
-
-    def process_id(self) -> int:
-        return os.getpid()
-
-    def address(self) -> str:
-        """Wait until `serve` listens, and return its address."""
-        return self._address.result()
-
-    def status(self) -> Status:
-        return self._endpoint.status()
-
-    @contextmanager
-    def serving(self, endpoint: Endpoint) -> Iterator[None]:
-        """Report any error of a block to the engine, then raise it. Close the endpoint at the end."""
-        self._endpoint = endpoint
-        try:
-            yield
-        except Exception as error:
-            if not self._address.done():
-                self._address.set_exception(error)
-            if endpoint.transport.epoch:
-                endpoint.send(ENGINE, Broken(reason=f"{type(error).__name__}: {error}"))
-                time.sleep(0.2)  # for the message to leave
-            raise
-        finally:
-            endpoint.close()

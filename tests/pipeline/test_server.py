@@ -1,4 +1,4 @@
-"""Endpoints and an engine's transport, in this process. Tests of whole replicas show the rest."""
+"""Servers and an engine's transport, in this process. Tests of whole replicas show the rest."""
 
 import re
 import time
@@ -12,8 +12,8 @@ import torch
 from rayspec.decode.stages import Progress
 from rayspec.errors import TransportError
 from rayspec.pipeline.collective import LOOPBACK, TensorLink
-from rayspec.pipeline.endpoint import ENGINE, Endpoint, NewEpoch
 from rayspec.pipeline.messages import Connect, Connected, Follow, Moves
+from rayspec.pipeline.server import ENGINE, NewEpoch, Server
 from rayspec.pipeline.transport import Secret, Transport
 
 SECRET = Secret()
@@ -21,40 +21,42 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    with closing(Endpoint("a", SECRET, host=LOOPBACK)) as endpoint:
-        yield endpoint
+def server() -> Iterator[Server]:
+    server = Server("a", SECRET)
+    server.listen(LOOPBACK)
+    with closing(server.transport):
+        yield server
 
 
-def test_what_a_leader_announced_is_followed_in_any_epoch(endpoint: Endpoint) -> None:
+def test_what_a_leader_announced_is_followed_in_any_epoch(server: Server) -> None:
     """The leader waits in the middle of it, and will only then look what is new."""
     with closing(Transport(ENGINE, SECRET, host=LOOPBACK)) as engine:
-        engine.connect({"a": endpoint.transport.address})
+        engine.connect({"a": server.transport.address})
         engine.epoch = 2
         engine.send("a", Connect(peers={ENGINE: engine.address}))
         with pytest.raises(NewEpoch):
-            endpoint.receive(PATIENCE_S)
+            server.receive(PATIENCE_S)
         engine.epoch = 1
         engine.send("a", Moves(moves=[]))
         engine.send("a", Follow(shape=(1, 2, 3)))
-        received = endpoint.receive(PATIENCE_S)
+        received = server.receive(PATIENCE_S)
         assert received is not None
         assert isinstance(received.message, Follow)
 
 
-def test_who_is_stuck_says_so_until_it_goes_on(endpoint: Endpoint) -> None:
-    endpoint.progress = Progress(clock=lambda: 60 * time.monotonic())
-    with endpoint.progress.of("Forward", 1):
+def test_who_is_stuck_says_so_until_it_goes_on(server: Server) -> None:
+    server.progress = Progress(clock=lambda: 60 * time.monotonic())
+    with server.progress.of("Forward", 1):
         pass
-    endpoint.num_passes = 3
-    with endpoint.progress.of("Forward", 1):
+    server.num_passes = 3
+    with server.progress.of("Forward", 1):
         deadline = time.monotonic() + PATIENCE_S
-        while not (status := endpoint.status()).problem:
+        while not (status := server.status()).problem:
             assert time.monotonic() < deadline
             time.sleep(0.02)
     assert re.match(r"has not finished a pass for \d+ s, and the pass was expected to take ", status.problem)
     assert status.num_passes == 3
-    assert endpoint.status().problem == ""
+    assert server.status().problem == ""
 
 
 def test_a_stage_links_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,8 +69,9 @@ def test_a_stage_links_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(TensorLink, "join", join)
     for device in (torch.device("cuda", 1), torch.device("cpu")):
-        stage = Endpoint("stage-0", SECRET, host=LOOPBACK, rank=(0, 2), device=device)
-        with closing(stage), closing(Transport(ENGINE, SECRET, host=LOOPBACK)) as engine:
+        stage = Server("stage-0", SECRET)
+        stage.listen(LOOPBACK, rank=(0, 2), device=device)
+        with closing(stage.transport), closing(Transport(ENGINE, SECRET, host=LOOPBACK)) as engine:
             engine.connect({"stage-0": stage.transport.address})
             engine.epoch = 1
             engine.send("stage-0", Connect(peers={ENGINE: engine.address}, link="127.0.0.1:1"))
