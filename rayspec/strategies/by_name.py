@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
+import pkgutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rayspec.choices import Choice
@@ -89,7 +89,14 @@ def make_strategy(
         assert saved is not None
         strategy: Strategy = SelfSD.of(saved.only(), options)
     else:
-        strategy = (BY_NAME.get(name) or _imported(name))(options, latency)
+        try:
+            make = BY_NAME.get(name) or pkgutil.resolve_name(name)
+        except (AttributeError, ImportError, ValueError) as error:
+            raise ConfigError(
+                f"option 'strategy' is {name!r}, which cannot be imported ({error}): give 'module:name' of a class or "
+                "function that takes the options and the latency model, with the module on PYTHONPATH of every process"
+            ) from error
+        strategy = make(options, latency)
     return Gated(strategy, latency) if options.gate else strategy
 
 
@@ -113,18 +120,3 @@ def copying_strategy(config: EngineConfig, num_sublayers: int, latency: LatencyM
         return FixedPlan(no_draft(num_sublayers, reason))
     logger.warning("drafts of this model are only copied or recycled tokens: %s", reason)
     return make_strategy(config, num_sublayers, latency)
-
-
-def _imported(name: str) -> Callable[[SpeculationOptions, LatencyModel], Strategy]:
-    """Return what "module:name" names: a class or function that makes a strategy, as those of `BY_NAME` do."""
-    module, _, attribute = name.partition(":")
-    try:
-        make: Callable[[SpeculationOptions, LatencyModel], Strategy] = getattr(
-            importlib.import_module(module), attribute
-        )
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"option 'strategy' is {name!r}, which cannot be imported ({error}): give 'module:name' of a class or "
-            "function that takes the options and the latency model, with the module on PYTHONPATH of every process"
-        ) from error
-    return make

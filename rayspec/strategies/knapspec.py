@@ -178,12 +178,11 @@ class KnapSpec:
 
     def observe(self, state: BatchState, plan: Plan, result: RoundResult, num_tokens: int, seconds: float) -> None:
         """Learn from a round by a plan of KnapSpec, or without a draft. A draft's tokens are tested up to and including
-        the first rejected token."""
+        the first rejected token. result: num_accepted counts tokens that the model drafted only."""
         num_accepted = num_tested = 0
         confidences: list[float] = []
         outcomes: list[bool] = []
-        for one, stood in zip(result.drafts, result.num_accepted, strict=True):
-            accepted = min(stood, one.num_drafted)
+        for one, accepted in zip(result.drafts, result.num_accepted, strict=True):
             tested = min(accepted + 1, one.num_drafted)
             num_accepted, num_tested = num_accepted + accepted, num_tested + tested
             confidences.extend(one.confidences[:tested])
@@ -225,8 +224,7 @@ class KnapSpec:
             # Without drafts, only another context or batch can change the choice.
             self._rounds_to_review = ROUNDS_TO_REVIEW * (1 if self.plan.drafts else 4)
             self._rates.clear()
-            best = self._best_known(state).candidate
-            if (None if best is None else self._candidates[best]) is not self._in_use:
+            if self._best_known(state)[1] is not self._in_use:
                 why = "the observed speed favours another plan"
                 return self._decide(state, why if self._has_searched else "before a search: quantised copies", 0.0)
         return None
@@ -354,8 +352,8 @@ class KnapSpec:
         self._num_in_vain = 0 if self.plan.drafts else self._num_in_vain + 1
         return record
 
-    def _best_known(self, state: BatchState) -> Decision:
-        return best_choice(
+    def _best_known(self, state: BatchState) -> tuple[Decision, Candidate | None]:
+        best = best_choice(
             [candidate.choices for candidate in self._candidates],
             self.acceptance_of(self._candidates),
             self._latency,
@@ -364,22 +362,20 @@ class KnapSpec:
             max_draft_tokens=self._options.max_draft_tokens,
             stop_rule=self._stops.rule,
         )
+        return best, None if best.candidate is None else self._candidates[best.candidate]
 
     def _decide(self, state: BatchState, reason: str, spent_s: float) -> PlanRecord:
         """Use the best of the known candidates, or no draft."""
         before = self.plan.choices if self.plan.drafts else None
         self._rates.clear()
-        best = self._best_known(state)
-        self._in_use = candidate = None if best.candidate is None else self._candidates[best.candidate]
-        if candidate is None:
-            self.plan = self._no_draft
-        else:
-            length = self._options.max_draft_tokens
-            self.plan = Plan(choices=candidate.choices, num_draft_tokens=length, source="knapspec")
+        best, self._in_use = self._best_known(state)
+        self.plan, choices, expected = self._no_draft, None, 0.0
+        if self._in_use is not None:
+            choices, expected = self._in_use.choices, self.acceptance_of([self._in_use])[0]
+            self.plan = Plan(choices=choices, num_draft_tokens=self._options.max_draft_tokens, source="knapspec")
         if self._has_searched:  # else a first search stays due
-            self._tell_trigger(state, changed=(self.plan.choices if self.plan.drafts else None) != before)
+            self._tell_trigger(state, changed=choices != before)
         self._rounds_to_review = ROUNDS_TO_REVIEW
-        expected = self.acceptance_of([candidate])[0] if candidate else 0.0
         self._record = state.record(self.plan, best, reason=reason, estimated_acceptance=expected, optimise_s=spent_s)
         return self._record
 
