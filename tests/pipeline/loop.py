@@ -25,7 +25,7 @@ from torch import Tensor
 from rayspec.choices import Weights
 from rayspec.config import EngineConfig
 from rayspec.decode.engine import Engine
-from rayspec.decode.generate_state import weakest
+from rayspec.decode.generate_state import Cuts
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.strategy import Strategy
@@ -42,23 +42,20 @@ from rayspec.pipeline import server as server_module
 from rayspec.pipeline.coordinator import Coordinator
 from rayspec.pipeline.messages import AnyMessage, Envelope, Forward, Message, decode, encode
 from rayspec.pipeline.ray_stages import RayStages
-from rayspec.pipeline.recovery import Status
 from rayspec.pipeline.replica import Replica, spans_of
-from rayspec.pipeline.server import COORDINATOR, ENGINE, NewEpoch, Server, stage_name
-from rayspec.pipeline.shard import Blueprint, Shard
-from rayspec.pipeline.transport import Received, Secret
+from rayspec.pipeline.server import COORDINATOR, ENGINE, NewEpoch, stage_name
+from rayspec.pipeline.shard import Blueprint, Loaded, Shard
+from rayspec.pipeline.transport import Received
 from rayspec.pipeline.whole_shard import WholeShard
 from rayspec.planning.acceptance import DraftWhileWorth
 from rayspec.planning.learning import CalibrationCurve
-from rayspec.planning.partition import Device, LayerCost, ModelCosts, partition
+from rayspec.planning.partition import LayerCost, ModelCosts
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import no_draft
 from tests.engines import RandomPlans, windowed_pages
 
-SECRET = Secret()
 NUM_LAYERS = 4
 HIDDEN_SIZE = 64
-NOTHING = LayerCost(weight_bytes=0, seconds=())
 
 
 @cache
@@ -193,23 +190,24 @@ class LoopTransport:
 
 
 class LoopShard(Shard):
-    """A shard that handles what has come in, and returns."""
+    """A shard that handles what has come in, and returns. quantised: copies that its drafts have."""
 
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        stage: int,
-        spans: tuple[tuple[int, int], ...],
-        size: CacheSize,
-        quantised: tuple[Weights, ...],
-    ) -> None:
-        super().__init__(blueprint, SECRET, stage, 0)
-        self._spans = spans
-        self._device = torch.device("cpu")
+    quantised: tuple[Weights, ...] = ()
+
+    def _load(self, layers: range, meeting_place: str | None) -> Loaded:
         self._offloaded = None
-        first, last = spans[stage]
-        self._parts = span_parts(self._config.model, first // 2, last // 2, quantised)
-        self.listen("", rank=(stage, len(spans)))
+        self._parts = span_parts(self._config.model, layers.start, layers.stop, self.quantised)
+        return Loaded(dtype="float32")
+
+    def rehearse(self) -> None:
+        pass
+
+    def num_slots(self, num_sharing: int) -> int:
+        return self._blueprint.num_slots
+
+    def serve(self, size: CacheSize, cuts: Cuts | None = None) -> None:
+        self.cuts = cuts
+        self.listen("", rank=(self.stage, len(self._spans)))
         self.prepare(size)
 
     def step(self) -> None:
@@ -225,12 +223,14 @@ class LoopShard(Shard):
 class LoopWholeShard(WholeShard):
     """The same for a model that does not split. It loads its own layers only."""
 
-    def __init__(self, blueprint: Blueprint, stage: int, spans: tuple[tuple[int, int], ...]) -> None:
-        super().__init__(blueprint, SECRET, stage, 0)
-        self.loaded = self.load(spans, None)
-        self.listen("", rank=(stage, len(spans)))
+    num_slots, serve, step = LoopShard.num_slots, LoopShard.serve, LoopShard.step
 
-    step = LoopShard.step
+
+class LoopCoordinator(Coordinator):
+    def serve(self) -> None:
+        self.listen("")
+
+    step = Coordinator.serve_one
 
 
 class LoopStages(RayStages):
@@ -256,19 +256,23 @@ class LoopProcess:
     """It answers at once. reason: why it has ended."""
 
     name: str
-    server: Server
+    server: Any
     loop: Loop
     reason: str | None = None
     listens = True
 
     @property
     def address(self) -> str:
-        return self.server.transport.address
+        return str(self.server.transport.address)
 
-    def ask(self, method: str) -> Future[Status]:
-        future: Future[Status] = Future()
-        future.set_result(getattr(self.server, method)())
+    def ask(self, method: str, *arguments: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(getattr(self.server, method)(*arguments))
         return future
+
+    def serve(self, *arguments: object) -> None:
+        self.listening = self.ask("serve", *arguments)
+        self.loop.readers[self.name] = self.server.step
 
     def end(self) -> str | None:
         return self.reason
@@ -278,77 +282,56 @@ class LoopProcess:
         self.reason = f"{self.name} was killed"
 
 
+class LoopBundles:
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.num_started = loop, 0
+
+    def start(self, kind: Callable[..., Shard], *arguments: object, name: str, stage: int) -> LoopProcess:
+        self.num_started += 1
+        return LoopProcess(name, kind(*arguments), self.loop)
+
+    def close(self) -> None:
+        pass
+
+
 class LoopReplica(Replica):
     """`Replica` over a loop."""
 
-    stages_share_gpus = False
-
-    def __init__(
-        self, loop: Loop, config: EngineConfig, size: CacheSize, quantised: tuple[Weights, ...], splits: bool
-    ) -> None:
-        costs, num_stages = ModelCosts(embedding=NOTHING, layers=(), head=NOTHING), config.parallel.stages
-        spans = cut(num_stages)
-        if not splits:
-            sizes = model_sizes(load_config(config), dtype=torch.float32, may_split=False)
-            end, layer = (LayerCost(weight_bytes=0, seconds=(each,) * num_stages) for each in (0.0, 1.0))
-            costs = ModelCosts(
-                embedding=end,
-                layers=(layer,) * len(sizes.layers),
-                head=end,
-                starts=sizes.starts,
-                embedding_everywhere=sizes.embedding_everywhere,
-            )
-            spans = spans_of(partition(costs, [Device(name="one", bytes_free=1)] * num_stages))
-        blueprint = Blueprint(
-            splits=splits,
-            config=config,
-            costs=costs,
-            vocab_size=vocab_size(load_config(config)),
-            hidden_size=HIDDEN_SIZE,
-            num_slots=size.num_slots,
-            num_gpus=0.0,
-            shard_type=Shard,
-        )
-        with patch.object(replica_module, "Bundles"):
-            super().__init__(blueprint)
-        self.spans, self.cache_size = spans, size
-        self.loop, self.quantised = loop, quantised
-        self.parts: dict[str, Any] = {}
-        self.num_started = 0
-        self._start_stages(range(self.num_stages))
-        self.start_coordinator()
+    _bundles: LoopBundles
 
     @property
     def num_replaced(self) -> int:
-        return self.num_started - self.num_stages
+        return self._bundles.num_started - self.num_stages
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {name: process.server for name, process in self.shards.items()}
 
     def kill(self, name: str) -> None:
         self.processes[name].kill()
 
-    def start_coordinator(self) -> None:
-        self.end_coordinator()
-        coordinator = Coordinator(self.spans, SECRET)
-        coordinator.listen("")
-        self.coordinator = LoopProcess(COORDINATOR, coordinator, self.loop)
-        self.loop.readers[COORDINATOR] = coordinator.serve_one
 
-    def _start_stages(self, stages: Sequence[int]) -> None:
-        if self.blueprint.splits:
-            started = [
-                LoopShard(self.blueprint, stage, self.spans, self.cache_size, self.quantised) for stage in stages
-            ]
-        else:
-            started = [LoopWholeShard(self.blueprint, stage, self.spans) for stage in stages]
-            if len(started) == self.num_stages:
-                self.cuts = weakest([shard.loaded.cuts for shard in started])
-            for shard in started:
-                shard.cuts = self.cuts
-                shard.prepare(self.cache_size)
-        for shard in started:
-            self.num_started += 1
-            self.parts[shard.name] = shard
-            self.shards[shard.name] = LoopProcess(shard.name, shard, self.loop)
-            self.loop.readers[shard.name] = shard.step
+def blueprint_of(config: EngineConfig, size: CacheSize, shard_type: type[Shard]) -> Blueprint:
+    """All layers cost the same, and nothing else costs anything."""
+    model, splits = load_config(config), shard_type is not LoopWholeShard
+    sizes = model_sizes(model, dtype=torch.float32, may_split=splits)
+    end, layer = (LayerCost(weight_bytes=0, seconds=(each,) * config.parallel.stages) for each in (0.0, 1.0))
+    return Blueprint(
+        config=config,
+        costs=ModelCosts(
+            embedding=end,
+            layers=(layer,) * len(sizes.layers),
+            head=end,
+            starts=sizes.starts,
+            embedding_everywhere=sizes.embedding_everywhere,
+        ),
+        vocab_size=vocab_size(model),
+        hidden_size=HIDDEN_SIZE,
+        num_slots=size.num_slots,
+        num_gpus=0.0,
+        splits=splits,
+        shard_type=shard_type,
+    )
 
 
 @dataclass
@@ -446,6 +429,7 @@ def loop_engine(
         kv_cache_tokens=kv_cache_tokens,
         parallel={
             "stages": num_stages,
+            "layers": [(last - first) // 2 for first, last in cut(num_stages)] if splits else None,
             "max_restarts": max_restarts,
             "heartbeat_timeout_s": 1e9,
             "data_plane": data_plane,
@@ -460,6 +444,9 @@ def loop_engine(
         if patience == math.inf:
             stack.enter_context(patch.object(ray_stages_module, "_CHECK_EVERY_S", 0.0))
         stack.enter_context(patch.object(ray_stages_module, "time", loop.clock))
+        stack.enter_context(patch.object(replica_module, "Bundles", lambda options, **_: LoopBundles(loop)))
+        coordinator = lambda _, *arguments, name, **__: LoopProcess(name, LoopCoordinator(*arguments), loop)  # noqa: E731
+        stack.enter_context(patch.object(replica_module, "start_process", coordinator))
         windowed = windowed_pages(
             span_parts(path, 0, NUM_LAYERS, ()).windows.values() if splits else (),
             kv_cache_tokens,
@@ -468,8 +455,11 @@ def loop_engine(
             num_cohorts=config.parallel.num_cohorts,
         )
         size = CacheSize(kv_cache_tokens, windowed.pool.num_pages * PAGE_SIZE if windowed else 0)
-        replica = LoopReplica(loop, config, size, quantised, splits)
+        stack.enter_context(patch.object(replica_module, "cache_size", lambda *_: size))
+        of_copies = type("LoopShard", (LoopShard,), {"quantised": quantised})
+        replica = LoopReplica(blueprint_of(config, size, of_copies if splits else LoopWholeShard))
         stack.callback(replica.close)
+        replica.start()
         engine = Engine(
             config,
             stages=LoopStages(replica),

@@ -100,12 +100,6 @@ def test_rounding_does_not_hide_a_tie(tenths: list[int], expected: list[int]) ->
         assert sizes(partition(costs, devices(*[1] * len(expected)))) == expected
 
 
-def test_what_does_not_fit_says_how_much_is_missing() -> None:
-    costs = model([1.0] * 8, (1, 1), layer_bytes=GIB, ends=(GIB, 0))
-    with pytest.raises(ConfigError, match=r"'stages' is 2: .*needs 9\.0 GiB.*hold 6\.0.*3\.0 GiB are missing.*quantiz"):
-        partition(costs, devices(3 * GIB, 3 * GIB))
-
-
 def test_pinned_layers_win_and_only_report_what_is_missing() -> None:
     costs = model([1.0] * 8, (1, 1), layer_bytes=GIB)
     places = devices(4 * GIB, 4 * GIB)
@@ -114,27 +108,30 @@ def test_pinned_layers_win_and_only_report_what_is_missing() -> None:
     assert [stage.bytes_left for stage in stage_costs(costs, places, spans)] == [-2 * GIB, 2 * GIB]
 
 
+FIRST_THREE = (0, 1, 2)
+
+
 @pytest.mark.parametrize(
-    ("pinned", "message"),
+    ("pinned", "starts", "message"),
     [
-        ([8], "'layers' is 8: it has 1 numbers for 2 stages"),
-        ([4, 5], "'layers' is 4,5, 9 layers in all: the model has 8"),
-        ([8, 0], "each stage at least 1"),
+        (None, None, r"'stages' is 2: .*needs 9\.0 GiB.*hold 6\.0.*3\.0 GiB are missing.*quantiz"),
+        ([8], None, "'layers' is 8: it has 1 numbers for 2 stages"),
+        ([4, 5], None, "'layers' is 4,5, 9 layers in all: the model has 8"),
+        ([8, 0], None, "each stage at least 1"),
+        ([4, 4], FIRST_THREE, r"'layers' is 4,4: layer 4 cannot begin a stage.*only layers 0, 1, 2 can"),
+        (None, (0,), r"'stages' is 2, but only layer 0 can begin a stage.*set it to at most 1"),
     ],
 )
-def test_pinned_layers_must_add_up(pinned: list[int], message: str) -> None:
+def test_what_is_impossible_says_why(pinned: list[int] | None, starts: tuple[int, ...] | None, message: str) -> None:
+    costs = replace(model([1.0] * 8, (1, 1), layer_bytes=GIB, ends=(GIB, 0)), starts=starts)
     with pytest.raises(ConfigError, match=message):
-        partition(model([1.0] * 8, (1, 1)), devices(1, 1), pinned=pinned)
+        partition(costs, devices(3 * GIB, 3 * GIB), pinned=pinned)
 
 
 def test_only_some_layers_begin_a_stage() -> None:
-    costs = replace(model([1.0] * 8, (1, 1)), starts=(0, 1, 2))
+    costs = replace(model([1.0] * 8, (1, 1)), starts=FIRST_THREE)
     assert partition(costs, devices(1, 1)) == (range(2), range(2, 8))
     assert partition(costs, devices(1, 1), pinned=[1, 7]) == (range(1), range(1, 8))
-    with pytest.raises(ConfigError, match=r"'layers' is 4,4: layer 4 cannot begin a stage.*only layers 0, 1, 2 can"):
-        partition(costs, devices(1, 1), pinned=[4, 4])
-    with pytest.raises(ConfigError, match=r"'stages' is 2, but only layer 0 can begin a stage.*set it to at most 1"):
-        partition(replace(costs, starts=(0,)), devices(1, 1))
 
 
 @pytest.mark.parametrize("num_stages", [0, 4])

@@ -18,8 +18,8 @@ from tests.families import greedy
 from tests.strategy_cases import Asker, latency_model, result
 from tests.strategy_cases import state as batch_state
 
-LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 OWN = SpeculationOptions(strategy="knapspec")  # nothing is copied
+SKIPS_ONE = Found([FoundDraft((FULL,) * 31 + (SKIP,), 0.9, 3, 0.9, 0.5)], 8, 0.25)
 
 
 @pytest.fixture
@@ -72,11 +72,15 @@ def test_a_plan_that_only_looked_good_is_dropped(demo_latency: LatencyModel) -> 
     assert stats.num_plain_rounds > 0.5 * stats.num_rounds
 
 
+def _with_copies(latency: LatencyModel) -> LatencyModel:
+    copies = {f"{kind} int4": Curve(rows=(1, 4096), base_s=(2e-4, 2e-4)) for kind in ("attention", "mlp")}
+    return replace(latency, curves={**latency.curves, **copies})
+
+
 def test_quantised_copies_are_tried_before_a_search(demo_latency: LatencyModel) -> None:
     """Where they are measured to be cheap, and where the sublayer has one. A first search stays due."""
-    copies = {f"{kind} int4": Curve(rows=(1, 4096), base_s=(2e-4, 2e-4)) for kind in ("attention", "mlp")}
-    strategy = KnapSpec(SpeculationOptions(), replace(demo_latency, curves={**demo_latency.curves, **copies}))
-    asker = Asker(lambda question: Found([FoundDraft((FULL,) * 31 + (SKIP,), 0.9, 3, 0.9, 0.5)], 8, 0.25))
+    strategy = KnapSpec(SpeculationOptions(), _with_copies(demo_latency))
+    asker = Asker(lambda question: SKIPS_ONE)
     state = replace(batch_state(), num_outstanding_tokens=10, elapsed_s=0.0)
     record = strategy.search(state, asker)
     assert record is not None
@@ -94,8 +98,7 @@ def test_the_time_of_passes_that_are_compiled_or_captured_does_not_count(
     is_unready: bool, demo_latency: LatencyModel
 ) -> None:
     """A draft of which the first rounds take ten times as long as predicted; all of it is accepted."""
-    copies = {f"{kind} int4": Curve(rows=(1, 4096), base_s=(2e-4, 2e-4)) for kind in ("attention", "mlp")}
-    strategy = Auto(SpeculationOptions(), replace(demo_latency, curves={**demo_latency.curves, **copies}))
+    strategy = Auto(SpeculationOptions(), _with_copies(demo_latency))
     state = replace(batch_state(), num_outstanding_tokens=10_000)
     drafted = 0
     for _ in range(40):
@@ -125,25 +128,32 @@ def _with_transfers(transfer_s: float) -> LatencyModel:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "transfer_s", "searches"),
-    [(30, 0.0, False), (256, 0.0, True), (30, 0.02, True)],
-    ids=["too little to save", "enough to save", "weights on disk: much to save"],
+    ("num_tokens", "transfer_s", "search_s", "max_states"),
+    [
+        (30, 0.0, 0.0, []),  # too little to save
+        (120, 0.0, 0.0, [8]),  # by the latency model, 16 states of 8 tokens take 316 ms, and 8 states 173 ms
+        (256, 0.0, 0.0, [16]),
+        (30, 0.02, 0.0, [16]),  # weights on disk: much to save
+        (256, 0.0, 0.1, []),  # on a GPU: the device would take 0.3 s, the host takes 32 times 0.1 s
+    ],
 )
-def test_the_first_search_costs_little_of_what_it_may_save(num_tokens: int, transfer_s: float, searches: bool) -> None:
+def test_the_first_search_costs_little_of_what_it_may_save(
+    num_tokens: int, transfer_s: float, search_s: float, max_states: list[int]
+) -> None:
     state = replace(batch_state(), num_outstanding_tokens=num_tokens, elapsed_s=0.0)
-    strategy = KnapSpec(SpeculationOptions(), _with_transfers(transfer_s))
-    asker = Asker(lambda question: Found([FoundDraft((FULL,) * 31 + (SKIP,), 0.9, 3, 0.9, 0.5)], 8, 0.25))
+    strategy = KnapSpec(SpeculationOptions(), replace(_with_transfers(transfer_s), search_s=search_s))
+    asker = Asker(lambda question: SKIPS_ONE)
     for _ in range(3 * ROUNDS_TO_REVIEW):
         strategy.search(state, asker)
     asked = [(one.num_tokens, one.max_states) for one in asker.asked if isinstance(one, Knapsack)]
-    assert asked == [(8, 16)] * searches
+    assert asked == [(8, number) for number in max_states]
 
 
 @pytest.mark.parametrize("slowness", [1.0, 10.0])
 def test_a_first_search_is_as_slow_as_rounds_are(slowness: float) -> None:
     """On a busy machine it comes after as many rounds as on a quiet one, not when the same seconds have passed."""
     strategy, latency = KnapSpec(SpeculationOptions(), _with_transfers(0.0)), _with_transfers(0.0)
-    asker = Asker(lambda question: Found([FoundDraft((FULL,) * 31 + (SKIP,), 0.9, 3, 0.9, 0.5)], 8, 0.25))
+    asker = Asker(lambda question: SKIPS_ONE)
     state, num_rounds = replace(batch_state(), num_outstanding_tokens=10, elapsed_s=0.0), 0
     while not asker.asked:
         seconds = slowness * latency.decode_step_s(context=state.context, batch=1)
@@ -152,30 +162,6 @@ def test_a_first_search_is_as_slow_as_rounds_are(slowness: float) -> None:
         strategy.search(state, asker)
         num_rounds += 1
     assert 250 < num_rounds < 300
-
-
-def test_a_first_search_waits_where_the_host_takes_long_for_a_sublayer() -> None:
-    """On a GPU: the device would take 0.3 s, the host takes 32 times 0.1 s."""
-    state = replace(batch_state(), num_outstanding_tokens=256, elapsed_s=0.0)
-    asker = Asker(lambda question: Found([FoundDraft((FULL,) * 31 + (SKIP,), 0.9, 3, 0.9, 0.5)], 8, 0.25))
-    strategy = KnapSpec(SpeculationOptions(), replace(_with_transfers(0.0), search_s=0.1))
-    for _ in range(3 * ROUNDS_TO_REVIEW):
-        strategy.search(state, asker)
-    assert asker.asked == []
-
-
-def test_a_first_search_that_cannot_afford_all_states_has_fewer() -> None:
-    """By the latency model, 16 states of 8 tokens take 316 ms, and 8 states 173 ms."""
-    asker = Asker(lambda question: Found([FoundDraft((FULL,) * 31 + (SKIP,), 0.9, 3, 0.9, 0.5)], 8, 0.25))
-    sizes = []
-    for num_tokens in (256, 120, 30):
-        strategy = KnapSpec(SpeculationOptions(), _with_transfers(0.0))
-        state = replace(batch_state(), num_outstanding_tokens=num_tokens, elapsed_s=0.0)
-        asker.asked.clear()
-        for _ in range(3):
-            strategy.search(state, asker)
-        sizes.append([one.max_states for one in asker.asked if isinstance(one, Knapsack)])
-    assert sizes == [[16], [8], []]
 
 
 def test_the_next_search_waits_until_its_share_of_the_time_allows_what_the_last_one_took() -> None:
