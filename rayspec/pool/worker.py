@@ -249,7 +249,9 @@ class RemoteEngine:
         result = loop.create_future()
         self._under_way[number] = result, callback
         if not self._unsent:
-            loop.call_soon(self._send)
+            sending = loop.create_task(self._send())
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
         self._unsent.append((number, packed))
         try:
             return await result
@@ -263,29 +265,16 @@ class RemoteEngine:
         """Send another engine's texts with the next items. Of too many, the oldest are left out."""
         self._texts.append(texts)
 
-    def _send(self) -> None:
+    async def _send(self) -> None:
         items, self._unsent = [*((_TEXTS, one) for one in self._texts), *self._unsent], []
         self._texts.clear()
-
-        def refuse(error: RayError) -> None:
+        try:
+            await self._actor.take.remote(items)
+        except RayActorError:
+            return  # the reader learns of the actor's end too, and reports it
+        except RayError as error:  # such as a full object store
             for number, _ in items:
                 self._settle(number, RequestError(f"the item cannot be sent to the engine: {error}"), is_error=True)
-
-        async def arrive(reference: Any) -> None:
-            try:
-                await reference
-            except RayActorError:
-                return  # the reader learns of the actor's end too, and reports it
-            except RayError as error:
-                refuse(error)
-
-        try:
-            sending = asyncio.get_running_loop().create_task(arrive(self._actor.take.remote(items)))
-        except RayError as error:  # such as a full object store
-            refuse(error)
-            return
-        self._sending.add(sending)
-        sending.add_done_callback(self._sending.discard)
 
     async def _read(self) -> None:
         try:

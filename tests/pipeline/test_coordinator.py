@@ -1,7 +1,8 @@
 """The plan search over stages finds what the search in one process finds, bit by bit, and gives way to failures."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +81,17 @@ def places(run: LoopEngine, count: int) -> tuple[list[TappedToken], list[RowSpan
     return tokens, [sequences[token.sequence_id].rows(token.position, 1) for token in tokens]
 
 
+@contextmanager
+def searching(
+    num_stages: int, family: str = "llama", *, lengths: tuple[int, ...] = LENGTHS, **options: Any
+) -> Iterator[tuple[LoopEngine, list[TappedToken], list[RowSpan]]]:
+    """In the middle of some generations: six tapped tokens, and their rows."""
+    path = checkpoint(family)
+    with loop_engine(path, num_stages, Tapping(), seed=num_stages, kv_cache_tokens=NUM_SLOTS, **options) as run:
+        generate(run, path, lengths)
+        yield run, *places(run, 6)
+
+
 def wait_for(run: LoopEngine, *futures: Future[Answer]) -> None:
     for _ in range(1000):
         run.engine.stages.wait()
@@ -137,16 +149,10 @@ CHOOSING = Knapsack(
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_stages_vary_states_as_one_process_does(num_stages: int) -> None:
     """Contexts of about 100 tokens, of which few keys are three or four pages."""
-    path = checkpoint("llama")
-    with (
-        tiny_budgets(),
-        loop_engine(path, num_stages, Tapping(), seed=1, kv_cache_tokens=NUM_SLOTS, quantised=COPIES) as run,
-    ):
-        generate(run, path, LONG)
-        tokens, rows = places(run, 6)
+    with tiny_budgets(), searching(num_stages, lengths=LONG, quantised=COPIES) as (run, tokens, rows):
         future = run.engine.stages.search(tokens, rows, CHOOSING)
         wait_for(run, future)
-        expected = answer_here(run, path, tokens, rows, CHOOSING)
+        expected = answer_here(run, checkpoint("llama"), tokens, rows, CHOOSING)
         assert isinstance(expected, Found)
         found = drafts_of(future)
         assert [draft.choices for draft in found] == [draft.choices for draft in expected.drafts]
@@ -183,15 +189,12 @@ QUESTIONS: dict[str, Question] = {
     ),
 )
 def test_stages_answer_as_one_process_does(question: Question, family: str, num_stages: int) -> None:
-    path = checkpoint(family)
-    with loop_engine(path, num_stages, Tapping(), seed=num_stages, kv_cache_tokens=NUM_SLOTS) as run:
-        generate(run, path)
-        tokens, rows = places(run, 6)
+    with searching(num_stages, family) as (run, tokens, rows):
         future = run.engine.stages.search(tokens, rows, question)
         wait_for(run, future)
         answered = future.result()
         assert 0 < answered.seconds < 30
-        expected = answer_here(run, path, tokens, rows, question)
+        expected = answer_here(run, checkpoint(family), tokens, rows, question)
         assert answered == msgspec.structs.replace(expected, seconds=answered.seconds)
         if isinstance(expected, Found):
             assert len({draft.choices for draft in expected.drafts}) == len(expected.drafts) >= 4
@@ -204,10 +207,8 @@ def seeking(run: LoopEngine) -> list[bool]:
 
 
 def test_states_travel_once_a_stage_and_are_dropped_when_nobody_needs_them() -> None:
-    path = checkpoint("llama")
     exits = [choices_of([index < end for index in range(8)]) for end in (2, 4, 6)]
-    with loop_engine(path, 3, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
-        generate(run, path)
+    with searching(3) as (run, tokens, rows):
         run.loop.delivered.clear()
         most = 0
         shard = run.replica.parts["stage-1"]
@@ -219,20 +220,17 @@ def test_states_travel_once_a_stage_and_are_dropped_when_nobody_needs_them() -> 
             most = max(most, len(seeking.batches))
 
         shard._expand = watched  # type: ignore[method-assign]
-        wait_for(run, run.engine.stages.search(*places(run, 6), knapsack()))
+        wait_for(run, run.engine.stages.search(tokens, rows, knapsack()))
         operations = [(name, op) for name, m, _ in run.loop.delivered for op in getattr(m, "operations", ())]
         assert [op.peer for _, op in operations if op.method == "ship"] == ["stage-1", "stage-2"]
         asked = {(name, op.sublayer) for name, op in operations if op.method == "run"}
         assert asked <= {(stage_name(stage), sub) for stage, (a, b) in enumerate(cut(3)) for sub in range(a, b)}
-        wait_for(run, run.engine.stages.search(*places(run, 6), Trial(num_tokens=6, patterns=exits)))
+        wait_for(run, run.engine.stages.search(tokens, rows, Trial(num_tokens=6, patterns=exits)))
         assert 0 < most <= 4
 
 
 def test_a_search_over_tokens_that_nobody_remembers_fails_leaves_nothing_and_the_next_works() -> None:
-    path = checkpoint("llama")
-    with loop_engine(path, 3, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
-        generate(run, path)
-        tokens, rows = places(run, 6)
+    with searching(3) as (run, tokens, rows):
         lost = run.engine.stages.search([TappedToken("nobody", 3)] * 6, rows, knapsack())
         again = run.engine.stages.search(tokens, rows, knapsack())
         cancelled = run.engine.stages.search(tokens, rows, knapsack())
@@ -251,10 +249,7 @@ def test_a_search_over_tokens_that_nobody_remembers_fails_leaves_nothing_and_the
 
 
 def test_a_search_that_comes_while_another_is_under_way_has_its_turn() -> None:
-    path = checkpoint("llama")
-    with loop_engine(path, 3, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
-        generate(run, path)
-        tokens, rows = places(run, 6)
+    with searching(3) as (run, tokens, rows):
         questions = [knapsack(), Cosine(num_tokens=6), Feature(num_tokens=6)]
         futures = [run.engine.stages.search(tokens, rows, question) for question in questions]
         wait_for(run, *futures)
@@ -268,10 +263,7 @@ def test_a_search_that_comes_while_another_is_under_way_has_its_turn() -> None:
 
 
 def test_a_search_fails_at_once_when_the_coordinator_dies_and_works_with_the_next() -> None:
-    path = checkpoint("llama")
-    with loop_engine(path, 2, Tapping(), kv_cache_tokens=NUM_SLOTS) as run:
-        generate(run, path)
-        tokens, rows = places(run, 6)
+    with searching(2) as (run, tokens, rows):
         seek = Seek(search_id=7, tokens=tokens, rows=rows)
         for shard in run.replica.shards:
             run.loop.put(COORDINATOR, shard, seek, [], epoch=1)

@@ -38,6 +38,13 @@ def plans(seed: int) -> TravellingPlans:
     return TravellingPlans(seed, NUM_SUBLAYERS)
 
 
+def begin(run: LoopEngine, known: Cases) -> None:
+    for request in requests_for(known.prompts, GREEDY):
+        run.engine.add(request)
+    for _ in range(5):
+        run.engine.step()
+
+
 @pytest.mark.parametrize("seed", few_of(range(4), [2, 3]))
 def test_preempted_and_moved_sequences_keep_their_tokens(seed: int) -> None:
     known = known_cases()
@@ -215,10 +222,7 @@ def test_the_engine_drops_what_is_left_of_an_older_epoch() -> None:
 def test_without_restarts_everything_ends_with_a_typed_error() -> None:
     known = known_cases()
     with loop_engine(checkpoint("llama"), 3, plans(0), max_restarts=0) as run:
-        for request in requests_for(known.prompts, GREEDY):
-            run.engine.add(request)
-        for _ in range(5):
-            run.engine.step()
+        begin(run, known)
         run.replica.kill(stage_name(1))
         outputs = finish(run.engine)
         assert outputs
@@ -231,10 +235,7 @@ def test_without_restarts_everything_ends_with_a_typed_error() -> None:
 def test_a_coordinator_that_dies_with_a_shard_does_not_hold_it_up() -> None:
     known = known_cases()
     with loop_engine(checkpoint("llama"), 2, plans(0), max_restarts=1) as run:
-        for request in requests_for(known.prompts, GREEDY):
-            run.engine.add(request)
-        for _ in range(5):
-            run.engine.step()
+        begin(run, known)
         run.loop.lose(COORDINATOR)  # nobody has noticed yet
         run.replica.kill(stage_name(0))
         outputs = finish(run.engine)

@@ -58,10 +58,10 @@ def test_items_travel_together_and_each_has_its_own_result_error_and_end() -> No
         await engine.load()
         num_sent, send = 0, engine._send
 
-        def counted() -> None:
+        async def counted() -> None:
             nonlocal num_sent
             num_sent += 1
-            send()
+            await send()
 
         engine._send = counted  # type: ignore[method-assign]
         results = await asyncio.gather(*(engine.handle(f"item {number}") for number in range(500)))
