@@ -6,11 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rayspec.batch.document_task import summary_prompt
 from rayspec.bench.options import BenchOptions
-from rayspec.bench.result import Sample
-from rayspec.bench.run import empty_result, loaded_contenders, take_turns, workload_result
-from rayspec.bench.workloads import Workload, make_workloads
+from rayspec.bench.run import run_bench
+from rayspec.bench.workloads import Workload
 from rayspec.types import ConfigError
 
 
@@ -20,16 +18,13 @@ def run_streams(options: BenchOptions, ratios: Sequence[float], say: Callable[[s
     for ratio in ratios:
         if not 0 <= ratio <= 1:
             raise ConfigError(f"option 'ratios' has {ratio}: a ratio lies between 0 and 1")
-    with loaded_contenders(options, say) as (llm, contenders):
-        result = empty_result(options, llm)
-        domains = make_workloads(llm, options, template=summary_prompt(options.engine.model))
-        for ratio in ratios:
-            stream = mixed(domains, ratio, options.num_prompts, seed=options.workload_seed)
-            samples: dict[str, list[Sample]] = {name: [] for name in contenders}
-            for _ in range(options.repeats):
-                for name, once in take_turns(contenders, stream, options.replace(repeats=1), say).items():
-                    samples[name] += once
-            result["workloads"].append(workload_result(stream, samples, contenders) | {"mix_ratio": ratio})
+
+    def streams(domains: list[Workload]) -> list[Workload]:
+        return [mixed(domains, ratio, options.num_prompts, seed=options.workload_seed) for ratio in ratios]
+
+    result = run_bench(options, say, arranged=streams, forgets=True)
+    for workload, ratio in zip(result["workloads"], ratios, strict=True):
+        workload["mix_ratio"] = ratio
     return result
 
 

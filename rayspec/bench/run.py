@@ -9,7 +9,7 @@ import random
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, get_args
 
@@ -38,21 +38,40 @@ Say = Callable[[str], None]
 
 
 def run_bench(
-    options: BenchOptions, say: Say, *, keep: Callable[[dict[str, Any]], None] = lambda result: None
+    options: BenchOptions,
+    say: Say,
+    *,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
+    arranged: Callable[[list[Workload]], list[Workload]] = lambda workloads: workloads,
+    forgets: bool = False,
 ) -> dict[str, Any]:
     """Load every contender. Then, for each workload, warm up all contenders and measure them interleaved.
 
-    keep: called after each workload with the result so far. Raises ConfigError, CheckpointError, and the error of a
-    failed prompt.
+    keep: called after each workload with the result so far. arranged: makes other workloads of those of the options.
+    forgets: contenders forget what they learned before each repeat. Raises ConfigError, CheckpointError, and the error
+    of a failed prompt.
     """
     with loaded_contenders(options, say) as (llm, contenders):
-        result = empty_result(options, llm)
-        for workload in make_workloads(llm, options, template=summary_prompt(options.engine.model)):
+        result: dict[str, Any] = {
+            "environment": describe_environment(),
+            "options": options.model_dump(mode="json"),
+            "dtype": llm.config.dtype,
+            "workloads": [],
+        }
+        for workload in arranged(make_workloads(llm, options, template=summary_prompt(options.engine.model))):
             if not workload.prompts:
                 say(f"{workload.name}: left out, as all of its {workload.num_left_out} prompts are longer")
                 continue
-            samples = take_turns(contenders, workload, options, say)
-            result["workloads"].append(workload_result(workload, samples, contenders))
+            samples = take_turns(contenders, workload, options, say, forgets=forgets)
+            found = {
+                "name": workload.name,
+                "domain": workload.domain,
+                "context": workload.context,
+                "num_left_out": workload.num_left_out,
+                "prompt_tokens": [len(prompt) for prompt in workload.prompts],
+                "results": [bench_row(name, samples, one.used) for name, one in contenders.items()],
+            }
+            result["workloads"].append(found)
             keep(result)
     return result
 
@@ -88,24 +107,6 @@ def loaded_contenders(options: BenchOptions, say: Say) -> Iterator[tuple[rayspec
         yield llm, contenders
 
 
-def empty_result(options: BenchOptions, llm: rayspec.LLM) -> dict[str, Any]:
-    about = {"environment": describe_environment(), "options": options.model_dump(mode="json")}
-    return about | {"dtype": llm.config.dtype, "workloads": []}
-
-
-def workload_result(
-    workload: Workload, samples: Mapping[str, Sequence[Sample]], contenders: Mapping[str, Contender]
-) -> dict[str, Any]:
-    return {
-        "name": workload.name,
-        "domain": workload.domain,
-        "context": workload.context,
-        "num_left_out": workload.num_left_out,
-        "prompt_tokens": [len(prompt) for prompt in workload.prompts],
-        "results": [bench_row(name, samples, one.used) for name, one in contenders.items()],
-    }
-
-
 def strategy_names(options: BenchOptions) -> list[str]:
     """Return the names, with "all" expanded and the baseline first. Raises ConfigError. Its message names the nearest
     strategy for an unknown name, or the option that a strategy lacks."""
@@ -130,15 +131,16 @@ def strategy_names(options: BenchOptions) -> list[str]:
 
 
 def take_turns(
-    contenders: Mapping[str, Contender], workload: Workload, options: BenchOptions, say: Say
+    contenders: Mapping[str, Contender], workload: Workload, options: BenchOptions, say: Say, *, forgets: bool = False
 ) -> dict[str, list[Sample]]:
-    """Return the samples of each contender, repeat by repeat. Contenders forget what they learned before."""
-    for name, contender in contenders.items():
-        say(f"{workload.name}: warming up {name}")
-        contender.forget()
-        contender.warm_up(workload.prompts, _WARM_UP_TOKENS)
+    """Return the samples of each contender, repeat by repeat. Contenders forget what they learned before. forgets: also
+    before each repeat."""
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
     for repeat in range(options.repeats):
+        for name, contender in contenders.items() if forgets or not repeat else ():
+            say(f"{workload.name}: warming up {name}")
+            contender.forget()
+            contender.warm_up(workload.prompts, _WARM_UP_TOKENS)
         for name, sample in _side_by_side(contenders, workload, options.max_tokens, random.Random(repeat)).items():
             samples[name].append(sample)
             done = f"{workload.name}: repeat {repeat + 1} of {options.repeats}"
