@@ -120,18 +120,15 @@ def examine(*, model: str | None = None, address: str | None = None, quick: bool
     nothing, and take less than three seconds if it has no GPU.
     """
     findings, _ = machine.check_machine()
-    # The imports below load torch, ray or the hub's client, which the checks above need not wait for.
     if model is not None:
-        from rayspec.ops.doctor.model_files import check_model  # noqa: PLC0415
-
-        findings.append(check_model(model)[0])
+        findings.append(machine.check_model(model)[0])
     if quick:
         return findings
     findings.append(machine.check_dtype())
     where = address or os.environ.get("RAY_ADDRESS")
     if where is None:
         return [*findings, skipped("cluster", "no cluster given: use --address auto, host:port or ray://host:10001")]
-    from rayspec.ops.doctor.cluster import cluster_findings  # noqa: PLC0415
+    from rayspec.ops.doctor.cluster import cluster_findings  # noqa: PLC0415 - brings ray
 
     return [*findings, *cluster_findings(where, model)]
 

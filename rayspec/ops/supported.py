@@ -64,7 +64,7 @@ def supported(model: str | None) -> tuple[Supported, ...]:
     # These imports load torch, which the table need not wait for.
     from rayspec.local_engine import load_engine, way_of  # noqa: PLC0415
     from rayspec.model.weights import read_config  # noqa: PLC0415
-    from rayspec.ops.doctor.model_files import check_model  # noqa: PLC0415
+    from rayspec.ops.doctor.machine import check_model  # noqa: PLC0415
 
     model_type = read_config(demo.local_path(model)).model_type
     row = next((row for row in rows if row.type == model_type), Supported(model_type, "", "unknown", ""))
@@ -92,13 +92,9 @@ def recorded_warnings() -> Iterator[list[str]]:
 
 def reason(warnings: Sequence[str]) -> str:
     """Return the reasons in the warnings of a load, without the words that all such warnings share."""
-    return "; ".join(filter(None, map(_reason, warnings)))
-
-
-def _reason(warning: str) -> str:
     for other in _NOT_THE_REASON:
-        warning = re.sub(other, "", warning)
-    return warning
+        warnings = [re.sub(other, "", warning) for warning in warnings]
+    return "; ".join(filter(None, warnings))
 
 
 def supported_table(rows: Sequence[Supported], model: str | None = None) -> Table:

@@ -21,8 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayspec.config import EngineConfig
 from rayspec.machine import installed_version
-from rayspec.ops.doctor.machine import Finding, check_machine, ok, problem, skipped, warning
-from rayspec.ops.doctor.model_files import check_model
+from rayspec.ops.doctor.machine import Finding, check_machine, check_model, ok, problem, skipped, warning
 from rayspec.pipeline.placement import first_line
 
 _NODE_TIMEOUT_S = 120.0

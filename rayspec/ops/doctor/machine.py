@@ -1,8 +1,9 @@
-"""Findings, and checks of this machine, without torch and ray but for `check_dtype`. Arguments of a check replace the
-values that it would measure. GPUs are looked at in processes of their own."""
+"""Findings, and checks of this machine and of a model's files, without torch and ray but for `check_dtype`. Arguments
+of a check replace the values that it would measure. GPUs are looked at in processes of their own."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
@@ -22,8 +23,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from rayspec import demo
 from rayspec.machine import bytes_available, bytes_in_total, cpu_class, cpu_name, installed_version, num_cores
 from rayspec.ops.plan.gpus import ask_torch
+from rayspec.types import CheckpointError
 
 _GIB = 2**30
 _PACKAGE = "rayspec"
@@ -210,3 +213,72 @@ def check_dtype() -> Finding:
     gain = gain_of_float32(torch.bfloat16)
     taken = "float32, if the memory allows" if gain >= CLEARLY_FASTER else "the checkpoint's data type"
     return ok("dtype on the CPU", f"float32 is {gain:.1f} times as fast as bfloat16: dtype auto takes {taken}")
+
+
+_MODEL_FILES, _FETCH = "model files", "fetch the model again"
+_WEIGHTS = ("*.safetensors", "*.bin")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def check_model(model: str) -> tuple[Finding, str | None]:
+    """Check the files of a model: a folder, a GGUF file, a hub id, or "demo". Return also where it can be loaded from,
+    None if its files are absent or damaged."""
+    # The hub's client takes a second to import.
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    place = Path(demo.local_path(model))
+    is_gguf = place.suffix == ".gguf" and place.is_file()
+    if not place.is_dir() and not is_gguf:
+        if model.startswith((".", "/", "~")):
+            return problem(_MODEL_FILES, f"{model}: no such folder", _FETCH), None
+        try:
+            place = Path(snapshot_download(model, local_files_only=True))
+        except HFValidationError as error:
+            return problem(_MODEL_FILES, f"{model}: neither a folder nor a hub id: {error}", _FETCH), None
+        except LocalEntryNotFoundError:
+            cache = Path(HF_HUB_CACHE)
+            free = shutil.disk_usage(next(one for one in (cache, *cache.parents) if one.exists())).free / _GIB
+            found = f"{model} is neither a folder here nor in the hub's cache; {free:.1f} GiB free"
+            remedy = f"nothing, if the hub can be reached when it is first loaded; otherwise: hf download {model}"
+            return warning(_MODEL_FILES, found, remedy), None
+    weights = [place] if is_gguf else next(filter(None, (sorted(place.glob(kind)) for kind in _WEIGHTS)), [])
+    errors = [] if is_gguf or (place / "config.json").exists() else ["no config.json"]
+    headers = [] if is_gguf else sorted([*place.glob("config.json"), *place.glob("*.index.json")])
+    errors += [error for file in (*headers, *weights) for error in _errors_of(file)]
+    errors += [] if weights else [f"no weights ({' or '.join(_WEIGHTS)})"]
+    if errors:
+        return problem(_MODEL_FILES, f"{place}: {'; '.join(errors)}", _FETCH), None
+    found = f"{place}, {sum(path.stat().st_size for path in weights) / _GIB:.2f} GiB of weights"
+    if not is_gguf and not any((place / name).exists() for name in _TOKENIZERS):
+        return warning(_MODEL_FILES, f"{found}; no tokenizer", "name one with the option 'tokenizer'"), str(place)
+    return ok(_MODEL_FILES, found), str(place)
+
+
+def _errors_of(file: Path) -> list[str]:
+    """Return what is wrong with a config, with an index of weights or the files that it names, or with a file of
+    weights. The header of safetensors gives the file's length."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415
+
+    from rayspec.model.sources import read_index  # noqa: PLC0415
+
+    try:
+        if file.name == "config.json":
+            json.loads(file.read_text(encoding="utf-8"))
+        elif file.suffix == ".json":
+            names = sorted(set(read_index(file)["weight_map"].values()))
+            return [f"{name} is missing" for name in names if not (file.parent / name).exists()]
+        elif file.suffix == ".gguf":
+            with file.open("rb") as opened:
+                return [] if opened.read(4) == b"GGUF" else [f"{file.name} is no GGUF file"]
+        elif file.suffix == ".safetensors":
+            with safe_open(file, framework="numpy"):
+                pass
+        elif not file.stat().st_size:
+            return [f"{file.name} is empty"]
+    except CheckpointError as error:
+        return [str(error)]
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        return [f"{file.name} cannot be read: {error!r}"]
+    return []

@@ -33,12 +33,12 @@ from rayspec.ops.doctor.machine import (
     Finding,
     check_gpus,
     check_memory,
+    check_model,
     check_open_files,
     check_packages,
     check_ray_folder,
     check_shared_memory,
 )
-from rayspec.ops.doctor.model_files import check_model
 from tests.families import checkpoint
 
 GIB = 2**30
@@ -213,8 +213,9 @@ def test_config_weights_and_tokenizer_are_missed(folder: Path) -> None:
     finding, place = check_model(str(folder))
     assert (finding.status, place) == ("warning", str(folder))
     assert "no tokenizer" in finding.found
-    (folder / "config.json").write_text("{")
-    assert "config.json cannot be read" in refused(folder).found
+    for content in ("{", '{"a": ' + "[" * 100_000):
+        (folder / "config.json").write_text(content)
+        assert "config.json cannot be read" in refused(folder).found
     for path in folder.iterdir():
         path.unlink()
     assert "no config.json; no weights" in refused(folder).found
