@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 # The weights that a sublayer uses: the target's own weights, or a copy with 8 or 4 bits for each weight.
 Weights: TypeAlias = Literal["full", "int8", "int4"]
@@ -24,17 +24,13 @@ SKIP: Choice = "skip"
 # The smallest first.
 QUANTISED_WEIGHTS: tuple[Weights, ...] = ("int4", "int8")
 
+# A skipped sublayer uses neither.
 _PARTS: Mapping[Choice, tuple[Weights, Keys]] = {
-    "full": ("full", "all"),
-    "skip": ("full", "all"),  # a skipped sublayer uses neither
-    "int8": ("int8", "all"),
-    "int4": ("int4", "all"),
-    "window": ("full", "window"),
-    "pages": ("full", "pages"),
-    "int8+window": ("int8", "window"),
-    "int8+pages": ("int8", "pages"),
-    "int4+window": ("int4", "window"),
-    "int4+pages": ("int4", "pages"),
+    choice: (
+        next((weights for weights in get_args(Weights) if weights in choice.split("+")), "full"),
+        next((keys for keys in get_args(Keys) if keys in choice.split("+")), "all"),
+    )
+    for choice in get_args(Choice)
 }
 
 

@@ -6,7 +6,6 @@ import importlib
 import io
 import os
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from rayspec.command.options import Asked, LongCommand, format_groups, with_sett
 from rayspec.command.terminal import EXIT_INTERRUPTED, EXIT_USAGE, clean_exit, fail, load_llm, output_console, say
 from rayspec.config import REPLACED, ParallelOptions, SamplingParams
 from rayspec.errors import plainly
+from rayspec.machine import installed_version
 from rayspec.types import ConfigError
 
 # Commands that have left the package, and what runs them in a checkout of the project.
@@ -295,11 +295,7 @@ def version() -> None:
     """Print the versions of rayspec and of its main dependencies."""
     print(f"rayspec {rayspec.__version__}")  # noqa: T201 - a command's output
     for name in ("torch", "transformers", "ray", "pyarrow"):
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found = "is not installed"
-        print(f"{name} {found}")  # noqa: T201 - a command's output
+        print(f"{name} {installed_version(name) or 'is not installed'}")  # noqa: T201 - a command's output
 
 
 def main() -> None:
