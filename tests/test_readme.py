@@ -1,20 +1,16 @@
-"""What README.md and docs/ show runs as it stands, and prints what stands beneath it; links lead somewhere."""
+"""What README.md and docs/ show runs as it stands, and prints what stands beneath it."""
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.main import get_command
 
 import rayspec
 from rayspec import demo
-from rayspec.cli import app
 from tests.real_models import smollm2
 
 ROOT = Path(__file__).parents[1]
@@ -91,35 +87,6 @@ def test_snippets_run_and_print_what_the_page_says(page: Path, tmp_path: Path, m
     for snippet, printed in zip(snippets, json.loads(done.stdout.splitlines()[-1]), strict=True):
         if snippet["printed"] is not None:
             assert printed == snippet["printed"]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_in_the_text_exist_with_their_options(page: Path) -> None:
-    for code in re.findall(
-        r"^```(?:sh|console|)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    ):
-        for line in code.replace("\\\n", " ").splitlines():
-            found = re.match(r"\s*(?:\$ |.* -- )?rayspec (.*)", line)
-            if found is not None:
-                assert _unknown(shlex.split(found[1], comments=True)) == [], line
-
-
-def _unknown(words: list[str]) -> list[str]:
-    """Return the words of a command line that are neither commands nor options of rayspec."""
-    command: Any = get_command(app)
-    while words and not words[0].startswith("-") and getattr(command, "commands", None):
-        name, *words = words
-        if name not in command.commands:
-            return [name]
-        _, command, _ = command.resolve_command(typer.Context(command), [name])
-    known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
-    return [word for word in words if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in {*known, "--help"}]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_to_files(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
 
 
 def test_the_readme_is_short() -> None:

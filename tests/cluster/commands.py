@@ -92,10 +92,11 @@ def parse_program(program: str, arguments: Sequence[str]) -> None:
         parse({"ray": RAY, "rayspec": RAYSPEC, "serve": serve_cli}[program], arguments)
         return
     modules = {"benchmarks": BENCHMARKS, "benchmarks.device": BENCHMARKS_OF_DEVICES}
-    if arguments[0] == "-m" and arguments[1] in modules:
-        parse(modules[arguments[1]], arguments[2:])
+    if arguments[0] == "-m":
+        if arguments[1] in modules:  # others have their own parsers
+            parse(modules[arguments[1]], arguments[2:])
         return
-    script = re.fullmatch(r"(?:jobs/)?(\w+)\.py", arguments[0])
+    script = re.fullmatch(r"(?:(?:/opt/rayspec/)?jobs/)?(\w+)\.py", arguments[0])
     if script is None or script[1] not in JOBS:
         raise ValueError(f"there is no job {arguments[0]}")
     parse(JOBS[script[1]], arguments[1:])
