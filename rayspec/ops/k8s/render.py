@@ -20,13 +20,12 @@ from transformers import PretrainedConfig
 import rayspec
 from rayspec import demo
 from rayspec.config import SpeculationOptions
-from rayspec.model.sizes import model_sizes
 from rayspec.model.weights import read_config
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
 from rayspec.ops.plan.forecast import place_best
 from rayspec.ops.plan.gpus import Gpu, are_ranks_alike, parse_gpus
 from rayspec.ops.plan.options import PlacementOptions
-from rayspec.ops.plan.placement import Placement, placed_dtype
+from rayspec.ops.plan.placement import Placement, placed_dtype, rank_sizes
 from rayspec.types import ConfigError
 
 GIB = 2**30
@@ -123,9 +122,7 @@ def plan_cluster(options: RenderOptions) -> ClusterPlan:
     num_copies = options.replicas or placement.num_copies
     max_copies = options.max_replicas or num_copies
     # The whole model: a sum over ranks would count the embedding and the head several times.
-    sizes = model_sizes(
-        config, dtype=placed_dtype(placement.options.dtype, config), quantization=placement.options.quantization
-    )
+    sizes = rank_sizes(config, placement.options, 1)
     layer_bytes = sum(layer.weight_bytes for layer in sizes.layers)
     return ClusterPlan(
         placement=placement,

@@ -137,23 +137,13 @@ def usual_context(config: PretrainedConfig) -> int:
     return min(DEFAULT_CONTEXT, max_positions(config) or DEFAULT_CONTEXT)
 
 
-def place(config: PretrainedConfig, options: PlacementOptions) -> Placement:
+def place(config: PretrainedConfig, options: PlacementOptions, sizes: ModelSizes | None = None) -> Placement:
     """Place a model: stage i runs on `tensor` GPUs from number i * tensor. Without `stages` and `layers`, the stages
     are the fewest that fit. Where nothing fits, layers are spread by time alone, and `missing_bytes` is the shortage.
-    Raises ConfigError for GPUs that are unknown or too few, and the errors of `for_model`, `model_sizes` and
-    `partition`."""
+    sizes: of a rank, if they are known. Raises ConfigError for GPUs that are unknown or too few, and the errors of
+    `for_model`, `model_sizes` and `partition`."""
     options = for_model(options, config)
-    return place_sizes(_sizes(config, options, options.num_ranks), placed_dtype(options.dtype, config), options)
-
-
-def _sizes(config: PretrainedConfig, options: LoadOptions, num_ranks: int) -> ModelSizes:
-    dtype, quantization = placed_dtype(options.dtype, config), options.quantization
-    copies = options.draft_weights
-    return model_sizes(config, dtype=dtype, quantization=quantization, tensor=num_ranks, draft_weights=copies)
-
-
-def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions) -> Placement:
-    """Place a model of known sizes, as `place` does. options: with a context. sizes: of one of the `num_ranks`."""
+    sizes = sizes or rank_sizes(config, options, options.num_ranks)
     groups = _tensor_groups(parse_gpus(options.gpus), options.num_ranks)
     num_stages, choice = _num_stages(sizes, groups, options)
     if num_stages > 1 and sizes.why_whole:
@@ -177,7 +167,7 @@ def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions
         short.append(stage.weight_bytes + whole_layer - stage.device.bytes_free)
     return Placement(
         options=options,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(placed_dtype(options.dtype, config)).removeprefix("torch."),
         num_parameters=sizes.num_parameters,
         splits=sizes.splits,
         stages=stages,
@@ -187,6 +177,13 @@ def place_sizes(sizes: ModelSizes, dtype: torch.dtype, options: PlacementOptions
     )
 
 
+def rank_sizes(config: PretrainedConfig, options: LoadOptions, num_ranks: int) -> ModelSizes:
+    """Return the sizes of one of the tensor-parallel ranks. Raises as `model_sizes`."""
+    dtype, quantization = placed_dtype(options.dtype, config), options.quantization
+    copies = options.draft_weights
+    return model_sizes(config, dtype=dtype, quantization=quantization, tensor=num_ranks, draft_weights=copies)
+
+
 def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int | None = None) -> Iterator[Layout]:
     """Yield for each tensor-parallel degree one replica with as many stages as the GPUs allow, two with half as many,
     and so on, whether they fit or not; and one with the fewest stages that fit. A model that does not split has one
@@ -194,15 +191,19 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
     and the errors of `model_sizes`.
     """
     gpus = parse_gpus(options.gpus)
-    dtype = placed_dtype(options.dtype, config)
+
+    def placed(sizes: ModelSizes, own: Sequence[Gpu], **layout: int) -> Placement:
+        """Place a replica on some of the GPUs. layout: options in place of those of the load."""
+        return place(config, PlacementOptions(**options.load | {"gpus": gpus_spec(own)} | layout), sizes)
+
     for tensor in _tensor_degrees(config, gpus, options):
-        sizes, num_groups = _sizes(config, options, tensor), len(gpus) // tensor
+        sizes, num_groups = rank_sizes(config, options, tensor), len(gpus) // tensor
         if not sizes.splits and tensor > 1:
             continue
         stages = {min(num_groups // replicas, len(sizes.starts)) for replicas in range(1, num_groups + 1)}
         most = min(options.concurrency, max_replicas or num_groups)
         replicas_of = {count: min(num_groups // count, most) for count in ([1] if sizes.why_whole else sorted(stages))}
-        fewest = _placed(sizes, dtype, options, gpus, tensor=tensor)
+        fewest = placed(sizes, gpus, tensor=tensor)
         if fewest.fits:
             replicas_of.setdefault(len(fewest.stages), 1)
         for count, replicas in replicas_of.items():
@@ -210,16 +211,8 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
             size, concurrency = count * tensor, math.ceil(options.concurrency / replicas)
             alike = Counter(tuple(gpus[first * size : (first + 1) * size]) for first in range(replicas))
             layout = {"stages": count, "tensor": tensor, "concurrency": concurrency}
-            placed = [(_placed(sizes, dtype, options, own, **layout), copies) for own, copies in alike.items()]
-            groups = tuple(replace(group, num_copies=copies) for group, copies in placed)
+            groups = tuple(replace(placed(sizes, own, **layout), num_copies=copies) for own, copies in alike.items())
             yield Layout(stages=count, tensor=tensor, replicas=replicas, groups=groups, sizes=sizes)
-
-
-def _placed(
-    sizes: ModelSizes, dtype: torch.dtype, options: LoadOptions, gpus: Sequence[Gpu], **layout: int
-) -> Placement:
-    """Place a replica on some of the GPUs. layout: options in place of those of the load."""
-    return place_sizes(sizes, dtype, PlacementOptions(**options.load | {"gpus": gpus_spec(gpus)} | layout))
 
 
 def _tensor_degrees(config: PretrainedConfig, gpus: Sequence[Gpu], options: PlanOptions) -> list[int]:

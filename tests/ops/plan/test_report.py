@@ -13,12 +13,12 @@ from rayspec.bench.options import BenchOptions
 from rayspec.bench.run import model_folder
 from rayspec.command.terminal import load_llm
 from rayspec.config import EngineConfig
-from rayspec.model.sizes import ModelSizes, model_sizes
+from rayspec.model.sizes import ModelSizes
 from rayspec.ops.plan.forecast import EFFICIENCY, Ranking, load_profile, predicted, rank_layouts
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
-from rayspec.ops.plan.placement import Layout, layouts, place_sizes, placed_dtype
+from rayspec.ops.plan.placement import Layout, layouts, place, rank_sizes
 from rayspec.ops.plan.report import plan_table
-from rayspec.planning.latency import Curve, LatencyModel
+from rayspec.planning.latency import Curve, LatencyModel, StaleProfileError
 from rayspec.planning.simulate import SimulatedLoad, simulate
 from rayspec.types import ConfigError
 from tests.families import checkpoint
@@ -30,19 +30,17 @@ ONE_LAYER = {name: LlamaConfig(**{**config.to_dict(), "num_hidden_layers": 1}) f
 
 def costs(config: LlamaConfig, sizes: ModelSizes, gpu: str, *, tensor: int = 1, **options: Any) -> Any:
     """Return the costs of decoding and of prompts with all layers on one group of GPUs, whether they fit or not."""
-    dtype, load = (
-        placed_dtype("auto", config),
-        PlanOptions(gpus=gpu, hop_us=0, all_reduce_us=10 / EFFICIENCY, **options),
+    load = PlanOptions(gpus=gpu, hop_us=0, all_reduce_us=10 / EFFICIENCY, **options)
+    group = place(
+        config, PlacementOptions(gpus=f"{tensor}x{gpu}", stages=1, tensor=tensor, context=load.context), sizes
     )
-    place = PlacementOptions(gpus=f"{tensor}x{gpu}", stages=1, tensor=tensor, context=load.context)
-    group = place_sizes(sizes, dtype, place)
     layout = Layout(stages=1, tensor=tensor, replicas=1, groups=(group,), sizes=sizes)
     return predicted(config, load, layout, group)
 
 
 def costs_of(size: str, *, tensor: int = 1, quantization: Any = None, context: int = 16384) -> Any:
     config = LLAMA[size]
-    few = model_sizes(ONE_LAYER[size], dtype=placed_dtype("auto", config), quantization=quantization, tensor=tensor)
+    few = rank_sizes(ONE_LAYER[size], PlanOptions(gpus="H200", quantization=quantization), tensor)
     sizes = replace(few, layers=few.layers * config.num_hidden_layers)
     return costs(config, sizes, "H200", tensor=tensor, quantization=quantization, context=context)
 
@@ -90,7 +88,7 @@ def test_prompts_are_bound_by_arithmetic() -> None:
 
 def test_a_window_limits_what_attention_reads() -> None:
     config = ONE_LAYER["8B"]
-    sizes = model_sizes(config, dtype=placed_dtype("auto", config))
+    sizes = rank_sizes(config, PlanOptions(gpus="H100"), 1)
     layer = replace(sizes.layers[0], window=1024)
     model, _ = costs(config, replace(sizes, layers=(layer,)), "H100", context=4096)
     full_s, empty_s = (model.sublayers_s(rows=1, context=context, batch=1)[0] for context in (4096, 0))
@@ -172,9 +170,13 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'profile' is of a model with 10 sublayers, and this one has 12"):
         rank_layouts(SMALL, options(gpus="2xH100", profile=tmp_path / "p.json"))
     (tmp_path / "q.json").write_text("{}")
-    for name, message in (("q.json", "no profile that can be read"), ("none.json", "No such file")):
+    (tmp_path / "nested.json").write_text('{"format": "", "model": 0, "key": {"a": ' + "[" * 100_000)
+    messages = {"q.json": "no profile that can be read", "nested.json": "recursion", "none.json": "No such file"}
+    for name, message in messages.items():
         with pytest.raises(ConfigError, match=message):
             load_profile(tmp_path / name)
+    with pytest.raises(StaleProfileError, match="recursion"):
+        LatencyModel.load(tmp_path / "nested.json", {})
 
 
 COMMAND = ("plan",)
