@@ -202,9 +202,12 @@ def test_an_adapter_that_does_not_fit_leaves_nothing_for_the_next(folder: Path, 
 
 
 def test_a_missing_adapter_is_named(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "nested"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "nested" / "adapter_config.json").write_text('{"a": ' + "[" * 100_000)
     for options, message in (
         ({"lora_modules": {"a": str(tmp_path / "empty")}}, "no readable adapter_config.json"),
+        ({"lora_modules": {"a": str(tmp_path / "nested")}}, "recursion"),
         ({"adapter": "a"}, "option 'adapter' is 'a': name one of 'lora_modules' (none)"),
         ({"lora_modules": {"a": "x"}, "offload": {}}, "'lora_modules' does not work with option 'offload'"),
     ):
