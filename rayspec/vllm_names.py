@@ -34,13 +34,6 @@ class Argument:
     is_refused: bool = False
     is_flag: bool = False
 
-    @property
-    def kind(self) -> str:
-        """What becomes of it, for the table in the documentation."""
-        if self.is_refused:
-            return "refused"
-        return f"sets `{self.option}`" if self.option else "no effect"
-
 
 def _table(name: str) -> dict[str, Argument]:
     """Return a table of `vllm_names.json`: of each argument why it is refused, `unless` it has one of these values, or

@@ -46,6 +46,10 @@ def test_an_option_that_is_gone_says_what_replaced_it(group: str, old: str) -> N
         ({"stages": 2}, "give parallel={'stages': 2}"),
         ({"temperature": 0}, r"give SamplingParams\(temperature=0\) to `generate` or `chat`; in a file, .*'sampling'"),
         ({"speculation": {"zzz": 1}}, "unknown option 'zzz'; valid: .*choices, .*gate, "),
+        ({"offload": {}, "parallel": {"tensor": 2}}, "'offload' does not work with option 'tensor' 2.*use more stages"),
+        ({"parallel": "atuo"}, "'parallel' is 'atuo': give a mapping.*only LLM.* takes 'auto'"),
+        ({"cuda_graphs": "on", "cuda_kernels": "off"}, "'cuda_graphs' 'on' does not .* option 'cuda_kernels'.*auto"),
+        ({"cuda_graphs": "on", "parallel": {"tensor": 2}}, "'cuda_graphs' 'on' does not work with option 'tensor'"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -73,12 +77,6 @@ def test_a_static_choice_belongs_to_the_static_strategy() -> None:
         speculation(strategy="static", static_choice="int4+window2")
 
 
-def test_what_is_offloaded_is_not_split() -> None:
-    with pytest.raises(ConfigError, match=r"'offload' does not work with option 'tensor' 2.*use more stages"):
-        EngineConfig(model="m", offload={}, parallel={"tensor": 2})  # type: ignore[arg-type]
-    EngineConfig(model="m", offload={}, parallel={"stages": 2})  # type: ignore[arg-type]
-
-
 def test_capacity_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def capacity(made: EngineConfig) -> tuple[int, int]:
         return made.num_seqs, made.num_batched_tokens
@@ -93,12 +91,6 @@ def test_capacity_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made.sized(0) == made
     monkeypatch.setattr(config_module, "has_nvidia_gpu", lambda: True)
     assert capacity(unset) == (64, 4096)
-
-
-@pytest.mark.parametrize("layout", ["auto", "atuo"])
-def test_a_layout_is_a_mapping(layout: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'parallel' is '{layout}': give a mapping.*only LLM.* takes 'auto'"):
-        EngineConfig(model="m", parallel=layout)  # type: ignore[arg-type]
 
 
 def test_sampling_defaults_are_those_of_vllm() -> None:
@@ -124,6 +116,21 @@ def test_sampling_defaults_are_those_of_vllm() -> None:
         ({"min_tokens": 5, "max_tokens": 4}, "option 'min_tokens' is 5: it must not exceed max_tokens, which is 4"),
         ({"seed": 2**64}, r"option 'seed' is \d+: it must fit 64 bits"),
         ({"stop_token_ids": [1, -(2**70)]}, r"option 'stop_token_ids' is -\d+: it must fit 64 bits"),
+        ({"best_of": 4}, "'best_of' is 4: give n"),
+        ({"logits_processors": [print]}, "'logits_processors' is .*: a program cannot run in the sampler"),
+        ({"use_beam_search": True}, "'use_beam_search' is True: beams are not samples"),
+        (
+            {"guided_decoding": {"regex": "a"}},
+            "'guided_decoding' is .*: give structured_outputs=StructuredOutputsParams",
+        ),
+        (
+            {"spaces_between_special_tokens": False, "skip_special_tokens": False},
+            "'spaces_between_special_tokens' is False: give True, or leave out skip_special_tokens=False",
+        ),
+        ({"stop": "a", "detokenize": False}, "'stop' needs texts"),
+        ({"allowed_token_ids": []}, "'allowed_token_ids' is empty"),
+        ({"bad_words": [""]}, "'bad_words' holds an empty string"),
+        ({"truncate_prompt_tokens": 0}, "'truncate_prompt_tokens' is 0"),
     ],
 )
 def test_sampling_outside_its_limits_is_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -142,15 +149,6 @@ def test_sampling_outside_its_limits_is_refused_by_name(options: dict[str, Any],
 )
 def test_as_many_tokens_are_tapped_as_the_strategy_asks_about(options: dict[str, Any], num_tokens: int) -> None:
     assert SpeculationOptions(**options).num_tap_tokens == num_tokens
-
-
-@pytest.mark.parametrize(
-    ("name", "other"), [("cuda_kernels", {"cuda_kernels": "off"}), ("tensor", {"parallel": {"tensor": 2}})]
-)
-def test_graphs_that_were_asked_for_are_not_dropped_in_silence(name: str, other: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"'cuda_graphs' 'on' does not work with option '{name}'.*auto"):
-        config(cuda_graphs="on", **other)
-    assert config(**other).cuda_graphs == "auto"
 
 
 def test_the_keywords_of_llm_are_the_options_of_the_engine() -> None:
