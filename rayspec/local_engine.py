@@ -50,26 +50,22 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     the model's own text.
     """
     torch.set_num_threads(asked_threads(config.num_threads) or num_cores())
-
     device = resolve_device(config.device)
 
     def load() -> Engine:
         with on_device(device), LoadLock(user_folder(config.profile_cache)) as lock:
             lock.share()
-            return _load(config.sized(gpu_bytes(device)), with_tokenizer, lock)
+            sized = config.sized(gpu_bytes(device))
+            info = model_info(sized, load_config(sized), with_tokenizer=with_tokenizer)
+            model = in_fast_dtype(load_weights(sized), sized)
+            try:
+                parts = decompose(model)
+            except UnsupportedModelError as error:
+                return _whole_engine(sized, model, str(error), info)
+            parts, offloaded, _ = prepare_span(sized, model, parts)
+            return _local_engine(sized, parts, info, lock, offloaded)
 
     return in_thread_of_its_own(load)
-
-
-def _load(config: EngineConfig, with_tokenizer: bool, lock: LoadLock) -> Engine:
-    info = model_info(config, load_config(config), with_tokenizer=with_tokenizer)
-    model = in_fast_dtype(load_weights(config), config)
-    try:
-        parts = decompose(model)
-    except UnsupportedModelError as error:
-        return _whole_engine(config, model, str(error), info)
-    parts, offloaded, _ = prepare_span(config, model, parts)
-    return _local_engine(config, parts, info, lock, offloaded)
 
 
 def way_of(engine: Engine) -> Literal["drafts", "copies", "plain"]:
