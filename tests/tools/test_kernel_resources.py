@@ -20,7 +20,7 @@ for num_rows, architecture in ((8, 90), (64, 80), (64, 100)):
         needs = r.compile_launch(launch, architecture)
         print(needs.registers, needs.stack, needs.shared)
 print("--")
-for shape in r.SHAPES:
+for shape in (r.LLAMA_8B, r.GEMMA):
     decode, verify = (r.attend_launches(shape, bucket)[0] for bucket in (r.DECODE, r.VERIFY))
     print(r.code_of(decode) == r.code_of(verify), r.code_of(decode) == r.code_of(r.attend_launches(shape, r.TREE)[0]))
 print("--")
@@ -105,7 +105,7 @@ def test_the_table_of_the_documentation_is_what_the_compiler_says(cache: Path) -
 
 
 def test_decode_and_verify_run_the_same_code(answers: list[list[str]]) -> None:
-    assert answers[2] == ["True False"] * 5
+    assert answers[2] == ["True False"] * 2
 
 
 def test_bfloat16_is_rounded_to_nearest_and_products_are_rounded_before_their_sum(answers: list[list[str]]) -> None:

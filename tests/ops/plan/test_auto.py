@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_without_gpus_the_model_is_in_this_process() -> None:
     if found_gpus():
         pytest.skip("there are GPUs")
-    with LLM("demo", parallel="auto", dtype="float32", max_model_len=64) as llm:
+    with LLM("demo", parallel="auto", dtype="float32", max_model_len=64, speculation={"strategy": "ar"}) as llm:
         assert llm.config.parallel is None
         assert llm.config.model == demo.model_path()
         assert llm.generate(["The"])[0].outputs[0].text
