@@ -173,9 +173,10 @@ def openai_batch(
     output: Annotated[str, typer.Option("--output", "-o", help="folder for the answers; path or URI")],
     served_model_name: Annotated[str | None, typer.Option(help="what lines call the model; none: as --model")] = None,
 ) -> None:
-    """Answer the requests of an OpenAI batch file: /v1/chat/completions, /v1/completions, /v1/responses.
+    """Answer the requests of an OpenAI batch file.
 
-    It writes output.jsonl and errors.jsonl, in OpenAI's format.
+    It answers /v1/chat/completions, /v1/completions and /v1/responses, and writes output.jsonl and errors.jsonl, in
+    OpenAI's format.
     """
     # Imported here, because it brings transformers.
     from rayspec.batch.batch_task import ERRORS_NAME, OUTPUT_NAME, BatchFiles, BatchTask, read_requests  # noqa: PLC0415

@@ -192,7 +192,7 @@ does not fit.
 """
 
 
-@k8s.command(help=_RENDER_HELP)
+@k8s.command(help=_RENDER_HELP, short_help="Print the manifests of a model.")
 @with_options(RenderOptions)
 def render(
     *,
@@ -207,7 +207,7 @@ def render(
     print(render(read_render_options(config, asked.given | ({"inputs": tuple(inputs)} if inputs else {}))), end="")  # noqa: T201 - a command's output
 
 
-@k8s.command()
+@k8s.command(short_help="Render all manifests below a folder.")
 def overlays(
     folder: Annotated[Path, typer.Argument(help="with an options.yaml in each overlay")] = Path("k8s/overlays"),
     check: Annotated[bool, typer.Option(help="write nothing; exit code 1 if a manifest is not up to date")] = False,
