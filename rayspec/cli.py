@@ -266,6 +266,7 @@ def serve(
     run_endpoint(options, Address(host=host, port=port), show)
 
 
+@app.command("run", cls=LongCommand, hidden=True)  # the name that other tools give to one prompt
 @app.command(cls=LongCommand)
 @with_settings(sampling=SamplingParams(max_tokens=None))
 def chat(

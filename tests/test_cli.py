@@ -176,7 +176,7 @@ def test_a_conversation_remembers_what_was_said(run: Any) -> None:
     assert both.stdout.startswith(alone.stdout)
     assert "error: the prompt has" in both.stderr, "a line that is too long does not end the conversation"
     assert len(both.stdout) > len(alone.stdout)
-    other = run("chat", "And then?", *PLAIN, "--max-tokens", "8", "--temperature", "0")
+    other = run("run", "And then?", *PLAIN, "--max-tokens", "8", "--temperature", "0")
     assert both.stdout != alone.stdout + other.stdout
 
 
