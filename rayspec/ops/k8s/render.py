@@ -77,18 +77,6 @@ class ClusterPlan:
     num_copies: int
     max_copies: int
 
-    @property
-    def num_stages(self) -> int:
-        return len(self.placement.stages)
-
-    @property
-    def num_ranks(self) -> int:
-        return self.placement.options.num_ranks
-
-    @property
-    def concurrency(self) -> int:
-        return self.placement.options.concurrency
-
 
 def plan_cluster(options: RenderOptions) -> ClusterPlan:
     """Plan the pods of a model. Raises ConfigError if it does not fit, also while it loads, or if the copies would be
@@ -212,11 +200,12 @@ def _cpu_pod(placement: Placement, options: RenderOptions) -> PodShape:
 def render(options: RenderOptions) -> str:
     """Return YAML documents. The same options give the same text. Raises ConfigError, CheckpointError."""
     plan = plan_cluster(options)
-    placement, each = plan.placement, " on each GPU" if plan.num_ranks > 1 else ""
+    placement, asked = plan.placement, plan.placement.options
+    each = " on each GPU" if asked.num_ranks > 1 else ""
     lines = [
         "Made by `rayspec k8s`: change the options and render again, rather than numbers here.",
         f"{options.model}: {placement.num_parameters / 1e9:.2f} billion parameters in {placement.dtype}.",
-        f"{plan.concurrency} sequences of {plan.placement.options.num_tokens} tokens at once, on each copy of it.",
+        f"{asked.concurrency} sequences of {asked.num_tokens} tokens at once, on each copy of it.",
         f"Layout: {placement.choice}.",
     ]
     for number, stage in enumerate(placement.stages):
@@ -235,19 +224,20 @@ def render(options: RenderOptions) -> str:
 
 def manifests(options: RenderOptions, plan: ClusterPlan) -> list[Manifest]:
     """Return a service account without rights, the network policy, a claim for models, and the Ray resource."""
+    asked, num_stages = plan.placement.options, len(plan.placement.stages)
     engine: dict[str, Any] = {
         "device": "cpu" if options.cpus is not None else "cuda",
-        "max_model_len": plan.placement.options.num_tokens,
-        "max_num_seqs": plan.concurrency,
+        "max_model_len": asked.num_tokens,
+        "max_num_seqs": asked.concurrency,
     }
     if options.dtype != "auto":
         engine["dtype"] = options.dtype
     replicas = plan.num_copies if options.kind == "job" else 1  # of a service, Serve makes the replicas
     parallel: dict[str, Any] = {}  # empty for a single copy in one process
-    if plan.num_stages * plan.num_ranks > 1 or replicas > 1:
+    if num_stages * asked.num_ranks > 1 or replicas > 1:
         start_timeout_s = float(max(_LEAST_START_S, math.ceil(plan.checkpoint_bytes / _LOADING_BYTES_PER_S)))
-        parallel = {"stages": plan.num_stages, "start_timeout_s": start_timeout_s}
-        parallel |= {"tensor": plan.num_ranks} if plan.num_ranks > 1 else {}
+        parallel = {"stages": num_stages, "start_timeout_s": start_timeout_s}
+        parallel |= {"tensor": asked.num_ranks} if asked.num_ranks > 1 else {}
         parallel |= {"replicas": replicas} if replicas > 1 else {}
     if options.cpus is not None:
         engine["num_threads"] = options.cpus

@@ -286,26 +286,14 @@ def placements_json(placements: Sequence[Placement]) -> dict[str, Any]:
     """Return options, stages and totals as JSON values: bytes, seconds, and numbers of the first and last layer.
 
     Placements of copies on other kinds of GPUs than the first copy are under `unlike_copies`."""
-    totals = [
-        "num_parameters",
-        "dtype",
-        "choice",
-        "missing_bytes",
-        "loading_bytes_missing",
-        "num_copies",
-        "fits",
-        "step_s",
-    ]
     found = []
     for placement in placements:
-        stages = []
-        for stage in placement.stages:
+        own = asdict(placement) | {"options": placement.options.model_dump()}
+        for stage, shown in zip(placement.stages, own["stages"], strict=True):
             first, last = stage.layers[0], stage.layers[-1]
             sublayers = (2 * first, 2 * last + 1) if placement.splits else None
-            more = {"layers": (first, last), "sublayers": sublayers, "bytes_left": stage.bytes_left}
-            stages.append(asdict(stage) | more)
-        own = {name: getattr(placement, name) for name in totals}
-        found.append(own | {"options": placement.options.model_dump(), "stages": stages})
+            shown.update(layers=(first, last), sublayers=sublayers, bytes_left=stage.bytes_left)
+        found.append(own | {"fits": placement.fits, "step_s": placement.step_s})
     first_copy, *others = found
     return {**first_copy, "unlike_copies": others}
 

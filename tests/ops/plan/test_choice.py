@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def shape_placed(placement: Placement) -> Shape:
 
 
 def shape_rendered(plan: ClusterPlan) -> Shape:
-    return plan.num_stages, plan.num_ranks, plan.num_copies, plan.concurrency
+    return shape_placed(replace(plan.placement, num_copies=plan.num_copies))
 
 
 @pytest.fixture
