@@ -311,13 +311,11 @@ class LLM:
         name = f"request-{next(self._request_numbers)}"
         if self._seeds is not None and params.seed is None:
             params = params.model_copy(update={"seed": self._seeds.getrandbits(63)})
+        given: dict[str, Any] = {"prompt_token_ids" if _is_token_ids(prompt) else "prompt": prompt}
         if isinstance(prompt, Mapping):
-            given = {key: value for key, value in prompt.items() if value is not None}
-            if given and given.keys() <= {"prompt", "prompt_token_ids"}:
-                return Request(request_id=name, params=params, adapter=adapter, **given)
-        if _is_token_ids(prompt):
-            return Request(request_id=name, params=params, adapter=adapter, prompt_token_ids=prompt)
-        return Request(request_id=name, params=params, adapter=adapter, prompt=prompt)
+            named = {key: value for key, value in prompt.items() if value is not None}
+            given = named if named and named.keys() <= {"prompt", "prompt_token_ids"} else given
+        return Request(request_id=name, params=params, adapter=adapter, **given)
 
     def _complete(self, asked: Sequence[Request | RequestOutput], use_tqdm: bool | ProgressBar) -> list[RequestOutput]:
         """Run the requests and return all outputs in the order of `asked`."""
