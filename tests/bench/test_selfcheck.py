@@ -5,18 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from rayspec.bench import run
-from rayspec.cli import app
+COMMAND = ("selfcheck", "--device", "cpu", "--num-threads", "1", "--quick")
 
 
-def invoke(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["selfcheck", "--device", "cpu", "--num-threads", "1", *map(str, arguments)])
-
-
-def test_a_quick_check_of_this_installation(tmp_path: Path) -> None:
-    result = invoke("--quick", "--json", tmp_path / "out" / "c.json")
+def test_a_quick_check_of_this_installation(run: Any, tmp_path: Path) -> None:
+    result = run("--json", "out/c.json")
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "out" / "c.json").read_text(encoding="utf-8"))
     assert (saved["ok"], saved["device"]) == (True, "cpu")
@@ -24,7 +18,9 @@ def test_a_quick_check_of_this_installation(tmp_path: Path) -> None:
     assert all(f"| {check['name']} | passed |" in result.stdout for check in saved["checks"])
 
 
-def test_another_text_fails_and_a_broken_check_stops_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_text_fails_and_a_broken_check_stops_no_other(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[Any] = []
 
     def run_bench(options: Any, say: object) -> dict[str, Any]:
@@ -34,8 +30,8 @@ def test_another_text_fails_and_a_broken_check_stops_no_other(monkeypatch: pytes
         found = {"ar": 3, "static": 3, "hf": 2}
         return {"workloads": [{"results": [{"strategy": k, "identical": n, "total": 3} for k, n in found.items()]}]}
 
-    monkeypatch.setattr(run, "run_bench", run_bench)
-    result = invoke("--quick", "--json", tmp_path / "c.json")
+    monkeypatch.setattr("rayspec.bench.run.run_bench", run_bench)
+    result = run("--json", "c.json")
     assert result.exit_code == 1
     assert 'raise RuntimeError("no luck")' in result.stderr
     saved = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))

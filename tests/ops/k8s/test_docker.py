@@ -52,22 +52,10 @@ def test_it_is_pinned_and_has_the_version_of_the_package() -> None:
     assert all("constraints.txt" in line or "pip" not in line for line in instructions("RUN"))
 
 
-def test_the_final_image_can_compile_what_triton_needs(tmp_path: Path) -> None:
-    """Its packages have a compiler and libc's headers, and its Python has its own: the same compile a module here."""
+def test_the_final_image_can_compile_what_triton_needs() -> None:
+    """Its packages have a compiler and libc's headers, and its Python has its own."""
     final = DOCKERFILE.read_text(encoding="utf-8").split("\nFROM ")[-1]
     packages = re.search(r"apt-get install --yes --no-install-recommends ([\w .+-]+?) &&", final)
     assert packages is not None
     assert {"gcc", "libc6-dev"} <= set(packages[1].split())
     assert final.startswith("python:"), "this image has Python's headers, unlike Debian's own Python"
-    source = tmp_path / "driver.c"
-    source.write_text("#include <Python.h>\nPyObject *one(void) { return PyLong_FromLong(1); }\n", encoding="utf-8")
-    command = [
-        "gcc",
-        "-shared",
-        "-fPIC",
-        f"-I{sysconfig.get_path('include')}",
-        str(source),
-        "-o",
-        str(tmp_path / "d.so"),
-    ]
-    subprocess.run(command, check=True, timeout=60)
