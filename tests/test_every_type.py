@@ -11,10 +11,11 @@ from rayspec.ops.supported import read_table
 from tests.every_type import CASES, PAGE, build, engine_config, generated, outcome, page, require
 from tests.exhaustive import few_of
 
-# One or two of each kind: split, attention of many kinds, recurrent state, no cache, positions of its own, composite.
+# Kinds: split, attention of many kinds, recurrent state, no cache, positions of its own, composite.
 FEW = (
-    "bamba", "bert", "deepseek_v3", "exaone4", "falcon#alibi", "gemma3", "got_ocr2", "gpt2", "llama4", "mamba2",
-    "ministral3#beta", "qwen3_5", "recurrent_gemma", "rwkv", "xlnet",
+    "bamba", "bert", "cpmant", "deepseek_v3", "diffllama", "exaone4", "falcon#alibi", "gemma3", "got_ocr2", "gpt2",
+    "llama4", "mamba2", "minimax", "ministral3#beta", "moshi", "openai-gpt", "qwen3_5", "recurrent_gemma", "rwkv",
+    "xlnet", "zamba",
 )  # fmt: skip
 
 
