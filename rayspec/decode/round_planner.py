@@ -376,14 +376,6 @@ class PlannedRound:
     started: float
 
 
-@dataclass(slots=True)
-class _Searching:
-    """A search under way over these tokens. counted_s: its seconds that are in the statistics."""
-
-    tokens: Sequence[TappedToken]
-    counted_s: float = 0.0
-
-
 class RoundPlanner:
     """Connects the strategy to the engine. Keeps the last tapped tokens and the plan searches under way over them."""
 
@@ -410,9 +402,8 @@ class RoundPlanner:
         self._stats = stats
         self._clock = clock
         self._answer_length = AnswerLength()
-        self._searching: dict[Future[Answer], _Searching] = {}  # the oldest first
+        self._searching: dict[Future[Answer], Sequence[TappedToken]] = {}  # over these tokens; the oldest first
         self._num_cancelled = 0  # searches in a row
-        self._searched_s = 0.0  # seconds of searches that are not yet in the statistics
         self._earlier_s = self._earlier_searched_s = 0.0  # of other strategies, which were replaced
 
     def replace_strategy(self, strategy: Strategy) -> Strategy:
@@ -473,7 +464,8 @@ class RoundPlanner:
         """Log the taps of a finished round, give the strategy its result, and let the strategy search. The strategy
         learns nothing from a round with chunks, because the round's own time is then unknown."""
         step_s = (self._clock() - planned.started - result.queued_s - result.owed_s) / result.num_steps
-        self._taps.extend(planned.work.taps)
+        taps = zip(planned.sequences, planned.work.taps, strict=False)
+        self._taps.extend(None if sequence.finished else token for sequence, token in taps)
         num_ends = sum(sequence.finish_reason == "stop" for sequence in planned.sequences)
         self._answer_length.observe(num_tokens=num_tokens, num_ends=num_ends)
         proposals, by_source = planned.state.proposals(), self._stats.accepted_by_source
@@ -489,8 +481,6 @@ class RoundPlanner:
         for sequence, probed in itertools.zip_longest(planned.sequences, result.probed):
             if sequence.lookahead is not None and planned.work.plan.lookahead:
                 sequence.lookahead.observe(probed or ())
-            if sequence.finished:
-                self._drop_taps(sequence)
         committed_any = num_tokens or not all(committed.finite for committed in result.committed)
         if committed_any and not planned.work.chunks:
             num_a_step = -(-num_tokens // result.num_steps)
@@ -498,49 +488,40 @@ class RoundPlanner:
             if (plain_rate := planned.chosen.plain_rate) is not None:
                 self._stats.compared_s += step_s * result.num_steps
                 self._stats.plain_s += num_tokens / plain_rate
+        started, is_searching = self._clock(), bool(self._searching)
         self._continue_searches(step_s)
-        started = self._clock()
         record = self.strategy.search(planned.state, self._search)
         if record is not None:
             self._stats.plans = [*self._stats.plans[-_MAX_PLAN_RECORDS + 1 :], record]
-        if record is not None or self._searched_s:
-            self._stats.optimise_s += max(self._searched_s, self._clock() - started)
-            self._searched_s = 0.0
+        if is_searching or self._searching or record is not None:
+            self._stats.optimise_s += self._clock() - started
         self._stats.gate_reason = self.strategy.status
 
     def forget(self, sequence: SequenceState | None = None) -> None:
         """Drop the taps of the sequence, or of all, and cancel the searches over them, because the sequence leaves its
         place in the KV cache."""
-        self._drop_taps(sequence)
-        for search, asked in self._searching.items():
-            if sequence is None or any(token.sequence_id == sequence.sequence_id for token in asked.tokens):
+        for at, token in enumerate(self._taps):
+            if token is not None and (sequence is None or token.sequence_id == sequence.sequence_id):
+                self._taps[at] = None
+        for search, tokens in self._searching.items():
+            if sequence is None or any(token.sequence_id == sequence.sequence_id for token in tokens):
                 search.cancel()
 
     def _continue_searches(self, step_s: float) -> None:
         """Let this process work on the oldest search for the time of a few steps, so that no sequence waits long.
         Cancel searches over tokens whose keys the cache does not have any more."""
         sequences = {sequence.sequence_id: sequence for sequence in self._scheduler.running}
-        for search, asked in list(self._searching.items()):
-            if not all(self._is_held(token, sequences) for token in asked.tokens):
+        for search, tokens in list(self._searching.items()):
+            if not all(self._is_held(token, sequences) for token in tokens):
                 search.cancel()
             if search.done():
                 del self._searching[search]
-        for search, asked in list(self._searching.items())[:1]:
-            started = self._clock()
+        if self._searching:
             self._stages.continue_search(SEARCH_STEPS * 2 ** min(self._num_cancelled, _MAX_DOUBLINGS) * step_s)
-            if not search.done():  # else its seconds are counted by now
-                took_s = self._clock() - started
-                asked.counted_s += took_s
-                self._stats.optimise_s += took_s
 
     def _is_held(self, token: TappedToken, sequences: Mapping[str, SequenceState]) -> bool:
         sequence = sequences.get(token.sequence_id)
         return sequence is not None and self._scheduler.kv.holds_window(sequence, token.position)
-
-    def _drop_taps(self, sequence: SequenceState | None) -> None:
-        for at, token in enumerate(self._taps):
-            if token is not None and (sequence is None or token.sequence_id == sequence.sequence_id):
-                self._taps[at] = None
 
     def _search(self, question: Question, sequence_id: str | None = None) -> Future[Answer] | None:
         """Search over the last tapped tokens; None if they are too few. Their sequences must keep their places until
@@ -555,13 +536,13 @@ class RoundPlanner:
             return None
         chosen = tokens[-question.num_tokens :]
         rows = [sequences[token.sequence_id].rows(token.position, 1) for token in chosen]
-        searching, asked = self._stages.search(chosen, rows, question), _Searching(chosen)
-        self._searching[searching] = asked
+        searching = self._stages.search(chosen, rows, question)
+        self._searching[searching] = chosen
 
         def count(search: Future[Answer]) -> None:
             self._num_cancelled = self._num_cancelled + 1 if search.cancelled() else 0
-            if not search.cancelled() and search.exception() is None:
-                self._searched_s += max(0.0, search.result().seconds - asked.counted_s)
+            if self._stages.searches_apart and not search.cancelled() and search.exception() is None:
+                self._stats.optimise_s += search.result().seconds
 
         searching.add_done_callback(count)
         return searching

@@ -50,8 +50,7 @@ from msgspec import structs
 from torch import Tensor
 
 from rayspec.config import Verification
-from rayspec.decode.drafting.lookup import LookupIndex
-from rayspec.decode.processing import TokenSampler
+from rayspec.decode.processing import TokenSampler, process
 from rayspec.decode.runner import Stopwatch, integers, queued_s, seconds
 from rayspec.decode.sampling import (
     Drafts,
@@ -62,7 +61,6 @@ from rayspec.decode.sampling import (
     draft_tokens,
     finite_rows,
     gumbel,
-    processed_logits,
     target_tokens,
     top_logprobs,
     uniform,
@@ -148,19 +146,6 @@ class Head:
 
     def sampler(self, sequence_id: str) -> TokenSampler:
         return self._samplers[sequence_id]
-
-    def note_computed(self, sequence_id: str, num_tokens: int) -> None:
-        """Index this many leading tokens of the sequence for lookups, if there are any."""
-        sampler = self._samplers[sequence_id]
-        if sampler.lookup is not None:
-            sampler.lookup.extend_to(sampler.token_ids, num_tokens)
-
-    def lookup(self, sequence_id: str) -> LookupIndex:
-        """Return the lookup index of the sequence's committed tokens, up to date."""
-        sampler = self._samplers[sequence_id]
-        assert sampler.lookup is not None, "a strategy that looks up has an index"
-        sampler.lookup.extend_to(sampler.token_ids)
-        return sampler.lookup
 
     def note_taps(self, taps: Sequence[tuple[int, TappedToken]], logits: Tensor) -> None:
         """Remember the target's most likely token after each tapped token, and only the last `num_taps` of them.
@@ -250,7 +235,7 @@ def script(work: Work, head: Head) -> Generator[Pass, Tensor, Result]:
     last_rows = _last_rows(work.chunks, 0)
     logits = head.logits(hidden[:, integers(last_rows, hidden.device)]) if last_rows else hidden.new_zeros(0, 0)
     of_prompts = _prompt_logprobs(head, work.chunks, hidden)
-    return PrefillResult(_chosen(head, work.chunks, logits), of_prompts)
+    return PrefillResult(choose(head, work.chunks, logits), of_prompts)
 
 
 def _last_rows(chunks: Sequence[Chunk], first: int) -> list[int]:
@@ -278,11 +263,13 @@ def _prompt_logprobs(head: Head, chunks: Sequence[Chunk], hidden: Tensor) -> lis
     return found
 
 
-def _chosen(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committed | None]:
+def choose(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committed | None]:
     """Choose and commit the token after each chunk that samples. logits: one row for each of these chunks. On a GPU,
     the host indexes the chunks while the device still computes."""
     for chunk in chunks:
-        head.note_computed(chunk.sequence_id, chunk.rows.end)
+        sampler = head.sampler(chunk.sequence_id)
+        if sampler.lookup is not None:
+            sampler.lookup.extend_to(sampler.token_ids, chunk.rows.end)
     sampling = [chunk for chunk in chunks if chunk.sample]
     if not sampling:
         return [None] * len(chunks)
@@ -344,7 +331,7 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
         queued_s=queued_s(started, ended),
         paths=[verdict.path for verdict in verdicts],
         probed=probed,
-        prefilled=_chosen(head, work.chunks, chunk_logits),
+        prefilled=choose(head, work.chunks, chunk_logits),
         likeliest=_likeliest(logits, rows, work.num_likeliest),
         prompt_logprobs=of_prompts,
     )
@@ -505,7 +492,7 @@ def draft(head: Head, work: Round, noise: Noise) -> Generator[Pass, Tensor, Draf
     if plan.tree_widths:
         for entry, one, best_of in zip(entries, result.drafts, ranked, strict=True):
             if best_of and (head.verification == "coupled" or head.sampler(entry.sequence_id).greedy):
-                one.branch(_siblings(one, best_of, plan.tree_widths, entry.max_tree_tokens))
+                _branch(one, best_of, plan.tree_widths, entry.max_tree_tokens)
     return result
 
 
@@ -531,19 +518,19 @@ def _drawn(
     return steps
 
 
-def _siblings(
-    chain: Draft, ranked: Sequence[Sequence[float]], widths: Sequence[int], max_tokens: int
-) -> list[list[int]]:
-    """Return alternatives to each token that the model drafted: the best-ranked other tokens, and more of them at lower
+def _branch(chain: Draft, ranked: Sequence[Sequence[float]], widths: Sequence[int], max_tokens: int) -> None:
+    """Add alternatives to each token that the model drafted: the best-ranked other tokens, and more of them at lower
     confidence; earlier positions first. With the chain there are at most `max_tokens` tokens."""
-    num_left = max(0, max_tokens - len(chain.token_ids))
-    siblings = []
-    for token, confidence, best in zip(chain.token_ids, chain.confidences, ranked, strict=False):
+    siblings: list[tuple[int, int]] = []  # parents and tokens
+    for parent, (confidence, best) in enumerate(zip(chain.confidences, ranked, strict=True)):
         width = widths[sum(confidence <= bound for bound in SURENESS)]
-        others = [int(other) for other in best if other != token][: min(width - 1, num_left)]
-        num_left -= len(others)
-        siblings.append(others)
-    return siblings
+        most = max(0, min(width - 1, max_tokens - len(chain.token_ids) - len(siblings)))
+        others = [int(other) for other in best if other != chain.token_ids[parent]]
+        siblings += [(parent, other) for other in others[:most]]
+    if siblings:
+        parents, tokens = zip(*siblings, strict=True)
+        chain.parents = [*range(len(chain.token_ids)), *parents]
+        chain.token_ids += tokens
 
 
 def _still_drafting(head: Head, work: Round, drafts: Sequence[Draft], active: Sequence[int]) -> list[int]:
@@ -559,9 +546,12 @@ def _still_drafting(head: Head, work: Round, drafts: Sequence[Draft], active: Se
             entry, one = entries[index], drafts[index]
             if sound <= rule.min_survival:  # then no token after it is worth its row
                 continue
-            found = head.lookup(entry.sequence_id).propose(entry.max_draft_tokens - len(one.token_ids), one.token_ids)
-            if (constraint := head.sampler(entry.sequence_id).constraint) is not None:
-                found = found.cut_by(constraint, one.token_ids)
+            sampler = head.sampler(entry.sequence_id)
+            assert sampler.lookup is not None, "a strategy that looks up has an index"
+            sampler.lookup.extend_to(sampler.token_ids)
+            found = sampler.lookup.propose(entry.max_draft_tokens - len(one.token_ids), one.token_ids)
+            if sampler.constraint is not None:
+                found = found.cut_by(sampler.constraint, one.token_ids)
             num_taken = rule.num_looked_up(sound, found.match_classes)
             one.token_ids.extend(found.token_ids[:num_taken])
             one.match_classes.extend(found.match_classes[:num_taken])
@@ -584,32 +574,26 @@ def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequenc
 
     draft_logits: for each sequence, the processed logits [m_i, V] of its first m_i <= g_i tokens, which were sampled;
     None if no token was sampled. Other tokens (looked up, argmax) are accepted with probability p(x). Greedy sequences
-    compare exactly and ignore draft_logits. An empty draft gives the token of plain decoding. One copy to the host, and
-    one more with trees.
+    and trees are compared. An empty draft gives the token of plain decoding. One copy to the host, and one more if some
+    drafts are compared and others not.
     """
     if all(row.sampler.greedy or not row.pending for row in rows):
         return verify_coupled(logits, rows)
     pairs = list(zip(rows, draft_logits, strict=True))
-    is_compared = [bool(row.parents) for row in rows]
+    is_compared = [row.sampler.greedy or bool(row.parents) for row in rows]
     if any(is_compared):
         compared = iter(verify_coupled(logits, list(itertools.compress(rows, is_compared))))
         others = [pair for pair, exact in zip(pairs, is_compared, strict=True) if not exact]
         drawn = iter(verify_rejection(logits, [row for row, _ in others], [given for _, given in others]))
         return [next(compared if exact else drawn) for exact in is_compared]
-    sampled_from = [None if row.sampler.greedy else given for row, given in zip(rows, draft_logits, strict=True)]
     drafts, draft_rows, num_dense = [0] * len(logits), [-1] * len(logits), 0
-    for row, given in zip(rows, sampled_from, strict=True):
+    for row, given in pairs:
         drafts[row.start : row.end - 1] = row.pending
         if given is not None:
             draft_rows[row.start : row.start + len(given)] = range(num_dense, num_dense + len(given))
             num_dense += len(given)
-    scores = processed_logits(logits, rows)
-    if greedy := [index for row in rows if row.sampler.greedy for index in range(row.start, row.end)]:
-        # The argmax of a greedy row gets probability 1, which makes the rule an exact comparison.
-        where = integers(greedy, scores.device)
-        best = scores[where].argmax(1, keepdim=True)
-        scores[where] = torch.full_like(scores[where], -torch.inf).scatter_(1, best, 0.0)
-    dense = [given for given in sampled_from if given is not None]
+    scores = process(logits.to(torch.float32, copy=True), [each for row in rows for each in row.logit_rows()])
+    dense = [given for given in draft_logits if given is not None]
     lengths = [len(row.pending) for row in rows]
     samplers = [row.sampler for row in rows]
     of_rows = integers([*drafts, *draft_rows], scores.device).view(2, -1)
@@ -703,10 +687,10 @@ def _agreement(row: Rows, targets: list[int], is_finite: bool) -> Verdict:
         while num_accepted < len(row.pending) and row.pending[num_accepted] == targets[num_accepted]:
             num_accepted += 1
         return Verdict(targets[: num_accepted + 1], num_accepted, (), is_finite)
-    agrees = [True]
-    for token, parent in zip(row.pending, row.parents, strict=True):
-        agrees.append(agrees[parent] and token == targets[parent])
-    deepest = max(itertools.compress(range(len(agrees)), agrees), key=row.depths().__getitem__)
-    path = row.path(deepest)
-    token_ids = [targets[at] for at in (0, *path)]
-    return Verdict(token_ids, len(path), () if deepest == len(path) else tuple(path), is_finite)
+    paths: dict[int, tuple[int, ...]] = {0: ()}  # to the rows on which all tokens equal the target's
+    for at, (token, parent) in enumerate(zip(row.pending, row.parents, strict=True), start=1):
+        if parent in paths and token == targets[parent]:
+            paths[at] = (*paths[parent], at)
+    path = max(paths.values(), key=len)
+    is_chain = not path or path[-1] == len(path)
+    return Verdict([targets[at] for at in (0, *path)], len(path), () if is_chain else path, is_finite)

@@ -27,7 +27,6 @@ from torch import Tensor
 from rayspec.config import Verification
 from rayspec.decode.processing import LogitRow, RowsChange, TokenSampler, changed, changes_of, check_tokens, process
 from rayspec.decode.runner import integers
-from rayspec.decode.work import depths_of
 from rayspec.types import Logprob
 
 Integers = Sequence[int] | Tensor
@@ -179,22 +178,6 @@ class Rows(msgspec.Struct, frozen=True):
     def end(self) -> int:
         return self.start + len(self.pending) + 1
 
-    def depths(self) -> Sequence[int]:
-        """Return how many pending tokens precede the token that each row predicts."""
-        if not self.parents:
-            return range(len(self.pending) + 1)
-        return depths_of(self.parents)
-
-    def path(self, row: int) -> list[int]:
-        """Return the rows on the path from row 0 to `row`, without row 0."""
-        if not self.parents:
-            return list(range(1, row + 1))
-        path = []
-        while row > 0:
-            path.append(row)
-            row = self.parents[row - 1]
-        return path[::-1]
-
     def logit_rows(self) -> list[LogitRow]:
         before: list[Sequence[int]] = [self.pending[:at] for at in range(len(self.pending) + 1)]
         for at, parent in enumerate(self.parents):
@@ -320,11 +303,6 @@ class PlainSteps:
 
     def _rows(self, ahead: int) -> list[LogitRow]:
         return [LogitRow(at, sampler, (0,) * ahead) for at, sampler in enumerate(self._samplers)]
-
-
-def processed_logits(logits: Tensor, rows: Sequence[Rows]) -> Tensor:
-    """Return a float32 copy of raw logits [N, V] in which the rows of all sequences are processed."""
-    return process(logits.to(torch.float32, copy=True), _changed(rows))
 
 
 def _changed(rows: Sequence[Rows]) -> list[LogitRow]:

@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -305,15 +305,16 @@ class Stages(ABC):
 
     progress: the tasks that the caller's thread runs in these calls. num_cohorts: how many batches of sequences should
     have work under way at once, so that no stage waits. num_steps: the most steps that a round without drafts should
-    have, at most `MAX_STEPS`. takes_trees: whether drafts may branch. keeps_state: whether sequences
-    of work that failed must begin again at position 0. is_recovering: whether lost processes of the
-    model are being replaced; any thread may read it.
+    have, at most `MAX_STEPS`. takes_trees: whether drafts may branch. keeps_state: whether sequences of work that
+    failed must begin again at position 0. searches_apart: whether other processes search, beside the rounds.
+    is_recovering: whether lost processes of the model are being replaced; any thread may read it.
     """
 
     num_cohorts: int = 1
     num_steps: int = 1
     takes_trees: bool = True
     keeps_state: bool = False
+    searches_apart: bool = False
     is_recovering: bool = False
 
     def __init__(self) -> None:
@@ -360,6 +361,18 @@ class Stages(ABC):
 
     def shutdown(self) -> None:  # noqa: B027 - an engine in one process needs none
         """End the processes of the model."""
+
+
+@torch.inference_mode()
+def run_script(script: Generator[Pass, Tensor, Result], run: Callable[[Pass], Tensor]) -> Result:
+    """Run the passes that the script yields, here and now, and return its result."""
+    try:
+        one = next(script)
+        while True:
+            one = script.send(run(one))
+    except StopIteration as end:
+        result: Result = end.value
+        return result
 
 
 def done(work: Callable[[], T]) -> Future[T]:
@@ -494,18 +507,12 @@ class LocalStages(Stages):
         self.span.forget_round(work.id)
         return self._scripted(work)
 
-    @torch.inference_mode()
     def _scripted(self, work: Work) -> Result:
-        passes, before = script(work, self.head), self._num_unready
-        try:
-            one = next(passes)
-            while True:
-                one = passes.send(self.span.run(one, drawn=None if one.token_ids else self.head.drawn))
-        except StopIteration as end:
-            result: Result = end.value
-            if isinstance(result, RoundResult) and self._num_unready > before:
-                return msgspec.structs.replace(result, is_unready=True)
-            return result
+        span, head, before = self.span, self.head, self._num_unready
+        result = run_script(script(work, head), lambda one: span.run(one, drawn=None if one.token_ids else head.drawn))
+        if isinstance(result, RoundResult) and self._num_unready > before:
+            return msgspec.structs.replace(result, is_unready=True)
+        return result
 
     @property
     def _num_unready(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -30,14 +31,13 @@ from rayspec.decode.generate_state import (
     measured_passes,
     measured_sequences,
 )
-from rayspec.decode.rounds import Head, commit, first_pass, script, verify_coupled
+from rayspec.decode.rounds import Head, choose, first_pass, script
 from rayspec.decode.runner import Threads, seconds
-from rayspec.decode.sampling import Rows, top_logprobs
+from rayspec.decode.sampling import top_logprobs
 from rayspec.decode.search import Answer, Question
-from rayspec.decode.stages import Stages, done
+from rayspec.decode.stages import Stages, done, run_script
 from rayspec.decode.work import (
     Chunk,
-    Committed,
     Move,
     Pass,
     Prefill,
@@ -49,7 +49,6 @@ from rayspec.decode.work import (
     TappedToken,
     Work,
 )
-from rayspec.forms.grammar import Grammars
 from rayspec.model.passing import Border, at_border
 from rayspec.model.rows import RowSpan
 from rayspec.planning.latency import Measurement
@@ -214,35 +213,15 @@ class WholeModelStages(Stages):
     def start(self, work: Work) -> Future[Result]:
         # The last chunk brings the whole prompt, so the time of a task cannot be expected.
         with self.progress.of(type(work).__name__):
-            return done(lambda: self._run(work))
+            return done(lambda: run_script(whole_script(work, self._head, self.span), self.span.run))
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         raise NotImplementedError("a model that does not split into sublayers has no plans")
 
-    @torch.inference_mode()
-    def _run(self, work: Work) -> Result:
-        passes = whole_script(work, self._head, self.span)
-        try:
-            one = next(passes)
-            while True:
-                one = passes.send(self.span.run(one))
-        except StopIteration as end:
-            result: Result = end.value
-            return result
 
-
-def whole_head(
-    span: WholeSpan, *, vocab_size: int, verification: Verification, grammars: Grammars | None = None
-) -> Head:
-    """Return the head of an undivided model, whose own LM head is in the span."""
-    return Head(
-        lambda logits: logits[0],
-        vocab_size=vocab_size,
-        device=span.model.device,
-        verification=verification,
-        num_taps=0,
-        grammars=grammars,
-    )
+def whole_head(span: WholeSpan, **options: Any) -> Head:
+    """Return the head of an undivided model, whose own LM head is in the span. options: see `Head`."""
+    return Head(lambda logits: logits[0], device=span.model.device, num_taps=0, **options)
 
 
 def whole_script(work: Work, head: Head, span: WholeSpan) -> Generator[Pass, Tensor, Result]:
@@ -278,21 +257,17 @@ def whole_script(work: Work, head: Head, span: WholeSpan) -> Generator[Pass, Ten
 
 def _of_chunks(chunks: Sequence[Chunk], logits: Tensor, head: Head) -> PrefillResult:
     """Choose the tokens after the chunks. logits: [N, V], see `WholeSpan.run`."""
-    chosen: list[Committed | None] = []
-    of_prompts: list[list[dict[int, Logprob]]] = []
+    of_prompts, last_rows, at = list[list[dict[int, Logprob]]](), list[int](), 0
     for chunk in chunks:
         sampler = head.sampler(chunk.sequence_id)
-        head.note_computed(chunk.sequence_id, chunk.rows.end)
         count, prompt = sampler.params.prompt_logprobs, sampler.token_ids[: sampler.num_prompt_tokens]
-        chosen.append(None)
         of_prompts.append([])
         if chunk.rows.end < len(prompt):
             continue
         if count is not None and chunk.rows.context < len(prompt):
-            of_prompts[-1] = top_logprobs(logits[: len(prompt) - 1], prompt[1:], count)
-            logits = logits[len(prompt) :]
+            of_prompts[-1] = top_logprobs(logits[at : at + len(prompt) - 1], prompt[1:], count)
+            at += len(prompt)
         if chunk.sample:
-            rows = [Rows(sampler, 0, ())]
-            [chosen[-1]] = commit(logits[:1], rows, verify_coupled(logits[:1], rows))
-        logits = logits[1:]
-    return PrefillResult(chosen, of_prompts)
+            last_rows.append(at)
+        at += 1
+    return PrefillResult(choose(head, chunks, logits[last_rows]), of_prompts)

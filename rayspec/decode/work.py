@@ -141,14 +141,6 @@ class Move:
     in_windowed_store: bool = False
 
 
-def depths_of(parents: Sequence[int]) -> list[int]:
-    """Return the distance of each row of a tree from row 0. parents: the parents of rows 1, 2, ..."""
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1)
-    return depths
-
-
 class Draft(msgspec.Struct):
     """The draft of one entry. confidences: of the tokens that the model drafted on the main chain, which come first.
     parents: see `RoundEntry`. match_classes: of the looked-up tokens that extend them."""
@@ -169,15 +161,10 @@ class Draft(msgspec.Struct):
     @property
     def length(self) -> int:
         """Number of tokens on the longest path."""
-        return max(depths_of(self.parents)) if self.parents else len(self.token_ids)
-
-    def branch(self, siblings: Sequence[Sequence[int]]) -> None:
-        """Turn the chain into a tree. siblings: alternatives to each of its tokens."""
-        if any(siblings):
-            self.parents = list(range(len(self.token_ids)))
-            for parent, tokens in enumerate(siblings):
-                self.token_ids.extend(tokens)
-                self.parents.extend([parent] * len(tokens))
+        depths = [0]
+        for parent in self.parents or range(len(self.token_ids)):
+            depths.append(depths[parent] + 1)
+        return max(depths)
 
 
 class RoundEntry(msgspec.Struct, frozen=True):

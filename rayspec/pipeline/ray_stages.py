@@ -52,6 +52,8 @@ class RayStages(Stages):
     read `is_recovering`.
     """
 
+    searches_apart = True
+
     def __init__(self, replica: Replica) -> None:
         super().__init__()
         options = replica.blueprint.options

@@ -23,7 +23,6 @@ from rayspec.decode.sampling import (
     Stream,
     draft_tokens,
     gumbel,
-    processed_logits,
     splitmix,
     target_tokens,
     top_logprobs,
@@ -247,7 +246,10 @@ def any_batch(chance: random.Random, vocab_size: int) -> tuple[Tensor, list[Rows
 
 
 def histories(row: Rows, committed: list[int]) -> list[list[int]]:
-    return [[*committed, *(row.pending[at - 1] for at in row.path(place))] for place in range(len(row.pending) + 1)]
+    before = [committed]
+    for token, parent in zip(row.pending, row.parents or range(len(row.pending)), strict=True):
+        before.append([*before[parent], token])
+    return before
 
 
 @pytest.mark.parametrize("vocab_size", [12, 130, 3001])
@@ -264,7 +266,8 @@ def test_a_batch_has_the_bits_of_its_rows(vocab_size: int) -> None:
                 tokens[at] = (want[at] if params.greedy else want[at] + noise).argmax()
         before = logits.clone()
         chance.shuffle(rows)
-        assert torch.equal(processed_logits(logits, rows), want)
+        each = [one for row in rows for one in row.logit_rows()]
+        assert torch.equal(processing.process(logits.to(torch.float32, copy=True), each), want)
         assert torch.equal(target_tokens(logits, rows), tokens)
         assert torch.equal(logits, before)
 

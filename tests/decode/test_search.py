@@ -31,7 +31,7 @@ from rayspec.decode.search import (
     Trial,
     Values,
 )
-from rayspec.decode.strategy import Ask, BatchState
+from rayspec.decode.strategy import Ask, BatchState, Strategy
 from rayspec.decode.work import TappedToken
 from rayspec.model.fused import fuse
 from rayspec.model.rows import RowSpan, slots_between
@@ -238,15 +238,19 @@ def test_a_search_launches_few_operations_and_reads_one_result_a_sublayer() -> N
     assert reads.counts["numpy"] == NUM_SUBLAYERS + 1, "similarities, and the agreement"
 
 
-def _slow_search(clock: RowClock, sublayer_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def _slowly_searching(
+    strategy: Strategy, sublayer_s: float, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int = 2
+) -> tuple[Engine, RowClock]:
     """Each sublayer of a search takes seconds by the engine's clock, as each row of a pass takes one."""
-    run = PlanSearch.run
+    run, clock = PlanSearch.run, RowClock()
 
     def slow(search: PlanSearch, sublayer: int, choice: Choice, states: Any) -> torch.Tensor:
         clock.now_s += sublayer_s
         return run(search, sublayer, choice, states)
 
     monkeypatch.setattr(PlanSearch, "run", slow)
+    parts = parts_of(checkpoint("llama"))
+    return engine_with(parts, strategy, wrap=clock.count, clock=clock, max_num_seqs=max_num_seqs), clock
 
 
 class _Asking(FixedPlan):
@@ -264,10 +268,8 @@ class _Asking(FixedPlan):
 @pytest.mark.parametrize("sublayer_s", [0.5, 10.0])
 def test_a_search_holds_up_no_round_for_long(sublayer_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round of two sequences takes two seconds, and the search four or eighty."""
-    clock = RowClock()
-    _slow_search(clock, sublayer_s, monkeypatch)
     strategy = _Asking(Trial(num_tokens=NUM_TOKENS, patterns=[(FULL,) * NUM_SUBLAYERS]))
-    engine = engine_with(parts_of(checkpoint("llama")), strategy, wrap=clock.count, clock=clock, max_num_seqs=2)
+    engine, clock = _slowly_searching(strategy, sublayer_s, monkeypatch)
     for request in requests_for(cases(checkpoint("llama"), (5, 7), 16).prompts, LONG):
         engine.add(request)
     engine.step()
@@ -283,10 +285,8 @@ def test_a_search_holds_up_no_round_for_long(sublayer_s: float, monkeypatch: pyt
 
 def test_a_search_ends_with_its_own_sequences_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of one sequence are asked about; the other ends first."""
-    clock = RowClock()
-    _slow_search(clock, 5.0, monkeypatch)
     strategy = _Asking(Trial(num_tokens=1, patterns=[(FULL,) * NUM_SUBLAYERS]))
-    engine = engine_with(parts_of(checkpoint("llama")), strategy, wrap=clock.count, clock=clock, max_num_seqs=2)
+    engine, _ = _slowly_searching(strategy, 5.0, monkeypatch)
     for request in requests_for(cases(checkpoint("llama"), (5, 7), 16).prompts, LONG):
         engine.add(request)
     while strategy.asked is None:
@@ -302,8 +302,6 @@ def test_a_search_ends_with_its_own_sequences_only(monkeypatch: pytest.MonkeyPat
 
 def test_where_all_sequences_are_short_a_search_takes_more_time_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight rounds of one second for each sequence, and a search of 80 seconds."""
-    clock = RowClock()
-    _slow_search(clock, 10.0, monkeypatch)
     num_asked = 0
 
     class Insisting(_Asking):
@@ -314,7 +312,7 @@ def test_where_all_sequences_are_short_a_search_takes_more_time_between_rounds(m
                 num_asked += self.asked is not None
 
     strategy = Insisting(Trial(num_tokens=2, patterns=[(FULL,) * NUM_SUBLAYERS]))
-    engine = engine_with(parts_of(checkpoint("llama")), strategy, wrap=clock.count, clock=clock, max_num_seqs=1)
+    engine, _ = _slowly_searching(strategy, 10.0, monkeypatch, max_num_seqs=1)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     complete(engine, [cases(checkpoint("llama"), (5, 7), 16).prompts[0]] * 8, params)
     assert strategy.asked is not None
