@@ -74,7 +74,7 @@ class PacedEngine:
             live = self._requests[request_id]
             for sequence in live.sequences:
                 sequence.finish_reason = "abort"
-            self._requests.finish(live)
+            self._requests.new_output(live)
 
     def wake(self) -> None:
         """Do nothing: a tick is short."""

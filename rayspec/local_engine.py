@@ -18,12 +18,12 @@ from rayspec.decode.loading import (
     cache_size,
     choices_here,
     copies_for_drafts,
-    gpu_bytes,
     load_weights,
     make_engine,
     make_runner,
     model_info,
     prepare_span,
+    total_bytes,
 )
 from rayspec.decode.profile import LoadLock, chosen_threads, load_or_measure
 from rayspec.decode.requests import ModelInfo
@@ -55,7 +55,7 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
     def load() -> Engine:
         with on_device(device), LoadLock(user_folder(config.profile_cache)) as lock:
             lock.share()
-            sized = config.sized(gpu_bytes(device))
+            sized = config.sized(total_bytes(device) if device.type == "cuda" else None)
             info = model_info(sized, load_config(sized), with_tokenizer=with_tokenizer)
             model = in_fast_dtype(load_weights(sized), sized)
             try:

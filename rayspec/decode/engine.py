@@ -182,7 +182,7 @@ class Engine:
             if not sequence.finished:
                 sequence.finish_reason = "abort"
                 self._retire(sequence)
-        return self._requests.finish(live)
+        return self._requests.new_output(live)
 
     def abort_all(self) -> list[RequestOutput]:
         return [output.decoded() for name in list(self._requests) if (output := self.abort(name)) is not None]

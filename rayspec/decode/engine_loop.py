@@ -293,13 +293,14 @@ class EngineLoop:
 
     def _deliver(self, outputs: Iterable[NewOutput]) -> None:
         for output in outputs:
-            arrival = self._waiting.get(output.request_id)
+            request_id, is_last = output.output.request_id, output.output.finished
+            arrival = self._waiting.get(request_id)
             if arrival is None:
                 continue
-            if output.finished:
-                del self._waiting[output.request_id]
+            if is_last:
+                del self._waiting[request_id]
             hand_over = partial(self._hand_over, arrival, output)
-            takes_long = output.finished and output.has_many_logprobs
+            takes_long = is_last and output.has_many_logprobs
             self._jobs.put(partial(self._large_outputs.submit, hand_over) if takes_long else hand_over)
 
     def _deliver_all(self) -> None:
@@ -312,7 +313,7 @@ class EngineLoop:
         try:
             if arrival.future.done():
                 return
-            is_last = new.finished
+            is_last = new.output.finished
             try:
                 output = new.decoded()
             except RequestError as error:
@@ -323,7 +324,7 @@ class EngineLoop:
                 arrival.listener(output)
         except BaseException as error:  # noqa: BLE001 - the loop reports it
             self._inbox.put(partial(_raise, error))
-            if new.finished:
+            if new.output.finished:
                 _settle(arrival.future, None, _death_by(error))
             return
         if is_last:

@@ -12,9 +12,8 @@ import itertools
 import logging
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -229,6 +228,15 @@ _NOTHING_S = 1e-9
 WHOLE = "attention and all else"
 
 
+@contextmanager
+def _as_unsupported(message: str = "{}") -> Iterator[None]:
+    """Raise errors of a model as UnsupportedModelError."""
+    try:
+        yield
+    except _MODEL_ERRORS as error:
+        raise UnsupportedModelError(message.format(f"{type(error).__name__}: {in_one_line(error)}")) from error
+
+
 @torch.inference_mode()
 def check_generation(model: PreTrainedModel) -> None:
     """Require that sequences that run in turns compute what `generate` computes for each alone, on random tokens.
@@ -238,7 +246,8 @@ def check_generation(model: PreTrainedModel) -> None:
         max_new_tokens=_NUM_CHECK_STEPS + 1, return_dict_in_generate=True, output_logits=True, do_sample=False
     )
     generate: Any = model.generate
-    try:
+    cannot = "{}: generate of transformers cannot continue a text with this model ({{}})"
+    with _as_unsupported(cannot.format(model.config.model_type)):
         states = [GenerateState(model, each) for each in (prompt[:1], prompt)]
         inputs = [torch.tensor([state.prompt], device=model.device) for state in states]
         outputs = [generate(each, generation_config=options) for each in inputs]
@@ -254,11 +263,6 @@ def check_generation(model: PreTrainedModel) -> None:
                         f"{model.config.model_type}: two sequences that decode in turns differ from generate's (by "
                         f"{difference:.1e}): the model keeps their state in its modules, or is not deterministic"
                     )
-    except _MODEL_ERRORS as error:
-        raise UnsupportedModelError(
-            f"{model.config.model_type}: generate of transformers cannot continue a text with this model "
-            f"({type(error).__name__}: {in_one_line(error)})"
-        ) from error
 
 
 @torch.inference_mode()
@@ -269,7 +273,7 @@ def check_received(model: PreTrainedModel) -> None:
     if not isinstance(embedding, StandIn):
         return
     prompt, found = _random_tokens(model, _FEW_TOKENS), []
-    try:
+    with _as_unsupported():
         with at_border(None) as border:
             GenerateState(model, prompt).run(prompt)
         states = torch.randn(border.received_shape, generator=torch.Generator().manual_seed(0))
@@ -278,8 +282,6 @@ def check_received(model: PreTrainedModel) -> None:
                 logits = GenerateState(model, prompt).run(prompt, num_logits=_FEW_TOKENS)
             found.append(border.sent[0][0] if border.sent else logits)
         difference = _difference(*found)
-    except _MODEL_ERRORS as error:
-        raise UnsupportedModelError(f"{type(error).__name__}: {in_one_line(error)}") from error
     if not difference <= _TOLERANCE_OF_CUTS:
         raise UnsupportedModelError(f"{model.config.model_type}: stages need the embedding, which its layers read")
 
@@ -337,7 +339,7 @@ def check_cuts(model: PreTrainedModel, cuts: Cuts) -> None:
     named = boundaries(model.config.get_text_config(decoder=True), end)[:-1]
     near = [each for each in named if each <= _FARTHEST]
     tokens = _random_tokens(model, num_tested, seed=2)
-    try:
+    with _as_unsupported("rows of a pass cannot be taken back ({})"):
         layers = getattr(_prefilled(model, 1, None).cache, "layers", ())
         windows = {each.sliding_window for each in layers if getattr(each, "is_sliding", False)}
         borders = sorted({each for each in windows if each < (end or math.inf)}.union(near))
@@ -351,10 +353,6 @@ def check_cuts(model: PreTrainedModel, cuts: Cuts) -> None:
                     continue  # the context ends here
                 raise
             _require_cuts(cut, tokens, expected, f"after {start} tokens")
-    except _MODEL_ERRORS as error:
-        raise UnsupportedModelError(
-            f"rows of a pass cannot be taken back ({type(error).__name__}: {in_one_line(error)})"
-        ) from error
 
 
 @torch.inference_mode()
@@ -407,11 +405,9 @@ def check_lockstep(model: PreTrainedModel, lockstep: Lockstep, cuts: Cuts | None
             found += run([partial(state.try_rows, tokens[:count]) for count, state in enumerate(states, start=1)])
         return found
 
-    try:
+    with _as_unsupported():
         pairs = zip(logits(lockstep.run), logits(_one_by_one), strict=True)
         difference = max(_difference(together, alone) for together, alone in pairs)
-    except _MODEL_ERRORS as error:
-        raise UnsupportedModelError(f"{type(error).__name__}: {in_one_line(error)}") from error
     if not difference <= (_TOLERANCE_OF_CUTS if model.dtype == torch.float32 else _TOLERANCE_IN_HALF):
         raise UnsupportedModelError(f"sequences in lockstep differ from sequences alone (by {difference:.1e})")
 
@@ -426,18 +422,26 @@ def measured_sequences(model: PreTrainedModel, lockstep: Lockstep, cuts: Cuts | 
     except UnsupportedModelError as error:
         logger.warning("sequences of this model run one after another: %s", error)
         counts = counts[:1]
-    states = [_prefilled(model, 1, None) for _ in range(max(counts))]
-    until, times = time.perf_counter() + _BUDGET_S, defaultdict[int, list[float]](list)
-    for repeat, count in itertools.product(range(_NUM_REPEATS_OF_SEQUENCES), counts):
-        if not repeat or time.perf_counter() < until:
-            calls = [partial(state.run, _random_tokens(model, 1)) for state in states[:count]]
-            started = time.perf_counter()
-            torch.cat(lockstep.run(calls) if count > 1 else _one_by_one(calls)).argmax(-1).tolist()
-            times[count].append(time.perf_counter() - started)
-    # Whatever else runs only makes a pass slower.
-    seconds = {count: min(took) for count, took in times.items()}
+    calls = [partial(_prefilled(model, 1, None).run, _random_tokens(model, 1)) for _ in range(max(counts))]
+
+    def run(count: int) -> Tensor:
+        return torch.cat(lockstep.run(calls[:count]) if count > 1 else _one_by_one(calls[:1]))
+
+    seconds = _fastest(counts, _NUM_REPEATS_OF_SEQUENCES, run)
     faster = [count for count in counts if seconds[count] < count * seconds[1]]
     return min(faster, default=None), min(seconds[count] * _NUM_SEQUENCES / count for count in (1, *faster[-1:]))
+
+
+def _fastest(counts: Sequence[int], num_repeats: int, run: Callable[[int], Tensor]) -> dict[int, float]:
+    """Return the seconds of the fastest run of each count, which runs once at least; all of them take about a second.
+    Whatever else the machine runs only makes a run slower."""
+    until, seconds = time.perf_counter() + _BUDGET_S, dict.fromkeys(counts, math.inf)
+    for repeat, count in itertools.product(range(num_repeats), counts):
+        if not repeat or time.perf_counter() < until:
+            started = time.perf_counter()
+            run(count).argmax(-1).tolist()
+            seconds[count] = min(seconds[count], time.perf_counter() - started)
+    return seconds
 
 
 def _one_by_one(calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
@@ -446,19 +450,11 @@ def _one_by_one(calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
 
 @torch.inference_mode()
 def measured_passes(model: PreTrainedModel, cuts: Cuts | None, *, sequences_s: float) -> list[Measurement]:
-    """Time passes of one and of several rows, within about a second; of each number at least once. Without cuts, rows
-    cannot be tried. sequences_s: from `measured_sequences`."""
-    prompt = _random_tokens(model, _NUM_CHECK_TOKENS)
-    state, times = GenerateState(model, prompt, cuts=cuts), defaultdict[int, list[float]](list)
-    state.run(prompt)
-    until, tokens = time.perf_counter() + _BUDGET_S, _random_tokens(model, max(_ROW_COUNTS), seed=3)
-    for repeat, rows in itertools.product(range(_NUM_REPEATS), _ROW_COUNTS if cuts else ()):
-        if not repeat or time.perf_counter() < until:
-            started = time.perf_counter()
-            state.try_rows(tokens[:rows]).argmax(-1).tolist()
-            state.keep(0)
-            times[rows].append(time.perf_counter() - started)
-    found = [Measurement(kind=WHOLE, rows=rows, context=0, batch=1, seconds=min(took)) for rows, took in times.items()]
+    """Time passes of one and of several rows. Without cuts, rows cannot be tried. sequences_s: from
+    `measured_sequences`."""
+    state, tokens = _prefilled(model, _NUM_CHECK_TOKENS, cuts), _random_tokens(model, max(_ROW_COUNTS), seed=3)
+    seconds = _fastest(_ROW_COUNTS if cuts else (), _NUM_REPEATS, lambda rows: state.try_rows(tokens[:rows]))
+    found = [Measurement(kind=WHOLE, rows=rows, context=0, batch=1, seconds=took) for rows, took in seconds.items()]
     several = Measurement(kind=WHOLE, rows=_NUM_SEQUENCES, context=0, batch=_NUM_SEQUENCES, seconds=sequences_s)
     return [*found, several, Measurement(kind=HEAD, rows=1, context=0, batch=1, seconds=_NOTHING_S)]
 

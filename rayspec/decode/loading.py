@@ -20,11 +20,10 @@ from rayspec.decode.engine import Engine
 from rayspec.decode.generate_state import cache_bytes
 from rayspec.decode.generation_config import eos_token_ids, generation_defaults
 from rayspec.decode.profile import cache_file
-from rayspec.decode.rehearsal import empty_caches, rehearse
+from rayspec.decode.rehearsal import empty_caches, rehearse, self_test
 from rayspec.decode.requests import ModelInfo
 from rayspec.decode.runner import Runner, ways_of
 from rayspec.decode.scheduler import Scheduler
-from rayspec.decode.self_test import self_test
 from rayspec.decode.stages import MAX_STEPS, Stages
 from rayspec.decode.strategy import Strategy
 from rayspec.errors import reason_of
@@ -309,23 +308,6 @@ def _num_draft_tokens(config: EngineConfig) -> int:
     return config.speculation.max_draft_tokens if config.speculation.strategy != "ar" else 0
 
 
-def make_scheduler(config: EngineConfig, size: CacheSize, *, window: int | None, num_cohorts: int = 1) -> Scheduler:
-    """Make the scheduler of a KV cache. window: see `cache_size`."""
-    return Scheduler(
-        size.num_slots,
-        windowed=WindowedPages(size.num_windowed_slots, window, _NUM_BEHIND)
-        if window and size.num_windowed_slots
-        else None,
-        max_num_seqs=config.num_seqs,
-        max_prefill_tokens=config.num_batched_tokens,
-        lookahead=_lookahead(config),
-        num_beside=config.speculation.num_branch_tokens,
-        chunk_grid=config.num_batched_tokens if config.deterministic else None,
-        num_cohorts=num_cohorts,
-        shares_pages=config.enable_prefix_caching,
-    )
-
-
 def make_engine(
     config: EngineConfig,
     stages: Stages,
@@ -337,11 +319,26 @@ def make_engine(
     latency: LatencyModel | None = None,
     **resolved: str,
 ) -> Engine:
-    """Make the engine of loaded stages. resolved: options that were left to choose, as they are."""
+    """Make the engine of loaded stages. window: see `cache_size`. resolved: options that were left to choose, as they
+    are."""
+    windowed = None
+    if window and size.num_windowed_slots:
+        windowed = WindowedPages(size.num_windowed_slots, window, _NUM_BEHIND)
+    scheduler = Scheduler(
+        size.num_slots,
+        windowed=windowed,
+        max_num_seqs=config.num_seqs,
+        max_prefill_tokens=config.num_batched_tokens,
+        lookahead=_lookahead(config),
+        num_beside=config.speculation.num_branch_tokens,
+        chunk_grid=config.num_batched_tokens if config.deterministic else None,
+        num_cohorts=stages.num_cohorts,
+        shares_pages=config.enable_prefix_caching,
+    )
     return Engine(
         config.replace(max_model_len=info.max_model_len, kv_cache_tokens=size.num_slots, **resolved),
         stages=stages,
-        scheduler=make_scheduler(config, size, window=window, num_cohorts=stages.num_cohorts),
+        scheduler=scheduler,
         strategy=strategy,
         model=info,
         latency=latency,
@@ -473,11 +470,6 @@ def _enough(affordable: int, budget: float, device: torch.device, num_sharing: i
 
 def total_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[1]
-
-
-def gpu_bytes(device: torch.device) -> int | None:
-    """Return the memory of a GPU; None for a CPU."""
-    return total_bytes(device) if device.type == "cuda" else None
 
 
 def free_bytes(device: torch.device) -> int:

@@ -138,14 +138,6 @@ class NewOutput:
     texts: TokenTexts | None = None
 
     @property
-    def request_id(self) -> str:
-        return self.output.request_id
-
-    @property
-    def finished(self) -> bool:
-        return self.output.finished
-
-    @property
     def has_many_logprobs(self) -> bool:
         """Whether the texts of its log-probabilities take long."""
         rows = [self.output.prompt_logprobs or (), *(one.logprobs or () for one in self.output.outputs)]
@@ -154,19 +146,16 @@ class NewOutput:
     def decoded(self) -> RequestOutput:
         """Return the output with its texts. May be called once, on any thread; for a stream, in order. Raises
         RequestError for any error of the tokenizer."""
+        output, texts = self.output, self.texts
         with naming_tokenizer(_REFUSES):
-            return self._decoded()
-
-    def _decoded(self) -> RequestOutput:
-        for completion, detokenizer in zip(self.output.outputs, self.detokenizers, strict=True):
-            if detokenizer is not None:
-                completion.text = detokenizer.text_of(completion)
-            if self.texts is not None and completion.logprobs is not None:
-                completion.logprobs = [self.texts.named(row) for row in completion.logprobs]
-        if self.texts is not None and self.output.prompt_logprobs is not None:
-            rows = self.output.prompt_logprobs
-            self.output.prompt_logprobs = [None if row is None else self.texts.named(row) for row in rows]
-        return self.output
+            for completion, detokenizer in zip(output.outputs, self.detokenizers, strict=True):
+                if detokenizer is not None:
+                    completion.text = detokenizer.text_of(completion)
+                if texts is not None and completion.logprobs is not None:
+                    completion.logprobs = [texts.named(row) for row in completion.logprobs]
+            if texts is not None and output.prompt_logprobs is not None:
+                output.prompt_logprobs = [row and texts.named(row) for row in output.prompt_logprobs]
+        return output
 
 
 @dataclass(frozen=True, slots=True)

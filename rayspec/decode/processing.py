@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rayspec.decode.runner import integers
-from rayspec.decode.work import DecodingParams, SamplerSpec
+from rayspec.decode.work import SamplerSpec
 from rayspec.forms.grammar import Constraint
 from rayspec.types import InvalidTokenError
 
@@ -200,18 +200,9 @@ class TokenSampler:
             self._begin + 1 if len(self.suppressed_at_begin) else 0,
         )
 
-    @cached_property
-    def has_biases(self) -> bool:
-        return len(self.bias_ids) > 0 or bool(self.biased)
-
     def forbids(self, num_before: int) -> bool:
         """Return whether tokens may be forbidden in the row after `num_before` more tokens."""
         return bool(self.ngrams or self.bad_words) or self.num_output_tokens + num_before < self._num_ruled
-
-    @cached_property
-    def may_forbid(self) -> bool:
-        """Whether tokens may be forbidden in any row."""
-        return bool(self.ngrams or self.bad_words) or self._num_ruled > 0
 
     def always_forbidden(self, num_before: int) -> list[Tensor]:
         """Return the tokens that are forbidden after any `num_before` more tokens."""
@@ -243,10 +234,6 @@ class LogitRow(msgspec.Struct, frozen=True):
     at: int
     sampler: TokenSampler
     before: Sequence[int]
-
-    @property
-    def params(self) -> DecodingParams:
-        return self.sampler.params
 
 
 def process(scores: Tensor, rows: Sequence[LogitRow]) -> Tensor:
@@ -355,24 +342,21 @@ def _forbid(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 def _penalise(scores: Tensor, rows: Sequence[LogitRow]) -> None:
     """Apply the repetition penalty of CTRL (Keskar et al., 2019) over prompt and output, and OpenAI's presence and
     frequency penalties over the output. Finite scores stay finite."""
-    counts = _counts(rows)
-    is_in_output = counts > 0
-    is_repeated = torch.stack([row.sampler.is_in_prompt for row in rows]).logical_or_(is_in_output)
-    repetition = _column([min(max(row.params.repetition_penalty, 1e-30), 1e30) for row in rows], scores)
-    scaled = torch.where(scores > 0, scores / repetition, scores * repetition).clamp_(-_LARGEST, _LARGEST)
-    scores.copy_(torch.where(is_repeated & scores.isfinite(), scaled, scores))
-    scores.sub_(_column([row.params.frequency_penalty for row in rows], scores) * counts)
-    scores.sub_(_column([row.params.presence_penalty for row in rows], scores) * is_in_output)
-
-
-def _counts(rows: Sequence[LogitRow]) -> Tensor:
     counts = torch.stack([row.sampler.counts for row in rows])
     tokens = [[*row.sampler.uncounted, *row.before] for row in rows]
     flat = [token for each in tokens for token in each]
     check_tokens("pending", flat, counts.shape[1])
     owners = [index for index, each in enumerate(tokens) for _ in each]
     where = integers([*owners, *flat], counts.device).view(2, -1)
-    return counts.index_put_((where[0], where[1]), counts.new_ones(()), accumulate=True)
+    counts.index_put_((where[0], where[1]), counts.new_ones(()), accumulate=True)
+    is_in_output = counts > 0
+    is_repeated = torch.stack([row.sampler.is_in_prompt for row in rows]).logical_or_(is_in_output)
+    params = [row.sampler.params for row in rows]
+    repetition = _column([min(max(one.repetition_penalty, 1e-30), 1e30) for one in params], scores)
+    scaled = torch.where(scores > 0, scores / repetition, scores * repetition).clamp_(-_LARGEST, _LARGEST)
+    scores.copy_(torch.where(is_repeated & scores.isfinite(), scaled, scores))
+    scores.sub_(_column([one.frequency_penalty for one in params], scores) * counts)
+    scores.sub_(_column([one.presence_penalty for one in params], scores) * is_in_output)
 
 
 def _force(scores: Tensor, rows: Sequence[LogitRow]) -> None:
@@ -387,19 +371,19 @@ def _scale(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 
 
 def _cut_to_min_p(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    scores.masked_fill_(scores < _column([math.log(row.params.min_p) for row in rows], scores), -math.inf)
+    scores.masked_fill_(scores < _column([math.log(row.sampler.params.min_p) for row in rows], scores), -math.inf)
 
 
 def _cut_to_top_k(scores: Tensor, rows: Sequence[LogitRow]) -> None:
     """Keep the top k scores and all ties with the k-th, as vLLM and transformers do."""
-    counts = [row.params.top_k for row in rows]
+    counts = [row.sampler.params.top_k for row in rows]
     last = integers(counts, scores.device).unsqueeze(1) - 1
     weakest = scores.topk(max(counts), dim=1).values.gather(1, last)
     scores.masked_fill_(scores < weakest, -math.inf)
 
 
 def _cut_to_top_p(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    top_p = _column([row.params.top_p for row in rows], scores, dtype=torch.float64)
+    top_p = _column([row.sampler.params.top_p for row in rows], scores, dtype=torch.float64)
     total = scores.to(torch.float64).exp_().sum(1, keepdim=True)
     scores.copy_(_nucleus(scores, top_p, total, _SHORTLISTS))
 
@@ -439,8 +423,8 @@ def _ranked(scores: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
 _CHANGES: Mapping[_Change, Callable[[TokenSampler], bool]] = {
     _leave_allowed: lambda sampler: sampler.others is not None,
     _keep_form: lambda sampler: sampler.constraint is not None,
-    _add_biases: lambda sampler: sampler.has_biases,
-    _forbid: lambda sampler: sampler.may_forbid,
+    _add_biases: lambda sampler: len(sampler.bias_ids) > 0 or bool(sampler.biased),
+    _forbid: lambda sampler: bool(sampler.ngrams or sampler.bad_words) or sampler._num_ruled > 0,
     _penalise: lambda sampler: sampler.params.has_penalties,
     _force: lambda sampler: bool(sampler.forced),
     _scale: lambda sampler: not sampler.greedy,

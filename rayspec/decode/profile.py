@@ -374,14 +374,10 @@ def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_
             heads = {HEAD: False} if runner.parts.draft_head is None else {HEAD: False, DRAFT_HEAD: True}
             for kind, drafting in heads.items():
                 head = Measurement(kind=kind, rows=rows, context=0, batch=1, seconds=1, device=device)
-                yield head, _nothing, partial(runner.head, hidden, drafting=drafting)
+                yield head, lambda: None, partial(runner.head, hidden, drafting=drafting)
     if runner.device.type == "cpu":  # see `_fixed_cost` for others
         fixed = Measurement(kind=OVERHEAD, rows=1, context=0, batch=1, seconds=1, device=device)
-        yield fixed, _nothing, lambda: runner.hold(runner.batch([span_at(runner.cache, 0, 0, 1)]))
-
-
-def _nothing() -> None:
-    pass
+        yield fixed, lambda: None, lambda: runner.hold(runner.batch([span_at(runner.cache, 0, 0, 1)]))
 
 
 def _fixed_cost(runner: Runner, found: Sequence[Measurement], device: str) -> Measurement:

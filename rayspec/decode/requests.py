@@ -280,13 +280,7 @@ class LiveRequest:
 class Requests(dict[str, LiveRequest]):
     """Requests by id, from admission to their last output. num_slots: tokens that the KV cache can hold."""
 
-    def __init__(
-        self,
-        *,
-        model: ModelInfo,
-        num_slots: int,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, *, model: ModelInfo, num_slots: int, clock: Callable[[], float]) -> None:
         super().__init__()
         self._model = model
         self._num_slots = num_slots
@@ -324,19 +318,16 @@ class Requests(dict[str, LiveRequest]):
 
     def outputs(self) -> list[NewOutput]:
         """Return and forget the finished requests, and return the new output of streaming requests."""
-        outputs = []
-        for live in list(self.values()):
-            if live.finished:
-                outputs.append(self.finish(live))
-            elif live.request.stream and any(sequence.has_new_output for sequence in live.sequences):
-                outputs.append(self._new_output(live))
-        return outputs
+        return [
+            self.new_output(live)
+            for live in list(self.values())
+            if live.finished or (live.request.stream and any(one.has_new_output for one in live.sequences))
+        ]
 
-    def finish(self, live: LiveRequest) -> NewOutput:
-        del self[live.request.request_id]
-        return self._new_output(live)
-
-    def _new_output(self, live: LiveRequest) -> NewOutput:
+    def new_output(self, live: LiveRequest) -> NewOutput:
+        """Return what is new of a request, which is forgotten if it is finished."""
+        if live.finished:
+            del self[live.request.request_id]
         new = [(one, sequence) for sequence in live.sequences if (one := sequence.take_new_output()) is not None]
         output = RequestOutput(
             request_id=live.request.request_id,

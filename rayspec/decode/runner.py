@@ -241,7 +241,8 @@ class Runner:
         tap: Tap | None = None,
     ) -> Tensor:
         """Run sublayers `begin` .. `end` (exclusive), by default all in this process, over [1, N, hidden_size]."""
-        self._use_threads(hidden)
+        if self.threads is not None:
+            self.threads.use(hidden.shape[1])
         begin = self.first_sublayer if begin is None else begin
         end = self.end_sublayer if end is None else end
         span = self.parts.sublayers[begin - self.first_sublayer : end - self.first_sublayer]
@@ -258,8 +259,9 @@ class Runner:
     def head(self, hidden: Tensor, *, drafting: bool = False) -> Tensor:
         """Return the logits [N, vocab_size] of states [1, N, hidden_size]: of a draft, by the head's copy if there is
         one."""
-        self._use_threads(hidden)
         num_rows = hidden.shape[1]
+        if self.threads is not None:
+            self.threads.use(num_rows)
         padded = self.buffers.padded(hidden) if self.buffers is not None else None
         if padded is not None:
             return self.parts.head(padded, drafting=drafting)[:num_rows]
@@ -310,10 +312,6 @@ class Runner:
         if self.on_loss is not None and is_lost(self.device):
             self.on_loss(reason_of(error))
             self.on_loss = None
-
-    def _use_threads(self, hidden: Tensor) -> None:
-        if self.threads is not None:
-            self.threads.use(hidden.shape[1])
 
     def _run(
         self,

@@ -266,12 +266,9 @@ class Scheduler:
 
     def restart(self) -> None:
         """Move all running sequences back to `waiting` and forget all pages: the content of the cache is lost."""
-        for sequence in self.running:
-            self.kv.release(sequence)
+        for sequence in self.running[::-1]:
+            self.put_back(sequence)
         self.kv.forget_all()
-        for sequence in reversed(self.running):
-            self._put_back(sequence)
-        self.running.clear()
 
     def _admit(self, cohort: int, step: Step) -> None:
         """Admit waiting sequences in turn. A sequence whose shared pages are still being filled is passed over, and
@@ -341,10 +338,10 @@ class Scheduler:
         return bool(youngest)
 
     def put_back(self, sequence: SequenceState) -> None:
-        """Let a running sequence begin again, from position 0 on."""
+        """Let a running sequence begin again, from position 0 on. It waits before its equals."""
         self.kv.release(sequence)
         self.running.remove(sequence)
-        self._put_back(sequence)
+        self._wait(sequence, self._first_of_background if sequence.background else 0)
 
     def _preempt(self, sequence: SequenceState, step: Step) -> None:
         self.put_back(sequence)
@@ -358,10 +355,6 @@ class Scheduler:
         while place and self.waiting[place - 1].background:
             place -= 1
         return place
-
-    def _put_back(self, sequence: SequenceState) -> None:
-        """Let a sequence that has run wait before its equals."""
-        self._wait(sequence, self._first_of_background if sequence.background else 0)
 
     def _wait(self, sequence: SequenceState, place: int) -> None:
         self.waiting.insert(place, sequence)

@@ -48,7 +48,7 @@ class FromPrompt(Lookahead):
     def __init__(self, token_ids: Sequence[int]) -> None:
         super().__init__(token_ids, num_levels=3, num_columns=2, max_guesses=4)
         for first in range(len(token_ids) - 2):
-            self.pool.add(token_ids[first : first + 3])
+            self.keep(token_ids[first : first + 3])
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +107,7 @@ def test_continuations_come_as_often_as_they_should(path: str, name: str, verifi
     assert stats.num_accepted_tokens > NUM_DRAWS / 5
 
 
+@pytest.mark.exhaustive
 def test_a_planted_bias_is_seen(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token that was refused may come back."""
     monkeypatch.setattr(rounds, "_residual", lambda target, draft: target)

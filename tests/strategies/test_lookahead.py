@@ -2,8 +2,6 @@ from rayspec import demo
 from rayspec.choices import FULL
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode.drafting.lookahead import Guess, Lookahead
-from rayspec.decode.loading import make_scheduler
-from rayspec.model.kv_cache import CacheSize
 from rayspec.strategies.by_name import make_strategy
 from rayspec.strategies.fixed import lookahead_plan
 from tests.demo_model import EOS, demo_parts, demo_prompts
@@ -40,7 +38,7 @@ def test_ngrams_are_made_column_by_column_and_come_back_as_branches() -> None:
 def test_guesses_share_what_they_begin_with() -> None:
     lookahead = Lookahead([1], num_levels=4, num_columns=1)
     for ngram in ((1, 2, 3, 4), (1, 2, 5, 6)):
-        lookahead.pool.add(ngram)
+        lookahead.keep(ngram)
     guess = lookahead.guess(1, max_tokens=60, max_depth=60)
     assert guess.token_ids[: -guess.num_probes] == [2, 5, 6, 3, 4]
     assert guess.parents[: -guess.num_probes] == [0, 1, 2, 1, 4]
@@ -61,7 +59,7 @@ def test_text_that_repeats_itself_takes_fewer_rounds() -> None:
 
 def test_the_strategy_makes_room_for_its_tree() -> None:
     config = EngineConfig(model=demo.model_path(), speculation=SpeculationOptions(strategy="lookahead", gate=False))
-    assert make_scheduler(config, CacheSize(1000), window=None)._num_beside == 64
+    assert config.speculation.num_branch_tokens == 64
     plan = make_strategy(config, 8, latency_model(4)).choose(state()).plan
     assert plan == PLAN
     assert plan.drafts

@@ -36,28 +36,9 @@ class Guess:
         return len(self.token_ids)
 
 
-class NgramPool:
-    """The latest distinct continuations of each token, at most `max_guesses` per token."""
-
-    def __init__(self, max_guesses: int) -> None:
-        self._max_guesses = max_guesses
-        self._continuations: dict[int, dict[tuple[int, ...], None]] = {}  # the latest last
-
-    def add(self, ngram: Sequence[int]) -> None:
-        continuations = self._continuations.setdefault(ngram[0], {})
-        rest = tuple(ngram[1:])
-        continuations.pop(rest, None)
-        continuations[rest] = None
-        if len(continuations) > self._max_guesses:
-            del continuations[next(iter(continuations))]
-
-    def after(self, token_id: int) -> list[tuple[int, ...]]:
-        """Return the continuations of a token, the latest first."""
-        return list(self._continuations.get(token_id, ()))[::-1]
-
-
 class Lookahead:
-    """One sequence's window and pool. token_ids: the text so far; the window starts with random tokens of it."""
+    """One sequence's window, and its pool: the latest `max_guesses` continuations of each token. token_ids: the text so
+    far; the window starts with random tokens of it."""
 
     def __init__(
         self,
@@ -71,7 +52,8 @@ class Lookahead:
         self._num_columns = num_columns
         self._levels = [[chance.choice(token_ids) for _ in range(num_columns)] for _ in range(num_levels - 1)]
         self._num_random_levels = num_levels - 1
-        self.pool = NgramPool(max_guesses)
+        self._max_guesses = max_guesses
+        self._continuations: dict[int, dict[tuple[int, ...], None]] = {}  # of each token, the latest last
 
     def guess(self, newest: int, *, max_tokens: int, max_depth: int) -> Guess:
         """Return the tree to verify after the newest token: at most `max_tokens` tokens, at most `max_depth` deep.
@@ -82,7 +64,7 @@ class Lookahead:
         num_probes = self._num_columns * len(self._levels)
         if num_probes > max_tokens or self._num_columns + len(self._levels) - 1 > max_depth:
             num_probes = 0
-        for continuation in self.pool.after(newest):
+        for continuation in reversed(self._continuations.get(newest, {})):
             row = 0
             for token in continuation[:max_depth]:  # a branch, which shares the tokens that are already there
                 known = list(zip(guess.token_ids, guess.parents, strict=True))
@@ -112,5 +94,14 @@ class Lookahead:
             self._num_random_levels -= 1
         else:
             for ngram in zip(*self._levels, newest, strict=True):
-                self.pool.add(ngram)
+                self.keep(ngram)
         self._levels = [*self._levels[1:], newest]
+
+    def keep(self, ngram: Sequence[int]) -> None:
+        """Add an n-gram to the pool."""
+        continuations = self._continuations.setdefault(ngram[0], {})
+        rest = tuple(ngram[1:])
+        continuations.pop(rest, None)
+        continuations[rest] = None
+        if len(continuations) > self._max_guesses:
+            del continuations[next(iter(continuations))]
