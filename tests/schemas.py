@@ -38,47 +38,13 @@ NESTED: dict[str, Any] = {
     },
 }
 
-# One for each keyword that llguidance documents as supported, with outputs that are short.
-KEYWORDS: dict[str, dict[str, Any]] = {
-    "anyOf": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "null"}]},
-    "oneOf": {"oneOf": [{"const": "a"}, {"const": "b"}]},
-    "allOf": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 30}]},
-    "type": {"type": ["boolean", "null"]},
-    "prefixItems": {
-        "prefixItems": [{"const": 1}, {"enum": ["x", "y"]}],
-        "items": False,
-        "minItems": 2,
-        "type": "array",
-    },
-    "maxItems": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
-    "additionalProperties": {
-        "type": "object",
-        "additionalProperties": {"type": "boolean"},
-        "required": ["some key", "other"],
-        "maxProperties": 2,
-    },
-    "patternProperties": {
-        "type": "object",
-        "patternProperties": {"^[ab]$": {"type": "boolean"}},
-        "additionalProperties": False,
-        "minProperties": 1,
-        "maxProperties": 1,
-    },
-    "multipleOf": {"type": "integer", "minimum": 0, "maximum": 100, "multipleOf": 25},
-    "exclusiveMinimum": {"type": "integer", "exclusiveMinimum": 4, "exclusiveMaximum": 7},
-    "minLength": {"type": "string", "minLength": 2, "maxLength": 4},
-    "$ref": {
-        "$ref": "#/$defs/a",
-        "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/b"}, "maxItems": 1}, "b": {"const": 1}},
-    },
-    **{one: {"type": "string", "format": one} for one in ("date", "ipv4", "uuid")},
-    "other formats": {
-        "type": "object",
-        "properties": {"format": {"type": "string", "format": "path", "maxLength": 3}, "b": {"$ref": "#/$defs/b"}},
-        "required": ["format", "b"],
-        "additionalProperties": False,
-        "$defs": {"b": {"anyOf": [{"format": "password", "enum": ["x"]}, {"type": "integer", "format": "int32"}]}},
-    },
+# Formats that llguidance does not know, and a property with that name.
+OTHER_FORMATS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"format": {"type": "string", "format": "path", "maxLength": 3}, "b": {"$ref": "#/$defs/b"}},
+    "required": ["format", "b"],
+    "additionalProperties": False,
+    "$defs": {"b": {"anyOf": [{"format": "password", "enum": ["x"]}, {"type": "integer", "format": "int32"}]}},
 }
 
 

@@ -1,13 +1,30 @@
-"""Samplers for tests, and what they make of raw logits, one sequence alone."""
+"""Sequences and samplers for tests, and what a sampler makes of raw logits, one sequence alone."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rayspec.decode.processing import LogitRow, TokenSampler, process
+from rayspec.decode.requests import SequenceState
 from rayspec.decode.sampling import Rows, target_tokens
 from rayspec.decode.work import DecodingParams, SamplerSpec
+
+
+def sequence_of(prompt: Sequence[int], max_tokens: int = 100, **options: Any) -> SequenceState:
+    values = {
+        "sequence_id": "a",
+        "index": 0,
+        "params": DecodingParams(max_tokens=max_tokens),
+        "seed": 0,
+        "token_ids": list(prompt),
+        "num_prompt_tokens": len(prompt),
+        "max_total_tokens": len(prompt) + max_tokens,
+        "eos_token_ids": (),
+        "detokenizer": None,
+    }
+    return SequenceState(**(values | options))
 
 
 def sampler_of(

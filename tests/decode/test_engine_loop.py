@@ -1,7 +1,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
@@ -109,18 +109,24 @@ class _Counted(NewOutput):
         return self.output
 
 
-def loop_of(engine: CountingEngine) -> EngineLoop:
-    return EngineLoop(cast("Any", engine))
+@pytest.fixture
+def engine() -> CountingEngine:
+    return CountingEngine()
+
+
+@pytest.fixture
+def loop(engine: CountingEngine) -> Iterator[EngineLoop]:
+    loop = EngineLoop(cast("Any", engine))
+    yield loop
+    loop.stop()
 
 
 def names_of(futures: list[Future[RequestOutput]]) -> list[str]:
     return [future.result(WAIT_S).request_id for future in futures]
 
 
-def test_an_engine_that_waits_is_woken_by_what_comes_in() -> None:
-    engine = CountingEngine()
+def test_an_engine_that_waits_is_woken_by_what_comes_in(loop: EngineLoop, engine: CountingEngine) -> None:
     engine.may_step.clear()
-    loop = loop_of(engine)
     future = loop.submit(request("a"))
     assert engine.num_wakes == 1
     future.cancel()
@@ -130,9 +136,7 @@ def test_an_engine_that_waits_is_woken_by_what_comes_in() -> None:
     assert engine.num_wakes == 3
 
 
-def test_two_callers_may_use_the_same_id() -> None:
-    engine = CountingEngine()
-    loop = loop_of(engine)
+def test_two_callers_may_use_the_same_id(loop: EngineLoop, engine: CountingEngine) -> None:
     engine.may_step.clear()
     first, second = loop.submit(request("same", num_steps=5)), loop.submit(request("same", num_steps=1))
     engine.may_step.set()
@@ -140,13 +144,10 @@ def test_two_callers_may_use_the_same_id() -> None:
     assert engine.most_at_once == 2
     refused = loop.submit(request("bad"))
     assert names_of([refused]) == ["bad"]
-    loop.stop()
 
 
-def test_who_has_all_outputs_may_use_the_engine_directly() -> None:
+def test_who_has_all_outputs_may_use_the_engine_directly(loop: EngineLoop, engine: CountingEngine) -> None:
     """Even at once: in a callback, while the loop waits for work."""
-    engine = CountingEngine()
-    loop = loop_of(engine)
     added = threading.Event()
 
     def use_directly(_: Future[RequestOutput]) -> None:
@@ -164,17 +165,16 @@ def test_who_has_all_outputs_may_use_the_engine_directly() -> None:
         time.sleep(0.05)
         assert engine.num_steps == num_steps
         engine.left.clear()
-    loop.stop()
 
 
 @pytest.mark.parametrize(
     ("bad", "failure"),
     [("bomb", RuntimeError("the device is gone")), ("bad bomb", KeyboardInterrupt("the device is gone"))],
 )
-def test_nobody_waits_for_an_engine_that_has_died(bad: str, failure: BaseException) -> None:
-    engine = CountingEngine()
+def test_nobody_waits_for_an_engine_that_has_died(
+    loop: EngineLoop, engine: CountingEngine, bad: str, failure: BaseException
+) -> None:
     engine.failure = failure
-    loop = loop_of(engine)
     for future in loop.submit_all([request(name, num_steps=1000) for name in ("a", bad, "b")]):
         with pytest.raises(EngineDeadError, match=f"{type(failure).__name__}: the device is gone") as caught:
             future.result(WAIT_S)
@@ -182,20 +182,17 @@ def test_nobody_waits_for_an_engine_that_has_died(bad: str, failure: BaseExcepti
     assert loop.death is not None
     with pytest.raises(EngineDeadError, match="the device is gone"):
         loop.submit(request("late"))
-    loop.stop()
 
 
-def test_a_ping_that_ends_the_engine_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = CountingEngine()
+def test_a_ping_that_ends_the_engine_is_answered(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(CountingEngine, "ping")  # so that the call raises
     with pytest.raises(EngineDeadError, match="ping"):
-        loop_of(engine).ping().result(WAIT_S)
+        loop.ping().result(WAIT_S)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_in_a_forked_process_nobody_waits_for_a_thread_that_is_not_there() -> None:
-    loop = loop_of(CountingEngine())
+def test_in_a_forked_process_nobody_waits_for_a_thread_that_is_not_there(loop: EngineLoop) -> None:
     assert names_of([loop.submit(request("first"))]) == ["first"]
     child = os.fork()
     if child == 0:
@@ -206,12 +203,9 @@ def test_in_a_forked_process_nobody_waits_for_a_thread_that_is_not_there() -> No
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert names_of([loop.submit(request("third"))]) == ["third"]
-    loop.stop()
 
 
-def test_the_engine_goes_on_while_texts_are_made() -> None:
-    engine = CountingEngine()
-    loop = loop_of(engine)
+def test_the_engine_goes_on_while_texts_are_made(loop: EngineLoop, engine: CountingEngine) -> None:
     engine.may_read.clear()
     pieces: list[RequestOutput] = []
     stream = loop.submit(request("stream", num_steps=5, stream=True), pieces.append)
@@ -228,29 +222,23 @@ def test_the_engine_goes_on_while_texts_are_made() -> None:
     assert whole.done()
     assert [piece.finished for piece in pieces] == [False] * 4
     assert engine.readers == {"rayspec-delivery"}
-    loop.stop()
 
 
-def test_an_output_with_many_logprobs_does_not_hold_up_the_others() -> None:
-    class Engine(CountingEngine):
-        def _read(self) -> None:
-            if threading.current_thread().name != "rayspec-delivery":
-                self.may_read.wait(60)
+def test_an_output_with_many_logprobs_does_not_hold_up_the_others(loop: EngineLoop, engine: CountingEngine) -> None:
+    def read() -> None:
+        if threading.current_thread().name != "rayspec-delivery":
+            engine.may_read.wait(60)
 
-    engine = Engine()
-    loop = loop_of(engine)
+    engine._read = read  # type: ignore[method-assign]
     engine.may_read.clear()
     large, small = loop.submit(request("large")), loop.submit(request("small", num_steps=9))
     assert names_of([small]) == ["small"]
     assert not large.done()
     engine.may_read.set()
     assert names_of([large]) == ["large"]
-    loop.stop()
 
 
-def test_what_came_before_the_end_is_delivered_before_it() -> None:
-    engine = CountingEngine()
-    loop = loop_of(engine)
+def test_what_came_before_the_end_is_delivered_before_it(loop: EngineLoop, engine: CountingEngine) -> None:
     engine.may_read.clear()
     heard: list[str] = []
     short, endless = request("short", num_steps=3), request("endless", num_steps=10**9, stream=True)
@@ -267,22 +255,17 @@ def test_what_came_before_the_end_is_delivered_before_it() -> None:
     assert heard == ["piece"] * (len(heard) - 1) + ["end"]
 
 
-def test_a_listener_that_raises_ends_the_loop() -> None:
-    loop = loop_of(CountingEngine())
-
+def test_a_listener_that_raises_ends_the_loop(loop: EngineLoop) -> None:
     def broken(_: RequestOutput) -> None:
         raise RuntimeError("nobody listens")
 
     endless = loop.submit(request("endless", num_steps=10**9, stream=True), broken)
     with pytest.raises(EngineDeadError, match="RuntimeError: nobody listens"):
         endless.result(WAIT_S)
-    loop.stop()
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_a_ping_is_answered_when_the_loop_comes_round(busy: bool) -> None:
-    engine = CountingEngine()
-    loop = loop_of(engine)
+def test_a_ping_is_answered_when_the_loop_comes_round(loop: EngineLoop, engine: CountingEngine, busy: bool) -> None:
     if busy:
         loop.submit(request("endless", num_steps=10**9))
     loop.ping().result(WAIT_S)

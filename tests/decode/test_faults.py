@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources, PTXASError
+from triton.runtime.errors import OutOfResources
 
 from rayspec.config import EngineConfig, SpeculationOptions
 from rayspec.decode import loading
 from rayspec.decode.engine import Engine
-from rayspec.decode.self_test import self_test
+from rayspec.decode.rehearsal import self_test
 from rayspec.decode.stages import LocalStages
 from rayspec.local_engine import load_engine
 from rayspec.model import static_rows
@@ -32,8 +32,6 @@ from tests.graph_driver import RecordedGraph, RecordingDriver
 KNOWN = (1, 80, 37, 3)
 ERRORS = [
     OutOfResources(81920, 65536, "shared memory"),
-    PTXASError("ptxas died"),
-    AssertionError("libcuda.so cannot be found"),
     RuntimeError("CUDA error: invalid argument\nCompile with TORCH_USE_CUDA_DSA"),
 ]
 
@@ -92,13 +90,12 @@ def test_a_failed_replay_ends_graphs(
     assert stages.runner.graphs is None
 
 
-@pytest.mark.parametrize("error", ERRORS[:1], ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("place", ["operator", "rehearsal", "upload"])
 def test_an_error_that_comes_back_ends_graphs_and_buffers(
-    place: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The operator fails for chunks of prompts, as on a GPU with too little shared memory for their tiles."""
-    engine, stages = _engine()
+    error, (engine, stages) = ERRORS[0], _engine()
     if place == "operator":
         fails = _failing(attend, error, lambda *args, max_rows, **options: max_rows > 64)
         monkeypatch.setattr(static_rows, "attend", fails)
@@ -189,14 +186,13 @@ def _mixed_wrongly(is_wrong: Callable[[StaticRows], bool]) -> Callable[..., Tens
 
 
 def test_a_test_of_the_weights_keeps_what_computes_right(caplog: pytest.LogCaptureFixture) -> None:
-    for family in ("gemma2", "qwen3_moe"):
-        engine, stages = _engine(family)
-        caplog.clear()
-        self_test(stages.runner)
-        assert stages.runner.graphs is not None
-        assert not caplog.records
-        assert all(not cached[:, :192].any() for cached in stages.runner.cache.keys.values())
-        _texts_are_right(engine, family)
+    engine, stages = _engine("qwen3_moe")
+    caplog.clear()
+    self_test(stages.runner)
+    assert stages.runner.graphs is not None
+    assert not caplog.records
+    assert all(not cached[:, :192].any() for cached in stages.runner.cache.keys.values())
+    _texts_are_right(engine, "qwen3_moe")
 
 
 WRONG = {
@@ -259,20 +255,25 @@ def test_buffers_that_raise_an_error_are_given_up(
     assert len(reasons) == lost
 
 
+def _loaded_with_operators(monkeypatch: pytest.MonkeyPatch, folder: Path, **options: Any) -> Engine:
+    """An engine on a device that has the operators."""
+    monkeypatch.setattr(loading, "has_kernels", lambda config, parts: True)
+    monkeypatch.setattr(loading, "_verdict_file", lambda config, parts: folder / "verdict.json")
+    config = EngineConfig(
+        model=checkpoint("llama"), device="cpu", max_model_len=256, kv_cache_tokens=1024, num_threads=1,
+        profile_cache=str(folder), speculation=SpeculationOptions(strategy="ar"), **options,
+    )  # fmt: skip
+    return load_engine(config, with_tokenizer=False)
+
+
 def test_an_engine_tests_its_weights_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """A device that has the operators, whose attention over pages is wrong."""
-    monkeypatch.setattr(loading, "has_kernels", lambda config, parts: True)
-    monkeypatch.setattr(loading, "_verdict_file", lambda config, parts: tmp_path / "verdict.json")
+    """Whose attention over pages is wrong."""
     monkeypatch.setattr(StaticRows, "_mixed", _mixed_wrongly(lambda rows: True))
-    config = EngineConfig(
-        model=checkpoint("llama"), device="cpu", max_model_len=256, kv_cache_tokens=1024, cuda_graphs="off",
-        num_threads=1, profile_cache=str(tmp_path), speculation=SpeculationOptions(strategy="ar"),
-    )  # fmt: skip
-    engine = load_engine(config, with_tokenizer=False)
+    engine = _loaded_with_operators(monkeypatch, tmp_path, cuda_graphs="off")
     assert [one.name for one in caplog.records if "test of the loaded weights" in one.getMessage()] == [
-        "rayspec.decode.self_test"
+        "rayspec.decode.rehearsal"
     ]
     _texts_are_right(engine)
     assert isinstance(engine.stages, LocalStages)
@@ -281,20 +282,13 @@ def test_an_engine_tests_its_weights_before_the_first_request(
     assert "an illegal memory access" in (tmp_path / "verdict.json").read_text()
 
 
-@pytest.mark.parametrize("error", ERRORS[:2], ids=lambda error: type(error).__name__)
 def test_a_kernel_that_fails_before_the_first_capture_ends_graphs_and_not_the_load(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(loading, "has_kernels", lambda config, parts: True)
-    monkeypatch.setattr(loading, "_verdict_file", lambda config, parts: tmp_path / "verdict.json")
     monkeypatch.setattr(loading, "CudaDriver", lambda device: RecordingDriver())
-    monkeypatch.setattr(RecordingDriver, "rehearse", _failing(RecordingDriver.rehearse, error, lambda *_: True))
-    config = EngineConfig(
-        model=checkpoint("llama"), device="cpu", max_model_len=256, kv_cache_tokens=1024, num_threads=1,
-        profile_cache=str(tmp_path), speculation=SpeculationOptions(strategy="ar"),
-    )  # fmt: skip
+    monkeypatch.setattr(RecordingDriver, "rehearse", _failing(RecordingDriver.rehearse, ERRORS[0], lambda *_: True))
     with _one_warning(caplog) as messages:
-        engine = load_engine(config, with_tokenizer=False)
+        engine = _loaded_with_operators(monkeypatch, tmp_path)
         _texts_are_right(engine)
     assert messages[0].startswith("passes run without CUDA graphs (cuda_graphs='off' avoids them), after an error at")
     assert isinstance(engine.stages, LocalStages)

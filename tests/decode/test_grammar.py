@@ -37,7 +37,7 @@ from tests.demo_model import EOS, demo_prompts, demo_tokenizer, shallow_demo
 from tests.engines import RandomPlans, engine_with
 from tests.exhaustive import few_of
 from tests.families import parts_of
-from tests.schemas import KEYWORDS, NESTED, PERSON, PUBLISHED, random_schema
+from tests.schemas import NESTED, OTHER_FORMATS, PERSON, PUBLISHED, random_schema
 from tests.strategy_cases import saved_plan
 from tests.tool_templates import tokenizer_with
 from tests.waiting import wait_until
@@ -65,8 +65,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 # The drafts of the others are chains of skipped sublayers, as those of `static` and of the random plans below.
 FEW = [
-    *product(("auto", "static"), (0.0, 0.8)),
-    *((name, 0.8) for name in ("lookup", "recycling", "swift", "lookahead")),
+    *((name, 0.8) for name in ("auto", "static", "lookup", "recycling", "swift", "lookahead")),
 ]
 WAYS: dict[str, dict[str, Any]] = {
     "one by one": {"max_num_seqs": 1},
@@ -146,7 +145,7 @@ def test_the_text_is_that_of_plain_decoding(strategy: str, temperature: float) -
     (outputs,), stats = _generated(temperature, model=model, strategy=strategy, **STRATEGIES[strategy])
     assert _texts(outputs) == _plainly(model)[temperature]
     assert stats.num_draft_tokens > 0
-    assert strategy not in _FORCING or stats.accepted_by_source["form"] > 40
+    assert strategy not in _FORCING or stats.accepted_by_source["form"] > 20
 
 
 def _under(strategy: Any, temperature: float, **options: Any) -> tuple[list[tuple[str, str | None]], Engine]:
@@ -208,9 +207,8 @@ def test_published_and_random_schemas(
         jsonschema.validate(json.loads(text), CASES[::step][at], cls=jsonschema.Draft202012Validator)
 
 
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
-def test_sampled_drafts_keep_the_form(verification: str) -> None:
-    (outputs,), stats = _generated(1.0, strategy="static", skip=[3, 4], verification=verification)
+def test_sampled_drafts_keep_the_form() -> None:
+    (outputs,), stats = _generated(1.0, strategy="static", skip=[3, 4], verification="rejection")
     for (text, reason), schema in zip(_texts(outputs), SCHEMAS, strict=True):
         if reason == "stop":
             jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
@@ -231,6 +229,7 @@ def llm() -> Any:
         ({"grammar": 'root ::= "yes" | "no" " " [0-9] [0-9]'}, r"yes|no \d\d"),
         ({"grammar": 'start: "<" WORD ">"\nWORD: /[a-z]{2,5}/'}, r"<[a-z]{2,5}>"),
         ({"json_object": True}, r"(?s)\{.*\}"),
+        ({"json": OTHER_FORMATS}, r'(?s)\{\s*"format"\s*:\s*".*"\s*,\s*"b"\s*:\s*("x"|-?\d+)\s*\}'),
     ],
 )
 def test_forms(llm: LLM, form: dict[str, Any], pattern: str) -> None:
@@ -239,19 +238,6 @@ def test_forms(llm: LLM, form: dict[str, Any], pattern: str) -> None:
     finished = [one.text for one in output.outputs if one.finish_reason == "stop"]
     assert finished
     assert all(re.fullmatch(pattern, text) for text in finished)
-
-
-@pytest.mark.parametrize("keyword", KEYWORDS)
-def test_keywords_of_json_schema(llm: LLM, keyword: str) -> None:
-    schema = KEYWORDS[keyword]
-    params = _params(schema, temperature=1.0, disable_any_whitespace=True).replace(n=4)
-    (output,) = llm.generate("The answer:", params, use_tqdm=False)
-    assert output.error is None
-    finished = [one.text for one in output.outputs if one.finish_reason == "stop"]
-    assert finished
-    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
-    for text in finished:
-        checker.validate(json.loads(text))
 
 
 FORM_OF_A = '{"a": 1}'
@@ -311,17 +297,6 @@ def test_a_model_thinks_in_tokens_of_its_own_and_then_has_its_form(tmp_path: Pat
     for (text, reason), schema in zip(found[0], SCHEMAS[2:8], strict=True):
         if reason == "stop":
             jsonschema.validate(json.loads(text.split("</think>")[1]), schema, cls=jsonschema.Draft202012Validator)
-
-
-@pytest.mark.parametrize("strategy", ["ar", "auto"])
-def test_an_engine_with_a_parser_of_reasoning_leaves_room_for_it(strategy: str) -> None:
-    forms: list[dict[str, Any]] = [{"choice": ["yes", "no"]}, {"choice": ["yes", "no"]}, {"json": {"type": "strin"}}]
-    params = [SamplingParams(temperature=0, max_tokens=20, structured_outputs=one) for one in forms]  # type: ignore[arg-type]
-    with LLM(shallow_demo(), reasoning_parser="qwen3", speculation={"strategy": strategy}, **OPTIONS) as llm:
-        answer, thought, wrong = llm.generate(["Is it?", "Is it?<think>\n", "x"], params, use_tqdm=False)
-    assert answer.outputs[0].text in ("yes", "no")
-    assert (thought.outputs[0].finish_reason, len(thought.outputs[0].token_ids)) == ("length", 20)
-    assert str(wrong.error) == "structured_outputs.json: Invalid type: strin"
 
 
 def test_the_output_ends_with_its_form(llm: LLM) -> None:
@@ -584,23 +559,15 @@ def test_a_collection_of_garbage_is_not_time_of_the_form() -> None:
     assert not constraint.is_slow
 
 
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
-def test_drafts_whose_masks_are_late_are_dropped(
-    plain: dict[float, list[tuple[str, str | None]]], verification: str
-) -> None:
-    speculation = {"strategy": "static", "skip": [3, 4], "verification": verification}
-    with LLM(shallow_demo(), speculation=speculation, **OPTIONS) as llm:
+def test_drafts_whose_masks_are_late_are_dropped(plain: dict[float, list[tuple[str, str | None]]]) -> None:
+    with LLM(shallow_demo(), speculation={"strategy": "static", "skip": [3, 4]}, **OPTIONS) as llm:
         assert llm.engine is not None
         llm.engine.model.grammars._patience_s = 0.0
         prompts = [{"prompt_token_ids": one} for one in demo_prompts(len(SCHEMAS), 2)]
         outputs = llm.generate(prompts[:3], _asked(0.8)[:3], use_tqdm=False)
         stats = llm.stats
     assert stats.num_draft_tokens > 0
-    if verification == "coupled":
-        assert _texts(outputs) == plain[0.8][:3]
-    for (text, reason), schema in zip(_texts(outputs), SCHEMAS, strict=False):
-        if reason == "stop":
-            jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
+    assert _texts(outputs) == plain[0.8][:3]
 
 
 def test_whatever_was_chosen_without_a_mask_is_dropped_and_what_follows_too() -> None:

@@ -147,17 +147,6 @@ def test_a_peak_is_measured_without_what_torch_caches(monkeypatch: pytest.Monkey
     assert peak_bytes(torch.device("cpu"), lambda: pytest.fail("a CPU has no rehearsal")) == 0
 
 
-def test_the_cache_leaves_room_for_the_largest_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8 MiB the model has 4, and passes take 1."""
-    parts, gpu = parts_of(checkpoint("llama")), torch.device("cuda")
-    num_bytes = bytes_per_slot(list(parts.shapes.values()), parts.dtype)
-    monkeypatch.setattr("rayspec.decode.loading.free_bytes", lambda device: 4 * 2**20)
-    monkeypatch.setattr("rayspec.decode.loading.total_bytes", lambda device: 8 * 2**20)
-    for options, left in (({"gpu_memory_utilization": 0.75}, 1), ({"kv_cache_share": 0.5}, 1.5)):
-        config = EngineConfig(model="test", **options)
-        assert affordable_slots(config, parts, gpu, pass_bytes=2**20) == int(left * 2**20) // num_bytes
-
-
 def test_no_head_of_the_cache_is_beyond_the_kernels_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of 16 numbers, and memory for more than 2**31 numbers of each."""
     parts, gpu = parts_of(checkpoint("llama")), torch.device("cuda")

@@ -1,10 +1,32 @@
+"""Where passes of this process run: on which device, in which threads, and over which rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 
-from rayspec.decode.runner import Runner
+from rayspec import local_engine
+from rayspec.choices import FULL
+from rayspec.config import EngineConfig
+from rayspec.decode.runner import Runner, in_thread_of_its_own
+from rayspec.decode.search import Cosine
 from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache
 from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import RowSpan, one_run
-from tests.families import checkpoint, parts_of
+from rayspec.strategies.fixed import FixedPlan
+from rayspec.types import Plan
+from tests.engines import engine_with, requests_for
+from tests.families import cases, checkpoint, parts_of
 
 CPU = torch.device("cpu")
 
@@ -41,3 +63,76 @@ def test_a_verify_notes_pages_in_one_batch_and_row_by_row() -> None:
     assert notes[1] is not None
     assert torch.equal(notes[0], notes[1])
     assert bool((notes[0][:, 157 // PAGE_SIZE] >= 0).all()), "in every layer"
+
+
+def test_passes_searches_and_moves_run_on_the_engine_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the thread's current device, and an engine of cuda:1 is used from any thread."""
+    current: list[torch.device] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    plan = Plan(choices=(FULL,) * 8, num_draft_tokens=3, source="all")
+    engine = engine_with(parts_of(checkpoint("llama")), FixedPlan(plan, capture=True))
+    stages: Any = engine.stages
+    monkeypatch.setattr("rayspec.decode.stages.on_device", on)
+    for owner, name in ((stages.span, "run"), (stages.span, "move"), (stages.span, "search")):
+        monkeypatch.setattr(owner, name, _requiring(getattr(owner, name), current))
+    for request in requests_for(cases(checkpoint("llama"), (20, 5), 16).prompts):
+        engine.add(request)
+    for _ in range(2):
+        engine.step()
+    stages.move([])
+    token = engine._planner.tapped[-1]
+    (sequence,) = [one for one in engine._scheduler.running if one.sequence_id == token.sequence_id]
+    assert stages.search([token], [sequence.rows(token.position, 1)], Cosine(num_tokens=1)).result().values
+    assert not current
+
+
+def _requiring(method: Callable[..., Any], current: Sequence[torch.device]) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
+        assert list(current) == [CPU]
+        return method(*args, **options)
+
+    return run
+
+
+def test_an_error_is_raised_here() -> None:
+    with pytest.raises(KeyError, match="what"):
+        in_thread_of_its_own(lambda: {}["what"])
+
+
+def test_engines_are_loaded_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loads keeps no helpers of OpenMP beside those of whoever decodes."""
+    seen: list[threading.Thread] = []
+    load = local_engine.load_weights
+    monkeypatch.setattr(
+        local_engine, "load_weights", lambda config: seen.append(threading.current_thread()) or load(config)
+    )
+    config = EngineConfig(model=checkpoint("llama"), device="cpu", num_threads=1, max_model_len=64)
+    local_engine.load_engine(config, with_tokenizer=False).shutdown()
+    assert not seen[0].is_alive()
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
+)
+def test_idle_threads_spin_for_a_short_time(asked: dict[str, str], expected: str) -> None:
+    """By what torch's own OpenMP prints when it is loaded after rayspec. What the user has set stays."""
+    torch_folder = Path(importlib.util.find_spec("torch").origin).parent  # type: ignore[union-attr,arg-type]
+    (library,) = [*torch_folder.glob("lib/libgomp*"), *torch_folder.parent.glob("torch.libs/libgomp*")]
+    script = f"import rayspec, sys, ctypes; assert 'torch' not in sys.modules; ctypes.CDLL({str(library)!r})"
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**environment, **asked, "OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert f"GOMP_SPINCOUNT = '{expected}'" in done.stderr

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from rayspec.decode.requests import SequenceState
 from rayspec.decode.scheduler import Scheduler, Step
-from rayspec.decode.work import DecodingParams
 from rayspec.model.kv_cache import PAGE_SIZE, WindowedPages
 from rayspec.model.rows import slots_between
 from rayspec.types import NonFiniteLogitsError
+from tests.decode.samplers import sequence_of
 
 
 def _sequence(
@@ -24,20 +24,8 @@ def _sequence(
     background: bool = False,
 ) -> SequenceState:
     """Prompts differ from the first token on, unless said otherwise."""
-    token_ids = list(prompt or [name] * num_prompt)
-    return SequenceState(
-        sequence_id=str(name),
-        index=0,
-        params=DecodingParams(max_tokens=max_tokens),
-        seed=0,
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        max_total_tokens=len(token_ids) + max_tokens,
-        eos_token_ids=(),
-        detokenizer=None,
-        client=client,
-        background=background,
-    )
+    own = prompt or [name] * num_prompt
+    return sequence_of(own, max_tokens, sequence_id=str(name), client=client, background=background)
 
 
 class _World:

@@ -14,6 +14,7 @@ from rayspec.decode.output import Detokenizer, TextOffsets, TokenTexts
 from rayspec.decode.requests import SequenceState
 from rayspec.decode.work import DecodingParams
 from rayspec.types import CompletionOutput, Logprob
+from tests.decode.samplers import sequence_of
 from tests.demo_model import demo_tokenizer
 
 EOS = 1
@@ -41,13 +42,9 @@ def _sequence(
 ) -> SequenceState:
     options = DecodingParams(**({"max_tokens": 500} | params))
     prompt = _encode("A prompt.")
-    return SequenceState(
-        sequence_id="a/0",
-        index=0,
+    return sequence_of(
+        prompt,
         params=options,
-        seed=0,
-        token_ids=list(prompt),
-        num_prompt_tokens=len(prompt),
         max_total_tokens=min(len(prompt) + options.max_tokens, max_model_len),
         eos_token_ids=(eos,),
         detokenizer=Detokenizer(tokenizer or demo_tokenizer(), options) if with_text else None,

@@ -3,12 +3,11 @@
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from benchmarks.device.host_reads import ReadCounter
 from rayspec.choices import FULL
 from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode.engine import Engine
@@ -123,28 +122,12 @@ def test_texts_do_not_depend_on_the_steps_of_a_round(params: SamplingParams, is_
     assert (found[2][1] < found[1][1] < found[0][1]) == is_shorter
 
 
-class _Looks:
-    """How often the host asks for numbers of the device."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num = 0
-        for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
-            monkeypatch.setattr(Tensor, name, self._counting(getattr(Tensor, name)))
-
-    def _counting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any, **options: Any) -> Any:
-            self.num += 1
-            return method(*arguments, **options)
-
-        return counted
-
-
 @pytest.mark.parametrize(
     ("num_draft_tokens", "expected", "strategy"),
     [(0, 1, "knapspec"), (3, 2, "knapspec"), (6, 3, "knapspec"), (0, 2, "recycling")],
 )
 def test_the_host_looks_once_a_round_and_once_for_three_drafted_tokens(
-    num_draft_tokens: int, expected: int, strategy: str, monkeypatch: pytest.MonkeyPatch
+    num_draft_tokens: int, expected: int, strategy: str
 ) -> None:
     """And once more where tokens are recycled, for the likeliest ones."""
     parts, known = parts_of(checkpoint("llama")), cases(checkpoint("llama"), (1, 80, 37, 3), 16)
@@ -157,7 +140,8 @@ def test_the_host_looks_once_a_round_and_once_for_three_drafted_tokens(
     for request in requests_for(known.prompts, GREEDY):
         engine.add(request)
     engine.step()
-    looks, before = _Looks(monkeypatch), engine.stats.num_rounds
-    engine.step()
+    before = engine.stats.num_rounds
+    with ReadCounter(CPU) as reads:
+        engine.step()
     assert engine.stats.num_rounds == before + 4
-    assert looks.num == expected
+    assert reads.counts.total() == expected
