@@ -306,7 +306,7 @@ class Stages(ABC):
     progress: the tasks that the caller's thread runs in these calls. num_cohorts: how many batches of sequences should
     have work under way at once, so that no stage waits. num_steps: the most steps that a round without drafts should
     have, at most `MAX_STEPS`. takes_trees: whether drafts may branch. keeps_state: whether sequences of work that
-    failed must begin again at position 0. searches_apart: whether other processes search, beside the rounds.
+    failed must begin again at position 0. searches_apart: whether other processes search, while rounds go on.
     is_recovering: whether lost processes of the model are being replaced; any thread may read it.
     """
 
