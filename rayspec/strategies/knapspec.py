@@ -242,15 +242,15 @@ class KnapSpec:
         """Return the question of a search. A draft may save all weight transfers and a share of the compute."""
         latency = self._latency
         rows, context, batch = state.batch, state.context, state.batch
-        known: dict[tuple[str, float], dict[Choice, float]] = {}  # seconds in a draft step, by choice; alike sublayers
-        alike = list(zip(latency.sublayers, latency.transfer_s, strict=True))
-        for index, kind in enumerate(alike):
-            if kind not in known:
-                known[kind] = {
-                    choice: latency.sublayer_s(index, rows=rows, context=context, batch=batch, choice=choice)
-                    for choice in latency.choices_of(index)
-                    if choice in self._options.draft_choices
-                }
+        alike = list(zip(latency.sublayers, latency.transfer_s, strict=True))  # these take the same seconds
+        known = {
+            kind: {
+                choice: latency.sublayer_s(index, rows=rows, context=context, batch=batch, choice=choice)
+                for choice in latency.choices_of(index)
+                if choice in self._options.draft_choices
+            }
+            for kind, index in {kind: index for index, kind in enumerate(alike)}.items()
+        }
         savings = quantize([known[kind] for kind in alike])
         sublayers_s = float(latency.sublayers_s(rows=rows, context=context, batch=batch).sum())
         return Knapsack(
@@ -341,11 +341,11 @@ class KnapSpec:
             Candidate(one.choices, one.similarity, one.num_agreed, found.num_tokens) for one in found.drafts
         ]
         if previous is not None:
-            for one in self._candidates:
-                if one.choices == previous.choices:
-                    one.used = previous.used
-            if all(one.choices != previous.choices for one in self._candidates):
+            again = next((one for one in self._candidates if one.choices == previous.choices), None)
+            if again is None:
                 self._candidates.append(previous)
+            else:
+                again.used = previous.used
         self._cost_ratio = found.seconds / self._predicted_s if self._predicted_s else 1.0
         self._has_searched = True
         record = self._decide(state, self._reason, found.seconds)

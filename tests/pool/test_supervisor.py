@@ -41,14 +41,6 @@ class Engine:
         return {"engine": number}
 
     async def handle(self, row: str, callback: object = None) -> str:
-        self._lab.num_inside += 1
-        self._lab.most_inside = max(self._lab.most_inside, self._lab.num_inside)
-        try:
-            return await self._handle(row)
-        finally:
-            self._lab.num_inside -= 1
-
-    async def _handle(self, row: str) -> str:
         self.rows.append(row)
         self._lab.begun[row] += 1
         for turn in range(3):
@@ -89,8 +81,6 @@ class Lab:
     engines: list[Engine] = field(default_factory=list)
     begun: Counter[str] = field(default_factory=Counter)
     frozen: list[Engine] = field(default_factory=list)
-    num_inside: int = 0
-    most_inside: int = 0
     slept_s: list[float] = field(default_factory=list)
 
     def start(self) -> Engine:

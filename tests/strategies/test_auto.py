@@ -150,6 +150,13 @@ def test_a_search_that_waits_for_tokens_is_given_up_when_copying_leaves_it_none(
         assert there.auto.choose(state).capture == is_wanted
 
 
+def use_plan(auto: Auto, rate: float) -> Plan:
+    """Let KnapSpec have a plan that is predicted to make so many tokens per second."""
+    auto._knapspec.plan = Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x")
+    auto._knapspec.rate = lambda state, longest=None: rate  # type: ignore[method-assign]
+    return auto._knapspec.plan
+
+
 def _continued(num_accepted: int) -> RoundResult:
     """A draft of two tokens of the model and four looked-up ones."""
     draft = Draft([5, 6, 1, 1, 1, 1], [0.9, 0.8], match_classes=list(match_classes(4, [SINGLE] * 4)))
@@ -159,12 +166,11 @@ def _continued(num_accepted: int) -> RoundResult:
 
 @pytest.mark.parametrize("num_accepted", [1, 4])
 def test_the_plan_hears_of_its_own_part_of_a_draft_that_lookup_completed(num_accepted: int) -> None:
-    there = world(right=1.0)
-    auto, plan, heard = there.auto, Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x"), []
+    there, heard = world(right=1.0), []
+    auto = there.auto
     there.play([FOUND])
+    plan = use_plan(auto, 1e9)
     auto._knapspec.observe = lambda *told: heard.append(told)  # type: ignore[method-assign]
-    auto._knapspec.plan = plan
-    auto._knapspec.rate = lambda state, longest=None: 1e9  # type: ignore[method-assign]
     state = replace(_batch_state(), proposals=lambda: [NOTHING])
     chosen = auto.choose(state)
     assert 0 < chosen.plan.num_draft_tokens < 8
@@ -182,10 +188,8 @@ def test_drafts_go_on_by_what_lookup_has_learned() -> None:
     worth = DraftWhileWorth(
         curve=CalibrationCurve(confidence=(0.0, 1.0), excess=(0.0, 0.0)), usual=0.8, rate=1.0, step_s=0.5, row_s=0.01
     )
-    knapspec = there.auto._knapspec
-    knapspec.keep_drafting = lambda state, rate: worth  # type: ignore[method-assign]
-    knapspec.rate = lambda state, longest=None: 1e9  # type: ignore[method-assign]
-    knapspec.plan = Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x")
+    use_plan(there.auto, 1e9)
+    there.auto._knapspec.keep_drafting = lambda state, rate: worth  # type: ignore[method-assign]
     state = replace(_batch_state(), proposals=lambda: [NOTHING], by_class=lambda: (0.25, 0.75))
     rule = there.auto.choose(state).keep_drafting
     assert isinstance(rule, DraftUntilFound)
@@ -241,11 +245,9 @@ def test_a_plan_that_may_well_be_faster_is_tried_although_lookup_pays() -> None:
     for _ in range(30):
         there.play([FOUND])
     assert there.plans[-1].num_lookup_tokens > 0
-    knapspec = there.auto._knapspec
-    knapspec.plan = Plan(choices=(SKIP,) * 8, num_draft_tokens=8, source="x")
     plain_rate = 1 / there.latency.decode_step_s(context=1024, batch=1)
     for gain, tried in ((0.5, False), (8.0, True)):
-        knapspec.rate = lambda state, gain=gain: gain * plain_rate  # type: ignore[method-assign]
+        use_plan(there.auto, gain * plain_rate)
         there.play([FOUND])
         there.play([FOUND])
         assert any(plan.num_draft_tokens for plan in there.plans[-2:]) == tried
