@@ -31,7 +31,6 @@ from rayspec.decode.strategy import Strategy
 from rayspec.model.kv_cache import CacheSize, bytes_per_slot, whole_pages
 from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.ray_stages import RayStages
-from rayspec.pipeline.server import COORDINATOR
 from rayspec.pipeline.shard import Shard
 from rayspec.strategies.by_name import make_strategy
 from tests import every_type
@@ -394,26 +393,6 @@ def test_a_frozen_shard_is_replaced(engine: Engine, expected: Any, when: str) ->
     assert finish_batch(engine, outputs, len(prompts)) == tokens
     assert process_ids(engine)["stage-1"] != before["stage-1"]
     require_gone([before["stage-1"]])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("death", few_of([signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL]))
-def test_without_coordinator_generation_goes_on(engine: Engine, expected: Any, death: signal.Signals) -> None:
-    prompts, tokens = expected
-    outputs, before = start_batch(engine, prompts), process_ids(engine)
-    num_replays, process = engine.stats.num_replays, stages_of(engine).replica.coordinator
-    os.kill(before[COORDINATOR], death)
-    assert finish_batch(engine, outputs, len(prompts)) == tokens
-    deadline = time.monotonic() + PATIENCE_S
-    while stages_of(engine).replica.coordinator in {None, process}:
-        assert tokens_of(complete(engine, prompts, LONG)) == tokens
-        assert time.monotonic() < deadline
-    require_gone([before[COORDINATOR]])
-    assert engine.stats.num_replays == num_replays
-    strategy = TravellingPlans(1, 2 * NUM_LAYERS)
-    with plans_of(engine, strategy):
-        complete(engine, prompts)
-    assert strategy.num_searches > 0
 
 
 @pytest.mark.exhaustive

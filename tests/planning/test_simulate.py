@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from rayspec.choices import choices_of
-from rayspec.planning.acceptance import best_choice
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.simulate import Drafting, Simulated, SimulatedLoad, simulate
 from tests.strategy_cases import verify_after_draft_s
@@ -58,18 +57,6 @@ def test_drafts_commit_as_many_tokens_and_take_as_long_as_the_formulas_say(num_s
     step_s = model.draft_step_s(CHOICES, context=3000, batch=1)
     verify_s = verify_after_draft_s(model, rows=4, context=3000, batch=1, prefix=2)
     assert found.round_s == pytest.approx(3 * step_s + verify_s + 1e-3, rel=0.01)
-
-
-def test_the_simulator_and_the_choice_of_a_draft_length_agree() -> None:
-    curve = Curve(rows=(1, 8, 16), base_s=(1e-3, 1e-3, 2e-3))
-    model = latency(1, overhead_s=1e-3, curves=dict.fromkeys(("attention", "mlp", "head"), curve))
-    choice = best_choice([CHOICES], [0.9], model, context=1000, batch=1, max_draft_tokens=8)
-    rates = {
-        length: decoded(model, num_rounds=3000, drafting=drafting(length)).tokens_per_s
-        for length in (1, choice.num_draft_tokens, 8)
-    }
-    assert max(rates, key=lambda length: rates[length]) == choice.num_draft_tokens
-    assert rates[choice.num_draft_tokens] == pytest.approx(choice.tpt, rel=0.03)
 
 
 def test_cohorts_fill_stages_and_no_more_than_that() -> None:

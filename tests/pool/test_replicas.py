@@ -175,12 +175,6 @@ def test_a_replica_copies_what_another_has_finished_for_the_same_owner(llm: LLM)
 
 
 @pytest.mark.exhaustive
-def test_replicas_of_shards_answer_as_one_model_does(prompts: list[Any], expected: list[list[int]]) -> None:
-    with LLM(**OPTIONS, parallel={"stages": 2, "replicas": 2, "cpus_per_shard": 0.25}) as llm:
-        assert tokens_of(llm.generate(prompts, LONG)) == expected
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("parallel", ["{'replicas': 2, 'cpus_per_shard': 0.5}", "{'stages': 2, 'cpus_per_shard': 0.5}"])
 def test_a_script_that_forgets_to_shut_down_ends_in_peace(ray_environment: None, parallel: str) -> None:
     code = (
