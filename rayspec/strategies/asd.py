@@ -43,6 +43,7 @@ class ASD(PeriodicStrategy):
             return None
         return self.take(
             state,
+            self._latency,
             choices,
             self._options.max_draft_tokens,
             acceptance=TARGET_ACCEPTANCE,

@@ -37,6 +37,7 @@ class CLaSp(PeriodicStrategy):
         chosen = min(answer.drafts, key=lambda draft: draft.choices.count(FULL))
         return self.take(
             state,
+            self._latency,
             chosen.choices,
             self._max_draft_tokens,
             acceptance=estimated_acceptance(chosen.similarity, chosen.num_agreed, answer.num_tokens),

@@ -63,7 +63,6 @@ class DEL(PeriodicStrategy):
     no exits."""
 
     source = "del"
-    _latency: LatencyModel
 
     def __init__(self, options: SpeculationOptions, latency: LatencyModel) -> None:
         interval = options.search_interval or 1  # every round, as published
@@ -104,6 +103,7 @@ class DEL(PeriodicStrategy):
             return None
         return self.take(
             state,
+            self._latency,
             choices,
             length,
             acceptance=float(self._exit_record.acceptance[index]),

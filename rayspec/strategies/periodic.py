@@ -45,7 +45,7 @@ def answer_of(asked: Future[Answer]) -> Answer | None:
 
 
 class PlanStrategy:
-    """Drafts by one plan at a time, and adds its rounds to its record. There is no draft before the first `take`.
+    """Drafts by one plan at a time, and adds its rounds to its record. plan: the first.
 
     threshold: the confidence below which a draft ends; None: drafts reach their length. adapts: whether it follows the
     acceptance. It rises while the accepted share of the drafted tokens is below TARGET_ACCEPTANCE; else it falls, or
@@ -55,15 +55,15 @@ class PlanStrategy:
     status = "rounds draft whenever there is a plan"
     source: ClassVar[str]
 
-    def __init__(self, latency: LatencyModel | None, *, threshold: float | None = None, adapts: bool = False) -> None:
-        """latency: None if there is no `take`."""
+    def __init__(self, plan: Plan, *, threshold: float | None = None, adapts: bool = False) -> None:
         self.threshold = threshold
         self.record: PlanRecord | None = None
-        self._latency = latency
-        self._plan = no_draft(len(latency.sublayers) if latency is not None else 0, f"{self.source}: no draft")
-        self._no_draft = self._plan
-        self._adapts = adapts
+        self._plan, self._adapts = plan, adapts
         self._matched = 0.0  # accepted share of the drafted tokens, moving average over verifies
+
+    @classmethod
+    def no_draft(cls, latency: LatencyModel) -> Plan:
+        return no_draft(len(latency.sublayers), f"{cls.source}: no draft")
 
     @property
     def wants_captures(self) -> bool:
@@ -98,6 +98,7 @@ class PlanStrategy:
     def take(
         self,
         state: BatchState,
+        latency: LatencyModel,
         choices: Choices,
         num_draft_tokens: int,
         *,
@@ -109,14 +110,13 @@ class PlanStrategy:
     ) -> PlanRecord:
         """Draft by these choices from now on; do not draft if all of them are full. Return the new plan's record.
         acceptance: expected, of a token. reuse_prefix: whether verifies reuse the draft's leading sublayers in full."""
-        assert self._latency is not None
         drafts = num_leading_full(choices) < len(choices) and num_draft_tokens > 0
         drafting = Plan(choices=choices, num_draft_tokens=num_draft_tokens, source=self.source, tree_widths=tree_widths)
-        self._plan = drafting if drafts else self._no_draft
+        self._plan = drafting if drafts else self.no_draft(latency)
         decision = best_choice(
             [self._plan.choices],
             [acceptance],
-            self._latency,
+            latency,
             context=state.context,
             batch=state.batch,
             max_draft_tokens=num_draft_tokens,
@@ -138,7 +138,8 @@ class PeriodicStrategy(PlanStrategy, ABC):
     def __init__(
         self, latency: LatencyModel, *, interval: int, threshold: float | None = None, adapts: bool = False
     ) -> None:
-        super().__init__(latency, threshold=threshold, adapts=adapts)
+        super().__init__(self.no_draft(latency), threshold=threshold, adapts=adapts)
+        self._latency = latency
         self._interval = interval
         self._num_tokens = float(interval)  # tokens of one sequence since the last question began
         self._num_captured: int | None = None  # for the question that is due; None: no question is due

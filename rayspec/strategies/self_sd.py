@@ -24,8 +24,8 @@ class SelfSD(PlanStrategy):
     record: PlanRecord
 
     def __init__(self, record: PlanRecord, threshold: float, *, adapts: bool = True) -> None:
-        super().__init__(None, threshold=threshold, adapts=adapts)
-        self.record, self._plan = record, record.plan
+        super().__init__(record.plan, threshold=threshold, adapts=adapts)
+        self.record = record
         self._has_begun = self._was_reported = False
 
     @classmethod

@@ -47,7 +47,8 @@ class Swift(PlanStrategy):
                 f"{_SKIP_RATIO:.0%} leave none to skip: choose another strategy"
             )
         threshold = 0.8 if options.draft_threshold is None else options.draft_threshold
-        super().__init__(latency, threshold=threshold)
+        super().__init__(self.no_draft(latency), threshold=threshold)
+        self._latency = latency
         self._num_search_tokens = options.num_search_tokens or _NUM_SEARCH_TOKENS
         self._max_draft_tokens = options.max_draft_tokens
         self._sets = MaskSearch(num_sublayers, free, num_skipped=num_skipped, suggest_every=25, seed=1)
@@ -96,6 +97,7 @@ class Swift(PlanStrategy):
         spent_s, self._spent_s = self._spent_s, 0.0
         return self.take(
             state,
+            self._latency,
             choices_of(self._best),
             self._max_draft_tokens,
             acceptance=self._best_score,

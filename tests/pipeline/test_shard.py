@@ -10,18 +10,18 @@ from rayspec.config import EngineConfig
 from rayspec.decode.runner import Runner
 from rayspec.decode.stages import SpanRunner
 from rayspec.decode.work import Chunk, Move, Pass, Prefill, Round
-from rayspec.model.kv_cache import KVCache
+from rayspec.model.kv_cache import CacheSize, KVCache
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.pipeline import ranks
 from rayspec.pipeline import shard as shard_module
 from rayspec.pipeline.messages import Begin, Follow, Message, Seek
 from rayspec.pipeline.ranks import LeadingSpan, RanksOutOfStepError, follow
 from rayspec.pipeline.server import ENGINE, NewEpoch
-from rayspec.pipeline.shard import Blueprint, Shard
+from rayspec.pipeline.shard import Shard
 from rayspec.pipeline.transport import Received, Secret
-from rayspec.planning.partition import LayerCost, ModelCosts
 from rayspec.types import no_draft
-from tests.families import VOCAB_SIZE, checkpoint, parts_of
+from tests.families import checkpoint, parts_of
+from tests.pipeline.loop import blueprint_of
 
 PREFILL = Begin(work=Prefill(id=1, chunks=[Chunk("a", RowSpan(one_run(0, 1000), 0, 1), [1], sample=True)]))
 ROUND = Begin(work=Round(id=2, entries=[], plan=no_draft(8, "test")))
@@ -31,20 +31,10 @@ def a_pass(*, fixed_shape: bool, round_id: int = 1) -> Pass:
     return Pass(round_id=round_id, token_ids=[1], rows=[RowSpan(one_run(0, 1000), 0, 1)], fixed_shape=fixed_shape)
 
 
-def shard(rank: int = 0, tensor: int = 1, **options: Any) -> Shard:
+def shard(rank: int = 0, tensor: int = 1) -> Shard:
     parallel: Any = {"stages": 2, "tensor": tensor}
     config = EngineConfig(model=checkpoint("llama"), device="cpu", dtype="float32", parallel=parallel)
-    nothing = LayerCost(weight_bytes=0, seconds=())
-    blueprint = Blueprint(
-        config=config.replace(**options),
-        costs=ModelCosts(embedding=nothing, layers=(), head=nothing),
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        num_slots=64,
-        num_gpus=0.0,
-        shard_type=Shard,
-    )
-    return Shard(blueprint, Secret(), 0, rank)
+    return Shard(blueprint_of(config, CacheSize(64), Shard), Secret(), 0, rank)
 
 
 class _Messages:
