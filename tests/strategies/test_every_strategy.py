@@ -131,12 +131,3 @@ def test_nor_does_one_behind_the_gate(strategy: str) -> None:
     gated = made(strategy, gate=True)
     assert isinstance(gated, Gated)
     assert require_known_tokens(gated).stats.gate_reason == gated.status
-
-
-@pytest.mark.parametrize("strategy", ["del", "swift"])
-def test_sampled_text_is_that_of_plain_decoding(strategy: str) -> None:
-    parts, prompts = parts_of(checkpoint("granite")), cases(checkpoint("granite"), LENGTHS, NUM_TOKENS).prompts[:3]
-    params = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=40)
-    engine = engine_with(parts, made(strategy), max_num_seqs=3, max_draft_tokens=MAX_DRAFT_TOKENS)
-    assert tokens_of(complete(engine, prompts, params)) == tokens_of(complete(engine_with(parts), prompts, params))
-    assert engine.stats.num_draft_tokens > 0
