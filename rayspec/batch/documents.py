@@ -14,9 +14,6 @@ import io
 import itertools
 import json
 import re
-import signal
-import subprocess
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,8 +28,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rayspec.batch import extract
 from rayspec.batch.rows import INVALID_VALUE, MISSING_COLUMN, Columns, Row
+from rayspec.batch.sandbox import Sandbox
 from rayspec.batch.tables import Table
 from rayspec.command.locations import FILE_ERRORS, Location, UnreadableFileError, error_detail, limited_lines
 from rayspec.types import ConfigError, InputFileError
@@ -48,13 +45,13 @@ _WITH_OWN_COMPRESSION = PARQUET_SUFFIXES + ARROW_SUFFIXES + EXTRACTED_SUFFIXES
 KNOWN_TYPES = f"{', '.join((*_ZIPPED, *_WITH_OWN_COMPRESSION))}, the first {len(_ZIPPED)} also with {GZIP_SUFFIX}"
 _BYTES_PER_PIECE, _NUM_FILES_TO_SPLIT = 2**26, 64
 _MIN_ROWS_PER_READ, _MAX_ROWS_PER_READ, _BYTES_PER_READ = 16, 1024, 2**20
-_MAX_EXTRACT_S = 900  # a rescue: `extract` limits its own CPU time
 _ARROW_FILE_MAGIC = b"ARROW1"
 _NO_CELL = "\0"
 _NUM_CHECKED = 16  # rows
 # Strangers may make the files, and a small one may unpack to any size. Tokenizing takes about 250 bytes a character.
 _MAX_TEXT_BYTES, _MAX_WHOLE_BYTES = 2**24, 2**30  # of a text, line or value; of a file that is read as a whole
 csv.field_size_limit(_MAX_TEXT_BYTES)
+_extractor = Sandbox(most_s=120, most_bytes=2**32)
 
 
 def file_type(file_name: str) -> tuple[str, bool] | None:
@@ -108,31 +105,6 @@ class _Document:
         """A hash of what decides the text."""
         version = metadata.version("pypdf") if self.suffix == ".pdf" else ""
         return _digest(f"{self.suffix} {version} ".encode() + self.content)
-
-    def text(self, source: str) -> str:
-        """Take the text out, in a process of its own. Raises InputFileError."""
-        command = [sys.executable, extract.__file__, self.suffix]
-        try:
-            done = subprocess.run(  # noqa: S603 - signals to a job's group do not end it, but let its rows finish
-                command,
-                input=self.content,
-                capture_output=True,
-                timeout=_MAX_EXTRACT_S,
-                check=True,
-                start_new_session=True,
-            )
-        except subprocess.CalledProcessError as error:
-            problem = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            if error.returncode == -signal.SIGXCPU:
-                problem = f"it takes more than {extract.MAX_CPU_S} s"
-        except subprocess.TimeoutExpired:
-            problem = f"it takes more than {_MAX_EXTRACT_S} s"
-        else:
-            text = done.stdout.decode()
-            if text.strip():
-                return text
-            problem = "there is none; scanned pages need text recognition first"
-        raise InputFileError(f"{source}: its text cannot be read: {problem or 'it was killed'}", "unreadable_document")
 
 
 def check_template(pieces: Sequence[Piece], columns: Columns) -> None:
@@ -214,8 +186,16 @@ def _row_of(fields: _Fields, source: str, columns: Columns, *, with_text: bool) 
     row = Row(id=row_id, source=source, input_hash=document.digest)
     if not with_text:
         return row
+    text, problem = "", "there is none; scanned pages need text recognition first"
     try:
-        return replace(row, document=columns.content({columns.of_whole_files: document.text(source)}, source)[0])
+        text = _extractor.text(document.suffix, document.content)
+    except ValueError as error:
+        problem = str(error)
+    if not text.strip():
+        problem = f"{source}: its text cannot be read: {problem}"
+        return row.failed(InputFileError(problem, "unreadable_document"))
+    try:
+        return replace(row, document=columns.content({columns.of_whole_files: text}, source)[0])
     except InputFileError as error:  # the row's result: the same bytes have it again
         return row.failed(error)
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from rayspec.batch.extract import MAX_CHARACTERS
-from rayspec.batch.templates import Templates
+from rayspec.batch.sandbox import Sandbox
 from rayspec.command.terminal import load_llm
 from rayspec.config import DType, EngineConfig, Settings
 from rayspec.decode.engine_loop import EngineDeadError
@@ -218,7 +217,7 @@ def _present(row: Mapping[str, Any]) -> str:
     return f"the row has {', '.join(map(repr, row)) or 'none that were asked for'}"
 
 
-_templates = Templates()
+_templates = Sandbox(most_s=5, most_bytes=2**30)
 
 
 @cache
@@ -233,15 +232,14 @@ def _names(template: str) -> list[str]:
 def _rendered(template: str, row: Mapping[str, Any], source: str) -> str:
     values = {name: row[name] for name in _names(template) if name in row}
     try:
-        text = _templates.render(template, values, MAX_CHARACTERS)
+        text = _templates.rendered(template, values)
     except KeyError as error:
         problem = f"{source}: option 'prompt_template': {error.args[0]}; {_present(row)}"
         raise InputFileError(problem, MISSING_COLUMN) from None
     except ValueError as error:
         raise InputFileError(f"{source}: option 'prompt_template': {error}", INVALID_VALUE) from None
-    if not text.strip() or len(text) > MAX_CHARACTERS:
-        size = "no text" if not text.strip() else f"more than {MAX_CHARACTERS} characters"
-        raise InputFileError(f"{source}: option 'prompt_template' makes a prompt of {size}", INVALID_VALUE)
+    if not text.strip():
+        raise InputFileError(f"{source}: option 'prompt_template' makes a prompt of no text", INVALID_VALUE)
     return text
 
 

@@ -18,11 +18,10 @@ import pytest
 from pyarrow import fs
 from pypdf import PdfReader, PdfWriter
 
-from rayspec.batch import extract
 from rayspec.batch.documents import Piece, check_template, input_row, pieces_of, read_piece
 from rayspec.batch.input_files import find_files
 from rayspec.batch.rows import Columns, Row
-from rayspec.batch.templates import Templates
+from rayspec.batch.sandbox import Sandbox
 from rayspec.types import ConfigError
 from tests.serve.endpoint_process import command_line
 from tests.waiting import wait_until
@@ -530,32 +529,25 @@ def test_a_document_that_grows_without_bound_is_one_bad_row(tmp_path: Path, cont
     assert row.error_kind == "unreadable_document"
 
 
-def extracted(suffix: str, content: bytes, max_cpu_s: int) -> subprocess.CompletedProcess[bytes]:
-    program = f"import rayspec.batch.extract as extract; extract.MAX_CPU_S = {max_cpu_s}; extract.main({suffix!r})"
-    return subprocess.run([sys.executable, "-c", program], input=content, capture_output=True, check=False)
-
-
-def test_a_document_that_takes_too_long_ends_with_the_signal_that_says_so() -> None:
-    assert extracted(".docx", docx("<w:p/>" * 3_000_000), 1).returncode == -signal.SIGXCPU
+def test_a_document_that_takes_too_long_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayspec.batch.documents._extractor", Sandbox(most_s=1, most_bytes=2**30))
+    (tmp_path / "a.docx").write_bytes(docx("<w:p/>" * 3_000_000))
+    (tmp_path / "b.docx").write_bytes(docx(WORDS))
+    long, good = read(tmp_path)
+    assert "a.docx: its text cannot be read: it takes more than 1 s or 1024 MiB" in str(long.error)
+    assert outcome(good) == "One\ttwo\nthree\n"
 
 
 def test_a_word_file_takes_little_memory_whatever_it_unpacks_to() -> None:
     content = docx(paragraph("<w:t>One</w:t>") + "<w:p/>" * 10**6)
     assert len(content) < 20_000
-    program = (
-        "import atexit, runpy, sys; sys.argv[1:] = ['.docx']\n"
-        "atexit.register(lambda: print(open('/proc/self/status').read(), file=sys.stderr))\n"
-        f"runpy.run_path({extract.__file__!r}, run_name='__main__')"
-    )
-    done = subprocess.run([sys.executable, "-c", program], input=content, capture_output=True, check=True)
-    assert done.stdout == b"One\n" + b"\n" * 10**6
-    assert int(done.stderr.partition(b"VmHWM:")[2].split()[0]) < 50 * 1024
+    assert Sandbox(most_s=60, most_bytes=2**26).text(".docx", content) == "One\n" + "\n" * 10**6
 
 
 @pytest.mark.parametrize("begun", ["</", "<!--", "<!", "<?", "<a ", "<a x='", "<script>", "<!doctype "])
 def test_tags_without_an_end_take_no_more_time_than_other_text(begun: str) -> None:
-    done = extracted(".html", f"<p>fish &amp; chips{begun * (2**21 // len(begun))}".encode(), 10)
-    assert (done.stdout.decode(), done.returncode) == ("fish & chips", 0)
+    content = f"<p>fish &amp; chips{begun * (2**21 // len(begun))}".encode()
+    assert Sandbox(most_s=10, most_bytes=2**30).text(".html", content) == "fish & chips"
 
 
 def test_a_signal_to_all_processes_of_a_job_makes_no_error_of_a_row_under_way(tmp_path: Path) -> None:
@@ -570,7 +562,7 @@ def test_a_signal_to_all_processes_of_a_job_makes_no_error_of_a_row_under_way(tm
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         wait_until(
-            lambda: "extract.py" in "".join(map(command_line, map(int, children.read_text("utf-8").split()))), 60
+            lambda: "sandbox.py" in "".join(map(command_line, map(int, children.read_text("utf-8").split()))), 60
         )
         os.killpg(process.pid, signal.SIGTERM)
         assert process.communicate(timeout=120)[0].split("\n")[:2] == ["signal", "[None]"]
@@ -608,7 +600,7 @@ def test_a_template_makes_the_text_of_the_columns(tmp_path: Path) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A template may take one second."""
-    monkeypatch.setattr("rayspec.batch.rows._templates", Templates(most_s=1))
+    monkeypatch.setattr("rayspec.batch.rows._templates", Sandbox(most_s=1, most_bytes=2**30))
 
 
 @pytest.mark.usefixtures("impatient")
