@@ -20,7 +20,7 @@ from rayspec.batch.document_task import DocumentTask, PromptBuilder, summary_pro
 from rayspec.batch.documents import input_row
 from rayspec.batch.job import CompletedRows, Source
 from rayspec.batch.long_documents import LongDocumentOptions
-from rayspec.batch.ray_backend import RayBackend, quieten, reading
+from rayspec.batch.ray_backend import RayBackend, reading
 from rayspec.batch.rows import Row, RowEngineFactory
 from rayspec.bench.options import BenchOptions, WorkloadOptions
 from rayspec.bench.result import describe_environment, markdown_table
@@ -84,7 +84,6 @@ def run_data_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[st
     hide_progress_bars()
     with model_folder(options.engine, options.widen) as folder, ray_session(), reading():
         exit_on_sigterm()
-        quieten()
         config = engine_config(options, folder, options.strategies[0])
         config = config.replace(num_threads=config.num_threads or num_cores())
         say("loading")

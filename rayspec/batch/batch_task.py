@@ -53,20 +53,20 @@ class BatchTask:
         return complete
 
 
-def read_requests(path: str) -> tuple[list[Row], list[Row]]:
-    """Return the requests of a batch file, and error rows for the lines that are no request. Raises ConfigError."""
-    requests, refused = [], []
+def read_requests(path: str) -> list[Row]:
+    """Return the requests of a batch file, with an error row for each line that is no request. Raises ConfigError."""
+    rows = []
     try:
         location = Location.parse(path)
         with location.open() as file:
             for line in read_batch(limited_lines(file, MAX_LINE_BYTES), source=location.file_name):
                 if isinstance(line, BatchResult):
-                    refused.append(answered(Row(id=line.id, source=line.id), line))
+                    rows.append(answered(Row(id=line.id, source=line.id), line))
                 else:
-                    requests.append(input_row(line.id, source=line.id, text=json.dumps(asdict(line))))
+                    rows.append(input_row(line.id, source=line.id, text=json.dumps(asdict(line))))
     except FILE_ERRORS as error:
         raise ConfigError(f"batch file {path!r} could not be read: {error}") from error
-    return requests, refused
+    return rows
 
 
 class _Used(msgspec.Struct):
@@ -91,23 +91,18 @@ def answered(row: Row, result: BatchResult) -> Row:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class BatchFiles:
-    """Writes output.jsonl with the responses and errors.jsonl with the failed lines, in the format of OpenAI's API.
+def write_answers(requests: Sequence[Row], rows: Callable[[], Iterable[Row]], folder: Location) -> None:
+    """Write output.jsonl with the responses and errors.jsonl with the failed lines, in the format of OpenAI's API.
 
-    requests: the rows of all requests. For a request without an answer, this class makes the error line.
+    requests: the rows of all requests. A request without an answer gets an error line.
     """
-
-    requests: Sequence[Row]
-
-    def __call__(self, rows: Callable[[], Iterable[Row]], folder: Location) -> None:
-        custom_ids = {one.id: json.loads(one.document or "{}").get("custom_id") for one in self.requests}
-        for name, failed in ((OUTPUT_NAME, False), (ERRORS_NAME, True)):
-            with folder.join(name).writing() as file:
-                for row in rows():
-                    if (row.error_kind is not None) == failed:
-                        line = row.text
-                        if line is None:  # the request has no answer
-                            error = BatchError(code=row.error_kind or "", message=row.error or "")
-                            line = BatchResult(id=row.id, custom_id=custom_ids.get(row.id), error=error).json_line()
-                        file.write(line.encode())
+    custom_ids = {one.id: json.loads(one.document or "{}").get("custom_id") for one in requests}
+    for name, failed in ((OUTPUT_NAME, False), (ERRORS_NAME, True)):
+        with folder.join(name).writing() as file:
+            for row in rows():
+                if (row.error_kind is not None) == failed:
+                    line = row.text
+                    if line is None:  # the request has no answer
+                        error = BatchError(code=row.error_kind or "", message=row.error or "")
+                        line = BatchResult(id=row.id, custom_id=custom_ids.get(row.id), error=error).json_line()
+                    file.write(line.encode())

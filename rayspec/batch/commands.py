@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, NoReturn
@@ -179,10 +180,10 @@ def openai_batch(
     OpenAI's format.
     """
     # Imported here, because it brings transformers.
-    from rayspec.batch.batch_task import ERRORS_NAME, OUTPUT_NAME, BatchFiles, BatchTask, read_requests  # noqa: PLC0415
+    from rayspec.batch.batch_task import ERRORS_NAME, OUTPUT_NAME, BatchTask, read_requests, write_answers  # noqa: PLC0415
 
     settings, options = asked.settings(), asked.own_options(JobOptions)
-    requests, refused = read_requests(batch)
+    requests = read_requests(batch)
     task = BatchTask(settings=settings, served=served_model_name or settings.engine.model)
     job = Job(
         backend=_backend(context),
@@ -191,10 +192,10 @@ def openai_batch(
         options=options,
         name="lines",
         text_column="line",
-        export=BatchFiles(requests),
+        export=partial(write_answers, requests),
         export_names=(OUTPUT_NAME, ERRORS_NAME),
     )
-    report = job.run(Source(rows=requests, refused=refused))
+    report = job.run(Source(rows=requests))
     folder = output_places(output, options.format)[0]
     output_console().print(f"{report}\n{OUTPUT_NAME} and {ERRORS_NAME} are in {folder}", soft_wrap=True)
     raise typer.Exit(report.exit_code(accepts_failed=options.accept_failed_rows))

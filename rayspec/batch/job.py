@@ -28,16 +28,16 @@ import pyarrow.compute as pc
 import yaml
 from pydantic import Field
 
-from rayspec.batch.documents import Piece, as_duplicate, pieces_of, read_piece
+from rayspec.batch.documents import Piece, pieces_of, read_piece
 from rayspec.batch.report import REPORT_NAMES, RunReport, report_pages, showing_progress
 from rayspec.batch.result_cache import ResultCache
 from rayspec.batch.rows import Columns, Row, RowEngineFactory, RowTask
 from rayspec.batch.run_folder import FileFormat, RunFolder, output_places
 from rayspec.command.locations import Location, UnreadableFileError, error_detail
 from rayspec.command.terminal import EXIT_TERMINATED, error_console, exit_on_sigterm, say
-from rayspec.config import DType, Options
+from rayspec.config import Options
 from rayspec.decode.engine_loop import EngineDeadError, LoopThread
-from rayspec.types import ConfigError, EngineStats, RayspecError, RequestError
+from rayspec.types import ConfigError, EngineStats, InputFileError, RayspecError, RequestError
 
 if TYPE_CHECKING:
     from rayspec.pool.supervisor import EnginePool
@@ -68,14 +68,13 @@ _NUM_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The rows of a job: those in `files`, or else `rows`. refused: rows that failed before they could be
-    read. limit: number of rows to take from the beginning. sample: share of these rows to take, chosen by a hash of
-    their ids, so that every run takes the same rows."""
+    """The rows of a job: those in `files`, or else `rows`, error rows among them. limit: number of rows to take from
+    the beginning. sample: share of these rows to take, chosen by a hash of their ids, so that every run takes the same
+    rows."""
 
     files: Sequence[Piece] = ()
     columns: Columns = field(default_factory=Columns)
     rows: Sequence[Row] = ()
-    refused: Sequence[Row] = ()
     limit: int | None = None
     sample: float | None = None
 
@@ -173,14 +172,6 @@ class Comparison:
     changed: Mapping[str, int]
     absent: Sequence[str]
 
-    def check(self, changed: Changed) -> None:
-        """Check the input for changes. Raises ConfigError if it has changed and `changed` is "fail"."""
-        if changed == "fail" and (self.changed or self.absent):
-            raise ConfigError(
-                f"option 'changed' is 'fail', and {self.describe()}: pass --changed keep or redo, or choose another "
-                "output folder"
-            )
-
     def describe(self) -> str:
         """Return the changes in words, with some of the ids. The text is empty if there are none."""
         parts = (
@@ -216,7 +207,8 @@ def compared(scan: Scan, done: pa.Table, *, is_whole: bool = True) -> Comparison
             continue
         if row_id in done_hashes and hashes[index] == done_hashes[row_id] != hashes[first]:
             kept[row_id], row, other = index, other, row
-        errors.append(as_duplicate(row, other.source))
+        problem = f"{row.source}: id {row.id!r} is that of {other.source} too; ids must be unique"
+        errors.append(row.refused(InputFileError(problem, "duplicate_id")))
     changed = {row_id: index for row_id, index in kept.items() if done_hashes.get(row_id) not in (None, hashes[index])}
     return Comparison(
         left=sorted(index for row_id, index in kept.items() if row_id not in done_hashes),
@@ -263,12 +255,7 @@ class LocalPool:
 
     def begin(self) -> Any:
         """Load the engine and return all options in force. Raises ConfigError and CheckpointError."""
-        import torch  # noqa: PLC0415 - the engine needs it, and the command's help does not
-
         self._engine = self._factory.load(self._factory.engine)
-        has_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if has_gpu and (there := torch.cuda.device_count()) > 1:
-            say(f"1 of the {there} GPUs here runs the model; `rayspec job` with --replicas {there} uses all of them")
         self._thread.call_soon(self._is_loaded.set)
         return self._engine.info
 
@@ -375,13 +362,20 @@ class JobOptions(Options):
 class CompletedRows:
     """Gives a block an iterator over completed rows, in no particular order. Reading begins with the block.
 
-    submit: gives a row to the engines. num_wanted: number of rows under way at a time. When the engines take no more
-    rows, reading ends. The iterator still yields the rows under way, some of which are not final (`Row.is_final`). It
-    raises the errors of reading.
+    submit: gives a row to the engines. num_wanted: number of rows under way at a time. idle: called every second in
+    which no row comes. When the engines take no more rows, reading ends. The iterator still yields the rows under way,
+    some of which are not final (`Row.is_final`). It raises the errors of reading.
     """
 
-    def __init__(self, submit: Callable[[Row], Future[Row]], rows: Iterator[Row], *, num_wanted: int) -> None:
-        self._submit, self._rows = submit, rows
+    def __init__(
+        self,
+        submit: Callable[[Row], Future[Row]],
+        rows: Iterator[Row],
+        *,
+        num_wanted: int,
+        idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._submit, self._rows, self._idle = submit, rows, idle
         self._thread = threading.Thread(target=self._feed, name="rayspec-feeder", daemon=True)
         self._num_wanted, self._room = num_wanted, threading.Semaphore(num_wanted)
         self._done: queue.SimpleQueue[Row | Exception | None] = queue.SimpleQueue()
@@ -440,15 +434,19 @@ class CompletedRows:
     def _completed(self) -> Iterator[Row]:
         num_taken = 0
         while not self._is_ended or num_taken < self._num_given:
-            match self._done.get():
-                case None:
-                    self._end()
-                case Exception() as error:
-                    raise error
-                case row:
-                    num_taken += 1
-                    self._room.release()
-                    yield row
+            try:
+                row = self._done.get(timeout=1.0)
+            except queue.Empty:
+                self._idle()
+                continue
+            if isinstance(row, Exception):
+                raise row
+            if row is None:
+                self._end()
+                continue
+            num_taken += 1
+            self._room.release()
+            yield row
 
     def _end(self) -> None:
         """Give no more rows to the pool."""
@@ -479,10 +477,6 @@ class Job:
     export: Export | None = None
     export_names: Sequence[str] = ()
     cache: str | None = None
-
-    def factory(self, dtype: DType | None, texts: Sequence[str] = ()) -> EngineFactory:
-        """Return the factory of the engines, see `RowEngineFactory`."""
-        return RowEngineFactory(self.task, dtype=dtype, texts=texts)
 
     def run(self, source: Source) -> RunReport:
         """Run until every row is in the output. Rows of an earlier run of the same job are not done again. A run that
@@ -516,6 +510,7 @@ class Job:
                 first = shared.first_to_do(rows) if rows is not None and self.cache is not None else []
                 if rows is not None and (first or self.cache is None):
                     report.num_left = len(left)
+                    folder.commit()
                     rows = self._within_budget(first, rows, report)
                     report.stats = self._complete(rows, folder, report, shared, drain)
                     if not report.stopped:
@@ -528,16 +523,21 @@ class Job:
         that are left. Raises ConfigError."""
         scan = self.backend.scan(source)
         found = compared(scan, folder.parts.done, is_whole=source.is_whole)
-        found.check(self.options.changed)
+        changes = found.describe()
+        if changes and self.options.changed == "fail":
+            raise ConfigError(
+                f"option 'changed' is 'fail', and {changes}: pass --changed keep or redo, or choose another "
+                "output folder"
+            )
         redone = found.changed if self.options.changed == "redo" else {}
         folder.redo(pa.array(redone, pa.large_string()))
         if kinds := folder.parts.kinds:
             report.add_earlier(kinds, folder.parts.rows)
             say(f"going on with a run that has {kinds.total()} rows")
-        if changes := found.describe():
+        if changes:
             done_again = f"{len(redone)} are done again" if redone else "the earlier results are kept"
             say(f"{changes}: {done_again}")
-        for row in (*source.refused, *found.errors):
+        for row in found.errors:
             folder.add(row)
             report.add(row)
         return scan.rows.take(pa.array(sorted([*found.left, *redone.values()]), pa.int64()))
@@ -550,15 +550,15 @@ class Job:
         dtype = folder.manifest.extra.get("config", {}).get("dtype")
         # With `redo`, these are also the rows that are replaced.
         drafts = self.task.settings.engine.speculation
-        most = _CHARACTERS_PER_TOKEN * drafts.corpus_tokens
-        texts = folder.parts.newest_texts(most) if drafts.strategy == "auto" else ()
-        pool = self.backend.pool(self.factory(dtype, texts), max_restarts=self.options.max_engine_restarts)
+        most = _CHARACTERS_PER_TOKEN * drafts.corpus_tokens if drafts.strategy == "auto" else 0
+        factory = RowEngineFactory(self.task, dtype=dtype, texts=folder.parts.newest_texts(most) if most else ())
+        pool = self.backend.pool(factory, max_restarts=self.options.max_engine_restarts)
         drain.on_request = pool.drain
         if drain.requested:  # SIGTERM came before the pool existed
             pool.drain()
         engine, failure = self.task.settings.engine, None
         num_wanted = 2 * (engine.parallel.replicas if engine.parallel is not None else 1)
-        under_way = CompletedRows(pool.submit, rows, num_wanted=num_wanted * engine.num_seqs)
+        under_way = CompletedRows(pool.submit, rows, num_wanted=num_wanted * engine.num_seqs, idle=folder.commit_if_due)
         try:
             with under_way as completed:
                 say(f"loading model {engine.model!r}")

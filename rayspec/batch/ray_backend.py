@@ -28,9 +28,6 @@ from rayspec.batch.job import (
     sort_key,
 )
 from rayspec.batch.rows import Columns, Row
-from rayspec.command.terminal import say
-from rayspec.config import EngineConfig, ParallelOptions
-from rayspec.pipeline.placement import gpus_per_shard
 from rayspec.pool.supervisor import EnginePool
 from rayspec.pool.worker import EngineFactory
 from rayspec.ray_session import ray_session
@@ -50,7 +47,6 @@ class RayBackend(LocalBackend):
     @contextmanager
     def session(self) -> Iterator[None]:
         with ray_session(), reading():
-            quieten()
             yield
 
     def scan(self, source: Source) -> Scan:
@@ -79,20 +75,7 @@ class RayBackend(LocalBackend):
         return rows_of(dataset)
 
     def pool(self, factory: EngineFactory, *, max_restarts: int) -> EnginePool:
-        if told := idle_gpus(factory.engine):
-            say(told)
         return EnginePool(factory, max_restarts=max_restarts)
-
-
-def idle_gpus(config: EngineConfig) -> str | None:
-    """Return what to tell a user whose engines leave GPUs of the cluster to nobody; None if more engines do not fit."""
-    options = config.parallel or ParallelOptions()
-    of_replica = options.stages * options.tensor * gpus_per_shard(config, options)
-    there: float = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
-    if of_replica == 0 or there < of_replica * (options.replicas + 1):
-        return None
-    used, most = of_replica * options.replicas, int(there / of_replica)
-    return f"{used:g} of the {there:g} GPUs here run the model; --replicas {most} uses all of them"
 
 
 def patient(dataset: ray.data.Dataset) -> ray.data.Dataset:
@@ -106,19 +89,16 @@ def patient(dataset: ray.data.Dataset) -> ray.data.Dataset:
     return own
 
 
-def quieten() -> None:
-    """Switch off Ray Data's progress bars and log lines below ERROR, which share the terminal with ours."""
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    ray.data.DataContext.get_current().enable_progress_bars = False
-
-
 @contextmanager
 def reading() -> Iterator[None]:
-    """Wait at the end of a block that reads datasets until Ray Data's reader threads have ended, for at most 10 s.
+    """Switch off Ray Data's progress bars and log lines below ERROR, which share the terminal with ours. At the end of
+    the block, wait until Ray Data's reader threads have ended, for at most 10 s.
 
     The threads outlive a dataset's iterator by a moment. A thread that calls Ray during the shutdown of Ray ends the
     process at once, with an exit code of its own. Inside the block, close datasets that were not read to their end.
     """
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    ray.data.DataContext.get_current().enable_progress_bars = False
     try:
         yield
     finally:

@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import re
-import threading
 import time
 import uuid
 from collections import Counter
@@ -140,7 +139,7 @@ class RunFolder:
 
     Rows are committed when there are 32 of them (later 1/64 of all, at most 4096), and 5 s after the first of them
     (after some hours, 1/1000 of the time so far). A driver that is killed loses uncommitted rows, and the next run does
-    them again. Safe to use from several threads.
+    them again.
 
     is_merged: whether the merged file has the same rows as the parts. manifest: as it was written last. parts: the
     committed rows, which may be read while others are committed.
@@ -173,20 +172,24 @@ class RunFolder:
             )
         fresh = Manifest(identity=msgspec.to_builtins(identity), text_column=text_column, file_format=file_format)
         self.location, self._merged = location, merged
-        self._guard = threading.RLock()
         self._buffer: list[Row] = []
-        self._timer: threading.Timer | None = None
-        self._is_overdue = False
-        self._opened_s = time.monotonic()
+        self._opened_s = self._first_s = time.monotonic()  # of the folder, and of the first row in the buffer
         self._held = ExitStack()
         self._lock: IO[bytes] | None = None
         try:
             if (lock := _locked(location)) is not None:
                 self._lock = self._held.enter_context(lock)
-            before = _begin(location, fresh, merged, report_files) if overwrite else _continue(location, fresh, merged)
+            if overwrite:  # delete the files of an earlier job, except its manifest: the folder always has one
+                for name in parts_in(location.join(_ROWS)):
+                    location.join(_ROWS, name).delete()
+                stem = PurePosixPath(merged.path).stem  # in a folder, another format may have been asked for before
+                for file_name in (f"{stem}.parquet", f"{stem}.jsonl", *report_files):
+                    location.join(file_name).delete()
+            before = fresh if overwrite else _continue(location, fresh, merged)
             _remove_leftovers(location, merged)
             self.parts = Parts(location.join(_ROWS), text_column=text_column, json_schema=json_schema)
-            self.is_merged = _is_merged(before, merged) and not self.parts.ignores_some
+            is_written = before.status == "complete" and merged.kind == "file"
+            self.is_merged = is_written and not self.parts.ignores_some
             session = Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
             # last: a folder that cannot be read stays unchanged
             self._save(before, status="running", sessions=(*before.sessions, session))
@@ -201,41 +204,39 @@ class RunFolder:
     def redo(self, row_ids: pa.Array) -> None:
         """Mark rows to be done again."""
         if len(row_ids):
-            with self._guard:
-                self.parts.redo(row_ids)
-                self.is_merged = False
+            self.parts.redo(row_ids)
+            self.is_merged = False
 
     def add(self, row: Row) -> None:
         """Add a row. Raises OutputError if rows cannot be committed; they are then committed with the next rows."""
-        with self._guard:
-            self._buffer.append(row)
-            # Parts grow with the number of rows, so that their number stays small.
-            size = max(_MIN_ROWS_PER_PART, min(self.parts.num_stored // _MIN_PARTS, _MAX_ROWS_PER_PART))
-            if self._is_overdue or len(self._buffer) >= size:
-                self.commit()
-            elif self._timer is None:
-                # At most 0.1 % of the time so far is lost in a crash, and a long job has a few thousand parts.
-                seconds = max(_SECONDS_PER_PART, (time.monotonic() - self._opened_s) / 1000)
-                self._timer = threading.Timer(seconds, self._commit_overdue)
-                self._timer.daemon = True
-                self._timer.start()
+        if not self._buffer:
+            self._first_s = time.monotonic()
+        self._buffer.append(row)
+        # Parts grow with the number of rows, so that their number stays small.
+        if len(self._buffer) >= max(_MIN_ROWS_PER_PART, min(self.parts.num_stored // _MIN_PARTS, _MAX_ROWS_PER_PART)):
+            self.commit()
+        else:
+            self.commit_if_due()
+
+    def commit_if_due(self) -> None:
+        """Commit if it is time for the first row that is not on disk. Call this every second. Raises OutputError."""
+        now_s = time.monotonic()
+        # At most 0.1 % of the time so far is lost in a crash, and a long job has a few thousand parts.
+        if now_s - self._first_s >= max(_SECONDS_PER_PART, (now_s - self._opened_s) / 1000):
+            self.commit()
 
     def commit(self) -> None:
         """Write the rows that are not on disk yet as one part, whole or not at all. Raises OutputError."""
-        with self._guard:
-            self._stop_timer()
-            if not self._buffer:
-                return
+        if self._buffer:
             with self.naming_output():
                 self._check_place()
                 self.parts.append(self._buffer, self.manifest.sessions[-1].run_id)
             self.is_merged = False
             self._buffer.clear()
-            self._is_overdue = False
 
     def note(self, extra: dict[str, dict[str, Any]]) -> None:
         """Write further content of the manifest now, so that a run that is killed leaves it. Raises OutputError."""
-        with self._guard, self.naming_output():
+        with self.naming_output():
             self._save(self.manifest, extra=extra)
 
     def finish(self, counts: dict[str, Any], *, is_whole: bool = True) -> None:
@@ -244,7 +245,7 @@ class RunFolder:
         counts: further content of the manifest. is_whole: no row was left out; the job is complete unless some rows
         are to be done again. Raises OutputError.
         """
-        with self._guard, self.naming_output():
+        with self.naming_output():
             self.commit()
             self._merge()
             status: Status = "complete" if is_whole and self.parts.is_complete else "interrupted"
@@ -252,32 +253,21 @@ class RunFolder:
 
     def close(self) -> None:
         """Commit the rows so far and release the lock. A job that did not finish can be resumed. Raises OutputError."""
-        try:
+        with self._held:
             self.commit()
-        finally:
-            self._stop_timer()
-            try:
-                if self.manifest.status == "running":
-                    with suppress(OSError, pa.ArrowException, DamagedOutputError):
-                        # The output that the user named, which is not in the run folder, has the rows so far.
-                        if not self._merged.is_in(self.location) and len(self.parts):
-                            self._merge()
-                    with suppress(OSError):  # a manifest that says "running" is that of a killed driver
-                        self._end_session("interrupted", self.manifest.counts)
-            finally:
-                self._held.close()
+            if self.manifest.status == "running":
+                with suppress(OSError, pa.ArrowException, DamagedOutputError):
+                    # The output that the user named, which is not in the run folder, has the rows so far.
+                    if not self._merged.is_in(self.location) and len(self.parts):
+                        self._merge()
+                with suppress(OSError):  # a manifest that says "running" is that of a killed driver
+                    self._end_session("interrupted", self.manifest.counts)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _commit_overdue(self) -> None:
-        try:
-            self.commit()
-        except OutputError:
-            self._is_overdue = True  # the next `add` tries again and raises the error
 
     def _check_place(self) -> None:
         """Raise OSError if the folder is not the one that was locked: rows would go to another job, or be lost."""
@@ -308,11 +298,6 @@ class RunFolder:
             with self._merged.writing() as file:
                 self.parts.write(file, self.manifest.file_format)
             self.is_merged = True
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     def _end_session(self, status: Status, counts: dict[str, Any]) -> None:
         *before, session = self.manifest.sessions
@@ -380,6 +365,11 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
                 f"option 'output' is {location.name!r}, whose rows were made with other options: "
                 f"{'; '.join(differences)}: choose another folder, or pass --overwrite to begin again"
             )
+        num_bytes = merged.num_bytes
+        if previous.status == "complete" and num_bytes is not None and previous.merged_bytes not in (None, num_bytes):
+            raise DamagedOutputError(
+                f"{merged}: not the file that the job wrote; move or delete it to have it made again"
+            )
         return previous
     if merged.exists and not merged.is_in(location):
         raise ConfigError(f"option 'output' is {merged.name!r}, which exists: choose another name or pass --overwrite")
@@ -389,27 +379,6 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
             f"option 'output' is {location.name!r}, which holds {foreign[0]!r} and no {MANIFEST} of a job: choose "
             "another folder, or pass --overwrite to write into it all the same"
         )
-    return fresh
-
-
-def _is_merged(manifest: Manifest, merged: Location) -> bool:
-    """Whether a complete job has its merged file. Raises DamagedOutputError if the file has another size than when the
-    job wrote it."""
-    num_bytes = merged.num_bytes
-    if manifest.status != "complete" or num_bytes is None:
-        return False
-    if manifest.merged_bytes not in (None, num_bytes):
-        raise DamagedOutputError(f"{merged}: not the file that the job wrote; move or delete it to have it made again")
-    return True
-
-
-def _begin(location: Location, fresh: Manifest, merged: Location, report_files: Collection[str]) -> Manifest:
-    """Delete the files of an earlier job, except its manifest, so that the folder always has a manifest."""
-    for name in parts_in(location.join(_ROWS)):
-        location.join(_ROWS, name).delete()
-    stem = PurePosixPath(merged.path).stem  # in a folder, another format may have been asked for before
-    for file_name in (f"{stem}.parquet", f"{stem}.jsonl", *report_files):
-        location.join(file_name).delete()
     return fresh
 
 
@@ -524,9 +493,8 @@ class Parts:
     def newest_texts(self, most: int) -> list[str]:
         """Return texts of rows that count, of at most so many characters together, the newest last."""
         found, num_characters = list[str](), 0
-        [column] = (name for name, field in zip(self._schema.names, OUTPUT_COLUMNS, strict=True) if field == "text")
-        for table in self._tables([column], newest_first=True):
-            for text in reversed(table[column].to_pylist()):
+        for table in self._tables([self._text_column], newest_first=True):
+            for text in reversed(table[self._text_column].to_pylist()):
                 num_characters += len(text or "")
                 if num_characters > most:
                     return found[::-1]
@@ -552,10 +520,22 @@ class Parts:
                 writer.write_table(pa.concat_tables(waiting))
 
     def _with_json(self, table: pa.Table) -> pa.Table:
-        is_whole = pc.is_null(table["error_kind"])
-        texts = pc.if_else(is_whole, table[self._text_column], pa.scalar(None, pa.string())).to_pylist()
-        for name, cells in zip(self._json, _json_cells(texts, self._json), strict=True):
-            table = table.append_column(name, cells)
+        """Append the columns of properties. A value is null where the text has none of the column's type."""
+        found: list[dict[str, Any]] = []
+        for row in table.select([self._text_column, "error_kind"]).to_pylist() if self._json else ():
+            value = None
+            with suppress(ValueError, RecursionError):
+                value = json.loads(row[self._text_column] or "") if row["error_kind"] is None else None
+            found.append(value if isinstance(value, dict) else {})
+        for name, (of, kind) in self._json.items():
+            cells: list[Any] = [None] * len(found)
+            for index, value in enumerate(found):
+                cell = value.get(of)
+                if kind is None and cell is not None:
+                    cell = json.dumps(cell, ensure_ascii=False)
+                with suppress(pa.ArrowException, TypeError, OverflowError, ValueError):
+                    cells[index] = pa.scalar(cell, kind or pa.string()).as_py()
+            table = table.append_column(name, pa.array(cells, kind or pa.string()))
         return table
 
     def _tables(self, columns: Sequence[str], *, newest_first: bool = False) -> Iterator[pa.Table]:
@@ -655,25 +635,3 @@ def _arrow_type(schema: Any, root: Any, depth: int = 0) -> pa.DataType | None:
     if kind == "array" and (of_items := _arrow_type(schema.get("items"), root, depth + 1)) is not None:
         return pa.list_(of_items)
     return _TYPES.get(str(kind))
-
-
-def _json_cells(texts: Sequence[str | None], names: Mapping[str, tuple[str, pa.DataType | None]]) -> Iterator[pa.Array]:
-    """Yield the columns of texts in JSON. A value is null where the text has none of the column's type."""
-    values: list[Any] = []
-    for text in texts:
-        try:
-            value = json.loads(text or "")
-        except (ValueError, RecursionError):
-            value = None
-        values.append(value if isinstance(value, dict) else {})
-    for name, kind in names.values():
-        cells = [value.get(name) for value in values]
-        if kind is None:
-            cells = [cell if cell is None else json.dumps(cell, ensure_ascii=False) for cell in cells]
-        yield pa.array([_fitting(cell, kind or pa.string()) for cell in cells], kind or pa.string())
-
-
-def _fitting(cell: Any, kind: pa.DataType) -> Any:
-    with suppress(pa.ArrowException, TypeError, OverflowError, ValueError):
-        return pa.scalar(cell, kind).as_py()
-    return None

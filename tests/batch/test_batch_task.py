@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rayspec.batch.batch_task import BatchFiles, answered, read_requests
+from rayspec.batch.batch_task import answered, read_requests, write_answers
 from rayspec.batch.documents import input_row
 from rayspec.batch.rows import Row
 from rayspec.command.locations import Location
@@ -28,7 +28,7 @@ def test_answers_and_failures_go_to_their_files(tmp_path: Path) -> None:
     gone = Row(id="x", finish_reason="error", error_kind="stage_lost", error="gone")
     assert (good.num_prompt_tokens, good.num_output_tokens, good.finish_reason, good.error_kind) == (5, 7, "stop", None)
     assert (bad.num_prompt_tokens, bad.finish_reason, bad.error_kind) == (0, "error", "invalid_request_error")
-    BatchFiles([asked])(lambda: iter([bad, good, gone]), Location.parse(str(tmp_path)))
+    write_answers([asked], lambda: iter([bad, good, gone]), Location.parse(str(tmp_path)))
     (answer,) = (tmp_path / "output.jsonl").read_text(encoding="utf-8").splitlines()
     failure, unanswered = (tmp_path / "errors.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(answer)["response"]["body"] == usage

@@ -17,7 +17,6 @@ from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import DamagedOutputError, OutputError, RunFolder, output_places
 from rayspec.command.locations import Location, Store
 from rayspec.types import ConfigError
-from tests.waiting import wait_until
 
 IDENTITY = {"model": "demo", "sampling": {"temperature": 0.0, "max_tokens": 64}, "prompt": "Summarize:"}
 
@@ -93,54 +92,39 @@ def test_parts_grow_with_the_job_and_lose_no_row(tmp_path: Path, monkeypatch: py
     assert [pq.read_metadata(path).num_rows for path in sorted((tmp_path / "rows").iterdir())] == [32, 32, 64, 72]
 
 
-def test_a_job_goes_on_where_it_was(tmp_path: Path) -> None:
-    with open_folder(tmp_path) as folder:
-        for number in range(40):
-            folder.add(done(str(number)))
-        assert len(folder.parts.done) == 32
-    assert manifest_of(tmp_path)["status"] == "interrupted"
-    with open_folder(tmp_path) as folder:
-        assert (len(folder.parts.done), len(folder.manifest.sessions)) == (40, 2)
-        assert done_ids(folder) == {str(number) for number in range(40)}
-        assert manifest_of(tmp_path)["status"] == "running"
-        folder.add(done("40"))
-        folder.finish({})
-    assert [name[:12] for name in parts_of(tmp_path)] == ["part-000001-", "part-000002-", "part-000003-"]
-    assert [session["finished"] is None for session in manifest_of(tmp_path)["sessions"]] == [False, False]
-    with open_folder(tmp_path) as folder:
-        assert [row.id for row in folder.parts.rows()] == [str(number) for number in range(41)]
-
-
 def test_a_commit_that_fails_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayspec.batch.run_folder._SECONDS_PER_PART", 0.02)
+    def raise_disk_full(*_: object) -> None:
+        raise OSError(28, "disk full")
+
     with open_folder(tmp_path) as folder:
+        folder.add(done("a"))
         with monkeypatch.context() as patch:
-            patch.setattr("os.replace", _raise_disk_full)
-            folder.add(done("a"))
-            wait_until(lambda: folder._is_overdue)
+            patch.setattr("os.replace", raise_disk_full)
             with pytest.raises(
                 OutputError, match=rf"the output '{tmp_path}' cannot be written \(disk full\): make room"
             ):
-                folder.add(done("b"))
+                folder.commit()
         assert parts_of(tmp_path) == []
-        folder.add(done("c"))
-        assert done_ids(folder) == {"a", "b", "c"}
+        folder.add(done("b"))
+        folder.commit()
+        assert done_ids(folder) == {"a", "b"}
 
 
 def test_rows_are_committed_some_time_after_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayspec.batch.run_folder._SECONDS_PER_PART", 0.02)
+    now_s = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
     with open_folder(tmp_path) as folder:
-        folder.add(done("a"))
-        folder.add(done("b"))
-        wait_until(lambda: done_ids(folder) == {"a", "b"})
-        folder._opened_s -= 1_000_000.0  # then after 1/1000 of the time so far
-        folder.add(done("c"))
-        time.sleep(0.2)
-        assert len(folder.parts.done) == 2
-
-
-def _raise_disk_full(*_: object) -> None:
-    raise OSError(28, "disk full")
+        for now_s, num_done in ((0.0, 0), (4.9, 0), (5.0, 3)):
+            folder.add(done(str(now_s)))
+            assert len(folder.parts.done) == num_done
+        now_s = 9000.0  # then after 1/1000 of the time so far
+        folder.add(done("last"))
+        now_s = 9008.9
+        folder.commit_if_due()
+        assert len(folder.parts.done) == 3
+        now_s = 9009.1
+        folder.commit_if_due()
+        assert len(folder.parts.done) == 4
 
 
 def test_rows_that_failed_for_no_fault_of_theirs_are_done_again(tmp_path: Path) -> None:
@@ -151,6 +135,7 @@ def test_rows_that_failed_for_no_fault_of_theirs_are_done_again(tmp_path: Path) 
         assert done_ids(folder) == {"b"}
     assert manifest_of(tmp_path)["status"] == "interrupted"
     with open_folder(tmp_path) as folder:
+        assert manifest_of(tmp_path)["status"] == "running"
         folder.add(done("a"))
         folder.add(done("c", "all of it"))
         folder.finish({})
@@ -161,6 +146,7 @@ def test_rows_that_failed_for_no_fault_of_theirs_are_done_again(tmp_path: Path) 
         ]
     manifest = manifest_of(tmp_path)
     assert (manifest["status"], manifest["rows"]["failed"]) == ("complete", {"empty_prompt": 1})
+    assert [session["finished"] is None for session in manifest["sessions"]] == [False, False]
 
 
 def test_a_job_that_is_complete_is_merged_once(tmp_path: Path) -> None:
@@ -423,20 +409,14 @@ def test_a_job_in_a_remote_store(bucket: Location) -> None:
 
 _WRITER = """
 import sys
-from rayspec.command.locations import Location
-from rayspec.batch.rows import Row
-from rayspec.batch.run_folder import RunFolder
-
-location, num_rows = Location.parse(sys.argv[1]), int(sys.argv[2])
-merged = location.join("rows.parquet")
-with RunFolder(
-    location, merged=merged, identity={}, overwrite=False, text_column="text", file_format="parquet"
-) as folder:
-    done = set(folder.parts.done["id"].to_pylist())
-    for number in range(num_rows):
-        if str(number) not in done:
-            folder.add(Row(id=str(number), text=f"text {number} " * 20))
-            if number % 3 == 0:
+from pathlib import Path
+from tests.batch.test_run_folder import done, done_ids, open_folder
+with open_folder(Path(sys.argv[1])) as folder:
+    before = done_ids(folder)
+    for number in map(str, range(int(sys.argv[2]))):
+        if number not in before:
+            folder.add(done(number, f"text {number} " * 20))
+            if int(number) % 3 == 0:
                 folder.commit()
                 print(number, flush=True)
     folder.finish({})
@@ -459,12 +439,12 @@ def test_a_driver_that_is_killed_again_and_again_loses_nothing_that_was_committe
             break
         assert writer.returncode == -9
         num_killed += 1
-        with open_folder(tmp_path, identity={}, text_column="text") as folder:
+        with open_folder(tmp_path) as folder:
             assert reported <= done_ids(folder)
     assert num_killed >= 2
-    with open_folder(tmp_path, identity={}, text_column="text") as folder:
+    with open_folder(tmp_path) as folder:
         rows = list(folder.parts.rows())
     assert sorted(int(row.id) for row in rows) == list(range(num_rows))
     assert all(row.text == f"text {row.id} " * 20 for row in rows)
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".partial"]
-    assert len(merged_rows(tmp_path / "rows.parquet")) == num_rows
+    assert len(merged_rows(tmp_path / "summaries.parquet")) == num_rows

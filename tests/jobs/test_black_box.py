@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayspec import LLM, demo
-from rayspec.batch.document_task import DocumentTask, PromptBuilder, summary_prompt
-from rayspec.batch.documents import input_row, read_piece
-from rayspec.batch.input_files import find_files
-from rayspec.batch.rows import Columns, Row
-from rayspec.batch.run_folder import RunFolder
-from rayspec.command.locations import Location
-from rayspec.command.settings import make_settings
+from rayspec.batch.document_task import PromptBuilder, summary_prompt
+from rayspec.batch.documents import input_row
 from rayspec.config import SamplingParams
 from tests.jobs.job_process import FAST, num_committed, start, wait_until_gone, write_lines
 from tests.waiting import wait_until
@@ -72,12 +67,8 @@ class Jobs:
             return True
         return False
 
-    def rows(self, output: str = "out") -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = pq.read_table(self.folder / output / "summaries.parquet").to_pylist()
-        return rows
-
-    def texts(self, output: str = "out") -> dict[str, str]:
-        rows = self.rows(output)
+    def texts(self) -> dict[str, str]:
+        rows: list[dict[str, Any]] = pq.read_table(self.folder / "out" / "summaries.parquet").to_pylist()
         assert max(Counter(row["id"] for row in rows).values()) == 1
         assert {row["error_kind"] for row in rows} == {None}
         return {row["id"]: row["summary"] for row in rows}
@@ -122,42 +113,20 @@ def test_a_pipeline_that_is_lost_at_the_tail_is_started_again(jobs: Jobs, undist
 
 
 def test_ten_rows_that_are_left_of_fifty_thousand_start_at_once(jobs: Jobs) -> None:
-    lines = [{"id": f"r{number}", "text": "The annual review."} for number in range(50_010)]
-    write_lines(jobs.folder / "in.jsonl", lines)
-    settings = make_settings(flags=dict(zip(FAST_NAMES, FAST_VALUES, strict=True)), sampling=SamplingParams())
-    task = DocumentTask(settings=settings, template=summary_prompt("demo"), instruct=False)
-    (file,) = find_files([str(jobs.folder / "in.jsonl")]).files
-    texts = (row for _, row in read_piece(file, Columns()))
-    output = Location.parse(str(jobs.folder / "out"))
-    with RunFolder(
-        output,
-        merged=output.join("summaries.parquet"),
-        identity=task.identity,
-        overwrite=False,
-        text_column="summary",
-        file_format="parquet",
-    ) as folder:
-        for document, _ in zip(texts, range(50_000), strict=False):
-            folder.add(_done(document))
-    started = time.monotonic()
-    with jobs.running("in.jsonl", "-o", "out") as job:
-        wait_until(lambda: bool(jobs.processes(ENGINE)), process=job)
-        engine_s = time.monotonic() - started
-        output, errors = job.communicate(timeout=400)
-        ended_s = time.monotonic() - started
+    equal = [{"id": f"r{number}", "text": "The annual review."} for number in range(50_000)]  # which run once
+    for lines in (equal, [*equal, *({"id": f"s{number}", "text": f"Review {number}."} for number in range(10))]):
+        write_lines(jobs.folder / "in.jsonl", lines)
+        started = time.monotonic()
+        with jobs.running("in.jsonl", "-o", "out") as job:
+            wait_until(lambda job=job: bool(jobs.processes(ENGINE)), process=job)
+            engine_s = time.monotonic() - started
+            output, errors = job.communicate(timeout=400)
+            ended_s = time.monotonic() - started
+        assert job.returncode == 0, errors
     print(f"engine started after {engine_s:.1f} s, the job has ended after {ended_s:.1f} s")
-    assert job.returncode == 0, errors
     assert "50010 rows (50000 of an earlier run)" in output
     # All ten rows are done, merged with the others and reported five seconds later at most.
     assert ended_s - engine_s < 10 + 5
-
-
-FAST_NAMES = ("model", "dtype", "device", "num_threads", "strategy", "max_model_len", "max_tokens", "temperature")
-FAST_VALUES: tuple[Any, ...] = ("demo", "float32", "cpu", 1, "ar", 256, 8, 0.0)
-
-
-def _done(document: Row) -> Row:
-    return replace(document.without_input(), text="a summary", finish_reason="stop")
 
 
 NUM_KILLS = 5
