@@ -16,13 +16,13 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -93,18 +93,11 @@ def _too_large(source: str, most: int = _MAX_TEXT_BYTES) -> InputFileError:
     return InputFileError(f"{source}: it has more than {most >> 20} MiB; split it", "too_large")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Document:
+class _Document(NamedTuple):
     """The content of a PDF, Word or HTML file."""
 
     suffix: str
     content: bytes
-
-    @property
-    def digest(self) -> str:
-        """A hash of what decides the text."""
-        version = metadata.version("pypdf") if self.suffix == ".pdf" else ""
-        return _digest(f"{self.suffix} {version} ".encode() + self.content)
 
 
 def check_template(pieces: Sequence[Piece], columns: Columns) -> None:
@@ -160,13 +153,6 @@ def read_piece(
         yield 0, Row(id=piece.name, source=piece.name).refused(failure)
 
 
-def as_duplicate(row: Row, first: str | None) -> Row:
-    """Return `row` as an error row, because the row at `first` has the same id."""
-    return row.refused(
-        InputFileError(f"{row.source}: id {row.id!r} is that of {first} too; ids must be unique", "duplicate_id")
-    )
-
-
 _Fields = Mapping[Any, Any] | InputFileError
 _Numbered = Iterator[tuple[int, _Fields]]
 
@@ -183,12 +169,15 @@ def _row_of(fields: _Fields, source: str, columns: Columns, *, with_text: bool) 
             return input_row(row_id, source=source, text=text, messages=messages)
     except InputFileError as error:
         return Row(id=row_id, source=source).refused(error)
-    row = Row(id=row_id, source=source, input_hash=document.digest)
+    # What decides the text; the program is a part of it.
+    version = metadata.version("pypdf") if document.suffix == ".pdf" else ""
+    digest = _digest(f"{document.suffix} {version} ".encode() + document.content)
+    row = Row(id=row_id, source=source, input_hash=digest)
     if not with_text:
         return row
     text, problem = "", "there is none; scanned pages need text recognition first"
     try:
-        text = _extractor.text(document.suffix, document.content)
+        text = _extractor.text(*document)
     except ValueError as error:
         problem = str(error)
     if not text.strip():
@@ -204,8 +193,7 @@ def _read(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _N
     """Yield the fields of rows, each with its number. A text file is one row with number 0."""
     if piece.table is not None:
         names = _check_unique(piece.table.columns, columns, piece)
-        rows = _numbered(piece.table.batches(piece.path, names), piece)
-        yield from (row for row in rows if wanted is None or row[0] in wanted)
+        yield from _of_batches(map(_validated, piece.table.batches(piece.path, names)), piece, 0, wanted)
         return
     location = Location.parse(piece.path)
     if location.is_folder:
@@ -222,7 +210,7 @@ def _read(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _N
         if suffix in (*TEXT_SUFFIXES, *EXTRACTED_SUFFIXES):
             is_text = suffix in TEXT_SUFFIXES
             if content := _whole(file, piece.name, _MAX_TEXT_BYTES if is_text else _MAX_WHOLE_BYTES):
-                text = _decoded(content, piece.name) if is_text else _Document(suffix=suffix, content=content)
+                text = _decoded(content, piece.name) if is_text else _Document(suffix, content)
                 yield 0, {columns.of_whole_files: text, columns.id_name: piece.name}
         elif suffix in _ROW_READERS:
             rows = _ROW_READERS[suffix](cast("IO[bytes]", file), piece, columns)
@@ -303,23 +291,27 @@ def _arrow_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
     opened = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(file)
     names = _check_unique(opened.schema.names, columns, piece)
     batches = opened if is_stream else map(opened.get_batch, range(opened.num_record_batches))
-    yield from _numbered((batch.select(names) for batch in batches), piece)
+    yield from _of_batches((_validated(batch.select(names)) for batch in batches), piece)
 
 
-def _numbered(batches: Iterable[pa.RecordBatch], piece: Piece) -> _Numbered:
-    number = 0
+_ROW_READERS = {".json": _json_rows, ".csv": _csv_rows, ".tsv": _csv_rows, ".arrow": _arrow_rows}
+
+
+def _validated(batch: pa.RecordBatch) -> pa.RecordBatch:
+    batch.validate(full=True)
+    return batch
+
+
+def _of_batches(
+    batches: Iterable[pa.RecordBatch], piece: Piece, num_before: int = 0, wanted: AbstractSet[int] | None = None
+) -> _Numbered:
+    """Yield the rows of batches. num_before: rows of the file before the first batch."""
+    number = num_before
     for batch in batches:
-        batch.validate(full=True)
         numbers = range(number + 1, number + batch.num_rows + 1)
         number += batch.num_rows
-        yield from zip(numbers, _arrow_fields(batch, numbers, piece), strict=True)
-
-
-_ROW_READERS: Mapping[str, Callable[[IO[bytes], Piece, Columns], _Numbered]] = {
-    ".json": _json_rows,
-    **dict.fromkeys(CSV_SUFFIXES, _csv_rows),
-    **dict.fromkeys(ARROW_SUFFIXES, _arrow_rows),
-}
+        rows = zip(numbers, _arrow_fields(batch, numbers, piece), strict=True)
+        yield from (row for row in rows if wanted is None or row[0] in wanted)
 
 
 def _check_unique(names: Sequence[str], columns: Columns, piece: Piece) -> list[str]:
@@ -390,14 +382,11 @@ def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: Ab
         first, num_groups = piece.groups or (0, file.num_row_groups)
         for group in range(first, first + num_groups):
             about = file.metadata.row_group(group)
-            if wanted is not None and wanted.isdisjoint(range(number + 1, number + about.num_rows + 1)):
-                number += about.num_rows
-                continue
-            for batch in file.iter_batches(batch_size=_num_at_once(about, names), row_groups=[group], columns=names):
-                numbers = range(number + 1, number + batch.num_rows + 1)
-                number += batch.num_rows
-                rows = zip(numbers, _arrow_fields(batch, numbers, piece), strict=True)
-                yield from (row for row in rows if wanted is None or row[0] in wanted)
+            if wanted is None or not wanted.isdisjoint(range(number + 1, number + about.num_rows + 1)):
+                size = _num_at_once(about, names)
+                batches = file.iter_batches(batch_size=size, row_groups=[group], columns=names)
+                yield from _of_batches(batches, piece, number, wanted)
+            number += about.num_rows
 
 
 def _arrow_fields(batch: pa.RecordBatch, numbers: Sequence[int], piece: Piece) -> Iterator[_Fields]:
@@ -405,10 +394,11 @@ def _arrow_fields(batch: pa.RecordBatch, numbers: Sequence[int], piece: Piece) -
         with suppress(ValueError, OverflowError):
             yield from batch.to_pylist()
             return
-    lengths = [max(row, default=0) for row in zip(*map(_lengths, batch.columns), strict=True)]
-    for index, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
+    texts = [one for one in batch.columns if isinstance(one, pa.StringArray | pa.LargeStringArray)]
+    lengths = [pc.fill_null(pc.binary_length(column), 0).to_pylist() for column in texts]
+    for index, number in enumerate(numbers):
         source = piece.source(number)
-        if length > _MAX_TEXT_BYTES:
+        if any(of_column[index] > _MAX_TEXT_BYTES for of_column in lengths):
             yield _too_large(source)
             continue
         try:
@@ -425,21 +415,13 @@ def _arrow_fields(batch: pa.RecordBatch, numbers: Sequence[int], piece: Piece) -
 
 def _num_at_once(group: pq.RowGroupMetaData, names: Sequence[str]) -> int:
     """Return how many rows to read at once. All rows may share one text of the size of their column's dictionary."""
-    columns = [column for index in range(group.num_columns) if (column := group.column(index)).has_dictionary_page]
-    shared: list[int] = [
-        column.total_uncompressed_size for column in columns if column.path_in_schema.split(".")[0] in names
-    ]
-    bytes_per_row: int = group.total_byte_size // max(1, group.num_rows)
-    usual = max(_MIN_ROWS_PER_READ, min(_BYTES_PER_READ // max(1, bytes_per_row), _MAX_ROWS_PER_READ))
-    return max(1, min(usual, _MAX_TEXT_BYTES // max(1, *shared, 1)))
-
-
-def _lengths(column: pa.Array) -> list[int]:
-    """Return the number of bytes of each text; 0 for other values."""
-    if not isinstance(column, pa.StringArray | pa.LargeStringArray):
-        return [0] * len(column)
-    lengths: list[int] = pc.fill_null(pc.binary_length(column), 0).to_pylist()
-    return lengths
+    shared = 1
+    for column in map(group.column, range(group.num_columns)):
+        if column.has_dictionary_page and column.path_in_schema.split(".")[0] in names:
+            shared = max(shared, column.total_uncompressed_size)
+    bytes_per_row: int = max(1, group.total_byte_size // max(1, group.num_rows))
+    usual = max(_MIN_ROWS_PER_READ, min(_BYTES_PER_READ // bytes_per_row, _MAX_ROWS_PER_READ))
+    return max(1, min(usual, _MAX_TEXT_BYTES // shared))
 
 
 def pieces_of(files: Sequence[Piece]) -> list[Piece]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import takewhile
 from operator import itemgetter
@@ -24,26 +24,11 @@ _ABOUT_OTHERS = re.compile(r"(dataset_info|dataset_dict|state|manifest)\.json|ca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFiles:
-    """Files in the order in which they are read, each once.
-
-    skipped: number of files in folders and patterns that are left out, by suffix, or by name where the name tells that
-    they describe other files.
-    """
+    """Files in the order in which they are read, each once. warning: to the user, about files in folders and patterns
+    that are left out; None if there are none."""
 
     files: tuple[Piece, ...]
-    skipped: Mapping[str, int] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    @property
-    def warning(self) -> str | None:
-        """Message to the user about the files that are left out; None if there are none."""
-        if not self.skipped:
-            return None
-        num_skipped = sum(self.skipped.values())
-        files = "1 file" if num_skipped == 1 else f"{num_skipped} files"
-        return f"{files} skipped: {_counts(self.skipped)}; known are {KNOWN_TYPES}"
+    warning: str | None = None
 
 
 def find_files(inputs: Iterable[str], *, outputs: Iterable[str] = ()) -> InputFiles:
@@ -77,7 +62,11 @@ def find_files(inputs: Iterable[str], *, outputs: Iterable[str] = ()) -> InputFi
     if any(file.path.lower().endswith(".pdf") for file in files):
         with naming_the_extra():
             import_module("pypdf")
-    return InputFiles(files=tuple(files), skipped=Counter(search.left_out.values()))
+    warning = None
+    if num_skipped := len(search.left_out):
+        skipped = "1 file" if num_skipped == 1 else f"{num_skipped} files"
+        warning = f"{skipped} skipped: {search.shown_types}; known are {KNOWN_TYPES}"
+    return InputFiles(files=tuple(files), warning=warning)
 
 
 class _Search:
@@ -109,7 +98,7 @@ class _Search:
         reason = None
         if kind == "folder":
             if not self._keep_known(*location.below()):
-                reason = f"the folder holds no file of a known type{self._shown_types()}"
+                reason = f"the folder holds no file of a known type{self._left_out_types()}"
         elif kind is None and location.is_pattern:
             matches, files, unreadable = location.glob(), list[Location](), list[Location]()
             for match in matches:
@@ -118,7 +107,7 @@ class _Search:
                     below = match.below() if match.is_folder else below
                 files, unreadable = files + below[0], unreadable + below[1]
             if not self._keep_known(files, unreadable):
-                found = f"no file of a known type{self._shown_types()}" if matches else "nothing"
+                found = f"no file of a known type{self._left_out_types()}" if matches else "nothing"
                 raise ConfigError(f"input {name!r}: it matches {found}; correct it, or leave it out")
         elif kind is None:
             reason = "there is no such file"
@@ -163,14 +152,14 @@ class _Search:
             self.found.setdefault(parts, place)
         return len(kept)
 
-    def _shown_types(self) -> str:
-        return f" ({_counts(Counter(self.left_out.values()))} left out)" if self.left_out else ""
+    def _left_out_types(self) -> str:
+        return f" ({self.shown_types} left out)" if self.left_out else ""
+
+    @property
+    def shown_types(self) -> str:
+        counts = sorted(Counter(self.left_out.values()).items(), key=lambda item: (-item[1], item[0]))
+        return ", ".join(f"{suffix} ({number})" for suffix, number in counts)
 
 
 def _parts(location: Location) -> tuple[str, ...]:
     return tuple(location.canonical_name.split("/"))
-
-
-def _counts(by_suffix: Mapping[str, int]) -> str:
-    shown = sorted(by_suffix.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{suffix} ({number})" for suffix, number in shown)

@@ -110,10 +110,11 @@ def main(most_s: int, most_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    while sys.stdin.buffer.peek(1):  # type: ignore[attr-defined]
+    requests: Any = sys.stdin.buffer
+    while requests.peek(1):
         used = resource.getrusage(resource.RUSAGE_SELF)
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + most_s, hard))
-        kind, *request = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the process that started this one
+        kind, *request = pickle.load(requests)  # noqa: S301 - of the process that started this one
         try:
             answer = ["found", _found(kind, *request)]
         except MemoryError:

@@ -5,9 +5,9 @@ Each data file is a piece of the input. A table may be written to while it is re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -36,10 +36,6 @@ class Table:
     version: int | None = None
 
     @property
-    def at_newest(self) -> Table:
-        return replace(self, version=_open(self).version)
-
-    @property
     def files(self) -> list[str]:
         """Names of the data files, in an order that later versions keep."""
         return sorted(_opened(self).files)
@@ -51,7 +47,7 @@ class Table:
     def batches(self, file: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a data file that the version has. Raises UnreadableFileError."""
         with _reporting(self):
-            for batch in _opened(self).files[file](list(columns) or self.columns):
+            for batch in _opened(self).files[file](columns=list(columns) or self.columns):
                 yield batch.select(list(columns))
 
 
@@ -75,7 +71,7 @@ def newest_table(kind: str, logs: Sequence[Location]) -> Table:
             )
         place = newest[0]
     try:
-        return Table(kind, place.name).at_newest
+        return Table(kind, place.name, _open(Table(kind, place.name)).version)
     except UnreadableFileError as error:
         raise ConfigError(f"input {error}") from error
 
@@ -86,7 +82,7 @@ class _Opened:
 
     version: int | None
     columns: list[str]
-    files: Mapping[str, Callable[[list[str]], Iterator[pa.RecordBatch]]]
+    files: Mapping[str, Callable[..., Iterable[pa.RecordBatch]]]
 
 
 @contextmanager
@@ -119,11 +115,9 @@ def _delta(table: Table) -> _Opened:
     opened = DeltaTable(table.place, version=table.version)
     dataset = opened.to_pyarrow_dataset()
 
-    def read(fragment: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        yield from fragment.to_batches(schema=dataset.schema, columns=columns, batch_size=_ROWS_AT_ONCE)
-
-    files = {one.path: partial(read, one) for one in dataset.get_fragments()}
-    return _Opened(opened.version(), dataset.schema.names, files)
+    schema, fragments = dataset.schema, dataset.get_fragments()
+    files = {one.path: partial(one.to_batches, schema=schema, batch_size=_ROWS_AT_ONCE) for one in fragments}
+    return _Opened(opened.version(), schema.names, files)
 
 
 def _lance(table: Table) -> _Opened:
@@ -131,10 +125,8 @@ def _lance(table: Table) -> _Opened:
 
     dataset = lance.dataset(table.place, version=table.version)
 
-    def read(fragment: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        yield from fragment.to_batches(columns=columns, batch_size=_ROWS_AT_ONCE)
-
-    files = {f"{one.fragment_id:08}": partial(read, one) for one in dataset.get_fragments()}
+    fragments = dataset.get_fragments()
+    files = {f"{one.fragment_id:08}": partial(one.to_batches, batch_size=_ROWS_AT_ONCE) for one in fragments}
     return _Opened(dataset.version, dataset.schema.names, files)
 
 
