@@ -132,11 +132,8 @@ def _keep(found: dict[str, Row], read: Callable[[], Iterable[Row]], _: Location)
 def example_files(folder: Path, *, pages: bool) -> dict[str, SampleDocument]:
     """Write the example documents into a folder of their own, and return them by file name. Raises ConfigError for a
     folder that has other files."""
-    of_both = {
-        has_pages: {f"{one.id}.txt": one for one in demo.example_documents(pages=has_pages)}
-        for has_pages in (True, False)
-    }
-    documents, known = of_both[pages], {*of_both[True], *of_both[False]}
+    documents = {f"{one.id}.txt": one for one in demo.example_documents(pages=pages)}
+    known = {*documents, *(f"{one.id}.txt" for one in demo.example_documents(pages=not pages))}
     if folder.exists() and (others := {path.name for path in folder.iterdir()} - known):
         raise ConfigError(f"folder {str(folder)!r} has other files, such as {min(others)!r}: use another --output")
     shutil.rmtree(folder, ignore_errors=True)
@@ -195,18 +192,23 @@ class SideBySide:
         return sum(pair.is_same for pair in self.pairs)
 
     @property
-    def decoding(self) -> tuple[float, float]:
-        """Tokens per second without the time for prompts: plain, fast."""
-        return _rate(self.plain, self.plain.prefill_s), _rate(self.fast, self.fast.prefill_s)
-
-    @property
-    def in_all(self) -> tuple[float, float]:
-        """Tokens per second with the time for prompts: plain, fast."""
-        return _rate(self.plain), _rate(self.fast)
+    def rates(self) -> dict[str, tuple[float, float, float]]:
+        """Tokens per second of plain decoding and of the fast strategy, and the gain: without and with the time for
+        prompts."""
+        found = {}
+        for name, has_prompts in (("decoding", False), ("prompts included", True)):
+            plain, fast = (
+                each.num_generated_tokens / seconds
+                if (seconds := each.total_s - (0.0 if has_prompts else each.prefill_s)) > 0
+                else 0.0
+                for each in (self.plain, self.fast)
+            )
+            found[name] = plain, fast, fast / plain if plain else 0.0
+        return found
 
     @property
     def headline(self) -> str:
-        num, ratio = len(self.pairs), _ratio(*self.decoding)
+        num, ratio = len(self.pairs), self.rates["decoding"][2]
         gain = f"{ratio:.1f}x {'faster than' if ratio >= 1.05 else 'as fast as'} plain decoding"
         if self.num_same < num:
             return f"{gain}, but only {self.num_same} of {num} texts are the same"
@@ -231,8 +233,8 @@ class SideBySide:
         rates = Table(title=f"{len(self.pairs)} documents, tokens a second", title_justify="left")
         for heading in ("", "plain decoding", "auto", "gain"):
             rates.add_column(heading, justify="right" if heading else "left")
-        for name, (plain, fast) in (("decoding", self.decoding), ("prompts included", self.in_all)):
-            rates.add_row(name, f"{plain:.0f}", f"{fast:.0f}", f"{_ratio(plain, fast):.1f}x")
+        for name, (plain, fast, gain) in self.rates.items():
+            rates.add_row(name, f"{plain:.0f}", f"{fast:.0f}", f"{gain:.1f}x")
         yield rates
         shares = (f"{100 * share:.0f} % {name}" for name, share in token_sources(self.fast))
         yield f"Tokens with auto: {'; '.join(shares)}"
@@ -247,25 +249,16 @@ class SideBySide:
             setting=f"{len(self.pairs)} documents, model {self.model}, float32, one document at a time, on "
             f"{num_cores()} cores ({cpu_name()}). rayspec {rayspec.__version__}, "
             f"{dt.datetime.now(tz=dt.timezone.utc).date()}.",
-            gains=(_ratio(*self.decoding), _ratio(*self.in_all)),
-            decoding=self.decoding,
+            decoding=self.rates["decoding"],
+            in_all=self.rates["prompts included"],
             num_same=self.num_same,
-            costs=[dollars_per_million(price, rate) for rate in self.in_all],
+            costs=[dollars_per_million(price, rate) for rate in self.rates["prompts included"][:2]],
             price=price,
             sources=token_sources(self.fast),
             examples=self.examples,
             pairs=self.pairs,
             widest=max((pair.speed_up or 0.0 for pair in self.pairs), default=0.0) or 1.0,
         )
-
-
-def _rate(stats: EngineStats, without_s: float = 0.0) -> float:
-    seconds = stats.total_s - without_s
-    return stats.num_generated_tokens / seconds if seconds > 0 else 0.0
-
-
-def _ratio(plain: float, fast: float) -> float:
-    return fast / plain if plain else 0.0
 
 
 def _beginning(text: str) -> str:

@@ -6,15 +6,17 @@ from __future__ import annotations
 import datetime as dt
 import re
 import time
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice, zip_longest
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from jinja2 import Environment, FileSystemLoader, select_autoescape
 from rich.console import Console
@@ -24,7 +26,7 @@ import rayspec
 from rayspec.batch.rows import Row
 from rayspec.choices import described
 from rayspec.command.terminal import EXIT_BUDGET, EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
-from rayspec.types import EngineStats, PlanRecord
+from rayspec.types import EngineStats
 
 # Of `RunReport.listed`: names with units; None: a text.
 ROW_HEADINGS = (
@@ -36,11 +38,10 @@ _MAX_KINDS = 4
 _PLAIN_INTERVAL_S = 5.0
 _MINUTE_S = 60.0
 _ABOUT_S = 10.0  # the time left is given in steps of so many seconds below two minutes
-_MAX_BARS = 96
+_MAX_BARS, _LEAST_BAR_S = 96, 0.5
 REPORT_NAMES = ("report.md", "report.html")
 _HERE = Path(__file__).parent
 _LEAST_SHARE = 0.005
-_MAX_PLANS = 50
 _MAX_MAPS = 12
 _MARKUP = re.compile(r"[\\`*\[\]<>|~]|(?<![^\W_])_|_(?![^\W_])")
 _SOURCES = {
@@ -53,31 +54,6 @@ _SOURCES = {
 _BY_MODEL = "written by the full model, token by token"
 
 
-class Timeline:
-    """Tokens over time, in at most `_MAX_BARS` bars whose width `bar_s` grows with the run."""
-
-    def __init__(self) -> None:
-        self.bar_s = 0.5
-        self.bars: list[float] = []
-
-    def add(self, num_tokens: int, begin_s: float, end_s: float) -> None:
-        """Spread tokens evenly over a time; seconds since the start."""
-        begin_s = max(0.0, min(begin_s, end_s))
-        while end_s >= self.bar_s * _MAX_BARS:
-            self.bars = [sum(pair) for pair in zip_longest(self.bars[::2], self.bars[1::2], fillvalue=0.0)]
-            self.bar_s *= 2
-        first, last = int(begin_s / self.bar_s), int(end_s / self.bar_s)
-        self.bars += [0.0] * (last + 1 - len(self.bars))
-        for at in range(first, last + 1):
-            covered_s = min(end_s, (at + 1) * self.bar_s) - max(begin_s, at * self.bar_s)
-            self.bars[at] += num_tokens * (covered_s / (end_s - begin_s) if end_s > begin_s else 1.0)
-
-    @property
-    def rates(self) -> list[float]:
-        """Tokens per second in each bar."""
-        return [tokens / self.bar_s for tokens in self.bars]
-
-
 @dataclass(slots=True, kw_only=True)
 class RunReport:
     """Collects rows as they come, for the line of progress and for `report_pages`.
@@ -87,7 +63,7 @@ class RunReport:
     whose text ended at `max_tokens`. num_shared: rows with the result of an equal row. stopped: the option whose budget
     is spent, so that rows are left. listed: table rows for the first rows, under ROW_HEADINGS. examples: one error
     message for every kind. texts: ids and texts of the first rows of this run. stats: of the engines, once the run is
-    done. timeline: output tokens over the run.
+    done. decoded: for each row, when its decoding began and ended, in seconds since the start, and its tokens.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -108,7 +84,7 @@ class RunReport:
     examples: dict[str, str] = field(default_factory=dict)
     texts: list[tuple[str, str]] = field(default_factory=list)
     stats: EngineStats = field(default_factory=EngineStats)
-    timeline: Timeline = field(default_factory=Timeline)
+    decoded: array[float] = field(default_factory=lambda: array("d"))
     started_s: float = 0.0
     begun_s: float = 0.0
 
@@ -126,7 +102,8 @@ class RunReport:
             row = replace(row, num_prompt_tokens=0, num_output_tokens=0)
         self.num_output_tokens += row.num_output_tokens
         if row.num_output_tokens:
-            self.timeline.add(row.num_output_tokens, self.elapsed_s - (row.decode_s or 0.0), self.elapsed_s)
+            end_s = self.elapsed_s + 1e-3
+            self.decoded.extend((max(0.0, end_s - (row.decode_s or 1e-3)), end_s, row.num_output_tokens))
         self.num_draft_tokens += row.num_draft_tokens
         self.num_accepted_tokens += row.num_accepted_tokens
         self.num_cut += row.finish_reason == "length"
@@ -183,6 +160,18 @@ class RunReport:
     @property
     def acceptance_rate(self) -> float | None:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else None
+
+    @property
+    def rates(self) -> list[float]:
+        """Output tokens per second in equal parts of the run until now, at most 96."""
+        if not self.decoded:
+            return []
+        begin_s, end_s, num_tokens = np.reshape(self.decoded, (-1, 3)).T
+        num_bars = int(max(1, min(_MAX_BARS, end_s.max() / _LEAST_BAR_S)))
+        edges_s = np.linspace(0.0, end_s.max(), num_bars + 1)
+        so_far = [num_tokens @ np.clip((edge_s - begin_s) / (end_s - begin_s), 0.0, 1.0) for edge_s in edges_s]
+        rates: list[float] = (np.diff(so_far) / edges_s[1]).tolist()
+        return rates
 
     def exit_code(self, *, accepts_failed: bool = False) -> int:
         """Return the exit code: 0 if every row succeeded, 1 if none did, 3 if some failed, 4 if a budget ended the run.
@@ -279,14 +268,14 @@ def report_pages(
     report: RunReport, *, config: Mapping[str, Any], title: str, price: float | None = None
 ) -> dict[str, str]:
     """Return the contents of the report's files, by REPORT_NAMES. price: dollars per hour of all machines."""
-    stats, rates, more = report.stats, report.timeline.rates, report.num_rows - len(report.listed)
+    stats, rates, more = report.stats, report.rates, report.num_rows - len(report.listed)
     seconds = {
         "reading prompts": stats.prefill_s,
         "drafting by the model": stats.draft_s,
         "verifying, and decoding without drafts": stats.verify_s,
         "searching plans": stats.optimise_s,
     }
-    shown_s, began_s = len(rates) * report.timeline.bar_s, time.monotonic() - report.elapsed_s
+    shown_s, began_s = max(report.decoded[1::3], default=0.0), time.monotonic() - report.elapsed_s
     mapped = sorted((one for one in stats.plans if one.plan.drafts), key=lambda one: one.num_tokens)[-_MAX_MAPS:]
     drafting = stats.gate_reason or "no rows were decoded, or the strategy never drafts"
     speculation, threads = config.get("speculation", {}), config.get("num_threads") or "as measured"
@@ -310,7 +299,7 @@ def report_pages(
         ],
         "bars": rates,
         "most": max(rates, default=0.0) or 1.0,
-        "bar_s": report.timeline.bar_s,
+        "shown_s": shown_s,
         "restarts": [min(1.0, (at_s - began_s) / shown_s) for at_s in stats.died_at_s if shown_s],
         "drafting": f"{drafting[0].upper()}{drafting[1:]}.",
         "used": {choice for one in mapped for choice in one.plan.choices},
@@ -319,13 +308,9 @@ def report_pages(
             for one in sorted(mapped, key=lambda one: one.context)
         ],
         "errors": [(kind, str(count), report.examples.get(kind, "")) for kind, count in report.errors.most_common()],
-        "texts": report.texts,
         "totals": _totals(report),
         "row_headings": ROW_HEADINGS,
-        "rows": report.listed,
         "more": f"{more} more rows are in the output file." if more else "",
-        "plan_headings": [(name, unit) for name, unit, _ in _PLAN_COLUMNS],
-        "plans": [[cell(one) for *_, cell in _PLAN_COLUMNS] for one in stats.plans[-_MAX_PLANS:]],
         "options": yaml.safe_dump(dict(config), sort_keys=False),
     }
     return {name: page_of(name, **values) for name in REPORT_NAMES}
@@ -361,21 +346,3 @@ def _totals(report: RunReport) -> list[tuple[str, str]]:
         ("stages replaced", str(stats.num_replays or "-")),
     ]
     return [line for line in lines if line[1] not in {"-", "0 %"}]
-
-
-# Of plans: name, unit (None: a text), and cell.
-_PLAN_COLUMNS: Sequence[tuple[str, str | None, Callable[[PlanRecord], str]]] = (
-    ("chosen at", "s", lambda one: f"{one.elapsed_s:.1f}"),
-    ("context", "tokens", lambda one: str(one.context)),
-    ("batch", "sequences", lambda one: str(one.batch)),
-    ("attention", None, lambda one: described(one.plan.choices[::2])),
-    ("MLP", None, lambda one: described(one.plan.choices[1::2])),
-    ("draft", "tokens", lambda one: str(one.plan.num_draft_tokens) if one.plan.drafts else "none"),
-    ("estimated", "acceptance", lambda one: _share(one.estimated_acceptance if one.plan.drafts else None)),
-    ("observed", "acceptance", lambda one: _share(one.observed_acceptance)),
-    ("predicted", "tokens/s", lambda one: _number(one.predicted_tpt)),
-    ("measured", "tokens/s", lambda one: _number(one.measured_tpt)),
-    ("plain", "tokens/s", lambda one: _number(one.plain_tpt)),
-    ("search", "ms", lambda one: f"{1000 * one.optimise_s:.0f}"),
-    ("reason", None, lambda one: one.reason),
-)
