@@ -28,11 +28,6 @@ def summary_prompt(model: str) -> str:
     return _PLACE if model in BUNDLED else _SUMMARY_PROMPT
 
 
-def _check_template(template: str) -> None:
-    if _PLACE not in template:
-        raise ConfigError(f"option 'prompt' is {template!r}: it must hold {_PLACE}, where the document goes")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBuilder:
     """Makes prompts from rows.
@@ -50,7 +45,6 @@ class PromptBuilder:
     system: str | None = None
 
     def __post_init__(self) -> None:
-        _check_template(self.template)
         if self.system is not None and not self.llm.tokenizer.chat_template:
             raise ConfigError("option 'system' needs a model with a chat template: put it into the prompt instead")
 
@@ -102,7 +96,8 @@ class DocumentTask:
     prompt_template: str | None = None
 
     def __post_init__(self) -> None:
-        _check_template(self.template)
+        if _PLACE not in self.template:
+            raise ConfigError(f"option 'prompt' is {self.template!r}: it must hold {_PLACE}, where the document goes")
 
     @property
     def identity(self) -> dict[str, Any]:
