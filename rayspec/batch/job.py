@@ -248,26 +248,25 @@ class LocalPool:
 
     def __init__(self, factory: EngineFactory) -> None:
         self._factory = factory
-        self._engine: LoadedEngine | None = None
+        self._loaded: Future[LoadedEngine] = Future()
         self._is_draining = False
-        self._is_loaded = asyncio.Event()
         self._thread = LoopThread("rayspec-rows")
 
     def begin(self) -> Any:
         """Load the engine and return all options in force. Raises ConfigError and CheckpointError."""
-        self._engine = self._factory.load(self._factory.engine)
-        self._thread.call_soon(self._is_loaded.set)
-        return self._engine.info
+        engine = self._factory.load(self._factory.engine)
+        self._loaded.set_result(engine)
+        return engine.info
 
     def submit(self, item: Row) -> Future[Row]:
         """Return a future of the completed row. It is cancelled if the engine takes no more rows."""
         return self._thread.start(self._complete(item))
 
     async def _complete(self, row: Row) -> Row:
-        await self._is_loaded.wait()
-        if self._engine is None or self._is_draining:
+        engine = await asyncio.shield(asyncio.wrap_future(self._loaded))
+        if self._is_draining:
             raise asyncio.CancelledError
-        completed: Row = await self._engine.handle(row, lambda _: None)
+        completed: Row = await engine.handle(row, lambda _: None)
         return completed
 
     def drain(self) -> None:
@@ -275,7 +274,7 @@ class LocalPool:
         self._is_draining = True
 
     def stats(self) -> EngineStats:
-        return EngineStats() if self._engine is None else self._engine.client.stats
+        return self._loaded.result().client.stats
 
     def stop(self) -> None:
         """End the engine and the thread. Later calls do nothing."""
@@ -284,8 +283,8 @@ class LocalPool:
     kill = stop
 
     async def _stop_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.stop()
+        if self._loaded.done():
+            self._loaded.result().stop()
 
 
 class JobTask(RowTask, Protocol):
@@ -695,14 +694,7 @@ class _SharedResults:
             self._give(twin.refused(error), twin)
 
     def _give(self, result: Row, row: Row) -> None:
-        same = replace(
-            result,
-            id=row.id,
-            source=row.source,
-            num_draft_tokens=0,
-            num_accepted_tokens=0,
-            latency_s=None,
-            decode_s=None,
-        )
-        self._folder.add(replace(same, acceptance_rate=None))
+        none: dict[str, Any] = {"num_draft_tokens": 0, "num_accepted_tokens": 0, "acceptance_rate": None}
+        same = replace(result, id=row.id, source=row.source, latency_s=None, decode_s=None, **none)
+        self._folder.add(same)
         self._report.add(same, is_shared=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rayspec.batch.rows import Handler
     from rayspec.llm import AsyncEngine
 
-FAST = {"model": "demo", "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 4}
+FAST = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 4}
 
 Deed = Callable[["AsyncEngine"], None]
 
@@ -91,20 +91,9 @@ def terminate(process: int, _engine: AsyncEngine) -> None:
     os.kill(process, signal.SIGTERM)
 
 
-def noted(
-    folder: Path,
-    deed: Deed | None = None,
-    *,
-    after: int = 0,
-    once: bool = True,
-    deadly: frozenset[str] = frozenset(),
-    load_s: float = 0.0,
-    **options: Any,
-) -> NotedTask:
+def noted(folder: Path, deed: Deed | None = None, *, model: str = "demo", **fields: Any) -> NotedTask:
     notes = folder / "notes"
     notes.mkdir(exist_ok=True)
-    settings = make_settings(
-        flags=FAST | {"strategy": "ar"} | options, sampling=SamplingParams(temperature=0.0, max_tokens=6)
-    )
-    task = DocumentTask(settings=settings, template="{text}")
-    return NotedTask(task=task, notes=notes, deed=deed, after=after, once=once, deadly=deadly, load_s=load_s)
+    sampling = SamplingParams(temperature=0.0, max_tokens=6)
+    settings = make_settings(flags=FAST | {"strategy": "ar", "model": model}, sampling=sampling)
+    return NotedTask(task=DocumentTask(settings=settings, template="{text}"), notes=notes, deed=deed, **fields)

@@ -21,6 +21,7 @@ from rayspec.command.settings import make_settings
 from rayspec.config import SamplingParams
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.llm import AsyncEngine
+from rayspec.prompts import conversation_tokens
 from rayspec.types import (
     CompletionOutput,
     ConfigError,
@@ -130,8 +131,7 @@ class RecordingEngine:
         self.frozen_from = sys.maxsize  # this call and later ones never end
 
     def chat_tokens(self, messages: Sequence[Any]) -> list[int]:
-        encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
+        return conversation_tokens(messages, self.tokenizer)
 
     async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
         assert len(prompt_token_ids) + params.max_tokens <= self.max_model_len

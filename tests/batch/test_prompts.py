@@ -1,32 +1,21 @@
-from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
-from rayspec import demo
 from rayspec.batch.document_task import PromptBuilder
 from rayspec.batch.documents import input_row
-from rayspec.prompts import conversation_tokens
 from rayspec.types import ConfigError, InvalidMessagesError
+from tests.batch.test_long_documents import RecordingEngine
 
 HELLO = [{"role": "user", "content": "Hello"}]
 OWN = {"role": "system", "content": "Mine."}
 ROLES = "{% for one in messages %}{{ one.role }}={{ one.content }}{{ '' if loop.last else ' ' }}{% endfor %}"
 
 
-class DemoTokens:
-    """The bundled tokenizer, as an LLM would offer it."""
-
-    def __init__(self) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(demo.model_path())
-
-    def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return conversation_tokens(messages, self.tokenizer)
-
-
 def builder(chat_template: str | None = "of the model", **options: Any) -> PromptBuilder:
-    llm: Any = DemoTokens()
+    llm: Any = RecordingEngine()
+    llm.tokenizer = deepcopy(llm.tokenizer)
     if chat_template != "of the model":
         llm.tokenizer.chat_template = chat_template
     return PromptBuilder(llm=llm, **options)

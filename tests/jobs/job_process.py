@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from rayspec import demo
 from tests.waiting import wait_until
 
 JOB = Path(__file__).parent.parent.parent / "jobs" / "summarize.py"
@@ -17,6 +18,11 @@ FAST = ("--model", "demo", "--dtype", "float32", "--device", "cpu", "--num-threa
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(JOB), *arguments]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def documents(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
+    samples = demo.sample_documents(num_rows, num_sentences=4, seed=seed)
+    return [{"id": sample.id, "text": sample.text} for sample in samples]
 
 
 def write_lines(path: Path, rows: Iterable[object]) -> None:

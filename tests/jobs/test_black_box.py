@@ -18,11 +18,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rayspec import LLM, demo
+from rayspec import LLM
 from rayspec.batch.document_task import PromptBuilder, summary_prompt
 from rayspec.batch.documents import input_row
 from rayspec.config import SamplingParams
-from tests.jobs.job_process import FAST, num_committed, start, wait_until_gone, write_lines
+from tests.jobs.job_process import FAST, documents, num_committed, start, wait_until_gone, write_lines
 from tests.waiting import wait_until
 
 OPTIONS = (*FAST, "--max-model-len", "256", "--max-tokens", "8", "--temperature", "0")
@@ -77,11 +77,6 @@ class Jobs:
 @pytest.fixture
 def jobs(tmp_path: Path, own_ray_folder: Path) -> Jobs:
     return Jobs(tmp_path, own_ray_folder)
-
-
-def documents(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
-    samples = demo.sample_documents(num_rows, num_sentences=4, seed=seed)
-    return [{"id": sample.id, "text": sample.text} for sample in samples]
 
 
 @pytest.fixture(scope="module")

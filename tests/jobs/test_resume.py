@@ -18,7 +18,7 @@ from rayspec.batch import job as jobs
 from rayspec.batch.job import in_sample
 from rayspec.cli import app
 from tests.batch.test_documents import pdf
-from tests.jobs.job_process import FAST, committed, num_committed, write_lines
+from tests.jobs.job_process import FAST, committed, documents, num_committed, write_lines
 from tests.waiting import wait_until
 
 OPTIONS = ("-o", "out", *FAST, "--max-model-len", "256", "--max-tokens", "8")
@@ -36,11 +36,6 @@ def run(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, ["summarize", *arguments, *OPTIONS])
     assert result.exit_code == code, result.output
     return " ".join(result.output.split())
-
-
-def documents(num_rows: int, seed: int = 0) -> list[dict[str, str]]:
-    samples = demo.sample_documents(num_rows, num_sentences=4, seed=seed)
-    return [{"id": sample.id, "text": sample.text} for sample in samples]
 
 
 def rows() -> list[dict[str, Any]]:
@@ -212,18 +207,9 @@ def test_a_job_killed_twice_extracts_fields_of_pdf_files(folder: Path, monkeypat
     fields["year"] |= {"minimum": 0, "maximum": 2100}
     schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
     (folder / "schema.json").write_text(json.dumps(schema), encoding="utf-8")
-    options = (
-        "--json-schema",
-        "schema.json",
-        "--cache",
-        "cache",
-        *FAST,
-        "--max-model-len",
-        "512",
-        "--max-tokens",
-        "99",
-    )
-    command = [sys.executable, "-m", "rayspec.cli", "summarize", "docs", *options, "--max-num-seqs", "2", "-o", "out"]
+    options = ("--json-schema", "schema.json", "--cache", "cache", "--max-model-len", "512", "--max-tokens", "99")
+    command = [sys.executable, "-m", "rayspec.cli", "summarize", "docs", *FAST, *options, "--max-num-seqs", "2"]
+    command += ["-o", "out"]
     for target in (1, 33):
         job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

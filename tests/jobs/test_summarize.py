@@ -26,19 +26,8 @@ def test_summaries_and_a_report_are_made(tmp_path: Path, ray_cluster: None, monk
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, "no json"]) + "\n", encoding="utf-8")
     (tmp_path / "long.txt").write_text("word " * 3000, encoding="utf-8")
     (tmp_path / "empty.txt").touch()
-    arguments = (
-        "*.*",
-        "--output",
-        "out",
-        *FAST,
-        "--max-model-len",
-        "512",
-        "--text-column",
-        "body",
-        "--max-tokens",
-        "30",
-    )
-    job = start(tmp_path, *arguments)
+    options = "--max-model-len 512 --text-column body --max-tokens 30"
+    job = start(tmp_path, "*.*", "--output", "out", *FAST, *options.split())
     output, errors = job.communicate(timeout=120)
     assert job.returncode == 3, errors
     assert "8 rows, 3 failed" in output
