@@ -127,7 +127,8 @@ class Scan:
 
 
 def scan_pieces(pieces: Sequence[Piece], first: int, columns: Columns, limit: int | None) -> Iterator[pa.Table]:
-    """Yield tables of the rows of some pieces, up to `limit` rows. first: the index of the first of these pieces."""
+    """Yield tables of SCAN_SCHEMA with the rows of some pieces, up to `limit` rows. first: the index of the first of
+    these pieces."""
     num_left = sys.maxsize if limit is None else limit
     for index, piece in enumerate(pieces, start=first):
         rows = ((number, row.without_input()) for number, row in read_piece(piece, columns, with_text=False))
@@ -141,21 +142,6 @@ def scan_pieces(pieces: Sequence[Piece], first: int, columns: Columns, limit: in
                 "error": [json.dumps(asdict(row)) if row.error_kind is not None else None for _, row in some],
             }
             yield pa.table(fields, schema=SCAN_SCHEMA)
-
-
-def scan_of(tables: Iterable[pa.Table], source: Source) -> Scan:
-    """Return the wanted rows of tables of `scan_pieces`, which are in order."""
-    found, num_left = [SCAN_SCHEMA.empty_table()], sys.maxsize if source.limit is None else source.limit
-    for table in tables:
-        found.append(table.slice(0, num_left))
-        num_left -= len(found[-1])
-        if num_left == 0:
-            break
-    rows = pa.concat_tables(found)
-    if (share := source.sample) is not None:
-        rows = rows.filter(pa.array([in_sample(row_id, share) for row_id in rows["id"].to_pylist()], pa.bool_()))
-    errors = [Row(**json.loads(error)) for error in rows["error"].drop_null().to_pylist()]
-    return Scan(rows=rows.filter(pc.is_null(rows["error"])).combine_chunks(), pieces=source.pieces, errors=errors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +213,20 @@ class LocalBackend:
 
     def scan(self, source: Source) -> Scan:
         """Return the wanted rows of the input, in order, without their documents and messages."""
-        return scan_of(scan_pieces(source.pieces, 0, source.columns, source.limit), source)
+        found, num_left = [SCAN_SCHEMA.empty_table()], sys.maxsize if source.limit is None else source.limit
+        for table in self._scanned(source):
+            found.append(table.slice(0, num_left))
+            num_left -= len(found[-1])
+            if num_left == 0:
+                break
+        rows = pa.concat_tables(found)
+        if (share := source.sample) is not None:
+            rows = rows.filter(pa.array([in_sample(row_id, share) for row_id in rows["id"].to_pylist()], pa.bool_()))
+        errors = [Row(**json.loads(error)) for error in rows["error"].drop_null().to_pylist()]
+        return Scan(rows=rows.filter(pc.is_null(rows["error"])).combine_chunks(), pieces=source.pieces, errors=errors)
+
+    def _scanned(self, source: Source) -> Iterable[pa.Table]:
+        return scan_pieces(source.pieces, 0, source.columns, source.limit)
 
     def rows(self, source: Source, left: pa.Table, order: Order) -> Generator[Row]:
         """Read and yield the rows of a scan. An order other than that of the input needs memory for all of them."""

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -17,16 +17,7 @@ import ray
 import ray.data
 
 from rayspec.batch.documents import read_piece
-from rayspec.batch.job import (
-    LocalBackend,
-    Order,
-    Scan,
-    Source,
-    numbers_by_piece,
-    scan_of,
-    scan_pieces,
-    sort_key,
-)
+from rayspec.batch.job import LocalBackend, Order, Source, numbers_by_piece, scan_pieces, sort_key
 from rayspec.batch.rows import Columns, Row
 from rayspec.pool.supervisor import EnginePool
 from rayspec.pool.worker import EngineFactory
@@ -49,19 +40,19 @@ class RayBackend(LocalBackend):
         with ray_session(), reading():
             yield
 
-    def scan(self, source: Source) -> Scan:
+    def _scanned(self, source: Source) -> Iterable[pa.Table]:
         """Scan the files. Each task scans some of the pieces, and all tasks run at once. A task has a whole CPU: more
         tasks would only start more processes. A task ends itself after `limit` rows: `ray.cancel` can crash the driver.
         """
         if not source.files:
-            return super().scan(source)
+            return super()._scanned(source)
         pieces = source.pieces
         num_cpus: float = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
         num_tasks = max(1, min(len(pieces), int(num_cpus)))
         scan: Any = ray.remote(scan_pieces).options(num_returns="streaming")
         bounds = itertools.pairwise(len(pieces) * task // num_tasks for task in range(num_tasks + 1))
         tasks = [scan.remote(pieces[start:end], start, source.columns, source.limit) for start, end in bounds]
-        return scan_of(map(ray.get, itertools.chain.from_iterable(tasks)), source)
+        return map(ray.get, itertools.chain.from_iterable(tasks))
 
     def rows(self, source: Source, left: pa.Table, order: Order) -> Generator[Row]:
         """Read and yield the rows of a scan. For an order, Ray Data spills rows that do not fit in memory to disk."""
