@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
@@ -20,7 +20,14 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rayspec.choices import Keys
-from rayspec.model.few_keys import FewPages, NewestRows, block_tables, few_pages, newest_rows, note_pages, reads_all
+from rayspec.model.few_keys import (
+    NewestRows,
+    block_tables,
+    few_pages,
+    newest_rows,
+    note_pages,
+    reads_all,
+)
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache
 from rayspec.model.matrices import Norm
 from rayspec.model.rows import Path, RowSpan, Run, Runs, joined, runs_between, slots_between
@@ -61,8 +68,9 @@ class _Call:
 @dataclass(slots=True)
 class _Calls:
     """The attention calls of a batch. whole: calls whose rows occur in no other call. pieces: calls whose results are
-    merged. few: rows [R] that read few keys, their slots [L, R, n] and mask [L, R, n], as in `_Call`, in each of L
-    layers, where L is 1 if all layers read the same keys. Rows that are alternatives have the slots of their token."""
+    merged. few: rows [T * B] that read few keys, B for each of T tokens, the slots [L, T, n] of each token and the mask
+    [L, T, B, n], as in `_Call`, in each of L layers, where L is 1 if all layers read the same keys. B is 1, but for
+    rows that are alternatives: their own keys are the last B of the mask."""
 
     whole: list[_Call] = field(default_factory=list)
     pieces: list[_Call] = field(default_factory=list)
@@ -117,10 +125,7 @@ class Rows(ABC):
     positions: Tensor
     rope: dict[str, Any]
     in_place: ClassVar[bool] = False
-
-    @property
-    def adapters(self) -> Sequence[tuple[int, slice]]:
-        return ()
+    adapters: Sequence[tuple[int, slice]] = ()
 
     def seeing(self, keys: Keys) -> Rows:
         """Return the same rows, but reading only these keys. They write the same keys and values as before."""
@@ -177,18 +182,7 @@ class PackedRows(Rows):
     scores_pages: bool = False
     newest: dict[int | None, NewestRows | None] = field(default_factory=dict)  # by sliding window
     windowed: PackedRows | None = None
-    with_adapters: Sequence[tuple[int, slice]] | None = None  # as `adapters`, once somebody has asked
-
-    @property
-    def adapters(self) -> Sequence[tuple[int, slice]]:
-        if self.with_adapters is None:
-            found, at = [], 0
-            for number, some in groupby(self.spans, key=lambda span: span.adapter):
-                end = at + sum(span.num_rows for span in some)
-                found.append((number, slice(at, end)))
-                at = end
-            self.with_adapters = [one for one in found if one[0]]
-        return self.with_adapters
+    adapters: Sequence[tuple[int, slice]] = ()
 
     @property
     def windows_seen(self) -> set[int | None]:
@@ -205,7 +199,7 @@ class PackedRows(Rows):
         cached = self.cache.heads(layer, first_head, len(key))
         attention = _Attention(rows=self, layer=layer, query=query, own=(key, value), cached=cached, kind=kind)
         if self.slots is None:
-            return attention.of_branches()
+            return attention.of_rows()
         self.cache.write(layer, self.slots, key, value, first_head=first_head)
         if self.scores_pages and self.cache.looked_at is not None and first_head == 0:
             window = kind.sliding_window
@@ -245,6 +239,7 @@ def pack(
         return PackedRows(cache, places, written, own, paths, division, scores_pages=scores_pages)
 
     rows = in_store(spans, cache.num_slots)
+    rows.adapters = _with_adapters(spans)
     if cache.windowed_layers:
         rows.windowed = in_store([span.in_windowed_store() for span in spans], cache.num_windowed_slots)
     return rows
@@ -253,10 +248,20 @@ def pack(
 def pack_branches(cache: KVCache, tokens: Sequence[RowSpan], num_branches: int, positions: Tensor) -> PackedRows:
     """Pack `num_branches` alternatives for each of `tokens`, which are single rows. positions: [tokens * branches]."""
     spans = [token.chain(0, num_branches) for token in tokens]
-    rows = PackedRows(cache, positions, None, spans, [()] * len(spans))
+    rows = PackedRows(cache, positions, None, spans, [()] * len(spans), adapters=_with_adapters(spans))
     if cache.windowed_layers:
         rows.windowed = PackedRows(cache, positions, None, [span.in_windowed_store() for span in spans], rows.paths)
     return rows
+
+
+def _with_adapters(spans: Sequence[RowSpan]) -> list[tuple[int, slice]]:
+    """Return the rows that run with an adapter, by its number."""
+    found, end = [], 0
+    for number, some in groupby(spans, key=lambda span: span.adapter):
+        first, end = end, end + sum(span.num_rows for span in some)
+        if number:
+            found.append((number, slice(first, end)))
+    return found
 
 
 def packed_attention(
@@ -298,40 +303,21 @@ class _Attention:
     kind: AttentionKind
 
     def of_rows(self) -> Tensor:
-        """Return the attention of rows that extend their sequences: [N, H, D_v]."""
-        calls = self._calls(self._find_calls)
+        """Return the attention of the rows: [N, H, D_v]."""
+        shared = (self.rows.keys, self.kind.sliding_window, self.kind.softcap, self._merges)
+        if shared not in self.rows.calls:
+            is_of_branches = self.rows.slots is None
+            self.rows.calls[shared] = self._find_calls_of_branches() if is_of_branches else self._find_calls()
+        calls = self.rows.calls[shared]
+        all_rows = slice(0, self.query.shape[1])
+        if len(calls.whole) == 1 and isinstance(rows := calls.whole[0].rows, slice) and rows == all_rows:
+            return self._seen(calls.whole[0]).transpose(0, 1).contiguous()  # some families call view()
         output = self._merged(calls.pieces) if calls.pieces else self._zeros(self.query.dtype)
         for call in calls.whole:
             output[call.rows] = self._seen(call).transpose(0, 1)
         if calls.few is not None:
-            rows, slots, mask = calls.few
-            output[rows] = self._seen_in_few(rows, slots, mask)
+            output[calls.few[0]] = self._seen_in_few(*calls.few)
         return output
-
-    def of_branches(self) -> Tensor:
-        """Return the attention of rows that are alternatives (`PackedRows` without slots): [N, H, D_v]."""
-        calls = self._calls(self._find_calls_of_branches)
-        found: list[tuple[slice | Tensor, Tensor]] = []
-        for call in calls.whole:
-            context = self._keys_and_values(call)
-            keys, values = (
-                torch.cat([each, own[:, call.rows]], 1) for each, own in zip(context, self.own, strict=True)
-            )
-            found.append((call.rows, self._mixed(self.query[:, call.rows], keys, values, call.mask).transpose(0, 1)))
-        if calls.few is not None:
-            found.append((calls.few[0], self._seen_by_branches_in_few(*calls.few)))
-        if len(found) == 1 and isinstance(found[0][0], slice):  # all rows in one call
-            return found[0][1]
-        output = self._zeros(self.query.dtype)
-        for rows, mixed in found:
-            output[rows] = mixed
-        return output
-
-    def _calls(self, find: Callable[[], _Calls]) -> _Calls:
-        shared = (self.rows.keys, self.kind.sliding_window, self.kind.softcap, self._merges)
-        if shared not in self.rows.calls:
-            self.rows.calls[shared] = find()
-        return self.rows.calls[shared]
 
     def _find_calls_of_branches(self) -> _Calls:
         """Return a call for the tokens of each sequence that read all their keys, and one for all other tokens. The
@@ -358,8 +344,8 @@ class _Attention:
             calls.whole.append(_Call(self._rows_of_branches([at for at, _ in group]), slots, mask))
         if few:
             few.sort(key=lambda each: each[0])
-            pages = self._few_pages(self._index([span.context for _, span in few]), [span.runs for _, span in few])
-            slots, counts = pages.slots(with_own=False)
+            positions = self._index([span.context for _, span in few])
+            slots, counts = self._few_slots(positions, [span.runs for _, span in few], with_own=False)
             own_only = torch.eye(num_branches, dtype=torch.bool, device=counts.device)
             shape = (*counts.shape[:2], num_branches)
             seen = torch.cat([counts[:, :, None].expand(*shape, -1), own_only.expand(*shape, -1)], -1)
@@ -376,32 +362,6 @@ class _Attention:
         if list(tokens) == list(range(tokens[0], tokens[0] + len(tokens))):
             return slice(tokens[0] * size, (tokens[0] + len(tokens)) * size)
         return self._index([row for token in tokens for row in range(token * size, (token + 1) * size)])
-
-    def _seen_by_branches_in_few(self, rows: slice | Tensor, slots: Tensor, mask: Tensor) -> Tensor:
-        """Return the attention of the branches of T tokens that read few keys, [T * branches, H, D_v], by one call. Key
-        heads take its batch axis, tokens its axis of heads. slots: [L, T, n]; mask: [L, T, branches, n + branches]."""
-        place = self._place_in(slots)
-        slots, mask = slots[place], mask[place]
-        num_tokens, num_branches = mask.shape[:2]
-        keys, values = (
-            torch.cat(
-                [
-                    cached.index_select(1, slots.flatten()).view(len(cached), *slots.shape, -1),
-                    own[:, rows].view(len(own), num_tokens, num_branches, -1),
-                ],
-                2,
-            )
-            for cached, own in zip(self.cached, self.own, strict=True)
-        )
-        query = self.query[:, rows].view(len(keys), -1, num_tokens, num_branches, self.query.shape[-1]).transpose(1, 2)
-        size = query.shape[2]  # query heads of a key head
-        query, mask = query.flatten(2, 3), mask.repeat(1, size, 1)
-        if self.kind.softcap:
-            mixed = _softcapped(query, keys, values, mask, self.kind.scaling, self.kind.softcap)
-        else:
-            mixed = scaled_dot_product_attention(query, keys, values, mask[None], scale=self.kind.scaling)
-        mixed = mixed.view(len(keys), num_tokens, size, num_branches, -1)
-        return mixed.permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
 
     def _find_calls(self) -> _Calls:
         calls, end = _Calls(), 0
@@ -428,17 +388,19 @@ class _Attention:
             calls.pieces.append(_Call(readers[0] if len(readers) == 1 else together, self._slots([run])))
         if few:
             rows_of_few = self._index([row for row, _ in few])
-            pages = self._few_pages(self.rows.positions[rows_of_few], [runs for _, runs in few])
-            slots, counts = pages.slots(with_own=True)
-            calls.few = rows_of_few, slots, self._masked(counts)
+            positions = self.rows.positions[rows_of_few]
+            slots, counts = self._few_slots(positions, [runs for _, runs in few], with_own=True)
+            calls.few = rows_of_few, slots, self._masked(counts[:, :, None])
         return calls
 
     def _reads_all(self, span: RowSpan) -> bool:
         budget = self.rows.cache.budgets.of(self.rows.keys)
         return budget is None or reads_all(budget, span.context, self.kind.sliding_window)
 
-    def _few_pages(self, positions: Tensor, runs: Sequence[Runs]) -> FewPages:
-        """Return the pages that rows at these positions read, with the notes of all layers if the budget has notes."""
+    def _few_slots(self, positions: Tensor, runs: Sequence[Runs], *, with_own: bool) -> tuple[Tensor, Tensor]:
+        """Return the slots that rows at these positions read, int64 [L, R, n], and which of them count, bool [L, R, n].
+        L is 1, or all layers if the budget has notes. with_own: the row's own slot counts. The first slot, which
+        counts, replaces each slot that does not, as that may hold any data."""
         budget = self.rows.cache.budgets.of(self.rows.keys)
         assert budget is not None, "rows that read all keys need no pages"
         tables, looked_at = block_tables(runs, positions.device), None
@@ -446,7 +408,12 @@ class _Attention:
             notes, own = self.rows.cache.looked_at, tables.gather(1, positions[:, None] // PAGE_SIZE)[:, 0]
             assert notes is not None, "a cache with room for notes"
             looked_at = notes[:, own]
-        return few_pages(budget, positions, tables, looked_at=looked_at, sliding_window=self.kind.sliding_window)
+        window = self.kind.sliding_window
+        pages, num_before = few_pages(budget, positions, tables, looked_at=looked_at, sliding_window=window)
+        inside = torch.arange(PAGE_SIZE, device=pages.device)
+        slots = (pages[..., None] * PAGE_SIZE + inside).flatten(-2)
+        counts = torch.arange(slots.shape[-1], device=slots.device) < (num_before + with_own)[..., None]
+        return torch.where(counts, slots, slots[..., :1]), counts
 
     def _pieces(self, span: RowSpan, paths: Sequence[Path]) -> list[Run]:
         """Return the leading runs of the places from `_first_for_all` to the end of the context that have attention
@@ -561,47 +528,50 @@ class _Attention:
         if call.slots is None:
             return self.own[0][:, call.rows], self.own[1][:, call.rows]
         if isinstance(call.slots, slice):
-            return self.cached[0][:, call.slots], self.cached[1][:, call.slots]
-        return self.cached[0].index_select(1, call.slots), self.cached[1].index_select(1, call.slots)
+            keys, values = self.cached[0][:, call.slots], self.cached[1][:, call.slots]
+        else:
+            keys, values = self.cached[0].index_select(1, call.slots), self.cached[1].index_select(1, call.slots)
+        if self.rows.slots is None:
+            keys, values = (
+                torch.cat([each, own[:, call.rows]], 1) for each, own in zip((keys, values), self.own, strict=True)
+            )
+        return keys, values
 
     def _seen(self, call: _Call) -> Tensor:
         """Return the attention of m rows that occur in this call only: [H, m, D_v]."""
         keys, values = self._keys_and_values(call)
-        query = self.query[:, call.rows]
-        if call.causal:
-            return _sdpa(query, keys, values, None, self.kind.scaling, causal=True)
-        return self._mixed(query, keys, values, call.mask)
-
-    def _mixed(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the attention of query [H, m, D] over keys [H_kv, n, D]: [H, m, D_v]. mask: as in `_Call`."""
-        if query.shape[1] > _MAX_FOLDED_ROWS and not self.kind.softcap:
-            return _sdpa(query, keys, values, mask, self.kind.scaling)
+        query, mask, softcap = self.query[:, call.rows], call.mask, self.kind.softcap
+        if call.causal or (query.shape[1] > _MAX_FOLDED_ROWS and not softcap):
+            return _sdpa(query, keys, values, mask, self.kind.scaling, causal=call.causal)
         mask = None if mask is None else mask.repeat(query.shape[0] // keys.shape[0], 1)
         folded = _folded(query, len(keys))
-        if self.kind.softcap:
-            mixed = _softcapped(folded, keys, values, mask, self.kind.scaling, self.kind.softcap)
+        if softcap:
+            mixed = _softcapped(folded, keys, values, mask, self.kind.scaling, softcap)
         else:
             mixed = _sdpa(folded, keys, values, mask, self.kind.scaling)
         return mixed.reshape(*query.shape[:2], values.shape[-1])
 
-    def _place_in(self, by_layer: Tensor) -> int:
-        """Return the layer's index in a tensor [L, ...], as in `_Calls`."""
-        return self.rows.cache.place_of_layer[self.layer] if len(by_layer) > 1 else 0
-
     def _seen_in_few(self, rows: slice | Tensor, slots: Tensor, mask: Tensor) -> Tensor:
-        """Return the attention of rows that read few keys, [R, H, D_v], by one call. Key heads take its batch axis."""
-        place = self._place_in(slots)
-        slots, mask = slots[place], mask[place, :, None]
+        """Return the attention of rows that read few keys, [T * B, H, D_v], by one call. Key heads take its batch axis,
+        tokens its axis of heads. slots, mask: as in `_Calls`."""
+        place = self.rows.cache.place_of_layer[self.layer] if len(slots) > 1 else 0
+        slots, mask = slots[place], mask[place]
+        num_tokens, num_branches = mask.shape[:2]
         keys, values = (
             cached.index_select(1, slots.flatten()).view(len(cached), *slots.shape, -1) for cached in self.cached
         )
-        query = self.query[:, rows]
-        query = query.view(len(keys), -1, *query.shape[1:]).transpose(1, 2)  # [H_kv, R, H / H_kv, D]
+        if self.rows.slots is None:
+            own = (each[:, rows].view(len(each), num_tokens, num_branches, -1) for each in self.own)
+            keys, values = (torch.cat(both, 2) for both in zip((keys, values), own, strict=True))
+        query = self.query[:, rows].view(len(keys), -1, num_tokens, num_branches, self.query.shape[-1]).transpose(1, 2)
+        size = query.shape[2]  # query heads of a key head
+        query, mask = query.flatten(2, 3), mask.repeat(1, size, 1) if num_branches > 1 else mask
         if self.kind.softcap:
             mixed = _softcapped(query, keys, values, mask, self.kind.scaling, self.kind.softcap)
         else:
             mixed = scaled_dot_product_attention(query, keys, values, mask[None], scale=self.kind.scaling)
-        return mixed.transpose(0, 1).flatten(1, 2)
+        mixed = mixed.view(len(keys), num_tokens, size, num_branches, -1)
+        return mixed.permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)
 
     def _merged(self, pieces: Sequence[_Call]) -> Tensor:
         """Merge the results of several calls for the same rows: [N, H, D_v], zeros for rows of none of the calls. The

@@ -27,27 +27,6 @@ def reads_all(budget: KeyBudget, position: int, sliding_window: int | None) -> b
     return is_narrow or position // PAGE_SIZE < budget.num_pages
 
 
-@dataclass(frozen=True, slots=True)
-class FewPages:
-    """The pages that R rows read in each of L layers; L is 1 if all layers read the same pages.
-
-    pages: int64 [L, R, P]; the row's own page is the last that counts, and entries after it are padding. num_before:
-    int64 [L, R], how many places of these pages are before the row.
-    """
-
-    pages: Tensor
-    num_before: Tensor
-
-    def slots(self, *, with_own: bool) -> tuple[Tensor, Tensor]:
-        """Return the slots to read, int64 [L, R, n], and which of them count, bool [L, R, n]. with_own: the row's own
-        slot counts. The first slot, which counts, replaces each slot that does not, as that may hold any data."""
-        inside = torch.arange(PAGE_SIZE, device=self.pages.device)
-        slots = (self.pages[..., None] * PAGE_SIZE + inside).flatten(-2)
-        places = torch.arange(slots.shape[-1], device=slots.device)
-        counts = places < (self.num_before + with_own)[..., None]
-        return torch.where(counts, slots, slots[..., :1]), counts
-
-
 def few_pages(
     budget: KeyBudget,
     positions: Tensor,
@@ -55,8 +34,10 @@ def few_pages(
     *,
     looked_at: Tensor | None = None,
     sliding_window: int | None = None,
-) -> FewPages:
-    """Choose the pages that rows read: the sink, the noted pages, and the newest ones with the row's own.
+) -> tuple[Tensor, Tensor]:
+    """Choose the pages that R rows read in each of L layers: the sink, the noted pages, and the newest ones with the
+    row's own. L is 1 if all layers read the same pages. Return the pages, int64 [L, R, P], and how many places of these
+    are before the row, int64 [L, R]. The row's own page is the last that counts; entries after it are padding.
 
     positions: int64 [R]; rows for which `reads_all` is true read all their pages if there is no sliding window.
     tables: int64 [R, pages], see `block_tables`.
@@ -76,7 +57,7 @@ def few_pages(
     numbers = torch.where(is_read, numbers, own + 1).sort(-1).values
     pages = tables.expand(len(numbers), -1, -1).gather(-1, numbers.minimum(own))
     num_full = is_read.sum(-1) - 1  # the last is the row's own
-    return FewPages(pages, num_full * PAGE_SIZE + positions % PAGE_SIZE)
+    return pages, num_full * PAGE_SIZE + positions % PAGE_SIZE
 
 
 def block_tables(runs: Sequence[Runs], device: torch.device) -> Tensor:

@@ -132,7 +132,7 @@ class StaticRows(Rows):
             number = min(len(query), len(table))  # of rows that may be a sequence's; there may be more for padding
             if sliding_window not in self.few:
                 own = few_pages(budget, positions[:number], table[:number].long(), sliding_window=sliding_window)
-                self.few[sliding_window] = own.pages[0].int(), own.num_before[0].int()
+                self.few[sliding_window] = own[0][0].int(), own[1][0].int()
             table, contexts = self.few[sliding_window]
             # A row's place in these pages stands for its position. None of them is outside the sliding window.
             starts, positions, sliding_window = starts[: number + 1], pad(contexts, (0, len(query) - number)), None
@@ -188,17 +188,13 @@ class StepBuffers:
             and all(is_paged(runs, PAGE_SIZE) for runs in unknown)
         )
 
-    def holds(self, metadata: BatchMetadata) -> bool:
-        """Return whether the buffers hold this pass."""
-        return self._held is metadata
-
     def hold(self, metadata: BatchMetadata) -> tuple[StaticRows, bool]:
         """Write the pass to the buffers if it is not there. Return its rows, and whether they were written now."""
         bucket = metadata.bucket
         if bucket not in self._rows:
             self._layouts[bucket] = _Layout(bucket)
             self._rows[bucket] = self._views(bucket)
-        is_new = not self.holds(metadata)
+        is_new = self._held is not metadata
         if is_new:
             self._held = None  # until all of it is there
             self._table.write([span.runs for span in metadata.spans])
