@@ -30,7 +30,7 @@ from rayspec.decode.runner import Runner
 from rayspec.decode.stages import MAX_STEPS, LocalStages
 from rayspec.model.architecture import decompose
 from rayspec.model.attention import Rows
-from rayspec.model.graphs import CapturedGraph, StaticStep, StepGraphs, Work
+from rayspec.model.graphs import CapturedGraph, StepGraphs, Work
 from rayspec.model.kv_cache import CacheSize, KVCache
 from rayspec.model.rows import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.static_rows import StepBuffers
@@ -127,7 +127,7 @@ def engine_of(parts: Decomposition, strategy: str, max_num_seqs: int) -> Engine:
         dtype=torch.float32,
         device=device,
     )
-    graphs = StepGraphs(StaticStep(parts, buffers), NoGraphs())
+    graphs = StepGraphs(parts, buffers, NoGraphs())
     graphs.warm_up(decode_and_verify_buckets(max_num_seqs, config.speculation.max_draft_tokens))
     runner = Runner(parts, cache, device=device, row_counts=None, buffers=buffers, graphs=graphs)
     stages = LocalStages(runner, vocab_size=VOCAB_SIZE, verification="coupled", num_tap_tokens=config.num_tap_tokens)

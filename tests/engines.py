@@ -28,7 +28,7 @@ from rayspec.decode.search import Knapsack
 from rayspec.decode.stages import LocalStages, Stages
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan, Strategy
 from rayspec.decode.work import GenerationDefaults, KeepDrafting, Pass, Result, Round, RoundEntry, RoundResult, Work
-from rayspec.model.graphs import StaticStep, StepGraphs
+from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache, WindowedPages
 from rayspec.model.row_counts import FIXED
 from rayspec.model.static_rows import StepBuffers
@@ -199,7 +199,7 @@ def engine_with(
     clock: Callable[[], float] = time.perf_counter,
     choices: Sequence[Choice] = (FULL, SKIP),
     is_static: bool = False,
-    capture: Callable[[StaticStep], StepGraphs] | None = None,
+    capture: Callable[[Decomposition, StepBuffers], StepGraphs] | None = None,
     has_windowed_store: bool = False,
     **options: Any,
 ) -> Engine:
@@ -238,7 +238,7 @@ def engine_with(
         notes_pages=any(keys_of(choice) == "pages" for choice in choices),
     )
     buffers = step_buffers(parts, cache, max_places=max_model_len + 64) if is_static or capture else None
-    graphs = capture(StaticStep(parts, buffers)) if capture and buffers else None
+    graphs = capture(parts, buffers) if capture and buffers else None
     vocab_size = int(parts.config.get_text_config().vocab_size)
     stages = LocalStages(
         Runner(parts, cache, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices),

@@ -17,7 +17,7 @@ from rayspec.decode.runner import Runner
 from rayspec.demo.widen import widen
 from rayspec.model.architecture import decompose
 from rayspec.model.fused import fuse
-from rayspec.model.graphs import StaticStep, StepGraphs
+from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache
 from rayspec.model.rows import RowSpan, Runs, padded_rows, padded_sequences, runs_of_pages
 from rayspec.model.static_rows import StepBuffers
@@ -26,7 +26,7 @@ from rayspec.model.weights import load_model
 
 # How sublayers run: transformers' modules, fused layers of torch's operations, fused layers of `rayspec::*`.
 Way: TypeAlias = Literal["modules", "fused", "operators"]
-Capture: TypeAlias = Callable[[StaticStep], StepGraphs]
+Capture: TypeAlias = Callable[[Decomposition, StepBuffers], StepGraphs]
 BUNDLED = "bundled"
 SIZES: dict[str, Any] = {
     "vocab_size": 199,
@@ -135,7 +135,7 @@ def prepare(
             dtype=parts.dtype,
             device=parts.device,
         )
-    graphs = capture(StaticStep(parts, buffers)) if capture is not None and buffers is not None else None
+    graphs = capture(parts, buffers) if capture is not None and buffers is not None else None
     runner = Runner(parts, cache, device=parts.device, row_counts=None, buffers=buffers, graphs=graphs)
     return Prepared(runner, buffers)
 

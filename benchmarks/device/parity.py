@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ def replay_differences(
     """Run passes eagerly and captured, each in its own KV cache, and compare the logits of three plans."""
     eager = prepare_model(name, "operators", dtype, device, is_static=True)
     parts = eager.parts
-    captured = prepare(parts, is_static=True, capture=lambda step: StepGraphs(step, driver_of(parts.device)))
+    captured = prepare(parts, is_static=True, capture=partial(StepGraphs, driver=driver_of(parts.device)))
     graphs, count = captured.runner.graphs, len(parts.sublayers)
     assert graphs is not None
     assert all(map(is_capturable, parts.sublayers)), "these models have no experts"

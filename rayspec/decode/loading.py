@@ -33,7 +33,7 @@ from rayspec.model.architecture import max_positions, why_context_ends
 from rayspec.model.cuda import probe
 from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.fused import draft_head_bytes, fuse
-from rayspec.model.graphs import StaticStep, StepGraphs
+from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, CacheSize, KVCache, WindowedPages, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import FIXED, FIXED_IN_BUFFERS, SINGLE_ROWS, has_experts, independent_row_counts
@@ -384,7 +384,7 @@ def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers
         if config.deterministic:
             wanted += ", and with 'deterministic' a model without experts, adapters and stages, whose drafts are chains"
         raise ConfigError(f"option 'cuda_graphs' is {way!r}, which needs {wanted}: leave it at auto")
-    return StepGraphs(StaticStep(parts, buffers), CudaDriver(parts.device))
+    return StepGraphs(parts, buffers, CudaDriver(parts.device))
 
 
 def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:

@@ -170,9 +170,7 @@ class Runner:
             known = self.choices_by_kind.get(name, tuple(choices))
             self.choices_by_kind[name] = tuple(choice for choice in known if sublayer.can_run(choice))
         self.buffers = buffers
-        self._step: StaticStep | StepGraphs | None = graphs or (
-            StaticStep(parts, buffers) if buffers is not None else None
-        )
+        self._step = graphs or (StaticStep(parts, buffers) if buffers is not None else None)
         self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.dtype, device=device)
 
     @property

@@ -14,7 +14,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -25,6 +24,17 @@ from rayspec.choices import FULL, SKIP, Choice, Choices, keys_of, weights_of
 from rayspec.model.rows import MAX_TREE_ROWS, Bucket
 from rayspec.model.static_rows import BatchMetadata, StaticRows, StepBuffers
 from rayspec.model.sublayers import Decomposition, Sublayer, Tap, run
+
+logger = logging.getLogger(__name__)
+
+Work: TypeAlias = Callable[[], object]
+Stretch: TypeAlias = tuple[tuple[int, Choice], ...]
+"""Consecutive sublayers that run, each with its choice."""
+Part: TypeAlias = str | Stretch
+"""What one graph holds: a stretch, or the name of a part outside the sublayers."""
+
+ROTARY: Part = "the rotary embedding"
+EMBEDDING: Part = "the embedding"
 
 
 class StaticStep:
@@ -39,23 +49,12 @@ class StaticStep:
         """Write the pass to the buffers, with its rotary embedding, and return its rows."""
         rows, is_new = self.buffers.hold(metadata)
         if is_new:
-            self.rotate(rows)
+            self.launch(ROTARY, rows)
         return rows
-
-    def rotate(self, rows: StaticRows) -> None:
-        """Compute the rotary embedding of the rows' positions and write it to the buffers."""
-        before = dict(rows.rope)
-        try:
-            self.parts.rotate(rows.residual, rows)
-        except BaseException:  # a capture that fails has computed some types in memory that others use later
-            rows.rope.clear()
-            rows.rope.update(before)
-            raise
-        self.buffers.keep_rope(rows)
 
     def embed(self, rows: StaticRows) -> None:
         """Write the embedding of `rows.tokens` to `rows.residual`."""
-        rows.residual.copy_(self.parts.embed(rows.tokens))
+        self.launch(EMBEDDING, rows)
 
     def run(
         self,
@@ -68,17 +67,20 @@ class StaticStep:
         """Do as `sublayers.run`, on `rows.residual`. Changes and returns this buffer: [1, N, hidden_size]."""
         return run(span, rows.residual, rows, choices=choices, tap=tap)
 
+    def launch(self, part: Part, rows: StaticRows) -> None:
+        """Run a part outside the sublayers. Its results are in the buffers."""
+        if part == EMBEDDING:
+            rows.residual.copy_(self.parts.embed(rows.tokens))
+            return
+        before = dict(rows.rope)
+        try:
+            self.parts.rotate(rows.residual, rows)
+        except BaseException:  # a capture that fails has computed some types in memory that others use later
+            rows.rope.clear()
+            rows.rope.update(before)
+            raise
+        self.buffers.keep_rope(rows)
 
-logger = logging.getLogger(__name__)
-
-Work: TypeAlias = Callable[[], object]
-Stretch: TypeAlias = tuple[tuple[int, Choice], ...]
-"""Consecutive sublayers that run, each with its choice."""
-Part: TypeAlias = str | Stretch
-"""What one graph holds: a stretch, or the name of a part outside the sublayers."""
-
-ROTARY: Part = "the rotary embedding"
-EMBEDDING: Part = "the embedding"
 
 # Eager passes of a plan of a draft, or of a bucket of prompt chunks, before it is captured: a capture takes about as
 # long as this number saves.
@@ -108,23 +110,15 @@ class GraphDriver(Protocol):
         """Return the device memory that the driver's graphs take."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphLimits:
-    """Limits of capture. max_rows: the largest number of rows in a captured bucket. max_graphs: the most graphs at a
-    time. max_bytes: the most device memory of all graphs. Above the last two limits, the least recently used graphs
-    are released."""
-
-    max_rows: int = 512
-    max_graphs: int = 384
-    max_bytes: int = 2**30
-
-
-class StepGraphs:
-    """A `StaticStep` that captures parts of passes and replays them. Other parts run eagerly, within the same pass.
+class StepGraphs(StaticStep):
+    """A step that captures parts of passes and replays them. Other parts run eagerly, within the same pass.
 
     A part of a bucket is captured at its second pass, or by `warm_up`; a stretch that is a draft's, and parts of prompt
     chunks, after a few more. Passes with a tap and buckets that are too large run eagerly. A sublayer that cannot be
     captured runs eagerly and divides the stretch around it.
+
+    max_rows: the largest number of rows in a captured bucket. max_graphs: the most graphs at a time. max_bytes: the
+    most device memory of all graphs. Above the last two limits, the least recently used graphs are released.
 
     num_unready: parts so far that ran slower than they will later, because they were captured or will be, and passes
     with a tap.
@@ -132,17 +126,20 @@ class StepGraphs:
 
     def __init__(
         self,
-        step: StaticStep,
+        parts: Decomposition,
+        buffers: StepBuffers,
         driver: GraphDriver,
         *,
-        limits: GraphLimits | None = None,
+        max_rows: int = 512,
+        max_graphs: int = 384,
+        max_bytes: int = 2**30,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._step = step
+        super().__init__(parts, buffers)
         self._driver = driver
-        self._limits = limits or GraphLimits()
+        self._max_rows, self._max_graphs, self._max_bytes = max_rows, max_graphs, max_bytes
         self._clock = clock
-        self._sublayers = {sublayer.index: sublayer for sublayer in step.parts.sublayers}
+        self._sublayers = {sublayer.index: sublayer for sublayer in parts.sublayers}
         self._eager: set[Part | int] = {index for index, each in self._sublayers.items() if not is_capturable(each)}
         self._graphs: OrderedDict[tuple[Bucket, Part], CapturedGraph] = OrderedDict()  # the least recently used first
         self._num_passes: Counter[tuple[Bucket, Part]] = Counter()  # since the graph was last released
@@ -152,7 +149,7 @@ class StepGraphs:
         self._is_trial = False
         self._running: Part | int = ROTARY  # what is being captured
         self._divisions: dict[tuple[int, int, tuple[Choice, ...] | None], list[Stretch]] = {}  # see `_stretches`
-        self._all = (step.parts.sublayers[0].index, step.parts.sublayers[-1].index, None)
+        self._all = (parts.sublayers[0].index, parts.sublayers[-1].index, None)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -162,15 +159,6 @@ class StepGraphs:
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
-
-    def hold(self, metadata: BatchMetadata) -> StaticRows:
-        rows, is_new = self._step.buffers.hold(metadata)
-        if is_new:
-            self._launch(ROTARY, rows)
-        return rows
-
-    def embed(self, rows: StaticRows) -> None:
-        self._launch(EMBEDDING, rows)
 
     def run(
         self,
@@ -182,11 +170,11 @@ class StepGraphs:
     ) -> Tensor:
         if tap is not None or not self._may_capture(rows.bucket):
             self.num_unready += tap is not None
-            return self._step.run(span, rows, choices=choices, tap=tap)
+            return super().run(span, rows, choices=choices, tap=tap)
         if span:
             whole = None if choices is None else tuple(choices)
             for stretch in self._stretches(span[0].index, span[-1].index, whole):
-                self._launch(stretch, rows)
+                self.launch(stretch, rows)
         return rows.residual
 
     @torch.inference_mode()
@@ -197,13 +185,13 @@ class StepGraphs:
         started = self._clock()
         self.release_all()
         for bucket in filter(self._may_capture, dict.fromkeys(buckets)):
-            parts: list[Part] = [ROTARY, *([] if self._step.parts.embedding is None else [EMBEDDING])]
+            parts: list[Part] = [ROTARY, *([] if self.parts.embedding is None else [EMBEDDING])]
             first, last, _ = self._all
             for choices in (None, *(drafts if bucket.max_rows == 1 else ())):
                 parts += self._stretches(first, last, choices)
-            if self._is_full or len(self._graphs) + len(parts) > self._limits.max_graphs // 2 or self._is_too_much():
+            if self._is_full or len(self._graphs) + len(parts) > self._max_graphs // 2 or self._is_too_much():
                 break
-            rows, _ = self._step.buffers.hold(BatchMetadata(bucket, (), ()))
+            rows, _ = self.buffers.hold(BatchMetadata(bucket, (), ()))
             try:
                 for part in dict.fromkeys(parts):
                     self._capture(part, rows)
@@ -247,7 +235,7 @@ class StepGraphs:
         self._divisions[first, last, choices] = stretches
         return stretches
 
-    def _launch(self, part: Part, rows: StaticRows) -> None:
+    def launch(self, part: Part, rows: StaticRows) -> None:
         """Replay the part's graph, or run the part, and capture it if that is due."""
         key = (rows.bucket, part)
         graph = self._graphs.get(key)
@@ -262,7 +250,7 @@ class StepGraphs:
             self._run(part, rows)
 
     def _may_capture(self, bucket: Bucket) -> bool:
-        return bucket.num_rows <= self._limits.max_rows
+        return bucket.num_rows <= self._max_rows
 
     def _is_due(self, key: tuple[Bucket, Part]) -> bool:
         """Count a pass that is about to run, and return whether to capture this part now. At first it needs one earlier
@@ -284,7 +272,7 @@ class StepGraphs:
         return part in self._eager if isinstance(part, str) else part[0][0] in self._eager
 
     def _is_too_much(self) -> bool:
-        return len(self._graphs) >= self._limits.max_graphs or self._driver.bytes_held() > self._limits.max_bytes
+        return len(self._graphs) >= self._max_graphs or self._driver.bytes_held() > self._max_bytes
 
     def _capture(self, part: Part, rows: StaticRows) -> None:
         """Run the part, which is also the rehearsal, and capture it. What fails in a capture never gets a graph. Raises
@@ -328,7 +316,7 @@ class StepGraphs:
     def _run(self, part: Part, rows: StaticRows) -> None:
         if isinstance(part, str):
             self._running = part
-            (self._step.rotate if part == ROTARY else self._step.embed)(rows)
+            super().launch(part, rows)
             return
         for index, choice in part:
             self._running = index

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def _engine(family: str = "llama", **options: Any) -> tuple[Engine, LocalStages]
     driver = RecordingDriver()
     engine = engine_with(
         parts, RandomPlans(4, len(parts.sublayers)), max_num_seqs=4,
-        capture=lambda step: StepGraphs(step, driver), **options,
+        capture=partial(StepGraphs, driver=driver), **options,
     )  # fmt: skip
     assert isinstance(engine.stages, LocalStages)
     return engine, engine.stages

@@ -4,7 +4,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rayspec.choices import Choices, choices_of
-from rayspec.model.graphs import GraphLimits, StaticStep, StepGraphs, is_capturable
+from rayspec.model.graphs import ROTARY, StaticStep, StepGraphs, is_capturable
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache
 from rayspec.model.rows import Bucket, RowSpan, bucket_of, decode_and_verify_buckets, one_run
-from rayspec.model.static_rows import BatchMetadata
+from rayspec.model.static_rows import BatchMetadata, StepBuffers
+from rayspec.model.sublayers import Decomposition
 from tests.engines import step_buffers
 from tests.families import checkpoint, modules_of, operator_parts_of
 from tests.graph_driver import RecordingDriver
 
 CPU = torch.device("cpu")
-Step: TypeAlias = StaticStep | StepGraphs
 NUM_SLOTS = 1024
 NUM_PARTS = 3  # the rotary embedding, the embedding, all sublayers
 
@@ -33,10 +33,14 @@ def inference() -> Iterator[None]:
         yield
 
 
-def eager_step(family: str = "llama") -> StaticStep:
+def parts_and_buffers(family: str = "llama") -> tuple[Decomposition, StepBuffers]:
     parts = operator_parts_of(checkpoint(family))
     cache = KVCache(parts.shapes, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1)
-    return StaticStep(parts, step_buffers(parts, cache, max_places=256))
+    return parts, step_buffers(parts, cache, max_places=256)
+
+
+def eager_step(family: str = "llama") -> StaticStep:
+    return StaticStep(*parts_and_buffers(family))
 
 
 def metadata(rows: Sequence[int], seed: int = 0) -> BatchMetadata:
@@ -50,7 +54,7 @@ def metadata(rows: Sequence[int], seed: int = 0) -> BatchMetadata:
     return BatchMetadata(bucket_of(spans, paths), spans, paths, [rng.randrange(100) for _ in range(sum(rows))])
 
 
-def run(step: Step, work: BatchMetadata, choices: Choices | None = None) -> Tensor:
+def run(step: StaticStep, work: BatchMetadata, choices: Choices | None = None) -> Tensor:
     """A pass from its tokens on; the states of its rows, [1, N, hidden_size]."""
     rows = step.hold(work)
     step.embed(rows)
@@ -59,7 +63,7 @@ def run(step: Step, work: BatchMetadata, choices: Choices | None = None) -> Tens
 
 
 def captured(driver: RecordingDriver, **limits: int) -> StepGraphs:
-    return StepGraphs(eager_step(), driver, limits=GraphLimits(**limits), clock=lambda: 0.0)
+    return StepGraphs(*parts_and_buffers(), driver, **limits, clock=lambda: 0.0)
 
 
 passes = st.lists(
@@ -82,10 +86,10 @@ def test_passes_have_the_bits_of_eager_ones(
 ) -> None:
     """Each pass is cut in two, and what the one before has left enters it as its hidden states, from the buffer."""
     eager, driver = eager_step(family), RecordingDriver()
-    graphs = StepGraphs(eager_step(family), driver, limits=GraphLimits(max_graphs=6))
+    graphs = StepGraphs(*parts_and_buffers(family), driver, max_graphs=6)
     sublayers = eager.parts.sublayers
 
-    def states(step: Step, work: BatchMetadata, keep: list[bool], cut: int) -> Tensor:
+    def states(step: StaticStep, work: BatchMetadata, keep: list[bool], cut: int) -> Tensor:
         rows = step.hold(work)
         if cut % 2:
             step.embed(rows)
@@ -96,7 +100,7 @@ def test_passes_have_the_bits_of_eager_ones(
         for rows, keep, cut, seed in works:
             work = metadata(rows, seed)
             assert torch.equal(states(graphs, work, keep, cut), states(eager, work, keep, cut))
-    mine, others = graphs._step.buffers._cache, eager.buffers._cache
+    mine, others = graphs.buffers._cache, eager.buffers._cache
     for layer in eager.parts.shapes:
         assert torch.equal(mine.keys[layer][:, :NUM_SLOTS], others.keys[layer][:, :NUM_SLOTS])
         assert torch.equal(mine.values[layer][:, :NUM_SLOTS], others.values[layer][:, :NUM_SLOTS])
@@ -232,7 +236,7 @@ def test_a_rotation_that_fails_half_way_leaves_the_buffers_cosines() -> None:
 
     step.parts = replace(step.parts, rotary=fails)
     with pytest.raises(RuntimeError, match="not permitted"):
-        step.rotate(rows)
+        step.launch(ROTARY, rows)
     assert list(rows.rope.values()) == list(rope.values())
 
 
@@ -243,16 +247,13 @@ def test_hooks_and_experts_keep_a_sublayer_from_being_captured() -> None:
 
 
 def test_a_result_outside_the_buffer_is_copied_there() -> None:
-    step, eager = eager_step(), eager_step()
-    sublayer = step.parts.sublayers[3]
-    step.parts = replace(
-        step.parts,
-        sublayers=tuple(
-            replace(each, body=lambda hidden, rows: sublayer(hidden.clone(), rows)) if each is sublayer else each
-            for each in step.parts.sublayers
-        ),
+    eager, (parts, buffers) = eager_step(), parts_and_buffers()
+    sublayer = parts.sublayers[3]
+    sublayers = (
+        replace(each, body=lambda hidden, rows: sublayer(hidden.clone(), rows)) if each is sublayer else each
+        for each in parts.sublayers
     )
-    graphs = StepGraphs(step, RecordingDriver())
+    graphs = StepGraphs(replace(parts, sublayers=tuple(sublayers)), buffers, RecordingDriver())
     for seed in range(4):
         assert torch.equal(run(graphs, metadata((1,), seed)), run(eager, metadata((1,), seed)))
 
@@ -279,4 +280,4 @@ def test_the_buckets_of_a_warm_up_are_those_that_decodes_and_verifies_have() -> 
             reachable.add(bucket_of(spans, [()] * num_sequences))
             reachable.add(bucket_of([RowSpan(one_run(0, 64), 0, 1)] * num_sequences, [()] * num_sequences))
     assert reachable == found
-    assert NUM_PARTS * len(decode_and_verify_buckets(8, 16)) <= GraphLimits().max_graphs / 2
+    assert NUM_PARTS * len(decode_and_verify_buckets(8, 16)) <= 384 / 2
