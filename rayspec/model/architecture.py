@@ -15,7 +15,6 @@ from rayspec.model.kv_cache import LayerShape
 from rayspec.model.load_check import (
     LONGEST_MASK,
     CheckRows,
-    CheckSequence,
     RecordingRows,
     TransformersLayers,
     boundaries,
@@ -330,19 +329,7 @@ def check_rows(parts: Decomposition, *, with_chunks: bool, dtype: torch.dtype | 
     """Return the rows on which computations of the parts' sublayers are compared. with_chunks: see `sequences`. dtype:
     of the rows, by default that of the parts."""
     lengths = boundaries(parts.config, max_positions(parts.config))
-    return rows_of(parts, sequences(lengths, with_chunks=with_chunks), dtype=dtype)
-
-
-def rows_of(parts: Decomposition, chosen: Sequence[CheckSequence], *, dtype: torch.dtype | None = None) -> CheckRows:
-    """Return the rows of these sequences in a cache of the parts' layers."""
-    return CheckRows(
-        chosen,
-        parts.shapes,
-        parts.rotate,
-        hidden_size=parts.config.hidden_size,
-        dtype=dtype or parts.dtype,
-        device=parts.device,
-    )
+    return CheckRows(parts, sequences(lengths, with_chunks=with_chunks), dtype=dtype)
 
 
 def _distinct_layers(model: PreTrainedModel, parts: Decomposition) -> dict[int, list[int]]:

@@ -13,14 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rayspec.choices import Weights
-from rayspec.model.architecture import check_rows, rounding_tolerance, rows_of
+from rayspec.model.architecture import check_rows, rounding_tolerance
 from rayspec.model.attention import AttentionKind, Heads, Rows
 from rayspec.model.cuda.operations import gated, has_operators
 from rayspec.model.load_check import CheckRows, CheckSequence, RecordingRows, lack_of_memory, likeness
@@ -130,19 +130,15 @@ def fuse(
     """
     has_kernels = has_operators(parts.device) if use_operators is None else use_operators
     fuser = _Fuser(parts, has_kernels, quantised, own_bits=own_bits)
-    sublayers = tuple(
-        fuser.resident(sublayer) if sublayer.index in apart_from else fuser.fused(sublayer)
-        for sublayer in parts.sublayers
-    )
+    sublayers = tuple(fuser.fused(each, is_fetched=each.index in apart_from) for each in parts.sublayers)
     fuser.report(len(sublayers))
     if own_bits and not fuser.has_own_bits:
         logger.warning("option 'own_bits' has no effect: no layer that runs by a body has weights of 4 bits")
     head, draft_head = fuser.heads(parts)
-    return replace(parts, sublayers=sublayers, lm_head=head, draft_head=draft_head, final_norm=fuser.final_norm(parts))
-
-
-def _has_own_bits(matrix: nn.Module) -> TypeGuard[Int4Matrix]:
-    return isinstance(matrix, Int4Matrix) and matrix.has_own_bits
+    final_norm = parts.final_norm
+    if has_kernels and final_norm is not None:
+        final_norm = as_operator(final_norm)
+    return replace(parts, sublayers=sublayers, lm_head=head, draft_head=draft_head, final_norm=final_norm)
 
 
 def draft_head_bytes(parts: Decomposition, weights: Weights) -> int:
@@ -226,7 +222,7 @@ class _Inputs:
     matrices are. Random hidden states do not show it, but random tokens do nearly as well as text (docs/tried.md)."""
 
     def __init__(self, parts: Decomposition) -> None:
-        self._rows = rows_of(parts, [CheckSequence(0, (_NUM_TOKENS,))])
+        self._rows = CheckRows(parts, [CheckSequence(0, (_NUM_TOKENS,))])
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(parts.config.get_text_config().vocab_size, (_NUM_TOKENS,), generator=generator)
         self._hidden = parts.embed(tokens.to(parts.device))
@@ -269,42 +265,33 @@ class _Fuser:
         self._shapes = parts.shapes
         self._rows = {
             "attention": check_rows(parts, with_chunks=False),
-            "mlp": rows_of(parts, [CheckSequence(0, (_NUM_MLP_ROWS,))]),
+            "mlp": CheckRows(parts, [CheckSequence(0, (_NUM_MLP_ROWS,))]),
         }
         self._exact = check_rows(parts, with_chunks=True, dtype=torch.float32)
         self._faults: dict[tuple[Any, ...], ValueError | None] = {}  # of each kind of attention, in float32
         self._failed: dict[str, dict[tuple[str, type[Exception]], tuple[str, list[int]]]] = {}
         self._inputs = _Inputs(parts) if "int4" in quantised and parts.embedding is not None else None
 
-    def fused(self, sublayer: Sublayer) -> Sublayer:
-        check = _Check.of(sublayer, self._rows[sublayer.kind])
-        mean_squares = self._mean_squares(sublayer)
-        try:
-            body, linears = self._checked_body(sublayer, check)
-        except _MISFITS as misfit:
-            self._note("run by transformers' modules, which is slower", sublayer, misfit)
-        else:
-            copies = self._copies(sublayer, body, linears, check, mean_squares)
-            empty_linears(linears)
-            return replace(sublayer, body=self._by_own_bits(body, copies), quantised=copies)
-        self._block_linears(sublayer, check)
-        return sublayer
-
-    def resident(self, sublayer: Sublayer) -> Sublayer:
-        """Return an offloaded sublayer with quantised copies, which stay on the device."""
-        if not self._quantised:
+    def fused(self, sublayer: Sublayer, *, is_fetched: bool) -> Sublayer:
+        """Return the sublayer with a body and copies. If its weights are fetched, it gets copies only, which stay on
+        the device."""
+        if is_fetched and not self._quantised:
             return sublayer
-        mean_squares = self._mean_squares(sublayer)
+        mean_squares = (None, None) if self._inputs is None else self._inputs.mean_squares(sublayer)
         check = _Check.of(sublayer, self._rows[sublayer.kind])  # Fetches the weights: until another sublayer runs.
         try:
-            twin = _twin_of(sublayer)
-            body, linears = self._checked_body(twin, check)
+            body, linears = self._checked_body(_twin_of(sublayer) if is_fetched else sublayer, check)
         except _MISFITS as misfit:
-            self._note("have no copies for drafts", sublayer, misfit)
+            lack = "have no copies for drafts" if is_fetched else "run by transformers' modules, which is slower"
+            self._note(lack, sublayer, misfit)
+            if not is_fetched:
+                self._block_linears(sublayer, check)
             return sublayer
-        copies = self._copies(twin, body, linears, check, mean_squares)
+        copies = self._copies(body, linears, check, mean_squares)
         empty_linears(linears)
-        return replace(sublayer, quantised=copies)
+        if is_fetched:
+            return replace(sublayer, quantised=copies)
+        return replace(sublayer, body=self._by_own_bits(body, copies), quantised=copies)
 
     def report(self, num_sublayers: int) -> None:
         """Log a warning for each thing that some sublayers lack, with the reasons."""
@@ -382,16 +369,8 @@ class _Fuser:
             return None
         return made
 
-    def final_norm(self, parts: Decomposition) -> nn.Module | None:
-        norm = parts.final_norm
-        return as_operator(norm) if self._use_operators and norm is not None else norm
-
-    def _mean_squares(self, sublayer: Sublayer) -> Sequence[Tensor | None]:
-        return (None, None) if self._inputs is None else self._inputs.mean_squares(sublayer)
-
     def _copies(
         self,
-        sublayer: Sublayer,
         body: FusedLayer,
         linears: Sequence[nn.Linear],
         check: _Check,
@@ -410,7 +389,7 @@ class _Fuser:
                     made = replace(body, first=make(linears, mean_squares[0]))
                 _require_near(check.branch(made), check.expected, weights)
             except _MISFITS as misfit:
-                self._note(f"have no {weights} copy for drafts", sublayer, misfit)
+                self._note(f"have no {weights} copy for drafts", body.sublayer, misfit)
             else:
                 copies[weights] = made
         return copies
@@ -425,14 +404,12 @@ class _Fuser:
         copy = copies.get("int4")
         if not self._own_bits or not isinstance(copy, FusedLayer):
             return body
-        first = FewRows(body.first, copy.first) if _has_own_bits(copy.first) else body.first
-        last = (
-            FewRows(body.last, copy.last)
-            if isinstance(body.last, LinearMap) and _has_own_bits(copy.last)
-            else body.last
-        )
-        self.has_own_bits |= first is not body.first or last is not body.last
-        return replace(body, first=first, last=last)
+        for name in ("first", "last"):
+            full, own = getattr(body, name), getattr(copy, name)
+            if isinstance(full, LinearMap) and isinstance(own, Int4Matrix) and own.has_own_bits:
+                either: dict[str, Any] = {name: FewRows(full, own)}
+                body, self.has_own_bits = replace(body, **either), True
+        return body
 
     def _body(self, sublayer: Sublayer, check: _Check) -> tuple[FusedLayer, Sequence[nn.Linear]]:
         """Return a body and the linear layers whose weights it holds. Raises one of `_MISFITS` for another layout. A
@@ -474,11 +451,11 @@ class _Fuser:
     def _gate(self, block: Any) -> Callable[[Tensor, Rows], Tensor]:
         """Return what computes act(gate) * up. The first half of the columns is the gate, the second half is up."""
         activation = block.act_fn if hasattr(block, "act_fn") else block.activation_fn
-        name = _OPERATOR_ACTIVATIONS.get(type(activation).__name__) if self._use_operators else None
+        name = _OPERATOR_ACTIVATIONS.get(type(activation).__name__)
+        if self._use_operators and name is not None:
+            return lambda gate_up, _: gated(gate_up, name)
 
         def weighed(gate_up: Tensor, _: Rows) -> Tensor:
-            if name is not None:
-                return gated(gate_up, name)
             gate, up = gate_up.chunk(2, -1)
             product: Tensor = activation(gate) * up
             return product

@@ -30,18 +30,11 @@ PAGE_SIZE = 16
 class KeyBudget:
     """Numbers of pages of the KV cache that a row reads. sink: the first pages of the sequence. newest: pages right
     before the row's own page. looked_at: pages between these that got most attention in the last verify. The row's own
-    page is read up to the row, in addition to these.
-
-    Raises `ValueError` if a number is negative, or `newest` is 0.
-    """
+    page is read up to the row, in addition to these."""
 
     sink: int = 1
     newest: int
     looked_at: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.sink, self.newest - 1, self.looked_at) < 0:
-            raise ValueError(f"{self}: newest must be at least 1, sink and looked_at at least 0")
 
     @property
     def num_pages(self) -> int:

@@ -22,6 +22,7 @@ from transformers import DynamicCache, PretrainedConfig
 from rayspec.model.attention import AttentionKind, PackedRows, Rows, pack
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache, LayerShape
 from rayspec.model.rows import RowSpan, runs_of_pages
+from rayspec.model.sublayers import Decomposition
 from rayspec.types import CheckpointError
 
 # Rows of a sequence, and of the sequence with long chunks. Attention reads chunks of more than 32 rows by other calls.
@@ -87,24 +88,17 @@ class CheckRows:
     """The rows of a check, packed as decoding packs them. All sequences have the same number of passes.
 
     states: by sequence, random hidden states [n, hidden_size], the same in every process. hidden: by pass, the states
-    of all sequences [1, N, hidden_size]. passes: by pass, the rows. shapes, rotate: as in `Decomposition`.
+    of all sequences [1, N, hidden_size]. passes: by pass, the rows. dtype: of the rows, by default that of the parts.
     """
 
     def __init__(
-        self,
-        sequences: Sequence[CheckSequence],
-        shapes: dict[int, LayerShape],
-        rotate: Callable[[Tensor, Rows], None],
-        *,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, parts: Decomposition, sequences: Sequence[CheckSequence], *, dtype: torch.dtype | None = None
     ) -> None:
         self.sequences = sequences
-        generator = torch.Generator().manual_seed(0)
+        device, dtype = parts.device, dtype or parts.dtype
+        generator, size = torch.Generator().manual_seed(0), parts.config.hidden_size
         self.states = [
-            (torch.randn(one.num_rows, hidden_size, generator=generator) * _SCALE).to(device, dtype)
-            for one in sequences
+            (torch.randn(one.num_rows, size, generator=generator) * _SCALE).to(device, dtype) for one in sequences
         ]
         self.hidden = self.in_passes(self.states)
         # The sequences take turns, so pages of a sequence are not adjacent in the cache.
@@ -114,7 +108,7 @@ class CheckRows:
             for one, own in zip(sequences, pages, strict=True):
                 if first < one.num_rows:
                     own.append(next(counter))
-        self._cache = KVCache(shapes, sum(map(len, pages)) * PAGE_SIZE, dtype=dtype, device=device)
+        self._cache = KVCache(parts.shapes, sum(map(len, pages)) * PAGE_SIZE, dtype=dtype, device=device)
         self.passes: list[PackedRows] = []
         for number, hidden in enumerate(self.hidden):
             spans = [
@@ -124,7 +118,7 @@ class CheckRows:
             rows = pack(self._cache, spans, device=device)
             firsts = [one.first for one in sequences for _ in range(one.counts[number])]
             self.passes.append(replace(rows, positions=rows.positions + torch.tensor(firsts, device=device)))
-            rotate(hidden, self.passes[-1])
+            parts.rotate(hidden, self.passes[-1])
 
     def in_passes(self, by_sequence: Sequence[Tensor]) -> list[Tensor]:
         """Return rows in the order of the passes: [n, ...] of each sequence -> [1, N, ...] of each pass."""

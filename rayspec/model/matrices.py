@@ -32,11 +32,6 @@ class LinearMap(nn.Module, ABC):
         biases = [each.weight.new_zeros(len(each.weight)) if each.bias is None else each.bias.data for each in linears]
         self._bias = None if all(each.bias is None for each in linears) else torch.cat(biases)
 
-    @property
-    @abstractmethod
-    def num_bytes(self) -> int:
-        """Bytes of the weights and their scales."""
-
     @abstractmethod
     def forward(self, rows: Tensor) -> Tensor:
         """Apply the map to the last dimension: [..., num_columns] -> [..., num_rows]."""
@@ -63,10 +58,6 @@ class Matrix(LinearMap):
         self._is_blocked = blocked
         # Not a parameter: a blocked matrix cannot be read, saved or moved.
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None) if blocked else weight
-
-    @property
-    def num_bytes(self) -> int:
-        return self._weight.nbytes
 
     def forward(self, rows: Tensor) -> Tensor:
         if self._is_blocked:
@@ -96,10 +87,6 @@ class Bfloat16Matrix(LinearMap):
         weight = joined_weight(linears).bfloat16()
         self._is_blocked = has_blocked_layout(weight)
         self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._is_blocked else weight
-
-    @property
-    def num_bytes(self) -> int:
-        return self._weight.nbytes
 
     def forward(self, rows: Tensor) -> Tensor:
         if self._is_blocked:
@@ -187,10 +174,6 @@ class _QuantisedMatrix(LinearMap):
     _multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Returns the product of rows [N, num_columns] with weight and scales, as a new tensor [N, num_rows + padding]."""
 
-    @property
-    def num_bytes(self) -> int:
-        return self._weight.nbytes + self._scales.nbytes
-
     def forward(self, rows: Tensor) -> Tensor:
         product = self._multiply(rows.reshape(-1, self.num_columns).contiguous(), self._weight, self._scales)
         product = product[:, : self.num_rows].view(*rows.shape[:-1], self.num_rows)
@@ -272,10 +255,6 @@ class FewRows(LinearMap):
         self.num_rows, self.num_columns = full.num_rows, full.num_columns
         self._full, self._copy, self._most = full, copy, most
 
-    @property
-    def num_bytes(self) -> int:
-        return self._full.num_bytes + self._copy.num_bytes
-
     def _matrix(self, rows: Tensor) -> LinearMap:
         return self._copy if rows.numel() <= self._most * self.num_columns else self._full
 
@@ -299,10 +278,6 @@ class Shortlist(LinearMap):
     def __init__(self, head: nn.Linear, copy: LinearMap, weight: Tensor) -> None:
         super().__init__([head])
         self._copy, self._weight = copy, weight
-
-    @property
-    def num_bytes(self) -> int:
-        return self._copy.num_bytes
 
     def forward(self, rows: Tensor) -> Tensor:
         logits = self._copy(rows)

@@ -9,7 +9,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -72,11 +72,10 @@ def offload(
                 )
     layouts = {sublayer.index: _ImageLayout.of(parts, sublayer) for sublayer in chosen}
     largest = max((layout.num_bytes for layout in layouts.values()), default=0)
-    total = sum(layout.num_bytes for layout in layouts.values())
     num_hosts = 2 if to == "disk" and len(layouts) > 1 else 1  # read into one while the other is in use
     hosts = [_page_aligned(largest, pinned=device.type == "cuda") for _ in range(num_hosts)]
     destinations = hosts if device.type == "cpu" else [torch.empty(largest, dtype=torch.uint8, device=device)]
-    store = _DiskStore(folder, total) if to == "disk" else _HostStore()
+    store = _DiskStore(folder, sum(layout.num_bytes for layout in layouts.values())) if to == "disk" else _HostStore()
     for number, (index, layout) in enumerate(layouts.items()):
         image = hosts[number % len(hosts)][: layout.num_bytes]
         for parameter, view in layout.views_in(image):
@@ -86,7 +85,7 @@ def offload(
         index: destinations[number % len(destinations)][: layout.num_bytes]
         for number, (index, layout) in enumerate(layouts.items())
     }
-    weights = OffloadedWeights(parts.sublayers, store, places, num_bytes=total - largest * len(destinations))
+    weights = OffloadedWeights(parts.sublayers, store, places)
     for index, layout in layouts.items():
         for parameter, view in layout.views_in(places[index]):
             _page_out(parameter.data)
@@ -101,19 +100,12 @@ class OffloadedWeights:
     """The offloaded weights of a model or span. The sublayers' hooks call `fetch`."""
 
     def __init__(
-        self,
-        sublayers: Sequence[Sublayer],
-        store: _HostStore | _DiskStore,
-        places: dict[int, Tensor],
-        *,
-        num_bytes: int,
+        self, sublayers: Sequence[Sublayer], store: _HostStore | _DiskStore, places: dict[int, Tensor]
     ) -> None:
         self._indices = [sublayer.index for sublayer in sublayers]
         self._store = store
         self._places = places
         self._paused = False
-        self.num_bytes = num_bytes
-        """Device memory that offloading saves: the bytes of the offloaded weights less those of the shared buffers."""
 
     @property
     def sublayers(self) -> tuple[int, ...]:
@@ -125,7 +117,7 @@ class OffloadedWeights:
         if not self._paused:
             self._store.get(index, self._places[index])
 
-    def transfer_seconds(self, clock: Callable[[], float] = time.perf_counter) -> tuple[float, ...]:
+    def transfer_seconds(self) -> tuple[float, ...]:
         """Measure the seconds to fetch the weights of each sublayer of the model or span, the fastest of a few.
 
         Sublayers on the device take 0. The result is for `LatencyModel.transfer_s`. No fetch is cached, so a run costs
@@ -137,10 +129,10 @@ class OffloadedWeights:
             times = []
             for _ in range(_NUM_REPEATS):
                 _synchronise(place.device)
-                started = clock()
+                started = time.perf_counter()
                 self.fetch(index)
                 _synchronise(place.device)
-                times.append(clock() - started)
+                times.append(time.perf_counter() - started)
             seconds[index] = min(times)
         return tuple(seconds.values())
 

@@ -56,7 +56,8 @@ def independent_row_counts(parts: Decomposition) -> RowCounts:
     The result holds for this device and this number of threads. The test runs random rows, in every count, through
     each kind of sublayer, and through the head if this process has it.
     """
-    agreements = [_agreement_of_kind(parts, sublayer) for sublayer in _one_of_each_kind(parts)]
+    kinds = _one_of_each_kind(parts)
+    agreements = [_agreement_of_kind(parts, sublayer) for sublayer in kinds]
     if parts.lm_head is not None:
         agreements.append(_agreement(lambda count, trial: parts.head(_rows(parts, count, trial))))
     for most in _MOST_ROWS:
@@ -66,7 +67,7 @@ def independent_row_counts(parts: Decomposition) -> RowCounts:
             can_share = parts.device.type == "cpu" and parts.dtype == torch.bfloat16 and most >= LONGEST_CHAIN
             shares = can_share and all(
                 _chain_is_exact(parts, sublayer, context, allowed[0])
-                for sublayer in _one_of_each_kind(parts)
+                for sublayer in kinds
                 if sublayer.kind == "attention"
                 for context in _CHAIN_CONTEXTS
             )
