@@ -23,10 +23,9 @@ from rayspec.decode.engine_loop import EngineLoop
 from rayspec.decode.profile import LoadLock, chosen_threads, fastest_number, measure, measurements
 from rayspec.decode.runner import Runner, Threads
 from rayspec.local_engine import load_engine
-from rayspec.model import fused
-from rayspec.model.graphs import StaticStep, StepGraphs
+from rayspec.model import fused, matrices
+from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_cache import KVCache
-from rayspec.model.matrices import Int4Matrix
 from rayspec.model.sublayers import Decomposition
 from rayspec.planning.latency import HEAD, SEARCH, LatencyModel, Measurement
 from rayspec.types import Request
@@ -104,7 +103,7 @@ def test_each_model_and_mode_is_measured(
     assert len(count_measured) == 2
     load_or_measure(_runner(parts_of(checkpoint("llama"), "bfloat16")), str(tmp_path))
     assert len(count_measured) == 3
-    monkeypatch.setattr(fused, "_has_own_bits", lambda matrix: isinstance(matrix, Int4Matrix))
+    monkeypatch.setattr(matrices, "_MOST", -1.0)  # all copies have the bits of their checkpoint
     with_own_bits = fused.fuse(modules_of(checkpoint("llama")), quantised=["int4"], own_bits=True)
     load_or_measure(_runner(with_own_bits), str(tmp_path))
     assert len(count_measured) == 4
@@ -173,7 +172,7 @@ def test_passes_are_timed_as_they_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     parts = operator_parts_of(checkpoint("llama"))
     cache = KVCache(parts.shapes, 300, dtype=parts.dtype, device=CPU, num_spare=1)
     buffers, driver = step_buffers(parts, cache, max_places=300), RecordingDriver()
-    graphs = StepGraphs(StaticStep(parts, buffers), driver)
+    graphs = StepGraphs(parts, buffers, driver)
     runner = Runner(parts, cache, device=CPU, row_counts=None, buffers=buffers, graphs=graphs)
     timed, hold = profile._timed, buffers.hold
     runs: list[dict[str, int]] = []

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -36,40 +37,26 @@ def test_an_adapter_is_to_be_merged(tmp_path: Path) -> None:
         load_engine(EngineConfig(model=str(tmp_path)), with_tokenizer=False)
 
 
-def test_a_field_of_a_wrong_type_is_named_with_its_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"num_hidden_layers": "4"}, r"config\.json.*'num_hidden_layers'.*correct that field"),
+        ({"num_hidden_layers": 10**6}, r"config\.json.*num_hidden_layers.*1000000"),
+        ({"num_hidden_layers": -5}, r"config\.json.*num_hidden_layers.*-5"),
+        ({"hidden_size": 10**9}, r"config\.json.*hidden_size.*1000000000"),
+        ({"vocab_size": -1}, r"config\.json.*vocab_size.*-1"),
+        ({"text_config": {"vocab_size": 8}}, "type 'llama' has no part as a config of its own"),
+        ({"num_attention_heads": 0}, r"config of model .* could not be read: .* by zero: fetch its config.json"),
+    ],
+)
+def test_fields_that_cannot_be_are_named_with_their_file(fields: dict[str, Any], match: str, tmp_path: Path) -> None:
+    """Also what transformers raises for a number."""
     known = json.loads((Path(checkpoint("llama")) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(known | {"num_hidden_layers": "4"}))
+    (tmp_path / "config.json").write_text(json.dumps(known | fields))
     for with_tokenizer in (True, False):
-        with pytest.raises(CheckpointError, match=r"config\.json.*'num_hidden_layers'.*correct that field") as caught:
+        with pytest.raises(CheckpointError, match=match) as caught:
             load_engine(EngineConfig(model=str(tmp_path)), with_tokenizer=with_tokenizer)
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_hidden_layers", 10**6), ("num_hidden_layers", -5), ("hidden_size", 10**9), ("vocab_size", -1)],
-)
-def test_an_absurd_number_is_named_with_its_file(name: str, value: int, tmp_path: Path) -> None:
-    known = json.loads((Path(checkpoint("llama")) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(known | {name: value}))
-    with pytest.raises(CheckpointError, match=rf"config\.json.*{name}.*{value}"):
-        load_engine(EngineConfig(model=str(tmp_path)), with_tokenizer=False)
-
-
-def test_a_part_that_the_type_does_not_have_is_refused(tmp_path: Path) -> None:
-    known = json.loads((Path(checkpoint("llama")) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(known | {"text_config": {"vocab_size": 8}}))
-    with pytest.raises(CheckpointError, match="type 'llama' has no part as a config of its own"):
-        load_engine(EngineConfig(model=str(tmp_path)), with_tokenizer=False)
-
-
-def test_whatever_transformers_raises_for_a_number_is_an_error_of_the_config(tmp_path: Path) -> None:
-    known = json.loads((Path(checkpoint("llama")) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(known | {"num_attention_heads": 0}))
-    with pytest.raises(
-        CheckpointError, match=r"config of model .* could not be read: .* by zero: fetch its config.json"
-    ):
-        load_engine(EngineConfig(model=str(tmp_path)), with_tokenizer=False)
 
 
 def test_a_config_with_its_own_code_is_not_refused_by_its_type(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rayspec.model.matrices import Matrix, has_blocked_layout, is_plain
+from rayspec.model.matrices import Matrix, RmsNorm, as_operator, has_blocked_layout, is_plain
+from tests.families import checkpoint, modules_of
 
 SHAPES = [(1, 16), (3, 16), (1, 2, 16), (200, 16)]
 
@@ -57,3 +58,21 @@ def test_only_plain_linear_layers_are_taken() -> None:
     before.register_forward_pre_hook(lambda module, inputs: None)
     assert is_plain(nn.Linear(4, 4))
     assert not any(map(is_plain, [Scaled(4, 4), hooked, before, nn.Embedding(4, 4), None]))
+
+
+@pytest.mark.parametrize(("family", "weight_offset"), [("llama", 0.0), ("gemma2", 1.0)])
+@torch.inference_mode()
+def test_a_familys_norm_becomes_an_operator(family: str, weight_offset: float) -> None:
+    norm = modules_of(checkpoint(family)).final_norm
+    assert norm is not None
+    operator = as_operator(norm)
+    assert isinstance(operator, RmsNorm)
+    assert operator.weight_offset == weight_offset
+    hidden = torch.randn(2, 3, operator.weight.shape[0])
+    torch.testing.assert_close(operator(hidden), norm(hidden))
+
+
+@torch.inference_mode()
+def test_other_norms_stay() -> None:
+    for norm in (nn.LayerNorm(8), nn.Identity()):
+        assert as_operator(norm) is norm

@@ -45,20 +45,6 @@ def _metadata(spans: Sequence[RowSpan], token_ids: Sequence[int] | torch.Tensor 
 PAGES: Runs = runs_of_pages([7, 2, 3], PAGE_SIZE)
 
 
-def test_the_buffers_hold_the_numbers_of_a_pass() -> None:
-    spans = [RowSpan(PAGES, 15, 2), RowSpan(one_run(0, 32), 5, 1)]
-    rows, is_new = _buffers().hold(_metadata(spans, [30, 31, 32]))
-    assert is_new
-    assert rows.bucket.num_rows == 4
-    assert rows.tokens.tolist() == [30, 31, 32, 0]
-    assert rows.positions.tolist() == [15, 16, 5, 0]
-    assert rows.slots.tolist() == [7 * PAGE_SIZE + 15, 2 * PAGE_SIZE, 5, NUM_SLOTS]
-    assert rows.row_starts.tolist() == [0, 2, 3]
-    assert rows.contexts.tolist() == [15, 5]
-    assert rows.block_table[0, :3].tolist() == [7, 2, 3]
-    assert rows.block_table[1, :2].tolist() == [0, 1]
-
-
 def test_rows_of_a_tree_say_what_they_see() -> None:
     rows, _ = _buffers().hold(_metadata([RowSpan(PAGES, 10, 4, TREE)]))
     assert rows.positions.tolist() == [10, 11, 8, 12]
@@ -136,6 +122,7 @@ def test_pages_and_slots_are_those_of_the_pass_whatever_was_there_before(monkeyp
             assert rows.block_table[at, : len(every) // PAGE_SIZE].tolist() == [
                 slot // PAGE_SIZE for slot in every[::PAGE_SIZE]
             ]
+            assert rows.contexts[at] == span.context
             first, end = rows.row_starts[at : at + 2].tolist()
             assert rows.slots[first:end].tolist() == every[span.context : span.end]
             assert rows.positions[first:end].tolist() == list(range(span.context, span.end))

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,15 @@ from transformers import AutoConfig
 from rayspec import demo
 from rayspec.config import EngineConfig
 from rayspec.decode.generation_config import eos_token_ids
-from rayspec.model.weights import load_config, load_model, load_tokenizer, num_layers, resolve_device, vocab_size
+from rayspec.model.weights import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    num_layers,
+    resolve_device,
+    vocab_size,
+    weights_fingerprint,
+)
 from rayspec.types import CheckpointError, ConfigError
 from tests.families import build, changed_checkpoint, checkpoint
 
@@ -100,3 +109,33 @@ def test_cuda_without_cuda_is_an_error() -> None:
         with pytest.raises(ConfigError, match="option 'device'"):
             resolve_device(name)
     assert resolve_device("auto") == torch.device("cpu")
+
+
+def _fingerprint(path: Path | str) -> str:
+    return weights_fingerprint(_config(path))
+
+
+def test_a_fingerprint_is_of_the_weights_and_not_of_where_they_lie(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no weight files"):
+        _fingerprint(tmp_path)
+    shutil.copytree(checkpoint("llama"), tmp_path / "copy")
+    assert _fingerprint(tmp_path / "copy") == _fingerprint(checkpoint("llama"))
+    assert len(_fingerprint(tmp_path / "copy")) == 16
+    model = build("llama")
+    for weight in model.parameters():
+        weight.data += 1e-3
+    model.save_pretrained(tmp_path / "trained")
+    assert _fingerprint(tmp_path / "trained") != _fingerprint(checkpoint("llama"))
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_the_ends_of_a_file_are_looked_at_and_its_size(tmp_path: Path, place: int) -> None:
+    file = tmp_path / "model.safetensors"
+    content = bytearray(1_000_000)
+    file.write_bytes(content)
+    before = _fingerprint(tmp_path)
+    content[place] = 1
+    file.write_bytes(content)
+    assert _fingerprint(tmp_path) != before
+    file.write_bytes(bytes(1_000_001))
+    assert _fingerprint(tmp_path) != before
