@@ -38,12 +38,12 @@ from rayspec.model.kv_cache import PAGE_SIZE, CacheSize, KVCache, WindowedPages,
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import FIXED, FIXED_IN_BUFFERS, SINGLE_ROWS, has_experts, independent_row_counts
 from rayspec.model.rows import MAX_TREE_ROWS, Bucket, decode_and_verify_buckets, padded_rows, padded_sequences
-from rayspec.model.sizes import quantised_bytes
+from rayspec.model.sizes import copy_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
 from rayspec.model.sublayers import Decomposition
 from rayspec.model.weights import load_model, load_tokenizer, num_layers, resolve_device, vocab_size
 from rayspec.planning.latency import LatencyModel
-from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
+from rayspec.types import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -247,18 +247,11 @@ def _max_places(config: EngineConfig, max_model_len: int) -> int:
 def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weights]:
     """Return the quantised copies that drafts want and `extra_weight_bytes` allows, the smallest first. On a GPU,
     copies need the operators `rayspec::*`."""
-    num_ranks = config.parallel.tensor if config.parallel is not None else 1
-    first, last = parts.sublayers[0].index, parts.sublayers[-1].index
-    try:
-        by_weights = {
-            weights: draft_head_bytes(parts, weights)
-            + sum(quantised_bytes(parts.config, weights, tensor=num_ranks)[first : last + 1])
-            for weights in config.speculation.draft_weights
-            if parts.device.type == "cpu" or has_kernels(config, parts)
-        }
-    except UnsupportedModelError as error:
-        logger.warning("drafts have no copies of weights, because their sizes are unknown: %s", error)
-        return []
+    by_weights = {
+        weights: draft_head_bytes(parts, weights) + sum(copy_bytes(one, weights) for one in parts.sublayers)
+        for weights in config.speculation.draft_weights
+        if parts.device.type == "cpu" or has_kernels(config, parts)
+    }
     return allowed_copies(by_weights, config.speculation.extra_weight_bytes)
 
 

@@ -79,8 +79,13 @@ def decompose(model: PreTrainedModel, *, layers: range | None = None) -> Decompo
     try:
         parts = outline(model, layers=layers)
         numbers = list(_distinct_layers(model, parts))
-        calls = attention_calls(model, parts)
-        parts.shapes.update({number: _together(config, number, own) for number, own in calls.items()})
+        for number, own in attention_calls(model, parts).items():
+            sizes = {(call.key_dim, call.value_dim) for call in own}
+            if len(sizes) != 1:
+                raise UnsupportedModelError(  # noqa: TRY301
+                    f"{config.model_type}: layer {number} calls attention with {len(sizes)} sizes of heads, not one"
+                )
+            parts.shapes[number] = LayerShape(sum(call.num_heads for call in own), *sizes.pop())
         _check_layers(model, parts, numbers)
         _check_masks(model, parts, numbers)
         _check_ends(model, parts)
@@ -217,16 +222,6 @@ def attention_calls(model: PreTrainedModel, parts: Decomposition) -> dict[int, l
             run([one for one in parts.sublayers if one.layer == number and one.kind == "attention"], hidden, rows)
         calls |= {each: [shape for shape, _ in rows.calls] for each in alike}
     return dict(sorted(calls.items()))
-
-
-def _together(config: PretrainedConfig, layer: int, calls: Sequence[LayerShape]) -> LayerShape:
-    """Return the shape of the keys and values of all calls of a layer."""
-    sizes = {(call.key_dim, call.value_dim) for call in calls}
-    if len(sizes) != 1:
-        raise UnsupportedModelError(
-            f"{config.model_type}: layer {layer} calls attention with {len(sizes)} sizes of heads, not one"
-        )
-    return LayerShape(sum(call.num_heads for call in calls), *sizes.pop())
 
 
 def _check_layers(model: PreTrainedModel, parts: Decomposition, numbers: Sequence[int]) -> None:

@@ -131,11 +131,15 @@ def model_sizes(
     if tensor < 1 or num_heads % tensor:
         raise ConfigError(f"option 'tensor' is {tensor}: it must divide the model's {num_heads} attention heads")
     model, parts = _meta_model(config, dtype)
-    calls, kept, why_whole = None, None, ""
-    try:
-        calls = _attention_calls(model, parts) if parts is not None and may_split else None
-    except UnsupportedModelError:
-        may_split = False
+    calls: Sequence[Sequence[LayerShape]] | None = None
+    kept, why_whole = None, ""
+    if parts is not None and may_split:
+        try:  # the calls that an engine sees when it has loaded the model
+            calls = list(attention_calls(model, parts).values())
+        except UnsupportedModelError:  # for a call that an engine cannot make
+            may_split = False
+        except (AttributeError, TypeError, KeyError, RuntimeError, ValueError):
+            pass  # code that needs numbers, as a rotary embedding that rescales
     layers, parts = decoder_layers(model, config), parts if may_split else None
     flow = Flow(None, tuple(range(len(layers))), reads_embedding=False)
     if parts is None:
@@ -162,7 +166,7 @@ def model_sizes(
                     _bytes_of(each, size, linear_bytes, tensor) for each in weights or [list(layer.parameters())]
                 ),
                 copy_bytes=sum(
-                    _copy_bytes(one, each, tensor)
+                    copy_bytes(one, each, tensor=tensor)
                     for one in sublayers
                     for each in (draft_weights if quantization is None else ())
                 ),
@@ -200,17 +204,17 @@ def quantised_bytes(config: PretrainedConfig, weights: Weights, *, tensor: int =
     Raises UnsupportedModelError as `model_sizes`.
     """
     _, parts = _meta_model(config)
-    return tuple(_copy_bytes(one, weights, tensor) for one in (parts.sublayers if parts is not None else ()))
+    return tuple(copy_bytes(one, weights, tensor=tensor) for one in (parts.sublayers if parts is not None else ()))
 
 
-def _copy_bytes(sublayer: Sublayer, weights: Weights, tensor: int) -> int:
-    """Return the bytes of a sublayer's copy on one rank, 0 if it has none.
+def copy_bytes(sublayer: Sublayer, weights: Weights, *, tensor: int = 1) -> int:
+    """Return the bytes of a sublayer's quantised copy on one of `tensor` ranks, 0 if its layout has none.
 
     Several ranks share the rows of the first matrix. The last matrix then has no copy, because ranks sum its products.
     """
     try:
         first, last = matrices_of(sublayer.block, sublayer.kind)
-        sizes = [(sum(each.out_features for each in first) // tensor, first[0].in_features)]
+        sizes = [(sum(len(each.weight) for each in first) // tensor, first[0].weight.shape[1])]
         if tensor == 1 and isinstance(last, nn.Linear):
             sizes.append((last.out_features, last.in_features))
         return sum(num_bytes(weights, rows, columns) for rows, columns in sizes)
@@ -252,16 +256,6 @@ def _meta_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> t
         return model, outline(model)
     except UnsupportedModelError:
         return model, None
-
-
-def _attention_calls(model: Any, parts: Decomposition) -> Sequence[Sequence[LayerShape]] | None:
-    """Return the keys and values that each layer passes to attention, one shape for each of its calls, as an engine
-    sees it when it has loaded the model; None if the model cannot run without numbers. Raises UnsupportedModelError for
-    a call that an engine cannot make."""
-    try:
-        return list(attention_calls(model, parts).values())
-    except (AttributeError, TypeError, KeyError, RuntimeError, ValueError):
-        return None  # as a rotary embedding that rescales
 
 
 def _named_calls(layers: nn.ModuleList, text: PretrainedConfig) -> Sequence[Sequence[LayerShape]]:
