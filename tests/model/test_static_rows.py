@@ -181,6 +181,17 @@ def test_single_rows_see_what_packed_rows_see(keys: Keys, sliding_window: int | 
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sliding_window", [None, 5, 100])
+def test_chains_and_trees_see_what_packed_rows_see(sliding_window: int | None, softcap: float | None) -> None:
+    """The last rows of the tree follow the filled position before the last, and one before that."""
+    cache, kind = _cache(), AttentionKind(0.5, sliding_window, softcap)
+    tree = RowSpan(_long_sequences()[0].runs, 110, 7, (-1, 0, 0, 1, -2, 4, -4))
+    spans = [RowSpan(one_run(64, 16), 0, 5), tree, RowSpan(runs_of_pages([14, 1, 6], PAGE_SIZE), 20, 9)]
+    found, expected = (_attend(cache, spans, "all", kind, is_static=static) for static in (True, False))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("parents", [(), TREE])
 def test_several_rows_of_a_sequence_read_all(parents: tuple[int, ...]) -> None:
     cache, kind = _cache(), AttentionKind(0.5, None, None)

@@ -139,7 +139,7 @@ def find_fault(shapes: Shapes, say: Callable[[str], object] = lambda name: None)
     """Run every kernel in this process, and compare it with the reference. say: gets the name of each before it runs.
     Raises torch.OutOfMemoryError."""
     device, allowed = torch.device(shapes.device), _ALLOWED[getattr(torch, shapes.dtype)]
-    for name, operator, arguments in _cases(shapes):
+    for name, operator, arguments in cases(shapes):
         say(name)
         on_device = [each.to(device, copy=True) if isinstance(each, Tensor) else each for each in arguments]
         try:
@@ -161,7 +161,7 @@ def find_fault(shapes: Shapes, say: Callable[[str], object] = lambda name: None)
     return Tried(None, is_kept=True)
 
 
-def _cases(shapes: Shapes) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+def cases(shapes: Shapes) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     """Yield the name, the operator and its arguments on a CPU."""
     generator, dtype = torch.Generator().manual_seed(0), getattr(torch, shapes.dtype)
 

@@ -2,59 +2,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
-from rayspec.model.attention import pack
 from rayspec.model.cuda import reference
-from rayspec.model.kv_cache import PAGE_SIZE, KVCache, LayerShape
-from rayspec.model.rows import RowSpan, runs_of_pages
-from tests.model.by_definition import CPU, LAYER, again
-from tests.model.cuda.batches import Rows, lay_out, random_rows
-
-BUCKET = (64, 512)
-# The last two follow the filled position before the last, and one before that.
-TREE = (-1, 0, 0, 1, -2, 4, -4)
-
-
-@pytest.mark.parametrize("window", [None, 5, 64])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_attention_of_the_engine(window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
-    sequences = [
-        random_rows(37, 1, dtype=dtype), random_rows(100, 7, parents=TREE, dtype=dtype),
-        random_rows(0, 40, dtype=dtype), random_rows(300, 7, parents=TREE, dtype=dtype),
-    ]  # fmt: skip
-    batch = lay_out(sequences, num_padding=2)
-    found = reference.attend(*batch.values(), 0.1, window or 0, softcap or 0.0, PAGE_SIZE, *BUCKET)
-    expected = _engine_attention(sequences, batch, scaling=0.1, sliding_window=window, softcap=softcap)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found[:-2], expected, atol=tolerance, rtol=tolerance)
-
-
-def _engine_attention(sequences: list[Rows], batch: dict[str, Any], **options: Any) -> Tensor:
-    """[N, H, D]. The rows' own keys are already where the engine writes them, so it changes nothing."""
-    num_kv_heads, num_slots, dim = batch["keys"].shape
-    cache = KVCache({LAYER: LayerShape(num_kv_heads, dim, dim)}, num_slots, dtype=batch["keys"].dtype, device=CPU)
-    cache.keys[LAYER].copy_(batch["keys"].nan_to_num())
-    cache.values[LAYER].copy_(batch["values"].nan_to_num())
-    tables = zip(sequences, batch["block_table"], strict=True)
-    pages = [table[: -(-rows.num_places // PAGE_SIZE)].tolist() for rows, table in tables]
-    packed = pack(
-        cache,
-        [
-            RowSpan(runs_of_pages(own, PAGE_SIZE), rows.context, len(rows), rows.parents)
-            for rows, own in zip(sequences, pages, strict=True)
-        ],
-        device=CPU,
-    )
-    assert packed.slots is not None
-    query = batch["query"][: len(packed.slots)].transpose(0, 1)
-    own_rows = cache.keys[LAYER][:, packed.slots], cache.values[LAYER][:, packed.slots]
-    assert torch.equal(packed.positions, batch["positions"][: len(packed.slots)])
-    return again(packed, query, *own_rows, **options)
+from rayspec.model.kv_cache import PAGE_SIZE
+from tests.model.cuda.batches import lay_out, random_rows
 
 
 @pytest.mark.parametrize(("bucket", "option"), [((2, 512), "max_rows=2"), ((64, 32), "max_context=32")])
