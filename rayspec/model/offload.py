@@ -49,27 +49,20 @@ def offload(
     file in `folder`, by default the system's folder for temporary files. It vanishes with the process, even after a
     crash, and reads bypass the page cache if the file system allows it.
 
-    Raises ConfigError for a place that cannot hold the weights, ValueError for sublayers that do not exist or are
-    offloaded already, UnsupportedModelError for weights that are not plain tensors; the model is then unchanged.
+    Raises ConfigError for a place that cannot hold the weights, UnsupportedModelError for weights that are not plain
+    tensors; the model is then unchanged.
     """
     device = parts.device if device is None else device
-    if to not in ("cpu", "disk"):
-        raise ConfigError(f"option 'to' is {to!r}: use cpu or disk")
     if to == "cpu" and device.type == "cpu":
         raise ConfigError("option 'to' is 'cpu', where the model runs already: use disk, or a CUDA device")
-    held = [sublayer.index for sublayer in parts.sublayers]
-    if foreign := sorted(set(sublayers) - set(held)):
-        raise ValueError(f"sublayers {foreign} cannot be offloaded: here are {held[0]} to {held[-1]}")
     chosen = [sublayer for sublayer in parts.sublayers if sublayer.index in sublayers]
     for sublayer in chosen:
-        for module in sublayer.modules:
-            if any(isinstance(hook, Fetch) for hook in module._forward_pre_hooks.values()):
-                raise ValueError(f"sublayer {sublayer.index} is offloaded already")
-            if any(type(p) is not nn.Parameter or type(p.data) is not Tensor for p in module.parameters()):
-                raise UnsupportedModelError(
-                    f"{parts.config.model_type}: weights of sublayer {sublayer.index} are quantized or sharded, not "
-                    "plain tensors, and cannot be offloaded: load the model without quantization_config"
-                )
+        weights = [weight for module in sublayer.modules for weight in module.parameters()]
+        if any(type(each) is not nn.Parameter or type(each.data) is not Tensor for each in weights):
+            raise UnsupportedModelError(
+                f"{parts.config.model_type}: weights of sublayer {sublayer.index} are quantized or sharded, not "
+                "plain tensors, and cannot be offloaded: load the model without quantization_config"
+            )
     layouts = {sublayer.index: _ImageLayout.of(parts, sublayer) for sublayer in chosen}
     largest = max((layout.num_bytes for layout in layouts.values()), default=0)
     num_hosts = 2 if to == "disk" and len(layouts) > 1 else 1  # read into one while the other is in use
@@ -85,15 +78,15 @@ def offload(
         index: destinations[number % len(destinations)][: layout.num_bytes]
         for number, (index, layout) in enumerate(layouts.items())
     }
-    weights = OffloadedWeights(parts.sublayers, store, places)
+    offloaded = OffloadedWeights(parts.sublayers, store, places)
     for index, layout in layouts.items():
         for parameter, view in layout.views_in(places[index]):
             _page_out(parameter.data)
             parameter.data = view
-        layout.entrance.register_forward_pre_hook(Fetch(weights, index))
+        layout.entrance.register_forward_pre_hook(Fetch(offloaded, index))
     with suppress(AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))  # malloc keeps freed blocks unless they were large
-    return weights
+    return offloaded
 
 
 class OffloadedWeights:

@@ -42,13 +42,8 @@ class Sublayer:
     quantised: Mapping[Weights, Body] = field(default_factory=dict)
 
     def __call__(self, hidden: Tensor, rows: Rows, weights: Weights = "full") -> Tensor:
-        """Run the sublayer and its residual; hidden: [1, N, hidden_size] in and out.
-
-        Raises KeyError for weights of which the sublayer has no copy.
-        """
+        """Run the sublayer and its residual; hidden: [1, N, hidden_size] in and out. weights: full, or of a copy."""
         if weights != "full":
-            if weights not in self.quantised:
-                raise KeyError(f"sublayer {self.index} has no {weights} copy of its weights")
             return self.quantised[weights](hidden, rows)
         if self.body is not None:
             return self.body(hidden, rows)

@@ -71,7 +71,6 @@ def test_rows_beyond_the_pages_of_their_sequence_are_refused() -> None:
 
 
 def test_a_pass_that_was_written_in_part_is_written_again() -> None:
-    """And rows do not read pages by notes."""
     buffers = _buffers()
     tokens: list[int] = [1, 2]  # one too many
     metadata = _metadata([RowSpan(PAGES, 3, 1)], tokens)
@@ -80,8 +79,6 @@ def test_a_pass_that_was_written_in_part_is_written_again() -> None:
     tokens.pop()
     rows, is_new = buffers.hold(metadata)
     assert is_new
-    with pytest.raises(NotImplementedError, match="use 'all' or 'window'"):
-        rows.seeing("pages")
     assert rows.tokens.tolist() == [1]
     assert rows.block_table[0, :3].tolist() == [7, 2, 3]
 
