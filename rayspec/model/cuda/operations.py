@@ -52,8 +52,6 @@ def _rotated(packed: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tens
 
 
 def _gated(packed: Tensor, activation: str) -> Tensor:
-    if activation not in reference.ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} is unknown; use one of {', '.join(reference.ACTIVATIONS)}")
     return packed.new_empty(len(packed), packed.shape[1] // 2)
 
 
