@@ -113,17 +113,12 @@ class KVCache:
         if notes_pages:
             shape = (len(layers), -(-max(num_slots, num_windowed_slots) // PAGE_SIZE), self.budgets.pages.looked_at)
             self.looked_at = torch.full(shape, -1, dtype=torch.int32, device=device)
-        sizes = {
-            index: num_spare + (num_windowed_slots if index in self.windowed_layers else num_slots) for index in layers
-        }
-        self.keys = {
-            index: torch.zeros(shape.num_heads, sizes[index], shape.key_dim, dtype=dtype, device=device)
-            for index, shape in layers.items()
-        }
-        self.values = {
-            index: torch.zeros(shape.num_heads, sizes[index], shape.value_dim, dtype=dtype, device=device)
-            for index, shape in layers.items()
-        }
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        for index, of_layer in layers.items():
+            size = num_spare + (num_windowed_slots if index in self.windowed_layers else num_slots)
+            for store, dim in ((self.keys, of_layer.key_dim), (self.values, of_layer.value_dim)):
+                store[index] = torch.zeros(of_layer.num_heads, size, dim, dtype=dtype, device=device)
 
     def heads(self, layer: int, first_head: int, num_heads: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of these heads of the layer, as views."""

@@ -214,16 +214,16 @@ def padded_rows(num_rows: int) -> int:
     if num_rows > _MAX_PADDED_ROWS:
         return num_rows
     if num_rows <= 8:
-        return _power_of_two(num_rows)
-    step = max(_power_of_two(num_rows) // 8, 8)
+        return power_of_two(num_rows)
+    step = max(power_of_two(num_rows) // 8, 8)
     return -(-num_rows // step) * step
 
 
 @cache
 def padded_sequences(num_sequences: int) -> int:
     """Round up to a power of two."""
-    return _power_of_two(num_sequences)
+    return power_of_two(num_sequences)
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()

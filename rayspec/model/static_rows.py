@@ -102,17 +102,21 @@ class StaticRows(Rows):
         return rows._mixed(cached, query.transpose(0, 1).contiguous(), kind)
 
     def attend_projected(self, heads: Heads, projected: Tensor) -> Tensor:
-        norms = _operator_weights(heads)
-        if norms is None:
-            return Rows.attend_projected(self, heads, projected)
+        query_norm, key_norm, eps = None, None, 0.0
+        if heads.norms is not None:
+            query, key = heads.norms
+            if not (isinstance(query, RmsNorm) and isinstance(key, RmsNorm)):
+                return Rows.attend_projected(self, heads, projected)
+            if query.weight_offset or key.weight_offset or query.eps != key.eps:  # the operator cannot compute these
+                return Rows.attend_projected(self, heads, projected)
+            query_norm, key_norm, eps = query.weight, key.weight, query.eps
         cosines, sines = self.rope[heads.layer_type]
-        query_norm, key_norm, eps = norms
         rows = self._in_store(heads.layer)
-        query = rotate_and_write(
+        rotated = rotate_and_write(
             projected, cosines[0], sines[0], rows.slots, self.cache.keys[heads.layer], self.cache.values[heads.layer],
             num_heads=heads.num_heads, query_norm=query_norm, key_norm=key_norm, eps=eps,
         )  # fmt: skip
-        return rows._mixed((self.cache.keys[heads.layer], self.cache.values[heads.layer]), query, heads.kind)
+        return rows._mixed((self.cache.keys[heads.layer], self.cache.values[heads.layer]), rotated, heads.kind)
 
     def _in_store(self, layer: int) -> StaticRows:
         """Return the rows with the slots of the layer's store."""
@@ -388,15 +392,3 @@ class Staging:
         buffer.copy_(host, non_blocking=True)
         if self._is_cuda:
             self._copied[self._turn].record(torch.cuda.current_stream(self._device))
-
-
-def _operator_weights(heads: Heads) -> tuple[Tensor | None, Tensor | None, float] | None:
-    """Return the weights and eps of the heads' norms; None if the operator `rotate_and_write` cannot compute them."""
-    if heads.norms is None:
-        return None, None, 0.0
-    query, key = heads.norms
-    if not (isinstance(query, RmsNorm) and isinstance(key, RmsNorm)):
-        return None
-    if query.weight_offset or key.weight_offset or query.eps != key.eps:
-        return None
-    return query.weight, key.weight, query.eps

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rayspec.model.cuda import kernels
 from rayspec.model.rows import LEAST_SPLIT_LENGTH, MOST_SPLITS
+from rayspec.model.rows import power_of_two as _padded
 
 # A sequence with more rows is a chunk of a prompt. Up to this number all launches have the same tile, so that a row has
 # the same bits in a decode, a verify and a tree of the same `max_context`.
@@ -294,11 +295,6 @@ def _product(
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     grid = (_ceil_div(num_outputs, tile.outputs), _ceil_div(num_rows, tile.rows))
     return Call(output, (Launch(kernel, grid, arguments, options),))
-
-
-def _padded(size: int) -> int:
-    """Round up to a power of two."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 def _ceil_div(number: int, divisor: int) -> int:

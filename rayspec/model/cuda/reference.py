@@ -162,7 +162,10 @@ def int4_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """
     size = rows.shape[1] // len(scales)
     scale, offset = scales.float().transpose(0, 1).unbind(-1)
-    matrix = (unpacked_levels(weight, size) + 16) * scale[..., None] + offset[..., None]
+    words = weight.to(torch.int64).view(len(weight), -1, 1, size // 8, 1) & 0xFFFFFFFF
+    words = words >> 3 | words << 29
+    levels = (words >> _LEVEL_BITS.to(weight.device) & 15).flatten(2).float()
+    matrix = (levels + 16) * scale[..., None] + offset[..., None]
     return (rows.float() @ matrix.to(rows.dtype).flatten(1).T.float()).to(rows.dtype)
 
 
@@ -177,13 +180,6 @@ def packed_levels(levels: Tensor, size: int) -> Tensor:
     words = (quarters << _LEVEL_BITS.to(levels.device)).sum((2, 4))
     words = (words << 3 | words >> 29) & 0xFFFFFFFF
     return torch.where(words < 2**31, words, words - 2**32).to(torch.int32).flatten(1)
-
-
-def unpacked_levels(weight: Tensor, size: int) -> Tensor:
-    """Return float32 [M, groups of a row, size]."""
-    words = weight.to(torch.int64).view(len(weight), -1, 1, size // 8, 1) & 0xFFFFFFFF
-    words = words >> 3 | words << 29
-    return (words >> _LEVEL_BITS.to(weight.device) & 15).flatten(2).float()
 
 
 def gated(packed: Tensor, activation: str) -> Tensor:
