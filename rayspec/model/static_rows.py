@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
@@ -25,8 +25,6 @@ from rayspec.model.rows import MAX_TREE_ROWS, Bucket, Path, RowSpan, Runs, is_pa
 STATIC_KEYS: Final[tuple[Keys, ...]] = ("all", "window")
 # The most copies to the device that may be under way.
 _NUM_STAGED = 4
-# Sizes of copies for which views of the buffers are kept.
-_MOST_SIZES = 512
 # Entries of block tables in one copy to the device. More of them take several copies.
 _MOST_ENTRIES = 4096
 # Buffers begin at multiples of 16 bytes, which kernels are compiled for.
@@ -367,18 +365,11 @@ class Staging:
     """A device buffer, int64 [n], that the host fills from page-locked memory without waiting for the copy."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
-        self.buffer = buffer = torch.zeros(num_words, dtype=torch.int64, device=device)
+        self.buffer = torch.zeros(num_words, dtype=torch.int64, device=device)
         self._device = device
         self._is_cuda = device.type == "cuda"
         hosts = [torch.zeros(num_words, dtype=torch.int64, pin_memory=self._is_cuda) for _ in range(_NUM_STAGED)]
-
-        both: list[tuple[_Integers, Tensor]] = [(host.numpy(), host) for host in hosts]  # of the same memory
-
-        @lru_cache(_MOST_SIZES)
-        def first(number: int) -> list[tuple[_Integers, Tensor, Tensor]]:
-            return [(words[:number], host[:number], buffer[:number]) for words, host in both]
-
-        self._first = first  # words of each host buffer, as an array and as a tensor, and those of the device
+        self._hosts: list[tuple[_Integers, Tensor]] = [(host.numpy(), host) for host in hosts]  # of the same memory
         self._copied = [torch.cuda.Event() for _ in hosts] if self._is_cuda else []  # type: ignore[no-untyped-call]
         self._turn = 0
 
@@ -387,8 +378,8 @@ class Staging:
         self._turn = (self._turn + 1) % _NUM_STAGED
         if self._is_cuda:
             self._copied[self._turn].synchronize()  # that copy has usually ended long ago
-        words, host, buffer = self._first(num_words)[self._turn]
-        write(words)
-        buffer.copy_(host, non_blocking=True)
+        words, host = self._hosts[self._turn]
+        write(words[:num_words])
+        self.buffer[:num_words].copy_(host[:num_words], non_blocking=True)
         if self._is_cuda:
             self._copied[self._turn].record(torch.cuda.current_stream(self._device))
