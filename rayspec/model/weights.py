@@ -62,17 +62,7 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
             config = copy.deepcopy(_of_gguf(file, file.stat().st_mtime_ns))
     except StrictDataclassError as error:
         raise invalid_config(source, error) from error
-    # The last three for JSON with unexpected types and numbers.
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        ImportError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:
+    except (*LOADING_ERRORS, ArithmeticError) as error:  # also JSON with unexpected types and numbers
         raise CheckpointError(
             f"config of model {source!r} could not be read: {in_one_line(error).rstrip('.')}: fetch its config.json "
             "again, or name another model"
