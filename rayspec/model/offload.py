@@ -69,15 +69,13 @@ def offload(
     hosts = [_page_aligned(largest, pinned=device.type == "cuda") for _ in range(num_hosts)]
     destinations = hosts if device.type == "cpu" else [torch.empty(largest, dtype=torch.uint8, device=device)]
     store = _DiskStore(folder, sum(layout.num_bytes for layout in layouts.values())) if to == "disk" else _HostStore()
+    places: dict[int, Tensor] = {}
     for number, (index, layout) in enumerate(layouts.items()):
+        places[index] = destinations[number % len(destinations)][: layout.num_bytes]
         image = hosts[number % len(hosts)][: layout.num_bytes]
         for parameter, view in layout.views_in(image):
             view.copy_(parameter.data)
         store.put(index, image)
-    places = {
-        index: destinations[number % len(destinations)][: layout.num_bytes]
-        for number, (index, layout) in enumerate(layouts.items())
-    }
     offloaded = OffloadedWeights(parts.sublayers, store, places)
     for index, layout in layouts.items():
         for parameter, view in layout.views_in(places[index]):
