@@ -26,6 +26,7 @@ from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.types import NonFiniteLogitsError, PromptTooLongError, RayspecError, RequestError
 from tests.demo_model import demo_tokenizer, shallow_demo
 from tests.openai.scripted import ScriptedEngine
+from tests.openai.test_tools import NAMED, TOOLS, check_weather
 
 SERVED = ("short-name", "/models/path")
 STAMP = {"name": "7", "created": 99}
@@ -321,6 +322,13 @@ def test_who_leaves_ends_all_prompts(engine: AsyncEngine) -> None:
     before = engine.client.stats.num_generated_tokens
     run(work())
     assert engine.client.stats.num_generated_tokens - before < 6 * 400
+
+
+def test_a_template_without_tools_takes_forced_calls_only(engine: AsyncEngine) -> None:
+    body = CHAT | {"tools": TOOLS, "messages": [{"role": "user", "content": "Is it cold?"}], "max_tokens": 120}
+    with pytest.raises(RequestError, match="chat template does not describe tools: give tool_choice 'required'"):
+        _whole(engine, body)
+    check_weather(_whole(engine, body, tool_choice=NAMED)["choices"][0]["message"]["tool_calls"][0])
 
 
 @pytest.mark.parametrize("error", [NonFiniteLogitsError("NaN"), EngineDeadError("gone")])

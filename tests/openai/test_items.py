@@ -1,20 +1,17 @@
 """The Responses API on the bundled model: what a body asks for, its items, and the events that build them."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai.types.responses as official
 import pydantic
 import pytest
 
-from rayspec import LLM
 from rayspec.llm import AsyncEngine
 from rayspec.openai.items import ResponsesRequest
 from rayspec.openai.protocol import InvalidRequestError
 from tests.openai.scripted import streamed_events, whole_answer
-from tests.openai.test_tools import OPTIONS, WEATHER
-from tests.tool_templates import HERMES, tokenizer_with
+from tests.openai.test_tools import WEATHER
 
 TOOL = {"type": "function", "strict": True, **WEATHER}
 NAMED = {"type": "function", "name": "weather"}
@@ -23,14 +20,6 @@ SCHEMA = {"type": "object", "properties": {"year": {"type": "integer", "minimum"
 FORM = {"type": "json_schema", "name": "a", "strict": True, "schema": SCHEMA | {"required": ["year"]}}
 CALL = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"city": "Oslo", "days": 2}'}
 EVENT: Any = pydantic.TypeAdapter(official.ResponseStreamEvent)
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
-    tokenizer = tokenizer_with(HERMES, tmp_path_factory.mktemp("hermes"))
-    engine = AsyncEngine(LLM("demo", tokenizer=tokenizer, speculation={"strategy": "ar"}, **OPTIONS))
-    yield engine
-    engine.stop()
 
 
 def answer(engine: AsyncEngine, **changes: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +19,10 @@ from rayspec.openai.protocol import ApiError, InvalidRequestError
 from rayspec.openai.requests import ChatRequest
 from rayspec.openai.tools import ToolUse
 from tests.demo_model import shallow_demo
+from tests.openai.conftest import OPTIONS
 from tests.openai.scripted import ScriptedEngine, joined, streamed_events, whole_answer
 from tests.tool_templates import HERMES, tokenizer_with
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 512}
 WEATHER: dict[str, Any] = {
     "name": "weather",
     "description": "the weather of a city",
@@ -46,24 +45,6 @@ CHAT: dict[str, Any] = {
     "max_tokens": 120,
 }
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo", "days": 2}'}}
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
-    """With a chat template that describes tools."""
-    engine = AsyncEngine(
-        LLM(shallow_demo(), tokenizer=tokenizer_with(HERMES, tmp_path_factory.mktemp("hermes")), **OPTIONS)
-    )
-    yield engine
-    engine.stop()
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[AsyncEngine]:
-    """With a chat template that does not."""
-    engine = AsyncEngine(LLM(shallow_demo(), **OPTIONS))
-    yield engine
-    engine.stop()
 
 
 def answer(engine: Any, **changes: Any) -> dict[str, Any]:
@@ -223,12 +204,6 @@ def test_an_answer_without_calls_has_its_schema(engine: AsyncEngine) -> None:
         for text, is_taken in ((f'{begin}{{"cold": true}}', True), (f"{begin}No.", False), (call, True)):
             tokens = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
             assert (initial.deep_copy().validate_tokens(tokens) == len(tokens)) == is_taken, text
-
-
-def test_a_template_without_tools_takes_forced_calls_only(plain: AsyncEngine) -> None:
-    with pytest.raises(InvalidRequestError, match="chat template does not describe tools: give tool_choice 'required'"):
-        answer(plain, tools=TOOLS)
-    check_weather(answer(plain, tools=TOOLS, tool_choice=NAMED)["choices"][0]["message"]["tool_calls"][0])
 
 
 @pytest.mark.parametrize(

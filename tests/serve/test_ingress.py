@@ -395,11 +395,11 @@ def test_places_are_those_of_the_replicas_that_run_now() -> None:
             held.enter_context(socket.create_connection(address, timeout=60)).sendall(head + body)
             wait_until(lambda most=number: ingress.entry.num_under_way > most, 60)  # type: ignore[misc]
         assert model.begun.acquire(timeout=60)
-        assert not model.begun.acquire(timeout=2), "as many as one replica takes"
+        assert not model.begun.acquire(timeout=0.5), "as many as one replica takes"
         replicas["b"] = WatchedReplica(actor=None)
         httpx2.get(f"http://localhost:{address[1]}/health")  # looks at once
         assert model.begun.acquire(timeout=60)
-        assert not model.begun.acquire(timeout=2)
+        assert not model.begun.acquire(timeout=0.5)
         owner = ingress.entry.keys.owner
         assert model.clients == [owner("Bearer a"), owner("Bearer key")], "keys take turns"
 
