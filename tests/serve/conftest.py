@@ -10,6 +10,7 @@ import rayspec
 from tests.serve.endpoint_process import ENGINE, PAGE, EndpointProcess, serving
 from tests.tool_templates import HERMES, tokenizer_with
 
+PLAIN = {"strategy": "ar"}  # such a replica does not measure the machine when it starts
 MAX_BYTES = 8 * 2**20
 MAX_QUEUED = 200
 MAX_FILE_BYTES, MAX_LINES = 200_000, 250
@@ -30,7 +31,7 @@ def demo_endpoint(ray_environment: None, tmp_path_factory: pytest.TempPathFactor
     own = {"model_source": "demo", "tokenizer_source": tokenizer_with(HERMES, folder / "own")}
     models = [
         {"model_loading_config": {"model_id": "demo"}, "engine_kwargs": dict(ENGINE)},
-        {"model_loading_config": {"model_id": "tools", **own}, "engine_kwargs": dict(ENGINE)},
+        {"model_loading_config": {"model_id": "tools", **own}, "engine_kwargs": {**ENGINE, "speculation": PLAIN}},
     ]
     for model in models:
         share = {"num_cpus": 0.3}  # of the test machine's, which may have two

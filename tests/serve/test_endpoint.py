@@ -27,6 +27,7 @@ from rayspec.serve import build_openai_app
 from rayspec.serve.description import ErrorBody
 from rayspec.serve.run import Address
 from rayspec.serve.watch import EndpointStatus
+from tests.serve.conftest import PLAIN
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -35,7 +36,7 @@ APP, MODEL = "endpoint", "org/narrow"
 KEY = "correct-horse"
 MAX_BYTES = 20_000
 TIMEOUT_S = 6.0
-ENGINE = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 4, "kv_cache_tokens": 16384}
+ENGINE = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 4, "kv_cache_tokens": 16384, "speculation": PLAIN}
 MESSAGES: Any = [{"role": "user", "content": "Summarize: The agency spent 40 million dollars on roads."}]
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
 ENDLESS = {"model": MODEL, "prompt": "The", "max_tokens": 8000, "ignore_eos": True, "temperature": 0.0}
