@@ -1,4 +1,4 @@
-"""A replica on a real Ray whose engine gets stuck in a pass."""
+"""A replica of a model: what it says of an engine that gets stuck in a pass, and whose outputs it copies from."""
 
 import asyncio
 import json
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rayspec.openai.requests import CompletionRequest
+from rayspec.serve.access import ApiKeys
 from rayspec.serve.model_server import ModelServer
 from rayspec.serve.options import LLMConfig
 from rayspec.serve.watch import ReplicaReport
@@ -30,33 +31,33 @@ async def report_with(server: ModelServer, health: str) -> ReplicaReport:
     raise AssertionError(f"never {health}")
 
 
-def answer(server: ModelServer, num_tokens: int, name: str) -> Awaitable[Any]:
-    body = json.dumps({"model": "demo", "prompt": "The", "max_tokens": num_tokens, "ignore_eos": True}).encode()
-    return server.respond(CompletionRequest, body, name)
+def server_of(**engine: Any) -> ModelServer:
+    kwargs = {**ENGINE, **engine}
+    config = LLMConfig(model_loading_config={"model_id": "demo"}, engine_kwargs=kwargs, log_engine_metrics=False)
+    return ModelServer(config, engine_timeout_s=ENGINE_TIMEOUT_S)
+
+
+def answer(server: ModelServer, num_tokens: int, owner: str = "", **more: Any) -> Awaitable[Any]:
+    body = {"model": "demo", "prompt": "The", "max_tokens": num_tokens, "ignore_eos": True} | more
+    return server.respond(CompletionRequest, json.dumps(body).encode(), "name", owner)
 
 
 def test_a_pass_that_never_ends_is_told_and_one_that_ends_late_is_forgotten() -> None:
-    config = LLMConfig(
-        model_loading_config={"model_id": "demo"},
-        engine_kwargs={**ENGINE, "speculation": {"strategy": "ar"}},
-        log_engine_metrics=False,
-    )
-
     async def scenario() -> None:
-        server = ModelServer(config, engine_timeout_s=ENGINE_TIMEOUT_S)
+        server = server_of(speculation={"strategy": "ar"})
         stages: Any = server._engine.llm.engine.stages  # type: ignore[union-attr]
         going_on, run_pass = threading.Event(), stages._run
         stages._run = lambda work: time.sleep(1.5 * ENGINE_TIMEOUT_S) or run_pass(work)
-        first = asyncio.ensure_future(answer(server, 2, "first"))
+        first = asyncio.ensure_future(answer(server, 2))
         while not first.done():  # its passes are the first of their kinds, as if they compiled something
             assert (await server.record_routing_stats()).status.health == "ready"
             await asyncio.sleep(0.1)
         assert isinstance(first.result(), bytes)
         stages._run = run_pass
         for _ in range(6):
-            assert isinstance(await answer(server, 8, "quick"), bytes)
+            assert isinstance(await answer(server, 8), bytes)
         stages._run = lambda work: going_on.wait() and run_pass(work)
-        late: asyncio.Future[Any] = asyncio.ensure_future(answer(server, 8, "late"))
+        late: asyncio.Future[Any] = asyncio.ensure_future(answer(server, 8))
         report = await report_with(server, "stuck")
         assert "has not finished a pass for" in report.problem
         assert "was expected to take 0." in report.problem, "half of the slow first pass is forgotten each time"
@@ -65,6 +66,29 @@ def test_a_pass_that_never_ends_is_told_and_one_that_ends_late_is_forgotten() ->
         report = await report_with(server, "ready")
         assert report.problem is None
         await server.check_health()
+        server.__del__()
+
+    asyncio.run(scenario())
+
+
+def test_a_key_has_a_name_that_does_not_show_it() -> None:
+    keys = ApiKeys.of(["secret-a", "secret-b"])
+    names = [keys.owner(f"Bearer {key}") for key in ("secret-a", "secret-b", " secret-a")]
+    assert names[0] == names[2] != names[1]
+    assert not any("secret" in name for name in names)
+    assert ApiKeys.of([]).owner("Bearer secret-a") == ""
+
+
+def test_outputs_are_copied_by_requests_of_the_same_key_only() -> None:
+    async def scenario() -> None:
+        server, texts, copied = server_of(), [], []
+        for owner in ("a", "b", "a"):
+            body = await answer(server, 48, owner, prompt="The meeting", temperature=3, seed=5)
+            texts.append(json.loads(body)["choices"][0]["text"])
+            copied.append(server._engine.client.stats.accepted_by_source.get("corpus", 0))
+        assert texts[0] == texts[1] == texts[2]
+        assert copied[:2] == [0, 0]
+        assert copied[2] >= 16
         server.__del__()
 
     asyncio.run(scenario())
