@@ -16,8 +16,9 @@ from tests.openai.test_tools import WEATHER
 TOOL = {"type": "function", "strict": True, **WEATHER}
 NAMED = {"type": "function", "name": "weather"}
 ASKED: dict[str, Any] = {"model": "m", "input": "Is it cold in Rome?", "temperature": 0, "max_output_tokens": 60}
-SCHEMA = {"type": "object", "properties": {"year": {"type": "integer", "minimum": 2000, "maximum": 2030}}}
-FORM = {"type": "json_schema", "name": "a", "strict": True, "schema": SCHEMA | {"required": ["year"]}}
+YEAR = {"type": "integer", "minimum": 2000, "maximum": 2030}
+SCHEMA = {"type": "object", "properties": {"year": YEAR}, "required": ["year"], "additionalProperties": False}
+FORM = {"type": "json_schema", "name": "a", "strict": True, "schema": SCHEMA}
 CALL = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"city": "Oslo", "days": 2}'}
 EVENT: Any = pydantic.TypeAdapter(official.ResponseStreamEvent)
 
