@@ -18,6 +18,7 @@ from rayspec.serve.bodies import BodyReader, read_form
 from rayspec.serve.description import Description
 from rayspec.serve.options import ServeOptions
 
+_MOST_PURPOSE = 4096
 _DISABLED = "this endpoint keeps no files and runs no batches: it is to be started with --batches FOLDER"
 _FORM = {
     "type": "object",
@@ -117,7 +118,11 @@ async def _upload(request: Request, store: BatchStore, options: ServeOptions) ->
                         raise InvalidRequestError.of("file", problem, code="request_too_large", status=413)
                     await asyncio.to_thread(content.write, piece)
             elif part.name == "purpose":
-                purpose = await part.text()
+                purpose = ""
+                async for piece in part.pieces:
+                    purpose += piece.decode("utf-8", "replace")
+                    if len(purpose) > _MOST_PURPOSE:
+                        raise InvalidRequestError.of("purpose", f"it has more than {_MOST_PURPOSE} characters")
             else:
                 raise InvalidRequestError.of(part.name, "not supported here; leave it out", code="unknown_parameter")
         if purpose != "batch":

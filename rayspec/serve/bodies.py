@@ -23,7 +23,6 @@ SMALL = 2**16
 _BYTES_OF_ITEM, _BYTES_OF_OBJECT = 40, 250  # in memory, once they are parsed
 _JSON, _FORM = "application/json", "multipart/form-data"
 _UPGRADE_TIMEOUT_S = 5.0  # Serve's proxy loses the body of a request for an upgrade, and never ends it
-_MOST_FIELD = 4096
 _MOST_HEADERS = 8192
 _MOST_BESIDE_FILE = 2**16  # bytes of the fields, headers and delimiters
 _MOST_BOUNDARY = 70  # characters, RFC 2046
@@ -99,18 +98,6 @@ class FormField:
     name: str
     filename: str | None
     pieces: AsyncIterator[bytes]
-
-    async def text(self) -> str:
-        """Return the text of a field that is not a file. Raises InvalidRequestError if it is too long or not UTF-8."""
-        content = bytearray()
-        async for piece in self.pieces:
-            content += piece
-            if len(content) > _MOST_FIELD:
-                raise _invalid_form(f"field {self.name!r} has more than {_MOST_FIELD} bytes", param=self.name)
-        try:
-            return content.decode()
-        except UnicodeDecodeError:
-            raise _invalid_form(f"field {self.name!r} is not UTF-8", param=self.name) from None
 
 
 async def read_form(request: Request, timeout_s: float, max_file_bytes: int) -> AsyncIterator[FormField]:
@@ -209,5 +196,5 @@ class _FormBody:
             raise Refused(too_large(self._max_bytes))
 
 
-def _invalid_form(message: str, *, param: str | None = None) -> InvalidRequestError:
-    return InvalidRequestError(message, param=param, code="invalid_form")
+def _invalid_form(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, code="invalid_form")
