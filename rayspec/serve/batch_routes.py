@@ -37,11 +37,37 @@ def add_batch_routes(
 ) -> None:
     """Add the routes. runner: Serve's handle of the BatchRunner, where `options` name a folder of batches."""
     folder = None if options.batches is None else BatchStore.at(options.batches)
+    listing = asyncio.Semaphore(1)  # a list may read every file.json, and other requests need the threads, too
 
     def store() -> BatchStore:
         if folder is None:
             raise InvalidRequestError(_DISABLED, code="batches_disabled", status=404)
         return folder
+
+    def of_list(work: Callable[[BatchStore, PageRequest], Any]) -> Callable[..., Any]:
+        async def route(request: Request) -> Response:
+            query = PageRequest.parse(dict(request.query_params))
+            async with listing:
+                return json_response(await asyncio.to_thread(work, store(), query))
+
+        return route
+
+    def of_object(work: Callable[[BatchStore, str], Any]) -> Callable[..., Any]:
+        async def route(object_id: str) -> Response:
+            return json_response(await asyncio.to_thread(work, store(), object_id))
+
+        return route
+
+    for method, path, route, answer in (
+        ("GET", "/v1/batches", of_list(BatchStore.batches), Page[Batch]),
+        ("GET", "/v1/batches/{object_id}", of_object(BatchStore.batch), Batch),
+        ("DELETE", "/v1/batches/{object_id}", of_object(BatchStore.delete_batch), Deleted),
+        ("POST", "/v1/batches/{object_id}/cancel", of_object(BatchStore.cancel), Batch),
+        ("GET", "/v1/files", of_list(BatchStore.files), Page[FileObject]),
+        ("GET", "/v1/files/{object_id}", of_object(BatchStore.file), FileObject),
+        ("DELETE", "/v1/files/{object_id}", of_object(BatchStore.delete_file), Deleted),
+    ):
+        app.add_api_route(path, route, methods=[method], responses=described.answers(answer))
 
     @app.post("/v1/batches", **described.takes(BatchRequest, Batch))
     async def create_batch(request: Request) -> Response:
@@ -51,56 +77,15 @@ def add_batch_routes(
         runner.wake.remote()
         return json_response(batch)
 
-    @app.get("/v1/batches", responses=described.answers(Page[Batch]))
-    async def batches(request: Request) -> Response:
-        query = PageRequest.parse(dict(request.query_params))
-        return json_response(await asyncio.to_thread(store().batches, query))
-
-    @app.get("/v1/batches/{batch_id}", responses=described.answers(Batch))
-    async def batch(batch_id: str) -> Response:
-        return json_response(await asyncio.to_thread(store().batch, batch_id))
-
-    @app.delete("/v1/batches/{batch_id}", responses=described.answers(Deleted))
-    async def delete_batch(batch_id: str) -> Response:
-        await asyncio.to_thread(store().delete_batch, batch_id)
-        return json_response(Deleted(id=batch_id, object="batch"))
-
-    @app.post("/v1/batches/{batch_id}/cancel", responses=described.answers(Batch))
-    async def cancel_batch(batch_id: str) -> Response:
-        return json_response(await asyncio.to_thread(store().cancel, batch_id))
-
-    _add_file_routes(app, described, options, store)
-
-
-def _add_file_routes(
-    app: FastAPI, described: Description, options: ServeOptions, store: Callable[[], BatchStore]
-) -> None:
-    listing = asyncio.Semaphore(1)  # a list may read every file.json, and other requests need the threads, too
-
     @app.post("/v1/files", responses=described.answers(FileObject), openapi_extra=_TAKES_FORM)
     async def upload_file(request: Request) -> Response:
         return json_response(await _upload(request, store(), options))
 
-    @app.get("/v1/files", responses=described.answers(Page[FileObject]))
-    async def files(request: Request) -> Response:
-        query = PageRequest.parse(dict(request.query_params))
-        async with listing:
-            return json_response(await asyncio.to_thread(store().files, query))
-
-    @app.get("/v1/files/{file_id}", responses=described.answers(FileObject))
-    async def file(file_id: str) -> Response:
-        return json_response(await asyncio.to_thread(store().file, file_id))
-
-    @app.get("/v1/files/{file_id}/content", responses=_CONTENT, response_class=Response)
-    async def file_content(file_id: str) -> Response:
-        pieces = _pieces(await asyncio.to_thread(store().open_file, file_id))
+    @app.get("/v1/files/{object_id}/content", responses=_CONTENT, response_class=Response)
+    async def file_content(object_id: str) -> Response:
+        pieces = _pieces(await asyncio.to_thread(store().open_file, object_id))
         headers = {"x-content-type-options": "nosniff"}
         return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
-
-    @app.delete("/v1/files/{file_id}", responses=described.answers(Deleted))
-    async def delete_file(file_id: str) -> Response:
-        await asyncio.to_thread(store().delete_file, file_id)
-        return json_response(Deleted(id=file_id, object="file"))
 
 
 async def _upload(request: Request, store: BatchStore, options: ServeOptions) -> FileObject:

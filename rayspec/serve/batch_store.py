@@ -33,6 +33,7 @@ from rayspec.openai.batch import (
     BatchLine,
     BatchRequest,
     BatchResult,
+    Deleted,
     FileObject,
     Page,
     PageRequest,
@@ -121,11 +122,12 @@ class BatchStore:
         self.file(file_id)
         return self._place(file_id).join("content").open()
 
-    def delete_file(self, file_id: str) -> None:
+    def delete_file(self, file_id: str) -> Deleted:
         """Delete a file: first its `file.json`, without which the file does not exist, then all the rest."""
         self.file(file_id)
         self._place(file_id).join("file.json").delete()
         self._place(file_id).delete_folder()
+        return Deleted(id=file_id, object="file")
 
     def files(self, query: PageRequest) -> Page[FileObject]:
         found = self._all("files", self.file, after=query.after, order=query.order)
@@ -182,7 +184,7 @@ class BatchStore:
             self._place(batch_id).join("cancel").write(str(int(self.clock())).encode())
         return self.batch(batch_id)
 
-    def delete_batch(self, batch_id: str) -> None:
+    def delete_batch(self, batch_id: str) -> Deleted:
         """Delete a batch, but not its files. Raises InvalidRequestError for a batch that has not ended."""
         batch = self.batch(batch_id)
         if batch.status not in FINAL:
@@ -190,6 +192,7 @@ class BatchStore:
             raise InvalidRequestError(message, code="conflict", status=409)
         self._place(batch_id).join("batch.json").delete()
         self._place(batch_id).delete_folder()
+        return Deleted(id=batch_id, object="batch")
 
     def cancel_asked_at(self, batch_id: str) -> int | None:
         try:
