@@ -404,18 +404,6 @@ def test_places_are_those_of_the_replicas_that_run_now() -> None:
         assert model.clients == [owner("Bearer a"), owner("Bearer key")], "keys take turns"
 
 
-def test_the_last_place_may_be_taken_by_a_large_request_and_then_there_is_none() -> None:
-    admission = Admission(4, refusal=BUSY)
-    with ExitStack() as under_way:
-        for weight in (1, 2, 100):
-            under_way.enter_context(admission.admit(weight))
-        with pytest.raises(Refused) as refused, admission.admit():
-            pass
-        assert refused.value.error.status == 429
-        assert admission.under_way == 103
-    assert admission.under_way == 0
-
-
 def test_a_call_that_fails_after_its_client_has_left_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Serve's calls do so when they are cancelled: each client that hung up cost a traceback in the log."""
 
