@@ -15,7 +15,7 @@ from tests.openai.test_tools import WEATHER
 
 TOOL = {"type": "function", "strict": True, **WEATHER}
 NAMED = {"type": "function", "name": "weather"}
-ASKED: dict[str, Any] = {"model": "m", "input": "Is it cold in Rome?", "temperature": 0, "max_output_tokens": 60}
+ASKED: dict[str, Any] = {"model": "m", "input": "Is it cold in Rome?", "temperature": 0, "max_output_tokens": 120}
 YEAR = {"type": "integer", "minimum": 2000, "maximum": 2030}
 SCHEMA = {"type": "object", "properties": {"year": YEAR}, "required": ["year"], "additionalProperties": False}
 FORM = {"type": "json_schema", "name": "a", "strict": True, "schema": SCHEMA}
@@ -95,7 +95,7 @@ def test_items_become_the_messages_of_a_chat() -> None:
     assert [call["id"] for call in rest[1]["tool_calls"]] == ["c", "d"]
     assert [one["content"] for one in rest[2:4]] == ["3 degrees", "4 degrees"]
     assert "reasoning_content" not in rest[4]
-    assert (request.seed, request.max_completion_tokens) == (3, 60)
+    assert (request.seed, request.max_completion_tokens) == (3, 120)
 
 
 @pytest.mark.parametrize(
