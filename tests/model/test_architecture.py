@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from rayspec.choices import SKIP, choices_of
 from rayspec.config import EngineConfig
 from rayspec.decode import loading
 from rayspec.decode.loading import resolve_max_model_len
@@ -12,10 +13,13 @@ from rayspec.decode.whole_model import WholeModelStages
 from rayspec.local_engine import load_engine
 from rayspec.model import architecture
 from rayspec.model.architecture import NormLayout, decompose, max_positions
-from rayspec.model.attention import IMPLEMENTATION
+from rayspec.model.attention import IMPLEMENTATION, pack
+from rayspec.model.kv_cache import KVCache
+from rayspec.model.rows import RowSpan, one_run
+from rayspec.model.sublayers import run
 from rayspec.types import ConfigError, UnsupportedModelError
 from tests import every_type
-from tests.families import FAMILIES, WHOLE_FAMILIES, build, checkpoint, modules_of
+from tests.families import FAMILIES, WHOLE_FAMILIES, build, checkpoint, modules_of, parts_of
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,3 +124,23 @@ def test_a_context_beyond_the_rope_is_refused_with_the_reason(caplog: pytest.Log
     assert "max_model_len is 256: beyond 256 tokens the model's rotary embedding (longrope) changes" in caplog.text
     with pytest.raises(ConfigError, match=r"'max_model_len' is 300, beyond 256 tokens .* \(longrope\) .*: lower it"):
         resolve_max_model_len(EngineConfig(model="any", max_model_len=300), model)
+
+
+@torch.inference_mode()
+def test_a_skipped_sublayer_passes_its_input_on_and_taps_see_every_boundary() -> None:
+    parts = parts_of(checkpoint("llama"))
+    cache = KVCache(parts.shapes, 8, dtype=torch.float32, device=parts.device)
+    hidden = parts.embed(torch.tensor([5, 6, 7]))
+    rows = pack(cache, [RowSpan(one_run(0, 1000), 0, 3)], device=parts.device)
+    parts.rotate(hidden, rows)
+    seen: dict[int, torch.Tensor] = {}
+    choices = choices_of([True, False, True, True, False, False, True, True])
+    output = run(parts.sublayers, hidden, rows, choices=choices, tap=seen.__setitem__)
+    assert list(seen) == list(range(8))
+    before = hidden
+    for index, choice in enumerate(choices):
+        assert torch.equal(seen[index], before) == (choice == SKIP)
+        before = seen[index]
+    assert torch.equal(output, seen[7])
+    middle = run(parts.sublayers[2:6], seen[1], rows, choices=choices)
+    assert torch.equal(middle, seen[5]), "choices count sublayers of the whole model"

@@ -1,8 +1,10 @@
 import itertools
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayspec.model.kv_cache import KVCache, LayerShape
 from rayspec.model.rows import (
     MAX_TREE_ROWS,
     RowSpan,
@@ -57,3 +59,14 @@ def test_single_rows_chains_trees_and_chunks_have_buckets_of_their_own() -> None
     assert (chain.num_rows, chain.max_rows, chain.is_tree) == (8, MAX_TREE_ROWS, False)
     assert (tree.num_rows, tree.max_rows, tree.is_tree) == (8, MAX_TREE_ROWS, True)
     assert chunk.max_rows == 224
+
+
+def test_moving_in_the_cache_may_overlap() -> None:
+    for source, destination in ((2, 5), (5, 2), (3, 3), (0, 8)):
+        layers = {0: LayerShape(2, 4, 3), 5: LayerShape(1, 2, 2)}
+        cache = KVCache(layers, 16, dtype=torch.float32, device=torch.device("cpu"))
+        tensors = [*cache.keys.values(), *cache.values.values()]
+        before = [tensor.normal_().clone() for tensor in tensors]
+        cache.move(source, destination, 7)
+        for tensor, old in zip(tensors, before, strict=True):
+            assert torch.equal(tensor[:, destination : destination + 7], old[:, source : source + 7])
