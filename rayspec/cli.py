@@ -6,6 +6,8 @@ import importlib
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +23,7 @@ from rayspec.command.terminal import EXIT_INTERRUPTED, EXIT_USAGE, clean_exit, f
 from rayspec.config import REPLACED, ParallelOptions, SamplingParams
 from rayspec.errors import plainly
 from rayspec.machine import installed_version
-from rayspec.types import ConfigError
+from rayspec.types import ConfigError, RayspecError, Request
 
 # Commands that have left the package, and what runs them in a checkout of the project.
 _MOVED = {f"bench-{name}": f"python -m benchmarks {name}" for name in ("data", "feed", "pipeline", "serve")}
@@ -277,9 +279,34 @@ def chat(
 ) -> None:
     """Answer a prompt, or hold a conversation on the terminal. Ctrl-D ends it."""
     settings = asked.settings()
-    from rayspec.command.chat import converse  # noqa: PLC0415 - brings torch
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    with load_llm(settings.engine) as llm:
+        for question in [prompt] if prompt is not None else _lines():
+            conversation, answer = [*messages, {"role": "user", "content": question}], ""
+            try:
+                tokens = llm.chat_tokens(conversation)
+                request = Request(request_id="", params=settings.sampling, prompt_token_ids=tokens, stream=True)
+                for piece in llm.stream([request]):
+                    if piece.error is not None:
+                        raise piece.error
+                    answer += piece.outputs[0].text
+                    print(piece.outputs[0].text, end="", flush=True)  # noqa: T201 - the command's output
+                print()  # noqa: T201
+            except RayspecError as error:
+                if prompt is not None:
+                    raise
+                say(f"error: {error}")
+            else:
+                messages = [*conversation, {"role": "assistant", "content": answer}]
 
-    converse(settings, prompt, system)
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of stdin that are not blank, with a prompt on a terminal."""
+    is_terminal = sys.stdin.isatty()
+    with suppress(EOFError):
+        while True:
+            if (line := input("> " if is_terminal else "")).strip():
+                yield line
 
 
 @app.command()
