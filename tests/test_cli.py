@@ -104,25 +104,6 @@ def test_files_of_other_types_are_said_before_the_model_is_loaded(run: Any, tmp_
     assert len(read_rows(tmp_path / "out.jsonl")) == 1
 
 
-def test_a_repeated_run_does_the_rest_and_reads_no_output(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = report_rows(4)
-    write_rows(tmp_path / "in.jsonl", *rows[:2])
-    arguments = ("summarize", ".", "-o", "out.jsonl", *PLAIN, "--max-tokens", "3")
-    assert run(*arguments).exit_code == 0
-    write_rows(tmp_path / "in.jsonl", *rows)
-    again = run(*arguments)
-    assert again.exit_code == 0, again.output
-    assert "going on with a run that has 2 rows" in again.stderr
-    assert "4 rows (2 of an earlier run), 6 tokens" in again.stdout
-    assert read_rows(tmp_path / "out.jsonl").keys() == {row["id"] for row in rows}
-    monkeypatch.setattr("rayspec.batch.rows.load_llm", pytest.fail)
-    assert run(*arguments).exit_code == 0
-    other = run(*arguments, "--temperature", "0.5")
-    assert "sampling.temperature was 0.0 and is 0.5: choose another folder, or pass --overwrite" in other.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

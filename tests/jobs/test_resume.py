@@ -49,12 +49,15 @@ def texts() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("with_ids", [True, False])
-def test_a_finished_job_is_finished_by_whatever_path_its_input_is_named(folder: Path, with_ids: bool) -> None:
+def test_a_finished_job_is_finished_by_whatever_path_its_input_is_named(
+    folder: Path, with_ids: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = documents(7) if with_ids else [{"text": row["text"]} for row in documents(7)]
     pq.write_table(pa.Table.from_pylist(given), "in.parquet")
     (folder / "mount").symlink_to(folder)
     run("in.parquet")
     before = rows()
+    monkeypatch.setattr("rayspec.batch.rows.load_llm", pytest.fail)
     for name in ("./in.parquet", str(folder / "in.parquet"), "mount/in.parquet", f"file://{folder}/*.parquet", "."):
         said = run(name)
         assert "7 rows (7 of an earlier run), 0 tokens" in said
