@@ -560,6 +560,8 @@ class EngineConfig(Options):
     @field_validator("cuda_kernels", "cuda_graphs", mode="before")
     @classmethod
     def _words_of_yaml(cls, value: Any) -> Any:
+        if value in ("plans", "sublayers"):
+            raise ValueError(f"option 'cuda_graphs' {value!r} is gone: use on, which serves every plan, or auto")
         return {False: "off", True: "on"}[value] if isinstance(value, bool) else value  # YAML reads on and off as bool
 
     @field_validator("parallel", mode="before")

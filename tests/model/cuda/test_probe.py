@@ -174,3 +174,5 @@ def test_an_old_gpu_has_none(gpu: Any, monkeypatch: pytest.MonkeyPatch, caplog: 
 def test_graphs_need_the_kernels() -> None:
     with pytest.raises(ConfigError, match=r"'cuda_graphs' .* does not work with option 'cuda_kernels' 'off'"):
         EngineConfig(model="m", cuda_graphs="on", cuda_kernels="off")
+    with pytest.raises(ConfigError, match="'cuda_graphs' 'plans' is gone: use on"):
+        EngineConfig(model="m", cuda_graphs="plans")
