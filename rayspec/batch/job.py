@@ -675,14 +675,14 @@ class _SharedResults:
 
     def add(self, row: Row) -> None:
         """Add a completed row, and its result for all rows that are equal to it."""
-        self._folder.add(row)
-        self._report.add(row)
-        if self._cache is not None:
+        if self._cache is not None:  # first, so that a row that a killed run has committed is there
             try:
                 self._cache.keep(row)
             except OSError as error:
                 say(f"the cache cannot be written ({error_detail(error)}): the job goes on without it")
                 self._cache = None
+        self._folder.add(row)
+        self._report.add(row)
         for twin in self._twins.pop(row.input_hash or "", ()):
             self._give(row, self._left.row(twin))
 

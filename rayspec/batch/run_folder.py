@@ -258,7 +258,7 @@ class RunFolder:
             if self.manifest.status == "running":
                 with suppress(OSError, pa.ArrowException, DamagedOutputError):
                     # The output that the user named, which is not in the run folder, has the rows so far.
-                    if not self._merged.is_in(self.location) and len(self.parts):
+                    if not self._merged.is_in(self.location) and self.parts.num_stored:
                         self._merge()
                 with suppress(OSError):  # a manifest that says "running" is that of a killed driver
                     self._end_session("interrupted", self.manifest.counts)
@@ -458,10 +458,6 @@ class Parts:
     def num_stored(self) -> int:
         """The number of rows, those that do not count any more included."""
         return len(self._state[1])
-
-    def __len__(self) -> int:
-        """The number of rows that count."""
-        return len(_counting(self._state[1]))
 
     @property
     def is_complete(self) -> bool:
