@@ -14,8 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rayspec.choices import Choice, Choices, Weights, drafts_by_copies, keys_of
 from rayspec.config import KV_CACHE_SHARE, EngineConfig
-from rayspec.decode.drafting.corpus_file import read_texts
-from rayspec.decode.drafting.lookup import tokenised
+from rayspec.decode.drafting.lookup import read_texts, tokenised
 from rayspec.decode.engine import Engine
 from rayspec.decode.generate_state import cache_bytes
 from rayspec.decode.generation_config import eos_token_ids, generation_defaults

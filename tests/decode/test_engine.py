@@ -1,6 +1,8 @@
+import itertools
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -178,23 +180,10 @@ def test_load_is_what_is_held() -> None:
     assert (load + load).num_waiting == 6
 
 
-class _Lost(LocalStages):
-    """Stages that were replaced, or are lost, while nothing was under way."""
-
-    error: RayspecError
-
-    def check(self) -> None:
-        raise self.error
-
-
 @pytest.mark.parametrize("error", [StagesReplacedError("it was brought back"), StageLostError("stage-1 is gone")])
-def test_a_ping_asks_the_stages(error: RayspecError) -> None:
-    def wrap(stages: LocalStages) -> _Lost:
-        lost = _Lost.__new__(_Lost)
-        lost.__dict__ |= stages.__dict__ | {"error": error}
-        return lost
-
-    engine = engine_with(PARTS, wrap=wrap)
+def test_a_ping_asks_the_stages(error: RayspecError, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_with(PARTS)
+    monkeypatch.setattr(engine.stages, "check", Mock(side_effect=error))
     if isinstance(error, StageLostError):
         with pytest.raises(StageLostError, match="stage-1 is gone"):
             engine.ping()
@@ -203,24 +192,16 @@ def test_a_ping_asks_the_stages(error: RayspecError) -> None:
         assert engine.stats.num_replays == 1
 
 
-class _RunsOutOfMemory:
+def _failing(stages: LocalStages, phase: str, call: int, error: RuntimeError) -> LocalStages:
     """Stages that fail once, on the call of that number: of those with chunks of prompts, or of the others."""
+    start, calls = stages.start, itertools.count(1)
 
-    def __init__(self, stages: LocalStages, phase: str, call: int, error: RuntimeError) -> None:
-        self._stages, self._phase, self._calls_left, self._error = stages, phase, call, error
+    def started(work: Work) -> Future[Result]:
+        is_due = bool(work.chunks) == (phase == "prefill") and next(calls) == call
+        return done(Mock(side_effect=error)) if is_due else start(work)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stages, name)
-
-    def start(self, work: Work) -> Future[Result]:
-        if bool(work.chunks) == (self._phase == "prefill"):
-            self._calls_left -= 1
-            if self._calls_left == 0:
-                return done(self._fail)
-        return self._stages.start(work)
-
-    def _fail(self) -> Result:
-        raise self._error
+    stages.start = started  # type: ignore[method-assign]
+    return stages
 
 
 @pytest.mark.parametrize("call", [1, 4])
@@ -230,7 +211,7 @@ def test_out_of_memory_costs_its_victims_and_nobody_else(phase: str, call: int) 
     engine = engine_with(
         PARTS,
         RandomPlans(call, len(PARTS.sublayers)),
-        wrap=lambda stages: _RunsOutOfMemory(stages, phase, call, error),
+        wrap=lambda stages: _failing(stages, phase, call, error),
         max_num_seqs=3,
         max_num_batched_tokens=24,
     )
@@ -247,9 +228,8 @@ def test_out_of_memory_costs_its_victims_and_nobody_else(phase: str, call: int) 
 
 
 def test_any_other_failure_is_not_swallowed() -> None:
-    engine = engine_with(
-        PARTS, wrap=lambda stages: _RunsOutOfMemory(stages, "round", 1, RuntimeError("shapes do not match"))
-    )
+    error = RuntimeError("shapes do not match")
+    engine = engine_with(PARTS, wrap=lambda stages: _failing(stages, "round", 1, error))
     for request in requests_for(KNOWN.prompts, GREEDY):
         engine.add(request)
     with pytest.raises(RuntimeError, match="shapes"):
