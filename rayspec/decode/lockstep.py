@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -155,11 +156,7 @@ def _shared_modules(model: PreTrainedModel, trial: Callable[[], object], num_row
 
     with_matrices = (each for each in model.modules() if any(weight.ndim > 1 for weight in each.parameters()))
     handles = [each.register_forward_hook(note, with_kwargs=True) for each in with_matrices]
-    try:
-        trial()
-    finally:
-        for handle in handles:
-            handle.remove()
+    _run_hooked(trial, handles)
     found: dict[nn.Module, _Shared] = {}
     left: list[nn.Module] = [model]
     while left:
@@ -170,6 +167,14 @@ def _shared_modules(model: PreTrainedModel, trial: Callable[[], object], num_row
         else:
             left.extend(module.children())
     return found
+
+
+def _run_hooked(trial: Callable[[], object], handles: Sequence[RemovableHandle]) -> None:
+    try:
+        trial()
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _as_shared(module: nn.Module, given: Tensor, results: Any, num_rows: int) -> _Shared | None:
@@ -230,11 +235,7 @@ def recurrent_modules(model: PreTrainedModel, trial: Callable[[], object]) -> li
         for each in model.modules()
         for handle in (each.register_forward_pre_hook(enter, with_kwargs=True), each.register_forward_hook(leave))
     ]
-    try:
-        trial()
-    finally:
-        for handle in handles:
-            handle.remove()
+    _run_hooked(trial, handles)
     return list(found)
 
 

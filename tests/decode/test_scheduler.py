@@ -141,6 +141,11 @@ class _World:
             self.finished.append(sequence.sequence_id)
 
 
+def _world(num_slots: int, max_num_seqs: int, max_prefill_tokens: int = 500) -> _World:
+    scheduler = Scheduler(num_slots, max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens, lookahead=0)
+    return _World(scheduler, 0, seed=0)
+
+
 def has_work(scheduler: Scheduler) -> bool:
     return bool(scheduler.waiting or scheduler.running)
 
@@ -231,26 +236,24 @@ def _check_grid(step: Step, grid: int) -> None:
 
 
 def test_what_a_failed_sequence_leaves_is_not_shared() -> None:
-    scheduler = Scheduler(400, max_num_seqs=2, max_prefill_tokens=500, lookahead=0)
-    world, failed = _World(scheduler, 0, 0), _sequence(0, 100, 5)
+    world, failed = _world(400, 2), _sequence(0, 100, 5)
     world.add(failed)
     world.step()
     world.step()
     failed.error = NonFiniteLogitsError("NaN")
-    scheduler.remove(failed)
+    world.scheduler.remove(failed)
     world.add(_sequence(1, 100, 5, prompt=failed.token_ids[:100]))
     assert world.step().chunks[0].rows.context == 0
 
 
 def test_a_sequence_that_was_preempted_can_be_removed() -> None:
-    scheduler = Scheduler(5 * PAGE_SIZE, max_num_seqs=2, max_prefill_tokens=512, lookahead=0)
-    world = _World(scheduler, 0, seed=0)
+    world = _world(5 * PAGE_SIZE, 2, 512)
     for name in (1, 2):
         world.add(_sequence(name, 2 * PAGE_SIZE - 1, 40))
     while not world.num_preemptions:
         world.step()
-    (preempted,) = scheduler.waiting
-    scheduler.remove(preempted)
+    (preempted,) = world.scheduler.waiting
+    world.scheduler.remove(preempted)
     world.run()
     assert world.finished == ["1"]
 
@@ -267,12 +270,11 @@ def test_first_come_first_served() -> None:
 
 
 def test_clients_take_turns_and_a_new_one_does_not_wait() -> None:
-    scheduler = Scheduler(4000, max_num_seqs=4, max_prefill_tokens=500, lookahead=0)
-    world = _World(scheduler, 0, 0)
+    world = _world(4000, 4)
     for index in range(60):
         world.add(_sequence(index, 20, 30, client="greedy"))
     world.step()
-    assert [one.client for one in scheduler.running] == ["greedy"] * 4
+    assert [one.client for one in world.scheduler.running] == ["greedy"] * 4
     for index in range(5):
         one = _sequence(100 + index, 20, 5, client="other")
         world.add(one)
@@ -287,14 +289,13 @@ def test_clients_take_turns_and_a_new_one_does_not_wait() -> None:
         world.add(_sequence(300 + index, 2, 500, client="third"))
     for _ in range(200):
         world.step()
-        held = Counter(one.client for one in scheduler.running)
+        held = Counter(one.client for one in world.scheduler.running)
         if held.total() == 4:  # no sequence has ended in this step
             assert sorted(held.values()) == [1, 1, 2], "places that come free go to who has fewest"
 
 
 def test_the_only_place_of_a_client_is_not_taken() -> None:
-    scheduler = Scheduler(400, max_num_seqs=1, max_prefill_tokens=500, lookahead=0)
-    world = _World(scheduler, 0, 0)
+    world = _world(400, 1)
     for index in range(3):
         world.add(_sequence(index, 2, 5, client="first"))
     world.step()
@@ -305,29 +306,27 @@ def test_the_only_place_of_a_client_is_not_taken() -> None:
 
 
 def test_background_requests_leave_room_and_wait_behind_others() -> None:
-    scheduler = Scheduler(4000, max_num_seqs=8, max_prefill_tokens=500, lookahead=0)
-    world = _World(scheduler, 0, 0)
+    world = _world(4000, 8)
     for index in range(100):
         world.add(_sequence(index, 2, 5, background=True))
     world.step()
-    assert len(scheduler.running) == 6
+    assert len(world.scheduler.running) == 6
     interactive = [_sequence(index, 2, 20) for index in range(100, 110)]
     for sequence in interactive:
         world.add(sequence)
     step = world.step()
     assert step.admitted == interactive[:7], "all but the last of the background give their places to them"
     assert len(step.preempted) == 5
-    while len(scheduler.running) == 8:
+    while len(world.scheduler.running) == 8:
         world.step()
     world.step()
-    assert scheduler.running == interactive[:8], "nothing of the background is admitted before them"
+    assert world.scheduler.running == interactive[:8], "nothing of the background is admitted before them"
     world.run()
 
 
 def test_background_requests_give_pages_and_steps_to_others() -> None:
     """Prompts of batches fill the cache, and take many steps to be read."""
-    scheduler = Scheduler(1024, max_num_seqs=8, max_prefill_tokens=64, lookahead=0)
-    world = _World(scheduler, 0, 0)
+    world = _world(1024, 8, 64)
     for index in range(3):
         world.add(_sequence(index, 300, 5, background=True))
     world.step()
@@ -338,14 +337,13 @@ def test_background_requests_give_pages_and_steps_to_others() -> None:
     assert [(one.sequence_id, len(one.token_ids)) for one in step.chunks] == [("3", 48), ("0", 16)]
     while not interactive.prefilled:
         world.step()
-    step = scheduler.schedule(most_with_round=64, most_with_streams=8)
+    step = world.scheduler.schedule(most_with_round=64, most_with_streams=8)
     assert step.decode == [interactive]
     assert sum(len(one.token_ids) for one in step.chunks) == 8, "its text grows fast, also if nobody streams it"
 
 
 def test_others_do_not_wait_for_a_common_prompt_that_the_background_reads() -> None:
-    scheduler = Scheduler(4000, max_num_seqs=8, max_prefill_tokens=64, lookahead=0)
-    world, same = _World(scheduler, 0, 0), _sequence(1, 300, 5, prompt=[0] * 300)
+    world, same = _world(4000, 8, 64), _sequence(1, 300, 5, prompt=[0] * 300)
     world.add(_sequence(0, 300, 5, background=True))
     world.step()
     world.add(same)
@@ -355,8 +353,7 @@ def test_others_do_not_wait_for_a_common_prompt_that_the_background_reads() -> N
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 4])
 def test_one_background_request_goes_on_under_any_load(max_num_seqs: int) -> None:
-    scheduler = Scheduler(400, max_num_seqs=max_num_seqs, max_prefill_tokens=500, lookahead=0)
-    world = _World(scheduler, 0, 0)
+    world = _world(400, max_num_seqs)
     names = iter(range(10**6))
     for _ in range(10):
         world.add(_sequence(next(names), 2, 5))
@@ -365,11 +362,11 @@ def test_one_background_request_goes_on_under_any_load(max_num_seqs: int) -> Non
         world.add(sequence)
     num_steps = 0
     while not all(sequence.finished for sequence in background):
-        while len(scheduler.waiting) < 12:
+        while len(world.scheduler.waiting) < 12:
             world.add(_sequence(next(names), 2, 5))
         world.step()
         num_steps += 1
-        assert sum(sequence.background for sequence in scheduler.running) <= 1
+        assert sum(sequence.background for sequence in world.scheduler.running) <= 1
         assert num_steps < 500
 
 
