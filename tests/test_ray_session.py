@@ -14,6 +14,7 @@ import pytest
 import ray
 from ray._private import utils, worker
 
+from rayspec.batch.ray_backend import idle_gpus
 from rayspec.config import EngineConfig
 from rayspec.pipeline.placement import sized
 from rayspec.ray_session import _signals_wait
@@ -194,3 +195,8 @@ def test_sizes_are_those_of_the_clusters_gpus_where_this_process_has_none(
     config: Any = {"model_loading_config": {"model_id": "m"}, "engine_kwargs": {"max_num_batched_tokens": 99}}
     (served,) = with_sizes(ServeOptions(llm_configs=(config,))).llm_configs
     assert (served.num_places, served.engine.num_batched_tokens, served.max_ongoing_requests) == (seqs, 99, 2 * seqs)
+    told = "{} of the 4 GPUs here run the model; --replicas {} uses all of them"
+    layouts: list[dict[str, Any]] = [{}, {"stages": 2}, {"gpus_per_shard": 0.5, "replicas": 7}, {"replicas": 4}]
+    idle = [idle_gpus(EngineConfig(model="m", parallel=parallel)) for parallel in layouts]
+    assert idle == [told.format(1, 4), told.format(2, 2), told.format(3.5, 8), None]
+    assert idle_gpus(engines[1]) is None

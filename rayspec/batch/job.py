@@ -253,7 +253,12 @@ class LocalPool:
 
     def begin(self) -> Any:
         """Load the engine and return all options in force. Raises ConfigError and CheckpointError."""
+        import torch  # noqa: PLC0415 - the engine needs it, and the command's help does not
+
         engine = self._factory.load(self._factory.engine)
+        has_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if has_gpu and (there := torch.cuda.device_count()) > 1:
+            say(f"1 of the {there} GPUs here runs the model; `rayspec job` with --replicas {there} uses all of them")
         self._loaded.set_result(engine)
         return engine.info
 

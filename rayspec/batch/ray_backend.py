@@ -19,6 +19,9 @@ import ray.data
 from rayspec.batch.documents import read_piece
 from rayspec.batch.job import LocalBackend, Order, Source, numbers_by_piece, scan_pieces, sort_key
 from rayspec.batch.rows import Columns, Row
+from rayspec.command.terminal import say
+from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.pipeline.placement import gpus_per_shard
 from rayspec.pool.supervisor import EnginePool
 from rayspec.pool.worker import EngineFactory
 from rayspec.ray_session import ray_session
@@ -66,7 +69,20 @@ class RayBackend(LocalBackend):
         return rows_of(dataset)
 
     def pool(self, factory: EngineFactory, *, max_restarts: int) -> EnginePool:
+        if told := idle_gpus(factory.engine):
+            say(told)
         return EnginePool(factory, max_restarts=max_restarts)
+
+
+def idle_gpus(config: EngineConfig) -> str | None:
+    """Return what to tell a user whose engines leave GPUs of the cluster to nobody; None if more engines do not fit."""
+    options = config.parallel or ParallelOptions()
+    of_replica = options.stages * options.tensor * gpus_per_shard(config, options)
+    there: float = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+    if of_replica == 0 or there < of_replica * (options.replicas + 1):
+        return None
+    used, most = of_replica * options.replicas, int(there / of_replica)
+    return f"{used:g} of the {there:g} GPUs here run the model; --replicas {most} uses all of them"
 
 
 def patient(dataset: ray.data.Dataset) -> ray.data.Dataset:
