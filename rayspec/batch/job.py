@@ -35,7 +35,7 @@ from rayspec.batch.rows import Columns, Row, RowEngineFactory, RowTask
 from rayspec.batch.run_folder import FileFormat, RunFolder, output_places
 from rayspec.command.locations import Location, UnreadableFileError, error_detail
 from rayspec.command.terminal import EXIT_TERMINATED, error_console, exit_on_sigterm, say
-from rayspec.config import Options
+from rayspec.config import DType, Options
 from rayspec.decode.engine_loop import EngineDeadError, LoopThread
 from rayspec.types import ConfigError, EngineStats, InputFileError, RayspecError, RequestError
 
@@ -481,6 +481,10 @@ class Job:
     export_names: Sequence[str] = ()
     cache: str | None = None
 
+    def factory(self, dtype: DType | None, texts: Sequence[str]) -> EngineFactory:
+        """Return the factory of the engines, see `RowEngineFactory`."""
+        return RowEngineFactory(self.task, dtype=dtype, texts=texts)
+
     def run(self, source: Source) -> RunReport:
         """Run until every row is in the output. Rows of an earlier run of the same job are not done again. A run that
         ends early keeps its rows, and the next run continues with the others.
@@ -554,7 +558,7 @@ class Job:
         # With `redo`, these are also the rows that are replaced.
         drafts = self.task.settings.engine.speculation
         most = _CHARACTERS_PER_TOKEN * drafts.corpus_tokens if drafts.strategy == "auto" else 0
-        factory = RowEngineFactory(self.task, dtype=dtype, texts=folder.parts.newest_texts(most) if most else ())
+        factory = self.factory(dtype, folder.parts.newest_texts(most) if most else ())
         pool = self.backend.pool(factory, max_restarts=self.options.max_engine_restarts)
         drain.on_request = pool.drain
         if drain.requested:  # SIGTERM came before the pool existed
