@@ -112,6 +112,8 @@ def partition(costs: ModelCosts, devices: Sequence[Device], pinned: Sequence[int
         )
     by_layer = np.asarray([layer.seconds for layer in costs.layers]).T
     seconds = _span_sums(costs, by_layer, costs.embedding.seconds[0], costs.head.seconds[-1])
+    if costs.embedding_everywhere:
+        seconds[1:] += np.asarray(costs.embedding.seconds[1:])[:, None, None]
     seconds[_bytes_over(costs, devices) > 0] = np.inf
     slowest_s, _ = _best_cut(seconds, np.maximum)
     even = np.where(seconds <= slowest_s * (1 + _ROUNDING), seconds**2, np.inf)
