@@ -161,8 +161,10 @@ class Draft(msgspec.Struct):
     @property
     def length(self) -> int:
         """Number of tokens on the longest path."""
+        if not self.parents:
+            return len(self.token_ids)
         depths = [0]
-        for parent in self.parents or range(len(self.token_ids)):
+        for parent in self.parents:
             depths.append(depths[parent] + 1)
         return max(depths)
 

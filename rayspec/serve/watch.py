@@ -35,6 +35,7 @@ PERIOD_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
 _FRESH_S = 0.5
 _WINDOW_S = 10.0
+_REPLACED_S = 30.0  # after which requests are refused again, because the model takes long to load
 _SILENT_S = 6.0  # with 15 busy processes on two cores, an answer took up to 4.3 s
 
 # Serve makes the routers itself, by the name of their class, and gives no access to them. So they register here.
@@ -213,12 +214,16 @@ class Watch:
         self._models, self._timeout_s, self._looked = dict(models), replica_timeout_s, looked
         self.replicas: dict[str, dict[str, WatchedReplica]] = {}  # by model, without models that are not known
         self._ill_since_s: dict[str, float | None] = {}  # None: healthy. Without models that were never healthy
+        self._replaced_until_s: dict[str, float] = {}
 
     def can_serve(self, model: str) -> bool:
         """Return whether a request would reach an engine, now or after a wait. True while nothing is known, so that a
-        new ingress does not refuse requests that another would serve."""
+        new ingress does not refuse requests that another would serve, and while Serve replaces all replicas, as when
+        their options change."""
         waits: set[Health] = {"unknown", "ready", "recovering", "no answer"}
-        return model not in self.replicas or any(one.health in waits for one in self.replicas[model].values())
+        if model not in self.replicas or any(one.health in waits for one in self.replicas[model].values()):
+            return True
+        return not self.replicas[model] and time.monotonic() < self._replaced_until_s.get(model, 0.0)
 
     def num_running(self, model: str) -> int:
         """Return the number of replicas to which requests go now."""
@@ -272,6 +277,8 @@ class Watch:
                     new[name] = WatchedReplica(await asyncio.to_thread(ray.get_actor, name, namespace="serve"))
             found = {name: one for name, one in sorted((known | new).items()) if name in names}
             if found or handle.running_replicas_populated():
+                if not found and any(not one.has_ended for one in known.values()):
+                    self._replaced_until_s[model] = time.monotonic() + _REPLACED_S
                 self.replicas[model] = found
             for replica in found.values():
                 if replica.asked is None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rayspec.planning.partition import Device, LayerCost, ModelCosts, StageCost, bytes_missing, partition, stage_costs
@@ -77,6 +77,7 @@ def instances(draw: Any) -> tuple[ModelCosts, list[Device]]:
 
 
 @given(instances())
+@example((replace(model([1] * 4, [1, 1], end_seconds=(2, 0)), embedding_everywhere=True), devices(1, 1)))
 def test_brute_force_finds_nothing_better(instance: tuple[ModelCosts, list[Device]]) -> None:
     costs, places = instance
     cuts = [stage_costs(costs, places, spans) for spans in all_cuts(len(costs.layers), len(places), costs.starts)]

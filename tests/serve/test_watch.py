@@ -1,5 +1,7 @@
 """Which replicas count as well, as silent, and as lost; and the rates that they report."""
 
+import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +44,22 @@ def test_replicas_to_which_serve_sends_requests_are_tried_until_they_have_been_a
     assert (watch.can_serve("m"), watch.problem("m")) == (True, "starting")
     replica.answered(None)
     assert (watch.can_serve("m"), watch.problem("m")) == (False, "starting")
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_requests_wait_while_serve_replaces_the_only_replica(has_ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve takes the replica away before it starts the next. One that has died is not: to load takes long."""
+    names = {"app_name": "", "deployment_name": ""}
+    handle = SimpleNamespace(**names, is_initialized=True, running_replicas_populated=lambda: True)
+    watch = Watch({"m": handle}, replica_timeout_s=TIMEOUT_S)
+    watch.replicas["m"] = {"a": WatchedReplica(actor=None, report=report(), has_ended=has_ended)}
+    monkeypatch.setattr("rayspec.serve.watch.replicas_of", lambda _app, _deployment: set())
+    asyncio.run(watch.look())
+    assert watch.replicas["m"] == {}
+    assert watch.can_serve("m") is not has_ended
+    later_s = time.monotonic() + 31
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    assert not watch.can_serve("m")
 
 
 @pytest.mark.parametrize("before", [None, report()])
