@@ -235,6 +235,19 @@ def _check_grid(step: Step, grid: int) -> None:
             assert first + chunk.rows.num_rows == min(first + grid, num_prompt)
 
 
+def test_of_a_prompt_with_another_length_only_whole_chunks_are_shared() -> None:
+    """On a grid, the bits of the other pages depend on the length."""
+    scheduler, text = Scheduler(400, max_num_seqs=1, max_prefill_tokens=64, lookahead=0, chunk_grid=64), [*range(112)]
+    world = _World(scheduler, 0, 0)
+    world.add(_sequence(0, 112, 1, prompt=text))
+    world.run()
+    preempted = _sequence(1, 80, 40, prompt=text[:80])
+    preempted.commit(text[80:100])
+    world.add(preempted)
+    assert scheduler.schedule().admitted == [preempted]
+    assert preempted.num_computed == 64
+
+
 def test_what_a_failed_sequence_leaves_is_not_shared() -> None:
     world, failed = _world(400, 2), _sequence(0, 100, 5)
     world.add(failed)

@@ -172,6 +172,13 @@ def test_dominated_states_lose_nothing_that_is_best_for_its_saved_time_or_more()
         assert damage_at(frontier, saved) == pytest.approx(damage_at(exact, saved))
 
 
+def test_a_state_whose_similarity_is_no_number_is_dropped() -> None:
+    savings: Savings = [{SKIP: 1, "int4": 2}, {SKIP: 1}]
+    damages: Damages = [{SKIP: 0.1, "int4": float("nan")}, {SKIP: 0.1}]
+    solution = solve(savings, Additive(damages), max_saved=3, min_similarity=0.5, max_states=8)
+    assert [candidate.saved for candidate in solution.candidates] == [0, 1, 2]
+
+
 def test_savings_in_units_of_the_whole() -> None:
     assert quantize([{FULL: 1.0, SKIP: 0.0}, {FULL: 3.0, SKIP: 0.0}]) == [{SKIP: 1024}, {SKIP: 3072}]
     assert quantize([{FULL: 1.0, "int4": 0.5}, {FULL: 3.0, "int4": 2.0}]) == [{"int4": 512}, {"int4": 1024}]
