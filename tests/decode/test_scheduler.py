@@ -282,6 +282,14 @@ def test_first_come_first_served() -> None:
     assert small in scheduler.waiting, "a later one does not overtake one that waits for room"
 
 
+def test_a_sequence_that_needs_the_whole_cache_is_admitted_once_it_is_alone() -> None:
+    world = _world(100 * PAGE_SIZE, 2, 5000)
+    for name in range(2):
+        world.add(_sequence(name, 100 * PAGE_SIZE - 5, 5))
+    world.run()
+    assert world.finished == ["0", "1"]
+
+
 def test_clients_take_turns_and_a_new_one_does_not_wait() -> None:
     world = _world(4000, 4)
     for index in range(60):
@@ -353,6 +361,26 @@ def test_background_requests_give_pages_and_steps_to_others() -> None:
     step = world.scheduler.schedule(most_with_round=64, most_with_streams=8)
     assert step.decode == [interactive]
     assert sum(len(one.token_ids) for one in step.chunks) == 8, "its text grows fast, also if nobody streams it"
+
+
+def test_where_pages_run_out_a_background_request_gives_its_own() -> None:
+    world = _world(5 * PAGE_SIZE, 2)
+    world.add(_sequence(1, 2 * PAGE_SIZE - 1, 40, background=True))
+    world.step()
+    world.add(_sequence(2, 2 * PAGE_SIZE - 1, 40))
+    while not (step := world.step()).preempted:
+        pass
+    assert [one.sequence_id for one in step.preempted] == ["1"]
+    assert not step.num_out_of_pages, "the cache is not too small for the others"
+
+
+def test_beside_background_requests_alone_a_chunk_is_large() -> None:
+    world = _world(1024, 8, 64)
+    world.add(_sequence(0, 10, 30, background=True))
+    world.step()
+    world.add(_sequence(1, 300, 5, background=True))
+    step = world.scheduler.schedule(most_with_round=64, most_with_streams=8)
+    assert [len(chunk.token_ids) for chunk in step.chunks] == [64]
 
 
 def test_others_do_not_wait_for_a_common_prompt_that_the_background_reads() -> None:
