@@ -21,10 +21,11 @@ TREE = (-1, 0, -3, 1)
 CPU = torch.device("cpu")
 
 
-def _cache() -> KVCache:
+def _cache(num_windowed_slots: int = 0) -> KVCache:
     """Filled at random."""
+    store: Any = {"num_windowed_slots": num_windowed_slots, "windowed_layers": [0], "num_spare": 1, "device": CPU}
     budgets = KeyBudgets(window=KeyBudget(newest=2))
-    cache = KVCache({0: LayerShape(1, 4, 4)}, NUM_SLOTS, dtype=torch.float32, device=CPU, num_spare=1, budgets=budgets)
+    cache = KVCache({0: LayerShape(1, 4, 4)}, NUM_SLOTS, dtype=torch.float32, budgets=budgets, **store)
     for tensor in (cache.keys[0], cache.values[0]):
         tensor.normal_(generator=torch.Generator().manual_seed(0))
     return cache
@@ -134,8 +135,9 @@ def test_pages_and_slots_are_those_of_the_pass_whatever_was_there_before(monkeyp
         [RowSpan(one_run(0, 16), 0, 1)] * 5,
         [RowSpan(one_run(0, 256), 128, 1)],
         [RowSpan(one_run(8, 16), 0, 1)],
+        [RowSpan(one_run(0, 16), 0, 1, adapter=1)],
     ],
-    ids=["rows", "sequences", "places", "pages"],
+    ids=["rows", "sequences", "places", "pages", "adapter"],
 )
 def test_what_does_not_fit_is_refused(spans: list[RowSpan]) -> None:
     assert not _buffers().can_hold(_metadata(spans))
@@ -149,14 +151,14 @@ def _long_sequences() -> list[RowSpan]:
 
 
 def _attend(
-    cache: KVCache, spans: Sequence[RowSpan], keys: Keys, kind: AttentionKind, *, is_static: bool
+    cache: KVCache, spans: Sequence[RowSpan], keys: Keys, kind: AttentionKind, buffers: StepBuffers | None
 ) -> torch.Tensor:
-    """What the rows saw: [N, H, D]."""
+    """What the rows saw, in these buffers or as packed rows: [N, H, D]."""
     num_rows = sum(span.num_rows for span in spans)
     torch.manual_seed(1)
     query, key, value = torch.randn(2, 32, 4), torch.randn(1, 32, 4), torch.randn(1, 32, 4)
-    if is_static:
-        rows, _ = _buffers(cache).hold(_metadata(spans))
+    if buffers is not None:
+        rows, _ = buffers.hold(_metadata(spans))
         padded = rows.bucket.num_rows
         own = (each[:, :padded] for each in (query, key, value))
         return rows.seeing(keys).attend(0, *own, kind)[:num_rows]
@@ -167,15 +169,19 @@ def _attend(
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sliding_window", [None, 40, 100])
 @pytest.mark.parametrize("keys", ["all", "window"])
-def test_single_rows_see_what_packed_rows_see(keys: Keys, sliding_window: int | None, softcap: float | None) -> None:
-    """A sliding window of 40 places is less than the budget: it stays as it is."""
-    cache, kind = _cache(), AttentionKind(0.5, sliding_window, softcap)
-    for span in _long_sequences():
-        found, expected = (_attend(cache, [span], keys, kind, is_static=static) for static in (True, False))
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("is_windowed", [False, True])
+def test_single_rows_see_what_packed_rows_see(
+    is_windowed: bool, keys: Keys, sliding_window: int | None, softcap: float | None
+) -> None:
+    """Also with a windowed store. A sliding window of 40 places is less than the budget: it stays as it is."""
+    cache, kind = _cache(NUM_SLOTS * is_windowed), AttentionKind(0.5, sliding_window, softcap)
+    buffers = _buffers(cache)
     apart = [RowSpan(one_run(start, 80), 70, 1) for start in (0, 160, 80)]
-    found, expected = (_attend(cache, apart, keys, kind, is_static=static) for static in (True, False))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for spans in (*([span] for span in _long_sequences()), apart):
+        if is_windowed:
+            spans = [RowSpan(one_run(0, 128), one.context, 1, windowed=one.runs) for one in spans]  # noqa: PLW2901
+        found, expected = (_attend(cache, spans, keys, kind, each) for each in (buffers, None))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -185,7 +191,7 @@ def test_chains_and_trees_see_what_packed_rows_see(sliding_window: int | None, s
     cache, kind = _cache(), AttentionKind(0.5, sliding_window, softcap)
     tree = RowSpan(_long_sequences()[0].runs, 110, 7, (-1, 0, 0, 1, -2, 4, -4))
     spans = [RowSpan(one_run(64, 16), 0, 5), tree, RowSpan(runs_of_pages([14, 1, 6], PAGE_SIZE), 20, 9)]
-    found, expected = (_attend(cache, spans, "all", kind, is_static=static) for static in (True, False))
+    found, expected = (_attend(cache, spans, "all", kind, each) for each in (_buffers(cache), None))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -193,8 +199,7 @@ def test_chains_and_trees_see_what_packed_rows_see(sliding_window: int | None, s
 def test_several_rows_of_a_sequence_read_all(parents: tuple[int, ...]) -> None:
     cache, kind = _cache(), AttentionKind(0.5, None, None)
     spans = [RowSpan(_long_sequences()[0].runs, 110, 4, parents)]
-    found = _attend(cache, spans, "window", kind, is_static=True)
-    expected = _attend(cache, spans, "all", kind, is_static=True)
+    found, expected = (_attend(cache, spans, keys, kind, _buffers(cache)) for keys in ("window", "all"))
     assert torch.equal(found, expected)
 
 
