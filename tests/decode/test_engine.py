@@ -166,6 +166,21 @@ def test_streams_add_up_to_what_is_not_streamed() -> None:
     assert pieces.of("2")[-1].outputs[0].finish_reason == "abort"
 
 
+def test_a_long_prompt_is_read_while_others_decode() -> None:
+    engine = engine_with(PARTS, max_num_seqs=2, max_num_batched_tokens=16)
+    decoding, reading = requests_for(
+        [[3] * 5, [4] * 200],
+        [GREEDY.replace(ignore_eos=True, max_tokens=60), GREEDY.replace(ignore_eos=True, max_tokens=1)],
+    )
+    engine.add(decoding)
+    engine.step()
+    engine.add(reading)
+    while not (outputs := engine.step()):
+        pass
+    assert [output.request_id for output in outputs] == [reading.request_id]
+    engine.shutdown()
+
+
 def test_load_is_what_is_held() -> None:
     engine = _engine(max_num_seqs=2, kv_cache_tokens=400)
     for request in requests_for(KNOWN.prompts):

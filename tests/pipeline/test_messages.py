@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from rayspec.choices import FULL, SKIP
-from rayspec.decode.work import Round, RoundEntry, Work
+from rayspec.decode.drafting.lookup import LookupIndex
+from rayspec.decode.work import DecodingParams, Round, RoundEntry, SamplerSpec, Work
 from rayspec.errors import TransportError
 from rayspec.model.rows import one_run
 from rayspec.pipeline.messages import Begin, Broken, Envelope, Message, decode, encode
@@ -58,6 +59,14 @@ def test_a_round_arrives_with_its_rule_of_drafting(rule: DraftWhileWorth | Draft
     assert arrived.work.keep_drafting == rule
     confidences = [[0.9, 0.2], [0.99]]
     assert arrived.work.keep_drafting(confidences) == rule(confidences)
+
+
+def test_an_index_arrives_without_its_text() -> None:
+    spec = SamplerSpec(sequence_id="1", params=DecodingParams(), seed=1, prompt_token_ids=[1], lookup=LookupIndex(4, 2))
+    arrived = decode(enveloped(Begin(work=ROUND, opened=[spec]))).message
+    assert isinstance(arrived, Begin)
+    assert (lookup := arrived.opened[0].lookup) is not None
+    assert (lookup.ngram, lookup.shortest, lookup.num_tokens) == (4, 2, 0)
 
 
 def test_a_rule_of_drafting_that_cannot_be_sent_is_refused() -> None:
