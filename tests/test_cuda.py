@@ -16,7 +16,7 @@ from rayspec.config import EngineConfig, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.decode.stages import LocalStages
 from rayspec.local_engine import engine_like, load_engine
-from rayspec.model.cuda import probe
+from rayspec.model.cuda import operations, probe
 from rayspec.model.cuda.graphs import CudaDriver
 from tests.engines import GREEDY, complete, tokens_of
 from tests.families import FAMILIES, HARD_FAMILIES, WHOLE_FAMILIES, cases, checkpoint
@@ -104,6 +104,24 @@ def test_texts_without_graphs_or_kernels_are_those_of_generate(family: str, opti
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernels_compute_what_plain_torch_computes(dtype: torch.dtype) -> None:
     assert [one for one in kernel_differences(dtype, DEVICE) if not one.is_small] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("outputs", "size"), [(4096, 4096), (4096, 14336), (6144, 1536), (1000, 344)])
+@torch.inference_mode()
+def test_a_row_of_a_product_in_full_has_the_same_bits_in_any_company(
+    outputs: int, size: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    rows, weight = (torch.randn(number, size, device=DEVICE, generator=generator).to(dtype) for number in (64, outputs))
+
+    def product(count: int) -> torch.Tensor:
+        output = rows.new_empty(count, outputs)
+        operations.product(output, rows[:count], weight, None, None, adds=False)
+        return output
+
+    most = product(64)
+    assert [count for count in (1, 2, 8, 9, 16, 17, 33) if not torch.equal(product(count), most[:count])] == []
 
 
 @pytest.mark.parametrize(

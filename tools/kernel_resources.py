@@ -129,17 +129,15 @@ def row_launches(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> list[Laun
 
 
 def product_launches(shape: Shape, num_rows: int, dtype: torch.dtype = torch.bfloat16) -> list[Launch]:
-    """Return the launches that multiply rows by quantised matrices of queries, keys and values."""
+    """Return the launches that multiply rows by a matrix of queries, keys and values: in full, int8 and int4."""
     size, num_outputs = shape.num_heads * shape.dim, (shape.num_heads + 2 * shape.num_kv_heads) * shape.dim
-    rows = _meta(num_rows, size, dtype=dtype)
-    int8, int4 = (
-        _meta(num_outputs, size, dtype=torch.int8),
-        _meta(num_outputs, size // 8, dtype=torch.int32),
-    )
-    calls = [
-        launches.int8_product(rows, int8, _meta(num_outputs, dtype=torch.float32)),
-        launches.int4_product(rows, int4, _meta(size // 128, num_outputs, 2, dtype=dtype)),
+    rows, output = _meta(num_rows, size, dtype=dtype), _meta(num_rows, num_outputs, dtype=dtype)
+    matrices = [
+        (_meta(num_outputs, size, dtype=dtype), None),
+        (_meta(num_outputs, size, dtype=torch.int8), _meta(num_outputs, dtype=torch.float32)),
+        (_meta(num_outputs, size // 8, dtype=torch.int32), _meta(size // 128, num_outputs, 2, dtype=dtype)),
     ]
+    calls = [launches.product(output, rows, *matrix, None, adds=False) for matrix in matrices]
     return [launch for call in calls for launch in call.launches]
 
 

@@ -61,9 +61,9 @@ def _operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
     for activation in ("silu", "gelu_tanh"):
         yield f"gated, {activation}", partial(_gated, dtype, activation)
     for num_rows in (5, 40):
-        yield f"int8_product, {num_rows} rows", partial(_int8_product, dtype, num_rows)
-        yield f"int4_product, {num_rows} rows", partial(_int4_product, dtype, num_rows, 300)
-    yield "int4_product, many outputs", partial(_int4_product, dtype, 5, 20000)
+        yield f"product, {num_rows} rows", partial(_product, dtype, num_rows)
+        yield f"product by int8, {num_rows} rows", partial(_int8_product, dtype, num_rows)
+        yield f"product by int4, {num_rows} rows", partial(_int4_product, dtype, num_rows)
 
 
 def _attend(dtype: torch.dtype, device: torch.device, *, is_tree: bool, window: int) -> Tensor:
@@ -122,16 +122,29 @@ def _gated(dtype: torch.dtype, activation: str, device: torch.device) -> Tensor:
     return operations.gated(_random(dtype, device)(5, 512), activation)
 
 
+def _product(dtype: torch.dtype, num_rows: int, device: torch.device) -> Tensor:
+    """Add a product and a bias to an output."""
+    random = _random(dtype, device)
+    output = random(num_rows, 300)
+    operations.product(output, random(num_rows, 512), random(300, 512), None, random(300), adds=True)
+    return output
+
+
 def _int8_product(dtype: torch.dtype, num_rows: int, device: torch.device) -> Tensor:
     weight = torch.arange(300 * 512).mul(7919).remainder(255).sub(127).to(torch.int8).view(300, 512)
-    scales = torch.linspace(0.001, 0.01, 300)
-    return operations.int8_product(_random(dtype, device)(num_rows, 512), weight.to(device), scales.to(device))
+    scales, rows = torch.linspace(0.001, 0.01, 300), _random(dtype, device)(num_rows, 512)
+    output = rows.new_empty(num_rows, 300)
+    operations.product(output, rows, weight.to(device), scales.to(device), None, adds=False)
+    return output
 
 
-def _int4_product(dtype: torch.dtype, num_rows: int, num_outputs: int, device: torch.device) -> Tensor:
+def _int4_product(dtype: torch.dtype, num_rows: int, device: torch.device) -> Tensor:
     random = _random(dtype, device)
-    weight = torch.arange(num_outputs * 64).mul(2654435761).remainder(2**32).sub(2**31).to(device, torch.int32)
-    return operations.int4_product(random(num_rows, 512), weight.view(num_outputs, 64), random(4, num_outputs, 2) / 16)
+    weight = torch.arange(300 * 64).mul(2654435761).remainder(2**32).sub(2**31).to(device, torch.int32)
+    rows, scales = random(num_rows, 512), random(4, 300, 2) / 16
+    output = rows.new_empty(num_rows, 300)
+    operations.product(output, rows, weight.view(300, 64), scales, None, adds=False)
+    return output
 
 
 def _random(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:

@@ -12,7 +12,7 @@ import torch
 from msgspec import structs
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rayspec.choices import Choice, Choices, Weights, drafts_by_copies, keys_of
+from rayspec.choices import FULL, Choice, Choices, Weights, drafts_by_copies, keys_of
 from rayspec.config import KV_CACHE_SHARE, EngineConfig
 from rayspec.decode.drafting.lookup import read_texts, tokenised
 from rayspec.decode.engine import Engine
@@ -31,11 +31,18 @@ from rayspec.model.adapters import install_adapters
 from rayspec.model.architecture import max_positions, why_context_ends
 from rayspec.model.cuda import probe
 from rayspec.model.cuda.graphs import CudaDriver
-from rayspec.model.fused import draft_head_bytes, fuse
+from rayspec.model.fused import draft_head_bytes, fuse, in_one_order
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, CacheSize, KVCache, WindowedPages, bytes_per_slot
 from rayspec.model.offload import OffloadedWeights, offload
-from rayspec.model.row_counts import FIXED, FIXED_IN_BUFFERS, SINGLE_ROWS, has_experts, independent_row_counts
+from rayspec.model.row_counts import (
+    FIXED,
+    FIXED_IN_BUFFERS,
+    SINGLE_ROWS,
+    RowCounts,
+    has_experts,
+    independent_row_counts,
+)
 from rayspec.model.rows import MAX_TREE_ROWS, Bucket, decode_and_verify_buckets, padded_rows, padded_sequences
 from rayspec.model.sizes import copy_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
@@ -129,7 +136,9 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
         if has_experts(parts):
             counts = SINGLE_ROWS
         elif _has_buffers(config, parts):
-            counts = FIXED_IN_BUFFERS
+            one_order = in_one_order(parts)
+            counts = FIXED_IN_BUFFERS if one_order is None else RowCounts(1, FIXED_IN_BUFFERS.most)
+            parts = one_order or parts
         else:
             counts = FIXED if is_split else independent_row_counts(parts)
     choices = choices_here(config, parts)
@@ -158,12 +167,13 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
         runner.on_loss = partial(_note_loss, _verdict_file(config, parts))
         if graphs is not None:
             buckets = decode_and_verify_buckets(config.num_seqs, _num_draft_tokens(config))
-            drafts = drafts_by_copies(config.speculation.draft_weights, ways_of(parts, choices))
-            if counts is None:
-                _warm_up(runner, graphs, buckets, drafts.values())
-            else:  # drafts run in other buckets
-                fixed = [one._replace(num_rows=counts.least) for one in buckets if one.num_rows <= counts.most]
-                _warm_up(runner, graphs, fixed, ())
+            drafts = [*drafts_by_copies(config.speculation.draft_weights, ways_of(parts, choices)).values()]
+            if counts is not None:
+                fitting = [one for one in buckets if one.num_rows <= counts.most]
+                buckets = [one._replace(num_rows=max(one.num_rows, counts.least)) for one in fitting]
+                drafts = drafts if counts.least == 1 else []  # they run in other buckets
+            before = (FULL,) * runner.first_sublayer  # a plan has choices for the whole model
+            _warm_up(runner, graphs, buckets, [before + draft for draft in drafts])
         if runner.may_retry:  # ranks would have to decide together
             self_test(runner)
     return runner

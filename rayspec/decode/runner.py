@@ -342,7 +342,7 @@ def _in_fixed_shape(spans: Sequence[RowSpan], token_ids: TokenIds, counts: RowCo
     pieces = [(piece, ()) for span in spans for piece in span.divided(counts.most, SPLIT_BORDER)]
     passes = [[piece for piece, _ in some] for some in passes_of(pieces, counts.most)]
     made = [_in_buffers(some, token_ids if len(passes) == 1 else ()) for some in passes]
-    return [replace(one, bucket=one.bucket._replace(num_rows=counts.least)) for one in made]
+    return [replace(one, bucket=one.bucket._replace(num_rows=max(one.bucket.num_rows, counts.least))) for one in made]
 
 
 def ways_of(parts: Decomposition, choices: Sequence[Choice]) -> list[tuple[Choice, ...]]:

@@ -29,17 +29,19 @@ from rayspec.model.matrices import (
     FEW_ROWS_ON_GPU,
     Bfloat16Matrix,
     FewRows,
-    Int4Matrix,
-    Int8Matrix,
     LinearMap,
     Matrix,
     Norm,
+    OperatorMatrix,
     Shortlist,
     as_operator,
     empty_linears,
     has_blocked_layout,
+    int4_matrix,
+    int8_matrix,
     is_plain,
     is_plain_or_share,
+    joined_weight,
     num_bytes,
 )
 from rayspec.model.offload import Fetch
@@ -139,6 +141,27 @@ def fuse(
     if has_kernels and final_norm is not None:
         final_norm = as_operator(final_norm)
     return replace(parts, sublayers=sublayers, lm_head=head, draft_head=draft_head, final_norm=final_norm)
+
+
+def in_one_order(parts: Decomposition) -> Decomposition | None:
+    """Return the same model, by the same weights, in which a row has the same bits among up to `ONE_ORDER` rows of a
+    pass in static buffers. Return None if some product is not the operator `rayspec::product` in full."""
+    sublayers, head = [], parts.lm_head
+    for sublayer in parts.sublayers:
+        body = sublayer.body
+        if not isinstance(body, FusedLayer):
+            return None
+        first, last = (_in_one_order(each) for each in (body.first, body.last))
+        if first is None or last is None:
+            return None
+        sublayers.append(replace(sublayer, body=replace(body, first=first, last=last)))
+    if head is not None and (head := _in_one_order(head)) is None:
+        return None
+    return replace(parts, sublayers=tuple(sublayers), lm_head=head)
+
+
+def _in_one_order(matrix: nn.Module) -> OperatorMatrix | None:
+    return matrix.in_one_order() if isinstance(matrix, OperatorMatrix) else None
 
 
 def draft_head_bytes(parts: Decomposition, weights: Weights) -> int:
@@ -338,7 +361,9 @@ class _Fuser:
         packed: nn.Module = head
         try:
             matrix = self._matrix([head])
-            if self._may_block(head):
+            if isinstance(matrix, OperatorMatrix):
+                packed = matrix
+            elif self._may_block(head):
                 packed = matrix if halved is None or not self.has_own_bits else FewRows(matrix, halved)
                 if not _is_tied(parts):
                     empty_linears([head])
@@ -396,8 +421,8 @@ class _Fuser:
 
     def _copy(self, weights: Weights, linears: Sequence[nn.Linear], mean_squares: Tensor | None = None) -> LinearMap:
         if weights == "int8":
-            return Int8Matrix(linears, use_operators=self._use_operators)
-        return Int4Matrix(linears, use_operators=self._use_operators, mean_squares=mean_squares)
+            return int8_matrix(linears, use_operators=self._use_operators)
+        return int4_matrix(linears, use_operators=self._use_operators, mean_squares=mean_squares)
 
     def _by_own_bits(self, body: FusedLayer, copies: Mapping[Weights, Body]) -> FusedLayer:
         """Return the body with the matrices of its int4 copy for few rows, where the checkpoint has 4 bits."""
@@ -406,7 +431,7 @@ class _Fuser:
             return body
         for name in ("first", "last"):
             full, own = getattr(body, name), getattr(copy, name)
-            if isinstance(full, LinearMap) and isinstance(own, Int4Matrix) and own.has_own_bits:
+            if isinstance(full, LinearMap) and isinstance(own, LinearMap) and own.has_own_bits:
                 either: dict[str, Any] = {name: FewRows(full, own)}
                 body, self.has_own_bits = replace(body, **either), True
         return body
@@ -430,7 +455,7 @@ class _Fuser:
         return body, [*linears, *filter(is_plain, [last])]
 
     def _attention(
-        self, sublayer: Sublayer, projections: Matrix, kinds: Sequence[AttentionKind]
+        self, sublayer: Sublayer, projections: LinearMap, kinds: Sequence[AttentionKind]
     ) -> Callable[[Tensor, Rows], Tensor]:
         block: Any = sublayer.block
         if len(kinds) != 1:
@@ -481,7 +506,9 @@ class _Fuser:
         else:
             empty_linears([linear for _, _, linear in found])
 
-    def _matrix(self, linears: Sequence[nn.Linear]) -> Matrix:
+    def _matrix(self, linears: Sequence[nn.Linear]) -> LinearMap:
+        if self._use_operators and linears[0].weight.dtype.itemsize == 2:
+            return OperatorMatrix(linears, joined_weight(linears), most=FEW_ROWS_ON_GPU)
         return Matrix(linears, blocked=self._may_block(linears[0]))
 
     def _may_block(self, linear: nn.Linear) -> bool:

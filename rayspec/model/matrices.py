@@ -7,6 +7,7 @@ bfloat16 matrix is faster than int4.
 
 from __future__ import annotations
 
+import copy
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +19,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from rayspec.choices import Weights
-from rayspec.model.cuda.operations import int4_product, int8_product, rms_norm
+from rayspec.model.cuda.operations import product, rms_norm
 from rayspec.model.cuda.reference import packed_levels
 
 
 class LinearMap(nn.Module, ABC):
-    """Several linear layers with the same input as one matrix, which has the rows of the first layer first."""
+    """Several linear layers with the same input as one matrix, which has the rows of the first layer first.
+    has_own_bits: it has the int4 weights of a checkpoint of 4 bits."""
+
+    has_own_bits = False
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__()
@@ -45,8 +49,46 @@ class LinearMap(nn.Module, ABC):
         return residual.add_(self(rows))
 
 
+class OperatorMatrix(LinearMap):
+    """A `LinearMap` whose product is the operator `rayspec::product`, for up to `most` rows, or any number if it is
+    None. weight, scales: of the operator. has_one_order: see `in_one_order`."""
+
+    def __init__(
+        self, linears: Sequence[nn.Linear], weight: Tensor, scales: Tensor | None = None, *, most: int | None = None
+    ) -> None:
+        super().__init__(linears)
+        self._weight, self._scales, self._most = weight, scales, most
+
+    def in_one_order(self) -> OperatorMatrix | None:
+        """Return the same map, by the same weights, in which a row has the same bits among up to `ONE_ORDER` rows.
+        Return None for quantised weights."""
+        if self._scales is not None:
+            return None
+        twin = copy.copy(self)
+        twin._most = ONE_ORDER
+        return twin
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if not self._has_kernel(rows):
+            return linear(rows, self._weight, self._bias)
+        return self._product(rows.new_empty(*rows.shape[:-1], self.num_rows), rows, adds=False)
+
+    def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
+        if self._has_kernel(rows):
+            return self._product(residual, rows, adds=True)
+        return _add_product(residual, rows, self._weight, self._bias)
+
+    def _has_kernel(self, rows: Tensor) -> bool:
+        return self._most is None or rows.numel() <= self._most * self.num_columns
+
+    def _product(self, output: Tensor, rows: Tensor, *, adds: bool) -> Tensor:
+        flat = rows.reshape(-1, self.num_columns)
+        product(output.view(-1, self.num_rows), flat, self._weight, self._scales, self._bias, adds)
+        return output
+
+
 class Matrix(LinearMap):
-    """A `LinearMap` with weights in full precision.
+    """A `LinearMap` with weights in full precision, whose product is torch's.
 
     It copies the weights, except for a single layer that is not blocked. `empty_linears` frees the layers' own weights.
     blocked: store the weights in oneDNN's layout.
@@ -74,8 +116,12 @@ class Matrix(LinearMap):
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
         if self._is_blocked:
             return residual.copy_(self.plus(residual, rows))
-        residual.view(-1, self.num_rows).addmm_(rows.view(-1, self.num_columns), self._weight.T)
-        return residual if self._bias is None else residual.add_(self._bias)
+        return _add_product(residual, rows, self._weight, self._bias)
+
+
+def _add_product(residual: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    residual.view(-1, len(weight)).addmm_(rows.view(-1, weight.shape[1]), weight.T)
+    return residual if bias is None else residual.add_(bias)
 
 
 class Bfloat16Matrix(LinearMap):
@@ -151,8 +197,11 @@ _FEWEST_STEPS, _OFF_LEVEL, _MOST = 5, 0.05, 0.9
 # The int4 kernel's layout has blocks of 64 rows; the last block has a multiple of 16 rows.
 _BLOCK_ROWS = 64
 _ROW_MULTIPLE = 16
-# With more rows an int4 product is no faster than a product in full: on a CPU as measured, on a GPU as supposed.
+# With more rows an int4 product is no faster than a product in full: on a CPU as measured, on a GPU as supposed. There,
+# torch's product in full is faster with more rows, too (docs/gpu.md).
 FEW_ROWS, FEW_ROWS_ON_GPU = 4, 16
+# Up to so many rows, the sums of `rayspec::product` in full have the same order.
+ONE_ORDER = 64
 # Tokens whose logits a draft's head computes again. On SmolLM2 and Gemma 3 270M the head's likeliest token is among
 # them in 99 to 100 % of positions; it is the likeliest of the int4 copy in 83 to 85 %.
 _SHORTLIST = 8
@@ -163,16 +212,19 @@ _LARGEST_INPUT, _ZERO_INPUT = 126, 128
 _SMALLEST_SCALE = 1e-30
 
 
-class _QuantisedMatrix(LinearMap):
-    """Quantised weights and their scales, in the layout of the kernel that multiplies by them.
+class QuantisedMatrix(LinearMap):
+    """Quantised weights and their scales on a CPU. multiply: returns the product of rows [N, num_columns] with weight
+    and scales, as a new tensor [N, num_rows + padding]."""
 
-    It does not change the linear layers that it copies. use_operators: multiply with the operators `rayspec::*`.
-    """
-
-    _weight: Tensor
-    _scales: Tensor
-    _multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Returns the product of rows [N, num_columns] with weight and scales, as a new tensor [N, num_rows + padding]."""
+    def __init__(
+        self,
+        linears: Sequence[nn.Linear],
+        weight: Tensor,
+        scales: Tensor,
+        multiply: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> None:
+        super().__init__(linears)
+        self._weight, self._scales, self._multiply = weight, scales, multiply
 
     def forward(self, rows: Tensor) -> Tensor:
         product = self._multiply(rows.reshape(-1, self.num_columns).contiguous(), self._weight, self._scales)
@@ -180,71 +232,73 @@ class _QuantisedMatrix(LinearMap):
         return product if self._bias is None else product.add_(self._bias)
 
 
-class Int8Matrix(_QuantisedMatrix):
-    """Symmetric int8 weights with one scale per row of the matrix.
+def int8_matrix(linears: Sequence[nn.Linear], *, use_operators: bool = False) -> LinearMap:
+    """Return a copy of the linear layers in int8 with one scale per row of the matrix. use_operators: multiply by the
+    operator `rayspec::product`.
 
     With oneDNN, the input rows are quantised to int8 too. Each has its own scale, so no row depends on the others.
     """
+    weight = joined_weight(linears)
+    quantised = torch.empty_like(weight, dtype=torch.int8)
+    scales = weight.new_empty(len(weight), dtype=torch.float32)
+    for chunk in _chunks(weight):
+        numbers = weight[chunk].float()
+        scales[chunk] = (numbers.abs().amax(1) / 127).clamp_(min=_SMALLEST_SCALE)
+        quantised[chunk] = (numbers / scales[chunk, None]).round_().to(torch.int8)
+    if use_operators:
+        return OperatorMatrix(linears, quantised, scales)
+    if has_int8_products(weight.device):
+        packed = torch.ops.onednn.qlinear_prepack(quantised, None)
+        return QuantisedMatrix(linears, packed, scales, _product_of_int8_rows)
+    return QuantisedMatrix(
+        linears,
+        quantised,
+        scales,
+        lambda rows, levels, scale: torch._weight_int8pack_mm(rows, levels, scale.to(rows.dtype)),
+    )
 
-    def __init__(self, linears: Sequence[nn.Linear], *, use_operators: bool = False) -> None:
-        super().__init__(linears)
-        weight = joined_weight(linears)
-        quantised = torch.empty_like(weight, dtype=torch.int8)
-        scales = weight.new_empty(len(weight), dtype=torch.float32)
-        for chunk in _chunks(weight):
-            numbers = weight[chunk].float()
-            scales[chunk] = (numbers.abs().amax(1) / 127).clamp_(min=_SMALLEST_SCALE)
-            quantised[chunk] = (numbers / scales[chunk, None]).round_().to(torch.int8)
-        self._weight, self._scales = quantised, scales
-        if use_operators:
-            self._multiply = int8_product
-        elif has_int8_products(weight.device):
-            self._multiply = _product_of_int8_rows
-            self._weight = torch.ops.onednn.qlinear_prepack(quantised, None)
-        else:
-            self._multiply = lambda rows, levels, scale: torch._weight_int8pack_mm(rows, levels, scale.to(rows.dtype))
 
+def int4_matrix(
+    linears: Sequence[nn.Linear], *, use_operators: bool = False, mean_squares: Tensor | None = None
+) -> LinearMap:
+    """Return a copy of the linear layers in int4 with a scale and a zero for each group of columns of a row. Weights of
+    a dequantised checkpoint of 4 bits stay as they are. Input rows have full precision; on a CPU bfloat16, for which
+    torch's kernel is fast.
 
-class Int4Matrix(_QuantisedMatrix):
-    """int4 weights with a scale and a zero for each group of columns of a row. Weights of a dequantised checkpoint of 4
-    bits stay as they are. Input rows have full precision; on a CPU bfloat16, for which torch's kernel is fast.
-
-    mean_squares: of each column of the input, [num_columns]; errors weigh as much in the product. By default the
-    columns are alike. has_own_bits: whether the weights had 4 bits. Raises ValueError for a number of columns that no
-    group size divides.
+    use_operators: as in `int8_matrix`. mean_squares: of each column of the input, [num_columns]; errors weigh as much
+    in the product. By default the columns are alike. Raises ValueError for a number of columns that no group size
+    divides.
     """
-
-    def __init__(
-        self, linears: Sequence[nn.Linear], *, use_operators: bool = False, mean_squares: Tensor | None = None
-    ) -> None:
-        super().__init__(linears)
-        weight = joined_weight(linears)
-        self.has_own_bits = False
-        if self.num_columns % _GROUP == 0:  # nearly all groups of the first rows have 16 levels with equal steps
-            steps = _steps(weight[:_BLOCK_ROWS].float().reshape(-1, _GROUP))
-            self.has_own_bits = float((steps > 0).float().mean()) > _MOST
-        sizes = (_GROUP,) if self.has_own_bits or not use_operators else _GPU_GROUPS
-        size = _group_size(self.num_columns, sizes)
-        if mean_squares is None:
-            mean_squares = torch.ones(self.num_columns, device=weight.device)
-        weight = pad(weight, (0, 0, 0, -self.num_rows % _ROW_MULTIPLE))
-        packed, scales = [], []
-        quantised = partial(
-            _int4,
-            importance=mean_squares.float().view(-1, size),
-            have_4_bits=self.has_own_bits,
-            zero_level=-16 if use_operators else 8,
-            dtype=weight.dtype if use_operators else torch.bfloat16,
-        )
-        for levels, scale, zero in (quantised(weight[chunk]) for chunk in _chunks(weight)):
-            if use_operators:
-                packed.append(packed_levels(levels, size))
-            else:
-                packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1))
-            scales.append(torch.stack([scale.T, zero.T], -1))
-        self._weight = torch.cat(packed)
-        self._scales = torch.cat(scales, 1)  # [groups of a row, rows, 2]
-        self._multiply = int4_product if use_operators else partial(_product_of_bfloat16_rows, size=size)
+    weight = joined_weight(linears)
+    num_columns, has_own_bits = weight.shape[1], False
+    if num_columns % _GROUP == 0:  # nearly all groups of the first rows have 16 levels with equal steps
+        steps = _steps(weight[:_BLOCK_ROWS].float().reshape(-1, _GROUP))
+        has_own_bits = float((steps > 0).float().mean()) > _MOST
+    size = _group_size(num_columns, (_GROUP,) if has_own_bits or not use_operators else _GPU_GROUPS)
+    if mean_squares is None:
+        mean_squares = torch.ones(num_columns, device=weight.device)
+    if not use_operators:
+        weight = pad(weight, (0, 0, 0, -len(weight) % _ROW_MULTIPLE))
+    packed, scales = [], []
+    quantised = partial(
+        _int4,
+        importance=mean_squares.float().view(-1, size),
+        have_4_bits=has_own_bits,
+        zero_level=-16 if use_operators else 8,
+        dtype=weight.dtype if use_operators else torch.bfloat16,
+    )
+    for levels, scale, zero in (quantised(weight[chunk]) for chunk in _chunks(weight)):
+        if use_operators:
+            packed.append(packed_levels(levels, size))
+        else:
+            packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1))
+        scales.append(torch.stack([scale.T, zero.T], -1))
+    # Scales are [groups of a row, rows, 2].
+    arguments = linears, torch.cat(packed), torch.cat(scales, 1)
+    multiply = partial(_product_of_bfloat16_rows, size=size)
+    made = OperatorMatrix(*arguments) if use_operators else QuantisedMatrix(*arguments, multiply)
+    made.has_own_bits = has_own_bits
+    return made
 
 
 class FewRows(LinearMap):

@@ -41,7 +41,7 @@ class RowCounts:
 # The rows of an expert depend on the routing: in a mixture of experts, only passes of a single row have a fixed shape.
 SINGLE_ROWS = RowCounts(1, 1)
 FIXED = RowCounts(8, 8)
-# On a GPU, where reading the weights takes the time, products of 64 rows take a few per cent longer than those of one.
+# On a GPU where products are torch's: reading the weights takes the time, so 64 rows take a few per cent more than one.
 FIXED_IN_BUFFERS = RowCounts(64, 64)
 
 

@@ -12,7 +12,8 @@ from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode import loading
 from rayspec.decode.stages import LocalStages
 from rayspec.local_engine import load_engine
-from rayspec.model.row_counts import FIXED_IN_BUFFERS
+from rayspec.model.matrices import ONE_ORDER
+from rayspec.model.row_counts import RowCounts
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.strategies.fixed import FixedPlan, static_plan
 from tests.demo_model import demo_parts, demo_prompts
@@ -104,10 +105,9 @@ def test_texts_in_bfloat16_do_not_depend_on_strategy_or_batch(family: str) -> No
         assert isinstance(engine.stages, LocalStages)
         runner = engine.stages.runner
         assert runner.graphs is not None
-        assert runner.row_counts == FIXED_IN_BUFFERS
+        assert runner.row_counts == RowCounts(1, ONE_ORDER)
         found[name, most] = tokens_of(complete(engine, prompts, GREEDY.replace(max_tokens=MAX_TOKENS)))
-        plain = {bucket.num_rows for bucket in runner.graphs.buckets if bucket.max_rows == 1}
-        assert plain == {64} if name == "ar" else 64 in plain  # drafts may have as many rows as sequences
+        assert most > 1 or {bucket.num_rows for bucket in runner.graphs.buckets if bucket.max_rows == 1} == {1}
         assert name == "ar" or engine.stats.num_draft_tokens > 0
     assert found == dict.fromkeys(found, found["ar", 1])
 

@@ -20,15 +20,19 @@ from rayspec.choices import FULL
 from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions
 from rayspec.decode import loading
 from rayspec.decode.engine import Engine
-from rayspec.decode.loading import make_graphs
+from rayspec.decode.loading import make_graphs, make_runner
 from rayspec.decode.rehearsal import self_test
 from rayspec.decode.stages import LocalStages
 from rayspec.local_engine import load_engine
 from rayspec.model import static_rows
+from rayspec.model.architecture import decompose
 from rayspec.model.cuda.operations import attend
+from rayspec.model.fused import fuse
 from rayspec.model.graphs import StepGraphs
+from rayspec.model.kv_cache import CacheSize
 from rayspec.model.rows import MAX_TREE_ROWS
 from rayspec.model.static_rows import Staging, StaticRows
+from rayspec.model.weights import load_model
 from rayspec.types import ConfigError, OutOfMemoryError, Plan
 from tests.engines import GREEDY, RandomPlans, complete, engine_with, requests_for, tokens_of
 from tests.families import cases, checkpoint, operator_parts_of, parts_of
@@ -411,3 +415,22 @@ def test_a_kernel_that_fails_before_the_first_capture_ends_graphs_and_not_the_lo
     assert isinstance(engine.stages, LocalStages)
     assert engine.stages.runner.graphs is None
     assert engine.stages.runner.buffers is not None
+
+
+def test_a_later_stage_captures_drafts_by_its_copies(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loading, "has_kernels", lambda config, parts: True)
+    monkeypatch.setattr(loading, "_verdict_file", lambda config, parts: tmp_path / "verdict.json")
+    monkeypatch.setattr(loading, "CudaDriver", lambda device: RecordingDriver())
+    layers = range(2, 4)
+    config = EngineConfig(
+        model=checkpoint("llama"), device="cpu", dtype="float32", max_model_len=256, max_num_seqs=2,
+        parallel={"stages": 2}, speculation=SpeculationOptions(strategy="knapspec", choices=("skip", "int4")),
+    )  # fmt: skip
+    parts = fuse(decompose(load_model(config, layers=layers), layers=layers), use_operators=True, quantised=("int4",))
+    runner = make_runner(config, parts, CacheSize(1024), 256)
+    assert caplog.messages == []
+    assert isinstance(runner.graphs, StepGraphs)
+    drafts = {part for _, part in runner.graphs._graphs if ("int4" in str(part))}
+    assert drafts == {tuple((index, "int4") for index in range(4, 8))}

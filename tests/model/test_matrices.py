@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from rayspec.choices import Weights
 from rayspec.model import matrices
 from rayspec.model.matrices import (
-    Int4Matrix,
-    Int8Matrix,
     LinearMap,
     Matrix,
+    OperatorMatrix,
     RmsNorm,
     as_operator,
     has_blocked_layout,
+    int4_matrix,
+    int8_matrix,
     is_plain,
     num_bytes,
 )
@@ -32,7 +33,7 @@ TOLERANCE = {
 }
 
 
-QUANTISED: dict[Weights, type[Int8Matrix | Int4Matrix]] = {"int8": Int8Matrix, "int4": Int4Matrix}
+QUANTISED: dict[Weights, Callable[..., LinearMap]] = {"int8": int8_matrix, "int4": int4_matrix}
 Make = Callable[[Weights, Sequence[nn.Linear]], LinearMap]
 
 
@@ -73,8 +74,9 @@ def test_it_computes_the_product_with_the_dequantised_matrix(make: Make, kind: W
     matrix = make(kind, layers)
     assert (matrix.num_rows, matrix.num_columns) == (76, COLUMNS)
     if dtype == torch.bfloat16:
-        groups_saved = 3 if matrix._scales.shape[0] == COLUMNS // 64 else 0  # On a GPU groups are larger.
-        assert matrix._weight.nbytes + matrix._scales.nbytes == num_bytes(kind, 76, COLUMNS) - 80 * groups_saved * 4
+        taken, most = matrix._weight.nbytes + matrix._scales.nbytes, num_bytes(kind, 76, COLUMNS)
+        assert 0.85 * most <= taken <= most
+        assert taken == most or isinstance(matrix, OperatorMatrix), "on a GPU int4 has larger groups and no padding"
     bias = torch.cat([layers[0].bias, torch.zeros(32), layers[2].bias]).float()
     exact = dequantised(matrix)
     for num_rows in ROW_COUNTS:
@@ -103,10 +105,10 @@ def test_columns_with_large_inputs_have_small_errors(*, use_operators: bool) -> 
     [layer] = linears(40)
     rows = torch.randn(200, COLUMNS) * torch.logspace(-1, 1, COLUMNS)[torch.randperm(COLUMNS)]
     expected = rows @ layer.weight.T
-    alike = Int4Matrix([layer], use_operators=use_operators)
-    fitted = Int4Matrix([layer], use_operators=use_operators, mean_squares=rows.square().mean(0))
+    alike = int4_matrix([layer], use_operators=use_operators)
+    fitted = int4_matrix([layer], use_operators=use_operators, mean_squares=rows.square().mean(0))
     assert relative_error(fitted(rows), expected) < 0.93 * relative_error(alike(rows), expected)
-    zeros = Int4Matrix([layer], use_operators=use_operators, mean_squares=torch.zeros(COLUMNS))
+    zeros = int4_matrix([layer], use_operators=use_operators, mean_squares=torch.zeros(COLUMNS))
     assert zeros(rows).isfinite().all()
 
 

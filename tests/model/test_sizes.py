@@ -7,7 +7,7 @@ from rayspec.decode.generate_state import GenerateState, cache_bytes
 from rayspec.model.fused import FusedLayer, fuse
 from rayspec.model.kv_cache import bytes_per_slot
 from rayspec.model.layer_bytes import cached_bytes
-from rayspec.model.matrices import Int4Matrix, Int8Matrix
+from rayspec.model.matrices import QuantisedMatrix
 from rayspec.model.sizes import model_sizes, quantised_bytes
 from rayspec.model.weights import read_config
 from rayspec.types import ConfigError
@@ -134,7 +134,7 @@ def test_copies_weigh_what_the_loaded_ones_do(family: str) -> None:
     for weights in QUANTISED_WEIGHTS:
         bodies = [sublayer.quantised[weights] for sublayer in fused.sublayers if weights in sublayer.quantised]
         matrices = [matrix for body in bodies if isinstance(body, FusedLayer) for matrix in (body.first, body.last)]
-        copies = [matrix for matrix in matrices if isinstance(matrix, Int8Matrix | Int4Matrix)]
+        copies = [matrix for matrix in matrices if isinstance(matrix, QuantisedMatrix)]
         num_bytes = sum(copy._weight.nbytes + copy._scales.nbytes for copy in copies)
         sizes = quantised_bytes(read_config(checkpoint(family)), weights)
         assert sum(sizes) == num_bytes

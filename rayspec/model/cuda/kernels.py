@@ -325,16 +325,18 @@ def gate_columns(packed, output, row_stride, SIZE: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def int8_product_tiles(
-    rows, weight, scales, output, num_rows, row_stride,
+def product_tiles(
+    output, rows, weight, scales, bias, num_rows, row_stride,
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr,
-    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, BY_GROUP: tl.constexpr, UPCAST: tl.constexpr,
+    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, BY_GROUP: tl.constexpr, ADDS: tl.constexpr, UPCAST: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply by an int8 matrix. One program: a tile of rows times a tile of matrix rows, which are output columns.
+    """Multiply by a matrix in full, or in int8 with scales. One program: a tile of rows times a tile of matrix rows,
+    which are output columns.
 
     A step of the loop reads TILE_GROUPS groups of columns. BY_GROUP: each group has its own sums, so that warps share
-    the groups; the sums are added at the end. Grid: (ceil(OUTPUTS / TILE_OUTPUTS), ceil(N / TILE_ROWS)).
+    the groups; the sums are added at the end. ADDS: to what is in the output.
+    Grid: (ceil(OUTPUTS / TILE_OUTPUTS), ceil(N / TILE_ROWS)).
     """
     out = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -345,24 +347,24 @@ def int8_product_tiles(
     total = _zeros(TILE_GROUPS, TILE_OUTPUTS, TILE_ROWS, BY_GROUP)
     for start in tl.range(0, SIZE, TILE_GROUPS * GROUP, num_stages=STAGES):
         inside = start + column < SIZE
-        levels = tl.load(weight + start, mask=own[:, None] & tl.expand_dims(inside, -2), other=0)
+        matrix = tl.load(weight + start, mask=own[:, None] & tl.expand_dims(inside, -2), other=0)
         numbers = tl.load(rows + start, mask=live & tl.expand_dims(inside, -1), other=0.0)
-        total = _dot(levels.to(tl.float32 if UPCAST else numbers.dtype), numbers, total, UPCAST)
+        total = _dot(matrix.to(tl.float32 if UPCAST else numbers.dtype), numbers, total, UPCAST)
     if BY_GROUP:
         total = tl.sum(total, 0)
-    total *= tl.load(scales + out, mask=own, other=0.0)[:, None]
-    where = row.to(tl.int64)[None, :] * OUTPUTS + out[:, None]
-    tl.store(output + where, _as(total, output), mask=live[None, :] & own[:, None])
+    if scales is not None:
+        total *= tl.load(scales + out, mask=own, other=0.0)[:, None]
+    _store_product(output, bias, total, row, out, live, own, OUTPUTS, ADDS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def int4_product_tiles(
-    rows, weight, scales, output, num_rows, row_stride,
+    output, rows, weight, scales, bias, num_rows, row_stride,
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr,
-    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, BY_GROUP: tl.constexpr, UPCAST: tl.constexpr,
+    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, BY_GROUP: tl.constexpr, ADDS: tl.constexpr, UPCAST: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Do as `int8_product_tiles` for an int4 matrix. Its numbers are restored before the product."""
+    """Do as `product_tiles` for an int4 matrix. Its numbers are restored before the product."""
     out = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     own, live = out < OUTPUTS, row < num_rows
@@ -394,8 +396,19 @@ def int4_product_tiles(
         total = _dot(matrix, numbers, total, UPCAST)
     if BY_GROUP:
         total = tl.sum(total, 0)
-    where = row.to(tl.int64)[None, :] * OUTPUTS + out[:, None]
-    tl.store(output + where, _as(total, output), mask=live[None, :] & own[:, None])
+    _store_product(output, bias, total, row, out, live, own, OUTPUTS, ADDS)
+
+
+@triton.jit
+def _store_product(output, bias, total, row, out, live, own, OUTPUTS: tl.constexpr, ADDS: tl.constexpr):
+    """Write sums [outputs, rows], plus the bias, to the output, or add them to it; round once."""
+    if bias is not None:
+        total += tl.load(bias + out, mask=own, other=0.0).to(tl.float32)[:, None]
+    where = output + row.to(tl.int64)[None, :] * OUTPUTS + out[:, None]
+    inside = live[None, :] & own[:, None]
+    if ADDS:
+        total += tl.load(where, mask=inside, other=0.0).to(tl.float32)
+    tl.store(where, _as(total, output), mask=inside)
 
 
 @triton.jit

@@ -25,10 +25,8 @@ _MAX_KEY_TILE_BYTES = 2**14
 _NUM_PROGRAMS = 512
 # Up to so many rows, only reading the matrix limits a product's speed.
 MAX_FEW_ROWS = 16
-# Columns of an int8 matrix are read in groups, too, though they share no scale.
-_INT8_GROUP = 128
-# From so many outputs on, large tiles of an int4 matrix suffice for all multiprocessors.
-_MANY_OUTPUTS = 128 * 128
+# Columns of a matrix in full or in int8 are read in groups, too, though they share no scale.
+_FULL_GROUP, _INT8_GROUP = 64, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +45,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A prepared operation: its launches fill the output."""
+    """A prepared operation: its launches fill the output, None if it is an argument."""
 
-    output: Tensor
+    output: Tensor | None
     launches: tuple[Launch, ...]
 
-    def run(self) -> Tensor:
+    def run(self) -> Tensor | None:
         for launch in self.launches:
             launch.run()
         return self.output
@@ -83,7 +81,7 @@ class Splits:
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """Tile of a program that multiplies by a quantised matrix. rows: rows of the output. outputs: its columns. groups:
+    """Tile of a program that multiplies by a matrix. rows: rows of the output. outputs: its columns. groups:
     groups of columns of the matrix per step of the program's loop. by_group: warps share the groups, not the
     outputs."""
 
@@ -244,57 +242,46 @@ def gated(packed: Tensor, activation: str) -> Call:
     return Call(output, (Launch(kernels.gate_columns, grid, arguments, options),))
 
 
-def choose_int8_tile(*, num_rows: int, itemsize: int) -> ProductTile:
-    """Choose a tile for groups of `_INT8_GROUP` columns. With few rows, memory is the limit: small tiles let many
-    programs read in parallel. With more rows, large tiles share the data that they read."""
+def choose_product_tile(*, num_rows: int, itemsize: int, weight_type: torch.dtype, group: int) -> ProductTile:
+    """Choose a tile. itemsize: of the rows' type. group: of an int4 matrix, the columns with one scale, at most 128.
+
+    With few rows, memory is the limit: small tiles let many programs read in parallel. With more rows, large tiles
+    share the data that they read. Up to `MAX_SMALL_ROWS` rows, a product in full sums in the same order by any tile.
+    """
+    rows = 8 if num_rows <= 8 else MAX_FEW_ROWS  # tensor cores take 8 rows at a time
     if itemsize > 2:  # Products of float32 do not use tensor cores.
-        return ProductTile(_few_rows(num_rows), 32, 1, by_group=False, num_warps=4, num_stages=3)
-    if num_rows <= MAX_FEW_ROWS:
-        return ProductTile(_few_rows(num_rows), 16, 4, by_group=True, num_warps=4, num_stages=3)
-    return ProductTile(64, 64, 1, by_group=False, num_warps=8, num_stages=3)
+        return ProductTile(rows, 32, 1, by_group=False, num_warps=4, num_stages=3)
+    if weight_type.is_floating_point:
+        if num_rows > MAX_FEW_ROWS:
+            return ProductTile(MAX_SMALL_ROWS, 32, 4, by_group=True, num_warps=4, num_stages=3)
+        num_warps, num_stages = (2, 5) if num_rows <= 8 else (4, 4)
+        return ProductTile(rows, 16, 4, by_group=True, num_warps=num_warps, num_stages=num_stages)
+    if num_rows > MAX_FEW_ROWS:
+        return ProductTile(64, 64, 1, by_group=False, num_warps=8, num_stages=3)
+    if weight_type == torch.int8:
+        return ProductTile(rows, 16, 4, by_group=True, num_warps=4, num_stages=3)
+    # More of the smallest groups would need more shared memory than small GPUs have.
+    return ProductTile(rows, 32, 4 if group == 128 else 8, by_group=True, num_warps=4, num_stages=4)
 
 
-def choose_int4_tile(*, num_rows: int, num_outputs: int, group: int, itemsize: int) -> ProductTile:
-    """Do as `choose_int8_tile`. group: the columns of a group, at most 128."""
-    if itemsize > 2 or num_rows > MAX_FEW_ROWS:
-        return choose_int8_tile(num_rows=num_rows, itemsize=itemsize)
-    wide = 1 if group == 128 else 2  # More of the smallest groups would need more shared memory than small GPUs have.
-    if num_outputs >= _MANY_OUTPUTS:
-        return ProductTile(_few_rows(num_rows), 128, 2 * wide, by_group=False, num_warps=8, num_stages=3)
-    return ProductTile(_few_rows(num_rows), 32, 4 * wide, by_group=True, num_warps=4, num_stages=4)
-
-
-def _few_rows(num_rows: int) -> int:
-    """Return the rows of a small tile. Tensor cores take 8 rows at a time, if they are in the second axis."""
-    return 8 if num_rows <= 8 else MAX_FEW_ROWS
-
-
-def int8_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Call:
-    tile = choose_int8_tile(num_rows=len(rows), itemsize=rows.element_size())
-    return _product(kernels.int8_product_tiles, rows, weight, scales, tile, len(weight), _INT8_GROUP)
-
-
-def int4_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Call:
-    num_groups, num_outputs, _ = scales.shape
-    group = rows.shape[1] // num_groups
-    tile = choose_int4_tile(num_rows=len(rows), num_outputs=num_outputs, group=group, itemsize=rows.element_size())
-    return _product(kernels.int4_product_tiles, rows, weight, scales, tile, num_outputs, group)
-
-
-def _product(
-    kernel: Any, rows: Tensor, weight: Tensor, scales: Tensor, tile: ProductTile, num_outputs: int, group: int
+def product(
+    output: Tensor, rows: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, adds: bool
 ) -> Call:
-    num_rows, size = rows.shape
-    output = rows.new_empty(num_rows, num_outputs)
+    size, is_int4 = rows.shape[1], weight.dtype == torch.int32
+    group = _FULL_GROUP if weight.is_floating_point() else _INT8_GROUP
+    if is_int4 and scales is not None:
+        group = size // len(scales)
+    tile = choose_product_tile(num_rows=len(rows), itemsize=rows.element_size(), weight_type=weight.dtype, group=group)
     arguments = {
-        "rows": rows, "weight": weight, "scales": scales, "output": output, "num_rows": num_rows,
-        "row_stride": rows.stride(0), "SIZE": size, "OUTPUTS": num_outputs,
+        "output": output, "rows": rows, "weight": weight, "scales": scales, "bias": bias, "num_rows": len(rows),
+        "row_stride": rows.stride(0), "SIZE": size, "OUTPUTS": len(weight),
         "TILE_ROWS": tile.rows, "TILE_OUTPUTS": tile.outputs, "GROUP": group, "TILE_GROUPS": tile.groups,
-        "BY_GROUP": tile.by_group, "UPCAST": triton.knobs.runtime.interpret, "STAGES": tile.num_stages,
+        "BY_GROUP": tile.by_group, "ADDS": adds, "UPCAST": triton.knobs.runtime.interpret, "STAGES": tile.num_stages,
     }  # fmt: skip
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
-    grid = (_ceil_div(num_outputs, tile.outputs), _ceil_div(num_rows, tile.rows))
-    return Call(output, (Launch(kernel, grid, arguments, options),))
+    grid = (_ceil_div(len(weight), tile.outputs), _ceil_div(len(rows), tile.rows))
+    kernel = kernels.int4_product_tiles if is_int4 else kernels.product_tiles
+    return Call(None, (Launch(kernel, grid, arguments, options),))
 
 
 def _ceil_div(number: int, divisor: int) -> int:

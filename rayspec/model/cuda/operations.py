@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any, ParamSpec, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,34 +17,33 @@ from torch import Tensor
 from rayspec.model.cuda import reference
 
 P = ParamSpec("P")
+R = TypeVar("R", Tensor, None)
 _LIBRARY = torch.library.Library("rayspec", "DEF")  # type: ignore[no-untyped-call]
 
 
-def _defined(
-    run: Callable[P, Tensor], shape: Callable[..., Tensor], writes: tuple[str, ...] = ()
-) -> Callable[P, Tensor]:
+def _defined(run: Callable[P, R], shape: Callable[..., R], writes: tuple[str, ...] = ()) -> Callable[P, R]:
     """Register an operator with the name and the arguments of its reference. shape: returns an empty result. writes:
     arguments that it changes. The launches of its kernels need triton, so they are imported at the first call."""
     name: str = run.__name__
 
-    def on_gpu(*arguments: Any) -> Tensor:
+    def on_gpu(*arguments: Any) -> R:
         launches = importlib.import_module("rayspec.model.cuda.launches")
         with torch.cuda.device(arguments[0].device):  # Triton launches on the current device
-            return cast(Tensor, getattr(launches, name)(*arguments).run())
+            return cast(R, getattr(launches, name)(*arguments).run())
 
     _LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=writes))  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, run, "CPU")  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, on_gpu, "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"rayspec::{name}", shape, lib=_LIBRARY)
-    return cast(Callable[P, Tensor], getattr(torch.ops.rayspec, name))
+    return cast(Callable[P, R], getattr(torch.ops.rayspec, name))
 
 
 def _like_first(first: Tensor, *_: Any) -> Tensor:
     return first.new_empty(first.shape)
 
 
-def _product(rows: Tensor, weight: Tensor, _: Tensor) -> Tensor:
-    return rows.new_empty(len(rows), len(weight))
+def _nothing(*_: Any) -> None:
+    """Return what an operator returns that writes to its arguments."""
 
 
 def _rotated(packed: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, *others: Any) -> Tensor:
@@ -59,8 +58,7 @@ attend = _defined(reference.attend, _like_first)
 rms_norm = _defined(reference.rms_norm, _like_first)
 rotate_and_write = _defined(reference.rotate_and_write, _rotated, writes=("keys", "values"))
 gated = _defined(reference.gated, _gated)
-int8_product = _defined(reference.int8_product, _product)
-int4_product = _defined(reference.int4_product, _product)
+product = _defined(reference.product, _nothing, writes=("output",))
 
 
 _LEAST_CAPABILITY = (8, 0)  # tiles of the attention kernels do not fit into the shared memory of older GPUs

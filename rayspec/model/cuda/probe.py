@@ -145,7 +145,7 @@ def find_fault(shapes: Shapes, say: Callable[[str], object] = lambda name: None)
         try:
             launches = importlib.import_module("rayspec.model.cuda.launches")
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                found = getattr(launches, operator)(*on_device).run().cpu()
+                found = getattr(launches, operator)(*on_device).run()
         except torch.OutOfMemoryError:
             raise
         # Triton raises errors of many types: no compiler, no headers, no driver, too little shared memory.
@@ -180,12 +180,18 @@ def cases(shapes: Shapes) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
             yield "rotate_and_write", "rotate_and_write", (packed, *angles, *rest)
     size, outputs = min(shapes.hidden_size, 1024), min(2 * shapes.inner_size, 2**14)
     group = next((each for each in (128, 64, 32) if size % each == 0), 0)
-    for num_rows in (1, 16, 40) if shapes.has_copies and group else ():
-        int8 = torch.randint(-127, 128, (outputs, size), generator=generator).to(torch.int8)
-        int4 = torch.randint(-(2**31), 2**31, (outputs, size // 8), generator=generator).to(torch.int32)
+    for num_rows in (1, 16, 40):
         rows, scales = random(num_rows, size), torch.linspace(0.001, 0.01, outputs)
-        yield f"int8_product, {num_rows} rows", "int8_product", (rows, int8, scales)
-        yield f"int4_product, {num_rows} rows", "int4_product", (rows, int4, random(size // group, outputs, 2) / 16)
+        matrices: dict[str, tuple[Tensor, Tensor | None]] = {}
+        if dtype.itemsize == 2:
+            matrices["in full"] = random(outputs, size) / size**0.5, None
+        if shapes.has_copies and group:
+            int8 = torch.randint(-127, 128, (outputs, size), generator=generator).to(torch.int8)
+            int4 = torch.randint(-(2**31), 2**31, (outputs, size // 8), generator=generator).to(torch.int32)
+            matrices |= {"int8": (int8, scales), "int4": (int4, random(size // group, outputs, 2) / 16)}
+        for name, matrix in matrices.items():
+            bias, adds = (random(outputs), True) if num_rows == 16 else (None, False)
+            yield f"product {name}, {num_rows} rows", "product", (random(num_rows, outputs), rows, *matrix, bias, adds)
     for one in shapes.attention:
         for kind in _ROWS:
             yield f"attend, {kind}", "attend", _attention(one, kind, shapes.max_context, random)

@@ -145,28 +145,32 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned, rest], -1)
 
 
-def int8_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Return rows times the transposed matrix weight * scales[:, None]: [N, M], of the type of rows.
+def product(
+    output: Tensor, rows: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, adds: bool
+) -> None:
+    """Write rows times a transposed matrix [M, C], plus the bias [M], to the output [N, M], or add it if `adds`.
 
-    rows: [N, C]. weight: int8 [M, C], contiguous. scales: float32 [M]. On a GPU there are three orders of summation:
-    for N up to 8, for N up to 16, and for larger N.
+    rows: [N, C]. weight, contiguous, and scales: the matrix in full, of the type of rows, and no scales; or int8 [M,
+    C], scaled by float32 [M]; or int32 [M, C / 8], of `packed_levels`, and scale and offset [groups of a row, M, 2] of
+    the type of rows, contiguous: its numbers are (level + 16) * scale + offset, rounded to that type. A group has 32,
+    64 or 128 columns.
+
+    Sums are float32 and rounded once. A row has the same bits with any other rows, on a GPU in 16 bits if N is at most
+    64; by a quantised matrix only among N up to 8, and among N from 9 to 16.
     """
-    return (rows.float() @ weight.T.float() * scales).to(rows.dtype)
-
-
-def int4_product(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Do as `int8_product`, with a matrix whose numbers are (level + 16) * scale + offset, rounded to the type of rows.
-
-    weight: int32 [M, C / 8], contiguous, of `packed_levels`. scales: [groups of a row, M, 2], contiguous: scale and
-    offset. A group has 32, 64 or 128 columns.
-    """
-    size = rows.shape[1] // len(scales)
-    scale, offset = scales.float().transpose(0, 1).unbind(-1)
-    words = weight.to(torch.int64).view(len(weight), -1, 1, size // 8, 1) & 0xFFFFFFFF
-    words = words >> 3 | words << 29
-    levels = (words >> _LEVEL_BITS.to(weight.device) & 15).flatten(2).float()
-    matrix = (levels + 16) * scale[..., None] + offset[..., None]
-    return (rows.float() @ matrix.to(rows.dtype).flatten(1).T.float()).to(rows.dtype)
+    if weight.dtype == torch.int32 and scales is not None:
+        scale, offset = scales.float().transpose(0, 1).unbind(-1)
+        words = weight.to(torch.int64).view(len(weight), -1, 1, rows.shape[1] // len(scales) // 8, 1) & 0xFFFFFFFF
+        words = words >> 3 | words << 29
+        levels = (words >> _LEVEL_BITS.to(weight.device) & 15).flatten(2).float()
+        weight = ((levels + 16) * scale[..., None] + offset[..., None]).to(rows.dtype).flatten(1)
+        scales = None
+    matrix = weight.T.float()
+    for row, to in zip(torch.split(rows.float(), 1), torch.split(output, 1), strict=True):
+        found = row @ matrix if scales is None else row @ matrix * scales
+        if bias is not None:
+            found += bias.float()
+        to.copy_(found + to.float() if adds else found)
 
 
 def packed_levels(levels: Tensor, size: int) -> Tensor:

@@ -229,38 +229,47 @@ def _quantised(num_outputs: int, size: int, group: int) -> tuple[tuple[Tensor, T
     return (int8, scales), (int4, torch.randn(size // group, num_outputs, 2, generator=generator) * 0.1)
 
 
+def _matrices(num_outputs: int, size: int, group: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor | None]]:
+    int8, (int4, scales) = _quantised(num_outputs, size, group)
+    full = torch.randn(num_outputs, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return [(full, None), int8, (int4, scales.to(dtype))]
+
+
 @pytest.mark.parametrize("num_rows", [1, 16, 33])
 @pytest.mark.parametrize(("num_outputs", "size", "group"), PRODUCT_SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_products_with_quantised_matrices(
-    num_outputs: int, size: int, group: int, num_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launches, "_MANY_OUTPUTS", 64)
-    (int8, int8_scales), (int4, int4_scales) = _quantised(num_outputs, size, group)
+def test_products(num_outputs: int, size: int, group: int, num_rows: int, dtype: torch.dtype) -> None:
     wide = torch.randn(num_rows, size + 5, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
+    output, bias = torch.randn(num_rows, num_outputs).to(dtype), torch.randn(num_outputs).to(dtype)
     for rows in (wide[:, :size].contiguous(), wide[:, 5:]):
-        calls = [
-            (launches.int8_product, reference.int8_product, (rows, int8, int8_scales)),
-            (launches.int4_product, reference.int4_product, (rows, int4, int4_scales.to(dtype))),
-        ]
-        for launch, expected, arguments in calls:
-            _close_to_the_largest(launch(*arguments).run(), expected(*arguments))
+        for matrix in _matrices(num_outputs, size, group, dtype):
+            for also, adds in ((None, False), (bias, True)):
+                found, expected = output.clone(), output.clone()
+                launches.product(found, rows, *matrix, also, adds=adds).run()
+                reference.product(expected, rows, *matrix, also, adds=adds)
+                _close_to_the_largest(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.usefixtures("products_in_one_order")
 def test_a_row_of_a_product_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
-    (int8, int8_scales), (int4, int4_scales) = _quantised(40, 96, 32)
-    rows = torch.randn(40, 96).to(dtype)
-    products = [(launches.int8_product, (int8, int8_scales)), (launches.int4_product, (int4, int4_scales.to(dtype)))]
-    for product, matrix in products:
-        few = product(rows[:8], *matrix).run()
-        for count in (1, 7):
-            _same(product(rows[:count], *matrix).run(), few[:count], f"{count} rows")
-        some = product(rows[:16], *matrix).run()
-        _same(product(rows[:9], *matrix).run(), some[:9], "9 rows")
-        many = product(rows, *matrix).run()
-        _same(product(rows[:33], *matrix).run(), many[:33], "33 rows")
+    def product(rows: Tensor, matrix: tuple[Tensor, Tensor | None]) -> Tensor:
+        output = rows.new_empty(len(rows), 40)
+        launches.product(output, rows, *matrix, None, adds=False).run()
+        return output
+
+    rows = torch.randn(64, 96).to(dtype)
+    for matrix in _matrices(40, 96, 32, dtype):
+        for most, fewer in ((8, (1, 7)), (16, (9,)), (40, (33,))):
+            some = product(rows[:most], matrix)
+            for count in fewer:
+                _same(product(rows[:count], matrix), some[:count], f"{count} rows")
+    if dtype == torch.float16:
+        full = _matrices(40, 576, 32, dtype)[0]
+        rows = torch.randn(64, 576).to(dtype)
+        most = product(rows, full)
+        for count in (1, 8, 9, 16, 17, 33):
+            _same(product(rows[:count], full), most[:count], f"{count} rows in full")
 
 
 def _close_to_the_largest(found: Tensor, expected: Tensor) -> None:
