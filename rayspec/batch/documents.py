@@ -235,8 +235,8 @@ def _whole(file: Any, source: str, most: int) -> bytes:
 
 
 def _json_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
-    """Yield the objects of an array, or of a file that is one object after another. Raises InputFileError at a mistake
-    of the format, after which nothing can be read."""
+    """Yield the objects of an array, or of a file that is one object after another. A value that is no row is an error
+    row. Raises InputFileError at a mistake of the format, after which nothing can be read."""
     text = _decoded(_whole(file, piece.name, _MAX_WHOLE_BYTES), piece.name).strip()
     place, end, number = 0, len(text), 0
     if text.startswith("["):
@@ -323,30 +323,32 @@ def _check_unique(names: Sequence[str], columns: Columns, piece: Piece) -> list[
     return asked
 
 
-def _parsed(text: str, source: str) -> dict[str, Any]:
-    """Return the fields of a line of JSON. Raises InputFileError."""
+def _parsed(text: str, source: str) -> _Fields:
+    """Return the fields of a line of JSON, or the error of a value that is no row. Raises InputFileError."""
     fields, end = _parsed_at(text, len(text) - len(text.lstrip()), source)
     if text[end:].strip():
         raise InputFileError(f"{source}: not valid JSON: more follows at character {end}", "malformed_row")
     return fields
 
 
-def _parsed_at(text: str, place: int, source: str) -> tuple[dict[str, Any], int]:
-    """Return the fields of the JSON object at a place, and the place after it."""
+def _parsed_at(text: str, place: int, source: str) -> tuple[_Fields, int]:
+    """Return the fields of the JSON object at a place, or the error of a value that is no row, and the place after it.
+    Raises InputFileError for what is no JSON, whose end is unknown."""
     try:
-        row, end = _JSON.raw_decode(text, place)
+        try:
+            row, end = _JSON.raw_decode(text, place)
+        except InputFileError as error:
+            return InputFileError(f"{source}: {error}", error.kind), _ANY_JSON.raw_decode(text, place)[1]
         if "\\u" in text[place:end]:
             json.dumps(row, ensure_ascii=False).encode()
-    except InputFileError as error:
-        raise InputFileError(f"{source}: {error}", error.kind) from error
-    except UnicodeEncodeError as error:
-        raise InputFileError(
-            f"{source}: holds half of a surrogate pair, which is no character", "malformed_row"
-        ) from error
+    except UnicodeEncodeError:
+        problem = f"{source}: holds half of a surrogate pair, which is no character"
+        return InputFileError(problem, "malformed_row"), end
     except (ValueError, RecursionError) as error:  # a whole number of more than 4300 digits is a ValueError
         raise InputFileError(f"{source}: not valid JSON: {error}", "malformed_row") from error
     if not isinstance(row, dict):
-        raise InputFileError(f"{source}: a row must be a JSON object, not {type(row).__name__}", "malformed_row")
+        problem = f"{source}: a row must be a JSON object, not {type(row).__name__}"
+        return InputFileError(problem, "malformed_row"), end
     return row, end
 
 
@@ -358,7 +360,7 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_with_unique_keys)
+_JSON, _ANY_JSON = json.JSONDecoder(object_pairs_hook=_with_unique_keys), json.JSONDecoder()
 _GAP = re.compile(r"[\s,]*")
 
 

@@ -362,7 +362,11 @@ def test_a_folder_of_hugging_faces_save_to_disk_is_its_rows(tmp_path: Path) -> N
         ("a.json", b"[]", "empty_file"),
         ("a.json", b'[{"text": "fine"}, {"text": ', "fine malformed_row"),
         ("a.json", b'[{"text": "fine"}', "fine malformed_row"),
-        ("a.json", b'[{"text": "fine"}, 3]', "fine malformed_row"),
+        (
+            "a.json",
+            b'[{"text": "fine"}, 3, {"a": {"b": 1, "b": 2}}, {"text": "\\ud800"}, {"text": "fine"}, {"a": 1, "a": 2',
+            "fine malformed_row duplicate_column malformed_row fine malformed_row",
+        ),
         ("a.json", b'{"text": "fine"}', "fine"),
         ("a.json", b'[{"text": "fine"}]]', "fine malformed_row"),
         ("a.arrow", b"ARROW1 no more", "unreadable_file"),
