@@ -8,7 +8,7 @@ import itertools
 import logging
 import reprlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -157,7 +157,7 @@ class BatchRun:
                 await self._save(**await asyncio.to_thread(self._finalized))
         except InvalidRequestError as error:  # the file, or this batch, was deleted
             gone = BatchError(code="file_not_found", message=f"input_file_id: {error}", param="input_file_id")
-            await self._save(**self._failed([gone]))
+            await self._save(**await asyncio.to_thread(self._written), **self._failed([gone]))
 
     def _validated(self) -> dict[str, Any]:
         """Read all lines once, and collect the errors of the first lines that are not requests of this batch."""
@@ -264,7 +264,7 @@ class BatchRun:
                 yield line
 
     def _finalized(self) -> dict[str, Any]:
-        """Write the output and the error file. A repetition writes the same files."""
+        """Return how the batch ends, with its answers."""
         self._read_results()
         now, cancelling_at = self._now(), self.store.cancel_asked_at(self.batch.id)
         code, reason = "batch_cancelled", "the batch was cancelled"
@@ -276,12 +276,19 @@ class BatchRun:
         else:
             ended = {"status": "cancelled", "cancelling_at": cancelling_at, "cancelled_at": now}
         message = f"This request was not answered before {reason}."
-        left = (line.unanswered(code, message).json_line().encode() for line in self._unanswered())
+        lines = self._unanswered() if ended["status"] != "completed" else ()
+        return ended | self._written(line.unanswered(code, message).json_line().encode() for line in lines)
+
+    def _written(self, left: Iterable[bytes] = ()) -> dict[str, Any]:
+        """Write the output and the error file. left: errors of lines without an answer. A repetition writes the same
+        files."""
         answers = (line for _, failed, line in self.store.results(self.batch.id) if not failed)
         failures = (line for _, failed, line in self.store.results(self.batch.id) if failed)
-        ended["output_file_id"] = self._write("output", answers)
-        ended["error_file_id"] = self._write("errors", itertools.chain(failures, left))
-        return ended | {"request_counts": self._counts}
+        return {
+            "output_file_id": self._write("output", answers),
+            "error_file_id": self._write("errors", itertools.chain(failures, left)),
+            "request_counts": self._counts,
+        }
 
     def _write(self, kind: Literal["output", "errors"], lines: Iterator[bytes]) -> str | None:
         """Write the lines to a file and return its id; return None where there are no lines."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
 import threading
@@ -99,7 +100,8 @@ async def _drop_body(receive: Receive) -> None:
 
 
 class _Parser(h11.Connection):
-    """Refuses bodies of tiny chunks: each chunk costs the event loop as much as some kilobytes do."""
+    """Refuses long headers, of which h11 takes twice as much where they come at once; and bodies of tiny chunks: each
+    chunk costs the event loop as much as some kilobytes do."""
 
     _num_chunks = 0
     _num_bytes = 0
@@ -108,6 +110,8 @@ class _Parser(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
+            if len(event.target) + sum(map(len, itertools.chain.from_iterable(event.headers))) > _SLICE_BYTES:
+                raise h11.RemoteProtocolError("too long headers")
         elif isinstance(event, h11.Data):
             self._num_chunks += event.chunk_start
             self._num_bytes += len(event.data)

@@ -106,6 +106,26 @@ def test_often_lost_it_goes_on_where_it_stood(
     assert set(asked) == set(NAMES)
 
 
+@pytest.mark.parametrize("num_answered", [None, 20])
+def test_answers_outlive_the_input_file(store: BatchStore, num_answered: int | None) -> None:
+    """It is deleted while the batch runs, which ends by itself or is cancelled after some answers."""
+    batch = new_batch(store, NAMES)
+
+    async def answer(line: BatchLine) -> BatchResult:
+        if line.custom_id == NAMES[0]:
+            store.delete_file(batch.input_file_id)
+        if num_answered is not None and NAMES.index(line.custom_id) >= num_answered:
+            store.cancel(batch.id)
+            await asyncio.sleep(60.0)
+        return await answered(line)
+
+    asyncio.run(run_of(store, batch, answer).run())
+    ended = store.batch(batch.id)
+    assert ended.status == ("completed" if num_answered is None else "failed")
+    assert sorted(rows_of(store, ended.output_file_id, ended.error_file_id)) == sorted(NAMES[:num_answered])
+    assert ended.request_counts.completed == len(rows_of(store, ended.output_file_id))
+
+
 @pytest.mark.parametrize(("num_losses", "num_asked", "fails"), [(3, 4, False), (100, 4, True)])
 def test_only_a_line_that_is_often_lost_fails(store: BatchStore, num_losses: int, num_asked: int, fails: bool) -> None:
     """A line that ends its replica takes with it the lines that run beside it."""

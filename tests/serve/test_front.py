@@ -94,6 +94,7 @@ def code_of(body: bytes) -> str:
         b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
         b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: YQ==\r\n",
         b"x-strange: \xff\xfe\r\n",
+        b"x-long: " + b"a" * 16_000 + b"\r\n",
     ],
 )
 def test_a_body_is_read_whatever_stands_before_it(address: tuple[str, int], headers: bytes) -> None:
@@ -109,7 +110,7 @@ def test_a_body_is_read_whatever_stands_before_it(address: tuple[str, int], head
         POST + b"host: other\r\n\r\n",
         POST + b"content-length: " + b"9" * 5000 + b"\r\n\r\n",
         POST + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n",
-        POST + b"x-long: " + b"a" * 2**17 + b"\r\n\r\n",
+        *(POST + b"x-long: " + b"a" * num_bytes + b"\r\n\r\n" for num_bytes in (2**14, 2**15, 2**17)),
         POST + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 2000,
     ],
 )
