@@ -77,6 +77,14 @@ _GROUPS = {
 }
 
 
+def _check_working_folder() -> None:
+    """Raise ConfigError where it was deleted, which ends Ray's start, and the process in some libraries."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the working directory is gone ({error.strerror}): change to one that exists") from None
+
+
 _UsageError: Any = typer.BadParameter.__base__  # typer has no public name for it
 
 
@@ -91,6 +99,7 @@ class _Commands(TyperGroup):
                 stream.reconfigure(encoding="utf-8", errors="backslashreplace")
         try:
             with clean_exit():
+                _check_working_folder()
                 result = super().main(*args, **{**options, "standalone_mode": False})
         except typer.Abort:  # Ctrl-C
             sys.exit(EXIT_INTERRUPTED)

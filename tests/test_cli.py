@@ -133,6 +133,17 @@ def test_wrong_usage_is_one_line_and_code_2(run: Any, tmp_path: Path, arguments:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_working_directory_that_was_deleted_is_one_line_and_code_2(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    result = run("summarize", "a.txt", *FAST)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith("error: the working directory is gone (No such file or directory): change to one")
+
+
 def test_a_model_that_is_not_there_is_one_line_and_code_1(run: Any, tmp_path: Path) -> None:
     write_rows(tmp_path / "in.jsonl", *report_rows(1))
     result = run("summarize", "in.jsonl", "-o", "out.jsonl", "--model", "no/such-model")
