@@ -566,8 +566,13 @@ def test_drafts_whose_masks_are_late_are_dropped(plain: dict[float, list[tuple[s
         prompts = [{"prompt_token_ids": one} for one in demo_prompts(len(SCHEMAS), 2)]
         outputs = llm.generate(prompts[:3], _asked(0.8)[:3], use_tqdm=False)
         stats = llm.stats
+        lane, unlike = llm.engine.model.grammars._lanes.fast, StructuredOutputsParams(regex="([xyz]{2} ){3}")
+        lane.submit = lambda work, submit=lane.submit: submit(lambda: (time.sleep(0.03), work()))  # type: ignore[method-assign]
+        params = SamplingParams(temperature=0, max_tokens=16, structured_outputs=unlike)
+        (other,) = llm.generate(prompts[:1], params, use_tqdm=False)
     assert stats.num_draft_tokens > 0
     assert _texts(outputs) == plain[0.8][:3]
+    assert re.fullmatch("([xyz]{2} ){3}", other.outputs[0].text), "model and draft agree on another text"
 
 
 def test_whatever_was_chosen_without_a_mask_is_dropped_and_what_follows_too() -> None:
