@@ -165,6 +165,10 @@ def test_a_job_that_is_complete_is_merged_once(tmp_path: Path) -> None:
         assert not folder.is_merged
         folder.finish({})
     assert merged.stat().st_mtime_ns > before
+    with open_folder(tmp_path) as folder:
+        folder.add(done("c"))
+        folder.finish({})
+    assert [row["id"] for row in merged_rows(merged)] == ["a", "b", "c"]
 
 
 def test_a_merged_file_that_is_not_as_it_was_written_is_refused(tmp_path: Path, file_format: str) -> None:
@@ -378,6 +382,8 @@ def test_a_damaged_part_is_named(tmp_path: Path, damage: Callable[[bytes], bytes
     part.unlink()
     with open_folder(tmp_path) as folder:
         assert done_ids(folder) == {"32"}
+        folder.add(done("0"))
+    assert [name[:12] for name in parts_of(tmp_path)] == ["part-000002-", "part-000003-"]
 
 
 @pytest.fixture
@@ -390,12 +396,15 @@ def bucket() -> Iterator[Location]:
 
 
 def test_a_job_in_a_remote_store(bucket: Location) -> None:
+    of_another_driver = bucket.join("rows", ".part-000001-1f2e3d4c.parquet.0a1b2c3d.partial")
     with open_folder(bucket) as folder:
         folder.add(done("a"))
+        of_another_driver.write(b"half")
     with open_folder(bucket) as folder:
         assert done_ids(folder) == {"a"}
         folder.add(done("b"))
         folder.finish({})
+    assert of_another_driver.exists
     with bucket.join("summaries.parquet").open() as file:
         assert pq.read_table(file)["id"].to_pylist() == ["a", "b"]
     with open_folder(bucket) as first, open_folder(bucket) as second:  # two drivers, which a store does not refuse

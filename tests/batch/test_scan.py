@@ -38,6 +38,13 @@ def test_each_id_is_done_once(
     ]
 
 
+def test_a_row_that_stands_twice_is_one_row() -> None:
+    row = Row(id="a", source="0", input_hash="x")
+    none = pa.table({"id": pa.array([], pa.large_string()), "input_hash": pa.array([], pa.string())})
+    comparison = compared(LocalBackend().scan(Source(rows=[row, row])), none)
+    assert (comparison.left, comparison.errors) == ([0], [])
+
+
 def test_changes_are_told() -> None:
     comparison = found("ax by dy ey fy", {"a": "x", "b": "x", "c": "x", "d": "x", "e": "x", "f": "x"})
     assert comparison.describe() == (

@@ -119,3 +119,17 @@ def test_a_draft_that_goes_wrong_does_not_cost_the_sequence(poisoned: Any) -> No
     outputs = complete(engine, KNOWN.prompts)
     assert stages.head.draft_logits.called
     assert tokens_of(outputs) == tokens_of(healthy) == KNOWN.expected
+
+
+def test_tokens_before_a_step_that_goes_wrong_are_kept_and_none_after_it() -> None:
+    """Also where a round has several steps. The model cannot go on after a token that it chooses."""
+    model, prompt, expected = build("qwen2"), KNOWN.prompts[0], KNOWN.expected[0]
+    last = next(at for at in range(2, 16) if expected[at] not in (*prompt, *expected[:at]))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[expected[last]] = torch.nan
+    for num_steps in (1, 4):
+        engine = engine_with(decompose(model), speculation={"strategy": "ar"})
+        engine.stages.num_steps = num_steps
+        (output,) = complete(engine, [prompt])
+        assert isinstance(output.error, NonFiniteLogitsError)
+        assert output.outputs[0].token_ids == tuple(expected[: last + 1])

@@ -19,6 +19,7 @@ from rayspec.choices import FULL, SKIP, Choice, Choices, choices_of
 from rayspec.config import SamplingParams
 from rayspec.decode.engine import Engine
 from rayspec.decode.round_planner import SEARCH_STEPS
+from rayspec.decode.rounds import Head
 from rayspec.decode.search import (
     Answer,
     Cosine,
@@ -32,7 +33,7 @@ from rayspec.decode.search import (
     Values,
 )
 from rayspec.decode.strategy import Ask, BatchState, Strategy
-from rayspec.decode.work import TappedToken
+from rayspec.decode.work import TappedToken, TapsGoneError
 from rayspec.model.fused import fuse
 from rayspec.model.rows import RowSpan, slots_between
 from rayspec.model.sublayers import Decomposition
@@ -342,3 +343,12 @@ def test_a_feature_is_the_mean_of_the_last_hidden_states_of_transformers(asked: 
         ids = torch.tensor([texts[token.sequence_id][: token.position + 1]])
         states.append(reference(path)(ids, output_hidden_states=True).hidden_states[-1][0, -1])
     assert features.values == pytest.approx(torch.stack(states).mean(0).tolist(), abs=1e-4)
+
+
+def test_what_follows_captured_tokens_is_kept_of_the_newest_only() -> None:
+    head = Head(lambda hidden: hidden, vocab_size=4, device=torch.device("cpu"), verification="coupled", num_taps=2)
+    tokens = [TappedToken("1", position) for position in range(3)]
+    head.note_taps(list(enumerate(tokens)), torch.eye(3, 4))
+    assert head.next_tokens(tokens[1:]).tolist() == [1, 2]
+    with pytest.raises(TapsGoneError):
+        head.next_tokens(tokens)

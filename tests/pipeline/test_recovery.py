@@ -86,3 +86,6 @@ def test_restarts_outside_the_window_do_not_count() -> None:
     assert [restarts.next_delay_s() for _ in range(3)] == [0.0, 0.2, None]
     clock.now += 601
     assert restarts.next_delay_s() == 0.0
+    for _ in range(3):  # the one before the last is outside each time
+        clock.now += 301
+        assert restarts.next_delay_s() == 0.2

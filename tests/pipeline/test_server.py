@@ -12,7 +12,7 @@ import torch
 from rayspec.decode.stages import Progress
 from rayspec.errors import TransportError
 from rayspec.pipeline.collective import LOOPBACK, TensorLink
-from rayspec.pipeline.messages import Connect, Connected, Follow, Moves
+from rayspec.pipeline.messages import Broken, Connect, Connected, Follow, Moves
 from rayspec.pipeline.server import ENGINE, NewEpoch, Server
 from rayspec.pipeline.transport import Secret, Transport
 
@@ -36,12 +36,27 @@ def test_what_a_leader_announced_is_followed_in_any_epoch(server: Server) -> Non
         engine.send("a", Connect(peers={ENGINE: engine.address}))
         with pytest.raises(NewEpoch):
             server.receive(PATIENCE_S)
+        engine.send("a", Connect(peers={ENGINE: engine.address}))  # in the same epoch it only names the peers anew
         engine.epoch = 1
         engine.send("a", Moves(moves=[]))
         engine.send("a", Follow(shape=(1, 2, 3)))
         received = server.receive(PATIENCE_S)
         assert received is not None
         assert isinstance(received.message, Follow)
+
+
+def test_who_fails_tells_the_engine_why(server: Server) -> None:
+    with closing(Transport(ENGINE, SECRET, host=LOOPBACK)) as engine:
+        engine.connect({"a": server.transport.address})
+        engine.epoch = 1
+        engine.send("a", Connect(peers={ENGINE: engine.address}))
+        with pytest.raises(NewEpoch):
+            server.receive(PATIENCE_S)
+        connected = engine.receive(PATIENCE_S)
+        with pytest.raises(ValueError, match="a bug"), server.serving():
+            raise ValueError("a bug")
+        broken = engine.receive(PATIENCE_S)
+        assert [one and one.message for one in (connected, broken)] == [Connected(), Broken(reason="ValueError: a bug")]
 
 
 def test_who_is_stuck_says_so_until_it_goes_on(server: Server) -> None:
