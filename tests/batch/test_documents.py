@@ -60,6 +60,22 @@ def test_parquet_gives_the_same_documents_as_json_lines(tmp_path: Path) -> None:
     assert [d.id for d in theirs] == ["a.parquet:1", *map(str, range(1, 40))]
 
 
+def test_rows_of_a_large_parquet_file_are_the_same_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row groups without a wanted row are passed over, and count."""
+    table = pa.table({"text": [f"text {number}" for number in range(1, 41)]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    expected = [(number, f"a.parquet:{number}", f"text {number}") for number in range(1, 41)]
+    for num_bytes, num_pieces in ((2**26, 1), (1, 6)):
+        monkeypatch.setattr("rayspec.batch.documents._BYTES_PER_PIECE", num_bytes)
+        found = pieces(tmp_path)
+        assert len(found) == num_pieces
+        for wanted in (None, frozenset({3, 30, 31, 40})):
+            rows = [
+                (number, row.id, row.document) for piece in found for number, row in read_piece(piece, TEXT, wanted)
+            ]
+            assert [row for row in rows if row[0]] == [row for row in expected if wanted is None or row[0] in wanted]
+
+
 def test_a_bad_line_is_one_bad_row(tmp_path: Path) -> None:
     lines: list[tuple[Any, str]] = [
         ({"id": "good", "text": "fine"}, "fine"),

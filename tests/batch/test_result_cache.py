@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rayspec.batch import rows
-from rayspec.batch.result_cache import _digest
+from rayspec.batch.result_cache import ResultCache, _digest
+from rayspec.batch.rows import Row
 from rayspec.cli import app
 from rayspec.demo import model_path
 from tests.jobs.job_process import FAST, write_lines
@@ -76,6 +77,18 @@ def test_what_decides_the_text_is_in_the_key(loads: list[str], tmp_path: Path) -
     _, said = run("random.jsonl", "--temperature", "1")
     assert "'cache' has no effect" in said
     assert "equal row" not in said, "each row has a text of its own"
+
+
+def test_an_adapter_that_has_changed_has_no_results(tmp_path: Path) -> None:
+    for name in ("model", "adapter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("1")
+    engine = dict.fromkeys(("tokenizer", "generation_config", "revision")) | {"dtype": "float32"}
+    engine |= {"model": str(tmp_path / "model"), "lora_modules": {"a": str(tmp_path / "adapter")}}
+    ResultCache(str(tmp_path / "cache"), {"engine": engine}).keep(Row(id="1", text="a", input_hash="0"))
+    assert ResultCache(str(tmp_path / "cache"), {"engine": engine}).find("0") is not None
+    os.utime(tmp_path / "adapter" / "weights", (1, 1))
+    assert ResultCache(str(tmp_path / "cache"), {"engine": engine}).find("0") is None
 
 
 def test_broken_results_are_computed_again(loads: list[str], tmp_path: Path) -> None:

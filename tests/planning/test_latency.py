@@ -200,6 +200,14 @@ def test_devices_have_their_own_curves() -> None:
         LatencyModel.fit(measure(), ["attention", "expert"])
 
 
+def test_a_pass_takes_what_it_takes_whichever_was_asked_for_before() -> None:
+    asked, fresh = model(), model()
+    asked.verify_s(rows=16, context=1000, batch=2)
+    many_s, one_s = (fresh.verify_s(rows=rows, context=1000, batch=16) for rows in (128, 16))
+    assert asked.verify_s(rows=16, context=1000, batch=16) == one_s
+    assert asked.row_s(context=1000, batch=16) * 16 * 7 == pytest.approx(many_s - one_s)
+
+
 def test_save_and_load(tmp_path: Path) -> None:
     fitted = model_of_choices(stages=[0, 0, 1, 1], link_s=[1e-3, 2e-3])
     assert fitted.covers([(64, 16384, 4), (1, 0, 1)])
