@@ -473,6 +473,12 @@ def test_documents_of_other_programs_are_their_texts_and_a_bad_one_is_one_bad_ro
     assert wanted[1] == found[0]
 
 
+def test_the_time_of_a_text_is_not_that_of_those_before_it() -> None:
+    sandbox, template = Sandbox(most_s=1, most_bytes=2**30), "{% for _ in range(99999) %}{% for _ in range(9) %}"
+    for _ in range(7):  # a third of a second each
+        assert sandbox.rendered(f"{template}{{% endfor %}}{{% endfor %}}x", {}) == "x"
+
+
 @pytest.mark.parametrize("algorithm", ["RC4-128", "AES-256"])
 def test_an_encrypted_pdf_is_read_if_no_password_is_needed(tmp_path: Path, algorithm: str) -> None:
     for user_password in ("", "secret"):
