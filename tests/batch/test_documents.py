@@ -200,9 +200,9 @@ def test_the_hash_is_of_what_is_asked() -> None:
         return input_row("x", source="s", **content).input_hash
 
     assert hashed(text="one") == hashed(text="one") != hashed(text="two")
-    assert hashed(messages=[{"role": "user", "content": "one"}]) != hashed(
-        messages=[{"role": "system", "content": "one"}]
-    )
+    user, system = ([{"role": role, "content": "one"}] for role in ("user", "system"))
+    assert hashed(messages=user) != hashed(messages=system)
+    assert hashed(messages=user) != hashed(text=json.dumps(user))
 
 
 def test_messages_stand_in_for_the_text(tmp_path: Path) -> None:

@@ -97,6 +97,16 @@ def test_the_report_and_its_short_form_say_what_happened(num_records: int, draft
     assert not re.findall(r"<(?:script|img|link|iframe)\b|\b(?:src|href)=|url\(|@import", page), "one file, no script"
 
 
+def test_results_that_are_shared_and_rows_that_fail_use_no_tokens() -> None:
+    run = RunReport(num_left=2)
+    run.add(GOOD)
+    run.add(GOOD, is_shared=True)
+    run.add(replace(bad(), num_prompt_tokens=50))
+    assert (run.num_rows, run.num_done, run.num_shared) == (3, 2, 1)
+    assert (run.num_prompt_tokens, run.num_output_tokens) == (100, 21)
+    assert report.dollars_per_million(3.6, 1000.0) == "$1.00"
+
+
 def test_rows_count_evenly_over_the_time_in_which_they_were_decoded() -> None:
     now_s = 0.0
     run = RunReport(clock=lambda: now_s)
