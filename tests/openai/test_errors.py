@@ -17,6 +17,13 @@ def test_what_is_not_json_is_refused(content: bytes) -> None:
         parse_json(content)
 
 
+@pytest.mark.parametrize("sign", [b"{", b","])
+def test_many_parts_are_refused_but_not_in_a_text(sign: bytes) -> None:
+    assert len(parse_json(b'"' + 2_100_000 * sign + b'"')) == 2_100_000
+    with pytest.raises(InvalidRequestError, match="split the request"):
+        parse_json(b"[" + 2_100_000 * (b"0" + sign) + b"0]")
+
+
 @pytest.mark.parametrize(
     ("error", "status", "kind", "code"),
     [
@@ -27,6 +34,7 @@ def test_what_is_not_json_is_refused(content: bytes) -> None:
             "invalid_request_error",
             "model_not_found",
         ),
+        (InvalidRequestError("later", code="busy", status=429), 429, "server_error", "busy"),
         (OutOfMemoryError("full"), 500, "server_error", "out_of_memory"),
         (EngineDeadError("at /secret/place"), 503, "server_error", "engine_dead"),
         (StageLostError("at 10.0.0.1"), 503, "server_error", "stage_lost"),

@@ -117,6 +117,12 @@ def test_the_arguments_come_as_they_are_written() -> None:
     assert len(pieces) == 1 + len(PARIS)
 
 
+def test_a_long_call_may_have_its_name_last() -> None:
+    arguments = json.dumps({"text": "word " * 2000})
+    text = f'<tool_call>{{"arguments": {arguments}, "name": "now"}}</tool_call>'
+    assert read(HERMES, *(text[at : at + 500] for at in range(0, len(text), 500))) == ("", [("now", arguments)])
+
+
 def test_a_format_is_found_by_the_template_or_by_its_name() -> None:
     assert [format_of("".join(form.signs), None) for form in FORMATS] == list(FORMATS)
     assert format_of("{{ tools }}", None) is None
