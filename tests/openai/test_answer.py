@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
@@ -23,9 +24,9 @@ from rayspec.openai.answer import stream as streamed
 from rayspec.openai.items import ResponsesRequest
 from rayspec.openai.protocol import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
-from rayspec.types import NonFiniteLogitsError, PromptTooLongError, RayspecError, RequestError
+from rayspec.types import Logprob, NonFiniteLogitsError, PromptTooLongError, RayspecError, RequestError, RequestOutput
 from tests.demo_model import demo_tokenizer, shallow_demo
-from tests.openai.scripted import ScriptedEngine
+from tests.openai.scripted import ScriptedEngine, whole_answer
 from tests.openai.test_tools import NAMED, TOOLS, check_weather
 
 SERVED = ("short-name", "/models/path")
@@ -488,3 +489,17 @@ def test_a_last_message_is_continued(engine: Any) -> None:
     assert len(_whole(engine, cut, return_token_ids=True)["choices"][0]["prompt_token_ids"]) == 9
     with pytest.raises(RequestError, match="the model's chat template has no variable 'enable_thinking': leave it out"):
         _whole(engine, CHAT, chat_template_kwargs={"enable_thinking": False})
+
+
+def test_cached_tokens_are_counted_and_an_impossible_token_has_a_number() -> None:
+    class Known(ScriptedEngine):
+        def _output(self, token_ids: Sequence[int], outcome: object, reason: Any = None) -> RequestOutput:
+            output = super()._output(token_ids, outcome, reason)
+            output.metrics.num_cached_tokens = 2
+            output.outputs[0].logprobs = [{token: Logprob(logprob=-math.inf, rank=1)} for token in token_ids]
+            return output
+
+    body = CompletionRequest.parse({"model": "m", "prompt": "A sentence", "logprobs": 1})
+    answer = whole_answer(body, Known())
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert set(answer["choices"][0]["logprobs"]["token_logprobs"]) == {-9999.0}, "JSON has no minus infinity"

@@ -124,6 +124,8 @@ def test_a_chat_without_a_limit_has_the_checkpoints() -> None:
     for default, expected in ((None, 90), (70, 70), (200, 90)):
         assert ChatRequest.parse(CHAT).num_output_tokens(10, 100, default) == expected
         assert ChatRequest.parse(CHAT | {"max_tokens": 80}).num_output_tokens(10, 100, default) == 80
+    both = {"max_tokens": 80, "max_completion_tokens": 60}
+    assert ChatRequest.parse(CHAT | both).num_output_tokens(10, 100) == 60
     assert CompletionRequest.parse(TEXT).num_output_tokens(10, 100, 70) == 16
 
 
