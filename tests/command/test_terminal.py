@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import subprocess
@@ -15,6 +16,15 @@ def test_a_sigterm_ends_with_its_code_and_the_handler_is_that_of_before() -> Non
         signal.pause()
     assert ended.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
+def test_a_place_without_room_is_named_in_one_line(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, clean_exit():
+        raise OSError(number, "no\nroom", "out.json")
+    assert ended.value.code == 1
+    said = "error: 'out.json' cannot be written (no room): make room or choose another place\n"
+    assert capsys.readouterr().err == said
 
 
 def test_ctrl_c_while_modules_are_imported_ends_with_its_code() -> None:
