@@ -15,7 +15,8 @@ def write(path: Path, text: str) -> Path:
 
 def test_overrides_and_flags_win_over_the_file(tmp_path: Path) -> None:
     file = write(
-        tmp_path / "c.yaml", "model: m\nmax_num_seqs: 2\nspeculation: {strategy: ar, gate: false}\ndtype: auto\n"
+        tmp_path / "c.yaml",
+        "model: m\nmax_num_seqs: 2\nspeculation: {strategy: ar, gate: false}\ndtype: auto\nsampling:\n",
     )
     settings = make_settings(
         file=file,
