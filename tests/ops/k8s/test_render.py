@@ -141,7 +141,7 @@ def test_the_claim_has_room_for_the_model() -> None:
             "redis.state.svc.cluster.local:6380",
             {"podSelector": {}, "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "state"}}},
         ),
-        ("mine.cache.example.com:6380", {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}}),
+        ("cache.example.com:6380", {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}}),
     ],
 )
 def test_pods_reach_redis_where_it_is(address: str, peer: Manifest) -> None:
