@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from benchmarks.roofline import SHAPES, ModelShape
 from benchmarks.shared import DeviceOptions, Outcome, Table, cache_bytes, fastest_seconds, measured
-from rayspec.model.matrices import Matrix, has_blocked_layout
+from rayspec.model.cuda.operations import has_operators
+from rayspec.model.matrices import LinearMap, full_matrix
 
 _MODELS = ("Llama-3.1-8B", "Qwen3-14B", "Llama-3.1-70B")
 _ROW_COUNTS = (1, 2, 4, 8, 16)
@@ -109,18 +110,18 @@ def _reading(
     )
 
 
-def _copies(num_outputs: int, num_inputs: int, options: DeviceOptions) -> Iterator[Matrix]:
+def _copies(num_outputs: int, num_inputs: int, options: DeviceOptions) -> Iterator[LinearMap]:
     """Yield enough copies that each leaves the cache before its next use, in the layout of the engine."""
     device, dtype = options.torch_device, options.torch_dtype
     weight = torch.randn(num_outputs, num_inputs, device=device, dtype=dtype)
     for _ in range(1 + -(-_NUM_CACHES * cache_bytes(device) // weight.nbytes)):
         linear = nn.Linear(num_inputs, num_outputs, bias=False, device="meta")
         linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
-        yield Matrix([linear], blocked=has_blocked_layout(weight))
+        yield full_matrix([linear], use_operators=has_operators(device))
 
 
 @torch.inference_mode()
-def _multiply(copies: Sequence[Matrix], rows: Tensor) -> None:
+def _multiply(copies: Sequence[LinearMap], rows: Tensor) -> None:
     for copy in copies:
         copy(rows)
 

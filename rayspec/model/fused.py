@@ -30,18 +30,17 @@ from rayspec.model.matrices import (
     Bfloat16Matrix,
     FewRows,
     LinearMap,
-    Matrix,
     Norm,
     OperatorMatrix,
     Shortlist,
     as_operator,
     empty_linears,
+    full_matrix,
     has_blocked_layout,
     int4_matrix,
     int8_matrix,
     is_plain,
     is_plain_or_share,
-    joined_weight,
     num_bytes,
 )
 from rayspec.model.offload import Fetch
@@ -206,6 +205,27 @@ def names_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[Seque
     return names, _LAST[kind]
 
 
+def _head_rows(head: nn.Linear) -> Tensor:
+    """Return random rows for a test of the LM head."""
+    rows = torch.randn(1, _NUM_HEAD_ROWS, head.in_features, generator=torch.Generator().manual_seed(0))
+    return rows.to(head.weight.device, head.weight.dtype)
+
+
+def _checked_head(head: nn.Linear, matrix: OperatorMatrix) -> nn.Module:
+    """Return the matrix, or the head itself if the operator fails in this shape or computes something else."""
+    rows = _head_rows(head)
+    expected = head(rows)
+    try:
+        difference = float((matrix(rows) - expected).abs().max() / expected.abs().max())
+        if difference <= rounding_tolerance(rows.dtype):
+            return matrix
+        misfit = f"the result differs by {difference:.1e} of the largest logit"
+    except _MISFITS as error:
+        misfit = lack_of_memory(error) or str(error)
+    logger.warning("the LM head is multiplied by torch, which is slower: %s", misfit)
+    return head
+
+
 def _require_near(found: Tensor, expected: Tensor, weights: Weights) -> None:
     """Raise ValueError if the output by a copy of the weights has too large an error."""
     error = float((found.float() - expected.float()).norm() / expected.float().norm())
@@ -362,7 +382,7 @@ class _Fuser:
         try:
             matrix = self._matrix([head])
             if isinstance(matrix, OperatorMatrix):
-                packed = matrix
+                packed = _checked_head(head, matrix)
             elif self._may_block(head):
                 packed = matrix if halved is None or not self.has_own_bits else FewRows(matrix, halved)
                 if not _is_tied(parts):
@@ -386,8 +406,7 @@ class _Fuser:
             copy = self._copy(weights, [head])
             stays = is_tied or not self._may_block(head)
             made = Shortlist(head, copy, head.weight.data if stays else head.weight.data.bfloat16())
-            rows = torch.randn(1, _NUM_HEAD_ROWS, head.in_features, generator=torch.Generator().manual_seed(0))
-            rows = rows.to(head.weight.device, head.weight.dtype)
+            rows = _head_rows(head)
             _require_near(made(rows), head(rows), weights)
         except _MISFITS as misfit:
             logger.warning("the LM head has no %s copy for drafts: %s", weights, lack_of_memory(misfit) or misfit)
@@ -507,9 +526,7 @@ class _Fuser:
             empty_linears([linear for _, _, linear in found])
 
     def _matrix(self, linears: Sequence[nn.Linear]) -> LinearMap:
-        if self._use_operators and linears[0].weight.dtype.itemsize == 2:
-            return OperatorMatrix(linears, joined_weight(linears), most=FEW_ROWS_ON_GPU)
-        return Matrix(linears, blocked=self._may_block(linears[0]))
+        return full_matrix(linears, use_operators=self._use_operators)
 
     def _may_block(self, linear: nn.Linear) -> bool:
         return not self._use_operators and has_blocked_layout(linear.weight)

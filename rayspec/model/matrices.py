@@ -119,6 +119,14 @@ class Matrix(LinearMap):
         return _add_product(residual, rows, self._weight, self._bias)
 
 
+def full_matrix(linears: Sequence[nn.Linear], *, use_operators: bool) -> LinearMap:
+    """Return the linear layers as a matrix in full precision, whose products are the fastest on their device.
+    use_operators: multiply few rows in 16 bits by the operator `rayspec::product`."""
+    if use_operators and linears[0].weight.dtype.itemsize == 2:
+        return OperatorMatrix(linears, joined_weight(linears).contiguous(), most=FEW_ROWS_ON_GPU)
+    return Matrix(linears, blocked=not use_operators and has_blocked_layout(linears[0].weight))
+
+
 def _add_product(residual: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     residual.view(-1, len(weight)).addmm_(rows.view(-1, weight.shape[1]), weight.T)
     return residual if bias is None else residual.add_(bias)

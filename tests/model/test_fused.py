@@ -12,7 +12,7 @@ from rayspec.choices import Weights, choices_of
 from rayspec.model import fused as fused_layers
 from rayspec.model import matrices
 from rayspec.model.architecture import decompose
-from rayspec.model.fused import FusedLayer, fuse, matrices_of
+from rayspec.model.fused import FusedLayer, fuse, in_one_order, matrices_of
 from rayspec.model.matrices import FewRows, Matrix
 from rayspec.model.offload import offload
 from rayspec.model.sublayers import Decomposition
@@ -99,6 +99,32 @@ def test_a_head_of_drafts_that_computes_something_else_is_left_out(
     assert all("int4" in sublayer.quantised for sublayer in fused.sublayers)
     (message,) = caplog.messages
     assert message.startswith("the LM head has no int4 copy for drafts: ")
+
+
+@pytest.mark.parametrize("fault", [torch.zeros_like, _raise])
+def test_a_head_whose_product_fails_is_multiplied_by_torch(
+    fault: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kernel that fails in the shape of the head only: the sublayers keep theirs, and their passes have a fixed
+    number of rows in deterministic mode."""
+    parts, product = decompose(build("llama").bfloat16()), matrices.product
+    assert parts.lm_head is not None
+    num_tokens = len(parts.lm_head.weight)
+
+    def faulty(output: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, *rest: Any) -> None:
+        product(output, rows, weight, *rest)
+        if len(weight) == num_tokens:
+            output.copy_(fault(output))
+
+    assert in_one_order(fuse(decompose(build("llama").bfloat16()), use_operators=True)) is not None
+    monkeypatch.setattr(matrices, "product", faulty)
+    with caplog.at_level(logging.WARNING):
+        fused = fuse(parts, use_operators=True)
+    assert isinstance(fused.lm_head, nn.Linear)
+    assert isinstance(fused.sublayers[0].body, FusedLayer)
+    assert in_one_order(fused) is None
+    (message,) = caplog.messages
+    assert message.startswith("the LM head is multiplied by torch, which is slower: ")
 
 
 @pytest.mark.parametrize("has_instructions", [False, True])
