@@ -374,6 +374,17 @@ def test_where_pages_run_out_a_background_request_gives_its_own() -> None:
     assert not step.num_out_of_pages, "the cache is not too small for the others"
 
 
+def test_a_cohort_with_work_under_way_keeps_its_pages() -> None:
+    scheduler = Scheduler(4 * PAGE_SIZE, max_num_seqs=2, max_prefill_tokens=500, lookahead=0, num_cohorts=2)
+    both = [_sequence(name, 2 * PAGE_SIZE - 1, 40) for name in range(2)]
+    for cohort, sequence in enumerate(both):
+        scheduler.add(sequence)
+        assert scheduler.schedule(cohort).admitted == [sequence]
+    both[0].commit([5, 5])
+    both[0].num_computed = both[0].num_tokens - 1
+    assert scheduler.schedule(0, in_flight=(1,)).preempted == both[:1], "the other one is younger"
+
+
 def test_beside_background_requests_alone_a_chunk_is_large() -> None:
     world = _world(1024, 8, 64)
     world.add(_sequence(0, 10, 30, background=True))

@@ -303,6 +303,20 @@ def test_on_loopback_only_its_own_names_are_allowed(header: str | None, allowed:
     assert allowed_host(header, {ANY})
 
 
+def test_an_endpoint_that_shuts_down_takes_no_more_requests() -> None:
+    ingress = ingress_of()
+    ingress.entry.draining = True
+
+    async def send() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app=build_app(ingress))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
+            return await http.post("/v1/completions", headers={"authorization": "Bearer key"} | JSON, json=BODY)
+
+    answer = asyncio.run(send())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    assert int(answer.headers["retry-after"]) > 0
+
+
 def test_each_client_has_a_share_of_what_is_admitted() -> None:
     admission = Admission(4, refusal=BUSY)
     with ExitStack() as under_way:

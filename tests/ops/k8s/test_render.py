@@ -93,6 +93,9 @@ def test_a_service_scales_pods_and_replicas_alike() -> None:
     deployment = llm_config(**options)["deployment_config"]
     assert deployment["autoscaling_config"] == {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 32}
     assert llm_config(**options)["engine_kwargs"]["parallel"]["stages"] == 16
+    parallel = llm_config(**LLAMA_405B, gpus="32xH100-80G", stages=16, replicas=2)["engine_kwargs"]["parallel"]
+    assert "replicas" not in parallel, "Serve makes them"
+    assert parallel["start_timeout_s"] == pytest.approx(2 * 406e9 / 250e6, rel=0.01), "its files are read slowly"
 
 
 def test_a_job_has_its_copies_in_the_engine() -> None:
