@@ -101,17 +101,13 @@ def test_an_engine_that_is_stuck_is_lost_and_one_that_recovers_is_not() -> None:
 
 
 def test_rates_are_of_the_window_and_begin_with_a_burst() -> None:
-    rates = RecentRates()
+    rates, stats = RecentRates(), EngineStats()  # the engine's own, which grows
     assert (rates.tokens_per_s, rates.grown.acceptance_rate, rates.grown.mean_accepted_length) == (0.0, None, None)
     for second in range(16):
         grown = max(0, second - 5)
-        stats = EngineStats(
-            num_generated_tokens=1000 + 20 * grown,
-            num_draft_tokens=100 + 8 * grown,
-            num_accepted_tokens=6 * grown,
-            num_rounds=50 + 3 * grown,
-            num_plain_rounds=grown,
-        )
+        stats.num_generated_tokens = 1000 + 20 * grown
+        stats.num_draft_tokens, stats.num_accepted_tokens = 100 + 8 * grown, 6 * grown
+        stats.num_rounds, stats.num_plain_rounds = 50 + 3 * grown, grown
         rates.add(stats, float(second))
     assert rates.tokens_per_s == pytest.approx(20.0)
     assert rates.grown.acceptance_rate == pytest.approx(6 / 8)
