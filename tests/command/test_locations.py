@@ -175,3 +175,11 @@ def test_local_writes_are_on_disk_before_they_have_their_name(tmp_path: Path, mo
         monkeypatch.setattr(os, name, lambda *a, name=name, real=real: (calls.append(name), real(*a))[1])
     Location.parse(str(tmp_path / "a.txt")).write(b"x")
     assert calls == ["fsync", "replace", "fsync"]
+
+
+def test_a_folder_with_a_link_is_listed_by_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "z").mkdir()
+    (tmp_path / "z" / "x.txt").touch()
+    (tmp_path / "zz").symlink_to(tmp_path / "z")
+    files, _ = Location.parse(str(tmp_path)).below()
+    assert [file.path for file in files] == [str(tmp_path / "z" / "x.txt")]

@@ -100,11 +100,19 @@ def test_an_engine_that_is_stuck_is_lost_and_one_that_recovers_is_not() -> None:
     assert (watch.problem("m"), watch.can_serve("m")) == ("recovering, stuck", True)
 
 
+def test_a_replica_that_starts_is_no_problem_beside_one_that_is_ready() -> None:
+    watch, (first, second) = watched(report(), report())
+    second.answered(None)
+    assert watch.problem("m") is None
+    first.answered(None)
+    assert watch.problem("m") == "starting"
+
+
 def test_rates_are_of_the_window_and_begin_with_a_burst() -> None:
     rates, stats = RecentRates(), EngineStats()  # the engine's own, which grows
     assert (rates.tokens_per_s, rates.grown.acceptance_rate, rates.grown.mean_accepted_length) == (0.0, None, None)
     for second in range(16):
-        grown = max(0, second - 5)
+        grown = max(0, second - 8)
         stats.num_generated_tokens = 1000 + 20 * grown
         stats.num_draft_tokens, stats.num_accepted_tokens = 100 + 8 * grown, 6 * grown
         stats.num_rounds, stats.num_plain_rounds = 50 + 3 * grown, grown
