@@ -44,6 +44,13 @@ def test_70b_in_bfloat16_fits_eight_h100() -> None:
     assert not placed(LLAMA_70B, "8xH100-80G", stages=4).fits
 
 
+def test_the_weakest_gpu_decides_for_a_stage() -> None:
+    options: dict[str, Any] = {"tensor": 2, "context": 4096, "concurrency": 1}
+    mixed, alike = (placed(LLAMA_70B, gpus, **options).stages for gpus in ("1xH200,1xA100-80G", "2xA100-80G"))
+    assert [stage.device.bytes_free for stage in mixed] == [stage.device.bytes_free for stage in alike]
+    assert [stage.seconds for stage in mixed] == [stage.seconds for stage in alike]
+
+
 def test_layers_with_a_window_hold_the_windows_of_all_sequences() -> None:
     config = Gemma3TextConfig(num_hidden_layers=12, sliding_window=1024, dtype="bfloat16")
     found = place(config, PlacementOptions(gpus="1xH100-80G", context=32768, concurrency=8))
