@@ -390,13 +390,13 @@ class Constraint:
         num_consumed = self._timed(state.try_consume_tokens, new)
         self._consumed += new[:num_consumed]
         if num_consumed < len(new) and (state.is_error() or not state.is_stopped()):
-            self.error = problem_of(state) or self._broken_by(new[num_consumed], 0)
+            self.error = _named(state) or self._broken_by(new[num_consumed], 0)
         elif new[-1] not in self._eos_token_ids:
             self._walk([()])
 
     def _broken_by(self, token: int, num_before: int) -> str:
         return (
-            f"token {token} breaks the form of the output after {len(self._consumed) + num_before} tokens: other "
+            f"structured_outputs: token {token} breaks the form after {len(self._consumed) + num_before} tokens: other "
             "parameters, such as allowed_token_ids, leave none that the form allows"
         )
 
@@ -449,7 +449,7 @@ class Constraint:
             mask = torch.full_like(self._compiled.result().mask, -1)
             self._timed(state.unsafe_compute_mask_ptr, mask.data_ptr(), mask.nbytes)
             if state.is_error():
-                self._failures[path] = problem_of(state)
+                self._failures[path] = _named(state)
             self._masks[path] = None if state.is_error() else mask
         return self._masks[path] is not None and not self.is_slow
 
@@ -471,6 +471,12 @@ class Constraint:
                 mask = compiled.mask.clone()
                 self._timed(self._current.unsafe_compute_mask_ptr, mask.data_ptr(), mask.nbytes)
             if self._timed(self._current.try_consume_tokens, self._consumed) < len(self._consumed):
-                self.error = problem_of(self._current) or "the committed tokens are not of this form"
+                self.error = _named(self._current) or "structured_outputs: the committed tokens are not of this form"
                 return None
         return self._current
+
+
+def _named(matcher: LLMatcher) -> str:
+    """Return what llguidance says, after the name of the option; an empty text if it says nothing."""
+    problem = problem_of(matcher)
+    return problem and f"structured_outputs: {problem}"

@@ -342,7 +342,7 @@ class ChatRequest(GenerationRequest):
     def refusal(self, error: GrammarError) -> RequestError:
         if self.tools and self.tool_choice != "none":
             form = self.form
-            problem = str(error).removeprefix("structured_outputs.grammar: ")
+            problem = str(error).removeprefix("structured_outputs").removeprefix(".grammar").removeprefix(": ")
             names = "tools" if form is None else f"tools, or {form[0]}"
             return InvalidRequestError(f"{names}: {problem}", param="tools", code="invalid_value")
         return super().refusal(error)

@@ -311,6 +311,7 @@ def test_parameters_that_leave_no_token_of_the_form_fail_the_request(llm: LLM) -
     params = SamplingParams(temperature=0.8, top_p=0.9, allowed_token_ids=[5], structured_outputs={"regex": "[a-z]+"})
     (output,) = llm.generate("x", params, use_tqdm=False)
     assert isinstance(output.error, GrammarError)
+    assert str(output.error).startswith("structured_outputs: token ")
     assert "allowed_token_ids" in str(output.error)
 
 
@@ -606,6 +607,7 @@ def test_a_grammar_that_becomes_too_hard_fails_its_request_alone(llm: LLM) -> No
     params = [SamplingParams(temperature=0, max_tokens=160, structured_outputs=one) for one in forms]
     failed, slow, other = llm.generate(["x"] * 3, params, use_tqdm=False)
     assert isinstance(failed.error, GrammarError)
+    assert str(failed.error).startswith("structured_outputs: ")
     assert "max is" in str(failed.error)
     assert isinstance(slow.error, GrammarError)
     assert "takes too long" in str(slow.error)
