@@ -489,6 +489,9 @@ def _checked(requests: Iterable[Any]) -> Iterator[Request]:
             raise ConfigError(f"a request is {reprlib.repr(request)}: give a Request, or use generate()")
         if not isinstance(request.params, SamplingParams):
             raise ConfigError(f"the params of a request are {reprlib.repr(request.params)}: give SamplingParams(...)")
+        for name in ("owner", "client"):
+            if not isinstance(getattr(request, name), str):
+                raise ConfigError(f"the {name} of a request is {reprlib.repr(getattr(request, name))}: give a text")
         yield request
 
 

@@ -281,6 +281,7 @@ BAD_PROMPTS: list[tuple[Any, type[Exception], str]] = [
     ({"prompt_token_ids": [5, 10**6]}, InvalidTokenError, ""),
     ({"prompt_token_ids": [5] * 1024}, PromptTooLongError, ""),
     ({"prompt_token_ids": torch.tensor([0.5, 2.0])}, InvalidTokenError, "is not an integer"),
+    ({"prompt_token_ids": torch.tensor(5)}, RequestError, r"prompt_token_ids is tensor\(5\): give a list of token ids"),
 ]
 
 
@@ -329,6 +330,10 @@ def test_a_bad_conversation_is_an_output_with_an_error(llm: LLM, conversation: A
         (
             lambda llm: list(llm.stream([Request(request_id="a", params=5, prompt="a")])),
             r"the params of a request are 5: give SamplingParams\(",
+        ),
+        (
+            lambda llm: list(llm.stream([Request(request_id="a", params=SHORT, prompt="a", owner=["b"])])),
+            r"the owner of a request is \['b'\]: give a text",
         ),
     ],
 )

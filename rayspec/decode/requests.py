@@ -212,10 +212,13 @@ def admitted_tokens(request: Request, model: ModelInfo) -> list[int]:
         if isinstance(prompt, str) and model.tokenizer is None:
             raise RequestError("the prompt is a text and the engine has no tokenizer: give `prompt_token_ids`")
         token_ids = text_tokens(prompt, model.tokenizer)
-    elif isinstance(request.prompt_token_ids, Iterable):
-        token_ids = [_integer(token) for token in request.prompt_token_ids]
     else:
-        raise RequestError(f"prompt_token_ids is {reprlib.repr(request.prompt_token_ids)}: give a list of token ids")
+        try:
+            tokens = list(request.prompt_token_ids)
+        except Exception as error:  # what a caller's object raises ends its request only
+            given = reprlib.repr(request.prompt_token_ids)
+            raise RequestError(f"prompt_token_ids is {given}: give a list of token ids") from error
+        token_ids = [_integer(token) for token in tokens]
     if not token_ids:
         raise EmptyPromptError("the prompt has zero tokens: give it some text")
     params = request.params
@@ -248,7 +251,7 @@ def _integer(token: Any) -> int:
     """Return an int for an integer of Python, NumPy or torch. Raises InvalidTokenError for other values."""
     try:
         number = None if isinstance(token, bool) else operator.index(token)
-    except TypeError:
+    except Exception:  # noqa: BLE001 - torch raises its own for some tensors
         number = None
     if number is None:
         raise InvalidTokenError(f"prompt token {reprlib.repr(token)} is not an integer: give token ids")
