@@ -12,7 +12,7 @@ from rayspec.model.matrices import num_bytes
 from rayspec.model.sizes import model_sizes, quantised_bytes
 from rayspec.ops.plan.forecast import rank_layouts
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
-from rayspec.ops.plan.placement import Placement, place
+from rayspec.ops.plan.placement import Placement, layouts, place
 from rayspec.types import ConfigError
 from tests import every_type
 from tests.families import checkpoint
@@ -49,6 +49,12 @@ def test_the_weakest_gpu_decides_for_a_stage() -> None:
     mixed, alike = (placed(LLAMA_70B, gpus, **options).stages for gpus in ("1xH200,1xA100-80G", "2xA100-80G"))
     assert [stage.device.bytes_free for stage in mixed] == [stage.device.bytes_free for stage in alike]
     assert [stage.seconds for stage in mixed] == [stage.seconds for stage in alike]
+
+
+def test_replicas_together_hold_all_sequences() -> None:
+    found = list(layouts(LLAMA_70B, PlanOptions(gpus="4xH100-80G", context=2048, concurrency=7)))
+    assert {layout.replicas for layout in found} >= {1, 2, 4}
+    assert all(7 <= layout.concurrency * layout.replicas < 7 + layout.replicas for layout in found)
 
 
 def test_layers_with_a_window_hold_the_windows_of_all_sequences() -> None:
