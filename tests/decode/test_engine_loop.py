@@ -346,6 +346,8 @@ def test_joined_pieces_are_the_request_not_streamed() -> None:
     assert [one.finish_reason for one in whole.outputs] == [None, "stop"]
     assert whole.finished
     assert joined([whole]) is whole
+    whole.prompt_logprobs = [None]  # of the first piece only
+    assert joined([whole, piece(5, finished=True)]).prompt_logprobs == [None]
 
 
 def test_the_first_piece_and_the_end_do_not_wait_and_the_others_do() -> None:

@@ -213,6 +213,12 @@ def test_the_text_of_a_token_that_ends_it_is_dropped_unless_asked_for(stop: tupl
             assert "".join(one.text for one in told) == output.text == "some words" + "!" * include
 
 
+def test_of_two_stop_strings_in_a_token_the_first_in_the_text_ends_it() -> None:
+    sequence = _sequence(tokenizer=_byte_fallback(), stop=("b", "a"))
+    sequence.commit(_byte_fallback().convert_tokens_to_ids(["ab"]))
+    assert (_output(sequence).text, sequence.stop_reason) == ("", "a")
+
+
 def test_only_as_much_as_a_stop_string_begins_with_is_held_back() -> None:
     sequence, told = _sequence(stop=["three days"]), ""
     for token in _encode("one two three and four"):
