@@ -395,9 +395,12 @@ class Constraint:
             self._walk([()])
 
     def _broken_by(self, token: int, num_before: int) -> str:
+        """Return the error of a token that the form does not take: no other was left, or llguidance, at its limits of
+        the form, takes none."""
         return (
-            f"structured_outputs: token {token} breaks the form after {len(self._consumed) + num_before} tokens: other "
-            "parameters, such as allowed_token_ids, leave none that the form allows"
+            f"structured_outputs: token {token} breaks the form after {len(self._consumed) + num_before} tokens: "
+            "other parameters, such as allowed_token_ids, leave none that the form allows, or the form is too hard to "
+            "follow: simplify it"
         )
 
     def _force(self, num_tokens: int) -> None:
@@ -471,7 +474,7 @@ class Constraint:
                 mask = compiled.mask.clone()
                 self._timed(self._current.unsafe_compute_mask_ptr, mask.data_ptr(), mask.nbytes)
             if self._timed(self._current.try_consume_tokens, self._consumed) < len(self._consumed):
-                self.error = _named(self._current) or "structured_outputs: the committed tokens are not of this form"
+                self.error = _named(self._current) or "structured_outputs: it is too hard to follow: simplify it"
                 return None
         return self._current
 

@@ -313,6 +313,7 @@ def test_parameters_that_leave_no_token_of_the_form_fail_the_request(llm: LLM) -
     assert isinstance(output.error, GrammarError)
     assert str(output.error).startswith("structured_outputs: token ")
     assert "allowed_token_ids" in str(output.error)
+    assert str(output.error).endswith("or the form is too hard to follow: simplify it")
 
 
 @pytest.mark.parametrize(
