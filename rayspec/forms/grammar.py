@@ -48,11 +48,13 @@ _PATIENCE_S = 0.02  # how long other sequences wait for work on a form
 
 @dataclass(frozen=True, slots=True)
 class CompiledForm:
-    """A form for the tokens of one model. initial: its state before the output, which must be copied for use. It has
-    made the first mask, unless that took long, because copies would then be large. mask: the first, int32 [W].
+    """A form for the tokens of one model. grammar: as llguidance reads it. initial: its state before the output, which
+    must be copied for use; copies share a lexer, whose size is limited. It has made the first mask, unless that took
+    long, because copies would then be large. mask: the first, int32 [W].
     mask_s: seconds of a core that llguidance took for it. num_bytes: about how much memory the form takes. is_light:
     its masks are made at once, because only long texts, expressions and grammars make a mask take long."""
 
+    grammar: str
     initial: LLMatcher
     mask: Tensor
     mask_s: float
@@ -130,9 +132,10 @@ class Grammars:
 
     def constraint(self, form: StructuredOutputsParams, num_prompt_tokens: int) -> Constraint:
         """Return the state of a new sequence, whose first mask is made when the form is compiled."""
-        forget = partial(self._forget, form)
-        compiled = self.compiled(form)
-        return Constraint(compiled, self._eos_token_ids, num_prompt_tokens, self._lanes, self._patience_s, forget)
+        return Constraint(
+            self.compiled(form), self._eos_token_ids, num_prompt_tokens, self._lanes, self._patience_s,
+            partial(self._forget, form), partial(self._renewed, form),
+        )  # fmt: skip
 
     def _forget(self, form: StructuredOutputsParams) -> None:
         with self._lock:
@@ -189,7 +192,22 @@ class Grammars:
         schema = repr(form.json)
         is_short = form.json is not None and len(schema) <= _LIGHT and form.whitespace_pattern is None
         is_light = is_short and not any(word in schema for word in ("attern", "multipleOf"))
-        return CompiledForm(first if mask_s < _PATIENCE_S else matcher, mask, mask_s, num_bytes, is_light)
+        initial = first if mask_s < _PATIENCE_S else matcher
+        return CompiledForm(grammar, initial, mask, mask_s, num_bytes, is_light)
+
+    def _renewed(self, form: StructuredOutputsParams, full: CompiledForm) -> Future[CompiledForm]:
+        """Return the form with a lexer for one sequence alone. The form whose lexer is full is kept for no other."""
+        from llguidance import LLMatcher  # noqa: PLC0415
+
+        with self._lock:
+            future = self._in_use.get(form)
+            if future is not None and future.done() and not future.exception() and future.result() is full:
+                del self._in_use[form]
+                self._kept.pop(form, None)
+        renewed: Future[CompiledForm] = Future()
+        matcher = LLMatcher(self._own_tokenizer(), full.grammar, log_level=0, limits=parser_limits())
+        renewed.set_result(dataclasses.replace(full, initial=matcher))
+        return renewed
 
     def _own_tokenizer(self) -> LLTokenizer:
         from llguidance.hf import from_tokenizer  # noqa: PLC0415
@@ -235,10 +253,12 @@ class Constraint:
         lanes: Lanes,
         patience_s: float = _PATIENCE_S,
         on_slow: Callable[[], None] = lambda: None,
+        renewed: Callable[[CompiledForm], Future[CompiledForm]] | None = None,
     ) -> None:
-        """on_slow: called after work on a form that is slow."""
+        """on_slow: called after work on a form that is slow. renewed: returns the form with a lexer that is empty."""
         self.error = ""
-        self._compiled, self._eos_token_ids, self._on_slow = compiled, eos_token_ids, on_slow
+        self._compiled, self._eos_token_ids, self._on_slow, self._renewed = compiled, eos_token_ids, on_slow, renewed
+        self._num_at_renewal = -1  # the committed tokens of the output when it got a lexer of its own
         self._lanes, self._patience_s = lanes, patience_s
         self._num_read = num_prompt_tokens
         # Work on the state, in order; each with how many tokens are followed after it.
@@ -388,8 +408,12 @@ class Constraint:
         if self.error or (state := self._state()) is None:
             return
         num_consumed = self._timed(state.try_consume_tokens, new)
+        if num_consumed < len(new) and not _has_ended(state) and self._renew():
+            if (state := self._state()) is None:
+                return
+            num_consumed = self._timed(state.try_consume_tokens, new)
         self._consumed += new[:num_consumed]
-        if num_consumed < len(new) and (state.is_error() or not state.is_stopped()):
+        if num_consumed < len(new) and not _has_ended(state):
             self.error = _named(state) or self._broken_by(new[num_consumed], 0)
         elif new[-1] not in self._eos_token_ids:
             self._walk([()])
@@ -440,6 +464,10 @@ class Constraint:
                 path = (*path, token)
             if state.is_error():  # the next one begins anew
                 path = ()
+                if self._renew():
+                    self._masks = {key: mask for key, mask in self._masks.items() if key not in self._failures}
+                    self._failures = {}
+                    self._walk([before])
             if before and self.is_slow and before not in self._masks:
                 break
             self._masks.setdefault(before, None)
@@ -460,6 +488,15 @@ class Constraint:
         mask = self._masks.get(before)
         return mask is not None and 0 <= token < 32 * len(mask) and bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
+    def _renew(self) -> bool:
+        """Begin anew with a lexer of this sequence alone: that of all may be full. Return whether that may help: not
+        twice without a committed token."""
+        if self._renewed is None or self._num_at_renewal == len(self._consumed):
+            return False
+        self._num_at_renewal = len(self._consumed)
+        self._compiled, self._current = self._timed(self._renewed, self._compiled.result()), None
+        return True
+
     def _state(self) -> LLMatcher | None:
         """Return the state after the committed tokens; None if there is none, see `error`."""
         if self._takes_more_than(_TOO_SLOW_S):
@@ -477,6 +514,11 @@ class Constraint:
                 self.error = _named(self._current) or "structured_outputs: it is too hard to follow: simplify it"
                 return None
         return self._current
+
+
+def _has_ended(matcher: LLMatcher) -> bool:
+    """Return whether the output has its form, and nothing may follow."""
+    return bool(matcher.is_stopped()) and not matcher.is_error()
 
 
 def _named(matcher: LLMatcher) -> str:

@@ -613,3 +613,27 @@ def test_a_grammar_that_becomes_too_hard_fails_its_request_alone(llm: LLM) -> No
     assert isinstance(slow.error, GrammarError)
     assert "takes too long" in str(slow.error)
     assert other.outputs[0].text == "ab"
+
+
+def test_a_form_that_one_text_makes_too_hard_is_there_for_others() -> None:
+    """The states of a form share a lexer, which is full then: for one that began before, and one that begins later."""
+    grammars, form, number = _grammars(), StructuredOutputsParams(regex="(.{1,50}){1,50}"), random.Random(0)
+    a = demo_tokenizer()("a", add_special_tokens=False)["input_ids"][-1]
+    before, hard = (grammars.constraint(form, 0) for _ in range(2))
+    texts = {before: [a] * 3, hard: list[int]()}
+    before.extend_to(texts[before])
+    while not hard.error and len(texts[hard]) < 200:
+        allowed = [a]
+        if (masks := hard.masks([()])) is not None:
+            allowed = [token for token in range(len(demo_tokenizer())) if int(masks[0, token >> 5]) >> (token & 31) & 1]
+        texts[hard].append(number.choice(allowed))
+        hard.extend_to(texts[hard])
+        assert hard.wait(60)
+    assert re.match("structured_outputs: .*(too many expressions|too hard)", hard.error)
+    for other in (before, grammars.constraint(form, 0)):
+        own = texts.get(other, [])
+        for _ in range(20):
+            own.append(a)
+            other.extend_to(own)
+            assert other.wait(60)
+            assert not other.error
