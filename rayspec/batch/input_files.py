@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -13,6 +13,7 @@ from operator import itemgetter
 from pathlib import PurePosixPath
 
 from rayspec.batch.documents import KNOWN_TYPES, Piece, file_type
+from rayspec.batch.run_folder import MANIFEST, PART_NAME, ROWS, RUN_SUFFIX
 from rayspec.batch.tables import kind_of_log, newest_table
 from rayspec.command.locations import Location, UnreadableFileError
 from rayspec.errors import naming_the_extra
@@ -132,6 +133,9 @@ class _Search:
         ours = {self._canonical(file): file for file in files}
         for output in self._outputs:
             ours = {parts: file for parts, file in ours.items() if parts[: len(output)] != output}
+        for parts in self._of_earlier_jobs(ours):
+            file = ours.pop(parts)
+            self.left_out[file.absolute().name] = "results of a job"
         logs: dict[tuple[str, ...], list[Location]] = {}
         for parts, file in ours.items():
             if kind_of_log(file):
@@ -151,6 +155,22 @@ class _Search:
         for parts, place in sorted(kept, key=itemgetter(0)):
             self.found.setdefault(parts, place)
         return len(kept)
+
+    def _of_earlier_jobs(self, ours: Collection[tuple[str, ...]]) -> set[tuple[str, ...]]:
+        """Return what jobs wrote below the input. If a job's folder is the input, its merged file is read, or else the
+        rows that it has so far."""
+        found = set[tuple[str, ...]]()
+        for job in {parts[:-2] for parts in ours if parts[-2:-1] == (ROWS,) and re.fullmatch(PART_NAME, parts[-1])}:
+            if (*job, MANIFEST) not in ours:
+                continue
+            own = {parts for parts in ours if parts[: len(job)] == job}
+            if len(job) > len(self.bases[-1]):
+                merged = (*job[:-1], job[-1].removesuffix(RUN_SUFFIX))  # beside the folder
+                found |= own | ({merged} & set(ours))
+                continue
+            merged_files = {one for one in own if one[:-1] == job and one[-1].endswith((".parquet", ".jsonl"))}
+            found |= own - (merged_files or {one for one in own if one[:-1] == (*job, ROWS)})
+        return found
 
     def _left_out_types(self) -> str:
         return f" ({self.shown_types} left out)" if self.left_out else ""

@@ -46,7 +46,7 @@ from rayspec.types import ConfigError, RayspecError
 Status = Literal["running", "complete", "interrupted"]
 FileFormat = Literal["parquet", "jsonl"]
 _FORMATS: Mapping[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
-_PART_NAME = r"part-\d{6,}-[0-9a-f]{8}\.parquet"
+PART_NAME: Final = r"part-\d{6,}-[0-9a-f]{8}\.parquet"
 _DESCRIBING = ("id", "source", "input_hash", "error_kind", "finish_reason")
 _ROWS_PER_GROUP, _BYTES_PER_GROUP = 1024, 2**23
 _MAX_CHUNKS = 1000
@@ -54,7 +54,8 @@ _LONG_FIELDS = frozenset({"text", "tree", "reasoning", "logprobs"})
 _TYPES = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
 MANIFEST: Final = "manifest.json"
 _LOCK = ".lock"
-_ROWS = "rows"
+ROWS: Final = "rows"
+RUN_SUFFIX: Final = ".run"
 _MIN_ROWS_PER_PART, _MAX_ROWS_PER_PART = 32, 4096
 _MIN_PARTS = 64  # a part of a large job has 1 / _MIN_PARTS of all rows
 _SECONDS_PER_PART = 5.0
@@ -180,14 +181,14 @@ class RunFolder:
             if (lock := _locked(location)) is not None:
                 self._lock = self._held.enter_context(lock)
             if overwrite:  # delete the files of an earlier job, except its manifest: the folder always has one
-                for name in parts_in(location.join(_ROWS)):
-                    location.join(_ROWS, name).delete()
+                for name in parts_in(location.join(ROWS)):
+                    location.join(ROWS, name).delete()
                 stem = PurePosixPath(merged.path).stem  # in a folder, another format may have been asked for before
                 for file_name in (f"{stem}.parquet", f"{stem}.jsonl", *report_files):
                     location.join(file_name).delete()
             before = fresh if overwrite else _continue(location, fresh, merged)
             _remove_leftovers(location, merged)
-            self.parts = Parts(location.join(_ROWS), text_column=text_column, json_schema=json_schema)
+            self.parts = Parts(location.join(ROWS), text_column=text_column, json_schema=json_schema)
             is_written = before.status == "complete" and merged.kind == "file"
             self.is_merged = is_written and not self.parts.ignores_some
             session = Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
@@ -330,7 +331,7 @@ def output_places(output: str, file_format: FileFormat | None) -> tuple[Location
         return place, None, file_format or "parquet"
     if file_format not in (None, named):
         raise ConfigError(f"option 'format' is {file_format!r} and option 'output' is {output!r}: leave 'format' out")
-    return replace(place, path=f"{place.path}.run"), place, named
+    return replace(place, path=place.path + RUN_SUFFIX), place, named
 
 
 def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest:
@@ -344,7 +345,7 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
             raise DamagedOutputError(
                 f"{manifest}: not a manifest that can be read ({error}); choose another folder or pass --overwrite"
             ) from error
-        if not parts_in(location.join(_ROWS)):
+        if not parts_in(location.join(ROWS)):
             return msgspec.structs.replace(fresh, sessions=previous.sessions)
         # An option that was left to the engine has the value that the engine gave it, where `fresh` names a value.
         then, now = (
@@ -388,7 +389,7 @@ def _remove_leftovers(location: Location, merged: Location) -> None:
         return
     of_merged = rf"\.{re.escape(merged.file_name)}\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}"
     ours = rf"\..+\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}"
-    for folder, pattern in ((merged.folder, of_merged), (location, ours), (location.join(_ROWS), ours)):
+    for folder, pattern in ((merged.folder, of_merged), (location, ours), (location.join(ROWS), ours)):
         for file in folder.entries():
             if re.fullmatch(pattern, file.file_name):
                 file.delete()
@@ -563,7 +564,7 @@ def _damaged(place: Location, detail: str) -> DamagedOutputError:
 
 
 def parts_in(folder: Location) -> list[str]:
-    return [entry.file_name for entry in folder.entries() if re.fullmatch(_PART_NAME, entry.file_name)]
+    return [entry.file_name for entry in folder.entries() if re.fullmatch(PART_NAME, entry.file_name)]
 
 
 def _described(rows: pa.Table, part: int) -> pa.Table:

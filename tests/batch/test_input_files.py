@@ -143,3 +143,26 @@ def test_the_results_of_an_earlier_run_are_no_input(tmp_path: Path, monkeypatch:
         assert [file.name for file in find_files(["docs"], outputs=[output]).files] == ["a.txt", "output.txt"]
         assert [file.name for file in find_files(["docs/**"], outputs=[output]).files] == ["a.txt", "output.txt"]
     assert len(find_files(["docs"], outputs=["elsewhere"]).files) == 4
+
+
+def test_what_earlier_jobs_wrote_below_an_input_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But a job's folder may be the input of another job, which reads each row once."""
+    monkeypatch.chdir(tmp_path)
+    part = "rows/part-000001-1f2e3d4c.parquet"
+    for name in (
+        "docs/a.txt", "docs/rows/b.txt", "docs/done.jsonl", "docs/own.parquet",
+        *(f"docs/done.jsonl.run/{own}" for own in ("manifest.json", "report.html", part)),
+        *(f"docs/out/{own}" for own in ("manifest.json", "report.html", "job.parquet", part)),
+        *(f"docs/begun/{own}" for own in ("manifest.json", part)),
+        "data/manifest.json", "data/c.txt",
+    ):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+    for name in ("docs", "docs/**"):
+        found = find_files([name])
+        assert [file.name for file in found.files] == ["a.txt", "own.parquet", "rows/b.txt"]
+        assert "10 files skipped: results of a job (10)" in str(found.warning)
+    assert [file.name for file in find_files(["docs/out"]).files] == ["job.parquet"]
+    assert [file.name for file in find_files(["docs/begun"]).files] == [part]
+    assert [file.name for file in find_files(["docs/done.jsonl"]).files] == ["done.jsonl"]
+    assert [file.name for file in find_files(["data"]).files] == ["c.txt"]
