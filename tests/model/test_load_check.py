@@ -199,7 +199,7 @@ def test_memory_that_is_short_is_said(monkeypatch: pytest.MonkeyPatch, caplog: p
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes\nMore")
 
     parts = decompose(build("llama"))
-    monkeypatch.setattr(fused, "Matrix", no_memory)
+    monkeypatch.setattr(fused, "full_matrix", no_memory)
     assert all(sublayer.body is None for sublayer in fuse(parts).sublayers)
     of_layers, of_head = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "8 of 8 sublayers" in of_layers
