@@ -165,7 +165,7 @@ class _Search:
                 continue
             own = {parts for parts in ours if parts[: len(job)] == job}
             if len(job) > len(self.bases[-1]):
-                merged = (*job[:-1], job[-1].removesuffix(RUN_SUFFIX))  # beside the folder
+                merged = (*job[:-1], job[-1].removesuffix(RUN_SUFFIX))  # next to the folder
                 found |= own | ({merged} & set(ours))
                 continue
             merged_files = {one for one in own if one[:-1] == job and one[-1].endswith((".parquet", ".jsonl"))}
