@@ -159,17 +159,15 @@ class _Search:
     def _of_earlier_jobs(self, ours: Collection[tuple[str, ...]]) -> set[tuple[str, ...]]:
         """Return what jobs wrote below the input. If a job's folder is the input, its merged file is read, or else the
         rows that it has so far."""
-        found = set[tuple[str, ...]]()
-        for job in {parts[:-2] for parts in ours if parts[-2:-1] == (ROWS,) and re.fullmatch(PART_NAME, parts[-1])}:
-            if (*job, MANIFEST) not in ours:
-                continue
-            own = {parts for parts in ours if parts[: len(job)] == job}
-            if len(job) > len(self.bases[-1]):
-                merged = (*job[:-1], job[-1].removesuffix(RUN_SUFFIX))  # next to the folder
-                found |= own | ({merged} & set(ours))
-                continue
-            merged_files = {one for one in own if one[:-1] == job and one[-1].endswith((".parquet", ".jsonl"))}
-            found |= own - (merged_files or {one for one in own if one[:-1] == (*job, ROWS)})
+        parts_of_jobs = (parts for parts in ours if parts[-2:-1] == (ROWS,) and re.fullmatch(PART_NAME, parts[-1]))
+        jobs = {parts[:-2] for parts in parts_of_jobs if (*parts[:-2], MANIFEST) in ours}
+        below = {job for job in jobs if len(job) > len(self.bases[-1])}
+        found = {parts for parts in ours if any(parts[:length] in below for length in range(len(parts)))}
+        # A merged file may be next to the folder.
+        found |= {(*job[:-1], job[-1].removesuffix(RUN_SUFFIX)) for job in below}.intersection(ours)
+        for job in jobs - below:  # the input
+            merged = {one for one in ours if one[:-1] == job and one[-1].endswith((".parquet", ".jsonl"))}
+            found |= set(ours) - (merged or {one for one in ours if one[:-1] == (*job, ROWS)})
         return found
 
     def _left_out_types(self) -> str:

@@ -34,6 +34,7 @@ from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.fused import draft_head_bytes, fuse, in_one_order
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, CacheSize, KVCache, WindowedPages, bytes_per_slot
+from rayspec.model.matrices import ONE_ORDER
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import (
     FIXED,
@@ -137,7 +138,7 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
             counts = SINGLE_ROWS
         elif _has_buffers(config, parts):
             one_order = in_one_order(parts)
-            counts = FIXED_IN_BUFFERS if one_order is None else RowCounts(1, FIXED_IN_BUFFERS.most)
+            counts = FIXED_IN_BUFFERS if one_order is None else RowCounts(1, ONE_ORDER)
             parts = one_order or parts
         else:
             counts = FIXED if is_split else independent_row_counts(parts)

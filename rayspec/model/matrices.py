@@ -51,7 +51,7 @@ class LinearMap(nn.Module, ABC):
 
 class OperatorMatrix(LinearMap):
     """A `LinearMap` whose product is the operator `rayspec::product`, for up to `most` rows, or any number if it is
-    None. weight, scales: of the operator. has_one_order: see `in_one_order`."""
+    None. weight, scales: of the operator."""
 
     def __init__(
         self, linears: Sequence[nn.Linear], weight: Tensor, scales: Tensor | None = None, *, most: int | None = None

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -28,14 +28,21 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def test_what_a_leader_announced_is_followed_in_any_epoch(server: Server) -> None:
-    """The leader waits in the middle of it, and will only then look what is new."""
+@contextmanager
+def _announced(server: Server, epoch: int) -> Iterator[Transport]:
+    """A leader whose epoch the server has heard of."""
     with closing(Transport(ENGINE, SECRET, host=LOOPBACK)) as engine:
         engine.connect({"a": server.transport.address})
-        engine.epoch = 2
+        engine.epoch = epoch
         engine.send("a", Connect(peers={ENGINE: engine.address}))
         with pytest.raises(NewEpoch):
             server.receive(PATIENCE_S)
+        yield engine
+
+
+def test_what_a_leader_announced_is_followed_in_any_epoch(server: Server) -> None:
+    """The leader waits in the middle of it, and will only then look what is new."""
+    with _announced(server, 2) as engine:
         engine.send("a", Connect(peers={ENGINE: engine.address}))  # in the same epoch it only names the peers anew
         engine.epoch = 1
         engine.send("a", Moves(moves=[]))
@@ -46,12 +53,7 @@ def test_what_a_leader_announced_is_followed_in_any_epoch(server: Server) -> Non
 
 
 def test_who_fails_tells_the_engine_why(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(Transport(ENGINE, SECRET, host=LOOPBACK)) as engine:
-        engine.connect({"a": server.transport.address})
-        engine.epoch = 1
-        engine.send("a", Connect(peers={ENGINE: engine.address}))
-        with pytest.raises(NewEpoch):
-            server.receive(PATIENCE_S)
+    with _announced(server, 1) as engine:
         received = [engine.receive(PATIENCE_S)]
         monkeypatch.setattr(time, "sleep", lambda _: received.append(engine.receive(PATIENCE_S)))  # before it closes
         with pytest.raises(ValueError, match="a bug"), server.serving():
