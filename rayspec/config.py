@@ -233,6 +233,7 @@ class SamplingParams(Options):
         None, ge=-1, description="keep only this many tokens at the end of a prompt; -1: as many as fit"
     )
     structured_outputs: StructuredOutputsParams | None = Field(None, description="the form that the output must have")
+    use_drafts: bool = Field(True, description="False: plain decoding for this request; the text is the same")
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**from_vllm(values, SAMPLING, type(self).model_fields))

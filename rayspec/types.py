@@ -148,7 +148,8 @@ class EngineStats(DraftCounts):
     There `draft_s` and `verify_s` are times at the stage with the head, summed over rounds that may overlap.
 
     compared_s: of the rounds for which the speed of plain decoding is known. plain_s: what their tokens would have
-    taken without drafts, by the latency profile and the rounds without drafts. died_at_s: when engines died, by
+    taken without drafts, by the latency profile and the rounds without drafts, which num_compared_rounds counts for
+    each sequence; those of requests that want no drafts are not among them. died_at_s: when engines died, by
     the `time.monotonic` of the process that replaces them.
     """
 
@@ -163,6 +164,7 @@ class EngineStats(DraftCounts):
     total_s: float = 0.0
     compared_s: float = 0.0
     plain_s: float = 0.0
+    num_compared_rounds: int = 0
     accepted_lengths: dict[int, int] = field(default_factory=dict)
     gate_reason: str = ""
     plans: list[PlanRecord] = field(default_factory=list)
@@ -171,9 +173,8 @@ class EngineStats(DraftCounts):
     @property
     def speed_up(self) -> float | None:
         """Estimated speed of decoding over plain decoding; None with too few rounds of plain decoding to compare."""
-        return (
-            self.plain_s / self.compared_s if self.compared_s and self.num_plain_rounds >= _ROUNDS_TO_COMPARE else None
-        )
+        is_known = self.compared_s > 0 and self.num_compared_rounds >= _ROUNDS_TO_COMPARE
+        return self.plain_s / self.compared_s if is_known else None
 
     @property
     def cache_hit_rate(self) -> float | None:

@@ -109,7 +109,7 @@ class DocumentTask:
                 "system": self.system,
                 "long": self.long.model_dump(mode="json", include=set(LongDocumentOptions.model_fields)),
             },
-            "sampling": self.settings.sampling.model_dump(mode="json"),
+            "sampling": self.settings.sampling.model_dump(mode="json", exclude={"use_drafts"}),  # decides no text
             "engine": self.settings.deciding,
         }
 

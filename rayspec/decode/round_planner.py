@@ -47,7 +47,7 @@ from rayspec.decode.work import Chunk, Draft, Round, RoundEntry, RoundResult, Ta
 from rayspec.forms.grammar import Constraint
 from rayspec.planning.acceptance import survival
 from rayspec.planning.learning import AnswerLength
-from rayspec.types import EngineStats, Plan
+from rayspec.types import EngineStats, Plan, no_draft
 
 _MAX_PLAN_RECORDS = 1024
 # Between two rounds, a search in this process takes at most the time of so many steps of the last round. After a search
@@ -189,7 +189,9 @@ class Proposer:
         return NUM_SUCCESSORS if _is_due(self._num_unrecycled, _IDLE_ROUNDS * (batch <= self._most_grown)) else 0
 
     def begin(self, sequence: SequenceState) -> None:
-        """Prepare a new sequence, unless that is done."""
+        """Prepare a new sequence, unless that is done. Nothing is proposed, learned or kept of one without drafts."""
+        if not sequence.params.use_drafts:
+            return
         if sequence.lookup is None and self._strategy in ("auto", "lookup"):
             sequence.lookup = LookupIndex(_NGRAM, _SHORTEST_MATCH if self._strategy == "auto" else None)
         memory = self._memory(sequence.owner)
@@ -203,7 +205,8 @@ class Proposer:
 
     def propose(self, sequence: SequenceState, num_tokens: int, *, batch: int = 1) -> Proposal:
         """Return at most `num_tokens` tokens that may come next, the likeliest first. batch: sequences of the round."""
-        if sequence.lookup is None and sequence.constraint is None and not self._recycles:
+        is_idle = sequence.lookup is None and sequence.constraint is None and not self._recycles
+        if is_idle or not sequence.params.use_drafts:
             return NOTHING
         num_tokens = min(num_tokens, sequence.num_remaining - 1)
         by_class, constraint = self.record.by_class, sequence.constraint
@@ -228,7 +231,7 @@ class Proposer:
     def remember(self, sequence: SequenceState) -> None:
         """Keep the output of a finished sequence for others to copy."""
         text = sequence.token_ids[max(0, sequence.num_prompt_tokens - _NUM_PROMPT_TOKENS) :]
-        if sequence.output_token_ids and self._add(sequence.owner, text):
+        if sequence.params.use_drafts and sequence.output_token_ids and self._add(sequence.owner, text):
             self.finished.append((sequence.owner, array("i", text[:_MAX_PASSED_TOKENS])))
 
     def _add(self, owner: str, text: Sequence[int]) -> bool:
@@ -262,7 +265,7 @@ class Proposer:
     ) -> None:
         """Compare what was proposed with what came, and note what the target found likely. sequence: with the committed
         tokens. likeliest: of the newest token's row and of each row of the draft."""
-        if not (self._recycles or proposal.token_ids or draft.match_classes):
+        if not (self._recycles or proposal.token_ids or draft.match_classes) or not sequence.params.use_drafts:
             return
         copied = proposal.copied or proposal
         self.record.observe(copied.match_classes, copied.token_ids, committed)
@@ -376,6 +379,10 @@ class PlannedRound:
     started: float
 
 
+# Of a round in which no request wants drafts. It runs no sublayer of a draft, so it has no choices.
+_PLAIN = RoundPlan(plan=no_draft(0, "the requests want no drafts"))
+
+
 class RoundPlanner:
     """Connects the strategy to the engine. Keeps the last tapped tokens and the plan searches under way over them."""
 
@@ -417,10 +424,14 @@ class RoundPlanner:
         return [token for token in self._taps if token is not None]
 
     def plan(self, work_id: int, sequences: Sequence[SequenceState], chunks: Sequence[Chunk] = ()) -> PlannedRound:
+        """Return the round of these sequences, those with drafts first. The strategy plans it if there are any."""
         started, longest, batch = self._clock(), self._options.max_draft_tokens, len(sequences)
+        sequences = sorted(sequences, key=lambda one: not one.params.use_drafts)
+        drafting = [one for one in sequences if one.params.use_drafts]
         outstanding = sum(
             self._answer_length.expected(sequence.num_remaining)
             for sequence in (*self._scheduler.running, *self._scheduler.waiting)
+            if sequence.params.use_drafts
         )
         state = BatchState(
             context=sum(sequence.num_tokens for sequence in sequences) // batch,
@@ -428,19 +439,20 @@ class RoundPlanner:
             elapsed_s=self._stats.total_s - self._earlier_s,
             searched_s=self._stats.optimise_s - self._earlier_searched_s,
             num_outstanding_tokens=outstanding,
-            sequence_ids=[sequence.sequence_id for sequence in sequences],
+            sequence_ids=[sequence.sequence_id for sequence in drafting],
             proposals=cache(lambda: [self.proposer.propose(one, longest, batch=batch) for one in sequences]),
             by_class=lambda: self.proposer.record.by_class,
+            is_observed=not chunks and len(drafting) == batch,
         )
-        chosen = self.strategy.choose(state)
+        chosen = self.strategy.choose(state) if drafting else _PLAIN
         plan = chosen.plan
         proposals = state.proposals()  # in any case, because they are compared with what comes
         lengths = plan.lookup_lengths or [plan.num_lookup_tokens] * batch
         if self._options.strategy == "static":  # its proposals are what the forms of the outputs force
             lengths = [len(proposal.token_ids) for proposal in proposals]
         entries = [self._entry(*each, plan) for each in zip(sequences, proposals, lengths, strict=True)]
-        num_taps = (self._taps.maxlen or 0) if chosen.capture else 0
-        num_likeliest = self.proposer.num_likeliest(batch)
+        num_taps = min(self._taps.maxlen or 0, len(drafting)) if chosen.capture else 0
+        num_likeliest = self.proposer.num_likeliest(batch) if drafting else 0
         is_plain = not any(entry.max_draft_tokens or entry.looked_up for entry in entries)
         work = Round(
             id=work_id,
@@ -462,7 +474,8 @@ class RoundPlanner:
 
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
         """Log the taps of a finished round, give the strategy its result, and let the strategy search. The strategy
-        learns nothing from a round with chunks, because the round's own time is then unknown."""
+        learns nothing from a round with chunks, because the round's own time is then unknown, or with sequences that
+        want no drafts, because the strategy has not chosen for them."""
         step_s = (self._clock() - planned.started - result.queued_s - result.owed_s) / result.num_steps
         taps = zip(planned.sequences, planned.work.taps, strict=False)
         self._taps.extend(None if sequence.finished else token for sequence, token in taps)
@@ -482,15 +495,17 @@ class RoundPlanner:
             if sequence.lookahead is not None and planned.work.plan.lookahead:
                 sequence.lookahead.observe(probed or ())
         committed_any = num_tokens or not all(committed.finite for committed in result.committed)
-        if committed_any and not planned.work.chunks:
+        if committed_any and planned.state.is_observed:
             num_a_step = -(-num_tokens // result.num_steps)
             self.strategy.observe(planned.state, planned.chosen, result, num_a_step, step_s)
             if (plain_rate := planned.chosen.plain_rate) is not None:
                 self._stats.compared_s += step_s * result.num_steps
                 self._stats.plain_s += num_tokens / plain_rate
+                num_plain = sum(not draft.token_ids for draft in result.drafts)
+                self._stats.num_compared_rounds += num_plain * result.num_steps
         started, is_searching = self._clock(), bool(self._searching)
         self._continue_searches(step_s)
-        record = self.strategy.search(planned.state, self._search)
+        record = None if planned.chosen is _PLAIN else self.strategy.search(planned.state, self._search)
         if record is not None:
             self._stats.plans = [*self._stats.plans[-_MAX_PLAN_RECORDS + 1 :], record]
         if is_searching or self._searching or record is not None:
@@ -549,13 +564,14 @@ class RoundPlanner:
 
     def _entry(self, sequence: SequenceState, proposal: Proposal, num_looked_up: int, plan: Plan) -> RoundEntry:
         num_free = sequence.table.capacity - sequence.num_tokens
-        drafts = sequence.constraint is None or not sequence.constraint.is_slow
+        uses_drafts = sequence.params.use_drafts
+        drafts = uses_drafts and (sequence.constraint is None or not sequence.constraint.is_slow)
         max_tree_tokens = min(MAX_TREE_TOKENS, num_free)
         num_looked_up = min(num_looked_up, num_free)
         looked_up: Sequence[int] = proposal.token_ids[:num_looked_up]
         parents: Sequence[int] = proposal.parents[:num_looked_up]
         num_probes = 0
-        if plan.lookahead:
+        if plan.lookahead and uses_drafts:
             guess = sequence.guess(max_tree_tokens)
             looked_up, parents, num_probes = guess.token_ids, guess.parents, guess.num_probes
         return RoundEntry(

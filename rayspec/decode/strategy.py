@@ -21,9 +21,11 @@ from rayspec.types import Plan, PlanRecord
 class BatchState:
     """The batch of a round. context: mean number of tokens that a sequence holds. batch: number of sequences.
     elapsed_s: engine time with this strategy so far; searched_s: the part of it that searches took.
-    num_outstanding_tokens: expected number of tokens still to generate for running and waiting requests. sequence_ids:
-    the sequences of the batch; an id is constant. proposals: function that looks up tokens for each sequence. by_class:
-    function to the acceptance of looked-up tokens by their class."""
+    num_outstanding_tokens: expected number of tokens still to generate for running and waiting requests, except
+    those that want no drafts. sequence_ids: the sequences of the batch, with the same exception; an id is constant.
+    proposals: function that looks up tokens for each sequence. by_class: function to the acceptance of looked-up
+    tokens by their class. is_observed: False for a round that `Strategy.observe` will not be called for; so nothing
+    should be tried in it."""
 
     context: int
     batch: int
@@ -33,6 +35,7 @@ class BatchState:
     sequence_ids: Sequence[str] = ()
     proposals: Callable[[], Sequence[Proposal]] = tuple
     by_class: Callable[[], Sequence[float]] = tuple
+    is_observed: bool = True
 
     def record(
         self, plan: Plan, decision: Decision, *, reason: str, estimated_acceptance: float, optimise_s: float
@@ -76,7 +79,8 @@ class Strategy(Protocol):
 
     The engine calls `choose` before a round, and `observe` and `search` after it, with the same state and the choice
     that was made for it. In between it may choose for rounds of other sequences, never of the same sequences. A round
-    that also prefills prompts is not observed.
+    that also prefills prompts is not observed, nor is one with sequences that want no drafts (`use_drafts`). For rounds
+    in which no sequence wants drafts, no method is called.
     """
 
     @property

@@ -184,6 +184,7 @@ class GenerationRequest(StrictBody):
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
+    use_drafts: bool | None = Field(None, description=SamplingParams.model_fields["use_drafts"].description)
     prompt_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
     return_token_ids: bool = False
 

@@ -107,10 +107,10 @@ class Gate:
             rates = {way: self._optimistic_rate(way, predicted) for way in predicted if not self.is_known(way)}
             way = max(rates, key=rates.__getitem__, default=best)
             may_win = way != best and rates[way] > self.rate(best, predicted)
-            if may_win and self._lost_s < self._allowance_s(way, predicted):
+            if may_win and state.is_observed and self._lost_s < self._allowance_s(way, predicted):
                 self.trial, self._was_trial = way, False
         trial, way = self.trial, best
-        if trial in predicted and not self._was_trial:
+        if trial in predicted and state.is_observed and not self._was_trial:
             is_hopeful = self._optimistic_rate(trial, predicted) > self.rate(best, predicted)
             way = trial if is_hopeful else best
         proposed = ways[way]

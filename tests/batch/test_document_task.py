@@ -42,7 +42,15 @@ def test_what_decides_the_texts_is_in_the_identity(options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    "options", [{"strategy": "ar"}, {"num_threads": 1}, {"max_num_seqs": 3}, {"device": "cpu"}, {"stages": 2}]
+    "options",
+    [
+        {"strategy": "ar"},
+        {"num_threads": 1},
+        {"max_num_seqs": 3},
+        {"device": "cpu"},
+        {"stages": 2},
+        {"sampling": {"use_drafts": False}},
+    ],
 )
 def test_what_decides_only_the_speed_is_not(options: dict[str, Any]) -> None:
     assert task().identity == task(**options).identity

@@ -57,7 +57,7 @@ def stats_of(records: list[PlanRecord]) -> EngineStats:
     return EngineStats(
         total_s=10.0, draft_s=2.0, verify_s=5.0, optimise_s=0.1, gate_reason="none pays", plans=records,
         num_generated_tokens=100, accepted_by_source={"own text": 60}, num_accepted_tokens=60, num_draft_tokens=80,
-        num_plain_rounds=40, compared_s=4.0, plain_s=9.2, died_at_s=[time.monotonic()],
+        num_plain_rounds=40, num_compared_rounds=40, compared_s=4.0, plain_s=9.2, died_at_s=[time.monotonic()],
     )  # fmt: skip
 
 

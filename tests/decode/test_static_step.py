@@ -126,15 +126,19 @@ def test_texts_and_drafts_do_not_depend_on_how_often_the_host_looks(verification
         (SamplingParams(temperature=0.7, top_p=0.9, seed=1, max_tokens=15, min_tokens=9), True),
         (SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=13), False),
         (SamplingParams(temperature=0.0, logprobs=2, max_tokens=13), False),
+        (GREEDY.replace(use_drafts=False), True),
     ],
 )
 def test_texts_do_not_depend_on_the_steps_of_a_round(params: SamplingParams, is_shorter: bool, is_static: bool) -> None:
-    """Ends of texts within a round included; a token that reads those before it has a round of its own."""
+    """Ends of texts within a round included; a token that reads those before it has a round of its own. Requests that
+    want no drafts have such rounds under every strategy."""
     parts, known = operator_parts_of(checkpoint("llama")), cases(checkpoint("llama"), PROMPT_LENGTHS, NUM_TOKENS)
     ends = sorted({known.expected[0][5], known.expected[2][9]})
     found = []
     for num_steps in (1, 3, 4):
-        engine = engine_with(parts, max_num_seqs=3, is_static=is_static, eos=ends, speculation={"strategy": "ar"})
+        strategy = None if params.use_drafts else RandomPlans(1, len(parts.sublayers))
+        speculation = {"strategy": "ar" if params.use_drafts else "auto"}
+        engine = engine_with(parts, strategy, max_num_seqs=3, is_static=is_static, eos=ends, speculation=speculation)
         engine.stages.num_steps = num_steps
         for request in requests_for(known.prompts, params):
             engine.add(request)

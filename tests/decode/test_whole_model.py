@@ -87,6 +87,10 @@ def test_copies_do_not_change_the_text(strategy: str, verification: str) -> None
             ]
     assert engine.stats.num_accepted_tokens > 0
     assert plain.stats.num_draft_tokens == 0
+    mixed = [greedy_params, greedy_params.replace(use_drafts=False), greedy_params]
+    drafted, expected = complete(engine, _repetitive(), mixed), complete(plain, _repetitive(), greedy_params)
+    assert tokens_of(drafted) == tokens_of(expected)
+    assert [one.metrics.num_draft_tokens > 0 for one in drafted] == [True, False, True]
 
 
 @pytest.mark.parametrize("by", ["length", "token"])

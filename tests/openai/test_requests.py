@@ -43,6 +43,7 @@ EVERYTHING: dict[str, Any] = {
     "spaces_between_special_tokens": True,
     "prompt_logprobs": 3,
     "structured_outputs": {"choice": ["a", "b"]},
+    "use_drafts": False,
 }
 
 

@@ -4,6 +4,7 @@ What makes a strategy what it is has a test in its own file.
 """
 
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, get_args
@@ -14,12 +15,12 @@ from rayspec.config import EngineConfig, SamplingParams, SpeculationOptions, Str
 from rayspec.decode import strategy as protocol
 from rayspec.decode.search import Answer
 from rayspec.decode.stages import LocalStages, Stages
-from rayspec.decode.work import Round
+from rayspec.decode.work import Round, RoundResult
 from rayspec.pipeline.messages import Begin, Searched
 from rayspec.planning.learning import DraftWhileSure
 from rayspec.strategies.by_name import make_strategy
 from rayspec.strategies.gate import Gated
-from rayspec.types import EngineStats
+from rayspec.types import EngineStats, PlanRecord
 from tests.engines import complete, engine_with, tokens_of
 from tests.exhaustive import few_of
 from tests.families import cases, checkpoint, parts_of
@@ -132,3 +133,74 @@ def test_nor_does_one_behind_the_gate(strategy: str) -> None:
     gated = made(strategy, gate=True)
     assert isinstance(gated, Gated)
     assert require_known_tokens(gated).stats.gate_reason == gated.status
+
+
+class _Noted:
+    """A strategy, and what it is told of: batches and the sequences that may draft."""
+
+    def __init__(self, strategy: protocol.Strategy) -> None:
+        self._strategy = strategy
+        self.chosen, self.observed = list[protocol.BatchState](), list[protocol.BatchState]()
+
+    @property
+    def status(self) -> str:
+        return self._strategy.status
+
+    def choose(self, state: protocol.BatchState) -> protocol.RoundPlan:
+        self.chosen.append(state)
+        return self._strategy.choose(state)
+
+    def observe(
+        self,
+        state: protocol.BatchState,
+        chosen: protocol.RoundPlan,
+        result: RoundResult,
+        num_tokens: int,
+        seconds: float,
+    ) -> None:
+        self.observed.append(state)
+        self._strategy.observe(state, chosen, result, num_tokens, seconds)
+
+    def search(self, state: protocol.BatchState, ask: protocol.Ask) -> PlanRecord | None:
+        return self._strategy.search(state, ask)
+
+
+SAMPLED = SamplingParams(temperature=1.2, seed=7, max_tokens=NUM_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_stages", "params"),
+    few_of(
+        list(product(OPTIONS, [1, 2], [GREEDY, SAMPLED])),
+        [*((name, 1, GREEDY) for name in OPTIONS), ("auto", 1, SAMPLED), ("auto", 2, GREEDY)],
+    ),
+)
+def test_a_request_without_drafts_has_none_beside_others_and_the_same_text(
+    strategy: str, num_stages: int, params: SamplingParams
+) -> None:
+    path = checkpoint("qwen3")
+    prompts = cases(path, LENGTHS, NUM_TOKENS).prompts
+    expected = tokens_of(complete(engine_with(parts_of(path)), prompts, params))
+    noted, plainly = _Noted(made(strategy)), params.replace(use_drafts=False)
+    speculation = SpeculationOptions(strategy=strategy, max_draft_tokens=MAX_DRAFT_TOKENS, **OPTIONS[strategy])
+    options: dict[str, Any] = {"max_num_seqs": 5, "num_beside": 64, "max_draft_tokens": MAX_DRAFT_TOKENS}
+    with ExitStack() as stack:
+        if num_stages == 1:
+            engine = engine_with(parts_of(path), noted, speculation=speculation, **options)
+        else:
+            engine = stack.enter_context(loop_engine(path, num_stages, noted, **options)).engine
+        assert tokens_of(complete(engine, prompts, plainly)) == expected
+        assert engine.stats.num_draft_tokens == 0
+        assert engine.stats.num_plain_rounds == engine.stats.num_rounds
+        assert noted.chosen == []
+        assert not any(memory.corpus for memory in engine._planner.proposer._memories.values())
+        mixed = [params if index % 2 else plainly for index in range(len(prompts))]
+        outputs = complete(engine, prompts, mixed)
+    assert tokens_of(outputs) == expected
+    num_drafted = [output.metrics.num_draft_tokens for output in outputs]
+    assert not any(num_drafted[::2])
+    if params is GREEDY:  # a sampled text of a random model has nothing to copy
+        assert any(num_drafted) == (strategy != "ar")
+    assert any(0 < len(state.sequence_ids) < state.batch for state in noted.chosen)
+    assert all(len(state.sequence_ids) == state.batch and state.is_observed for state in noted.observed)
+    assert engine.stats.num_compared_rounds <= sum(len(state.sequence_ids) for state in noted.observed)

@@ -276,6 +276,14 @@ def test_rounds_in_which_nobody_may_draft_say_nothing() -> None:
     assert gated.status == status
 
 
+def test_nothing_is_tried_in_rounds_that_are_not_observed() -> None:
+    gated = _gated(_Strategy())
+    for _ in range(40):
+        plan = gated.choose(replace(state(), is_observed=False)).plan
+        assert not plan.drafts
+        run_round(gated, ASKER, num_accepted=0, seconds=lambda plan: 1.0)
+
+
 @pytest.mark.parametrize(("row_s", "is_tried"), [(1.2, False), (0.1, True)])  # of a sublayer that takes 1 s for a row
 def test_copies_that_could_not_pay_if_all_were_right_are_not_tried(row_s: float, is_tried: bool) -> None:
     gated = Gated(FixedPlan(lookup_plan(4, 10)), latency_model(2, row_s=row_s))
